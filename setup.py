@@ -1,0 +1,77 @@
+"""Builds the native CPU kernels: one shared library with a plain C interface, loaded by `penstock.kernels.native`.
+
+Every source in `src/penstock/kernels/native` is compiled once per instruction set, with the macro `ISA` naming the
+set; `cpu.cpp` tells at run time which of them this processor has. The library links to nothing but the C++ runtime:
+its OpenMP symbols resolve to the runtime that torch has already loaded, so both share one thread pool. No compiler,
+or a compiler that fails, leaves the package on its torch reference kernels.
+"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+NATIVE = Path("src/penstock/kernels/native")
+COMMON = ["-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
+# gcc 12 takes its own AVX512 intrinsics for uses of uninitialized registers.
+COMMON += ["-Wall", "-Wno-maybe-uninitialized"]
+AVX512 = ["-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16"]
+INSTRUCTION_SETS = {
+    "x86_64": {
+        "avx2": ["-mavx2", "-mfma", "-mf16c"],
+        "avx512": AVX512,
+        "amx": [*AVX512, "-mamx-tile", "-mamx-bf16"],
+    },
+}
+
+
+class BuildNative(build_ext):
+    """Compiles the kernels with the system's C++ compiler; a failure is reported and leaves no library."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """The library's plain name: it is no Python module, so it carries no interpreter's suffix."""
+        return str(Path(*fullname.split(".")).with_suffix(".so"))
+
+    def build_extension(self, ext: Extension) -> None:
+        target = Path(self.get_ext_fullpath(ext.name))
+        try:
+            compile_native(target)
+        except (OSError, subprocess.CalledProcessError) as error:
+            detail = getattr(error, "stderr", "") or ""
+            self.warn(f"native kernels not built, the torch kernels will be used: {error}\n{detail}")
+
+    def get_outputs(self) -> list[str]:
+        return []
+
+
+def compile_native(target: Path) -> None:
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise OSError("no C++ compiler found")
+    sets = INSTRUCTION_SETS.get(platform.machine(), {"generic": []})
+    sources = sorted(path for path in NATIVE.glob("*.cpp") if path.name != "cpu.cpp")
+    with tempfile.TemporaryDirectory() as scratch:
+        jobs = [(NATIVE / "cpu.cpp", [], f"{scratch}/cpu.o")]
+        for isa, flags in sets.items():
+            jobs += [(source, [*flags, f"-DISA={isa}"], f"{scratch}/{source.stem}_{isa}.o") for source in sources]
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda job: run([compiler, *COMMON, *job[1], "-c", str(job[0]), "-o", job[2]]), jobs))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        run([compiler, "-shared", *[job[2] for job in jobs], "-o", str(target)])
+
+
+def run(command: list[str]) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+setup(
+    ext_modules=[Extension("penstock.kernels.libpenstock_native", sources=[], optional=True)],
+    cmdclass={"build_ext": BuildNative},
+)

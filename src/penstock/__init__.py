@@ -1,0 +1,46 @@
+"""Penstock: an LLM serving engine whose KV cache moves, and whose tokens do not change when it does."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from penstock.engine.llm import LLM
+    from penstock.messages.outputs import CompletionOutput, RequestOutput
+    from penstock.messages.sampling_params import SamplingParams
+    from penstock.utils.errors import ConfigError, EngineDeadError, PeerError, PenstockError, RequestError
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "ConfigError",
+    "EngineDeadError",
+    "PeerError",
+    "PenstockError",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
+
+# Imported on first use, so that the parts without torch can be imported without it.
+_HOMES = {
+    "LLM": "penstock.engine.llm",
+    "CompletionOutput": "penstock.messages.outputs",
+    "RequestOutput": "penstock.messages.outputs",
+    "SamplingParams": "penstock.messages.sampling_params",
+    "ConfigError": "penstock.utils.errors",
+    "EngineDeadError": "penstock.utils.errors",
+    "PeerError": "penstock.utils.errors",
+    "PenstockError": "penstock.utils.errors",
+    "RequestError": "penstock.utils.errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

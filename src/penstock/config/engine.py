@@ -1,0 +1,160 @@
+"""The engine's configuration: frozen data, cross-checked once, handed to each part in its own small piece.
+
+`EngineArgs` is what a user types, in vLLM's names; `resolve()` turns it into an `EngineConfig`. A nested argument
+is a dictionary or its JSON text.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from penstock.config.model import ModelConfig, load_model_config
+from penstock.utils.errors import ConfigError
+from penstock.utils.math import round_up
+
+BUILT_IN_MODEL = "demo"
+DEVICES = ("auto", "cpu", "cuda")
+POLICIES = ("fcfs", "priority")
+LOAD_FORMATS = ("auto", "dummy")
+
+
+def _arg(default: Any, help_text: str, choices: tuple[str, ...] = ()) -> Any:
+    return field(default=default, metadata={"help": help_text, "choices": choices})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineArgs:
+    """The engine arguments, with the help text that the command line shows."""
+
+    model: str = _arg(BUILT_IN_MODEL, "checkpoint folder or Hugging Face model id; the built-in model without it")
+    tokenizer: str | None = _arg(None, "folder with another tokenizer.json than the model's")
+    skip_tokenizer_init: bool = _arg(False, "load no tokenizer: prompts and results are token ids only")
+    revision: str | None = _arg(None, "branch, tag or commit of the model id")
+    load_format: str = _arg("auto", "auto reads the checkpoint, dummy makes random weights", LOAD_FORMATS)
+    dtype: str = _arg("auto", "auto (the checkpoint's), bfloat16, float16 or float32")
+    device: str = _arg("auto", "auto takes CUDA where there is one, else the CPU", DEVICES)
+    seed: int = _arg(0, "seed of requests that bring none")
+    max_model_len: int | None = _arg(None, "longest prompt plus output in tokens; the model's own by default")
+    max_num_batched_tokens: int = _arg(2048, "token budget of a step; longer prefills are chunked")
+    max_num_seqs: int = _arg(256, "most requests that run at once")
+    block_size: int = _arg(16, "tokens per KV block, a multiple of 8")
+    enable_prefix_caching: bool = _arg(True, "reuse the KV of prompts that begin alike")
+    gpu_memory_utilization: float = _arg(0.9, "part of the device's memory that the engine may use")
+    kv_cache_memory: int | None = _arg(None, "bytes of KV cache; by default what gpu_memory_utilization leaves")
+    num_gpu_blocks_override: int | None = _arg(None, "number of KV blocks, whatever the memory says")
+    scheduling_policy: str = _arg("fcfs", "which waiting request goes first", POLICIES)
+    async_scheduling: bool = _arg(True, "schedule step n+1 while step n runs")
+    max_num_queued_requests: int = _arg(4096, "requests in the engine beyond which new ones are refused")
+
+    @classmethod
+    def from_kwargs(cls, **kwargs: Any) -> EngineArgs:
+        """Builds the arguments; an unknown name is refused together with the nearest known one."""
+        known = [f.name for f in fields(cls)]
+        for name in kwargs:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else f"; known arguments: {', '.join(known)}"
+                raise ConfigError(f"unknown engine argument {name!r}{hint}")
+        return cls(**kwargs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of a step. `max_num_in_flight` steps may be scheduled and not yet processed (1 is synchronous)."""
+
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+    policy: str = "fcfs"
+    max_num_in_flight: int = 1
+    max_num_queued_requests: int = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The KV cache's budget: a number of blocks, or bytes, or a part of the device's memory, in that order."""
+
+    block_size: int
+    enable_prefix_caching: bool
+    gpu_memory_utilization: float
+    kv_cache_memory: int | None
+    num_blocks_override: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything, resolved. `max_model_len_is_explicit` tells whether it may be shortened to fit the memory."""
+
+    model: ModelConfig
+    scheduler: SchedulerConfig
+    cache: CacheConfig
+    tokenizer_path: Path | None
+    device: str
+    load_format: str
+    seed: int
+    max_model_len_is_explicit: bool
+
+
+def resolve(args: EngineArgs, model_path: Path, device: str) -> EngineConfig:
+    """Checks the arguments against each other and against the checkpoint at `model_path`.
+
+    `device` is the one chosen ("cpu" or "cuda"). Raises ConfigError naming the argument and its bound.
+    """
+    _check(args)
+    model = load_model_config(model_path, args.dtype)
+    max_model_len = args.max_model_len or model.max_position_embeddings
+    if max_model_len > model.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len={max_model_len} is beyond the model's context of {model.max_position_embeddings} tokens"
+        )
+    tokenizer_path = None if args.skip_tokenizer_init else Path(args.tokenizer) if args.tokenizer else model_path
+    return EngineConfig(
+        model=model,
+        scheduler=SchedulerConfig(
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            max_num_seqs=args.max_num_seqs,
+            max_model_len=max_model_len,
+            policy=args.scheduling_policy,
+            max_num_in_flight=2 if args.async_scheduling else 1,
+            max_num_queued_requests=args.max_num_queued_requests,
+        ),
+        cache=CacheConfig(
+            block_size=args.block_size,
+            enable_prefix_caching=args.enable_prefix_caching,
+            gpu_memory_utilization=args.gpu_memory_utilization,
+            kv_cache_memory=args.kv_cache_memory,
+            num_blocks_override=args.num_gpu_blocks_override,
+        ),
+        tokenizer_path=tokenizer_path,
+        device=device,
+        load_format=args.load_format,
+        seed=args.seed,
+        max_model_len_is_explicit=args.max_model_len is not None,
+    )
+
+
+def _check(args: EngineArgs) -> None:
+    at_least = {
+        "max_num_batched_tokens": 1,
+        "max_num_seqs": 1,
+        "max_model_len": 2,
+        "num_gpu_blocks_override": 2,
+        "kv_cache_memory": 1,
+        "max_num_queued_requests": 1,
+        "block_size": 8,
+    }
+    for name, low in at_least.items():
+        value = getattr(args, name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < low):
+            raise ConfigError(f"{name} must be an integer of at least {low}, got {value!r}")
+    if args.block_size != round_up(args.block_size, 8):
+        raise ConfigError(f"block_size must be a multiple of 8, got {args.block_size}")
+    if not 0.0 < args.gpu_memory_utilization <= 1.0:
+        raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, got {args.gpu_memory_utilization}")
+    choices = {"scheduling_policy": POLICIES, "load_format": LOAD_FORMATS, "device": DEVICES}
+    for name, allowed in choices.items():
+        if getattr(args, name) not in allowed:
+            raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(args, name)!r}")

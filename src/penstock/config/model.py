@@ -1,0 +1,150 @@
+"""The model's shape, read from `config.json` of a Hugging Face checkpoint folder.
+
+Only facts are read here, in the field names of the model files; whether Penstock has the architecture is the
+registry's business (`models/registry.py`). Both spellings of transformers are understood: `rope_theta` with
+`rope_scaling`, and `rope_parameters`; `torch_dtype` and `dtype`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.utils.errors import ConfigError
+
+DTYPES = ("bfloat16", "float16", "float32")
+_DTYPE_ALIASES = {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding: the base and, where the checkpoint stretches its context, how.
+
+    `scaling` holds the checkpoint's own parameters; `rope_type` names the rule ("default", "linear", "dynamic",
+    "llama3", "yarn").
+    """
+
+    theta: float
+    rope_type: str
+    scaling: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """A decoder-only transformer. `layer_windows[i]` is layer i's sliding window in tokens, 0 for full attention."""
+
+    path: Path
+    model_type: str
+    architecture: str
+    dtype: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    layer_windows: tuple[int, ...]
+
+
+def load_model_config(path: Path, dtype: str = "auto") -> ModelConfig:
+    """Reads `path/config.json`.
+
+    `dtype` "auto" keeps the checkpoint's. Raises ConfigError when the file is missing, is not JSON, lacks a field or
+    holds numbers that cannot belong together.
+    """
+    file = path / "config.json"
+    raw = read_json(file)
+    if raw is None:
+        raise ConfigError(f"{path} holds no config.json: pass a folder with a Hugging Face checkpoint as `model`")
+    if not isinstance(raw.get("model_type"), str):
+        raise ConfigError(f"{file} names no model_type")
+    try:
+        return _parse(path, raw, dtype)
+    except KeyError as error:
+        raise ConfigError(f"{file} lacks the field {error.args[0]!r}") from None
+    except (TypeError, ZeroDivisionError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{file} cannot be used: {error}") from None
+
+
+def read_json(file: Path) -> dict[str, Any] | None:
+    """A JSON object from a file; None when there is no such file. Raises ConfigError when it is not a JSON object."""
+    if not file.is_file():
+        return None
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{file} must hold a JSON object")
+    return value  # pyright: ignore[reportUnknownVariableType]
+
+
+def _parse(path: Path, raw: dict[str, Any], dtype: str) -> ModelConfig:
+    num_heads = int(raw["num_attention_heads"])
+    num_kv_heads = int(raw.get("num_key_value_heads") or num_heads)
+    hidden_size = int(raw["hidden_size"])
+    num_layers = int(raw["num_hidden_layers"])
+    if num_heads % num_kv_heads:
+        raise ConfigError(
+            f"{path}: num_attention_heads ({num_heads}) is no multiple of num_key_value_heads ({num_kv_heads})"
+        )
+    return ModelConfig(
+        path=path,
+        model_type=raw["model_type"],
+        architecture=(raw.get("architectures") or [""])[0],
+        dtype=_resolve_dtype(dtype, raw.get("dtype") or raw.get("torch_dtype") or "float32"),
+        vocab_size=int(raw["vocab_size"]),
+        hidden_size=hidden_size,
+        intermediate_size=int(raw["intermediate_size"]),
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=int(raw.get("head_dim") or hidden_size // num_heads),
+        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rope=_parse_rope(raw),
+        max_position_embeddings=int(raw.get("max_position_embeddings", 2048)),
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        attention_bias=bool(raw.get("attention_bias", False)),
+        mlp_bias=bool(raw.get("mlp_bias", False)),
+        layer_windows=_parse_windows(raw, num_layers),
+    )
+
+
+def _resolve_dtype(asked: str, stored: str) -> str:
+    name = stored if asked == "auto" else asked
+    name = name.removeprefix("torch.")
+    name = _DTYPE_ALIASES.get(name, name)
+    if name not in DTYPES:
+        raise ConfigError(f"dtype must be auto, {', '.join(DTYPES)}, got {name!r}")
+    return name
+
+
+def _parse_rope(raw: dict[str, Any]) -> RopeConfig:
+    parameters: dict[str, Any] = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    theta = parameters.get("rope_theta") or raw.get("rope_theta") or 10000.0
+    rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
+    return RopeConfig(theta=float(theta), rope_type=rope_type, scaling=parameters)
+
+
+def _parse_windows(raw: dict[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Each layer's window. `layer_types` decides where given; else Qwen2's switch and first sliding layer."""
+    window = int(raw.get("sliding_window") or 0)
+    if not raw.get("use_sliding_window", raw["model_type"] != "qwen2" and raw["model_type"] != "qwen3"):
+        window = 0
+    layer_types = raw.get("layer_types")
+    if layer_types:
+        return tuple(window if kind == "sliding_attention" else 0 for kind in layer_types)
+    first_sliding = int(raw.get("max_window_layers", 0)) if raw["model_type"] in ("qwen2", "qwen3") else 0
+    return tuple(window if layer >= first_sliding else 0 for layer in range(num_layers))

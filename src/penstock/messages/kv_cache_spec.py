@@ -1,0 +1,45 @@
+"""How layers store their keys and values: declared by the model, planned once, read by scheduler and runner alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheSpec:
+    """One layer's cache. `sliding_window` is the number of tokens that a query sees, itself included; 0 means all."""
+
+    num_kv_heads: int
+    head_size: int
+    dtype: str
+    sliding_window: int = 0
+
+    def block_bytes(self, block_size: int) -> int:
+        """Bytes of one block of this layer, keys and values together."""
+        return 2 * self.num_kv_heads * self.head_size * DTYPE_BYTES[self.dtype] * block_size
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheGroup:
+    """Layers that store alike and therefore share one block table."""
+
+    layer_names: tuple[str, ...]
+    spec: KVCacheSpec
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheConfig:
+    """The planned cache. Block ids are shared by all groups: the j-th layer of every group lives in tensor j.
+
+    Block 0 is the null block: it stands for padding and for blocks that left a sliding window, and is never read.
+    """
+
+    num_blocks: int
+    block_size: int
+    groups: tuple[KVCacheGroup, ...]
+
+    @property
+    def num_tensors(self) -> int:
+        return max(len(group.layer_names) for group in self.groups)

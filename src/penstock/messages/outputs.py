@@ -1,0 +1,79 @@
+"""Results: what the engine core reports of a request per step, and what a caller of the engine receives."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from penstock.messages.runner_output import TokenLogprobs
+
+
+class FinishReason(enum.StrEnum):
+    """Why a request ended; the spelling is the OpenAI API's."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOutput:
+    """What one step brought for one request.
+
+    `logprobs` runs beside `new_token_ids`. `prompt_logprobs` comes once, with the first token, and covers the prompt's
+    positions from 1 on. `stop_reason` is the stop token that ended the request, None when it was an end of sequence.
+    """
+
+    request_id: str
+    new_token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token's log probability, its rank (1 is the most likely) and its text."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+Logprobs = list[dict[int, Logprob]]
+PromptLogprobs = list[dict[int, Logprob] | None]
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of a request's `n` completions, as far as it has got."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list[int])
+    cumulative_logprob: float | None = None
+    logprobs: Logprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request and its completions. `num_cached_tokens` prompt tokens were found in the prefix cache."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = False
+    prompt_logprobs: PromptLogprobs | None = None
+    num_cached_tokens: int = 0
+    error: str | None = None

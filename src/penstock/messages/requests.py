@@ -1,0 +1,28 @@
+"""A request as the engine core receives it: tokens, not text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.messages.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRequest:
+    """One completion to generate. `n > 1` has already been split into that many requests.
+
+    `sampling_params` is resolved: `max_tokens` and `seed` are set. `stop_token_ids` holds every token that ends the
+    request: the request's own and, unless it ignores them, the model's end-of-sequence tokens (`eos_token_ids`).
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling_params: SamplingParams
+    max_tokens: int
+    seed: int
+    eos_token_ids: frozenset[int] = frozenset()
+    stop_token_ids: frozenset[int] = frozenset()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    arrival_time: float = 0.0
+    priority: int = 0
+    cache_salt: str | None = None

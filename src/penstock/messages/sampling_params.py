@@ -1,0 +1,143 @@
+"""How a request wants its tokens chosen, when it wants to stop, and what it wants reported.
+
+The names and the meanings are those vLLM's users know. A value outside its bound is refused at construction with a
+`RequestError` that names the field.
+"""
+
+# The values come from users, whose types are promises that may be broken.
+# pyright: reportUnnecessaryIsInstance=false
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from penstock.utils.errors import RequestError
+
+MAX_N = 64
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 64
+MAX_LOGIT_BIAS = 1024
+_SEED_LIMIT = 2**63
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Sampling parameters of one request; immutable.
+
+    temperature 0 is greedy. top_k 0 or -1, top_p 1, min_p 0, and penalties of 1 / 0 / 0 are off. Penalties count
+    prompt and output tokens (repetition) or output tokens alone (presence, frequency). `logprobs` and
+    `prompt_logprobs` ask for that many most likely tokens beside the chosen one. A `seed` makes the tokens a function
+    of the prompt and the parameters alone, whatever else the engine is running.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        _check_numbers(self)
+        _check_lengths(self)
+        _check_collections(self)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple, whichever form it was given in."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+def _refuse(field: str, bound: str, value: object) -> RequestError:
+    return RequestError(f"{field} must be {bound}, got {value!r}", field)
+
+
+def _check_numbers(params: SamplingParams) -> None:
+    ranges = (
+        ("temperature", params.temperature, 0.0, 100.0),
+        ("top_p", params.top_p, 0.0, 1.0),
+        ("min_p", params.min_p, 0.0, 1.0),
+        ("presence_penalty", params.presence_penalty, -2.0, 2.0),
+        ("frequency_penalty", params.frequency_penalty, -2.0, 2.0),
+        ("repetition_penalty", params.repetition_penalty, 0.0, 100.0),
+    )
+    for field, value, low, high in ranges:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or not low <= value <= high:
+            raise _refuse(field, f"a number between {low:g} and {high:g}", value)
+    if params.top_p == 0.0:
+        raise _refuse("top_p", "above 0", params.top_p)
+    if params.repetition_penalty == 0.0:
+        raise _refuse("repetition_penalty", "above 0", params.repetition_penalty)
+
+
+def _check_int(field: str, value: object, low: int, high: int | None = None) -> None:
+    ok = isinstance(value, int) and not isinstance(value, bool) and value >= low and (high is None or value <= high)
+    if not ok:
+        bound = f"an integer of at least {low}" if high is None else f"an integer between {low} and {high}"
+        raise _refuse(field, bound, value)
+
+
+def _check_lengths(params: SamplingParams) -> None:
+    _check_int("n", params.n, 1, MAX_N)
+    _check_int("top_k", params.top_k, -1)
+    _check_int("min_tokens", params.min_tokens, 0)
+    if params.max_tokens is not None:
+        _check_int("max_tokens", params.max_tokens, 1)
+        if params.min_tokens > params.max_tokens:
+            raise _refuse("min_tokens", f"at most max_tokens ({params.max_tokens})", params.min_tokens)
+    if params.logprobs is not None:
+        _check_int("logprobs", params.logprobs, 0, MAX_LOGPROBS)
+    if params.prompt_logprobs is not None:
+        _check_int("prompt_logprobs", params.prompt_logprobs, 0, MAX_LOGPROBS)
+    if params.seed is not None:
+        _check_int("seed", params.seed, -_SEED_LIMIT, _SEED_LIMIT - 1)
+    if params.n > 1 and params.is_greedy:
+        raise _refuse("n", "1 when temperature is 0 (greedy outputs would all be the same)", params.n)
+
+
+def _check_collections(params: SamplingParams) -> None:
+    stops = params.stop_strings
+    if len(stops) > MAX_STOP_STRINGS:
+        raise _refuse("stop", f"at most {MAX_STOP_STRINGS} strings", f"{len(stops)} strings")
+    for field, words in (("stop", stops), ("bad_words", params.bad_words or ())):
+        if isinstance(words, str) or any(not isinstance(word, str) or not word for word in words):
+            raise _refuse(field, "a list of strings that are not empty", words)
+    if stops and not params.detokenize:
+        raise RequestError("stop strings need detokenize=True; use stop_token_ids instead", "stop")
+    for field, ids in (("stop_token_ids", params.stop_token_ids), ("allowed_token_ids", params.allowed_token_ids)):
+        for token_id in ids or ():
+            _check_int(field, token_id, 0)
+    if params.allowed_token_ids is not None and not params.allowed_token_ids:
+        raise _refuse("allowed_token_ids", "absent or a list that is not empty", params.allowed_token_ids)
+    bias = params.logit_bias or {}
+    if len(bias) > MAX_LOGIT_BIAS:
+        raise _refuse("logit_bias", f"at most {MAX_LOGIT_BIAS} entries", f"{len(bias)} entries")
+    for token_id, value in bias.items():
+        _check_int("logit_bias", token_id, 0)
+        if not isinstance(value, int | float) or not -100.0 <= value <= 100.0:
+            raise _refuse("logit_bias", "values between -100 and 100", value)

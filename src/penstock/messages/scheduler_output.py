@@ -1,0 +1,62 @@
+"""What one step shall run: the scheduler's decision as plain data, the same for every worker."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from penstock.messages.requests import EngineRequest
+
+BlockIds = tuple[tuple[int, ...], ...]
+"""Block ids by KV group: `block_ids[group][i]` holds the request's i-th block."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewRequestData:
+    """A request that enters the runner: for the first time, or again after a preemption.
+
+    `token_ids` is all that is known of it: the prompt and, after a preemption, the output so far.
+    """
+
+    request: EngineRequest
+    token_ids: tuple[int, ...]
+    block_ids: BlockIds
+    num_computed_tokens: int
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachedRequestData:
+    """A request that the runner already holds: only what changed.
+
+    `new_block_ids` are appended to the block tables. `num_computed_tokens` is the scheduler's count before this step,
+    which overwrites the runner's CPU mirror.
+    """
+
+    request_id: str
+    new_block_ids: BlockIds
+    num_computed_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerOutput:
+    """One step. `step` counts the calls of `schedule()` from 1.
+
+    `num_scheduled_tokens` maps a request id to how many tokens it computes in this step; its order is the order in
+    which the scheduler chose them. Finished and preempted requests give up their rows before anything else happens.
+    """
+
+    step: int
+    new_requests: tuple[NewRequestData, ...] = ()
+    cached_requests: tuple[CachedRequestData, ...] = ()
+    num_scheduled_tokens: dict[str, int] = field(default_factory=dict[str, int])
+    total_num_scheduled_tokens: int = 0
+    finished_request_ids: frozenset[str] = frozenset()
+    preempted_request_ids: frozenset[str] = frozenset()
+
+    @property
+    def is_empty(self) -> bool:
+        """No forward pass is needed; rows may still have to be freed."""
+        return self.total_num_scheduled_tokens == 0

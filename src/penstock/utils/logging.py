@@ -1,0 +1,24 @@
+"""One logger per module under the name `penstock`, written to stderr. Prompts and outputs are never logged."""
+
+from __future__ import annotations
+
+import logging
+
+
+def configure(level: str) -> None:
+    """Sets up the `penstock` loggers once per process; later calls only change the level.
+
+    `level` is DEBUG, INFO, WARNING or ERROR; an unknown one counts as WARNING.
+    """
+    root = logging.getLogger("penstock")
+    if not root.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(levelname)s %(asctime)s %(name)s: %(message)s", "%H:%M:%S"))
+        root.addHandler(handler)
+        root.propagate = False
+    root.setLevel(level if level in ("DEBUG", "INFO", "WARNING", "ERROR") else "WARNING")
+
+
+def get_logger(name: str) -> logging.Logger:
+    """The logger of the module `name` (pass `__name__`)."""
+    return logging.getLogger(name)
