@@ -1,0 +1,26 @@
+"""Chained block hashes: equal hashes mean equal tokens from the start of the prompt to the end of the block.
+
+`hash_i = SHA-256(hash_{i-1} || tokens of block i)`; the chain starts from the request's `cache_salt`, so prompts
+under different salts never share a block. Only full blocks have a hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+
+BlockHash = bytes
+
+
+def root_hash(cache_salt: str | None) -> BlockHash:
+    """Where the chain of a request starts."""
+    return hashlib.sha256(b"penstock block chain\0" + (cache_salt or "").encode()).digest()
+
+
+def extend_chain(chain: list[BlockHash], root: BlockHash, tokens: Sequence[int], block_size: int) -> None:
+    """Appends the hashes of those full blocks of `tokens` that `chain` does not have yet."""
+    parent = chain[-1] if chain else root
+    for start in range(len(chain) * block_size, len(tokens) - block_size + 1, block_size):
+        parent = hashlib.sha256(parent + array("q", tokens[start : start + block_size]).tobytes()).digest()
+        chain.append(parent)

@@ -1,0 +1,241 @@
+"""Who owns block 17: the one place where KV blocks change hands.
+
+Every block is in one state:
+
+    FREE      nobody owns it and its content means nothing
+    CACHED    nobody owns it, and its content can be found by its hash until it is evicted
+    OWNED     the block table of one or more requests names it
+    LOADING   a holder outside the forward pass is writing into it
+
+Beside its owners a block may have *holders*: transfers that read or write it, and steps in flight that may still write
+it (the fence). A block is handed out again only when it has neither owner nor holder. Owners leave through `release`,
+holders through `drop`, on their own terminal event and never because time has passed. Each hand-out increments the
+block's generation, so that whoever remembers (block, generation) can tell that a block is no longer the one it meant.
+
+Block 0 is the null block: it belongs to nobody and is never handed out.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+NULL_BLOCK = 0
+
+BlockKey = tuple[int, bytes]
+"""(KV group, block hash): what a cached block is found by."""
+
+Holder = str
+"""Names a transfer. Fences have numbers of their own."""
+
+
+class BlockState(enum.Enum):
+    FREE = "free"
+    CACHED = "cached"
+    OWNED = "owned"
+    LOADING = "loading"
+
+
+@dataclass(slots=True)
+class Block:
+    num_owners: int = 0
+    num_holders: int = 0
+    num_writers: int = 0
+    generation: int = 0
+    key: BlockKey | None = None
+
+
+@dataclass(slots=True)
+class _Hold:
+    writes: bool
+    block_ids: list[int] = field(default_factory=list[int])
+
+
+class BlockPool:
+    """`num_blocks` blocks including the null block, so `num_blocks - 1` can be handed out."""
+
+    def __init__(self, num_blocks: int) -> None:
+        assert num_blocks >= 2, num_blocks
+        self.num_usable = num_blocks - 1
+        self._blocks = [Block() for _ in range(num_blocks)]
+        # Ordered from next to be evicted to last: blocks without a hash at the front, the rest by last use.
+        self._available: OrderedDict[int, None] = OrderedDict((i, None) for i in range(1, num_blocks))
+        self._cached: dict[BlockKey, dict[int, None]] = {}
+        self._holds: dict[Holder, _Hold] = {}
+        self._fences: OrderedDict[int, list[int]] = OrderedDict()
+        self._processed_step = 0
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be handed out now."""
+        return len(self._available)
+
+    @property
+    def num_fenced(self) -> int:
+        """Blocks that nobody owns and that become available once the steps in flight are processed."""
+        return sum(self._blocks[i].num_owners == 0 for ids in self._fences.values() for i in ids)
+
+    def state(self, block_id: int) -> BlockState:
+        block = self._blocks[block_id]
+        if block.num_writers:
+            return BlockState.LOADING
+        if block.num_owners:
+            return BlockState.OWNED
+        return BlockState.CACHED if block.key is not None else BlockState.FREE
+
+    def generation(self, block_id: int) -> int:
+        return self._blocks[block_id].generation
+
+    def counts(self) -> dict[BlockState, int]:
+        """How many blocks are in each state, the null block left out."""
+        counts = dict.fromkeys(BlockState, 0)
+        for block_id in range(1, len(self._blocks)):
+            counts[self.state(block_id)] += 1
+        return counts
+
+    def allocate(self, num_blocks: int) -> list[int]:
+        """Hands out blocks with one owner each, evicting cached content from the oldest on."""
+        assert num_blocks <= self.num_available, (num_blocks, self.num_available)
+        block_ids = [self._available.popitem(last=False)[0] for _ in range(num_blocks)]
+        for block_id in block_ids:
+            block = self._blocks[block_id]
+            self._forget(block_id)
+            block.generation += 1
+            block.num_owners = 1
+        return block_ids
+
+    def find(self, key: BlockKey) -> int | None:
+        """A block that holds this content, or None."""
+        ids = self._cached.get(key)
+        return next(iter(ids)) if ids else None
+
+    def acquire(self, block_ids: Iterable[int]) -> None:
+        """Adds one owner to each of these cached or owned blocks."""
+        for block_id in block_ids:
+            block = self._blocks[block_id]
+            assert block.key is not None, f"block {block_id} is shared without published content"
+            block.num_owners += 1
+            self._available.pop(block_id, None)
+
+    def num_to_take(self, block_ids: Iterable[int]) -> int:
+        """How many of these blocks `acquire` would take out of the available ones."""
+        return sum(block_id in self._available for block_id in block_ids)
+
+    def publish(self, block_id: int, key: BlockKey) -> None:
+        """Makes an owned, complete block findable. Its content must never change from now on."""
+        block = self._blocks[block_id]
+        assert self.state(block_id) is BlockState.OWNED, (block_id, block)
+        assert block.key is None, f"block {block_id} is published twice"
+        block.key = key
+        self._cached.setdefault(key, {})[block_id] = None
+
+    def release(self, block_ids: Sequence[int], fence: int = 0) -> None:
+        """One owner leaves these blocks, given from the head of its prompt to the tail.
+
+        Blocks that lose their last owner wait until step `fence` has been processed; then they become available, the
+        tail first to be evicted, because a head without its tail is still worth a hit and the reverse is not.
+        """
+        orphans: list[int] = []
+        for block_id in reversed(block_ids):
+            if block_id == NULL_BLOCK:
+                continue
+            block = self._blocks[block_id]
+            assert block.num_owners > 0, f"block {block_id} has no owner to lose"
+            block.num_owners -= 1
+            if block.num_owners == 0:
+                orphans.append(block_id)
+        if fence > self._processed_step and orphans:
+            for block_id in orphans:
+                self._blocks[block_id].num_holders += 1
+            self._fences.setdefault(fence, []).extend(orphans)
+        else:
+            self._make_available(orphans)
+
+    def on_step_processed(self, step: int) -> None:
+        """The device has finished `step`: what waited for it becomes available."""
+        assert step >= self._processed_step, (step, self._processed_step)
+        self._processed_step = step
+        for fence in [fence for fence in self._fences if fence <= step]:
+            self._unhold(self._fences.pop(fence))
+
+    def hold(self, holder: Holder, block_ids: Iterable[int], writes: bool) -> None:
+        """Keeps blocks from being handed out until `drop(holder)`; `writes` puts them into LOADING."""
+        hold = self._holds.setdefault(holder, _Hold(writes))
+        assert hold.writes == writes, holder
+        for block_id in block_ids:
+            block = self._blocks[block_id]
+            assert block.key is None or not writes, f"block {block_id} is published and cannot be written"
+            hold.block_ids.append(block_id)
+            block.num_holders += 1
+            block.num_writers += writes
+            self._available.pop(block_id, None)
+
+    def drop(self, holder: Holder) -> None:
+        """The holder's transfer has ended, one way or the other."""
+        hold = self._holds.pop(holder)
+        for block_id in hold.block_ids:
+            self._blocks[block_id].num_writers -= hold.writes
+        self._unhold(hold.block_ids)
+
+    def clear_cache(self) -> bool:
+        """Forgets all cached content. Refused (False) while any block has an owner or a holder."""
+        if self.num_available != self.num_usable:
+            return False
+        for block_id in range(1, len(self._blocks)):
+            self._forget(block_id)
+        return True
+
+    def _unhold(self, block_ids: Iterable[int]) -> None:
+        orphans: list[int] = []
+        for block_id in block_ids:
+            block = self._blocks[block_id]
+            block.num_holders -= 1
+            if block.num_owners == 0 and block.num_holders == 0:
+                orphans.append(block_id)
+        self._make_available(orphans)
+
+    def _make_available(self, block_ids: Iterable[int]) -> None:
+        for block_id in block_ids:
+            block = self._blocks[block_id]
+            if block.num_holders == 0:
+                self._available[block_id] = None
+                if block.key is None:
+                    self._available.move_to_end(block_id, last=False)
+
+    def _forget(self, block_id: int) -> None:
+        block = self._blocks[block_id]
+        if block.key is not None:
+            ids = self._cached[block.key]
+            del ids[block_id]
+            if not ids:
+                del self._cached[block.key]
+            block.key = None
+
+    def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
+        """Recomputes every count from the block tables of all requests and from the holds; asserts that all agree."""
+        owners = [0] * len(self._blocks)
+        for table in tables:
+            for block_id in table:
+                owners[block_id] += block_id != NULL_BLOCK
+        holders = [0] * len(self._blocks)
+        writers = [0] * len(self._blocks)
+        for hold in self._holds.values():
+            for block_id in hold.block_ids:
+                holders[block_id] += 1
+                writers[block_id] += hold.writes
+        for ids in self._fences.values():
+            for block_id in ids:
+                holders[block_id] += 1
+        for block_id, block in enumerate(self._blocks):
+            found = (block.num_owners, block.num_holders, block.num_writers)
+            expected = (owners[block_id], holders[block_id], writers[block_id])
+            assert found == expected, f"block {block_id}: owners, holders, writers {found}, expected {expected}"
+            is_available = block_id != NULL_BLOCK and not owners[block_id] and not holders[block_id]
+            assert (block_id in self._available) == is_available, f"block {block_id}: {block}"
+            if block.key is not None:
+                assert block_id in self._cached.get(block.key, {}), f"block {block_id} lost its entry"
+        num_entries = sum(len(ids) for ids in self._cached.values())
+        num_keys = sum(block.key is not None for block in self._blocks)
+        assert num_entries == num_keys, (num_entries, num_keys)

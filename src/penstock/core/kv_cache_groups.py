@@ -1,0 +1,64 @@
+"""What each kind of attention needs of the prefix: one small class per kind.
+
+A group works on block *indices* along the request (0 is its first block), never on block ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from penstock.messages.kv_cache_spec import KVCacheSpec
+
+
+class AttentionGroup(Protocol):
+    def longest_hit(self, is_cached: Callable[[int], bool], num_blocks: int) -> int:
+        """The largest length of at most `num_blocks` blocks at which the cache holds all that a query needs."""
+        ...
+
+    def first_needed_block(self, num_computed_tokens: int) -> int:
+        """The first block that the query at position `num_computed_tokens` still reads."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FullAttentionGroup:
+    """Every query reads everything before it."""
+
+    def longest_hit(self, is_cached: Callable[[int], bool], num_blocks: int) -> int:
+        length = 0
+        while length < num_blocks and is_cached(length):
+            length += 1
+        return length
+
+    def first_needed_block(self, num_computed_tokens: int) -> int:
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class SlidingWindowGroup:
+    """A query at position p reads positions p - window + 1 to p."""
+
+    window: int
+    block_size: int
+
+    def longest_hit(self, is_cached: Callable[[int], bool], num_blocks: int) -> int:
+        length, run_end, index = num_blocks, num_blocks, num_blocks - 1
+        # Walks from the tail; [index + 1, run_end) are cached, and run_end is the length on trial.
+        while length > 0:
+            if index < self.first_needed_block(length * self.block_size):
+                return length
+            if not is_cached(index):
+                length = run_end = index
+            index -= 1
+        return run_end
+
+    def first_needed_block(self, num_computed_tokens: int) -> int:
+        return max(0, num_computed_tokens - self.window + 1) // self.block_size
+
+
+def make_group(spec: KVCacheSpec, block_size: int) -> AttentionGroup:
+    if spec.sliding_window:
+        return SlidingWindowGroup(spec.sliding_window, block_size)
+    return FullAttentionGroup()

@@ -1,0 +1,170 @@
+"""The KV blocks of every request, in all groups: what is found in the prefix cache, allocated, published, released.
+
+A request's block table has one entry per block from the start of its prompt, in every group; entries that its group
+no longer needs (behind a sliding window) are the null block.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from penstock.core.block_pool import NULL_BLOCK, BlockPool
+from penstock.core.kv_cache_groups import make_group
+from penstock.core.request import Request
+from penstock.messages.kv_cache_spec import KVCacheConfig
+from penstock.messages.scheduler_output import BlockIds
+from penstock.utils.math import cdiv
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """Cached blocks from the start of a request: `block_ids[group][i]`, the null block where a group needs none."""
+
+    block_ids: BlockIds
+    num_blocks: int
+    num_tokens: int
+
+
+class KVCacheManager:
+    def __init__(self, config: KVCacheConfig, enable_prefix_caching: bool) -> None:
+        self.pool = BlockPool(config.num_blocks)
+        self.block_size = config.block_size
+        self.num_hit_tokens = 0
+        self.num_queried_tokens = 0
+        self._enable_prefix_caching = enable_prefix_caching
+        self._groups = [make_group(group.spec, config.block_size) for group in config.groups]
+        self._tables: dict[str, tuple[list[int], ...]] = {}
+        self._num_published: dict[str, int] = {}
+        self._being_computed: Counter[bytes] = Counter()
+
+    @property
+    def usage(self) -> float:
+        """Part of the blocks that cannot be handed out, 0 to 1."""
+        return 1.0 - self.pool.num_available / self.pool.num_usable
+
+    def find_prefix(self, request: Request) -> PrefixHit:
+        """The longest prefix of the request whose KV every group still has. Changes nothing.
+
+        The last known token is never part of it: its logits are needed, so it has to be computed.
+        """
+        length = (request.num_tokens - 1) // self.block_size
+        if not self._enable_prefix_caching or not request.uses_prefix_cache:
+            length = 0
+        hashes = request.block_hashes
+        while length > 0:
+            before = length
+            for number, group in enumerate(self._groups):
+                length = group.longest_hit(lambda i, n=number: self.pool.find((n, hashes[i])) is not None, length)
+            if length == before:
+                break
+        num_tokens = length * self.block_size
+        block_ids: list[tuple[int, ...]] = []
+        for number, group in enumerate(self._groups):
+            first = group.first_needed_block(num_tokens)
+            found = [self.pool.find((number, hashes[i])) for i in range(first, length)]
+            block_ids.append((NULL_BLOCK,) * min(first, length) + tuple(i for i in found if i is not None))
+        return PrefixHit(tuple(block_ids), length, num_tokens)
+
+    def is_being_computed(self, request: Request, hit: PrefixHit) -> bool:
+        """Whether a running request is about to publish the block that follows this hit: then it pays to wait."""
+        if not self._enable_prefix_caching or not request.uses_prefix_cache:
+            return False
+        within_prompt = hit.num_blocks < (request.num_tokens - 1) // self.block_size
+        return within_prompt and self._being_computed[request.block_hashes[hit.num_blocks]] > 0
+
+    def admit(self, request: Request, hit: PrefixHit, num_tokens: int) -> BlockIds | None:
+        """Gives a request its hit and room for `num_tokens` tokens in all; None when there are not enough blocks."""
+        num_new = len(self._groups) * (cdiv(num_tokens, self.block_size) - hit.num_blocks)
+        hit_ids = [i for ids in hit.block_ids for i in ids if i != NULL_BLOCK]
+        if num_new + self.pool.num_to_take(hit_ids) > self.pool.num_available:
+            return None
+        # The hits of all groups are taken before anything is allocated, or one group would evict another's.
+        self.pool.acquire(hit_ids)
+        tables = tuple(list(ids) for ids in hit.block_ids)
+        self._tables[request.request_id] = tables
+        self._num_published[request.request_id] = hit.num_blocks
+        if self._enable_prefix_caching:
+            self._being_computed.update(request.block_hashes[hit.num_blocks :])
+            self.num_hit_tokens += hit.num_tokens
+            self.num_queried_tokens += request.num_tokens
+        self._extend(tables, num_tokens)
+        return tuple(tuple(table) for table in tables)
+
+    def grow(self, request: Request, num_tokens: int) -> BlockIds | None:
+        """Room for `num_tokens` tokens in all; returns the new blocks, None when there are not enough."""
+        tables = self._tables[request.request_id]
+        self._release_behind_window(request, tables)
+        num_new = max(0, cdiv(num_tokens, self.block_size) - len(tables[0]))
+        if num_new * len(self._groups) > self.pool.num_available:
+            return None
+        return self._extend(tables, num_tokens)
+
+    def could_grow_after_steps_in_flight(self, request: Request, num_tokens: int) -> bool:
+        """Whether the blocks that wait for steps in flight would be enough for `grow`."""
+        num_new = max(0, cdiv(num_tokens, self.block_size) - len(self._tables[request.request_id][0]))
+        return num_new * len(self._groups) <= self.pool.num_available + self.pool.num_fenced
+
+    def publish(self, request: Request) -> None:
+        """Makes those full blocks findable whose KV is in place: on processed counts, so never on a guess."""
+        if not self._enable_prefix_caching:
+            return
+        first = self._num_published[request.request_id]
+        end = min(request.num_processed_tokens // self.block_size, len(request.block_hashes))
+        for index in range(first, end):
+            block_hash = request.block_hashes[index]
+            self._end_computing(block_hash)
+            for number, table in enumerate(self._tables[request.request_id]):
+                if table[index] != NULL_BLOCK:
+                    self.pool.publish(table[index], (number, block_hash))
+        self._num_published[request.request_id] = max(first, end)
+
+    def release(self, request: Request, fence: int) -> None:
+        """Takes all blocks from a request; they stay untouched until step `fence` has been processed."""
+        tables = self._tables.pop(request.request_id)
+        first = self._num_published.pop(request.request_id)
+        if self._enable_prefix_caching:
+            for block_hash in request.block_hashes[first:]:
+                self._end_computing(block_hash)
+        for table in tables:
+            self.pool.release(table, fence)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes; refused (False) while any request holds blocks."""
+        return self.pool.clear_cache()
+
+    def _extend(self, tables: Iterable[list[int]], num_tokens: int) -> BlockIds:
+        new_ids: list[tuple[int, ...]] = []
+        for table in tables:
+            new = self.pool.allocate(max(0, cdiv(num_tokens, self.block_size) - len(table)))
+            table.extend(new)
+            new_ids.append(tuple(new))
+        return tuple(new_ids)
+
+    def _release_behind_window(self, request: Request, tables: tuple[list[int], ...]) -> None:
+        # On the processed count: a step in flight still reads the window of its own, earlier position.
+        for group, table in zip(self._groups, tables, strict=True):
+            index = group.first_needed_block(request.num_processed_tokens) - 1
+            gone: list[int] = []
+            while index >= 0 and table[index] != NULL_BLOCK:
+                gone.append(table[index])
+                table[index] = NULL_BLOCK
+                index -= 1
+            if gone:
+                self.pool.release(gone[::-1])
+
+    def _end_computing(self, block_hash: bytes) -> None:
+        # A hash that the request learned after its admission was never announced.
+        if self._being_computed[block_hash] > 1:
+            self._being_computed[block_hash] -= 1
+        else:
+            del self._being_computed[block_hash]
+
+    def check_integrity(self) -> None:
+        """Recomputes the pool's counts from all block tables."""
+        self.pool.check_integrity(table for tables in self._tables.values() for table in tables)
+        for request_id, tables in self._tables.items():
+            assert len({len(table) for table in tables}) == 1, f"{request_id}: groups differ in length"
+        if not self._tables:
+            assert not self._being_computed, f"hashes left behind: {len(self._being_computed)}"

@@ -1,0 +1,130 @@
+"""A request inside the scheduler: its status, its tokens and the counts that everything else follows from."""
+
+from __future__ import annotations
+
+import enum
+
+from penstock.core.block_hash import BlockHash, extend_chain, root_hash
+from penstock.messages.outputs import FinishReason
+from penstock.messages.requests import EngineRequest
+from penstock.messages.runner_output import TokenLogprobs
+
+
+class RequestStatus(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+# The whole life of a request. Nothing else may happen to it, and `set_status` is the only place where it does.
+TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
+    RequestStatus.WAITING: frozenset({RequestStatus.RUNNING, RequestStatus.FINISHED}),
+    RequestStatus.RUNNING: frozenset({RequestStatus.PREEMPTED, RequestStatus.FINISHED}),
+    RequestStatus.PREEMPTED: frozenset({RequestStatus.RUNNING, RequestStatus.FINISHED}),
+    RequestStatus.FINISHED: frozenset(),
+}
+
+
+class Request:
+    """One request and its token counts.
+
+    There is one view of progress, without phases: `num_computed_tokens` of `num_tokens` known tokens have their KV.
+    With steps in flight the count is optimistic: it includes what they will compute, and `num_output_placeholders`
+    counts the tokens that they will sample. While decoding,
+
+        num_tokens + num_output_placeholders - 1 == num_computed_tokens
+
+    `admission` numbers its latest entry into the runner; results of an earlier admission are dropped.
+    """
+
+    def __init__(self, data: EngineRequest, arrival_index: int, block_size: int) -> None:
+        self.data = data
+        self.request_id = data.request_id
+        self.arrival_index = arrival_index
+        self.status = RequestStatus.WAITING
+        self.token_ids: list[int] = list(data.prompt_token_ids)
+        self.num_prompt_tokens = len(data.prompt_token_ids)
+        self.num_computed_tokens = 0
+        self.num_in_flight_tokens = 0
+        self.num_output_placeholders = 0
+        self.num_cached_tokens = 0
+        self.num_preemptions = 0
+        self.admission = 0
+        self.finish_reason: FinishReason | None = None
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self.block_hashes: list[BlockHash] = []
+        self._block_size = block_size
+        self._root_hash = root_hash(data.cache_salt)
+        self._extend_hashes()
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: the prompt and the output so far."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_processed_tokens(self) -> int:
+        """Tokens whose KV is known to be in place: what steps in flight compute is left out."""
+        return self.num_computed_tokens - self.num_in_flight_tokens
+
+    @property
+    def num_tokens_to_compute(self) -> int:
+        """What a step could compute now, if it had no limits."""
+        return self.num_tokens + self.num_output_placeholders - self.num_computed_tokens
+
+    @property
+    def has_all_tokens_in_flight(self) -> bool:
+        """The steps in flight will bring the last token that this request may have."""
+        return self.num_output_tokens + self.num_output_placeholders >= self.data.max_tokens
+
+    @property
+    def uses_prefix_cache(self) -> bool:
+        """Prompt log probabilities need every position computed."""
+        return self.data.sampling_params.prompt_logprobs is None
+
+    def set_status(self, status: RequestStatus) -> None:
+        assert status in TRANSITIONS[self.status], f"{self.request_id}: {self.status} -> {status}"
+        self.status = status
+
+    def admit(self, admission: int, num_computed_tokens: int) -> None:
+        """Enters the runner with that many tokens already in the cache; `admission` is unique in the engine."""
+        if self.status is RequestStatus.WAITING:
+            self.num_cached_tokens = num_computed_tokens
+        self.set_status(RequestStatus.RUNNING)
+        self.admission = admission
+        self.num_computed_tokens = num_computed_tokens
+
+    def preempt(self) -> None:
+        """Loses its KV, and with it whatever is in flight; the tokens that it has stay."""
+        self.set_status(RequestStatus.PREEMPTED)
+        self.num_computed_tokens = 0
+        self.num_in_flight_tokens = 0
+        self.num_output_placeholders = 0
+        self.num_preemptions += 1
+        self.prompt_logprobs.clear()
+
+    def on_scheduled(self, num_tokens: int) -> None:
+        """A step will compute `num_tokens`, and sample one if they reach the last known one."""
+        self.num_computed_tokens += num_tokens
+        self.num_in_flight_tokens += num_tokens
+        if self.num_tokens_to_compute == 0:
+            self.num_output_placeholders += 1
+
+    def on_processed(self, num_tokens: int, num_sampled: int) -> None:
+        """A step that computed `num_tokens` has come back with `num_sampled` tokens."""
+        self.num_in_flight_tokens -= num_tokens
+        self.num_output_placeholders -= num_sampled
+        assert self.num_in_flight_tokens >= 0, self.request_id
+        assert self.num_output_placeholders >= 0, self.request_id
+
+    def append_output(self, token_id: int) -> None:
+        self.token_ids.append(token_id)
+        self._extend_hashes()
+
+    def _extend_hashes(self) -> None:
+        extend_chain(self.block_hashes, self._root_hash, self.token_ids, self._block_size)

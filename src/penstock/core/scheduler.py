@@ -1,0 +1,257 @@
+"""Decides what each step runs, and applies what came back.
+
+`schedule()` is a pure decision over counts: it never sees a tensor, and it may be called again before the results of
+the last step are known (`SchedulerConfig.max_num_in_flight`). `update_from_output()` applies one result. Every rewind
+is a preemption followed by a fresh admission, so the runner can never disagree with the counts here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from penstock.config.engine import SchedulerConfig
+from penstock.core.kv_cache_manager import KVCacheManager
+from penstock.core.request import Request, RequestStatus
+from penstock.core.request_queue import RequestQueue
+from penstock.core.step_plan import StepPlan
+from penstock.messages.outputs import EngineOutput, FinishReason
+from penstock.messages.requests import EngineRequest
+from penstock.messages.runner_output import ModelRunnerOutput, TokenLogprobs
+from penstock.messages.scheduler_output import BlockIds, SchedulerOutput
+from penstock.utils.errors import RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerStats:
+    """What the scheduler looks like at this moment; the counters only grow."""
+
+    num_running: int
+    num_waiting: int
+    kv_cache_usage: float
+    num_preemptions: int
+    prefix_cache_queries: int
+    prefix_cache_hits: int
+
+
+class Scheduler:
+    """Not thread-safe: it belongs to the engine core's loop."""
+
+    def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
+        self.kv = kv
+        self._config = config
+        self._requests: dict[str, Request] = {}
+        self._waiting = RequestQueue(config.policy)
+        self._running = RequestQueue(config.policy)
+        self._finished_request_ids: set[str] = set()
+        self._admissions: dict[int, dict[str, int]] = {}
+        self._step = 0
+        self._num_arrivals = 0
+        self._num_admissions = 0
+        self._num_preemptions = 0
+
+    # ---- Requests come and go ----
+
+    def add_request(self, data: EngineRequest) -> None:
+        """Queues a request. Raises RequestError when its id is in use or the queue is full."""
+        if data.request_id in self._requests:
+            raise RequestError(f"request id {data.request_id!r} is already in use", "request_id")
+        if len(self._requests) >= self._config.max_num_queued_requests:
+            raise RequestError(f"the engine already holds max_num_queued_requests={len(self._requests)} requests")
+        request = Request(data, self._num_arrivals, self.kv.block_size)
+        self._num_arrivals += 1
+        self._requests[data.request_id] = request
+        self._waiting.add(request)
+
+    def abort_requests(self, request_ids: Iterable[str]) -> list[EngineOutput]:
+        """Ends requests at once; unknown ones (already finished) are passed over."""
+        outputs: list[EngineOutput] = []
+        for request_id in request_ids:
+            request = self._requests.get(request_id)
+            if request is not None:
+                self._finish(request, FinishReason.ABORT)
+                outputs.append(EngineOutput(request_id=request_id, finish_reason=FinishReason.ABORT))
+        return outputs
+
+    @property
+    def has_unfinished_requests(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def has_finished_requests_to_report(self) -> bool:
+        """The runner still has to be told of finished requests."""
+        return bool(self._finished_request_ids)
+
+    def stats(self) -> SchedulerStats:
+        return SchedulerStats(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            kv_cache_usage=self.kv.usage,
+            num_preemptions=self._num_preemptions,
+            prefix_cache_queries=self.kv.num_queried_tokens,
+            prefix_cache_hits=self.kv.num_hit_tokens,
+        )
+
+    # ---- Decide ----
+
+    def schedule(self) -> SchedulerOutput:
+        """One step: running requests first, then as many waiting ones as fit."""
+        self._step += 1
+        plan = StepPlan(self._step, self._config.max_num_batched_tokens)
+        self._schedule_running(plan)
+        if not plan.preempted_request_ids and not plan.is_blocked:
+            self._schedule_waiting(plan)
+        output = plan.finish(frozenset(self._finished_request_ids))
+        self._finished_request_ids.clear()
+        self._admissions[self._step] = {
+            request_id: self._requests[request_id].admission for request_id in output.num_scheduled_tokens
+        }
+        return output
+
+    def _schedule_running(self, plan: StepPlan) -> None:
+        for request in self._running.snapshot():
+            if plan.token_budget == 0:
+                return
+            # A request may have been preempted earlier in this loop, and one at its end only waits for its last token.
+            if request.status is not RequestStatus.RUNNING or request.has_all_tokens_in_flight:
+                continue
+            num_tokens = min(request.num_tokens_to_compute, plan.token_budget)
+            block_ids = self._grow_or_preempt(request, request.num_computed_tokens + num_tokens, plan)
+            if block_ids is not None:
+                plan.add_running(request, block_ids, num_tokens)
+
+    def _grow_or_preempt(self, request: Request, num_tokens: int, plan: StepPlan) -> BlockIds | None:
+        """Finds the blocks, preempting from the back of the line; None when the request cannot run in this step."""
+        while (block_ids := self.kv.grow(request, num_tokens)) is None:
+            if self.kv.could_grow_after_steps_in_flight(request, num_tokens):
+                # Enough blocks are on their way back: taking more from others would not help this step.
+                plan.is_blocked = True
+                return None
+            victim = self._running.last()
+            self._preempt(victim, plan)
+            if victim is request:
+                return None
+        return block_ids
+
+    def _preempt(self, request: Request, plan: StepPlan) -> None:
+        self._running.remove(request)
+        self.kv.release(request, self._step - 1)
+        request.preempt()
+        self._waiting.add(request)
+        plan.preempted_request_ids.add(request.request_id)
+        self._num_preemptions += 1
+
+    def _schedule_waiting(self, plan: StepPlan) -> None:
+        for request in self._waiting.snapshot():
+            if plan.token_budget == 0 or len(self._running) >= self._config.max_num_seqs:
+                return
+            hit = self.kv.find_prefix(request)
+            if self.kv.is_being_computed(request, hit):
+                continue
+            num_tokens = min(request.num_tokens - hit.num_tokens, plan.token_budget)
+            block_ids = self.kv.admit(request, hit, hit.num_tokens + num_tokens)
+            if block_ids is None:
+                return
+            self._waiting.remove(request)
+            self._running.add(request)
+            self._num_admissions += 1
+            request.admit(self._num_admissions, hit.num_tokens)
+            plan.add_new(request, block_ids, num_tokens)
+
+    # ---- Apply ----
+
+    def update_from_output(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineOutput]:
+        """Applies one step's result. Results must come in the order of the steps."""
+        self.kv.pool.on_step_processed(plan.step)
+        admissions = self._admissions.pop(plan.step)
+        outputs: list[EngineOutput] = []
+        for request_id, num_tokens in plan.num_scheduled_tokens.items():
+            request = self._requests.get(request_id)
+            # What was in flight for a request that has ended, or has been preempted since, is dropped here; the
+            # preempted one will compute the same tokens again.
+            if request is None or request.admission != admissions[request_id]:
+                continue
+            if request.status is not RequestStatus.RUNNING:
+                continue
+            output = self._update_request(request, num_tokens, result)
+            if output is not None:
+                outputs.append(output)
+        return outputs
+
+    def _update_request(self, request: Request, num_tokens: int, result: ModelRunnerOutput) -> EngineOutput | None:
+        request_id = request.request_id
+        error = result.failed_requests.get(request_id)
+        if error is not None:
+            self._finish(request, FinishReason.ERROR)
+            return EngineOutput(request_id=request_id, finish_reason=FinishReason.ERROR, error=error)
+        sampled = result.sampled_token_ids[request_id]
+        request.on_processed(num_tokens, len(sampled))
+        is_first = request.num_output_tokens == 0
+        if is_first:
+            request.prompt_logprobs.extend(result.prompt_logprobs.get(request_id, ()))
+        new_token_ids, stop_reason = self._append_until_stop(request, sampled)
+        self.kv.publish(request)
+        if not new_token_ids:
+            return None
+        if request.finish_reason is not None:
+            self._finish(request, request.finish_reason)
+        return EngineOutput(
+            request_id=request_id,
+            new_token_ids=new_token_ids,
+            logprobs=result.logprobs.get(request_id, ())[: len(new_token_ids)],
+            prompt_logprobs=self._take_prompt_logprobs(request) if is_first else (),
+            finish_reason=request.finish_reason,
+            stop_reason=stop_reason,
+            num_cached_tokens=request.num_cached_tokens,
+        )
+
+    def _append_until_stop(self, request: Request, sampled: tuple[int, ...]) -> tuple[tuple[int, ...], int | None]:
+        """Takes the tokens over up to one that ends the request; returns them and the stop token."""
+        data = request.data
+        for count, token_id in enumerate(sampled, start=1):
+            request.append_output(token_id)
+            may_stop = request.num_output_tokens >= data.sampling_params.min_tokens
+            if may_stop and token_id in data.eos_token_ids:
+                request.finish_reason = FinishReason.STOP
+                return sampled[:count], None
+            if may_stop and token_id in data.stop_token_ids:
+                request.finish_reason = FinishReason.STOP
+                return sampled[:count], token_id
+            if request.num_output_tokens >= data.max_tokens:
+                request.finish_reason = FinishReason.LENGTH
+                return sampled[:count], None
+        return sampled, None
+
+    @staticmethod
+    def _take_prompt_logprobs(request: Request) -> tuple[TokenLogprobs, ...]:
+        taken = tuple(request.prompt_logprobs)
+        request.prompt_logprobs.clear()
+        return taken
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        """The one way out: takes the request from its queue and its blocks from it."""
+        if request.status is RequestStatus.RUNNING:
+            self._running.remove(request)
+            self.kv.release(request, self._step)
+            self._finished_request_ids.add(request.request_id)
+        else:
+            self._waiting.remove(request)
+        request.finish_reason = reason
+        request.set_status(RequestStatus.FINISHED)
+        del self._requests[request.request_id]
+
+    # ---- Check ----
+
+    def check_integrity(self) -> None:
+        """Recomputes what must agree between the queues, the requests and the blocks."""
+        running, waiting = set(self._running), set(self._waiting)
+        assert not running & waiting, "a request is in two queues"
+        assert running | waiting == set(self._requests.values()), "a request is in no queue"
+        for request in self._requests.values():
+            assert (request in running) == (request.status is RequestStatus.RUNNING), request.request_id
+            assert 0 <= request.num_in_flight_tokens <= request.num_computed_tokens, request.request_id
+            limit = request.num_tokens + request.num_output_placeholders
+            assert request.num_computed_tokens <= limit, (request.request_id, request.num_computed_tokens, limit)
+        self.kv.check_integrity()
+        if not self._requests and not self._admissions:
+            assert self.kv.pool.num_available == self.kv.pool.num_usable, "blocks are missing at idle"

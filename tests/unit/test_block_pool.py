@@ -1,0 +1,120 @@
+"""Blocks change hands only as the pool's contract says; every test ends with its counts recomputed."""
+
+from __future__ import annotations
+
+from penstock.core.block_pool import BlockPool, BlockState
+
+
+def key(number: int) -> tuple[int, bytes]:
+    return (0, number.to_bytes(4, "big"))
+
+
+def test_blocks_come_back() -> None:
+    pool = BlockPool(5)
+    ids = pool.allocate(4)
+    assert sorted(ids) == [1, 2, 3, 4]
+    assert pool.num_available == 0
+    pool.release(ids)
+    assert pool.counts()[BlockState.FREE] == 4
+    pool.check_integrity([])
+
+
+def test_the_tail_is_evicted_before_its_head_and_the_oldest_first() -> None:
+    pool = BlockPool(6)
+    old, new = pool.allocate(2), pool.allocate(2)
+    for number, block in enumerate(old + new):
+        pool.publish(block, key(number))
+    pool.release(old)
+    pool.release(new)
+    # One block never had content: it goes first; then the older request's tail, then its head.
+    assert pool.allocate(3) == [5, old[1], old[0]]
+    assert pool.find(key(0)) is None
+    assert pool.find(key(2)) == new[0]
+
+
+def test_a_hit_takes_a_block_out_of_the_free_ones() -> None:
+    pool = BlockPool(3)
+    (block,) = pool.allocate(1)
+    pool.publish(block, key(1))
+    pool.release([block])
+    assert pool.state(block) is BlockState.CACHED
+    generation = pool.generation(block)
+    pool.acquire([block])
+    pool.acquire([block])
+    assert pool.state(block) is BlockState.OWNED
+    assert pool.generation(block) == generation, "a hit does not change what the block means"
+    pool.release([block])
+    pool.check_integrity([[block]])
+    pool.release([block])
+    pool.check_integrity([])
+
+
+def test_a_new_owner_is_a_new_generation() -> None:
+    pool = BlockPool(2)
+    (block,) = pool.allocate(1)
+    before = pool.generation(block)
+    pool.release([block])
+    assert pool.allocate(1) == [block]
+    assert pool.generation(block) == before + 1
+
+
+def test_a_fence_keeps_blocks_until_the_step_is_processed() -> None:
+    pool = BlockPool(4)
+    ids = pool.allocate(3)
+    pool.release(ids, fence=7)
+    assert pool.num_available == 0
+    assert pool.num_fenced == 3
+    pool.check_integrity([])
+    pool.on_step_processed(6)
+    assert pool.num_available == 0
+    pool.on_step_processed(7)
+    assert pool.num_available == 3
+    pool.check_integrity([])
+
+
+def test_a_fenced_block_can_be_hit_and_is_then_not_freed_by_its_fence() -> None:
+    pool = BlockPool(3)
+    (block,) = pool.allocate(1)
+    pool.publish(block, key(1))
+    pool.release([block], fence=1)
+    pool.acquire([block])
+    pool.on_step_processed(1)
+    assert pool.state(block) is BlockState.OWNED
+    pool.check_integrity([[block]])
+    assert pool.num_available == 1
+
+
+def test_a_holder_outlives_the_owner() -> None:
+    pool = BlockPool(3)
+    (block,) = pool.allocate(1)
+    pool.hold("read-1", [block], writes=False)
+    pool.release([block])
+    assert pool.num_available == 1
+    assert pool.state(block) is BlockState.FREE
+    pool.check_integrity([])
+    pool.drop("read-1")
+    assert pool.num_available == 2
+
+
+def test_a_writer_puts_a_block_into_loading_until_it_ends() -> None:
+    pool = BlockPool(3)
+    (block,) = pool.allocate(1)
+    pool.hold("load-1", [block], writes=True)
+    assert pool.state(block) is BlockState.LOADING
+    pool.release([block])
+    assert pool.state(block) is BlockState.LOADING
+    assert pool.num_available == 1, "a destination must not be handed out while bytes may still arrive"
+    pool.drop("load-1")
+    assert pool.num_available == 2
+    pool.check_integrity([])
+
+
+def test_the_cache_is_cleared_only_when_nobody_holds_blocks() -> None:
+    pool = BlockPool(3)
+    (block,) = pool.allocate(1)
+    pool.publish(block, key(1))
+    assert not pool.clear_cache()
+    pool.release([block])
+    assert pool.clear_cache()
+    assert pool.find(key(1)) is None
+    pool.check_integrity([])

@@ -1,0 +1,109 @@
+"""Random traffic on the scheduler with the oracle runner: whatever is preempted, aborted, shared or in flight,
+every request gets the tokens that its prompt alone decides, and at idle every block is back.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from penstock.config.engine import SchedulerConfig
+from penstock.core.kv_cache_manager import KVCacheManager
+from penstock.core.kv_cache_planning import blocks_for_one_request
+from penstock.core.scheduler import Scheduler
+from penstock.engine.engine_core import EngineCore
+from penstock.messages.kv_cache_spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
+from penstock.messages.outputs import FinishReason
+from penstock.messages.requests import EngineRequest
+from penstock.messages.sampling_params import SamplingParams
+from tests.unit.oracle import VOCAB_SIZE, OracleRunner, expected_tokens
+
+BLOCK_SIZE = 4
+MAX_MODEL_LEN = 80
+
+
+def make_core(rng: random.Random, windows: tuple[int, ...], depth: int) -> EngineCore:
+    groups = tuple(
+        KVCacheGroup((f"layer.{i}",), KVCacheSpec(1, 1, "float32", window)) for i, window in enumerate(windows)
+    )
+    config = SchedulerConfig(
+        max_num_batched_tokens=rng.choice([3, 8, 33, 200]),
+        max_num_seqs=rng.choice([4, 20]),
+        max_model_len=MAX_MODEL_LEN,
+        policy=rng.choice(["fcfs", "priority"]),
+        max_num_in_flight=depth,
+    )
+    # The smallest pool is what planning says one request needs: less would be refused at start.
+    smallest = 1 + blocks_for_one_request(groups, BLOCK_SIZE, MAX_MODEL_LEN, depth * config.max_num_batched_tokens)
+    cache = KVCacheConfig(smallest + rng.choice([0, 0, 3, 40]), BLOCK_SIZE, groups)
+    scheduler = Scheduler(config, KVCacheManager(cache, enable_prefix_caching=rng.random() < 0.7))
+    return EngineCore(scheduler, OracleRunner(cache.num_blocks, BLOCK_SIZE, windows), depth, debug=True)
+
+
+def make_request(rng: random.Random, number: int, stems: list[list[int]]) -> EngineRequest:
+    stem = rng.choice(stems)[: rng.randrange(0, 40)]
+    prompt = (stem + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 20))])[:60]
+    max_tokens = rng.randrange(1, MAX_MODEL_LEN - len(prompt))
+    return EngineRequest(
+        request_id=f"r{number % 40}" if rng.random() < 0.1 else f"u{number}",
+        prompt_token_ids=tuple(prompt),
+        sampling_params=SamplingParams(temperature=0.0, max_tokens=max_tokens),
+        max_tokens=max_tokens,
+        seed=0,
+        stop_token_ids=frozenset([rng.randrange(VOCAB_SIZE)]) if rng.random() < 0.3 else frozenset(),
+        priority=rng.randrange(3),
+        cache_salt=rng.choice([None, None, "a", "b"]),
+    )
+
+
+def expected(request: EngineRequest, window: int) -> list[int]:
+    tokens = expected_tokens(list(request.prompt_token_ids), request.max_tokens, window)
+    stops = [i for i, token in enumerate(tokens) if token in request.stop_token_ids]
+    return tokens[: stops[0] + 1] if stops else tokens
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("windows", [(0,), (6,), (0, 9)], ids=["full", "sliding", "hybrid"])
+def test_storm(windows: tuple[int, ...], depth: int) -> None:
+    preemptions = hits = 0
+    for seed in range(40):
+        rng = random.Random(f"{seed} {windows} {depth}")
+        core = make_core(rng, windows, depth)
+        run_storm(rng, core, windows)
+        stats = core.stats()
+        preemptions += stats.num_preemptions
+        hits += stats.prefix_cache_hits
+    assert preemptions > 20, "the pools were meant to be too small"
+    assert hits > 100, "the prompts were meant to share prefixes"
+
+
+def run_storm(rng: random.Random, core: EngineCore, windows: tuple[int, ...]) -> None:
+    stems = [[rng.randrange(VOCAB_SIZE) for _ in range(40)] for _ in range(3)]
+    live: dict[str, tuple[EngineRequest, list[int]]] = {}
+    num_added, num_left = 0, 25
+    for _ in range(5000):
+        if num_left and rng.random() < 0.3:
+            request = make_request(rng, num_added, stems)
+            num_added += 1
+            if request.request_id not in live:
+                core.add_request(request)
+                live[request.request_id] = (request, [])
+                num_left -= 1
+        if live and rng.random() < 0.03:
+            victim = rng.choice(sorted(live))
+            (output,) = core.abort_requests([victim])
+            assert output.finish_reason is FinishReason.ABORT
+            del live[victim]
+        for output in core.step():
+            request, tokens = live[output.request_id]
+            tokens.extend(output.new_token_ids)
+            if output.finish_reason is not None:
+                assert tokens == expected(request, windows[-1])
+                del live[output.request_id]
+        if not live and not num_left:
+            break
+    assert not live, f"{len(live)} requests never ended"
+    while core.has_work:
+        core.step()
+    core.check_integrity()
