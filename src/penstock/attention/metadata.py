@@ -1,0 +1,25 @@
+"""What attention needs to know of a step, beside the queries themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMetadata:
+    """One KV group's view of the batch. Padding: query length 0, `seq_lens` 0, block row 0, slot -1."""
+
+    query_start_loc: torch.Tensor  # [num_reqs + 1] int32: request r owns rows query_start_loc[r] .. [r + 1]
+    seq_lens: torch.Tensor  # [num_reqs] int32: tokens in the cache once this step's are stored
+    block_table: torch.Tensor  # [num_reqs, max_blocks] int32
+    slot_mapping: torch.Tensor  # [num_tokens] int64: block_id * block_size + offset, where a token's KV is stored
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardContext:
+    """Handed through the model to its attention layers; keyed by layer name."""
+
+    metadata: dict[str, AttentionMetadata]
+    kv_caches: dict[str, torch.Tensor]  # each [num_blocks, 2, num_kv_heads, block_size, head_size]

@@ -1,0 +1,114 @@
+"""`penstock bench throughput|latency`: offline measurements, with the JSON keys that `vllm bench` uses."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from penstock.cli.engine_args import add_engine_args, engine_kwargs
+from penstock.messages.sampling_params import SamplingParams
+from penstock.utils.clock import SystemClock
+
+_PERCENTAGES = (10, 25, 50, 75, 90, 99)
+
+
+def add_parser(subparsers: Any) -> None:
+    parser: argparse.ArgumentParser = subparsers.add_parser("bench", help="measure throughput or latency")
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+    throughput = kinds.add_parser("throughput", help="many requests at once: tokens per second")
+    throughput.add_argument("--num-prompts", type=int, default=64, help="requests (default: 64)")
+    throughput.set_defaults(run=run_throughput)
+    latency = kinds.add_parser("latency", help="one batch, again and again: seconds per batch")
+    latency.add_argument("--batch-size", type=int, default=8, help="requests in the batch (default: 8)")
+    latency.add_argument("--num-iters", type=int, default=10, help="measured batches (default: 10)")
+    latency.add_argument("--num-iters-warmup", type=int, default=2, help="batches before them (default: 2)")
+    latency.set_defaults(run=run_latency)
+    for command in (throughput, latency):
+        command.add_argument("--input-len", type=int, default=128, help="prompt tokens (default: 128)")
+        command.add_argument("--output-len", type=int, default=128, help="output tokens (default: 128)")
+        command.add_argument("--output-json", type=Path, help="also write the result to this file")
+        add_engine_args(command)
+
+
+def run_throughput(args: argparse.Namespace) -> int:
+    llm = _make_llm(args)
+    prompts = _random_prompts(llm, args.num_prompts, args.input_len)
+    llm.generate(prompts[:1], _exactly(2), use_tqdm=False)
+    clock = SystemClock()
+    started = clock.now()
+    outputs = llm.generate(prompts, _exactly(args.output_len))
+    elapsed = clock.now() - started
+    num_output = sum(len(output.outputs[0].token_ids) for output in outputs)
+    num_total = num_output + args.num_prompts * args.input_len
+    result = {
+        "elapsed_time": elapsed,
+        "num_requests": args.num_prompts,
+        "total_num_tokens": num_total,
+        "requests_per_second": args.num_prompts / elapsed,
+        "tokens_per_second": num_total / elapsed,
+        "output_tokens_per_second": num_output / elapsed,
+    }
+    llm.shutdown()
+    return _report(result, args.output_json)
+
+
+def run_latency(args: argparse.Namespace) -> int:
+    llm = _make_llm(args)
+    clock = SystemClock()
+    latencies: list[float] = []
+    prompts = _random_prompts(llm, args.batch_size, args.input_len)
+    for iteration in tqdm(range(args.num_iters_warmup + args.num_iters), desc="batches", delay=2.0):
+        # The same prompts would be found in the prefix cache: a measured batch begins without one.
+        llm.reset_prefix_cache()
+        started = clock.now()
+        llm.generate(prompts, _exactly(args.output_len), use_tqdm=False)
+        if iteration >= args.num_iters_warmup:
+            latencies.append(clock.now() - started)
+    llm.shutdown()
+    result = {
+        "avg_latency": statistics.fmean(latencies),
+        "latencies": latencies,
+        "percentiles": {str(p): _percentile(latencies, p) for p in _PERCENTAGES},
+    }
+    return _report(result, args.output_json)
+
+
+def _make_llm(args: argparse.Namespace) -> Any:
+    # Imported here: the help text needs no torch.
+    from penstock.engine.llm import LLM
+
+    return LLM(**engine_kwargs(args))
+
+
+def _exactly(num_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+
+
+def _random_prompts(llm: Any, count: int, length: int) -> list[list[int]]:
+    """Prompts that share no prefix, the same for every run."""
+    rng = random.Random(0)
+    vocab_size = llm.config.model.vocab_size
+    return [[rng.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
+
+
+def _percentile(values: list[float], percentage: int) -> float:
+    """Linear interpolation between the closest ranks."""
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percentage / 100
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def _report(result: dict[str, Any], path: Path | None) -> int:
+    text = json.dumps(result, indent=4)
+    print(text)
+    if path is not None:
+        path.write_text(text + "\n", encoding="utf-8")
+    return 0

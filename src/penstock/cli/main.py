@@ -1,0 +1,45 @@
+"""The `penstock` command. Each subcommand is a module with `add_parser` and `run`."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+
+from penstock import __version__
+from penstock.cli import bench, chat, generate
+from penstock.utils.errors import PenstockError
+
+COMMANDS = (generate, chat, bench)
+_INTERRUPTED = 128 + signal.SIGINT
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="penstock", description="Serve language models; move their KV cache.")
+    parser.add_argument("--version", action="version", version=f"penstock {__version__}")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        command.add_parser(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0, 2 for a mistake in what was asked, 130 when interrupted."""
+    args = make_parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except PenstockError as error:
+        print(f"penstock: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # The reader went away (`penstock generate | head`); nothing is left to write, nor may the exit handler try.
+        sys.stderr.close()
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""Builds an engine out of its arguments, each part whole before the next one needs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from penstock.config import env
+from penstock.config.engine import EngineArgs, EngineConfig, SchedulerConfig, resolve
+from penstock.config.model import read_json
+from penstock.core.kv_cache_manager import KVCacheManager
+from penstock.core.kv_cache_planning import block_bytes, group_layers, longest_request, plan_kv_cache
+from penstock.core.scheduler import Scheduler
+from penstock.engine.engine_core import EngineCore
+from penstock.engine.input_processor import InputProcessor
+from penstock.engine.model_path import resolve_model_path
+from penstock.engine.tokenizer import Tokenizer
+from penstock.executor.uniproc import InlineExecutor, ThreadExecutor
+from penstock.messages.kv_cache_spec import KVCacheConfig
+from penstock.messages.sampling_params import SamplingParams
+from penstock.runner.load import KVCache, LoadedModel, allocate_kv_cache, load_model, num_blocks_in_budget
+from penstock.runner.model_runner import ModelRunner
+from penstock.utils import logging
+from penstock.utils.errors import ConfigError
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class FrontEnd:
+    """What turns a caller's words into engine requests, and the sampling that the checkpoint recommends."""
+
+    tokenizer: Tokenizer | None
+    input_processor: InputProcessor
+    default_sampling_params: SamplingParams
+
+
+def make_config(args: EngineArgs) -> EngineConfig:
+    """Finds the model's files and the device, and resolves the arguments. Raises ConfigError."""
+    logging.configure(env.log_level())
+    device = args.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    elif device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device=cuda, but torch sees no CUDA device: use device=cpu or auto")
+    return resolve(args, resolve_model_path(args.model, args.revision), device)
+
+
+def build_engine_core(config: EngineConfig) -> tuple[EngineCore, SchedulerConfig]:
+    """Loads the model, plans and allocates the cache. The scheduler's limits come back as the memory allows them."""
+    loaded = load_model(config)
+    limits, planned = _plan(config, loaded)
+    runner = ModelRunner(loaded, _allocate(planned, loaded), limits, poison=env.debug())
+    executor = InlineExecutor(runner) if limits.max_num_in_flight == 1 else ThreadExecutor(runner)
+    scheduler = Scheduler(limits, KVCacheManager(planned, config.cache.enable_prefix_caching))
+    return EngineCore(scheduler, executor, limits.max_num_in_flight, debug=env.debug()), limits
+
+
+def build_front_end(config: EngineConfig, limits: SchedulerConfig) -> FrontEnd:
+    """The tokenizer and the request checks for a built engine core."""
+    tokenizer = None
+    if config.tokenizer_path is not None:
+        tokenizer = Tokenizer(config.tokenizer_path, config.model.vocab_size)
+    generation = read_json(config.model.path / "generation_config.json") or {}
+    model = read_json(config.model.path / "config.json") or {}
+    eos = _token_ids(generation.get("eos_token_id", model.get("eos_token_id")))
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        eos |= {tokenizer.eos_token_id}
+    processor = InputProcessor(
+        tokenizer=tokenizer,
+        vocab_size=config.model.vocab_size,
+        max_model_len=limits.max_model_len,
+        eos_token_ids=eos,
+        seed=config.seed,
+    )
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    defaults: dict[str, Any] = {name: generation[name] for name in names if generation.get(name) is not None}
+    if generation.get("do_sample") is False:
+        defaults = {"temperature": 0.0}
+    return FrontEnd(tokenizer, processor, SamplingParams(**defaults))
+
+
+def _token_ids(value: int | list[int] | None) -> frozenset[int]:
+    if value is None:
+        return frozenset()
+    return frozenset([value] if isinstance(value, int) else value)
+
+
+def _plan(config: EngineConfig, loaded: LoadedModel) -> tuple[SchedulerConfig, KVCacheConfig]:
+    limits, block_size = config.scheduler, config.cache.block_size
+    groups = group_layers(loaded.model.kv_cache_specs)
+    num_blocks = num_blocks_in_budget(config.cache, loaded.device, block_bytes(groups, block_size))
+    max_in_flight = limits.max_num_in_flight * limits.max_num_batched_tokens
+    longest = longest_request(groups, block_size, num_blocks, max_in_flight)
+    if longest < limits.max_model_len and not config.max_model_len_is_explicit and longest >= 2:
+        logger.info("max_model_len is %d: the KV cache holds no longer request", longest)
+        limits = replace(limits, max_model_len=longest)
+    planned = plan_kv_cache(
+        groups,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        max_model_len=limits.max_model_len,
+        max_in_flight=max_in_flight,
+    )
+    return limits, planned
+
+
+def _allocate(planned: KVCacheConfig, loaded: LoadedModel) -> KVCache:
+    try:
+        return allocate_kv_cache(planned, loaded.device)
+    except (RuntimeError, torch.OutOfMemoryError) as error:
+        raise ConfigError(
+            f"the KV cache of {planned.num_blocks} blocks cannot be allocated on {loaded.device}: lower "
+            f"gpu_memory_utilization, kv_cache_memory or num_gpu_blocks_override ({error})"
+        ) from None

@@ -1,0 +1,77 @@
+"""Tokens to text as they come, and the strings that end a request.
+
+Text grows by whole characters: the bytes of a character that is not complete yet are held back, and dropped if the
+request ends on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenizers.decoders import DecodeStream
+
+from penstock.engine.tokenizer import Tokenizer
+from penstock.messages.sampling_params import SamplingParams
+
+# As much of the prompt as a decoder may need to know whether the first output token continues a word.
+_NUM_CONTEXT_TOKENS = 8
+
+
+class Detokenizer:
+    """The text of one completion. `stable_text` may be shown: no stop string can still take it back."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        self.text = ""
+        self._backend = tokenizer.backend
+        self._stream = DecodeStream(
+            ids=list(prompt_token_ids[-_NUM_CONTEXT_TOKENS:]), skip_special_tokens=params.skip_special_tokens
+        )
+        self._skip_special_tokens = params.skip_special_tokens
+        self._stop = params.stop_strings
+        self._include_stop = params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens
+        self._num_tokens = 0
+        self._search_from = 0
+        self._held_back = 0 if self._include_stop else max((len(stop) for stop in self._stop), default=1) - 1
+
+    def stable_text(self, finished: bool) -> str:
+        if finished or not self._held_back:
+            return self.text
+        return self.text[: max(0, len(self.text) - self._held_back)]
+
+    def append(self, token_id: int) -> str | None:
+        """Adds one token; returns the stop string that it completed, at which the text is then cut."""
+        self._num_tokens += 1
+        before = len(self.text)
+        self.text += self._decode(token_id)
+        if self._num_tokens < self._min_tokens:
+            self._search_from = len(self.text)
+            return None
+        if not self._stop or len(self.text) == before:
+            return None
+        return self._cut_at_stop(before)
+
+    def skip(self) -> None:
+        """Counts a token whose text is not shown (one that ended the request)."""
+        self._num_tokens += 1
+
+    def _cut_at_stop(self, before: int) -> str | None:
+        """Cuts at the stop string that begins first."""
+        found: tuple[int, str] | None = None
+        for stop in self._stop:
+            # A match may have begun in earlier text, but it cannot have ended there.
+            position = self.text.find(stop, max(self._search_from, before - len(stop) + 1))
+            if position >= 0 and (found is None or position < found[0]):
+                found = (position, stop)
+        if found is None:
+            return None
+        position, stop = found
+        self.text = self.text[: position + len(stop) if self._include_stop else position]
+        return stop
+
+    def _decode(self, token_id: int) -> str:
+        try:
+            return self._stream.step(self._backend, token_id) or ""
+        except Exception:  # noqa: BLE001 - the library raises bare Exception when a token rewrites earlier text
+            self._stream = DecodeStream(skip_special_tokens=self._skip_special_tokens)
+            return self._stream.step(self._backend, token_id) or ""

@@ -1,0 +1,77 @@
+"""The heart: schedule, execute, apply. Synchronous and overlapped steps run the same lines; only the depth differs."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from concurrent.futures import Future
+
+from penstock.core.scheduler import Scheduler, SchedulerStats
+from penstock.executor.executor import Executor
+from penstock.messages.outputs import EngineOutput
+from penstock.messages.requests import EngineRequest
+from penstock.messages.runner_output import ModelRunnerOutput
+from penstock.messages.scheduler_output import SchedulerOutput
+
+
+class EngineCore:
+    """Owns the scheduler and the steps in flight, at most `max_num_in_flight`. One thread drives it."""
+
+    def __init__(self, scheduler: Scheduler, executor: Executor, max_num_in_flight: int, debug: bool = False) -> None:
+        self._scheduler = scheduler
+        self._executor = executor
+        self._max_num_in_flight = max_num_in_flight
+        self._debug = debug
+        self._in_flight: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Queues a request. Raises RequestError when it cannot be taken."""
+        self._scheduler.add_request(request)
+
+    def abort_requests(self, request_ids: Iterable[str]) -> list[EngineOutput]:
+        """Ends requests at once; what is in flight for them is dropped."""
+        return self._scheduler.abort_requests(request_ids)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+        return bool(self._in_flight) or self._scheduler.has_unfinished_requests
+
+    def stats(self) -> SchedulerStats:
+        return self._scheduler.stats()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes; refused (False) while requests run."""
+        return not self._in_flight and self._scheduler.kv.reset_prefix_cache()
+
+    def step(self) -> list[EngineOutput]:
+        """Launches one step if there is anything to run and room for it, else applies the oldest result.
+
+        Any exception out of a worker is raised here; the engine is then unusable.
+        """
+        while len(self._in_flight) < self._max_num_in_flight and self._launch():
+            pass
+        if not self._in_flight:
+            return []
+        plan, future = self._in_flight.popleft()
+        outputs = self._scheduler.update_from_output(plan, future.result())
+        if self._debug:
+            self._scheduler.check_integrity()
+        return outputs
+
+    def _launch(self) -> bool:
+        """Schedules a step and sends it off; False when there was nothing to run."""
+        if not self._scheduler.has_unfinished_requests and not self._scheduler.has_finished_requests_to_report:
+            return False
+        plan = self._scheduler.schedule()
+        self._executor.execute_model(plan)
+        self._in_flight.append((plan, self._executor.sample_tokens()))
+        return not plan.is_empty
+
+    def check_integrity(self) -> None:
+        self._scheduler.check_integrity()
+
+    def shutdown(self) -> None:
+        """Waits for the steps in flight and frees the worker. Idempotent."""
+        self._in_flight.clear()
+        self._executor.shutdown()

@@ -1,0 +1,146 @@
+"""From what a caller asks to what the engine core runs: tokens, checked against the model, with every default set."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from penstock.engine.tokenizer import Tokenizer
+from penstock.messages.requests import EngineRequest
+from penstock.messages.sampling_params import SamplingParams
+from penstock.utils.errors import RequestError
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or `{"prompt": ...}` / `{"prompt_token_ids": [...]}` with an optional `cache_salt`."""
+
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedRequest:
+    """One caller's request: its prompt, and one engine request per completion."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    children: tuple[EngineRequest, ...]
+
+
+class InputProcessor:
+    def __init__(
+        self,
+        *,
+        tokenizer: Tokenizer | None,
+        vocab_size: int,
+        max_model_len: int,
+        eos_token_ids: frozenset[int],
+        seed: int,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._eos_token_ids = eos_token_ids
+        self._seed = seed
+        self._counter = itertools.count()
+
+    def process(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0, arrival_time: float = 0.0
+    ) -> ProcessedRequest:
+        """Raises RequestError naming the field and its bound."""
+        text, token_ids, cache_salt = self._tokenize(prompt)
+        self._check_prompt(token_ids)
+        self._check_params(params)
+        room = self._max_model_len - len(token_ids)
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        if params.min_tokens > max_tokens:
+            raise RequestError(
+                f"min_tokens={params.min_tokens} exceeds the {room} tokens that max_model_len={self._max_model_len} "
+                f"leaves after a prompt of {len(token_ids)}",
+                "min_tokens",
+            )
+        # Requests that bring no seed get one from the engine's, so that preemption cannot change their tokens.
+        seed = (self._seed << 32) + next(self._counter) if params.seed is None else params.seed
+        eos = frozenset[int]() if params.ignore_eos else self._eos_token_ids
+        first = EngineRequest(
+            request_id=request_id if params.n == 1 else f"{request_id}#0",
+            prompt_token_ids=token_ids,
+            sampling_params=params,
+            max_tokens=max_tokens,
+            seed=seed,
+            eos_token_ids=eos,
+            stop_token_ids=frozenset(params.stop_token_ids or ()),
+            bad_words_token_ids=self._bad_words(params.bad_words or ()),
+            arrival_time=arrival_time,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        others = (
+            replace(first, request_id=f"{request_id}#{index}", seed=seed + (index << 48))
+            for index in range(1, params.n)
+        )
+        return ProcessedRequest(request_id, text, token_ids, params, (first, *others))
+
+    def _tokenize(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...], str | None]:
+        if isinstance(prompt, Mapping):
+            for key in prompt:
+                if key not in _PROMPT_KEYS:
+                    raise RequestError(f"unknown prompt field {key!r}; known: {', '.join(_PROMPT_KEYS)}", str(key))
+            salt = prompt.get("cache_salt")
+            if salt is not None and (not isinstance(salt, str) or not salt):
+                raise RequestError("cache_salt must be a string that is not empty", "cache_salt")
+            inner = prompt.get("prompt_token_ids", prompt.get("prompt"))
+            if inner is None or isinstance(inner, Mapping):
+                raise RequestError("a prompt needs prompt or prompt_token_ids", "prompt")
+            text, token_ids, _ = self._tokenize(inner)
+            return prompt.get("prompt") if text is None else text, token_ids, salt
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise RequestError("without a tokenizer a prompt must be prompt_token_ids", "prompt")
+            if not prompt:
+                raise RequestError("prompt must not be empty", "prompt")
+            return prompt, tuple(self._tokenizer.encode(prompt)), None
+        if not isinstance(prompt, Iterable):
+            raise RequestError(f"prompt must be text or token ids, got {type(prompt).__name__}", "prompt")
+        return None, tuple(prompt), None
+
+    def _check_prompt(self, token_ids: tuple[int, ...]) -> None:
+        if not token_ids:
+            raise RequestError("prompt_token_ids must not be empty", "prompt_token_ids")
+        self._check_token_ids("prompt_token_ids", token_ids)
+        if len(token_ids) >= self._max_model_len:
+            raise RequestError(
+                f"the prompt has {len(token_ids)} tokens; max_model_len={self._max_model_len} allows at most "
+                f"{self._max_model_len - 1}, so that one can be generated",
+                "prompt",
+            )
+
+    def _check_token_ids(self, field: str, token_ids: Iterable[Any]) -> None:
+        for token_id in token_ids:
+            is_int = isinstance(token_id, int) and not isinstance(token_id, bool)
+            if not is_int or not 0 <= token_id < self._vocab_size:
+                raise RequestError(
+                    f"{field} must be integers from 0 to {self._vocab_size - 1}, got {token_id!r}", field
+                )
+
+    def _check_params(self, params: SamplingParams) -> None:
+        self._check_token_ids("stop_token_ids", params.stop_token_ids or ())
+        self._check_token_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_token_ids("logit_bias", params.logit_bias or ())
+        if self._tokenizer is None and (params.stop_strings or params.bad_words):
+            field = "stop" if params.stop_strings else "bad_words"
+            raise RequestError(f"{field} needs a tokenizer, and the engine was started without one", field)
+
+    def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """Each word as it begins a text and as it follows one, which many tokenizers spell differently."""
+        if self._tokenizer is None:
+            return ()
+        spelled: dict[tuple[int, ...], None] = {}
+        for word in words:
+            for text in (word.lstrip(), f" {word.lstrip()}"):
+                token_ids = tuple(self._tokenizer.encode(text, add_special_tokens=False))
+                if token_ids:
+                    spelled[token_ids] = None
+        return tuple(spelled)

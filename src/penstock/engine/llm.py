@@ -1,0 +1,180 @@
+"""The engine inside a program: prompts in, completions out."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from penstock.config.engine import EngineArgs
+from penstock.core.scheduler import SchedulerStats
+from penstock.engine.build import build_engine_core, build_front_end, make_config
+from penstock.engine.input_processor import ProcessedRequest, Prompt
+from penstock.engine.output_processor import OutputProcessor
+from penstock.engine.tokenizer import Message, Tokenizer
+from penstock.messages.outputs import RequestOutput
+from penstock.messages.sampling_params import SamplingParams
+from penstock.utils.clock import Clock, SystemClock
+from penstock.utils.errors import RequestError
+
+
+class LLM:
+    """An engine for offline use, in the argument and result shapes that vLLM's users know.
+
+        llm = LLM("path/or/model-id", max_model_len=4096)
+        llm.generate(["Once upon a time"], SamplingParams(temperature=0, max_tokens=32))[0].outputs[0].text
+
+    Without a model the built-in one answers. Keyword arguments are the engine arguments (`config.engine.EngineArgs`).
+    Not thread-safe. Raises ConfigError when the engine cannot be built as asked.
+    """
+
+    def __init__(self, model: str | None = None, *, clock: Clock | None = None, **engine_args: Any) -> None:
+        if model is not None:
+            engine_args["model"] = model
+        self.config = make_config(EngineArgs.from_kwargs(**engine_args))
+        self._core, self._limits = build_engine_core(self.config)
+        self._front_end = build_front_end(self.config, self._limits)
+        self._outputs = OutputProcessor(self._front_end.tokenizer)
+        self._clock = clock or SystemClock()
+        self._request_counter = itertools.count()
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest prompt plus output, in tokens, that this engine takes."""
+        return self._limits.max_model_len
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Raises RequestError when the engine was built with skip_tokenizer_init."""
+        if self._front_end.tokenizer is None:
+            raise RequestError("the engine was built without a tokenizer")
+        return self._front_end.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the checkpoint's generation_config.json recommends."""
+        return self._front_end.default_sampling_params
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Completes one prompt or many; results stand in the order of the prompts.
+
+        A prompt is text, token ids, or a dictionary with `prompt` or `prompt_token_ids` (and `cache_salt`). Raises
+        RequestError, before anything runs, when one of them is invalid. An interrupt aborts what is running and
+        leaves the engine usable.
+        """
+        requests = self._process(prompts, sampling_params, priority)
+        results: dict[str, RequestOutput] = {}
+        progress = tqdm(total=len(requests), desc="prompts", unit="prompt", delay=2.0, disable=not use_tqdm)
+        with progress:
+            for changed in self._run(requests):
+                results.update((output.request_id, output) for output in changed if output.finished)
+                progress.update(len(results) - progress.n)
+        return [results[request.request_id] for request in requests]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers one conversation or many, each a list of `{"role": ..., "content": ...}`."""
+        conversations: Sequence[Any] = [messages] if not messages or isinstance(messages[0], Mapping) else messages
+        options = {"tools": tools, "add_generation_prompt": add_generation_prompt, **(chat_template_kwargs or {})}
+        tokenizer = self.get_tokenizer()
+        prompts = [{"prompt_token_ids": tokenizer.apply_chat_template(each, **options)} for each in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Completes one prompt; yields its result, updated in place, after every step that changed it.
+
+        Closing the iterator aborts the request.
+        """
+        for changed in self._run(self._process([prompt], sampling_params, None)):
+            yield from changed
+
+    def stats(self) -> SchedulerStats:
+        """Counters and gauges of the scheduler."""
+        return self._core.stats()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes; False when requests are running."""
+        return self._core.reset_prefix_cache()
+
+    def check_integrity(self) -> None:
+        """Recomputes all derived state of the scheduler and the block pool; AssertionError when they disagree."""
+        self._core.check_integrity()
+
+    def shutdown(self) -> None:
+        """Frees the worker; the engine cannot be used afterwards."""
+        self._core.shutdown()
+
+    def _process(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: Sequence[int] | None,
+    ) -> list[ProcessedRequest]:
+        each_prompt: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        count = len(each_prompt)
+        if params is None:
+            params = self.get_default_sampling_params()
+        each_params = [params] * count if isinstance(params, SamplingParams) else list(params)
+        each_priority = [0] * count if priority is None else list(priority)
+        for field, values in (("sampling_params", each_params), ("priority", each_priority)):
+            if len(values) != count:
+                raise RequestError(f"{count} prompts but {len(values)} {field}", field)
+        limit = self._limits.max_num_queued_requests
+        if any(each.n > limit for each in each_params):
+            raise RequestError(f"n must be at most max_num_queued_requests={limit}", "n")
+        now = self._clock.now()
+        return [
+            self._front_end.input_processor.process(str(next(self._request_counter)), prompt, each, rank, now)
+            for prompt, each, rank in zip(each_prompt, each_params, each_priority, strict=True)
+        ]
+
+    def _run(self, requests: Sequence[ProcessedRequest]) -> Iterator[list[RequestOutput]]:
+        """Steps until everything has ended; whatever interrupts it, the requests do not stay behind."""
+        pending = deque(requests)
+        try:
+            while pending or self._outputs.num_unfinished:
+                self._submit(pending)
+                yield self._step()
+        finally:
+            if self._outputs.num_unfinished:
+                ids = [child.request_id for request in requests for child in request.children]
+                self._outputs.process(self._core.abort_requests(ids))
+            while self._core.has_work:
+                self._core.step()
+
+    def _submit(self, pending: deque[ProcessedRequest]) -> None:
+        """Hands over as many requests as the engine's queue holds; the rest wait here, in their order."""
+        limit = self._limits.max_num_queued_requests
+        while pending and self._outputs.num_unfinished + pending[0].params.n <= limit:
+            request = pending.popleft()
+            self._outputs.add_request(request)
+            for child in request.children:
+                self._core.add_request(child)
+
+    def _step(self) -> list[RequestOutput]:
+        processed = self._outputs.process(self._core.step())
+        if processed.aborts:
+            self._core.abort_requests(processed.aborts)
+        return processed.request_outputs
+
+
+def _is_one_prompt(prompts: Any) -> bool:
+    if isinstance(prompts, str | Mapping):
+        return True
+    return isinstance(prompts, Sequence) and len(prompts) > 0 and isinstance(prompts[0], int)

@@ -1,0 +1,40 @@
+"""Where a model's files are: the built-in model, a local folder, or a Hugging Face model id."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from penstock.config.engine import BUILT_IN_MODEL
+from penstock.utils.errors import ConfigError
+
+_FILES = ("*.json", "*.safetensors", "*.jinja")
+_DEMO_FOLDER = Path(__file__).parents[1] / "demo"
+
+
+def resolve_model_path(model: str, revision: str | None = None) -> Path:
+    """The folder that holds the checkpoint. A model id is downloaded through huggingface_hub, or found in its cache.
+
+    Raises ConfigError when there is no such folder and the id cannot be had.
+    """
+    if model == BUILT_IN_MODEL:
+        return _DEMO_FOLDER
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
+        raise ConfigError(f"there is no folder {model!r}, and it is not a Hugging Face model id (owner/name)")
+    return _download(model, revision)
+
+
+def _download(model: str, revision: str | None) -> Path:
+    # Imported here because it costs every start of the built-in model more than the model itself does.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=list(_FILES)))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"the model id {model!r} cannot be downloaded and is not in the local cache: {reason}"
+        ) from None

@@ -1,0 +1,126 @@
+"""From the engine core's tokens to what a caller receives: text, stop strings, log probabilities, `n` put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.engine.detokenizer import Detokenizer
+from penstock.engine.input_processor import ProcessedRequest
+from penstock.engine.tokenizer import Tokenizer
+from penstock.messages.outputs import CompletionOutput, EngineOutput, FinishReason, Logprob, RequestOutput
+from penstock.messages.runner_output import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedOutputs:
+    """Requests that changed, in the order of their first change, and engine requests that must be aborted."""
+
+    request_outputs: list[RequestOutput]
+    aborts: list[str]
+
+
+@dataclass(slots=True)
+class _Child:
+    """One completion in the making."""
+
+    parent: RequestOutput
+    completion: CompletionOutput
+    params_logprobs: bool
+    include_stop: bool
+    detokenizer: Detokenizer | None
+
+
+class OutputProcessor:
+    """Keeps a `RequestOutput` per request and brings it up to date; the object handed out is updated in place."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+        self._children: dict[str, _Child] = {}
+
+    @property
+    def num_unfinished(self) -> int:
+        """Completions that have not ended."""
+        return len(self._children)
+
+    def add_request(self, request: ProcessedRequest) -> None:
+        params = request.params
+        output = RequestOutput(
+            request_id=request.request_id,
+            prompt=request.prompt,
+            prompt_token_ids=list(request.prompt_token_ids),
+            outputs=[CompletionOutput(index) for index in range(params.n)],
+        )
+        for child, completion in zip(request.children, output.outputs, strict=True):
+            if params.logprobs is not None:
+                completion.logprobs = []
+                completion.cumulative_logprob = 0.0
+            detokenizer = None
+            if self._tokenizer is not None and params.detokenize:
+                detokenizer = Detokenizer(self._tokenizer, request.prompt_token_ids, params)
+            wants_logprobs = params.logprobs is not None
+            include_stop = params.include_stop_str_in_output
+            self._children[child.request_id] = _Child(output, completion, wants_logprobs, include_stop, detokenizer)
+
+    def process(self, outputs: Sequence[EngineOutput]) -> ProcessedOutputs:
+        """Applies one step's outputs; those of requests that have ended here already are dropped."""
+        changed: dict[str, RequestOutput] = {}
+        aborts: list[str] = []
+        for output in outputs:
+            child = self._children.get(output.request_id)
+            if child is None:
+                continue
+            stopped_here = self._update(child, output)
+            changed[child.parent.request_id] = child.parent
+            if child.completion.finished:
+                del self._children[output.request_id]
+                child.parent.finished = all(completion.finished for completion in child.parent.outputs)
+                if stopped_here and output.finish_reason is None:
+                    aborts.append(output.request_id)
+        return ProcessedOutputs(list(changed.values()), aborts)
+
+    def _update(self, child: _Child, output: EngineOutput) -> bool:
+        """Brings one completion up to date; True when a stop string ended it."""
+        completion = child.completion
+        if output.prompt_logprobs and child.parent.prompt_logprobs is None:
+            child.parent.prompt_logprobs = [None, *map(self._logprob_dict, output.prompt_logprobs)]
+        child.parent.num_cached_tokens = max(child.parent.num_cached_tokens, output.num_cached_tokens)
+        child.parent.error = output.error or child.parent.error
+        stop, num_taken = self._detokenize(child, output)
+        completion.token_ids.extend(output.new_token_ids[:num_taken])
+        if child.params_logprobs and completion.logprobs is not None:
+            for row in output.logprobs[:num_taken]:
+                completion.logprobs.append(self._logprob_dict(row))
+                completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + row.logprobs[0]
+        if stop is not None:
+            completion.finish_reason, completion.stop_reason = FinishReason.STOP.value, stop
+        elif output.finish_reason is not None:
+            completion.finish_reason, completion.stop_reason = output.finish_reason.value, output.stop_reason
+        if child.detokenizer is not None:
+            completion.text = child.detokenizer.stable_text(completion.finished)
+        return stop is not None
+
+    @staticmethod
+    def _detokenize(child: _Child, output: EngineOutput) -> tuple[str | None, int]:
+        """Feeds the new tokens; returns the stop string that ended them and how many tokens were taken."""
+        if child.detokenizer is None:
+            return None, len(output.new_token_ids)
+        ended_by_token = output.finish_reason is FinishReason.STOP
+        last = len(output.new_token_ids) - 1
+        for index, token_id in enumerate(output.new_token_ids):
+            if index == last and ended_by_token and not child.include_stop:
+                child.detokenizer.skip()
+                continue
+            stop = child.detokenizer.append(token_id)
+            if stop is not None:
+                return stop, index + 1
+        return None, len(output.new_token_ids)
+
+    def _logprob_dict(self, row: TokenLogprobs) -> dict[int, Logprob]:
+        """The chosen token first, then the likeliest; a token that is both keeps its place and its rank."""
+        entries: dict[int, Logprob] = {}
+        for place, (token_id, logprob) in enumerate(zip(row.token_ids, row.logprobs, strict=True)):
+            if token_id not in entries:
+                text = None if self._tokenizer is None else self._tokenizer.decode_token(token_id)
+                entries[token_id] = Logprob(logprob, row.rank if place == 0 else place, text)
+        return entries

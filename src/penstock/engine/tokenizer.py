@@ -1,0 +1,61 @@
+"""Text to tokens: the checkpoint's `tokenizer.json`, its chat template and its end-of-sequence tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from penstock.config.model import read_json
+from penstock.engine.chat_template import ChatTemplate
+from penstock.utils.errors import ConfigError, RequestError
+
+Message = Mapping[str, Any]
+
+
+class Tokenizer:
+    """Wraps the `tokenizers` library; encoding and decoding are thread-safe."""
+
+    def __init__(self, folder: Path, vocab_size: int) -> None:
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise ConfigError(
+                f"{folder} holds no tokenizer.json: convert the tokenizer with transformers' save_pretrained, or pass "
+                "skip_tokenizer_init and prompt_token_ids"
+            )
+        try:
+            self.backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # noqa: BLE001 - the library raises bare Exception for every malformed file
+            raise ConfigError(f"{file} cannot be read: {error}") from None
+        size = self.backend.get_vocab_size(with_added_tokens=True)
+        if size > vocab_size:
+            raise ConfigError(f"{file} has {size} tokens and the model only {vocab_size}: they do not belong together")
+        config = read_json(folder / "tokenizer_config.json") or {}
+        self._chat_template = ChatTemplate.load(folder, config)
+        eos = _special_token(config, "eos_token")
+        self.eos_token_id = None if eos is None else self.backend.token_to_id(eos)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def decode_token(self, token_id: int) -> str:
+        """The text of one token on its own; incomplete characters show as U+FFFD."""
+        return self.backend.decode([token_id], skip_special_tokens=False)
+
+    def apply_chat_template(self, messages: Sequence[Message], **options: Any) -> list[int]:
+        """The prompt of a conversation. Raises RequestError when there is no template or it refuses the messages."""
+        if self._chat_template is None:
+            raise RequestError("this model has no chat template: use a text prompt instead of messages", "messages")
+        text = self._chat_template.render(messages, **options)
+        # The template writes the special tokens itself.
+        return self.encode(text, add_special_tokens=False)
+
+
+def _special_token(config: Mapping[str, Any], name: str) -> str | None:
+    value = config.get(name)
+    return value.get("content") if isinstance(value, Mapping) else value

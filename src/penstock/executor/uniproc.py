@@ -1,0 +1,54 @@
+"""One worker in this process: inline when steps are synchronous, on a thread of its own when they overlap."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from penstock.messages.runner_output import ModelRunnerOutput
+from penstock.messages.scheduler_output import SchedulerOutput
+from penstock.runner.model_runner import ModelRunner
+
+
+class InlineExecutor:
+    """Runs every step where it is called."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+
+    def execute_model(self, plan: SchedulerOutput) -> None:
+        self._runner.execute_model(plan)
+
+    def sample_tokens(self) -> Future[ModelRunnerOutput]:
+        future: Future[ModelRunnerOutput] = Future()
+        future.set_result(self._runner.sample_tokens())
+        return future
+
+    def shutdown(self) -> None:
+        pass
+
+
+class ThreadExecutor:
+    """Runs the steps in order on one thread, while the caller schedules the next.
+
+    The kernels release the interpreter lock, so the two do overlap.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="penstock-worker")
+        self._forward: Future[None] | None = None
+
+    def execute_model(self, plan: SchedulerOutput) -> None:
+        self._forward = self._thread.submit(self._runner.execute_model, plan)
+
+    def sample_tokens(self) -> Future[ModelRunnerOutput]:
+        forward, self._forward = self._forward, None
+        assert forward is not None, "sample_tokens without execute_model"
+        return self._thread.submit(self._sample_after, forward)
+
+    def _sample_after(self, forward: Future[None]) -> ModelRunnerOutput:
+        forward.result()
+        return self._runner.sample_tokens()
+
+    def shutdown(self) -> None:
+        self._thread.shutdown()

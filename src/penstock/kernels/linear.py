@@ -1,0 +1,131 @@
+"""A linear layer whose rows do not know each other: `y = x @ weight.T + bias` with the weight packed once.
+
+`torch.nn.functional.linear` picks its kernel by the number of rows, and a row's last bits change with it. Here every
+output element is one float32 accumulation over K in an order that K alone decides, rounded once: the same bits for one
+row and for four thousand, for any neighbours, any position in the batch and any number of threads. The bits do differ
+from one instruction set to the next, by what rounding allows.
+
+The packed weight is the layer's own memory, of the weight's size with N padded to a multiple of 32 (and K too, for
+bfloat16 with AVX512 or AMX); the caller may drop the original. Threads are torch's: `torch.set_num_threads` holds here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from penstock.kernels.native import DTYPE_CODES, NativeLibrary, library
+
+_HUGE_PAGE = 2 << 20
+_TILE_ROWS = 16
+
+
+class PackedLinear:
+    """Multiplies by one weight, [out_features, in_features] in bfloat16, float16 or float32.
+
+    Calls may come from several threads at a time. Raises `TypeError` at construction for any other dtype.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self._set_up(weight, bias, library())
+
+    @classmethod
+    def with_library(
+        cls, native: NativeLibrary | None, weight: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> PackedLinear:
+        """A layer on one instruction set, or on torch where `native` is None, whatever this process uses."""
+        layer = cls.__new__(cls)
+        layer._set_up(weight, bias, native)
+        return layer
+
+    def _set_up(self, weight: torch.Tensor, bias: torch.Tensor | None, native: NativeLibrary | None) -> None:
+        if weight.dtype not in DTYPE_CODES:
+            raise TypeError(f"a linear layer's weight is bfloat16, float16 or float32, not {weight.dtype}")
+        self.out_features, self.in_features = weight.shape
+        self.dtype = weight.dtype
+        assert bias is None or bias.shape == (self.out_features,), f"{bias.shape} for {self.out_features} outputs"
+        weight = weight.detach().contiguous()
+        if native is None:
+            self._into: Callable[[torch.Tensor, torch.Tensor], None] = _TorchLinear(weight, bias)
+        else:
+            self._into = _NativeLinear(native, weight, bias)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, in_features] -> [rows, out_features], both contiguous and of the weight's dtype."""
+        out = x.new_empty((x.shape[0], self.out_features))
+        self.into(x, out)
+        return out
+
+    def into(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Writes the product to `out`, [rows, out_features], which must not overlap `x`."""
+        assert x.dtype == out.dtype == self.dtype, f"{x.dtype} -> {out.dtype} by a weight of {self.dtype}"
+        assert x.shape[1:] == (self.in_features,) and x.is_contiguous(), f"{x.shape} for K={self.in_features}"
+        assert out.shape == (x.shape[0], self.out_features) and out.is_contiguous(), f"{out.shape} for {x.shape}"
+        self._into(x, out)
+
+
+class _Descriptor(ctypes.Structure):
+    """`Linear` in native/linear.h."""
+
+    _fields_ = (
+        ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("in_features", ctypes.c_int64),
+        ("out_features", ctypes.c_int64),
+        ("dtype", ctypes.c_int64),
+    )
+
+
+class _NativeLinear:
+    def __init__(self, native: NativeLibrary, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        pointer, size = ctypes.c_void_p, ctypes.c_int64
+        packed_bytes = native.function("linear_packed_bytes", [pointer], size)
+        pack = native.function("linear_pack", [pointer, pointer, size])
+        self._run = native.function("linear", [pointer, pointer, pointer, size, size])
+        self._bias = None if bias is None else bias.detach().to(torch.float32, copy=True).contiguous()
+        out_features, in_features = weight.shape
+        descriptor = _Descriptor(0, 0, in_features, out_features, DTYPE_CODES[weight.dtype])
+        count = packed_bytes(ctypes.addressof(descriptor))
+        assert count is not None
+        self._packed = _aligned_bytes(count)
+        descriptor.weight = self._packed.data_ptr()
+        descriptor.bias = None if self._bias is None else self._bias.data_ptr()
+        pack(ctypes.addressof(descriptor), weight.data_ptr(), torch.get_num_threads())
+        self._descriptor = descriptor
+        self._address = ctypes.addressof(descriptor)
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        self._run(self._address, x.data_ptr(), out.data_ptr(), x.shape[0], torch.get_num_threads())
+
+
+def _aligned_bytes(count: int) -> torch.Tensor:
+    """[count] uint8 whose address suits vector loads, and huge pages where there is a page to fill."""
+    alignment = _HUGE_PAGE if count >= _HUGE_PAGE else 64
+    memory = torch.empty(count + alignment, dtype=torch.uint8)
+    return memory.narrow(0, -memory.data_ptr() % alignment, count)
+
+
+class _TorchLinear:
+    """The reference: `F.linear` on tiles of always the same shape, each at the same alignment.
+
+    One shape means one kernel, so what else is in the batch cannot change a row; a tile's rows may still be treated by
+    their place in it, so the tile is 16 rows high only if equal rows come out equal for this very weight, else one row.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._weight = weight.clone()
+        self._bias = None if bias is None else bias.detach().to(weight.dtype, copy=True)
+        generator = torch.Generator().manual_seed(0)
+        row = torch.randn(1, weight.shape[1], generator=generator).to(weight.dtype)
+        rows = F.linear(row.expand(_TILE_ROWS, -1).contiguous(), self._weight, self._bias)
+        self._tile_rows = _TILE_ROWS if torch.equal(rows, rows[:1].expand_as(rows)) else 1
+
+    def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        for first in range(0, x.shape[0], self._tile_rows):
+            part = x[first : first + self._tile_rows]
+            tile = x.new_zeros((self._tile_rows, x.shape[1]))
+            tile[: part.shape[0]] = part
+            out[first : first + self._tile_rows] = F.linear(tile, self._weight, self._bias)[: part.shape[0]]

@@ -1,0 +1,95 @@
+"""Loads the native CPU kernels and picks the best instruction set that this processor has.
+
+The library is plain C, called through ctypes with addresses and sizes. `library()` is None where it was not built or
+where the processor has none of the compiled sets; every wrapper in this folder then takes its torch reference.
+`PENSTOCK_CPU_ISA` forces a set (or `torch` for the references): see `penstock.config.env`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from penstock.config import env
+from penstock.utils.errors import ConfigError
+
+PREFERENCE = ("amx", "avx512", "avx2", "generic")
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_LIBRARY_PATH = Path(__file__).with_name("libpenstock_native.so")
+
+
+class NativeLibrary:
+    """The loaded library bound to one instruction set."""
+
+    def __init__(self, handle: ctypes.CDLL, isa: str) -> None:
+        self.isa = isa
+        self._handle = handle
+
+    def function(self, name: str, argtypes: list[type], restype: type | None = None) -> Callable[..., int | None]:
+        """The C function `penstock_<name>_<isa>` with its signature declared.
+
+        ctypes releases the GIL during the call; pass tensors as `tensor.data_ptr()` for `ctypes.c_void_p`.
+        """
+        function = getattr(self._handle, f"penstock_{name}_{self.isa}")
+        function.argtypes = argtypes
+        function.restype = restype
+        return function
+
+
+@functools.cache
+def library() -> NativeLibrary | None:
+    """The library with the set that this process uses, or None for the torch references.
+
+    Raises `ConfigError` where `PENSTOCK_CPU_ISA` forces a set that is not available.
+    """
+    forced = env.cpu_isa()
+    if forced == "torch":
+        return None
+    sets = instruction_sets()
+    if forced and forced not in sets:
+        raise ConfigError(
+            f"PENSTOCK_CPU_ISA={forced} is not available here; choose one of: {', '.join(('torch', *sets))}"
+        )
+    return library_for(forced or sets[0]) if sets else None
+
+
+def library_for(isa: str) -> NativeLibrary:
+    """The library with one of `instruction_sets()`, whatever this process uses."""
+    handle = _handle()
+    assert handle is not None and isa in instruction_sets(), f"{isa} is not among {instruction_sets()}"
+    return NativeLibrary(handle, isa)
+
+
+@functools.cache
+def instruction_sets() -> tuple[str, ...]:
+    """The compiled sets that this processor can run, best first; empty where the library was not built."""
+    handle = _handle()
+    if handle is None:
+        return ()
+    compiled = [isa for isa in PREFERENCE if hasattr(handle, f"penstock_linear_{isa}")]
+    return tuple(isa for isa in compiled if handle.penstock_supports(isa.encode()))
+
+
+@functools.cache
+def _handle() -> ctypes.CDLL | None:
+    if not _LIBRARY_PATH.exists():
+        return None
+    _load_openmp()
+    return ctypes.CDLL(str(_LIBRARY_PATH))
+
+
+def _load_openmp() -> None:
+    """Makes the OpenMP runtime that torch uses visible to the library, so that both share its threads."""
+    folder = Path(torch.__file__).parent / "lib"
+    bundled = [str(path) for name in ("libgomp", "libiomp", "libomp") for path in sorted(folder.glob(f"{name}*.so*"))]
+    candidates = [*bundled, "libgomp.so.1"]
+    for candidate in candidates:
+        try:
+            ctypes.CDLL(candidate, mode=ctypes.RTLD_GLOBAL)
+            return
+        except OSError:
+            continue

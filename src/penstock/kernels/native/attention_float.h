@@ -1,0 +1,78 @@
+// The engine for every storage type and processor: a tile is widened to fp32 once and all products are fp32.
+#pragma once
+
+#include "attention_tile.h"
+
+namespace penstock::ISA {
+
+struct FloatUnit {
+    using Item = float;
+    static Vec vector(const float* b) { return load(b); }
+    static Vec step(Vec acc, float a, Vec b) { return fma(splat(a), b, acc); }
+};
+
+template <class T>
+class FloatEngine {
+public:
+    using Storage = T;
+    using Weight = float;
+
+    static size_t bytes(Shape shape) {
+        return sizeof(float) * (kRows * shape.head_dim + 2 * kTile * shape.padded_dim() + kGroup * kTile) + 4 * 64;
+    }
+
+    FloatEngine(Arena& arena, Shape shape)
+        : dim_(shape.head_dim),
+          padded_(shape.padded_dim()),
+          queries_(arena.zeros<float>(kRows * dim_)),
+          keys_(arena.zeros<float>(padded_ * kTile)),
+          values_(arena.zeros<float>(kTile * padded_)),
+          weights_(arena.zeros<float>(kGroup * kTile)) {}
+
+    void set_queries(const T* const* rows, int count) {
+        for (int row = 0; row < count; ++row)
+            for (int64_t d = 0; d < dim_; d += kLanes)
+                store_first(queries_ + row * dim_ + d, load_first(rows[row] + d, dim_ - d), dim_ - d);
+        count_ = count;
+    }
+
+    void set_tile(const KVTile<T>& tile, Prefetch<T> prefetch) {
+        alignas(64) float column[kLanes];
+        for (int key = 0; key < kTile; ++key) {
+            if (key % 2 == 0) prefetch.step(key / 2);
+            const bool seen = key >= tile.begin && key < tile.end;
+            const int64_t at = key % kSpan * dim_;
+            const T* k = tile.keys[key / kSpan] + (seen ? at : 0);
+            const T* v = tile.values[key / kSpan] + (seen ? at : 0);
+            for (int64_t d = 0; d < dim_; d += kLanes) {
+                store(column, seen ? load_first(k + d, dim_ - d) : splat(0));
+                const int64_t lanes = dim_ - d < kLanes ? dim_ - d : kLanes;
+                for (int64_t lane = 0; lane < lanes; ++lane) keys_[(d + lane) * kTile + key] = column[lane];
+                store_first(values_ + key * padded_ + d, seen ? load_first(v + d, dim_ - d) : splat(0), dim_ - d);
+            }
+        }
+    }
+
+    void scores(int group, float* s) const {
+        multiply<FloatUnit>(queries_ + group * kGroup * dim_, dim_, keys_, kTile, s, kTile, rows(group), kTile, dim_,
+                            false);
+    }
+
+    Weight* weights() { return weights_; }
+
+    void accumulate(int group, float* acc) const {
+        multiply<FloatUnit>(weights_, kTile, values_, padded_, acc, padded_, rows(group), padded_, kTile, true);
+    }
+
+private:
+    int rows(int group) const { return count_ - group * kGroup < kGroup ? count_ - group * kGroup : kGroup; }
+
+    const int64_t dim_, padded_;
+    float* const queries_;  // [kRows, head_dim]
+    float* const keys_;     // [padded_dim, kTile]: transposed
+    float* const values_;   // [kTile, padded_dim]
+    float* const weights_;  // [kGroup, kTile]
+    int count_ = 0;
+};
+
+}  // namespace penstock::ISA

@@ -1,0 +1,131 @@
+// What the engines of paged attention share: where the keys of a tile lie, and the product that they are made of.
+//
+// An engine is one way to compute on a tile of keys. It is a class with
+//
+//   Storage, Weight                 type of q and the cache; type that softmax writes its weights in
+//   Engine(arena, shape)            takes its scratch memory from the arena
+//   set_queries(rows, count)        takes up to kRows query rows
+//   set_tile(tile, prefetch)        takes the keys and values of a tile; keys outside [begin, end) count as zeros
+//   scores(group, s)                s [kGroup, kTile] = q k^T of the rows of one group, any number at masked keys
+//   weights()                       [kGroup, kTile], where softmax leaves one group's weights, zero at masked keys
+//   accumulate(group, acc)          acc [kGroup, padded_dim] += weights v
+//
+// A row of s or acc must come from the same sequence of operations whichever rows are beside it.
+#pragma once
+
+#include <cstdlib>
+
+#include "vec.h"
+
+namespace penstock::ISA {
+
+constexpr int kTile = 64;   // keys of a tile; a tile begins at a multiple of kTile whatever the query
+constexpr int kSpan = 8;    // block sizes are multiples of this: so many keys lie side by side for certain
+constexpr int kGroup = 16;  // query rows that go through a tile together
+constexpr int kRows = 64;   // query rows of one work item
+
+struct Shape {
+    int64_t head_dim, block_size;
+    int64_t padded_dim() const { return (head_dim + 15) / 16 * 16; }
+};
+
+// Up to kTile keys and values of one request and one KV head.
+template <class T>
+struct KVTile {
+    const T* keys[kTile / kSpan];    // each [kSpan, head_dim]; null where no query row of the work item may look
+    const T* values[kTile / kSpan];  // likewise
+    int begin, end;                  // the keys in [begin, end) are seen by some row and hold data
+};
+
+// Memory of one thread, handed out once per call and kept between calls.
+class Arena {
+public:
+    explicit Arena(size_t bytes) {
+        thread_local Block block;
+        if (block.bytes < bytes) {
+            std::free(block.memory);
+            block.memory = std::aligned_alloc(64, (bytes + 63) / 64 * 64);
+            if (!block.memory) std::abort();
+            block.bytes = bytes;
+        }
+        next_ = static_cast<char*>(block.memory);
+    }
+
+    // `count` zeros, aligned to a cache line.
+    template <class U>
+    U* zeros(size_t count) {
+        const size_t bytes = (count * sizeof(U) + 63) / 64 * 64;
+        char* at = next_;
+        next_ += bytes;
+        std::memset(at, 0, bytes);
+        return reinterpret_cast<U*>(at);
+    }
+
+private:
+    struct Block {
+        void* memory = nullptr;
+        size_t bytes = 0;
+        ~Block() { std::free(memory); }
+    };
+    char* next_;
+};
+
+// Brings the next tile into the cache, a little with each of the kTile / 2 steps that an engine takes to read this one.
+template <class T>
+class Prefetch {
+public:
+    Prefetch(const KVTile<T>* next, int64_t head_dim) : next_(next), bytes_(kSpan / 2 * head_dim * sizeof(T)) {}
+
+    void step(int index) const {
+        if (!next_) return;
+        constexpr int kSteps = kTile / 4;
+        const T* const* spans = index < kSteps ? next_->keys : next_->values;
+        const char* span = reinterpret_cast<const char*>(spans[index % kSteps / 2]);
+        if (!span) return;
+        span += index % 2 * bytes_;
+        for (int64_t line = 0; line < bytes_; line += 64) __builtin_prefetch(span + line, 0, 2);
+    }
+
+private:
+    const KVTile<T>* next_;
+    int64_t bytes_;
+};
+
+// c [R, N vectors] (+)= a [R, k] b [k, N vectors], each element one chain over k in ascending order.
+template <class Unit, int R, int N>
+inline __attribute__((always_inline)) void multiply_block(const typename Unit::Item* a, int64_t lda,
+                                                          const typename Unit::Item* b, int64_t ldb, float* c,
+                                                          int64_t ldc, int64_t k, bool add) {
+    Vec acc[R][N];
+    for (int r = 0; r < R; ++r)
+        for (int n = 0; n < N; ++n) acc[r][n] = add ? load(c + r * ldc + n * kLanes) : splat(0);
+    for (int64_t i = 0; i < k; ++i)
+        for (int n = 0; n < N; ++n) {
+            const auto column = Unit::vector(b + i * ldb + n * kLanes);
+            for (int r = 0; r < R; ++r) acc[r][n] = Unit::step(acc[r][n], a[r * lda + i], column);
+        }
+    for (int r = 0; r < R; ++r)
+        for (int n = 0; n < N; ++n) store(c + r * ldc + n * kLanes, acc[r][n]);
+}
+
+template <class Unit, int N>
+inline void multiply_columns(const typename Unit::Item* a, int64_t lda, const typename Unit::Item* b, int64_t ldb,
+                             float* c, int64_t ldc, int rows, int64_t k, bool add) {
+    int r = 0;
+    for (; r + 4 <= rows; r += 4) multiply_block<Unit, 4, N>(a + r * lda, lda, b, ldb, c + r * ldc, ldc, k, add);
+    for (; r + 2 <= rows; r += 2) multiply_block<Unit, 2, N>(a + r * lda, lda, b, ldb, c + r * ldc, ldc, k, add);
+    for (; r < rows; ++r) multiply_block<Unit, 1, N>(a + r * lda, lda, b, ldb, c + r * ldc, ldc, k, add);
+}
+
+// c [rows, columns] (+)= a [rows, k] b [k, columns]; columns is a multiple of 16.
+template <class Unit>
+inline void multiply(const typename Unit::Item* a, int64_t lda, const typename Unit::Item* b, int64_t ldb, float* c,
+                     int64_t ldc, int rows, int64_t columns, int64_t k, bool add) {
+    constexpr int kWide = kLanes == 16 ? 4 : 2;
+    int64_t n = 0;
+    for (; n + kWide * kLanes <= columns; n += kWide * kLanes)
+        multiply_columns<Unit, kWide>(a, lda, b + n, ldb, c + n, ldc, rows, k, add);
+    for (; n < columns; n += kLanes) multiply_columns<Unit, 1>(a, lda, b + n, ldb, c + n, ldc, rows, k, add);
+}
+
+}  // namespace penstock::ISA

@@ -1,0 +1,34 @@
+// Tells which of the compiled instruction sets this processor can run.
+#include <cstring>
+
+#if defined(__x86_64__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+
+static bool amx_permitted() {
+    // Linux hands out the AMX tile registers on request: ARCH_REQ_XCOMP_PERM for XFEATURE_XTILEDATA.
+    return syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+}
+#else
+static bool amx_permitted() { return false; }
+#endif
+
+extern "C" __attribute__((visibility("default"))) int penstock_supports(const char* isa) {
+    if (std::strcmp(isa, "generic") == 0) return 1;
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                  __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+                  __builtin_cpu_supports("avx512bf16");
+    if (std::strcmp(isa, "avx2") == 0) return avx2;
+    if (std::strcmp(isa, "avx512") == 0) return avx512;
+    if (std::strcmp(isa, "amx") == 0) {
+        // gcc 12 cannot ask for AMX by name: leaf 7, EDX bit 22 is amx-bf16, bit 24 amx-tile.
+        unsigned a = 7, b, c = 0, d;
+        __asm__ volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
+        return avx512 && (d >> 22 & 1) && (d >> 24 & 1) && amx_permitted();
+    }
+#endif
+    return 0;
+}

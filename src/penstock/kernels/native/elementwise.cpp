@@ -1,0 +1,168 @@
+// Row-wise kernels around the matrix products: norms, rotary embedding with the store into the KV cache, activation.
+//
+// Arithmetic is fp32; a value is rounded to its storage type where the interface says so (kernels/<name>.py) and nowhere
+// else. Sums run over a row in one fixed order.
+#include <cmath>
+
+#include "vec.h"
+
+namespace penstock::ISA {
+namespace {
+
+// Below this many elements a second thread costs more than it saves.
+constexpr int64_t kParallelElements = 16384;
+
+// 1 / sqrt(mean of squares + eps) of x [count].
+template <class T>
+float inverse_rms(const T* x, int64_t count, float eps) {
+    Vec squares[4] = {splat(0), splat(0), splat(0), splat(0)};
+    for (int64_t i = 0, lane_group = 0; i < count; i += kLanes, ++lane_group) {
+        const Vec a = load_first(x + i, count - i);
+        squares[lane_group % 4] = fma(a, a, squares[lane_group % 4]);
+    }
+    const float total = sum((squares[0] + squares[1]) + (squares[2] + squares[3]));
+    return 1.0f / std::sqrt(total / static_cast<float>(count) + eps);
+}
+
+// One vector of a normalised row: x times the inverse is rounded to T before the weight is applied.
+template <class T>
+Vec normalized(Vec x, float inverse, const T* weight, int64_t count) {
+    return round_to<T>(x * splat(inverse)) * load_first(weight, count);
+}
+
+template <class T>
+void rms_norm_row(const T* x, T* residual, const T* weight, T* out, int64_t hidden, float eps) {
+    if (residual) {
+        for (int64_t i = 0; i < hidden; i += kLanes) {
+            const Vec total = load_first(x + i, hidden - i) + load_first(residual + i, hidden - i);
+            store_first(residual + i, total, hidden - i);
+        }
+        x = residual;
+    }
+    const float inverse = inverse_rms(x, hidden, eps);
+    for (int64_t i = 0; i < hidden; i += kLanes) {
+        const Vec a = load_first(x + i, hidden - i);
+        store_first(out + i, normalized(a, inverse, weight + i, hidden - i), hidden - i);
+    }
+}
+
+template <class T>
+void rms_norm(const void* x, void* residual, const void* weight, void* out, int64_t rows, int64_t hidden, float eps) {
+#pragma omp parallel for if (rows > 1 && rows * hidden >= kParallelElements)
+    for (int64_t row = 0; row < rows; ++row) {
+        T* residual_row = residual ? static_cast<T*>(residual) + row * hidden : nullptr;
+        rms_norm_row(static_cast<const T*>(x) + row * hidden, residual_row, static_cast<const T*>(weight),
+                     static_cast<T*>(out) + row * hidden, hidden, eps);
+    }
+}
+
+template <class T>
+void silu_and_mul(const void* gate_up, void* out, int64_t rows, int64_t width) {
+    const Vec minus_log2e = splat(-1.44269504f);
+#pragma omp parallel for if (rows * width >= kParallelElements)
+    for (int64_t row = 0; row < rows; ++row) {
+        const T* gate = static_cast<const T*>(gate_up) + row * 2 * width;
+        T* to = static_cast<T*>(out) + row * width;
+        for (int64_t i = 0; i < width; i += kLanes) {
+            const Vec g = load_first(gate + i, width - i), up = load_first(gate + width + i, width - i);
+            store_first(to + i, g / (splat(1) + exp2(g * minus_log2e)) * up, width - i);
+        }
+    }
+}
+
+struct Rope {
+    const float* cos_sin;      // [max_pos, rotary_dim]: cosines, then sines
+    const int64_t* positions;  // [T]
+    const int64_t* slots;      // [T], -1 stores nothing
+    const void* q_norm;        // [D] or null
+    const void* k_norm;        // [D] or null
+    int64_t tokens, num_heads, num_kv_heads, head_dim, rotary_dim, block_size;
+    float eps;
+};
+
+// Rotates the half-split pairs (x[i], x[i + rotary_dim / 2]) of one head and copies the dimensions beyond rotary_dim.
+// `x` may be `out`.
+template <class T>
+void rotate(const T* x, T* out, const float* cos_sin, int64_t rotary_dim, int64_t head_dim) {
+    const int64_t half = rotary_dim / 2;
+    for (int64_t i = 0; i < half; i += kLanes) {
+        const Vec a = load_first(x + i, half - i), b = load_first(x + half + i, half - i);
+        const Vec c = load_first(cos_sin + i, half - i), s = load_first(cos_sin + half + i, half - i);
+        store_first(out + i, fma(a, c, splat(0) - b * s), half - i);
+        store_first(out + half + i, fma(b, c, a * s), half - i);
+    }
+    if (x != out) std::memcpy(out + rotary_dim, x + rotary_dim, (head_dim - rotary_dim) * sizeof(T));
+}
+
+template <class T>
+void rope_head(const Rope& rope, const T* x, T* out, const T* norm, int64_t token) {
+    constexpr int64_t kMostHeadDim = 512;
+    T normed[kMostHeadDim];
+    if (norm) {
+        const float inverse = inverse_rms(x, rope.head_dim, rope.eps);
+        for (int64_t i = 0; i < rope.head_dim; i += kLanes) {
+            const int64_t left = rope.head_dim - i;
+            store_first(normed + i, normalized(load_first(x + i, left), inverse, norm + i, left), left);
+        }
+        x = normed;
+    }
+    const float* cos_sin = rope.cos_sin + rope.positions[token] * rope.rotary_dim;
+    rotate(x, out, cos_sin, rope.rotary_dim, rope.head_dim);
+}
+
+template <class T>
+void rope_and_store_kv(const Rope& rope, void* qkv, void* kv_cache) {
+    const int64_t heads = rope.num_heads + 2 * rope.num_kv_heads, dim = rope.head_dim;
+#pragma omp parallel for if (rope.tokens > 1 && rope.tokens * heads * dim >= kParallelElements)
+    for (int64_t token = 0; token < rope.tokens; ++token) {
+        T* q = static_cast<T*>(qkv) + token * heads * dim;
+        for (int64_t head = 0; head < rope.num_heads; ++head)
+            rope_head(rope, q + head * dim, q + head * dim, static_cast<const T*>(rope.q_norm), token);
+        const int64_t slot = rope.slots[token];
+        if (slot < 0) continue;
+        const T* k = q + rope.num_heads * dim;
+        const T* v = k + rope.num_kv_heads * dim;
+        const int64_t head_stride = rope.block_size * dim, value_offset = rope.num_kv_heads * head_stride;
+        T* to = static_cast<T*>(kv_cache) + slot / rope.block_size * 2 * value_offset + slot % rope.block_size * dim;
+        for (int64_t head = 0; head < rope.num_kv_heads; ++head, to += head_stride) {
+            rope_head(rope, k + head * dim, to, static_cast<const T*>(rope.k_norm), token);
+            std::memcpy(to + value_offset, v + head * dim, dim * sizeof(T));
+        }
+    }
+}
+
+}  // namespace
+}  // namespace penstock::ISA
+
+using namespace penstock::ISA;
+
+#define PENSTOCK_BY_DTYPE(call)           \
+    switch (dtype) {                      \
+        case kFloat32: return call(float); \
+        case kBFloat16: return call(bf16); \
+        case kFloat16: return call(f16);   \
+    }
+
+PENSTOCK_EXPORT(void, rms_norm)
+(const void* x, void* residual, const void* weight, void* out, int64_t rows, int64_t hidden, float eps, int32_t dtype) {
+#define CALL(T) rms_norm<T>(x, residual, weight, out, rows, hidden, eps)
+    PENSTOCK_BY_DTYPE(CALL)
+#undef CALL
+}
+
+PENSTOCK_EXPORT(void, silu_and_mul)(const void* gate_up, void* out, int64_t rows, int64_t width, int32_t dtype) {
+#define CALL(T) silu_and_mul<T>(gate_up, out, rows, width)
+    PENSTOCK_BY_DTYPE(CALL)
+#undef CALL
+}
+
+PENSTOCK_EXPORT(void, rope_and_store_kv)
+(void* qkv, void* kv_cache, const float* cos_sin, const int64_t* positions, const int64_t* slots, const void* q_norm,
+ const void* k_norm, int64_t tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t rotary_dim,
+ int64_t block_size, float eps, int32_t dtype) {
+    const Rope rope{cos_sin,  positions,    slots,    q_norm,     k_norm,     tokens,
+                    num_heads, num_kv_heads, head_dim, rotary_dim, block_size, eps};
+#define CALL(T) rope_and_store_kv<T>(rope, qkv, kv_cache)
+    PENSTOCK_BY_DTYPE(CALL)
+#undef CALL
+}

@@ -1,0 +1,62 @@
+// Linear layers with packed weights: out = x @ weight.T + bias, in float32, rounded once to the type of x.
+#include "linear.h"
+
+#include "linear_fma.h"
+#include "linear_pairs.h"
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace {
+
+#if defined(__AMX_BF16__)
+using BFloatKernel = TilePairs;
+#elif defined(__AVX512BF16__)
+using BFloatKernel = DotPairs;
+#else
+using BFloatKernel = Fma<BFloat>;
+#endif
+
+// Calls `action` with the kernel of the layer's type.
+template <class Action>
+auto with_kernel(const Linear& layer, Action action) {
+    switch (layer.dtype) {
+        case kBFloat16: return action(BFloatKernel{});
+        case kFloat16: return action(Fma<Half>{});
+        default: return action(Fma<Float>{});
+    }
+}
+
+// Asks for huge pages before the first touch: fewer of the processor's address translations are missed.
+void ask_for_huge_pages(const char* memory, int64_t bytes) {
+#if defined(__linux__)
+    constexpr int64_t kPage = 2 << 20;
+    const int64_t first = round_up(reinterpret_cast<intptr_t>(memory), kPage);
+    const int64_t last = (reinterpret_cast<intptr_t>(memory) + bytes) / kPage * kPage;
+    if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#endif
+}
+
+}  // namespace
+
+// Bytes of the packed weight.
+PENSTOCK_EXPORT(int64_t, linear_packed_bytes)(const Linear* layer) {
+    return with_kernel(*layer, [&](auto kernel) {
+        return panel_bytes<decltype(kernel)>(*layer) * divide_up(layer->out_features, kPanel);
+    });
+}
+
+// Packs `weight`, [out_features, in_features] in the layer's type, to `layer->weight`, aligned to 64 bytes.
+PENSTOCK_EXPORT(void, linear_pack)(const Linear* layer, const void* weight, int64_t threads) {
+    with_kernel(*layer, [&](auto kernel) {
+        using Kernel = decltype(kernel);
+        ask_for_huge_pages(layer->weight, panel_bytes<Kernel>(*layer) * divide_up(layer->out_features, kPanel));
+        pack<Kernel>(*layer, weight, threads);
+    });
+}
+
+// out [rows, out_features] = x [rows, in_features] @ weight.T + bias.
+PENSTOCK_EXPORT(void, linear)(const Linear* layer, const void* x, void* out, int64_t rows, int64_t threads) {
+    with_kernel(*layer, [&](auto kernel) { multiply<decltype(kernel)>(*layer, x, out, rows, threads); });
+}

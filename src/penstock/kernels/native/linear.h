@@ -1,0 +1,202 @@
+// What the kernels of a linear layer share: the packed form of a layer, the tile of work a kernel is given, and the
+// walk over these tiles. A kernel is a type with
+//
+//   Element                  storage type of x, weight and output
+//   kRows                    most rows of x in one tile
+//   kWholeBlocks             whether tiles are kRows high wherever there are rows, or all of nearly equal height
+//   kStepBytes               weight bytes that its inner loop reads between two calls of Prefetch::advance
+//   padded_k(k)              K after zero padding
+//   pack_panel(...)          writes 32 rows of the weight as one panel, zero where there is no weight
+//   x_bytes(rows, k)         size of `rows` rows of x in the kernel's own order
+//   pack_x(...)              writes them
+//   Session                  whatever must be set up on a thread before, and undone after, its tiles
+//   run(tile)                computes the tile, every output element by one accumulation over K in ascending order
+//
+// Rows are reordered and grouped for speed alone. An output element sees its own row of x, its own row of the weight
+// and nothing else, in an order that no size but K decides: that is what makes a token independent of its batch.
+#pragma once
+
+#include <omp.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "common.h"
+
+namespace {
+
+// Columns of output that a panel of packed weights holds.
+constexpr int64_t kPanel = 32;
+
+// A layer as kernels/linear.py describes it: `weight` is packed, `bias` is [out_features] or null.
+struct Linear {
+    const char* weight;
+    const float* bias;
+    int64_t in_features;
+    int64_t out_features;
+    int64_t dtype;
+};
+
+// Weights to bring near while a tile computes, in even portions: a burst would fill the processor's list of pending
+// misses, and the tile's own loads would wait behind it.
+struct Prefetch {
+    const char* at;
+    int64_t step;  // bytes
+
+    // To the second-level cache, as what is fetched is used a whole panel later.
+    inline __attribute__((always_inline)) void advance() {
+        for (int64_t byte = 0; byte < step; byte += 64) __builtin_prefetch(at + byte, 0, 2);
+        at += step;
+    }
+};
+
+// One product: `rows` rows of x with one panel of weights.
+template <class Element>
+struct Tile {
+    const char* x;       // in the kernel's order
+    const char* weight;  // one packed panel
+    const float* bias;   // of this panel's columns, or null
+    Element* out;        // [rows, columns], rows `out_stride` apart
+    int64_t out_stride;
+    int64_t rows;
+    int64_t columns;  // at most kPanel
+    int64_t k;        // padded
+    Prefetch prefetch;
+};
+
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }
+int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+struct Range {
+    int64_t begin, end;
+};
+
+// Part `index` of `parts` nearly equal parts of 0..count.
+Range part_of(int64_t count, int64_t index, int64_t parts) {
+    return {count * index / parts, count * (index + 1) / parts};
+}
+
+// Memory of this thread that grows to the largest size asked of it, so that a step allocates nothing.
+class Scratch {
+public:
+    char* reserve(int64_t bytes) {
+        if (bytes > size_) {
+            free(memory_);
+            size_ = round_up(bytes, 4096);
+            memory_ = nullptr;
+            if (posix_memalign(&memory_, 64, size_)) abort();
+        }
+        return static_cast<char*>(memory_);
+    }
+    ~Scratch() { free(memory_); }
+
+private:
+    void* memory_ = nullptr;
+    int64_t size_ = 0;
+};
+
+thread_local Scratch scratch;
+
+// Bytes of x, in the kernel's order, that stay in the second-level cache while the panels of weights pass: half of it.
+int64_t rows_bytes() {
+    int64_t cache = 0;
+#if defined(_SC_LEVEL2_CACHE_SIZE)
+    cache = sysconf(_SC_LEVEL2_CACHE_SIZE);
+#endif
+    return (cache > 0 ? cache : 1 << 20) / 2;
+}
+
+// Threads divide the rows or the panels. Whichever they divide, each reads all of the other: so the rows, where there
+// are many beside the outputs and every thread gets its fill of them, and else the panels.
+int64_t row_parts(const Linear& layer, int64_t rows, int64_t threads) {
+    if (rows * 8 < layer.out_features) return 1;
+    int64_t parts = smaller(threads, larger(1, rows / 128));
+    while (threads % parts) --parts;
+    return parts;
+}
+
+template <class Kernel>
+int64_t panel_bytes(const Linear& layer) {
+    return Kernel::padded_k(layer.in_features) * kPanel * static_cast<int64_t>(sizeof(typename Kernel::Element));
+}
+
+// Every panel of `panels` with the rows of x at `x`, which are packed first.
+template <class Kernel>
+void multiply_rows(const Linear& layer, const typename Kernel::Element* x, typename Kernel::Element* out, int64_t rows,
+                   Range panels) {
+    const int64_t blocks = divide_up(rows, Kernel::kRows);
+    // AMX rows come in whole tiles; elsewhere blocks of equal height waste the least.
+    const int64_t height = Kernel::kWholeBlocks ? Kernel::kRows : divide_up(rows, blocks);
+    const int64_t block_bytes = Kernel::x_bytes(height, layer.in_features);
+    char* packed = scratch.reserve(blocks * block_bytes);
+    for (int64_t block = 0; block < blocks; ++block) {
+        const int64_t first = block * height;
+        Kernel::pack_x(x + first * layer.in_features, packed + block * block_bytes, smaller(height, rows - first),
+                       layer.in_features);
+    }
+    const int64_t bytes = panel_bytes<Kernel>(layer);
+    const int64_t share = larger(1, Kernel::kStepBytes / blocks);
+    const int64_t block_share = share * (bytes / Kernel::kStepBytes);
+    for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
+        const char* weight = layer.weight + panel * bytes;
+        const int64_t column = panel * kPanel;
+        for (int64_t block = 0; block < blocks; ++block) {
+            const int64_t first = block * height;
+            const bool ahead = panel + 1 < panels.end && block * block_share < bytes;
+            Kernel::run({packed + block * block_bytes, weight, layer.bias ? layer.bias + column : nullptr,
+                         out + first * layer.out_features + column, layer.out_features, smaller(height, rows - first),
+                         smaller(kPanel, layer.out_features - column), Kernel::padded_k(layer.in_features),
+                         Prefetch{weight + bytes + block * block_share, ahead ? share : 0}});
+        }
+    }
+}
+
+// One thread's part of the product: some of the rows times some of the panels.
+template <class Kernel>
+void multiply_part(const Linear& layer, const void* x, void* out, int64_t rows, int64_t thread, int64_t threads) {
+    using Element = typename Kernel::Element;
+    const int64_t parts = row_parts(layer, rows, threads);
+    const Range panels = part_of(divide_up(layer.out_features, kPanel), thread % (threads / parts), threads / parts);
+    const Range mine = part_of(divide_up(rows, Kernel::kRows), thread / (threads / parts), parts);
+    const int64_t row_bytes = Kernel::x_bytes(Kernel::kRows, layer.in_features) / Kernel::kRows;
+    const int64_t most = larger(1, rows_bytes() / row_bytes / Kernel::kRows) * Kernel::kRows;
+    typename Kernel::Session session(rows);
+    for (int64_t first = mine.begin * Kernel::kRows; first < smaller(rows, mine.end * Kernel::kRows); first += most) {
+        const int64_t count = smaller(most, smaller(rows, mine.end * Kernel::kRows) - first);
+        multiply_rows<Kernel>(layer, static_cast<const Element*>(x) + first * layer.in_features,
+                              static_cast<Element*>(out) + first * layer.out_features, count, panels);
+    }
+}
+
+template <class Kernel>
+void multiply(const Linear& layer, const void* x, void* out, int64_t rows, int64_t threads) {
+    if (threads == 1) return multiply_part<Kernel>(layer, x, out, rows, 0, 1);
+#pragma omp parallel num_threads(static_cast<int>(threads))
+    multiply_part<Kernel>(layer, x, out, rows, omp_get_thread_num(), omp_get_num_threads());
+}
+
+// Writes the packed form of `weight` [out_features, in_features] where `layer.weight` points. Threads divide the panels
+// as they do for a few rows of x, so each first touches, and on a NUMA machine owns, the weights it will read.
+template <class Kernel>
+void pack(const Linear& layer, const void* weight, int64_t threads) {
+    using Element = typename Kernel::Element;
+    const int64_t bytes = panel_bytes<Kernel>(layer);
+#pragma omp parallel num_threads(static_cast<int>(threads))
+    {
+        const Range panels =
+            part_of(divide_up(layer.out_features, kPanel), omp_get_thread_num(), omp_get_num_threads());
+        for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
+            const int64_t first = panel * kPanel;
+            Kernel::pack_panel(static_cast<const Element*>(weight) + first * layer.in_features,
+                               reinterpret_cast<Element*>(const_cast<char*>(layer.weight) + panel * bytes),
+                               smaller(kPanel, layer.out_features - first), layer.in_features);
+        }
+    }
+}
+
+}  // namespace

@@ -1,0 +1,205 @@
+// bfloat16 layers on processors that multiply pairs: AVX512-BF16's dot products and AMX's tiles.
+//
+// A panel of packed weights is [K / 32][2 halves][16 pairs][16 columns][2], K padded with zeros: a half of a step, 1 KiB,
+// is one AMX tile, and each of its rows is one AVX512 register.
+#pragma once
+
+#include "linear.h"
+
+#if defined(__AVX512BF16__)
+
+namespace {
+
+struct Pairs {
+    using Element = uint16_t;
+    static int64_t padded_k(int64_t k) { return round_up(k, 32); }
+
+    static void pack_panel(const Element* weight, Element* panel, int64_t columns, int64_t k) {
+        for (int64_t step = 0; step < padded_k(k); step += 32)
+            for (int64_t half = 0; half < 2; ++half)
+                for (int64_t at = step; at < step + 32; at += 2)
+                    for (int64_t column = half * 16; column < half * 16 + 16; ++column) {
+                        const Element* row = weight + column * k;
+                        *panel++ = column < columns && at < k ? row[at] : 0;
+                        *panel++ = column < columns && at + 1 < k ? row[at + 1] : 0;
+                    }
+    }
+
+    // Adds the bias to one row of a tile, rounds it to nearest even, and stores the columns that exist.
+    static inline void store_row(const Tile<Element>& tile, int64_t row, __m512 low, __m512 high) {
+        const __mmask32 mask = tile.columns == kPanel ? ~0u : (1u << tile.columns) - 1;
+        if (tile.bias) {
+            low = _mm512_add_ps(low, _mm512_maskz_loadu_ps(static_cast<__mmask16>(mask), tile.bias));
+            high = _mm512_add_ps(high, _mm512_maskz_loadu_ps(static_cast<__mmask16>(mask >> 16), tile.bias + 16));
+        }
+        _mm512_mask_storeu_epi16(tile.out + row * tile.out_stride, mask, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+    }
+};
+
+// x in the order [K / 2][rows][2]: the broadcasts of a step are neighbours whatever K is.
+struct DotPairs : Pairs {
+    static constexpr int64_t kRows = 12;
+    static constexpr int64_t kStepBytes = 128;
+    static constexpr bool kWholeBlocks = false;
+    static int64_t x_bytes(int64_t rows, int64_t k) { return rows * padded_k(k) * 2; }
+
+    static void pack_x(const Element* x, char* packed, int64_t rows, int64_t k) {
+        Element* to = reinterpret_cast<Element*>(packed);
+        for (int64_t at = 0; at < padded_k(k); at += 2)
+            for (int64_t row = 0; row < rows; ++row) {
+                *to++ = at < k ? x[row * k + at] : 0;
+                *to++ = at + 1 < k ? x[row * k + at + 1] : 0;
+            }
+    }
+
+    struct Session {
+        explicit Session(int64_t) {}
+    };
+
+    static void run(const Tile<Element>& tile) { dispatch<kRows>(tile); }
+
+    template <int kCount>
+    static void dispatch(const Tile<Element>& tile) {
+        if constexpr (kCount > 1)
+            if (tile.rows < kCount) return dispatch<kCount - 1>(tile);
+        accumulate<kCount>(tile);
+    }
+
+    template <int kCount>
+    static __attribute__((noinline)) void accumulate(const Tile<Element>& tile) {
+        __m512 low[kCount], high[kCount];
+        for (int row = 0; row < kCount; ++row) low[row] = high[row] = _mm512_setzero_ps();
+        const int32_t* x = reinterpret_cast<const int32_t*>(tile.x);
+        const char* weight = tile.weight;
+        Prefetch prefetch = tile.prefetch;
+        for (int64_t step = 0; step < tile.k; step += 32, weight += 2048) {
+            for (int pair = 0; pair < 16; ++pair, x += kCount) {
+                prefetch.advance();
+                const __m512bh left = (__m512bh)_mm512_load_si512(weight + pair * 64);
+                const __m512bh right = (__m512bh)_mm512_load_si512(weight + 1024 + pair * 64);
+                for (int row = 0; row < kCount; ++row) {
+                    const __m512bh both = (__m512bh)_mm512_set1_epi32(x[row]);
+                    low[row] = _mm512_dpbf16_ps(low[row], both, left);
+                    high[row] = _mm512_dpbf16_ps(high[row], both, right);
+                }
+            }
+        }
+        for (int row = 0; row < kCount; ++row) store_row(tile, row, low[row], high[row]);
+    }
+};
+
+#if defined(__AMX_BF16__)
+
+// Tiles 0 to 3 accumulate 32 rows by 32 columns, 4 and 5 hold rows of x, 6 and 7 weights. x is packed as
+// [tiles of 16 rows][K / 32][16][32]; rows that x does not have are computed, as whatever they hold, and not stored.
+struct TilePairs : Pairs {
+    static constexpr int64_t kRows = 32;
+    static constexpr int64_t kStepBytes = 512;
+    static constexpr bool kWholeBlocks = true;
+    static int64_t x_bytes(int64_t rows, int64_t k) { return round_up(rows, 16) * padded_k(k) * 2; }
+
+    static void pack_x(const Element* x, char* packed, int64_t rows, int64_t k) {
+        Element* to = reinterpret_cast<Element*>(packed);
+        const int64_t steps = padded_k(k) / 32;
+        for (int64_t row = 0; row < rows; ++row) {
+            Element* lines = to + (row / 16) * steps * 512 + (row % 16) * 32;
+            const Element* from = x + row * k;
+            const int64_t whole = k / 32;
+            for (int64_t step = 0; step < whole; ++step)
+                _mm512_store_si512(lines + step * 512, _mm512_loadu_si512(from + step * 32));
+            if (whole < steps)
+                _mm512_store_si512(lines + whole * 512,
+                                   _mm512_maskz_loadu_epi16((1u << (k % 32)) - 1, from + whole * 32));
+        }
+        // Loads of tiles do not tell the compiler that they read memory.
+        asm volatile("" : : : "memory");
+    }
+
+    // The configuration of the tiles belongs to the thread and torch's matrix products set their own: it is set for
+    // each call, and the tiles are given back after it so that the thread's state stays small.
+    class Session {
+    public:
+        explicit Session(int64_t rows) {
+            struct alignas(64) {
+                uint8_t palette = 1;
+                uint8_t reserved[15] = {};
+                uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+                uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+            } config;
+            if (rows < 16)
+                for (int tile = 0; tile < 6; ++tile) config.rows[tile] = static_cast<uint8_t>(rows);
+            // The compiler's own intrinsic tells it of the first eight bytes alone, and it may drop the rest.
+            asm volatile("ldtilecfg %0" : : "m"(config));
+        }
+        ~Session() { _tile_release(); }
+    };
+
+    static void run(const Tile<Element>& tile) {
+        alignas(64) float sums[4][256];
+        for (int64_t row = 0; row < tile.rows; ++row) __builtin_prefetch(tile.out + row * tile.out_stride, 1);
+        if (tile.rows > 16)
+            accumulate_two(tile, sums);
+        else
+            accumulate_one(tile, sums);
+        for (int64_t row = 0; row < tile.rows; ++row) {
+            const int64_t upper = row / 16 * 2, line = row % 16 * 16;
+            store_row(tile, row, _mm512_load_ps(sums[upper] + line), _mm512_load_ps(sums[upper + 1] + line));
+        }
+    }
+
+    static void accumulate_one(const Tile<Element>& tile, float (*sums)[256]) {
+        const char* weight = tile.weight;
+        const char* x = tile.x;
+        Prefetch prefetch = tile.prefetch;
+        _tile_zero(0);
+        _tile_zero(1);
+        for (int64_t step = 0; step < tile.k; step += 32, weight += 2048, x += 1024) {
+            _tile_loadd(4, x, 64);
+            prefetch.advance();
+            _tile_loadd(6, weight, 64);
+            prefetch.advance();
+            _tile_dpbf16ps(0, 4, 6);
+            prefetch.advance();
+            _tile_loadd(7, weight + 1024, 64);
+            _tile_dpbf16ps(1, 4, 7);
+            prefetch.advance();
+        }
+        _tile_stored(0, sums[0], 64);
+        _tile_stored(1, sums[1], 64);
+    }
+
+    static void accumulate_two(const Tile<Element>& tile, float (*sums)[256]) {
+        const char* weight = tile.weight;
+        const char* x = tile.x;
+        const int64_t lower = tile.k * 32;
+        Prefetch prefetch = tile.prefetch;
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int64_t step = 0; step < tile.k; step += 32, weight += 2048, x += 1024) {
+            _tile_loadd(6, weight, 64);
+            prefetch.advance();
+            _tile_loadd(4, x, 64);
+            _tile_dpbf16ps(0, 4, 6);
+            prefetch.advance();
+            _tile_loadd(7, weight + 1024, 64);
+            _tile_dpbf16ps(1, 4, 7);
+            prefetch.advance();
+            _tile_loadd(5, x + lower, 64);
+            _tile_dpbf16ps(2, 5, 6);
+            prefetch.advance();
+            _tile_dpbf16ps(3, 5, 7);
+        }
+        _tile_stored(0, sums[0], 64);
+        _tile_stored(1, sums[1], 64);
+        _tile_stored(2, sums[2], 64);
+        _tile_stored(3, sums[3], 64);
+    }
+};
+
+#endif
+
+}  // namespace
+
+#endif

@@ -1,0 +1,140 @@
+"""Causal attention over a paged KV cache: prefill, chunked prefill, decode and verification rows in one call.
+
+A query row's bits depend on its own q and on the keys and values at the positions it sees, and on nothing else: not on
+the other rows, the chunk it came in, the batch, the ids of the blocks, or the number of threads. On the CPU that holds
+because every row takes the same walk over tiles of 64 positions with the same instructions; instruction sets differ from
+each other in the last bits. Values that a row does not see must be finite where another row of the call sees them, and may
+be anything, NaN included, everywhere else.
+
+The torch reference computes the same function without that promise: it is what tests compare with, and what a machine
+without the native library falls back on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+
+import torch
+
+from penstock.kernels.native import DTYPE_CODES, NativeLibrary, library
+
+
+def paged_attention(
+    q: torch.Tensor,  # [T, Hq, D], rows may be strided
+    kv_cache: torch.Tensor,  # [num_blocks, 2 (K, V), Hkv, block_size, D]
+    block_table: torch.Tensor,  # [R, max_blocks] int32; entries that no row sees are never followed
+    query_start_loc: torch.Tensor,  # [R + 1] int32: request r's queries are the rows from [r] to [r + 1]
+    seq_lens: torch.Tensor,  # [R] int32, these queries included; 0 for padding, which has no queries
+    scale: float,
+    sliding_window: int = 0,  # a query sees so many positions, its own included; 0 is all of them
+) -> torch.Tensor:
+    """[T, Hq * D]; rows that belong to no request, after query_start_loc[R], are zeros."""
+    _check(q, kv_cache, block_table, query_start_loc, seq_lens)
+    assert scale > 0 and sliding_window >= 0, f"scale {scale}, sliding window {sliding_window}"
+    native = library() if q.is_cpu else None
+    if native is None:
+        return paged_attention_reference(q, kv_cache, block_table, query_start_loc, seq_lens, scale, sliding_window)
+    tokens, num_heads, head_dim = q.shape
+    out = q.new_empty((tokens, num_heads * head_dim))
+    _native_paged_attention(native)(
+        q.data_ptr(),
+        q.stride(0),
+        kv_cache.data_ptr(),
+        block_table.data_ptr(),
+        block_table.stride(0),
+        query_start_loc.data_ptr(),
+        seq_lens.data_ptr(),
+        out.data_ptr(),
+        tokens,
+        seq_lens.shape[0],
+        num_heads,
+        kv_cache.shape[2],
+        head_dim,
+        kv_cache.shape[3],
+        sliding_window,
+        scale,
+        DTYPE_CODES[q.dtype],
+    )
+    return out
+
+
+def paged_attention_reference(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+    sliding_window: int = 0,
+) -> torch.Tensor:
+    """`paged_attention` in float32, or in float64 for float64 tensors."""
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format)
+    starts = query_start_loc.tolist()
+    for request, seq_len in enumerate(seq_lens.tolist()):
+        rows = slice(starts[request], starts[request + 1])
+        if rows.stop > rows.start:
+            out[rows] = _attend_one(q[rows], kv_cache, block_table[request], seq_len, scale, sliding_window)
+    return out.flatten(1)
+
+
+def _attend_one(
+    q: torch.Tensor,  # [n, Hq, D]: the last n of seq_len positions
+    kv_cache: torch.Tensor,
+    blocks: torch.Tensor,  # [max_blocks]
+    seq_len: int,
+    scale: float,
+    sliding_window: int,
+) -> torch.Tensor:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    count, num_heads, _ = q.shape
+    num_kv_heads, block_size = kv_cache.shape[2:4]
+    queries = torch.arange(seq_len - count, seq_len, device=q.device)
+    first = max(0, seq_len - count - sliding_window + 1) if sliding_window else 0
+    keys = torch.arange(first, seq_len, device=q.device)
+    ids, offsets = blocks[keys // block_size].long(), keys % block_size
+    k, v = kv_cache[ids, :, :, offsets].to(wide).unbind(1)  # [keys, Hkv, D] each
+    grouped = q.to(wide).view(count, num_kv_heads, num_heads // num_kv_heads, -1)
+    scores = torch.einsum("nhgd,khd->hgnk", grouped, k) * scale
+    hidden = keys[None] > queries[:, None]
+    if sliding_window:
+        hidden |= keys[None] <= queries[:, None] - sliding_window
+    weights = scores.masked_fill_(hidden, float("-inf")).softmax(-1)
+    return torch.einsum("hgnk,khd->nhgd", weights, v).reshape(q.shape).to(q.dtype)
+
+
+def _check(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+) -> None:
+    assert q.dtype in DTYPE_CODES and kv_cache.dtype == q.dtype, f"q is {q.dtype}, the cache {kv_cache.dtype}"
+    assert q.dim() == 3 and kv_cache.dim() == 5 and kv_cache.shape[1] == 2 and kv_cache.shape[4] == q.shape[2], (
+        f"q is {tuple(q.shape)}, the cache {tuple(kv_cache.shape)}"
+    )
+    num_heads, head_dim = q.shape[1:]
+    num_kv_heads, block_size = kv_cache.shape[2:4]
+    assert num_heads % num_kv_heads == 0, f"{num_heads} heads share {num_kv_heads} KV heads"
+    assert head_dim % 8 == 0 and block_size % 8 == 0, f"head_dim {head_dim}, block_size {block_size}"
+    assert q.stride(2) == 1 and q.stride(1) == head_dim, f"q has strides {q.stride()}"
+    assert kv_cache.is_contiguous(), f"the cache has strides {kv_cache.stride()}"
+    requests = seq_lens.shape[0]
+    assert block_table.shape[0] == requests and query_start_loc.shape == (requests + 1,), (
+        f"{tuple(block_table.shape)} block table, {tuple(query_start_loc.shape)} starts for {requests} requests"
+    )
+    assert block_table.dtype == query_start_loc.dtype == seq_lens.dtype == torch.int32, (
+        f"block table {block_table.dtype}, starts {query_start_loc.dtype}, lengths {seq_lens.dtype}"
+    )
+    assert block_table.stride(1) == 1 and query_start_loc.is_contiguous() and seq_lens.is_contiguous(), (
+        f"block table has strides {block_table.stride()}"
+    )
+
+
+@functools.cache
+def _native_paged_attention(native: NativeLibrary) -> Callable[..., int | None]:
+    pointer, size = ctypes.c_void_p, ctypes.c_int64
+    pointers = [pointer, size, pointer, pointer, size, pointer, pointer, pointer]
+    return native.function("paged_attention", [*pointers, *[size] * 7, ctypes.c_float, ctypes.c_int32])

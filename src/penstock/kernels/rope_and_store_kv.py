@@ -1,0 +1,138 @@
+"""Rotary position embedding of the queries and keys of a step, and the store of keys and values into the paged cache.
+
+A head's first `rotary_dim` dimensions are rotated in half-split pairs (x[i], x[i + rotary_dim / 2]) by the angle of the
+token's position; the rest pass unchanged. Where norm weights are given, each head is RMS-normalised before (Qwen3). The
+rotation is float32 and rounded to the dtype once.
+
+The cache is [num_blocks, 2 (K, V), num_kv_heads, block_size, head_dim]: one block of one layer is contiguous, as it is
+the unit that transfers move. Slot = block_id * block_size + offset in the block; slot -1 belongs to padding.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+
+import torch
+
+from penstock.kernels.native import DTYPE_CODES, NativeLibrary, library
+from penstock.kernels.rms_norm import rms_norm_reference
+
+MAX_HEAD_DIM = 512
+
+
+def rope_and_store_kv(
+    qkv: torch.Tensor,  # [T, (Hq + 2 * Hkv) * D]: the q part is rotated in place, the k and v parts are only read
+    num_heads: int,
+    num_kv_heads: int,
+    cos_sin: torch.Tensor,  # [max_pos, rotary_dim] float32: rotary_dim / 2 cosines, then as many sines
+    positions: torch.Tensor,  # [T] int64
+    kv_cache: torch.Tensor,  # [num_blocks, 2, Hkv, block_size, D]
+    slot_mapping: torch.Tensor,  # [T] int64, -1 stores nothing
+    q_norm: torch.Tensor | None = None,  # [D]
+    k_norm: torch.Tensor | None = None,  # [D]
+    eps: float = 1e-6,
+) -> None:
+    """Rotates q in `qkv`, and writes rotated k, and v, at their slots of `kv_cache`."""
+    _check(qkv, num_heads, num_kv_heads, cos_sin, positions, kv_cache, slot_mapping)
+    head_dim = kv_cache.shape[4]
+    for norm in (q_norm, k_norm):
+        assert norm is None or (norm.shape == (head_dim,) and norm.dtype == qkv.dtype and norm.is_contiguous()), (
+            f"norm weight is {tuple(norm.shape)} {norm.dtype} for {head_dim} {qkv.dtype}"
+        )
+    native = library() if qkv.is_cpu else None
+    arguments = (qkv, num_heads, num_kv_heads, cos_sin, positions, kv_cache, slot_mapping, q_norm, k_norm, eps)
+    if native is None:
+        rope_and_store_kv_reference(*arguments)
+        return
+    _native_rope_and_store_kv(native)(
+        qkv.data_ptr(),
+        kv_cache.data_ptr(),
+        cos_sin.data_ptr(),
+        positions.data_ptr(),
+        slot_mapping.data_ptr(),
+        None if q_norm is None else q_norm.data_ptr(),
+        None if k_norm is None else k_norm.data_ptr(),
+        qkv.shape[0],
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        cos_sin.shape[1],
+        kv_cache.shape[3],
+        eps,
+        DTYPE_CODES[qkv.dtype],
+    )
+
+
+def rope_and_store_kv_reference(
+    qkv: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    q_norm: torch.Tensor | None = None,
+    k_norm: torch.Tensor | None = None,
+    eps: float = 1e-6,
+) -> None:
+    block_size, head_dim = kv_cache.shape[3:]
+    heads = qkv.view(qkv.shape[0], num_heads + 2 * num_kv_heads, head_dim)
+    q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    cos_sin = cos_sin[positions]
+    stored = slot_mapping >= 0
+    blocks, offsets = slot_mapping[stored] // block_size, slot_mapping[stored] % block_size
+    kv_cache[blocks, 0, :, offsets] = _rotated(k, cos_sin, k_norm, eps)[stored]
+    kv_cache[blocks, 1, :, offsets] = v[stored]
+    q.copy_(_rotated(q, cos_sin, q_norm, eps))
+
+
+def _rotated(
+    x: torch.Tensor,  # [T, heads, D]
+    cos_sin: torch.Tensor,  # [T, rotary_dim]
+    norm: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor:
+    if norm is not None:
+        x = rms_norm_reference(x, norm, eps)
+    cos, sin = cos_sin[:, None].chunk(2, dim=-1)
+    half = cos.shape[-1]
+    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    first, second = first.float(), second.float()
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((rotated.to(x.dtype), rest), dim=-1)
+
+
+def _check(
+    qkv: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    kv_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    tokens, width = qkv.shape
+    assert qkv.dtype in DTYPE_CODES and kv_cache.dtype == qkv.dtype, f"qkv {qkv.dtype}, cache {kv_cache.dtype}"
+    assert kv_cache.dim() == 5 and kv_cache.shape[1:3] == (2, num_kv_heads), f"cache is {tuple(kv_cache.shape)}"
+    head_dim = kv_cache.shape[4]
+    assert width == (num_heads + 2 * num_kv_heads) * head_dim, (
+        f"qkv is {width} wide for {num_heads} + 2 * {num_kv_heads} heads of {head_dim}"
+    )
+    assert cos_sin.dtype == torch.float32 and cos_sin.dim() == 2, f"cos_sin is {cos_sin.dtype} {tuple(cos_sin.shape)}"
+    assert cos_sin.shape[1] % 2 == 0 and cos_sin.shape[1] <= head_dim <= MAX_HEAD_DIM, (
+        f"{cos_sin.shape[1]} rotated of {head_dim} dimensions"
+    )
+    assert positions.shape == slot_mapping.shape == (tokens,), (
+        f"{tuple(positions.shape)} positions and {tuple(slot_mapping.shape)} slots for {tokens} tokens"
+    )
+    assert positions.dtype == slot_mapping.dtype == torch.int64, f"{positions.dtype} and {slot_mapping.dtype}"
+    for tensor in (qkv, cos_sin, positions, kv_cache, slot_mapping):
+        assert tensor.is_contiguous(), f"{tuple(tensor.shape)} has strides {tensor.stride()}"
+
+
+@functools.cache
+def _native_rope_and_store_kv(native: NativeLibrary) -> Callable[..., int | None]:
+    pointers, sizes = [ctypes.c_void_p] * 7, [ctypes.c_int64] * 6
+    return native.function("rope_and_store_kv", [*pointers, *sizes, ctypes.c_float, ctypes.c_int32])

@@ -1,0 +1,40 @@
+"""The gated activation of a feed-forward layer: out = silu(gate) * up, with silu(g) = g / (1 + exp(-g)).
+
+float32 throughout, rounded to the dtype once, after the product. A row's result depends on that row alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from penstock.kernels.native import DTYPE_CODES, NativeLibrary, library
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """[T, 2I], gate and up side by side, -> [T, I]."""
+    assert gate_up.dtype in DTYPE_CODES, f"gate_up is {gate_up.dtype}"
+    assert gate_up.dim() == 2 and gate_up.shape[1] % 2 == 0, f"gate_up is {tuple(gate_up.shape)}, not [T, 2I]"
+    assert gate_up.is_contiguous(), f"gate_up has strides {gate_up.stride()}"
+    native = library() if gate_up.is_cpu else None
+    if native is None:
+        return silu_and_mul_reference(gate_up)
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty((rows, width))
+    _native_silu_and_mul(native)(gate_up.data_ptr(), out.data_ptr(), rows, width, DTYPE_CODES[gate_up.dtype])
+    return out
+
+
+def silu_and_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(gate_up.dtype)
+
+
+@functools.cache
+def _native_silu_and_mul(native: NativeLibrary) -> Callable[..., int | None]:
+    pointer, size = ctypes.c_void_p, ctypes.c_int64
+    return native.function("silu_and_mul", [pointer, pointer, size, size, ctypes.c_int32])

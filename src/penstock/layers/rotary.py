@@ -1,0 +1,73 @@
+"""Rotary position embeddings (Su et al. 2021, arXiv:2104.09864) and the ways checkpoints stretch them.
+
+The angles are computed as transformers' `modeling_rope_utils` defines them, in float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from penstock.config.model import RopeConfig
+from penstock.utils.errors import ConfigError
+
+
+def rotary_table(rope: RopeConfig, head_dim: int, num_positions: int) -> torch.Tensor:
+    """[num_positions, head_dim] float32: the first half holds cos, the second half sin of every angle.
+
+    Raises ConfigError for a rope type that Penstock does not have.
+    """
+    scale = _SCALINGS.get(rope.rope_type)
+    if scale is None:
+        raise ConfigError(f"rope type {rope.rope_type!r} is not supported; supported: {', '.join(_SCALINGS)}")
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    try:
+        inv_freq, amplitude = scale(1.0 / rope.theta**exponents, rope, head_dim)
+    except KeyError as error:
+        raise ConfigError(f"rope type {rope.rope_type!r} lacks its parameter {error.args[0]!r}") from None
+    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * inv_freq
+    return torch.cat((angles.cos() * amplitude, angles.sin() * amplitude), dim=-1)
+
+
+def _default(inv_freq: torch.Tensor, rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
+    return inv_freq, 1.0
+
+
+def _linear(inv_freq: torch.Tensor, rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
+    return inv_freq / rope.scaling["factor"], 1.0
+
+
+def _llama3(inv_freq: torch.Tensor, rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
+    """Llama 3.1: long wavelengths are divided by `factor`, short ones kept, those between interpolated."""
+    p: Mapping[str, Any] = rope.scaling
+    context = p["original_max_position_embeddings"]
+    wavelength = 2 * math.pi / inv_freq
+    smooth = (context / wavelength - p["low_freq_factor"]) / (p["high_freq_factor"] - p["low_freq_factor"])
+    between = (1 - smooth) * inv_freq / p["factor"] + smooth * inv_freq
+    scaled = torch.where(wavelength > context / p["low_freq_factor"], inv_freq / p["factor"], inv_freq)
+    is_between = (wavelength <= context / p["low_freq_factor"]) & (wavelength >= context / p["high_freq_factor"])
+    return torch.where(is_between, between, scaled), 1.0
+
+
+def _yarn(inv_freq: torch.Tensor, rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
+    """YaRN (Peng et al. 2023, arXiv:2309.00071): interpolates low frequencies, keeps high ones, scales attention."""
+    p: Mapping[str, Any] = rope.scaling
+    factor, context = p["factor"], p["original_max_position_embeddings"]
+
+    def dimension(rotations: float) -> float:
+        return head_dim * math.log(context / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low = max(math.floor(dimension(p.get("beta_fast") or 32)), 0)
+    high = min(math.ceil(dimension(p.get("beta_slow") or 1)), head_dim - 1)
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
+    amplitude = p.get("attention_factor")
+    if amplitude is None:
+        amplitude = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+    return inv_freq / factor * ramp + inv_freq * (1 - ramp), float(amplitude)
+
+
+_Scaling = Callable[[torch.Tensor, RopeConfig, int], tuple[torch.Tensor, float]]
+_SCALINGS: dict[str, _Scaling] = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn}

@@ -1,0 +1,111 @@
+"""Llama 2 and 3 (Touvron et al. 2023, arXiv:2307.09288): the decoder that Mistral, Qwen2 and Qwen3 vary.
+
+        ids -> embedding -> [ norm -> attention -> + -> norm -> MLP -> + ] x layers -> norm -> logits
+
+The residual stream is one tensor, updated in place by the fused add-and-normalise at the head of every sub-layer.
+Shapes: T tokens of this step, H hidden size, Q and KV heads of size D, I intermediate size.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from penstock.attention.metadata import ForwardContext
+from penstock.config.model import ModelConfig
+from penstock.kernels.silu_and_mul import silu_and_mul
+from penstock.layers.attention import PagedAttention
+from penstock.layers.embedding import Embedding
+from penstock.layers.linear import Linear
+from penstock.layers.norm import RMSNorm
+from penstock.layers.rotary import rotary_table
+from penstock.models.weights import Weights
+
+
+class LlamaAttention:
+    qkv_bias = False
+
+    def __init__(self, config: ModelConfig, weights: Weights, layer: int, rotary: torch.Tensor) -> None:
+        hidden, head = config.hidden_size, config.head_dim
+        sizes = {
+            "q_proj": config.num_attention_heads * head,
+            "k_proj": config.num_key_value_heads * head,
+            "v_proj": config.num_key_value_heads * head,
+        }
+        has_bias = self.qkv_bias or config.attention_bias
+        weight = torch.cat([weights.tensor(f"{name}.weight", size, hidden) for name, size in sizes.items()])
+        bias = torch.cat([weights.tensor(f"{name}.bias", size) for name, size in sizes.items()]) if has_bias else None
+        self.qkv = Linear(weight, bias)
+        self.attend = self.make_attention(config, weights, layer, rotary)
+        self.out = self.make_out(config, weights)
+
+    def make_attention(self, config: ModelConfig, weights: Weights, layer: int, rotary: torch.Tensor) -> PagedAttention:
+        return PagedAttention(config, layer, rotary)
+
+    def make_out(self, config: ModelConfig, weights: Weights) -> Linear:
+        bias = weights.tensor("o_proj.bias", config.hidden_size) if config.attention_bias else None
+        width = config.num_attention_heads * config.head_dim
+        return Linear(weights.tensor("o_proj.weight", config.hidden_size, width), bias)
+
+    def __call__(self, x: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        return self.out(self.attend(self.qkv(x), positions, context))  # [T, H] -> [T, (Q + 2 KV) D] -> [T, H]
+
+
+class LlamaMLP:
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        hidden, inner = config.hidden_size, config.intermediate_size
+        names = ("gate_proj", "up_proj")
+        weight = torch.cat([weights.tensor(f"{name}.weight", inner, hidden) for name in names])
+        bias = torch.cat([weights.tensor(f"{name}.bias", inner) for name in names]) if config.mlp_bias else None
+        self.gate_up = Linear(weight, bias)
+        down_bias = weights.tensor("down_proj.bias", hidden) if config.mlp_bias else None
+        self.down = Linear(weights.tensor("down_proj.weight", hidden, inner), down_bias)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(silu_and_mul(self.gate_up(x)))  # [T, H] -> [T, 2 I] -> [T, I] -> [T, H]
+
+
+class LlamaDecoderLayer:
+    attention_class = LlamaAttention
+
+    def __init__(self, config: ModelConfig, weights: Weights, layer: int, rotary: torch.Tensor) -> None:
+        eps = config.rms_norm_eps
+        self.input_norm = RMSNorm(weights.tensor("input_layernorm.weight", config.hidden_size), eps)
+        self.attention = self.attention_class(config, weights / "self_attn", layer, rotary)
+        self.post_norm = RMSNorm(weights.tensor("post_attention_layernorm.weight", config.hidden_size), eps)
+        self.mlp = LlamaMLP(config, weights / "mlp")
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor, positions: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        """`x` [T, H] is what the layer below adds to the residual; returns what this one adds."""
+        x = self.attention(self.input_norm.add(x, residual), positions, context)
+        return self.mlp(self.post_norm.add(x, residual))
+
+
+class LlamaForCausalLM:
+    layer_class = LlamaDecoderLayer
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        vocab, hidden = config.vocab_size, config.hidden_size
+        inner = weights / "model"
+        self.embedding = Embedding(inner.tensor("embed_tokens.weight", vocab, hidden))
+        rotary = rotary_table(config.rope, config.head_dim, config.max_position_embeddings)
+        rotary = rotary.to(self.embedding.weight.device)
+        self.layers = [
+            self.layer_class(config, inner / "layers" / layer, layer, rotary)
+            for layer in range(config.num_hidden_layers)
+        ]
+        self.norm = RMSNorm(inner.tensor("norm.weight", hidden), config.rms_norm_eps)
+        tied = config.tie_word_embeddings
+        self.head = Linear(self.embedding.weight if tied else weights.tensor("lm_head.weight", vocab, hidden))
+        self.kv_cache_specs = {layer.attention.attend.name: layer.attention.attend.spec for layer in self.layers}
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        residual = self.embedding(input_ids)
+        x = torch.zeros_like(residual)
+        for layer in self.layers:
+            x = layer(x, residual, positions, context)
+        return self.norm.add(x, residual)
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.head(hidden)

@@ -1,0 +1,95 @@
+"""From a checkpoint to a `LoadedModel`, and from its specs and the memory to a KV cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from penstock.config.engine import CacheConfig, EngineConfig
+from penstock.config.model import ModelConfig
+from penstock.messages.kv_cache_spec import KVCacheConfig, KVCacheGroup
+from penstock.models.interface import Model
+from penstock.models.registry import build_model, check_supported
+from penstock.models.weights import Weights, checkpoint_bytes, open_weights
+from penstock.runner.memory import available_bytes, total_bytes
+from penstock.utils.errors import ConfigError
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# On a CPU the memory is shared with everything else, so the default budget stays modest.
+CPU_DEFAULT_KV_BYTES = 4 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A complete model on its device, before it has any KV cache."""
+
+    model: Model
+    config: ModelConfig
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """The allocated cache: one tensor per layer name, those of one position in their groups sharing memory."""
+
+    config: KVCacheConfig
+    tensors: dict[str, torch.Tensor]  # each [num_blocks, 2, num_kv_heads, block_size, head_size]
+
+
+def load_model(config: EngineConfig) -> LoadedModel:
+    """Builds the model with its weights. Raises ConfigError when the checkpoint or the memory is unfit."""
+    check_supported(config.model)
+    device = torch.device(config.device)
+    if config.load_format != "dummy":
+        needed, available = checkpoint_bytes(config.model.path), available_bytes(device)
+        if needed > available:
+            raise ConfigError(
+                f"the weights of {config.model.path} take {needed / 2**30:.1f} GiB and {device} has "
+                f"{available / 2**30:.1f} GiB free: choose a smaller model or another dtype"
+            )
+    source = open_weights(config.model.path, config.load_format)
+    try:
+        with torch.inference_mode():
+            model = build_model(config.model, Weights(source, TORCH_DTYPES[config.model.dtype], device))
+    finally:
+        source.close()
+    return LoadedModel(model, config.model, device)
+
+
+def num_blocks_in_budget(config: CacheConfig, device: torch.device, bytes_per_block: int) -> int:
+    """How many blocks the configuration pays for: an explicit number, else explicit bytes, else what is left."""
+    if config.num_blocks_override is not None:
+        return config.num_blocks_override
+    budget = config.kv_cache_memory
+    if budget is None:
+        reserve = (1.0 - config.gpu_memory_utilization) * total_bytes(device)
+        budget = int(available_bytes(device) - reserve)
+        if device.type == "cpu":
+            budget = min(budget, CPU_DEFAULT_KV_BYTES)
+        if budget < 2 * bytes_per_block:
+            raise ConfigError(
+                f"gpu_memory_utilization={config.gpu_memory_utilization} leaves no memory for the KV cache on {device} "
+                f"({available_bytes(device) / 2**30:.1f} GiB free): raise it, or set kv_cache_memory"
+            )
+    if budget < 2 * bytes_per_block:
+        raise ConfigError(f"kv_cache_memory={budget} is less than two KV blocks of {bytes_per_block} bytes: raise it")
+    return budget // bytes_per_block
+
+
+def allocate_kv_cache(config: KVCacheConfig, device: torch.device) -> KVCache:
+    """Allocates the cache, uninitialised: nothing may be read that was not written."""
+    storages = [
+        torch.empty(_shape(config, config.groups[0]), dtype=TORCH_DTYPES[config.groups[0].spec.dtype], device=device)
+        for _ in range(config.num_tensors)
+    ]
+    tensors = {
+        name: storages[index].view(_shape(config, group))
+        for group in config.groups
+        for index, name in enumerate(group.layer_names)
+    }
+    return KVCache(config, tensors)
+
+
+def _shape(config: KVCacheConfig, group: KVCacheGroup) -> tuple[int, ...]:
+    return (config.num_blocks, 2, group.spec.num_kv_heads, config.block_size, group.spec.head_size)

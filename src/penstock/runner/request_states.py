@@ -1,0 +1,66 @@
+"""One row per request for as long as it runs. Rows never move; each step maps batch rows to them (`idx_mapping`).
+
+Token ids and exact counts live on the device and are written by its own kernels, so that a step can be prepared
+before the tokens of the last one are known on the CPU. The CPU keeps what it was told: lengths at admission, and a
+mirror of the scheduler's count that is overwritten every step and never incremented here.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from penstock.messages.scheduler_output import CachedRequestData, NewRequestData
+from penstock.runner.buffers import StagedWriter
+
+
+class RequestStates:
+    def __init__(self, max_num_reqs: int, max_model_len: int, device: torch.device) -> None:
+        # One more than the longest request: the token sampled at its last position is stored and never computed.
+        self.token_ids = torch.zeros((max_num_reqs, max_model_len + 1), dtype=torch.int32, device=device)
+        self.num_computed_exact = torch.zeros((max_num_reqs, 1), dtype=torch.int64, device=device)
+        self.num_computed_np = np.zeros(max_num_reqs, dtype=np.int64)  # the scheduler's count; an upper bound
+        self.prompt_len_np = np.zeros(max_num_reqs, dtype=np.int64)
+        self.prefill_len_np = np.zeros(max_num_reqs, dtype=np.int64)  # tokens known at admission
+        self._rows: dict[str, int] = {}
+        self._free_rows = list(range(max_num_reqs))
+        self._token_writer = StagedWriter(self.token_ids)
+        self._count_writer = StagedWriter(self.num_computed_exact)
+
+    def row(self, request_id: str) -> int:
+        return self._rows[request_id]
+
+    def remove(self, request_ids: Iterable[str]) -> list[int]:
+        """Frees rows; unknown requests are passed over. Sorted, so that every rank frees in the same order."""
+        rows: list[int] = []
+        for request_id in sorted(request_ids):
+            row = self._rows.pop(request_id, None)
+            if row is not None:
+                heapq.heappush(self._free_rows, row)
+                rows.append(row)
+        return rows
+
+    def add(self, new: NewRequestData) -> int:
+        """Takes a row for a request; visible on the device after `apply_staged_writes()`."""
+        assert new.request_id not in self._rows, new.request_id
+        row = heapq.heappop(self._free_rows)
+        self._rows[new.request_id] = row
+        self.prompt_len_np[row] = len(new.request.prompt_token_ids)
+        self.prefill_len_np[row] = len(new.token_ids)
+        self.num_computed_np[row] = new.num_computed_tokens
+        self._token_writer.write(row, 0, new.token_ids)
+        self._count_writer.write(row, 0, (new.num_computed_tokens,))
+        return row
+
+    def update(self, cached: CachedRequestData) -> int:
+        """Overwrites the mirror with the scheduler's count; returns the row."""
+        row = self._rows[cached.request_id]
+        self.num_computed_np[row] = cached.num_computed_tokens
+        return row
+
+    def apply_staged_writes(self) -> None:
+        self._token_writer.apply()
+        self._count_writer.apply()

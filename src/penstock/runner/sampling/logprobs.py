@@ -1,0 +1,31 @@
+"""Log probabilities of the model's own distribution, before any sampling parameter changed it."""
+
+from __future__ import annotations
+
+import torch
+
+from penstock.messages.runner_output import TokenLogprobs
+
+
+def token_logprobs(logits: torch.Tensor, chosen: torch.Tensor, num_top: list[int]) -> list[TokenLogprobs]:
+    """For each row: the chosen token with its rank, then the `num_top[row]` likeliest tokens.
+
+    `logits` is [num_rows, vocab_size], `chosen` [num_rows] int64.
+    """
+    logprobs = logits.float().log_softmax(-1)
+    of_chosen = logprobs.gather(1, chosen[:, None])
+    ranks = (logprobs > of_chosen).sum(-1) + 1
+    best, best_ids = logprobs.topk(max(num_top)) if max(num_top) else (of_chosen[:, :0], chosen[:, None][:, :0])
+    rows = zip(
+        num_top,
+        chosen.tolist(),
+        of_chosen[:, 0].tolist(),
+        ranks.tolist(),
+        best_ids.tolist(),
+        best.tolist(),
+        strict=True,
+    )
+    return [
+        TokenLogprobs((token, *ids[:count]), (logprob, *values[:count]), rank)
+        for count, token, logprob, rank, ids, values in rows
+    ]

@@ -1,0 +1,101 @@
+"""From logits to tokens.
+
+Greedy rows take the first token of the highest logit. Others draw by inversion: the token at which the cumulative
+probability, in the order of the vocabulary, first exceeds a number that (seed, position) decides. Every stage works
+row by row, so a row's token depends on that row alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from penstock.messages.requests import EngineRequest
+from penstock.runner.buffers import to_device
+from penstock.runner.sampling.logit_bias import apply_allowed_token_ids, apply_logit_bias, apply_min_tokens
+from penstock.runner.sampling.noise import Purpose, uniform
+from penstock.runner.sampling.penalties import apply_bad_words, apply_penalties
+from penstock.runner.sampling.states import SamplingBatch
+from penstock.runner.sampling.truncation import apply_min_p, apply_top_k, apply_top_p
+
+Feature = Callable[[torch.Tensor, SamplingBatch], None]
+
+# What changes the logits of greedy and random rows alike, in this order: hard constraints last, so that nothing after
+# them can bring a forbidden token back.
+LOGITS_FEATURES: tuple[Feature, ...] = (
+    apply_logit_bias,
+    apply_penalties,
+    apply_allowed_token_ids,
+    apply_bad_words,
+    apply_min_tokens,
+)
+
+# What narrows the distribution that a random row draws from, after the temperature.
+TRUNCATIONS: tuple[Feature, ...] = (apply_min_p, apply_top_k, apply_top_p)
+
+_CDF_BLOCK = 128
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerOutput:
+    token_ids: torch.Tensor  # [num_sampling] int64
+    is_valid: torch.Tensor  # [num_sampling] bool: false where the model produced NaN, or nothing may be drawn
+
+
+def sample(logits: torch.Tensor, batch: SamplingBatch) -> SamplerOutput:
+    """One token per row of `logits`, [num_sampling, vocab_size] in the model's dtype, which is left as it is."""
+    if not any(_needs_processing(request) for request in batch.requests):
+        best = logits.max(-1)
+        return SamplerOutput(best.indices, best.values.isfinite())
+    logits = logits.to(torch.float32, copy=True)
+    for feature in LOGITS_FEATURES:
+        feature(logits, batch)
+    best = logits.max(-1)
+    token_ids, is_valid = best.indices, best.values.isfinite()
+    random_rows = batch.where(lambda request: not request.sampling_params.is_greedy)
+    if random_rows:
+        temperatures = batch.column(max(request.sampling_params.temperature, 1e-6) for request in batch.requests)
+        logits /= temperatures
+        for truncation in TRUNCATIONS:
+            truncation(logits, batch)
+        index = batch.indices(random_rows)
+        seeds = [batch.requests[i].seed for i in random_rows]
+        noise = to_device(uniform(seeds, batch.positions_np[random_rows], Purpose.SAMPLE), logits.device)
+        token_ids[index] = draw(logits[index].softmax(-1), noise)
+    return SamplerOutput(token_ids, is_valid)
+
+
+def draw(probs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """[n, vocab_size] float32 probabilities and [n] float64 numbers in [0, 1) -> [n] int64 tokens.
+
+    Inversion in two levels, sums of blocks and then within a block, so that a long vocabulary costs one pass.
+    """
+    num_rows, vocab_size = probs.shape
+    padded = torch.nn.functional.pad(probs, (0, -vocab_size % _CDF_BLOCK)).view(num_rows, -1, _CDF_BLOCK)
+    block_cdf = padded.sum(-1).cumsum(-1, dtype=torch.float64)
+    target = noise[:, None] * block_cdf[:, -1:]
+    # Rounding must not push the target to the total, behind which there is no token.
+    target = torch.minimum(target, block_cdf[:, -1:].nextafter(torch.zeros_like(target)))
+    block = torch.searchsorted(block_cdf, target, right=True)
+    before = torch.where(block > 0, block_cdf.gather(1, (block - 1).clamp(min=0)), 0.0)
+    inner = padded.gather(1, block[:, :, None].expand(-1, -1, _CDF_BLOCK))[:, 0]
+    inner_cdf = inner.cumsum(-1, dtype=torch.float64)
+    offset = torch.searchsorted(inner_cdf, target - before, right=True)
+    # The block's own sum may exceed its elements' by a rounding: then the last token that has any mass is meant.
+    places = torch.arange(_CDF_BLOCK, device=probs.device)
+    last = torch.where(inner > 0, places, 0).amax(-1, keepdim=True)
+    return (block * _CDF_BLOCK + torch.minimum(offset, last))[:, 0]
+
+
+def _needs_processing(request: EngineRequest) -> bool:
+    params = request.sampling_params
+    changes_logits = (
+        params.logit_bias
+        or params.allowed_token_ids
+        or request.bad_words_token_ids
+        or params.min_tokens
+        or (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
+    )
+    return bool(changes_logits) or not params.is_greedy

@@ -1,0 +1,41 @@
+"""The package's source files as syntax trees, for the tests that hold the architecture."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "penstock"
+
+
+@functools.cache
+def modules() -> dict[str, ast.Module]:
+    """Module name without the package (`core.scheduler`) -> its tree."""
+    trees = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        name = ".".join(part for part in parts if part != "__init__")
+        trees[name] = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+    return trees
+
+
+def imports(tree: ast.Module) -> set[str]:
+    """Every module that is imported at run time, wherever the import stands; TYPE_CHECKING blocks are left out."""
+    found: set[str] = set()
+    for node in _walk_at_run_time(tree):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
+
+
+def _walk_at_run_time(node: ast.AST):
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        yield child
+        yield from _walk_at_run_time(child)

@@ -1,0 +1,82 @@
+"""The import direction: lower folders never import higher ones, and the brain imports no torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.architecture.sources import imports, modules
+
+# Folder -> folders it may import, itself always included.
+ALLOWED = {
+    "utils": set(),
+    "messages": {"utils"},
+    "config": {"utils", "messages"},
+    "kernels": {"config", "messages", "utils"},
+    "attention": {"kernels", "config", "messages", "utils"},
+    "layers": {"attention", "kernels", "config", "messages", "utils"},
+    "models": {"layers", "attention", "kernels", "config", "messages", "utils"},
+    "core": {"config", "messages", "utils"},
+    "runner": {"models", "layers", "attention", "kernels", "config", "messages", "utils"},
+    "executor": {"runner", "models", "config", "messages", "utils"},
+    "engine": {"executor", "runner", "core", "models", "config", "messages", "utils"},
+    "cli": {"engine", "config", "messages", "utils"},
+}
+
+WITHOUT_TORCH = ("utils", "messages", "config", "core")
+
+# Models may build on one another only through these bases.
+MODEL_BASES = {"interface", "weights", "llama"}
+
+# A third-party package with a seam of its own is imported in exactly one place.
+ONE_PLACE = {
+    "safetensors": {"models.weights"},
+    "huggingface_hub": {"engine.model_path"},
+    "jinja2": {"engine.chat_template"},
+}
+
+
+def _folder(module: str) -> str:
+    return module.split(".")[0]
+
+
+@pytest.mark.parametrize("module", sorted(modules()))
+def test_imports_go_down(module: str) -> None:
+    if not module:
+        return
+    folder = _folder(module)
+    assert folder in ALLOWED, f"{module} lies in a folder that the table does not know"
+    for name in imports(modules()[module]):
+        if name.startswith("penstock.") and name.count(".") >= 1:
+            target = name.split(".")[1]
+            if target in ALLOWED:
+                assert target == folder or target in ALLOWED[folder], f"{module} imports {name}"
+
+
+@pytest.mark.parametrize("module", [m for m in sorted(modules()) if _folder(m) == "models" and "." in m])
+def test_models_share_only_named_bases(module: str) -> None:
+    if module == "models.registry":
+        return
+    for name in imports(modules()[module]):
+        if name.startswith("penstock.models."):
+            assert name.split(".")[2] in MODEL_BASES, f"{module} imports {name}"
+
+
+@pytest.mark.parametrize("module", [m for m in sorted(modules()) if _folder(m) in WITHOUT_TORCH])
+def test_no_torch_in_the_source(module: str) -> None:
+    heavy = {name for name in imports(modules()[module]) if name.split(".")[0] in ("torch", "triton", "transformers")}
+    assert not heavy, f"{module} imports {heavy}"
+
+
+def test_the_control_plane_runs_without_torch() -> None:
+    names = [f"penstock.{m}" for m in modules() if _folder(m) in WITHOUT_TORCH]
+    code = f"import sys, importlib; [importlib.import_module(n) for n in {names!r}]; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("package", sorted(ONE_PLACE))
+def test_third_party_seams(package: str) -> None:
+    users = {m for m, tree in modules().items() if any(n.split(".")[0] == package for n in imports(tree))}
+    assert users == ONE_PLACE[package]

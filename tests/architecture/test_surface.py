@@ -1,0 +1,80 @@
+"""What users can see, frozen: the public names, the command-line flags, the environment.
+
+A new flag or name is a decision: change the snapshot here and the documentation together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+
+import penstock
+from penstock.cli.main import make_parser
+from penstock.config import env
+from tests.architecture.sources import ROOT, modules
+
+ENGINE_FLAGS = {
+    "--async-scheduling", "--block-size", "--device", "--dtype", "--enable-prefix-caching",
+    "--gpu-memory-utilization", "--kv-cache-memory", "--load-format", "--max-model-len",
+    "--max-num-batched-tokens", "--max-num-queued-requests", "--max-num-seqs", "--model", "--num-gpu-blocks-override",
+    "--revision", "--scheduling-policy", "--seed", "--skip-tokenizer-init", "--tokenizer",
+}  # fmt: skip
+SAMPLING_FLAGS = {
+    "--max-tokens", "--temperature", "--top-k", "--top-p", "--min-p", "--repetition-penalty", "--presence-penalty",
+    "--frequency-penalty", "--stop",
+}  # fmt: skip
+BENCH_FLAGS = {"--input-len", "--output-len", "--output-json"}
+FLAGS = {
+    "generate": ENGINE_FLAGS | SAMPLING_FLAGS | {"--prompt", "--chat", "--json"},
+    "chat": ENGINE_FLAGS | SAMPLING_FLAGS | {"--system"},
+    "bench throughput": ENGINE_FLAGS | BENCH_FLAGS | {"--num-prompts"},
+    "bench latency": ENGINE_FLAGS | BENCH_FLAGS | {"--batch-size", "--num-iters", "--num-iters-warmup"},
+}
+
+PUBLIC = {
+    "LLM", "SamplingParams", "RequestOutput", "CompletionOutput", "PenstockError", "ConfigError", "RequestError",
+    "PeerError", "EngineDeadError", "__version__",
+}  # fmt: skip
+
+
+def _commands(parser: argparse.ArgumentParser, prefix: str = ""):
+    children = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    if not children:
+        flags = {flag for action in parser._actions for flag in action.option_strings}
+        yield prefix.strip(), {flag for flag in flags if flag.startswith("--") and not flag.startswith("--no-")}
+    for action in children:
+        for name, child in action.choices.items():
+            yield from _commands(child, f"{prefix} {name}")
+
+
+def test_command_line_flags() -> None:
+    found = {name: flags - {"--help"} for name, flags in _commands(make_parser())}
+    assert found == FLAGS
+
+
+def test_public_names() -> None:
+    assert set(penstock.__all__) == PUBLIC
+    for name in PUBLIC:
+        assert getattr(penstock, name) is not None
+
+
+def test_environment_is_read_in_one_file() -> None:
+    for module, tree in modules().items():
+        reads = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr in ("environ", "getenv")]
+        assert not reads or module == "config.env", f"{module} reads the environment"
+
+
+def test_environment_names_are_documented() -> None:
+    assert len(env.NAMES) <= 12
+    source = (ROOT / "src/penstock/config/env.py").read_text(encoding="utf-8")
+    assert set(re.findall(r"PENSTOCK_[A-Z_]+", source)) == set(env.NAMES)
+    documentation = (ROOT / "docs/CONFIGURATION.md").read_text(encoding="utf-8")
+    for name in (*env.NAMES, *ENGINE_FLAGS):
+        assert name in documentation, f"docs/CONFIGURATION.md does not mention {name}"
+
+
+def test_no_pickle_and_no_sleep() -> None:
+    for module, tree in modules().items():
+        names = {n.names[0].name for n in ast.walk(tree) if isinstance(n, ast.Import)}
+        assert "pickle" not in names, module

@@ -1,0 +1,107 @@
+"""Small random checkpoints of every supported architecture, in odd shapes, made by transformers itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 301,
+    "hidden_size": 96,
+    "intermediate_size": 176,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
+
+# name -> (model_type, what differs from COMMON)
+CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama2-mha-80": ("llama", {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 80}),
+    "llama2-linear-rope": (
+        "llama",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+        },
+    ),
+    "llama3-gqa4-tied": (
+        "llama",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 64,
+            "tie_word_embeddings": True,
+            "rope_parameters": LLAMA3_ROPE,
+        },
+    ),
+    "llama-biases": (
+        "llama",
+        {
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "attention_bias": True,
+            "mlp_bias": True,
+        },
+    ),
+    "mistral-window": (
+        "mistral",
+        {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128, "sliding_window": 21},
+    ),
+    "mistral-full": (
+        "mistral",
+        {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64, "sliding_window": None},
+    ),
+    "qwen2-tied": ("qwen2", {"num_attention_heads": 6, "num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "qwen2-hybrid-window": (
+        "qwen2",
+        {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "hidden_size": 256,
+            "use_sliding_window": True,
+            "sliding_window": 19,
+            "max_window_layers": 1,
+        },
+    ),
+    "qwen3-128": ("qwen3", {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 128}),
+    "qwen3-gqa3-yarn": (
+        "qwen3",
+        {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64, "rope_parameters": YARN_ROPE},
+    ),
+}
+
+
+def make_checkpoint(name: str, folder: Path, dtype: torch.dtype = torch.float32, **save: Any) -> Path:
+    """Writes the checkpoint under `folder` and returns its path. `save` goes to `save_pretrained`."""
+    model_type, differences = CHECKPOINTS[name]
+    config = transformers.AutoConfig.for_model(model_type, **{**COMMON, **differences})
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            # Biases and norms start at their neutral values, where a mistake would not show.
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+            assert parameter.isfinite().all(), parameter_name
+    path = folder / name
+    model.to(dtype).save_pretrained(path, **save)
+    return path

@@ -1,0 +1,101 @@
+"""Every supported architecture against Hugging Face transformers, on small random checkpoints: never with itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from penstock import LLM, SamplingParams
+from tests.integration.checkpoints import CHECKPOINTS, COMMON, make_checkpoint
+
+NUM_STEPS = 64
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_STEPS, ignore_eos=True)
+
+# Pools that hold one long request but not two; a window needs few blocks, and two groups need two tables.
+NUM_BLOCKS = {"mistral-window": 9, "qwen2-hybrid-window": 20}
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        torch.randint(COMMON["vocab_size"], (length,), generator=generator).tolist() for length in (5, 40, 97, 33, 61)
+    ]
+
+
+def reference(path: Path) -> transformers.PreTrainedModel:
+    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+@torch.inference_mode()
+def assert_greedy(model: transformers.PreTrainedModel, prompt: list[int], output: list[int]) -> None:
+    """Every output token is the model's own first choice after all that precedes it: by induction, its greedy text."""
+    choices = model(torch.tensor([prompt + output]), use_cache=False).logits[0].argmax(-1).tolist()
+    assert output == choices[len(prompt) - 1 : -1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_logprobs_and_greedy_tokens(name: str, folder: Path) -> None:
+    path = make_checkpoint(name, folder)
+    model = reference(path)
+
+    # The budget is below every prompt but one, and the pool too small for all: chunks and preemptions.
+    llm = LLM(
+        str(path),
+        skip_tokenizer_init=True,
+        max_num_batched_tokens=24,
+        max_model_len=176,
+        num_gpu_blocks_override=NUM_BLOCKS.get(name, 14),
+        block_size=16,
+        enable_prefix_caching=False,
+    )
+    outputs = llm.generate(prompts(), GREEDY, use_tqdm=False)
+    for prompt, output in zip(prompts(), outputs, strict=True):
+        assert len(output.outputs[0].token_ids) == NUM_STEPS
+        assert_greedy(model, prompt, output.outputs[0].token_ids)
+    assert llm.stats().num_preemptions > 0
+    llm.check_integrity()
+
+    # Log probabilities of every prompt position: the logits themselves, up to a constant per row.
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=5)
+    (output,) = llm.generate(prompts()[2], params, use_tqdm=False)
+    with torch.inference_mode():
+        logprobs = model(torch.tensor([prompts()[2]])).logits[0].log_softmax(-1)
+    assert output.prompt_logprobs is not None
+    assert len(output.prompt_logprobs) == len(prompts()[2])
+    for position, entries in enumerate(output.prompt_logprobs[1:]):
+        assert entries is not None
+        assert prompts()[2][position + 1] in entries
+        for token_id, entry in entries.items():
+            assert entry.logprob == pytest.approx(logprobs[position, token_id].item(), abs=2e-3)
+    llm.shutdown()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_and_shards(dtype: str, folder: Path) -> None:
+    path = make_checkpoint("qwen3-128", folder / dtype, getattr(torch, dtype), max_shard_size="200KB")
+    assert len(list(path.glob("*.safetensors"))) > 1
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
+    prompt = prompts()[1]
+    llm = LLM(str(path), skip_tokenizer_init=True, max_model_len=128)
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=3)
+    (output,) = llm.generate(prompt, params, use_tqdm=False)
+    llm.shutdown()
+    with torch.inference_mode():
+        logprobs = model(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
+    assert output.prompt_logprobs is not None
+    errors = [
+        abs(entry.logprob - logprobs[position, token_id].item())
+        for position, entries in enumerate(output.prompt_logprobs[1:])
+        for token_id, entry in (entries or {}).items()
+    ]
+    errors.sort()
+    assert errors[len(errors) // 2] < 0.1
+    assert errors[-1] < (1.0 if dtype == "bfloat16" else 0.3)

@@ -1,0 +1,213 @@
+"""Paged attention: right, blind to what a row must not see, and the same for a row however it is computed."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from penstock.kernels import native
+from penstock.kernels.paged_attention import paged_attention
+
+module = importlib.import_module("penstock.kernels.paged_attention")
+ISAS = native.instruction_sets()
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+DTYPES = tuple(TOLERANCE)
+# Head sizes, the last of which no vector divides; block sizes, two of which no tile of 16 keys divides.
+HEAD_DIMS = (64, 80, 96, 128, 256, 72)
+BLOCK_SIZES = (8, 16, 24, 32)
+# Query heads and KV heads: one to one, groups that fill, straddle and exceed the rows that are computed together.
+HEADS = ((2, 2), (4, 2), (6, 2), (7, 1), (16, 1), (80, 1))
+# A decode row, a chunk, a whole prompt, padding, a verification, a long context: (query tokens, tokens before them).
+MIXED = ((1, 200), (70, 13), (33, 0), (0, 0), (5, 64), (1, 330), (1, 0))
+
+
+@pytest.fixture(params=(*ISAS, "torch"))
+def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Every instruction set of this processor, on two threads."""
+    library = None if request.param == "torch" else native.library_for(request.param)
+    monkeypatch.setattr(module, "library", lambda: library)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield request.param
+    torch.set_num_threads(threads)
+
+
+@dataclass
+class Sequence:
+    """One request's q, k and v at every position, from which any part of its attention can be asked."""
+
+    q: torch.Tensor  # [n, Hq, D]
+    k: torch.Tensor  # [n, Hkv, D]
+    v: torch.Tensor  # [n, Hkv, D]
+
+    @classmethod
+    def random(cls, length: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> Sequence:
+        sizes = (heads[0], heads[1], heads[1])
+        return cls(*(torch.randn(length, size, head_dim).to(dtype) for size in sizes))
+
+    def exact(self, window: int) -> torch.Tensor:
+        """[n, Hq * D] in float64, dense."""
+        length, num_heads, head_dim = self.q.shape
+        groups = num_heads // self.k.shape[1]
+        k, v = (x.double().repeat_interleave(groups, dim=1) for x in (self.k, self.v))
+        scores = torch.einsum("nhd,khd->hnk", self.q.double(), k) * head_dim**-0.5
+        distance = torch.arange(length)[:, None] - torch.arange(length)
+        hidden = (distance < 0) | (distance >= (window or length))
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        return torch.einsum("hnk,khd->nhd", weights, v).flatten(1)
+
+
+@dataclass
+class Part:
+    """The queries [first, last) of a sequence, whose keys up to `last` are in the cache."""
+
+    sequence: Sequence
+    first: int
+    last: int
+
+
+def run(parts: list[Part], block_size: int = 16, window: int = 0, seed: int = 0, spare_rows: int = 0) -> torch.Tensor:
+    """One call for all parts, on a cache of NaN but for the positions that its queries see, at random blocks.
+
+    With a window, the table's entries for blocks that no query sees are 0, and block 0 is NaN. q is a strided view.
+    """
+    shuffle = torch.Generator().manual_seed(seed)
+    like = parts[0].sequence
+    needed = [-(-part.last // block_size) for part in parts]
+    blocks = (torch.randperm(sum(needed) + 3, generator=shuffle) + 1)[: sum(needed)].split(needed)
+    shape = (sum(needed) + 4, 2, like.k.shape[1], block_size, like.k.shape[2])
+    cache = torch.full(shape, float("nan"), dtype=like.q.dtype)
+    table = torch.zeros(len(parts), max(needed) + 2, dtype=torch.int32)
+    for row, part, own in zip(table, parts, blocks, strict=True):
+        oldest = max(0, part.first - window + 1) if window else 0
+        seen = torch.arange(oldest, part.last)
+        for index, values in enumerate((part.sequence.k, part.sequence.v)):
+            cache[own[seen // block_size], index, :, seen % block_size] = values[seen]
+        row[oldest // block_size : len(own)] = own[oldest // block_size :].int()
+    q = torch.cat([part.sequence.q[part.first : part.last] for part in parts])
+    wide = torch.full((q.shape[0] + spare_rows, q.shape[1] + 3, q.shape[2]), float("nan"), dtype=q.dtype)
+    wide[: q.shape[0], : q.shape[1]] = q
+    lengths = torch.tensor([0] + [part.last - part.first for part in parts])
+    starts, seq_lens = lengths.cumsum(0).int(), torch.tensor([part.last for part in parts], dtype=torch.int32)
+    return paged_attention(
+        wide[:, : q.shape[1]], cache, table, starts, seq_lens, q.shape[2] ** -0.5, sliding_window=window
+    )
+
+
+@functools.cache
+def mixed(dtype: torch.dtype, head_dim: int, heads: tuple[int, int], window: int) -> tuple[list[Part], torch.Tensor]:
+    """The parts of a mixed batch, and what they should give in float64."""
+    torch.manual_seed(0)
+    parts = [
+        Part(Sequence.random(before + count, heads, head_dim, dtype), before, before + count) for count, before in MIXED
+    ]
+    return parts, torch.cat([part.sequence.exact(window)[part.first : part.last] for part in parts])
+
+
+def check(
+    dtype: torch.dtype,
+    head_dim: int = 64,
+    heads: tuple[int, int] = (4, 2),
+    block_size: int = 16,
+    window: int = 0,
+) -> None:
+    parts, expected = mixed(dtype, head_dim, heads, window)
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(run(parts, block_size, window).double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("window", [0, 37])
+def test_head_sizes(isa: str, dtype: torch.dtype, head_dim: int, window: int) -> None:
+    check(dtype, head_dim=head_dim, window=window)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("window", [0, 1, 64, 100])
+def test_block_sizes(isa: str, dtype: torch.dtype, block_size: int, window: int) -> None:
+    check(dtype, block_size=block_size, window=window)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", HEADS)
+def test_grouped_heads(isa: str, dtype: torch.dtype, heads: tuple[int, int]) -> None:
+    check(dtype, heads=heads, window=50)
+
+
+def test_rows_of_no_request_are_zero(isa: str) -> None:
+    torch.manual_seed(0)
+    out = run([Part(Sequence.random(20, (4, 2), 64, torch.float32), 3, 20)], spare_rows=5)
+    assert torch.equal(out[17:], torch.zeros(5, 4 * 64))
+    assert out[:17].isfinite().all()
+
+
+def test_large_scores_do_not_overflow(isa: str) -> None:
+    torch.manual_seed(0)
+    sequence = Sequence.random(150, (2, 1), 64, torch.float32)
+    sequence.q *= 300
+    torch.testing.assert_close(run([Part(sequence, 0, 150)]).double(), sequence.exact(0), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("isa", ISAS, indirect=True)
+class TestSameBits:
+    """The promise of the native kernels, on every dtype, with and without a window."""
+
+    @pytest.fixture(params=[(torch.bfloat16, 128, (4, 2)), (torch.bfloat16, 80, (3, 1)), (torch.float16, 72, (4, 2)),
+                            (torch.float32, 64, (2, 2))])  # fmt: skip
+    def sequence(self, request: pytest.FixtureRequest) -> Sequence:
+        torch.manual_seed(1)
+        dtype, head_dim, heads = request.param
+        return Sequence.random(211, heads, head_dim, dtype)
+
+    @pytest.fixture(params=[0, 50])
+    def window(self, request: pytest.FixtureRequest) -> int:
+        return request.param
+
+    @pytest.mark.parametrize("chunk", [1, 16, 17, 64])
+    def test_whole_or_in_chunks_or_token_by_token(self, isa: str, sequence: Sequence, window: int, chunk: int) -> None:
+        whole = run([Part(sequence, 0, 211)], window=window)
+        for first in range(0, 211, chunk):
+            last = min(211, first + chunk)
+            assert torch.equal(run([Part(sequence, first, last)], window=window), whole[first:last])
+
+    def test_alone_or_in_a_batch(self, isa: str, sequence: Sequence, window: int) -> None:
+        dtype, head_dim = sequence.q.dtype, sequence.q.shape[2]
+        heads = (sequence.q.shape[1], sequence.k.shape[1])
+        others = [Part(Sequence.random(n, heads, head_dim, dtype), before, n) for before, n in ((0, 100), (299, 300))]
+        alone = run([Part(sequence, 130, 211)], window=window)
+        batch = run([others[0], Part(sequence, 130, 211), others[1]], window=window)
+        assert torch.equal(batch[100:-1], alone)
+
+    def test_wherever_the_blocks_lie(self, isa: str, sequence: Sequence, window: int) -> None:
+        outs = [
+            run([Part(sequence, 7, 211)], block_size, window, seed) for block_size in BLOCK_SIZES for seed in (0, 1)
+        ]
+        assert all(torch.equal(out, outs[0]) for out in outs)
+
+    def test_on_one_thread_or_two(self, isa: str, sequence: Sequence, window: int) -> None:
+        parts = [Part(sequence, 0, 211), Part(sequence, 100, 101)]
+        two = run(parts, window=window)
+        torch.set_num_threads(1)
+        assert torch.equal(run(parts, window=window), two)
+
+    def test_after_other_work_has_used_the_tile_registers(self, isa: str, sequence: Sequence, window: int) -> None:
+        before = run([Part(sequence, 0, 211)], window=window)
+        torch.randn(64, 64).bfloat16() @ torch.randn(64, 64).bfloat16()
+        assert torch.equal(run([Part(sequence, 0, 211)], window=window), before)
+
+
+def test_wrong_shapes_are_bugs_of_the_caller(isa: str) -> None:
+    q, cache = torch.zeros(3, 4, 64), torch.zeros(2, 2, 3, 16, 64)
+    starts, seq_lens = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
+    table = torch.ones(1, 1, dtype=torch.int32)
+    with pytest.raises(AssertionError, match="4 heads share 3"):
+        paged_attention(q, cache, table, starts, seq_lens, 1.0)
+    with pytest.raises(AssertionError, match="float64"):
+        paged_attention(q.double(), cache, table, starts, seq_lens, 1.0)

@@ -1,0 +1,99 @@
+"""Text as it comes: whole characters only, stop strings across token borders, nothing shown that is taken back."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from penstock.config.engine import EngineArgs
+from penstock.engine.build import make_config
+from penstock.engine.detokenizer import Detokenizer
+from penstock.engine.tokenizer import Tokenizer
+from penstock.messages.sampling_params import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    config = make_config(EngineArgs())
+    return Tokenizer(config.model.path, config.model.vocab_size)
+
+
+def feed(tokenizer: Tokenizer, token_ids: list[int], **params: Any) -> tuple[str, str | None, int, list[str]]:
+    """The final text, the stop string, how many tokens were taken, and what could be shown after each."""
+    detokenizer = Detokenizer(tokenizer, [], SamplingParams(max_tokens=None, **params))
+    shown = []
+    for count, token_id in enumerate(token_ids, start=1):
+        stop = detokenizer.append(token_id)
+        shown.append(detokenizer.stable_text(stop is not None))
+        if stop is not None:
+            return detokenizer.text, stop, count, shown
+    return detokenizer.stable_text(True), None, len(token_ids), shown
+
+
+def assert_grows(shown: list[str], final: str) -> None:
+    for before, after in zip(shown, [*shown[1:], final], strict=True):
+        assert after.startswith(before), "text that was shown has changed"
+
+
+@pytest.mark.parametrize("text", ["naïve café", "日本語のテキスト", "👩‍👩‍👧 and 🏳️‍🌈!", "a\n\n  b\t", "Zoë → 𝔘"])
+def test_characters_arrive_whole(tokenizer: Tokenizer, text: str) -> None:
+    token_ids = tokenizer.encode(text)
+    final, _, _, shown = feed(tokenizer, token_ids)
+    assert final == text
+    assert_grows(shown, final)
+    assert all("\ufffd" not in each for each in shown)
+
+
+def test_an_incomplete_character_at_the_end_is_dropped(tokenizer: Tokenizer) -> None:
+    token_ids = tokenizer.encode("ok 👍")
+    assert len(token_ids) > 3
+    for cut in range(len(token_ids) - 3, len(token_ids)):
+        final = feed(tokenizer, token_ids[:cut])[0]
+        assert "\ufffd" not in final
+        assert "ok 👍".startswith(final)
+
+
+def test_random_tokens_never_fail(tokenizer: Tokenizer) -> None:
+    rng = random.Random(0)
+    for _ in range(50):
+        token_ids = [rng.randrange(4096) for _ in range(60)]
+        final, _, _, shown = feed(tokenizer, token_ids, skip_special_tokens=rng.random() < 0.5)
+        assert_grows(shown, final)
+
+
+def test_stop_strings_are_found_across_tokens(tokenizer: Tokenizer) -> None:
+    text = "The quick brown fox jumps over the lazy dog."
+    token_ids = tokenizer.encode(text)
+    rng = random.Random(1)
+    for _ in range(200):
+        start = rng.randrange(1, len(text) - 2)
+        stop = text[start : start + rng.randrange(1, 9)]
+        final, found, count, shown = feed(tokenizer, token_ids, stop=[stop, "no such text"])
+        assert found == stop
+        assert final == text[: text.find(stop)]
+        assert_grows(shown, final)
+        included = feed(tokenizer, token_ids, stop=stop, include_stop_str_in_output=True)[0]
+        assert included == text[: text.find(stop) + len(stop)]
+        assert len(tokenizer.decode(token_ids[: count - 1])) < text.find(stop) + len(stop), "stopped a token late"
+
+
+def test_the_stop_string_that_begins_first_wins(tokenizer: Tokenizer) -> None:
+    final, found, _, _ = feed(tokenizer, tokenizer.encode("abcdef"), stop=["cd", "bcd"])
+    assert (final, found) == ("a", "bcd")
+
+
+def test_a_prefix_of_a_stop_string_is_held_back_and_then_shown(tokenizer: Tokenizer) -> None:
+    token_ids = tokenizer.encode("one STO two")
+    final, found, _, shown = feed(tokenizer, token_ids, stop="STOP")
+    assert found is None
+    assert final == "one STO two"
+    assert all(not each.endswith("STO") for each in shown)
+
+
+def test_stop_strings_wait_for_min_tokens(tokenizer: Tokenizer) -> None:
+    token_ids = tokenizer.encode("a b a b a b")
+    assert feed(tokenizer, token_ids, stop="b")[2] < len(token_ids) - 1
+    _, found, count, _ = feed(tokenizer, token_ids, stop="b", min_tokens=len(token_ids))
+    assert (found, count) == ("b", len(token_ids))
