@@ -18,7 +18,7 @@ def add_engine_args(parser: argparse.ArgumentParser) -> None:
     for field in dataclasses.fields(EngineArgs):
         flag = "--" + field.name.replace("_", "-")
         text = field.metadata["help"]
-        if hints[field.name] is bool:
+        if hints[field.name] in (bool, bool | None):
             group.add_argument(flag, action=argparse.BooleanOptionalAction, default=field.default, help=text)
             continue
         shown = "" if field.default is None else f" (default: {field.default})"

@@ -1,0 +1,43 @@
+"""Penstock beside other engines on one machine, in alternation, and the table of medians.
+
+    python bench/peers/run.py --rounds 3 penstock=.venv/bin/python vllm=VLLM_VENV/bin/python \
+        llama_cpp=LLAMA_VENV/bin/python transformers=.venv/bin/python
+
+Each engine has its own interpreter, because they do not install beside each other. `--shape` names a folder with a
+config.json; the weights are random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+from pathlib import Path
+
+HERE = Path(__file__).parent
+COLUMNS = ("decode_b1", "decode_b8", "decode_b32", "prefill")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engines", nargs="+", metavar="ENGINE=PYTHON")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--shape", type=Path, default=HERE.parent / "shapes" / "qwen3-0.6b")
+    args = parser.parse_args()
+    engines = dict(engine.split("=", 1) for engine in args.engines)
+    results: dict[str, list[dict[str, float]]] = {engine: [] for engine in engines}
+    for number in range(args.rounds):
+        for engine, python in engines.items():
+            command = [python, str(HERE / f"run_{engine}.py"), str(args.shape)]
+            done = subprocess.run(command, check=True, capture_output=True, text=True)
+            results[engine].append(json.loads(done.stdout.strip().splitlines()[-1]))
+            print(f"round {number + 1}: {json.dumps(results[engine][-1])}", flush=True)
+    print(f"\n| tokens/s, median of {args.rounds} | " + " | ".join(COLUMNS) + " |")
+    print("|---" * (len(COLUMNS) + 1) + "|")
+    for engine, rows in results.items():
+        medians = [statistics.median(row[column] for row in rows) for column in COLUMNS]
+        print(f"| {engine} | " + " | ".join(f"{median:g}" for median in medians) + " |")
+
+
+main()
