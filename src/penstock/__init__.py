@@ -5,11 +5,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from penstock.config.env import set_openmp_defaults
+
 if TYPE_CHECKING:
     from penstock.engine.llm import LLM
     from penstock.messages.outputs import CompletionOutput, RequestOutput
     from penstock.messages.sampling_params import SamplingParams
     from penstock.utils.errors import ConfigError, EngineDeadError, PeerError, PenstockError, RequestError
+
+set_openmp_defaults()
 
 __version__ = "0.1.0"
 

@@ -146,6 +146,7 @@ BAD_PROMPTS = [
     ({"prompt": "x", "cache_salt": ""}, "cache_salt"),
     ({}, "prompt"),
     (7, "prompt"),
+    ("half a character: \udcff", "not valid Unicode at character 18"),
 ]
 
 

@@ -56,7 +56,10 @@ def run(args: argparse.Namespace) -> int:
 def _read_prompt(prompt: str | None) -> str:
     if prompt is None and sys.stdin.isatty():
         print("Type a prompt, then Ctrl-D:", file=sys.stderr)
-    text = (sys.stdin.read() if prompt is None else prompt).rstrip("\n")
+    try:
+        text = (sys.stdin.buffer.read().decode() if prompt is None else prompt).rstrip("\n")
+    except UnicodeDecodeError:
+        raise RequestError("standard input is not UTF-8 text", "prompt") from None
     if not text:
         raise RequestError("the prompt is empty: pass --prompt or pipe text in", "prompt")
     return text

@@ -6,17 +6,26 @@ import argparse
 import signal
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from penstock import __version__
 from penstock.cli import bench, chat, generate
 from penstock.utils.errors import PenstockError
 
 COMMANDS = (generate, chat, bench)
+_MISTAKE = 2
 _INTERRUPTED = 128 + signal.SIGINT
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong, without a screenful of usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(_MISTAKE, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="penstock", description="Serve language models; move their KV cache.")
+    parser = _Parser(prog="penstock", description="Serve language models; move their KV cache.")
     parser.add_argument("--version", action="version", version=f"penstock {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:
@@ -31,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return args.run(args)
     except PenstockError as error:
         print(f"penstock: {error}", file=sys.stderr)
-        return 2
+        return _MISTAKE
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return _INTERRUPTED

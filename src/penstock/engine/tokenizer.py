@@ -38,6 +38,9 @@ class Tokenizer:
         self.eos_token_id = None if eos is None else self.backend.token_to_id(eos)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Raises RequestError when the text holds half a character (a lone surrogate)."""
+        if not text.isascii():
+            _check_unicode(text)
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -54,6 +57,13 @@ class Tokenizer:
         text = self._chat_template.render(messages, **options)
         # The template writes the special tokens itself.
         return self.encode(text, add_special_tokens=False)
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"the text is not valid Unicode at character {error.start}", "prompt") from None
 
 
 def _special_token(config: Mapping[str, Any], name: str) -> str | None:

@@ -3,7 +3,7 @@
 `torch.nn.functional.linear` picks its kernel by the number of rows, and a row's last bits change with it. Here every
 output element is one float32 accumulation over K in an order that K alone decides, rounded once: the same bits for one
 row and for four thousand, for any neighbours, any position in the batch and any number of threads. The bits do differ
-from one instruction set to the next, by what rounding allows.
+from one instruction set to the next (`native.library().isa`), by what rounding allows.
 
 The packed weight is the layer's own memory, of the weight's size with N padded to a multiple of 32 (and K too, for
 bfloat16 with AVX512 or AMX); the caller may drop the original. Threads are torch's: `torch.set_num_threads` holds here.
@@ -12,6 +12,7 @@ bfloat16 with AVX512 or AMX); the caller may drop the original. Threads are torc
 from __future__ import annotations
 
 import ctypes
+import mmap
 from collections.abc import Callable
 
 import torch
@@ -64,7 +65,8 @@ class PackedLinear:
         assert x.dtype == out.dtype == self.dtype, f"{x.dtype} -> {out.dtype} by a weight of {self.dtype}"
         assert x.shape[1:] == (self.in_features,) and x.is_contiguous(), f"{x.shape} for K={self.in_features}"
         assert out.shape == (x.shape[0], self.out_features) and out.is_contiguous(), f"{out.shape} for {x.shape}"
-        self._into(x, out)
+        if x.shape[0]:
+            self._into(x, out)
 
 
 class _Descriptor(ctypes.Structure):
@@ -102,10 +104,18 @@ class _NativeLinear:
 
 
 def _aligned_bytes(count: int) -> torch.Tensor:
-    """[count] uint8 whose address suits vector loads, and huge pages where there is a page to fill."""
-    alignment = _HUGE_PAGE if count >= _HUGE_PAGE else 64
-    memory = torch.empty(count + alignment, dtype=torch.uint8)
-    return memory.narrow(0, -memory.data_ptr() % alignment, count)
+    """[count] uint8 at an address that suits vector loads, in huge pages where it fills some and the system has them.
+
+    Large memory is mapped fresh: an allocator would hand out what was touched before, whose pages are small for good.
+    """
+    if count < _HUGE_PAGE:
+        memory = torch.empty(count + 64, dtype=torch.uint8)
+        return memory.narrow(0, -memory.data_ptr() % 64, count)
+    mapping = mmap.mmap(-1, count + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(mapping, dtype=torch.uint8)
+    return memory.narrow(0, -memory.data_ptr() % _HUGE_PAGE, count)
 
 
 class _TorchLinear:
@@ -113,6 +123,7 @@ class _TorchLinear:
 
     One shape means one kernel, so what else is in the batch cannot change a row; a tile's rows may still be treated by
     their place in it, so the tile is 16 rows high only if equal rows come out equal for this very weight, else one row.
+    In float32 the bits do depend on the number of threads, as torch's products do: leave it while tokens must agree.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:

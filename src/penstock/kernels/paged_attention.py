@@ -1,10 +1,10 @@
 """Causal attention over a paged KV cache: prefill, chunked prefill, decode and verification rows in one call.
 
-A query row's bits depend on its own q and on the keys and values at the positions it sees, and on nothing else: not on
-the other rows, the chunk it came in, the batch, the ids of the blocks, or the number of threads. On the CPU that holds
-because every row takes the same walk over tiles of 64 positions with the same instructions; instruction sets differ from
-each other in the last bits. Values that a row does not see must be finite where another row of the call sees them, and may
-be anything, NaN included, everywhere else.
+A query row's bits depend on its own q and on the keys and values at the positions it sees, and on nothing else: not
+on the other rows, the chunk it came in, the batch, the ids of the blocks, or the number of threads. On the CPU that
+holds because every row takes the same walk over tiles of 64 positions with the same instructions; instruction sets
+differ from each other in the last bits. Where another row of the call sees a value that this row does not, the value
+must be finite; everywhere else memory may hold anything, NaN included.
 
 The torch reference computes the same function without that promise: it is what tests compare with, and what a machine
 without the native library falls back on.

@@ -2,8 +2,8 @@
 
     out = weight * round(x / sqrt(mean(x^2) + eps))
 
-The mean and the division are float32; the quotient is rounded to the dtype before the weight is applied, and the product
-is rounded again, as Hugging Face's models do. A row's result depends on that row alone.
+The mean and the division are float32; the quotient is rounded to the dtype before the weight is applied, and the
+product is rounded again, as Hugging Face's models do. A row's result depends on that row alone.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def add_rms_norm(
     weight: torch.Tensor,  # [H]
     eps: float,
 ) -> torch.Tensor:
-    """[T, H]: the normalised rows of `residual + x`, a sum that is rounded to the dtype first and left in `residual`."""
+    """[T, H]: the normalised rows of `residual + x`, a sum that is rounded to the dtype and left in `residual`."""
     _check(x, weight)
     assert residual.shape == x.shape and residual.dtype == x.dtype, f"{residual.shape} {residual.dtype} for {x.shape}"
     assert residual.is_contiguous(), f"residual has strides {residual.stride()}"

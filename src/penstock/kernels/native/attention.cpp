@@ -1,9 +1,11 @@
 // Paged attention with one arithmetic for prefill, chunked prefill, decode and verification.
 //
 // A query row walks over the tiles of keys it sees in ascending order, each tile kTile keys that begin at a multiple of
-// kTile, with one online softmax; nothing in the walk depends on other rows, on where blocks lie or on the threads. A tile
-// that a row does not see at all leaves its state as it is, bit for bit, so rows that share a work item may begin and end
-// at different tiles.
+// kTile, with one online softmax; nothing in the walk depends on other rows, on where blocks lie or on the threads. A
+// tile that a row does not see at all leaves its state as it is, bit for bit, so rows that share a work item may begin
+// and end at different tiles.
+#include <omp.h>
+
 #include "attention_bf16.h"
 #include "attention_float.h"
 
@@ -22,68 +24,104 @@ struct Attention {
 
     int64_t group() const { return num_heads / num_kv_heads; }
     int64_t query_len(int64_t request) const { return query_start_loc[request + 1] - query_start_loc[request]; }
-    int64_t items(int64_t request) const {
-        return (query_len(request) * group() + kRows - 1) / kRows * num_kv_heads;
-    }
 };
 
-// Consecutive query rows of one request and one KV head; the heads of a token that share the KV head are neighbours.
+// Part of one request: consecutive query rows of one KV head, or a few rows of each of several KV heads. The query
+// heads of a token that share a KV head are neighbouring rows.
 struct Item {
-    int64_t request, kv_head, first_row;
+    int64_t request, first_head, heads, first_row;
 };
 
 // Finds the item of an index, for indices that only grow.
 class Items {
 public:
-    explicit Items(const Attention& attention) : attention_(attention) {}
+    Items(const Attention& attention, int64_t threads) : attention_(attention) {
+        // Heads of a block lie side by side, and are read best one after the other, but every thread should have some.
+        const int64_t share = (attention.num_kv_heads * attention.requests + threads - 1) / threads;
+        most_heads_ = share < kGroups ? share : kGroups;
+    }
+
+    int64_t count(int64_t request) const {
+        const int64_t heads = heads_at_once(request);
+        return parts(request) * ((attention_.num_kv_heads + heads - 1) / heads);
+    }
 
     Item at(int64_t index) {
-        while (index >= first_ + attention_.items(request_)) first_ += attention_.items(request_++);
-        const int64_t within = index - first_, heads = attention_.num_kv_heads;
+        while (index >= first_ + count(request_)) first_ += count(request_++);
+        const int64_t heads = heads_at_once(request_), count = parts(request_), within = index - first_;
+        const int64_t columns = (attention_.num_kv_heads + heads - 1) / heads;
+        const int64_t first_head = within % columns * heads, left = attention_.num_kv_heads - first_head;
         // The last rows of a prompt see most keys and are taken first, so that threads end together.
-        const int64_t part = attention_.items(request_) / heads - 1 - within / heads;
-        return {request_, within % heads, part * kRows};
+        return {request_, first_head, left < heads ? left : heads, (count - 1 - within / columns) * kGroups * kGroup};
     }
 
 private:
+    int64_t rows(int64_t request) const { return attention_.query_len(request) * attention_.group(); }
+    int64_t parts(int64_t request) const { return (rows(request) + kGroups * kGroup - 1) / (kGroups * kGroup); }
+    int64_t heads_at_once(int64_t request) const { return rows(request) <= kGroup ? most_heads_ : 1; }
+
     const Attention& attention_;
-    int64_t request_ = 0, first_ = 0;
+    int64_t most_heads_, request_ = 0, first_ = 0;
 };
 
-// One row's softmax so far: the largest score, and its denominator as kLanes partial sums.
-struct RowState {
-    float largest;
-    Vec denominator;
+// The softmax of a group's rows so far: the largest score, and its denominator as kLanes partial sums.
+struct SoftmaxState {
+    alignas(64) float largest[kGroup];
+    Vec denominator[kGroup];
+
+    void reset() {
+        for (int row = 0; row < kGroup; ++row) {
+            largest[row] = kNothingSeen;
+            denominator[row] = splat(0);
+        }
+    }
+
+    // Below every score, and still a number: differences from it are not NaN.
+    static constexpr float kNothingSeen = -1e30f;
 };
 
-// Takes the scores s [kTile] of one row, of which it sees the keys [from, to), into the softmax: leaves the weights of the
-// tile and rescales acc [padded_dim].
-template <class Weight>
-inline void softmax_row(const float* s, int from, int to, float scale_log2e, RowState& state, Weight* weights, float* acc,
-                        int64_t padded_dim) {
-    constexpr int kVectors = kTile / kLanes;
-    Vec x[kVectors];
-    for (int i = 0; i < kVectors; ++i) x[i] = load(s + i * kLanes);
+// The scores s [kTile] of one row, minus infinity but for the keys [from, to).
+inline void load_scores(const float* s, int from, int to, Vec (&x)[kTile / kLanes]) {
+    for (int i = 0; i < kTile / kLanes; ++i) x[i] = load(s + i * kLanes);
     if (from > 0 || to < kTile)
-        for (int i = 0; i < kVectors; ++i) x[i] = keep_lanes(x[i], from - i * kLanes, to - i * kLanes);
-    Vec top = x[0];
-    for (int i = 1; i < kVectors; ++i) top = larger(top, x[i]);
-    const float tile_largest = largest(top);
-    if (tile_largest > state.largest) {
-        const float rescale = first_lane(exp2(splat((state.largest - tile_largest) * scale_log2e)));
-        state.denominator = state.denominator * splat(rescale);
-        for (int64_t d = 0; d < padded_dim; d += kLanes) store(acc + d, load(acc + d) * splat(rescale));
-        state.largest = tile_largest;
+        for (int i = 0; i < kTile / kLanes; ++i) x[i] = keep_lanes(x[i], from - i * kLanes, to - i * kLanes);
+}
+
+// Takes the scores s [rows, kTile], of which row i sees the keys [from[i], to[i]), into the softmax: leaves the weights
+// [rows, kTile] of the tile and rescales acc [rows, padded_dim].
+template <class Weight>
+void softmax(const float* s, int rows, const int* from, const int* to, float scale_log2e, SoftmaxState& state,
+             Weight* weights, float* acc, int64_t padded_dim) {
+    Vec x[kTile / kLanes];
+    alignas(64) float top[kGroup], rescale[kGroup];
+    for (int row = 0; row < kGroup; ++row) top[row] = state.largest[row];
+    for (int row = 0; row < rows; ++row) {
+        load_scores(s + row * kTile, from[row], to[row], x);
+        for (int i = 1; i < kTile / kLanes; ++i) x[0] = larger(x[0], x[i]);
+        top[row] = largest(x[0]);
     }
-    // Minus infinity until the row has seen a key: zero then keeps the differences below from being NaN.
-    const Vec shift = splat(state.largest == -INFINITY ? 0.0f : -state.largest * scale_log2e);
-    Vec total = splat(0);
-    for (int i = 0; i < kVectors; ++i) {
-        const Vec weight = exp2(fma(x[i], splat(scale_log2e), shift));
-        total = total + weight;
-        store(weights + i * kLanes, weight);
+    for (int row = 0; row < kGroup; row += kLanes) {
+        const Vec before = load(state.largest + row), now = larger(before, load(top + row));
+        store(rescale + row, exp2((before - now) * splat(scale_log2e)));
+        store(state.largest + row, now);
     }
-    state.denominator = state.denominator + total;
+    for (int row = 0; row < rows; ++row) {
+        if (rescale[row] != 1.0f) {
+            const Vec factor = splat(rescale[row]);
+            state.denominator[row] = state.denominator[row] * factor;
+            for (int64_t d = 0; d < padded_dim; d += kLanes)
+                store(acc + row * padded_dim + d, load(acc + row * padded_dim + d) * factor);
+        }
+        const Vec shift = splat(-state.largest[row] * scale_log2e);
+        load_scores(s + row * kTile, from[row], to[row], x);
+        Vec total = splat(0);
+        for (int i = 0; i < kTile / kLanes; ++i) {
+            const Vec weight = exp2(fma(x[i], splat(scale_log2e), shift));
+            total = total + weight;
+            store(weights + row * kTile + i * kLanes, weight);
+        }
+        state.denominator[row] = state.denominator[row] + total;
+    }
 }
 
 // Computes work items, one after the other, on one thread.
@@ -94,7 +132,7 @@ public:
 
     static size_t bytes(const Attention& a) {
         const Shape shape{a.head_dim, a.block_size};
-        return Engine::bytes(shape) + sizeof(float) * (kRows * shape.padded_dim() + kGroup * kTile) + 2 * 64;
+        return Engine::bytes(shape) + sizeof(float) * kGroup * (kGroups * shape.padded_dim() + kTile) + 2 * 64;
     }
 
     explicit Worker(const Attention& attention)
@@ -102,52 +140,88 @@ public:
           arena_(bytes(attention)),
           engine_(arena_, Shape{a_.head_dim, a_.block_size}),
           padded_dim_(Shape{a_.head_dim, a_.block_size}.padded_dim()),
-          acc_(arena_.zeros<float>(kRows * padded_dim_)),
+          acc_(arena_.zeros<float>(kGroups * kGroup * padded_dim_)),
           scores_(arena_.zeros<float>(kGroup * kTile)) {}
 
     void run(const Item& item) {
         begin(item);
-        const int64_t first_key = from_[0], last_key = to_[count_ - 1];
-        int64_t start = first_key / kTile * kTile;
-        KVTile<T> tile = locate(item, start, first_key, last_key);
-        for (; start < last_key; start += kTile) {
-            const bool more = start + kTile < last_key;
-            const KVTile<T> next = more ? locate(item, start + kTile, first_key, last_key) : tile;
-            engine_.set_tile(tile, Prefetch<T>(more ? &next : nullptr, a_.head_dim));
-            for (int group = 0; group * kGroup < count_; ++group) visit(group, start);
-            tile = next;
-        }
+        const int64_t first_key = groups_[0].from[0], last_key = groups_[count_ - 1].to[groups_[count_ - 1].rows - 1];
+        const Keys keys{item.request, first_key, last_key};
+        KVTile<T> tile = locate(keys, first_key / kTile * kTile, item.first_head);
+        for (int64_t start = first_key / kTile * kTile; start < last_key; start += kTile)
+            for (int64_t head = item.first_head; head < item.first_head + item.heads; ++head) {
+                const bool last_head = head + 1 == item.first_head + item.heads;
+                const int64_t next_start = last_head ? start + kTile : start;
+                const bool more = next_start < last_key;
+                KVTile<T> next;
+                if (more) next = locate(keys, next_start, last_head ? item.first_head : head + 1);
+                // With several groups to a head, computation is what takes the time.
+                Prefetch<T> prefetch(more && count_ == item.heads ? &next : nullptr, a_.head_dim);
+                engine_.set_tile(tile, prefetch);
+                for (int group = 0; group < count_; ++group)
+                    if (groups_[group].kv_head == head) visit(group, start);
+                if (more) tile = next;
+            }
         finish(item);
     }
 
 private:
+    // The keys [first, last) of a request are seen by some row of the item.
+    struct Keys {
+        int64_t request, first, last;
+    };
+
+    // Rows that go through a tile together, all of one KV head.
+    struct Group {
+        int64_t kv_head, first_row;
+        int rows;
+        int64_t from[kGroup], to[kGroup];  // the keys [from, to) that a row sees, ascending with the row
+        SoftmaxState softmax;
+    };
+
     void begin(const Item& item) {
-        const int64_t group = a_.group(), query_len = a_.query_len(item.request);
-        const int64_t left = query_len * group - item.first_row;
-        count_ = static_cast<int>(left < kRows ? left : kRows);
-        const T* rows[kRows];
-        for (int i = 0; i < count_; ++i) {
-            const int64_t query = (item.first_row + i) / group, head = (item.first_row + i) % group;
-            const int64_t token = a_.query_start_loc[item.request] + query;
-            const int64_t position = a_.seq_lens[item.request] - query_len + query;
-            rows[i] = static_cast<const T*>(a_.q) + token * a_.q_stride + (item.kv_head * group + head) * a_.head_dim;
-            from_[i] = a_.window && position >= a_.window ? position - a_.window + 1 : 0;
-            to_[i] = position + 1;
-            state_[i] = {-INFINITY, splat(0)};
-        }
-        engine_.set_queries(rows, count_);
-        std::memset(acc_, 0, count_ * padded_dim_ * sizeof(float));
+        const int64_t rows = a_.query_len(item.request) * a_.group();
+        count_ = 0;
+        for (int64_t head = item.first_head; head < item.first_head + item.heads; ++head)
+            for (int64_t row = item.first_row; row < rows && count_ < kGroups; row += kGroup) {
+                if (row > item.first_row && item.heads > 1) break;
+                Group& group = groups_[count_];
+                group.kv_head = head;
+                group.first_row = row;
+                group.rows = static_cast<int>(rows - row < kGroup ? rows - row : kGroup);
+                begin(item.request, group, count_++);
+            }
+        std::memset(acc_, 0, count_ * kGroup * padded_dim_ * sizeof(float));
     }
 
-    // The tile that begins at key `start`, for rows that see keys in [first_key, last_key). Blocks without such a key are
-    // never looked at: with a window they may have been given back.
-    KVTile<T> locate(const Item& item, int64_t start, int64_t first_key, int64_t last_key) const {
+    void begin(int64_t request, Group& group, int index) {
+        const int64_t query_len = a_.query_len(request);
+        const T* rows[kGroup];
+        group.softmax.reset();
+        for (int i = 0; i < group.rows; ++i) {
+            const int64_t query = (group.first_row + i) / a_.group();
+            const int64_t position = a_.seq_lens[request] - query_len + query;
+            rows[i] = static_cast<const T*>(a_.q) + (a_.query_start_loc[request] + query) * a_.q_stride +
+                      query_head(group, i) * a_.head_dim;
+            group.from[i] = a_.window && position >= a_.window ? position - a_.window + 1 : 0;
+            group.to[i] = position + 1;
+        }
+        engine_.set_queries(index, rows, group.rows);
+    }
+
+    int64_t query_head(const Group& group, int row) const {
+        return group.kv_head * a_.group() + (group.first_row + row) % a_.group();
+    }
+
+    // The tile that begins at key `start`. Blocks with no key that a row sees are never looked at: with a window they
+    // may have been given back.
+    KVTile<T> locate(const Keys& keys, int64_t start, int64_t kv_head) const {
         KVTile<T> tile;
-        tile.begin = static_cast<int>(first_key > start ? first_key - start : 0);
-        tile.end = static_cast<int>(last_key - start < kTile ? last_key - start : kTile);
-        const int32_t* blocks = a_.block_table + item.request * a_.table_stride;
+        tile.begin = static_cast<int>(keys.first > start ? keys.first - start : 0);
+        tile.end = static_cast<int>(keys.last - start < kTile ? keys.last - start : kTile);
+        const int32_t* blocks = a_.block_table + keys.request * a_.table_stride;
         const int64_t head_size = a_.block_size * a_.head_dim, values = a_.num_kv_heads * head_size;
-        const T* cache = static_cast<const T*>(a_.kv_cache) + item.kv_head * head_size;
+        const T* cache = static_cast<const T*>(a_.kv_cache) + kv_head * head_size;
         const int width = a_.block_size % (2 * kSpan) == 0 ? 2 * kSpan : kSpan;
         for (int key = 0; key < kTile; key += width) {
             const bool seen = key < tile.end && key + width > tile.begin;
@@ -162,56 +236,60 @@ private:
         return tile;
     }
 
-    // Takes the current tile into the rows of one group.
-    void visit(int group, int64_t start) {
-        const int first = group * kGroup, last = first + kGroup < count_ ? first + kGroup : count_;
-        if (to_[last - 1] <= start || from_[first] >= start + kTile) return;
-        engine_.scores(group, scores_);
-        float* acc = acc_ + first * padded_dim_;
-        for (int row = first; row < last; ++row) {
-            const int64_t from = from_[row] - start, to = to_[row] - start;
-            softmax_row(scores_ + (row - first) * kTile, from < 0 ? 0 : from > kTile ? kTile : static_cast<int>(from),
-                        to < 0 ? 0 : to > kTile ? kTile : static_cast<int>(to), a_.scale * 1.44269504f, state_[row],
-                        engine_.weights() + (row - first) * kTile, acc + (row - first) * padded_dim_, padded_dim_);
+    // Takes the current tile into the rows of one group, unless none of them sees any of it.
+    void visit(int index, int64_t start) {
+        Group& group = groups_[index];
+        if (group.to[group.rows - 1] <= start || group.from[0] >= start + kTile) return;
+        int from[kGroup], to[kGroup];
+        for (int row = 0; row < group.rows; ++row) {
+            from[row] = within_tile(group.from[row] - start);
+            to[row] = within_tile(group.to[row] - start);
         }
-        engine_.accumulate(group, acc);
+        float* acc = acc_ + index * kGroup * padded_dim_;
+        engine_.scores(index, group.rows, scores_);
+        softmax(scores_, group.rows, from, to, a_.scale * 1.44269504f, group.softmax, engine_.weights(), acc,
+                padded_dim_);
+        engine_.accumulate(group.rows, acc);
     }
 
+    static int within_tile(int64_t key) { return key < 0 ? 0 : key > kTile ? kTile : static_cast<int>(key); }
+
     void finish(const Item& item) const {
-        const int64_t group = a_.group();
-        for (int i = 0; i < count_; ++i) {
-            const int64_t row = item.first_row + i, token = a_.query_start_loc[item.request] + row / group;
-            const int64_t head = item.kv_head * group + row % group;
-            T* out = static_cast<T*>(a_.out) + (token * a_.num_heads + head) * a_.head_dim;
-            const Vec inverse = splat(1.0f / sum(state_[i].denominator));
-            // Weights of zero may have turned -0 into +0: adding +0 makes them one.
-            for (int64_t d = 0; d < a_.head_dim; d += kLanes)
-                store_first(out + d, load(acc_ + i * padded_dim_ + d) * inverse + splat(0), a_.head_dim - d);
-        }
+        for (int index = 0; index < count_; ++index)
+            for (int i = 0; i < groups_[index].rows; ++i) {
+                const Group& group = groups_[index];
+                const int64_t token = a_.query_start_loc[item.request] + (group.first_row + i) / a_.group();
+                T* out = static_cast<T*>(a_.out) + (token * a_.num_heads + query_head(group, i)) * a_.head_dim;
+                const float* acc = acc_ + (index * kGroup + i) * padded_dim_;
+                const Vec inverse = splat(1.0f / sum(group.softmax.denominator[i]));
+                // Weights of zero may have turned -0 into +0: adding +0 makes them one.
+                for (int64_t d = 0; d < a_.head_dim; d += kLanes)
+                    store_first(out + d, load(acc + d) * inverse + splat(0), a_.head_dim - d);
+            }
     }
 
     const Attention& a_;
     Arena arena_;
     Engine engine_;
     const int64_t padded_dim_;
-    float* const acc_;     // [kRows, padded_dim]
+    float* const acc_;     // [kGroups, kGroup, padded_dim]
     float* const scores_;  // [kGroup, kTile]
-    int count_ = 0;
-    int64_t from_[kRows], to_[kRows];  // the keys [from, to) that a row sees
-    RowState state_[kRows];
+    int count_ = 0;  // groups of the current item
+    Group groups_[kGroups];
 };
 
 template <class Engine>
 void attend(const Attention& attention) {
+    const Items work(attention, omp_get_max_threads());
     int64_t items = 0;
-    for (int64_t request = 0; request < attention.requests; ++request) items += attention.items(request);
+    for (int64_t request = 0; request < attention.requests; ++request) items += work.count(request);
     const int64_t row_bytes = attention.num_heads * attention.head_dim * sizeof(typename Engine::Storage);
     const int64_t used = attention.query_start_loc[attention.requests];
     std::memset(static_cast<char*>(attention.out) + used * row_bytes, 0, (attention.tokens - used) * row_bytes);
 #pragma omp parallel if (items > 1)
     {
         Worker<Engine> worker(attention);
-        Items walk(attention);
+        Items walk(work);
 #pragma omp for schedule(monotonic : dynamic, 1)
         for (int64_t index = 0; index < items; ++index) worker.run(walk.at(index));
     }
@@ -224,8 +302,9 @@ using namespace penstock::ISA;
 
 PENSTOCK_EXPORT(void, paged_attention)
 (const void* q, int64_t q_stride, const void* kv_cache, const int32_t* block_table, int64_t table_stride,
- const int32_t* query_start_loc, const int32_t* seq_lens, void* out, int64_t tokens, int64_t requests, int64_t num_heads,
- int64_t num_kv_heads, int64_t head_dim, int64_t block_size, int64_t window, float scale, int32_t dtype) {
+ const int32_t* query_start_loc, const int32_t* seq_lens, void* out, int64_t tokens, int64_t requests,
+ int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t block_size, int64_t window, float scale,
+ int32_t dtype) {
     const Attention attention{q,       kv_cache,     block_table, query_start_loc, seq_lens, out,
                               q_stride, table_stride, tokens,      requests,        num_heads, num_kv_heads,
                               head_dim, block_size,   window,      scale};

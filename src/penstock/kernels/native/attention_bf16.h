@@ -1,7 +1,7 @@
 // Engines for bfloat16 on processors that multiply pairs of it: AVX512-BF16 dot products, and AMX tiles.
 //
-// Both read values as pairs of keys: pair i of a tile holds, for every dimension, the values of keys 2i and 2i + 1 side by
-// side in 32 bits. The dot products and the tiles do not round alike, so an engine serves decode and prefill rows alike.
+// Both read values as pairs of keys: pair i of a tile holds, for every dimension, the values of keys 2i and 2i + 1 side
+// by side in 32 bits. Dot products and tiles do not round alike, so one engine serves decode and prefill rows.
 #pragma once
 
 #include "attention_tile.h"
@@ -58,9 +58,10 @@ public:
           pairs_(arena.zeros<Pair>(kTile / 2 * stride_)),
           zeros_(arena.zeros<bf16>(stride_)) {}
 
-    void set(const KVTile<bf16>& tile, const Prefetch<bf16>& prefetch) {
+    // Asks for `lines` lines of the next tile with each pair.
+    void set(const KVTile<bf16>& tile, Prefetch<bf16>& prefetch, int64_t lines) {
         for (int pair = 0; pair < kTile / 2; ++pair) {
-            prefetch.step(pair);
+            prefetch.issue(lines);
             const bf16* even = row(tile, 2 * pair);
             const bf16* odd = row(tile, 2 * pair + 1);
             for (int64_t d = 0; d < dim_; d += 32) interleave(even + d, odd + d, dim_ - d, pairs_ + pair * stride_ + d);
@@ -109,7 +110,7 @@ public:
     using Weight = bf16;
 
     static size_t bytes(Shape shape) {
-        return sizeof(Pair) * (kRows * shape.head_dim / 2 + (shape.head_dim + 31) / 32 * 16 * kTile) +
+        return sizeof(Pair) * (kGroups * kGroup * shape.head_dim / 2 + (shape.head_dim + 31) / 32 * 16 * kTile) +
                sizeof(bf16) * (shape.head_dim + kGroup * kTile) + 4 * 64 + ValuePairs::bytes(shape);
     }
 
@@ -117,18 +118,17 @@ public:
         : dim_(shape.head_dim),
           padded_(shape.padded_dim()),
           values_(arena, shape),
-          queries_(arena.zeros<Pair>(kRows * dim_ / 2)),
+          queries_(arena.zeros<Pair>(kGroups * kGroup * dim_ / 2)),
           keys_(arena.zeros<Pair>((dim_ + 31) / 32 * 16 * kTile)),
           zeros_(arena.zeros<bf16>(dim_)),
           weights_(arena.zeros<bf16>(kGroup * kTile)) {}
 
-    void set_queries(const bf16* const* rows, int count) {
+    void set_queries(int group, const bf16* const* rows, int count) {
         for (int row = 0; row < count; ++row)
-            std::memcpy(queries_ + row * dim_ / 2, rows[row], dim_ * sizeof(bf16));
-        count_ = count;
+            std::memcpy(queries_ + (group * kGroup + row) * dim_ / 2, rows[row], dim_ * sizeof(bf16));
     }
 
-    void set_tile(const KVTile<bf16>& tile, Prefetch<bf16> prefetch) {
+    void set_tile(const KVTile<bf16>& tile, Prefetch<bf16>& prefetch) {
         for (int first = 0; first < kTile; first += 16) {
             const bf16* rows[16];
             for (int i = 0; i < 16; ++i) {
@@ -139,31 +139,28 @@ public:
             for (int64_t d = 0; d < dim_; d += 32)
                 transpose_pairs(rows, d, dim_, keys_ + d / 2 * kTile + first, kTile);
         }
-        values_.set(tile, prefetch);
+        values_.set(tile, prefetch, prefetch.lines() / (kTile / 2));
     }
 
-    void scores(int group, float* s) const {
-        multiply<PairUnit>(queries_ + group * kGroup * dim_ / 2, dim_ / 2, keys_, kTile, s, kTile, rows(group), kTile,
+    void scores(int group, int count, float* s) const {
+        multiply<PairUnit>(queries_ + group * kGroup * dim_ / 2, dim_ / 2, keys_, kTile, s, kTile, count, kTile,
                            dim_ / 2, false);
     }
 
     Weight* weights() { return weights_; }
 
-    void accumulate(int group, float* acc) const {
+    void accumulate(int count, float* acc) const {
         multiply<PairUnit>(reinterpret_cast<const Pair*>(weights_), kTile / 2, values_.pairs(), values_.stride(), acc,
-                           padded_, rows(group), padded_, kTile / 2, true);
+                           padded_, count, padded_, kTile / 2, true);
     }
 
 private:
-    int rows(int group) const { return count_ - group * kGroup < kGroup ? count_ - group * kGroup : kGroup; }
-
     const int64_t dim_, padded_;
     ValuePairs values_;
-    Pair* const queries_;  // [kRows, head_dim / 2]
+    Pair* const queries_;  // [kGroups, kGroup, head_dim / 2]
     Pair* const keys_;     // [head_dim / 2, kTile]: pairs of dimensions, transposed
     bf16* const zeros_;    // [head_dim]
     bf16* const weights_;  // [kGroup, kTile]
-    int count_ = 0;
 };
 
 #else
@@ -178,8 +175,8 @@ struct alignas(64) TileConfig {
 // The compiler does not know that tile instructions touch memory.
 inline void fence() { asm volatile("" ::: "memory"); }
 
-// Scores are computed transposed, K q^T: so keys are read from the cache as they lie, and only the few query rows and the
-// scores themselves are transposed.
+// Scores are computed transposed, K q^T: so keys are read from the cache as they lie, and only the few query rows and
+// the scores themselves are transposed.
 class BFloat16Engine {
 public:
     using Storage = bf16;
@@ -187,7 +184,7 @@ public:
 
     static size_t bytes(Shape shape) {
         const int64_t wide = (shape.head_dim + 31) / 32 * 32;
-        return sizeof(bf16) * (kRows * wide + kTile * wide + kGroup * wide + kGroup * kTile) +
+        return sizeof(bf16) * (kGroups * kGroup * wide + kTile * wide + kGroup * wide + kGroup * kTile) +
                sizeof(float) * kTile * kGroup + 5 * 64 + ValuePairs::bytes(shape);
     }
 
@@ -197,7 +194,7 @@ public:
           padded_(shape.padded_dim()),
           direct_(dim_ == wide_ && shape.block_size % 16 == 0),
           values_(arena, shape),
-          queries_(arena.zeros<Pair>(kRows * wide_ / 2)),
+          queries_(arena.zeros<Pair>(kGroups * kGroup * wide_ / 2)),
           staged_(arena.zeros<bf16>(direct_ ? 0 : kTile * wide_)),
           zeros_(arena.zeros<bf16>(kGroup * wide_)),
           weights_(arena.zeros<bf16>(kGroup * kTile)),
@@ -209,27 +206,28 @@ public:
     ~BFloat16Engine() { _tile_release(); }
     BFloat16Engine(const BFloat16Engine&) = delete;
 
-    void set_queries(const bf16* const* rows, int count) {
-        for (int first = 0; first < count; first += kGroup) {
-            const bf16* group[kGroup];
-            for (int i = 0; i < kGroup; ++i) group[i] = first + i < count ? rows[first + i] : zeros_;
-            for (int64_t d = 0; d < dim_; d += 32) transpose_pairs(group, d, dim_, queries_ + first * wide_ / 2 + d * 8, 16);
-        }
+    void set_queries(int group, const bf16* const* rows, int count) {
+        const bf16* all[kGroup];
+        for (int row = 0; row < kGroup; ++row) all[row] = row < count ? rows[row] : zeros_;
+        Pair* to = queries_ + group * kGroup * wide_ / 2;
+        for (int64_t d = 0; d < dim_; d += 32) transpose_pairs(all, d, dim_, to + d * 8, 16);
     }
 
-    void set_tile(const KVTile<bf16>& tile, Prefetch<bf16> prefetch) {
+    void set_tile(const KVTile<bf16>& tile, Prefetch<bf16>& prefetch) {
         for (int i = 0; i < kTile / 16; ++i) {
             const bf16* in_place = tile.keys[2 * i] ? tile.keys[2 * i] : zeros_;
             keys_[i] = direct_ ? in_place : staged_ + 16 * i * wide_;
         }
         if (!direct_) stage_keys(tile);
-        values_.set(tile, prefetch);
+        prefetch_ = &prefetch;
+        // The rest is asked for between the products.
+        values_.set(tile, prefetch, prefetch.lines() * 3 / 8 / (kTile / 2));
         begin_ = tile.begin;
         end_ = tile.end;
         fence();
     }
 
-    void scores(int group, float* s) const {
+    void scores(int group, int, float* s) const {
         const Pair* q = queries_ + group * kGroup * wide_ / 2;
         const int64_t stride = wide_ * sizeof(bf16);
         fence();
@@ -247,6 +245,7 @@ public:
             _tile_dpbf16ps(2, 7, 4);
             _tile_loadd(5, keys_[3] + d, stride);
             _tile_dpbf16ps(3, 5, 4);
+            prefetch_->issue(kLinesBetween);
         }
         _tile_stored(0, transposed_, 64);
         _tile_stored(1, transposed_ + 256, 64);
@@ -305,6 +304,7 @@ private:
                 _tile_loadd(5, v + 48, value_stride);
                 _tile_dpbf16ps(3, 4, 5);
             }
+            prefetch_->issue(kLinesBetween);
         }
         _tile_stored(0, acc, stride);
         if (N > 1) _tile_stored(1, acc + 16, stride);
@@ -312,15 +312,19 @@ private:
         if (N > 3) _tile_stored(3, acc + 48, stride);
     }
 
+    // Four products take about as long as so many lines.
+    static constexpr int64_t kLinesBetween = 40;
+
     const int64_t dim_, wide_, padded_;
     const bool direct_;  // keys can be read where they lie: 16 side by side, and whole steps of 32 dimensions
     ValuePairs values_;
-    Pair* const queries_;      // [kRows / 16, wide / 32, 16 pairs, 16 rows]
+    Pair* const queries_;      // [kGroups, wide / 32, 16 pairs, kGroup]
     bf16* const staged_;       // [kTile, wide]
     bf16* const zeros_;        // [kGroup, wide]
     bf16* const weights_;      // [kGroup, kTile]
     float* const transposed_;  // [kTile, kGroup]
     const bf16* keys_[kTile / 16];
+    Prefetch<bf16>* prefetch_ = nullptr;
     int begin_ = 0, end_ = 0;
 };
 

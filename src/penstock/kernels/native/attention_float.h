@@ -18,28 +18,30 @@ public:
     using Weight = float;
 
     static size_t bytes(Shape shape) {
-        return sizeof(float) * (kRows * shape.head_dim + 2 * kTile * shape.padded_dim() + kGroup * kTile) + 4 * 64;
+        const int64_t rows = kGroups * kGroup * shape.head_dim, tile = kTile * shape.padded_dim();
+        return sizeof(float) * (rows + 2 * tile + kGroup * kTile) + 4 * 64;
     }
 
     FloatEngine(Arena& arena, Shape shape)
         : dim_(shape.head_dim),
           padded_(shape.padded_dim()),
-          queries_(arena.zeros<float>(kRows * dim_)),
+          queries_(arena.zeros<float>(kGroups * kGroup * dim_)),
           keys_(arena.zeros<float>(padded_ * kTile)),
           values_(arena.zeros<float>(kTile * padded_)),
           weights_(arena.zeros<float>(kGroup * kTile)) {}
 
-    void set_queries(const T* const* rows, int count) {
-        for (int row = 0; row < count; ++row)
+    void set_queries(int group, const T* const* rows, int count) {
+        for (int row = 0; row < count; ++row) {
+            float* to = queries_ + (group * kGroup + row) * dim_;
             for (int64_t d = 0; d < dim_; d += kLanes)
-                store_first(queries_ + row * dim_ + d, load_first(rows[row] + d, dim_ - d), dim_ - d);
-        count_ = count;
+                store_first(to + d, load_first(rows[row] + d, dim_ - d), dim_ - d);
+        }
     }
 
-    void set_tile(const KVTile<T>& tile, Prefetch<T> prefetch) {
+    void set_tile(const KVTile<T>& tile, Prefetch<T>& prefetch) {
         alignas(64) float column[kLanes];
         for (int key = 0; key < kTile; ++key) {
-            if (key % 2 == 0) prefetch.step(key / 2);
+            prefetch.issue(prefetch.lines() / kTile);
             const bool seen = key >= tile.begin && key < tile.end;
             const int64_t at = key % kSpan * dim_;
             const T* k = tile.keys[key / kSpan] + (seen ? at : 0);
@@ -53,26 +55,22 @@ public:
         }
     }
 
-    void scores(int group, float* s) const {
-        multiply<FloatUnit>(queries_ + group * kGroup * dim_, dim_, keys_, kTile, s, kTile, rows(group), kTile, dim_,
-                            false);
+    void scores(int group, int count, float* s) const {
+        multiply<FloatUnit>(queries_ + group * kGroup * dim_, dim_, keys_, kTile, s, kTile, count, kTile, dim_, false);
     }
 
     Weight* weights() { return weights_; }
 
-    void accumulate(int group, float* acc) const {
-        multiply<FloatUnit>(weights_, kTile, values_, padded_, acc, padded_, rows(group), padded_, kTile, true);
+    void accumulate(int count, float* acc) const {
+        multiply<FloatUnit>(weights_, kTile, values_, padded_, acc, padded_, count, padded_, kTile, true);
     }
 
 private:
-    int rows(int group) const { return count_ - group * kGroup < kGroup ? count_ - group * kGroup : kGroup; }
-
     const int64_t dim_, padded_;
-    float* const queries_;  // [kRows, head_dim]
+    float* const queries_;  // [kGroups, kGroup, head_dim]
     float* const keys_;     // [padded_dim, kTile]: transposed
     float* const values_;   // [kTile, padded_dim]
     float* const weights_;  // [kGroup, kTile]
-    int count_ = 0;
 };
 
 }  // namespace penstock::ISA

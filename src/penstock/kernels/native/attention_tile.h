@@ -4,11 +4,12 @@
 //
 //   Storage, Weight                 type of q and the cache; type that softmax writes its weights in
 //   Engine(arena, shape)            takes its scratch memory from the arena
-//   set_queries(rows, count)        takes up to kRows query rows
-//   set_tile(tile, prefetch)        takes the keys and values of a tile; keys outside [begin, end) count as zeros
-//   scores(group, s)                s [kGroup, kTile] = q k^T of the rows of one group, any number at masked keys
+//   set_queries(group, rows, count) takes the query rows of one group, at most kGroup
+//   set_tile(tile, prefetch)        takes the keys and values of a tile; keys outside [begin, end) count as zeros;
+//                                   both arguments live until the next tile
+//   scores(group, count, s)         s [kGroup, kTile] = q k^T of the rows of one group, any number at masked keys
 //   weights()                       [kGroup, kTile], where softmax leaves one group's weights, zero at masked keys
-//   accumulate(group, acc)          acc [kGroup, padded_dim] += weights v
+//   accumulate(count, acc)          acc [kGroup, padded_dim] += weights v
 //
 // A row of s or acc must come from the same sequence of operations whichever rows are beside it.
 #pragma once
@@ -22,7 +23,7 @@ namespace penstock::ISA {
 constexpr int kTile = 64;   // keys of a tile; a tile begins at a multiple of kTile whatever the query
 constexpr int kSpan = 8;    // block sizes are multiples of this: so many keys lie side by side for certain
 constexpr int kGroup = 16;  // query rows that go through a tile together
-constexpr int kRows = 64;   // query rows of one work item
+constexpr int kGroups = 4;  // groups of one work item
 
 struct Shape {
     int64_t head_dim, block_size;
@@ -70,25 +71,36 @@ private:
     char* next_;
 };
 
-// Brings the next tile into the cache, a little with each of the kTile / 2 steps that an engine takes to read this one.
+// Brings the next tile into the second-level cache while this one is computed. A core keeps few lines in flight: they
+// are asked for a few at a time all along the computation, which would wait for a burst of them.
 template <class T>
 class Prefetch {
 public:
-    Prefetch(const KVTile<T>* next, int64_t head_dim) : next_(next), bytes_(kSpan / 2 * head_dim * sizeof(T)) {}
+    // A null `next` asks for nothing.
+    Prefetch(const KVTile<T>* next, int64_t head_dim)
+        : next_(next), span_(next ? 0 : kSpans), span_bytes_(kSpan * head_dim * sizeof(T)) {}
 
-    void step(int index) const {
-        if (!next_) return;
-        constexpr int kSteps = kTile / 4;
-        const T* const* spans = index < kSteps ? next_->keys : next_->values;
-        const char* span = reinterpret_cast<const char*>(spans[index % kSteps / 2]);
-        if (!span) return;
-        span += index % 2 * bytes_;
-        for (int64_t line = 0; line < bytes_; line += 64) __builtin_prefetch(span + line, 0, 2);
+    // Lines of a whole tile.
+    int64_t lines() const { return kSpans * span_bytes_ / 64; }
+
+    void issue(int64_t lines) {
+        for (; span_ < kSpans && lines > 0; ++span_, at_ = 0) {
+            const T* span = span_ < kSpans / 2 ? next_->keys[span_] : next_->values[span_ - kSpans / 2];
+            const int64_t until = at_ + 64 * lines < span_bytes_ ? at_ + 64 * lines : span_bytes_;
+            for (int64_t at = at_; span && at < until; at += 64)
+                __builtin_prefetch(reinterpret_cast<const char*>(span) + at, 0, 2);
+            lines -= (until - at_) / 64;
+            at_ = until;
+            if (at_ < span_bytes_) return;
+        }
     }
 
 private:
+    static constexpr int kSpans = 2 * kTile / kSpan;
+
     const KVTile<T>* next_;
-    int64_t bytes_;
+    int span_;
+    int64_t span_bytes_, at_ = 0;
 };
 
 // c [R, N vectors] (+)= a [R, k] b [k, N vectors], each element one chain over k in ascending order.

@@ -1,7 +1,7 @@
 // Row-wise kernels around the matrix products: norms, rotary embedding with the store into the KV cache, activation.
 //
-// Arithmetic is fp32; a value is rounded to its storage type where the interface says so (kernels/<name>.py) and nowhere
-// else. Sums run over a row in one fixed order.
+// Arithmetic is fp32; a value is rounded to its storage type where the interface says so (kernels/<name>.py) and
+// nowhere else. Sums run over a row in one fixed order.
 #include <cmath>
 
 #include "vec.h"

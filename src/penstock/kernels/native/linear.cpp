@@ -4,10 +4,6 @@
 #include "linear_fma.h"
 #include "linear_pairs.h"
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
 namespace {
 
 #if defined(__AMX_BF16__)
@@ -28,16 +24,6 @@ auto with_kernel(const Linear& layer, Action action) {
     }
 }
 
-// Asks for huge pages before the first touch: fewer of the processor's address translations are missed.
-void ask_for_huge_pages(const char* memory, int64_t bytes) {
-#if defined(__linux__)
-    constexpr int64_t kPage = 2 << 20;
-    const int64_t first = round_up(reinterpret_cast<intptr_t>(memory), kPage);
-    const int64_t last = (reinterpret_cast<intptr_t>(memory) + bytes) / kPage * kPage;
-    if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
-#endif
-}
-
 }  // namespace
 
 // Bytes of the packed weight.
@@ -49,11 +35,7 @@ PENSTOCK_EXPORT(int64_t, linear_packed_bytes)(const Linear* layer) {
 
 // Packs `weight`, [out_features, in_features] in the layer's type, to `layer->weight`, aligned to 64 bytes.
 PENSTOCK_EXPORT(void, linear_pack)(const Linear* layer, const void* weight, int64_t threads) {
-    with_kernel(*layer, [&](auto kernel) {
-        using Kernel = decltype(kernel);
-        ask_for_huge_pages(layer->weight, panel_bytes<Kernel>(*layer) * divide_up(layer->out_features, kPanel));
-        pack<Kernel>(*layer, weight, threads);
-    });
+    with_kernel(*layer, [&](auto kernel) { pack<decltype(kernel)>(*layer, weight, threads); });
 }
 
 // out [rows, out_features] = x [rows, in_features] @ weight.T + bias.

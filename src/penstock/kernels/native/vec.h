@@ -189,9 +189,17 @@ inline void store_first(T* to, Vec a, int64_t count) {
 // `a` rounded to what T holds.
 template <class T>
 inline Vec round_to(Vec a) {
+#if defined(__AVX512F__)
+    return widen(narrow(a, T{}), T{});
+#else
     T rounded[kLanes];
     store(rounded, a);
     return load(rounded);
+#endif
+}
+template <>
+inline Vec round_to<float>(Vec a) {
+    return a;
 }
 
 // 2^x, relative error below 2e-7; exactly 1 at 0, exactly 0 below -127 and at minus infinity, infinity above 128.
