@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from penstock import LLM, SamplingParams
+from penstock.kernels import native
 
 NUM_REQUESTS = 64
 MAX_TOKENS = 24
@@ -50,14 +51,16 @@ def requests() -> list[tuple[str, SamplingParams]]:
     return made
 
 
-def run(one_by_one: bool = False, repeat: int = 1, **engine_args: Any) -> tuple[list[list[int]], LLM]:
-    """The tokens of all requests. `repeat` runs the batch again, on the cache that the first run left."""
+def run(
+    one_by_one: bool = False, repeat: int = 1, count: int = NUM_REQUESTS, **engine_args: Any
+) -> tuple[list[list[int]], LLM]:
+    """The tokens of the first `count` requests. `repeat` runs the batch again, on the cache that the first run left."""
     llm = LLM(**{**PLAIN, **engine_args})
-    prompts, params = zip(*requests(), strict=True)
+    prompts, params = zip(*requests()[:count], strict=True)
     outputs = []
     for _ in range(repeat):
         if one_by_one:
-            outputs = [llm.generate(p, q, use_tqdm=False)[0] for p, q in requests()]
+            outputs = [llm.generate(p, q, use_tqdm=False)[0] for p, q in requests()[:count]]
         else:
             outputs = llm.generate(list(prompts), list(params), use_tqdm=False)
         llm.check_integrity()
@@ -103,3 +106,16 @@ def test_prefix_hits_under_preemption(plain_tokens: list[list[int]], overlap: bo
 def test_small_blocks(plain_tokens: list[list[int]]) -> None:
     tokens, _ = run(block_size=8, enable_prefix_caching=True, num_gpu_blocks_override=3000)
     assert tokens == plain_tokens
+
+
+def test_reference_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no native library was built the bits are others, but no less the row's own."""
+    monkeypatch.setenv("PENSTOCK_CPU_ISA", "torch")
+    native.library.cache_clear()
+    try:
+        plain, _ = run(one_by_one=True, count=10)
+        together, llm = run(count=10, max_num_batched_tokens=48, enable_prefix_caching=True, **SMALL_POOL)
+    finally:
+        native.library.cache_clear()
+    assert llm.stats().num_preemptions > 0
+    assert together == plain

@@ -155,9 +155,8 @@ def test_large_scores_do_not_overflow(isa: str) -> None:
     torch.testing.assert_close(run([Part(sequence, 0, 150)]).double(), sequence.exact(0), rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("isa", ISAS, indirect=True)
 class TestSameBits:
-    """The promise of the native kernels, on every dtype, with and without a window."""
+    """The promise, on every dtype, with and without a window."""
 
     @pytest.fixture(params=[(torch.bfloat16, 128, (4, 2)), (torch.bfloat16, 80, (3, 1)), (torch.float16, 72, (4, 2)),
                             (torch.float32, 64, (2, 2))])  # fmt: skip

@@ -6,8 +6,8 @@ holds because every row takes the same walk over tiles of 64 positions with the 
 differ from each other in the last bits. Where another row of the call sees a value that this row does not, the value
 must be finite; everywhere else memory may hold anything, NaN included.
 
-The torch reference computes the same function without that promise: it is what tests compare with, and what a machine
-without the native library falls back on.
+The torch reference takes the same walk with elementwise products and sums of one shape, slowly: tests compare with it,
+and a machine without the native library falls back on it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from collections.abc import Callable
 import torch
 
 from penstock.kernels.native import DTYPE_CODES, NativeLibrary, library
+
+_TILE = 64
+_ROWS = 32
 
 
 def paged_attention(
@@ -73,9 +76,12 @@ def paged_attention_reference(
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     starts = query_start_loc.tolist()
     for request, seq_len in enumerate(seq_lens.tolist()):
-        rows = slice(starts[request], starts[request + 1])
-        if rows.stop > rows.start:
-            out[rows] = _attend_one(q[rows], kv_cache, block_table[request], seq_len, scale, sliding_window)
+        # A part of the rows at a time: the products before they are summed take rows x heads x tile x D numbers.
+        for start in range(starts[request], starts[request + 1], _ROWS):
+            end = min(start + _ROWS, starts[request + 1])
+            seen = seq_len - (starts[request + 1] - end)
+            blocks = block_table[request]
+            out[start:end] = _attend_one(q[start:end], kv_cache, blocks, seen, scale, sliding_window)
     return out.flatten(1)
 
 
@@ -88,20 +94,49 @@ def _attend_one(
     sliding_window: int,
 ) -> torch.Tensor:
     wide = torch.promote_types(q.dtype, torch.float32)
-    count, num_heads, _ = q.shape
+    count, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv_cache.shape[2:4]
-    queries = torch.arange(seq_len - count, seq_len, device=q.device)
+    grouped = q.to(wide).view(count, num_kv_heads, num_heads // num_kv_heads, 1, head_dim)
+    queries = torch.arange(seq_len - count, seq_len, device=q.device)[:, None]
+    state = _SoftmaxState(grouped[..., 0, :])
     first = max(0, seq_len - count - sliding_window + 1) if sliding_window else 0
-    keys = torch.arange(first, seq_len, device=q.device)
-    ids, offsets = blocks[keys // block_size].long(), keys % block_size
-    k, v = kv_cache[ids, :, :, offsets].to(wide).unbind(1)  # [keys, Hkv, D] each
-    grouped = q.to(wide).view(count, num_kv_heads, num_heads // num_kv_heads, -1)
-    scores = torch.einsum("nhgd,khd->hgnk", grouped, k) * scale
-    hidden = keys[None] > queries[:, None]
-    if sliding_window:
-        hidden |= keys[None] <= queries[:, None] - sliding_window
-    weights = scores.masked_fill_(hidden, float("-inf")).softmax(-1)
-    return torch.einsum("hgnk,khd->nhgd", weights, v).reshape(q.shape).to(q.dtype)
+    for tile in range(first // _TILE * _TILE, seq_len, _TILE):
+        # Every tile has the full width, whatever part of it is there, so that all sums have one shape.
+        places = torch.arange(tile, tile + _TILE, device=q.device)
+        is_there = (places >= first) & (places < seq_len)
+        ids = torch.where(is_there, blocks[(places // block_size).clamp(max=blocks.shape[0] - 1)].long(), 0)
+        k, v = (
+            kv_cache[ids, :, :, places % block_size].to(wide).masked_fill(~is_there[:, None, None, None], 0).unbind(1)
+        )
+        is_seen = is_there & (places <= queries)
+        if sliding_window:
+            is_seen &= places > queries - sliding_window
+        scores = (grouped * k.transpose(0, 1)[:, None]).sum(-1) * scale  # [n, Hkv, group, tile]
+        state.add(scores.masked_fill(~is_seen[:, None, None], -torch.inf), v.transpose(0, 1)[:, None])
+    return state.result().reshape(q.shape).to(q.dtype)
+
+
+class _SoftmaxState:
+    """The running softmax of rows over tiles (Milakov and Gimelshein 2018, arXiv:1805.02867)."""
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self._best = like.new_full(like.shape[:-1], -torch.inf)
+        self._mass = like.new_zeros(like.shape[:-1])
+        self._sum = torch.zeros_like(like)
+
+    def add(self, scores: torch.Tensor, values: torch.Tensor) -> None:
+        """Scores [..., tile], -inf where a row does not see; values [..., tile, D]."""
+        best = torch.maximum(self._best, scores.amax(-1))
+        # A row that has seen nothing yet keeps weights of zero instead of inf - inf.
+        finite = best.masked_fill(best.isinf(), 0)
+        weights = (scores - finite[..., None]).exp()
+        kept = (self._best - finite).exp()
+        self._mass = self._mass * kept + weights.sum(-1)
+        self._sum = self._sum * kept[..., None] + (weights[..., None] * values).sum(-2)
+        self._best = best
+
+    def result(self) -> torch.Tensor:
+        return self._sum / self._mass[..., None]
 
 
 def _check(
