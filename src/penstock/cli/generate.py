@@ -32,11 +32,10 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     text = _read_prompt(args.prompt)
-    # Imported here: the help text needs no torch.
+    started = SystemClock().now()
+    # Imported here: the help text needs no torch, and its time belongs to the start.
     from penstock.engine.llm import LLM
 
-    clock = SystemClock()
-    started = clock.now()
     llm = LLM(**engine_kwargs(args))
     try:
         params = sampling_params(args, llm.get_default_sampling_params())

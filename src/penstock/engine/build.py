@@ -110,7 +110,7 @@ def _plan(config: EngineConfig, loaded: LoadedModel) -> tuple[SchedulerConfig, K
 def _allocate(planned: KVCacheConfig, loaded: LoadedModel) -> KVCache:
     try:
         return allocate_kv_cache(planned, loaded.device)
-    except (RuntimeError, torch.OutOfMemoryError) as error:
+    except (RuntimeError, OSError, torch.OutOfMemoryError) as error:
         raise ConfigError(
             f"the KV cache of {planned.num_blocks} blocks cannot be allocated on {loaded.device}: lower "
             f"gpu_memory_utilization, kv_cache_memory or num_gpu_blocks_override ({error})"

@@ -12,15 +12,14 @@ bfloat16 with AVX512 or AMX); the caller may drop the original. Threads are torc
 from __future__ import annotations
 
 import ctypes
-import mmap
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 
+from penstock.kernels.host_memory import aligned_bytes
 from penstock.kernels.native import DTYPE_CODES, NativeLibrary, library
 
-_HUGE_PAGE = 2 << 20
 _TILE_ROWS = 16
 
 
@@ -92,7 +91,7 @@ class _NativeLinear:
         descriptor = _Descriptor(0, 0, in_features, out_features, DTYPE_CODES[weight.dtype])
         count = packed_bytes(ctypes.addressof(descriptor))
         assert count is not None
-        self._packed = _aligned_bytes(count)
+        self._packed = aligned_bytes(count)
         descriptor.weight = self._packed.data_ptr()
         descriptor.bias = None if self._bias is None else self._bias.data_ptr()
         pack(ctypes.addressof(descriptor), weight.data_ptr(), torch.get_num_threads())
@@ -101,21 +100,6 @@ class _NativeLinear:
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
         self._run(self._address, x.data_ptr(), out.data_ptr(), x.shape[0], torch.get_num_threads())
-
-
-def _aligned_bytes(count: int) -> torch.Tensor:
-    """[count] uint8 at an address that suits vector loads, in huge pages where it fills some and the system has them.
-
-    Large memory is mapped fresh: an allocator would hand out what was touched before, whose pages are small for good.
-    """
-    if count < _HUGE_PAGE:
-        memory = torch.empty(count + 64, dtype=torch.uint8)
-        return memory.narrow(0, -memory.data_ptr() % 64, count)
-    mapping = mmap.mmap(-1, count + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    memory = torch.frombuffer(mapping, dtype=torch.uint8)
-    return memory.narrow(0, -memory.data_ptr() % _HUGE_PAGE, count)
 
 
 class _TorchLinear:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
 from penstock.config.engine import CacheConfig, EngineConfig
 from penstock.config.model import ModelConfig
+from penstock.kernels.host_memory import aligned_bytes
 from penstock.messages.kv_cache_spec import KVCacheConfig, KVCacheGroup
 from penstock.models.interface import Model
 from penstock.models.registry import build_model, check_supported
@@ -79,16 +81,20 @@ def num_blocks_in_budget(config: CacheConfig, device: torch.device, bytes_per_bl
 
 def allocate_kv_cache(config: KVCacheConfig, device: torch.device) -> KVCache:
     """Allocates the cache, uninitialised: nothing may be read that was not written."""
-    storages = [
-        torch.empty(_shape(config, config.groups[0]), dtype=TORCH_DTYPES[config.groups[0].spec.dtype], device=device)
-        for _ in range(config.num_tensors)
-    ]
+    storages = [_allocate(config, device) for _ in range(config.num_tensors)]
     tensors = {
         name: storages[index].view(_shape(config, group))
         for group in config.groups
         for index, name in enumerate(group.layer_names)
     }
     return KVCache(config, tensors)
+
+
+def _allocate(config: KVCacheConfig, device: torch.device) -> torch.Tensor:
+    shape, dtype = _shape(config, config.groups[0]), TORCH_DTYPES[config.groups[0].spec.dtype]
+    if device.type == "cpu":
+        return aligned_bytes(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _shape(config: KVCacheConfig, group: KVCacheGroup) -> tuple[int, ...]:

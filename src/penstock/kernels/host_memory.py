@@ -1,0 +1,24 @@
+"""Large CPU memory for kernels that stream through it."""
+
+from __future__ import annotations
+
+import mmap
+
+import torch
+
+_HUGE_PAGE = 2 << 20
+
+
+def aligned_bytes(count: int) -> torch.Tensor:
+    """[count] uint8 at an address that suits vector loads, in huge pages where it fills some and the system has them.
+
+    Large memory is mapped fresh: an allocator would hand out what was touched before, whose pages are small for good.
+    """
+    if count < _HUGE_PAGE:
+        memory = torch.empty(count + 64, dtype=torch.uint8)
+        return memory.narrow(0, -memory.data_ptr() % 64, count)
+    mapping = mmap.mmap(-1, count + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(mapping, dtype=torch.uint8)
+    return memory.narrow(0, -memory.data_ptr() % _HUGE_PAGE, count)
