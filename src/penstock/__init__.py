@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from penstock.engine.llm import LLM
     from penstock.messages.outputs import CompletionOutput, RequestOutput
     from penstock.messages.sampling_params import SamplingParams
-    from penstock.utils.errors import ConfigError, EngineDeadError, PeerError, PenstockError, RequestError
+    from penstock.utils.errors import ConfigError, EngineDeadError, PenstockError, RequestError
 
 set_openmp_defaults()
 
@@ -22,7 +22,6 @@ __all__ = [
     "CompletionOutput",
     "ConfigError",
     "EngineDeadError",
-    "PeerError",
     "PenstockError",
     "RequestError",
     "RequestOutput",
@@ -38,7 +37,6 @@ _HOMES = {
     "SamplingParams": "penstock.messages.sampling_params",
     "ConfigError": "penstock.utils.errors",
     "EngineDeadError": "penstock.utils.errors",
-    "PeerError": "penstock.utils.errors",
     "PenstockError": "penstock.utils.errors",
     "RequestError": "penstock.utils.errors",
 }

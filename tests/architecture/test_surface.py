@@ -12,7 +12,7 @@ import re
 import penstock
 from penstock.cli.main import make_parser
 from penstock.config import env
-from tests.architecture.sources import ROOT, modules
+from tests.architecture.sources import ROOT, imports, modules
 
 ENGINE_FLAGS = {
     "--async-scheduling", "--block-size", "--device", "--dtype", "--enable-prefix-caching",
@@ -34,7 +34,7 @@ FLAGS = {
 
 PUBLIC = {
     "LLM", "SamplingParams", "RequestOutput", "CompletionOutput", "PenstockError", "ConfigError", "RequestError",
-    "PeerError", "EngineDeadError", "__version__",
+    "EngineDeadError", "__version__",
 }  # fmt: skip
 
 
@@ -76,5 +76,8 @@ def test_environment_names_are_documented() -> None:
 
 def test_no_pickle_and_no_sleep() -> None:
     for module, tree in modules().items():
-        names = {n.names[0].name for n in ast.walk(tree) if isinstance(n, ast.Import)}
-        assert "pickle" not in names, module
+        names = imports(tree)
+        assert not any(name.split(".")[0] == "pickle" for name in names), module
+        sleeps = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr == "sleep"]
+        assert not sleeps, module
+        assert "time.sleep" not in names, module

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import shutil
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +15,7 @@ from typing import Any
 import pytest
 
 import penstock
-from penstock import LLM, ConfigError, RequestError, SamplingParams
+from penstock import LLM, ConfigError, EngineDeadError, RequestError, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 
@@ -114,23 +118,51 @@ def test_a_stream_ends_as_generate_does_and_can_be_left(llm: LLM) -> None:
     llm.check_integrity()
 
 
-def test_an_interrupt_leaves_the_engine_usable(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_interrupt_leaves_the_engine_usable(overlap: bool) -> None:
+    """Real signals at random moments, in whatever line they find the engine."""
+    llm = LLM(max_model_len=256, num_gpu_blocks_override=100, async_scheduling=overlap)
     (before,) = llm.generate("Once upon a time", GREEDY, use_tqdm=False)
-    step, calls = llm._step, iter(range(100))
+    rng = random.Random(0)
+    num_interrupted = 0
+    for _ in range(25):
+        timer = threading.Timer(rng.uniform(0.001, 0.08), os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        try:
+            llm.generate(["Once upon a time"] * 5, GREEDY, use_tqdm=False)
+            timer.join()
+        except KeyboardInterrupt:
+            num_interrupted += 1
+        timer.join()
+        assert llm.stats().num_running == llm.stats().num_waiting == 0
+        llm.check_integrity()
+        (after,) = llm.generate("Once upon a time", GREEDY, use_tqdm=False)
+        assert after.outputs[0].token_ids == before.outputs[0].token_ids
+    assert num_interrupted > 5
+    llm.shutdown()
 
-    def interrupted_step() -> Any:
-        if next(calls) == 3:
-            raise KeyboardInterrupt
-        return step()
 
-    monkeypatch.setattr(llm, "_step", interrupted_step)
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate(["Once upon a time"] * 5, GREEDY, use_tqdm=False)
+def test_one_run_at_a_time(llm: LLM) -> None:
+    first = llm.stream("Once upon a time", GREEDY)
+    next(first)
+    with pytest.raises(RequestError, match="still running"):
+        llm.generate("x", GREEDY, use_tqdm=False)
+    assert len(list(first)) == 23
+
+
+def test_a_failed_worker_is_said_and_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(max_model_len=64)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("the device is on fire")
+
+    monkeypatch.setattr(llm._core._executor._runner, "execute_model", fail)
+    with pytest.raises(EngineDeadError, match="on fire"):
+        llm.generate("x", GREEDY, use_tqdm=False)
     monkeypatch.undo()
-    assert llm.stats().num_running == llm.stats().num_waiting == 0
-    llm.check_integrity()
-    (after,) = llm.generate("Once upon a time", GREEDY, use_tqdm=False)
-    assert after.outputs[0].token_ids == before.outputs[0].token_ids
+    with pytest.raises(EngineDeadError, match="has stopped"):
+        llm.generate("x", GREEDY, use_tqdm=False)
+    llm.shutdown()
 
 
 BAD_PROMPTS = [
@@ -144,8 +176,13 @@ BAD_PROMPTS = [
     ({"prompt_token_ids": [5] * 512}, "max_model_len=512"),
     ({"text": "x"}, "unknown prompt field 'text'"),
     ({"prompt": "x", "cache_salt": ""}, "cache_salt"),
+    ({"prompt": "x", "cache_salt": "\ud800"}, "cache_salt"),
+    ({"prompt": [5, 6]}, "prompt must be text"),
+    ({"prompt_token_ids": "abc"}, "prompt_token_ids must be a list"),
     ({}, "prompt"),
     (7, "prompt"),
+    (None, "prompt"),
+    (b"bytes", "bytes"),
     ("half a character: \udcff", "not valid Unicode at character 18"),
 ]
 
@@ -171,13 +208,45 @@ def test_parameters_beyond_the_model_are_refused(llm: LLM, params: dict[str, Any
         llm.generate("x", SamplingParams(**params), use_tqdm=False)
 
 
-def test_an_error_in_one_request_ends_that_request_alone(llm: LLM) -> None:
+@pytest.mark.parametrize(
+    "others", [{"temperature": 0.0}, {"temperature": 1.0}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}]
+)
+def test_an_error_in_one_request_ends_that_request_alone(llm: LLM, others: dict[str, Any]) -> None:
     # Every token is forbidden: nothing can be drawn for the second request.
-    impossible = SamplingParams(temperature=0.0, max_tokens=5, min_tokens=5, allowed_token_ids=[2])
+    impossible = SamplingParams(max_tokens=5, min_tokens=5, allowed_token_ids=[2], **others)
     good, bad = llm.generate(["Once upon a time"] * 2, [GREEDY, impossible], use_tqdm=False)
     assert len(good.outputs[0].token_ids) == 24
     assert bad.outputs[0].finish_reason == "error"
     assert bad.error is not None
+
+
+CHATS = [
+    ([], "messages"),
+    ([{"role": 5, "content": "x"}], r"messages\[0\]"),
+    ([{"role": "user"}], r"messages\[0\].content"),
+    ([{"role": "user", "content": None}], "content"),
+    ([{"role": "user", "content": [{"type": "image_url"}]}], "not text"),
+]
+
+
+@pytest.mark.parametrize(("messages", "named"), CHATS)
+def test_bad_conversations_are_refused(llm: LLM, messages: Any, named: str) -> None:
+    with pytest.raises(RequestError, match=named):
+        llm.chat(messages, GREEDY)
+
+
+def test_text_parts_are_joined(llm: LLM) -> None:
+    parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "2 + 2?"}]
+    joined, whole = (
+        llm.chat([{"role": "user", "content": content}], GREEDY)[0].prompt_token_ids
+        for content in (parts, "What is 2 + 2?")
+    )
+    assert joined == whole
+
+
+def test_prompt_logprobs_of_one_token(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=1, prompt_logprobs=1)
+    assert llm.generate([5], params, use_tqdm=False)[0].prompt_logprobs == [None]
 
 
 def test_more_prompts_than_the_queue_holds_wait_their_turn() -> None:
@@ -207,6 +276,11 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"dtype": "int3"}, "dtype"),
     ({"scheduling_policy": "random"}, "scheduling_policy"),
     ({"max_num_seqs": 0}, "max_num_seqs"),
+    ({"max_num_seqs": 10**8}, "max_num_seqs"),
+    ({"seed": 1.5}, "seed must be int"),
+    ({"enable_prefix_caching": "no"}, "enable_prefix_caching must be bool"),
+    ({"gpu_memory_utilization": "0.9"}, "gpu_memory_utilization must be float"),
+    ({"model": 5}, "model must be str"),
     ({"device": "cuda"}, "no CUDA device"),
     ({"model": "./no/such/folder"}, "no folder"),
 ]
@@ -281,7 +355,42 @@ def break_rope(folder: Path) -> None:
     edit_json(folder / "config.json", rope_scaling={"rope_type": "spiral", "factor": 2.0})
 
 
+def quantize(folder: Path) -> None:
+    edit_json(folder / "config.json", quantization_config={"quant_method": "fp8"})
+
+
+def change_activation(folder: Path) -> None:
+    edit_json(folder / "config.json", hidden_act="gelu")
+
+
+def break_layer_types(folder: Path) -> None:
+    edit_json(folder / "config.json", layer_types=["full_attention"])
+
+
+def break_rope_factor(folder: Path) -> None:
+    edit_json(folder / "config.json", rope_scaling={"rope_type": "linear", "factor": None})
+
+
+def remove_layers(folder: Path) -> None:
+    edit_json(folder / "config.json", num_hidden_layers=0)
+
+
+def break_template(folder: Path) -> None:
+    edit_json(folder / "tokenizer_config.json", chat_template=5)
+
+
+def break_generation(folder: Path) -> None:
+    edit_json(folder / "generation_config.json", temperature=-1.0, do_sample=True)
+
+
 BROKEN = [
+    (quantize, "quantized"),
+    (change_activation, "hidden_act 'gelu'"),
+    (break_layer_types, "layer_types names 1 layers of 6"),
+    (break_rope_factor, "cannot use its parameters"),
+    (remove_layers, "num_hidden_layers must be a positive integer"),
+    (break_template, "chat_template must be text"),
+    (break_generation, "generation_config.json: temperature"),
     (break_architecture, "mamba9.*supported: llama, mistral, qwen2, qwen3"),
     (break_config, "config.json is not valid JSON"),
     (break_shape, "has shape .* config.json asks for"),
@@ -303,6 +412,15 @@ def test_a_broken_checkpoint_is_one_readable_line(checkpoint: Path, damage: Any,
     with pytest.raises(ConfigError, match=named) as caught:
         LLM(str(checkpoint), max_model_len=64)
     assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_files_truncation_does_not_touch_prompts(checkpoint: Path) -> None:
+    tokenizer = json.loads((checkpoint / "tokenizer.json").read_text())
+    tokenizer["truncation"] = {"max_length": 2, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
+    (checkpoint / "tokenizer.json").write_text(json.dumps(tokenizer))
+    llm = LLM(str(checkpoint), max_model_len=64)
+    assert len(llm.generate("one two three four five", GREEDY, use_tqdm=False)[0].prompt_token_ids) > 4
+    llm.shutdown()
 
 
 def test_dummy_weights_need_no_weight_files(checkpoint: Path) -> None:

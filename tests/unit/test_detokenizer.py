@@ -55,6 +55,16 @@ def test_an_incomplete_character_at_the_end_is_dropped(tokenizer: Tokenizer) -> 
         assert "ok 👍".startswith(final)
 
 
+def test_a_prompt_that_ends_inside_a_character_is_not_repeated(tokenizer: Tokenizer) -> None:
+    prompt = tokenizer.encode("my good old friend \ufffd")
+    thumb = tokenizer.encode("👍")
+    for cut in range(len(thumb)):
+        detokenizer = Detokenizer(tokenizer, prompt + thumb[:cut], SamplingParams())
+        for token_id in tokenizer.encode("fine"):
+            detokenizer.append(token_id)
+        assert "friend" not in detokenizer.text
+
+
 def test_random_tokens_never_fail(tokenizer: Tokenizer) -> None:
     rng = random.Random(0)
     for _ in range(50):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from penstock.messages.sampling_params import SamplingParams
@@ -46,6 +47,13 @@ BAD = [
     ("stop_token_ids", [-1]),
     ("allowed_token_ids", []),
     ("allowed_token_ids", ["a"]),
+    ("stop", 5),
+    ("bad_words", 5),
+    ("stop_token_ids", 5),
+    ("allowed_token_ids", "ab"),
+    ("logit_bias", [1]),
+    ("ignore_eos", "false"),
+    ("detokenize", 1),
     ("logit_bias", {1: 101.0}),
     ("logit_bias", {1: math.nan}),
     ("logit_bias", {-1: 1.0}),
@@ -58,6 +66,16 @@ def test_out_of_bounds_is_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(RequestError, match=field) as caught:
         SamplingParams(**{field: value})
     assert caught.value.field == field
+
+
+def test_unknown_fields_are_refused_with_the_nearest_name() -> None:
+    with pytest.raises(RequestError, match="did you mean 'max_tokens'") as caught:
+        SamplingParams(max_token=3)  # pyright: ignore[reportCallIssue]
+    assert caught.value.field == "max_token"
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    assert SamplingParams(temperature=np.float32(0.5), max_tokens=np.int64(3)).max_tokens == 3
 
 
 def test_greedy_has_one_completion() -> None:

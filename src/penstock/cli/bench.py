@@ -14,6 +14,7 @@ from tqdm import tqdm
 from penstock.cli.engine_args import add_engine_args, engine_kwargs
 from penstock.messages.sampling_params import SamplingParams
 from penstock.utils.clock import SystemClock
+from penstock.utils.errors import ConfigError
 
 _PERCENTAGES = (10, 25, 50, 75, 90, 99)
 
@@ -27,7 +28,7 @@ def add_parser(subparsers: Any) -> None:
     latency = kinds.add_parser("latency", help="one batch, again and again: seconds per batch")
     latency.add_argument("--batch-size", type=_count, default=8, help="requests in the batch (default: 8)")
     latency.add_argument("--num-iters", type=_count, default=10, help="measured batches (default: 10)")
-    latency.add_argument("--num-iters-warmup", type=int, default=2, help="batches before them (default: 2)")
+    latency.add_argument("--num-iters-warmup", type=_count_or_none, default=2, help="batches before them (default: 2)")
     latency.set_defaults(run=run_latency)
     for command in (throughput, latency):
         command.add_argument("--input-len", type=_count, default=128, help="prompt tokens (default: 128)")
@@ -36,18 +37,23 @@ def add_parser(subparsers: Any) -> None:
         add_engine_args(command)
 
 
-def _count(text: str) -> int:
-    """A command-line count: an integer of at least one."""
+def _count(text: str, low: int = 1) -> int:
+    """A command-line count."""
     value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    if value < low:
+        raise argparse.ArgumentTypeError(f"must be at least {low}, got {value}")
     return value
+
+
+def _count_or_none(text: str) -> int:
+    return _count(text, low=0)
 
 
 def run_throughput(args: argparse.Namespace) -> int:
     llm = _make_llm(args)
     prompts = _random_prompts(llm, args.num_prompts, args.input_len)
     llm.generate(prompts[:1], _exactly(2), use_tqdm=False)
+    llm.reset_prefix_cache()
     clock = SystemClock()
     started = clock.now()
     outputs = llm.generate(prompts, _exactly(args.output_len))
@@ -91,7 +97,22 @@ def _make_llm(args: argparse.Namespace) -> Any:
     # Imported here: the help text needs no torch.
     from penstock.engine.llm import LLM
 
-    return LLM(**engine_kwargs(args))
+    _check_output_file(args.output_json)
+    llm = LLM(**engine_kwargs(args))
+    if args.input_len + args.output_len > llm.max_model_len:
+        raise ConfigError(
+            f"--input-len {args.input_len} and --output-len {args.output_len} exceed max_model_len={llm.max_model_len}"
+        )
+    return llm
+
+
+def _check_output_file(path: Path | None) -> None:
+    """Fails before the measurement, not after it."""
+    try:
+        if path is not None:
+            path.touch()
+    except OSError as error:
+        raise ConfigError(f"--output-json {path} cannot be written: {error.strerror}") from None
 
 
 def _exactly(num_tokens: int) -> SamplingParams:

@@ -63,7 +63,7 @@ def _converse(llm: Any, params: SamplingParams, opening: list[dict[str, str]]) -
         except RequestError as error:
             # The conversation goes on without the message that did not fit.
             messages.pop()
-            print(f"penstock: {error}", file=sys.stderr)
+            print(f"penstock: {error} (/clear forgets the conversation)", file=sys.stderr)
             continue
         messages.append({"role": "assistant", "content": answer})
 
@@ -76,6 +76,8 @@ def _ask() -> str | None:
         except EOFError:
             print()
             return None
+        except UnicodeDecodeError:
+            print("penstock: the input is not UTF-8 text", file=sys.stderr)
         except KeyboardInterrupt:
             print()
 
@@ -91,6 +93,8 @@ def _answer(llm: Any, messages: list[dict[str, str]], params: SamplingParams) ->
             sys.stdout.write(text[shown:])
             sys.stdout.flush()
             shown = len(text)
+            if output.error:
+                print(f"penstock: {output.error}", file=sys.stderr)
     except KeyboardInterrupt:
         pass
     finally:

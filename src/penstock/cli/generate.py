@@ -44,7 +44,9 @@ def run(args: argparse.Namespace) -> int:
             tokens = llm.get_tokenizer().apply_chat_template([{"role": "user", "content": text}])
             prompt = {"prompt_token_ids": tokens}
         if args.json:
-            print(json.dumps(asdict(llm.generate(prompt, params)[0])))
+            (output,) = llm.generate(prompt, params)
+            print(json.dumps(asdict(output)))
+            _check_error(output)
         else:
             _stream(llm, prompt, params, started)
     finally:
@@ -81,9 +83,13 @@ def _stream(llm: Any, prompt: Any, params: SamplingParams, started: float) -> No
     sys.stdout.write("\n")
     sys.stdout.flush()
     assert output is not None and first_token is not None, "a stream yields at least its end"
+    _check_error(output)
+    print(_figures(output, started, submitted, first_token, clock.now()), file=sys.stderr)
+
+
+def _check_error(output: RequestOutput) -> None:
     if output.error:
         raise PenstockError(output.error)
-    print(_figures(output, started, submitted, first_token, clock.now()), file=sys.stderr)
 
 
 def _figures(output: RequestOutput, started: float, submitted: float, first_token: float, now: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import signal
 import sys
 from collections.abc import Sequence
@@ -36,6 +37,9 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0, 2 for a mistake in what was asked, 130 when interrupted."""
     args = make_parser().parse_args(argv)
+    if sys.stdin is None or sys.stdout is None:
+        print("penstock: standard input or output is closed", file=sys.stderr)
+        return _MISTAKE
     try:
         return args.run(args)
     except PenstockError as error:
@@ -48,6 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader went away (`penstock generate | head`); nothing is left to write, nor may the exit handler try.
         sys.stderr.close()
         return 0
+    except OSError as error:
+        # A full disk behind standard output, say; files that the user named have been checked before.
+        with contextlib.suppress(OSError):
+            print(f"penstock: {error}", file=sys.stderr)
+        return _MISTAKE
 
 
 if __name__ == "__main__":

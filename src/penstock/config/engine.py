@@ -6,7 +6,7 @@ is a dictionary or its JSON text.
 
 from __future__ import annotations
 
-import difflib
+import typing
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from penstock.config.model import ModelConfig, load_model_config
 from penstock.utils.errors import ConfigError
 from penstock.utils.math import round_up
+from penstock.utils.names import did_you_mean
 
 BUILT_IN_MODEL = "demo"
 DEVICES = ("auto", "cpu", "cuda")
@@ -53,14 +54,14 @@ class EngineArgs:
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineArgs:
-        """Builds the arguments; an unknown name is refused together with the nearest known one."""
+        """Builds the arguments. Raises ConfigError for a wrong type, and for an unknown name with the nearest one."""
         known = [f.name for f in fields(cls)]
         for name in kwargs:
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; known arguments: {', '.join(known)}"
-                raise ConfigError(f"unknown engine argument {name!r}{hint}")
-        return cls(**kwargs)
+                raise ConfigError(f"unknown engine argument {name!r}{did_you_mean(name, known)}")
+        args = cls(**{name: str(value) if isinstance(value, Path) else value for name, value in kwargs.items()})
+        _check_types(args)
+        return args
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +141,17 @@ def resolve(args: EngineArgs, model_path: Path, device: str) -> EngineConfig:
     )
 
 
+def _check_types(args: EngineArgs) -> None:
+    for name, hint in typing.get_type_hints(EngineArgs).items():
+        kinds = typing.get_args(hint) or (hint,)
+        value = getattr(args, name)
+        is_bool = isinstance(value, bool)
+        fits = isinstance(value, kinds) or (float in kinds and isinstance(value, int) and not is_bool)
+        if not fits or (is_bool and bool not in kinds):
+            wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+            raise ConfigError(f"{name} must be {wanted}, got {value!r}")
+
+
 def _check(args: EngineArgs) -> None:
     at_least = {
         "max_num_batched_tokens": 1,
@@ -152,8 +164,8 @@ def _check(args: EngineArgs) -> None:
     }
     for name, low in at_least.items():
         value = getattr(args, name)
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < low):
-            raise ConfigError(f"{name} must be an integer of at least {low}, got {value!r}")
+        if value is not None and value < low:
+            raise ConfigError(f"{name} must be at least {low}, got {value}")
     if args.block_size != round_up(args.block_size, 8):
         raise ConfigError(f"block_size must be a multiple of 8, got {args.block_size}")
     if not 0.0 < args.gpu_memory_utilization <= 1.0:

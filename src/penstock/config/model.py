@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.messages.kv_cache_spec import DTYPE_BYTES
 from penstock.utils.errors import ConfigError
 
-DTYPES = ("bfloat16", "float16", "float32")
+DTYPES = tuple(DTYPE_BYTES)
 _DTYPE_ALIASES = {"half": "float16", "float": "float32", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 
@@ -23,8 +24,8 @@ _DTYPE_ALIASES = {"half": "float16", "float": "float32", "fp16": "float16", "bf1
 class RopeConfig:
     """Rotary embedding: the base and, where the checkpoint stretches its context, how.
 
-    `scaling` holds the checkpoint's own parameters; `rope_type` names the rule ("default", "linear", "dynamic",
-    "llama3", "yarn").
+    `scaling` holds the checkpoint's own parameters; `rope_type` names the rule ("default", "linear", "llama3",
+    "yarn").
     """
 
     theta: float
@@ -72,9 +73,7 @@ def load_model_config(path: Path, dtype: str = "auto") -> ModelConfig:
         return _parse(path, raw, dtype)
     except KeyError as error:
         raise ConfigError(f"{file} lacks the field {error.args[0]!r}") from None
-    except (TypeError, ZeroDivisionError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
+    except (TypeError, AttributeError, ValueError) as error:
         raise ConfigError(f"{file} cannot be used: {error}") from None
 
 
@@ -92,10 +91,11 @@ def read_json(file: Path) -> dict[str, Any] | None:
 
 
 def _parse(path: Path, raw: dict[str, Any], dtype: str) -> ModelConfig:
-    num_heads = int(raw["num_attention_heads"])
-    num_kv_heads = int(raw.get("num_key_value_heads") or num_heads)
-    hidden_size = int(raw["hidden_size"])
-    num_layers = int(raw["num_hidden_layers"])
+    _refuse_variants(path, raw)
+    num_heads = _positive(raw, "num_attention_heads")
+    num_kv_heads = _positive(raw, "num_key_value_heads", num_heads)
+    hidden_size = _positive(raw, "hidden_size")
+    num_layers = _positive(raw, "num_hidden_layers")
     if num_heads % num_kv_heads:
         raise ConfigError(
             f"{path}: num_attention_heads ({num_heads}) is no multiple of num_key_value_heads ({num_kv_heads})"
@@ -104,22 +104,41 @@ def _parse(path: Path, raw: dict[str, Any], dtype: str) -> ModelConfig:
         path=path,
         model_type=raw["model_type"],
         architecture=(raw.get("architectures") or [""])[0],
-        dtype=_resolve_dtype(dtype, raw.get("dtype") or raw.get("torch_dtype") or "float32"),
-        vocab_size=int(raw["vocab_size"]),
+        dtype=_resolve_dtype(dtype, str(raw.get("dtype") or raw.get("torch_dtype") or "float32")),
+        vocab_size=_positive(raw, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=int(raw["intermediate_size"]),
+        intermediate_size=_positive(raw, "intermediate_size"),
         num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
-        head_dim=int(raw.get("head_dim") or hidden_size // num_heads),
+        head_dim=_positive(raw, "head_dim", hidden_size // num_heads),
         rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
         rope=_parse_rope(raw),
-        max_position_embeddings=int(raw.get("max_position_embeddings", 2048)),
+        max_position_embeddings=_positive(raw, "max_position_embeddings", 2048),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         attention_bias=bool(raw.get("attention_bias", False)),
         mlp_bias=bool(raw.get("mlp_bias", False)),
         layer_windows=_parse_windows(raw, num_layers),
     )
+
+
+def _refuse_variants(path: Path, raw: dict[str, Any]) -> None:
+    """Checkpoints that would load and compute something else than they mean."""
+    if raw.get("quantization_config"):
+        raise ConfigError(f"{path} is quantized, which is not supported: use a bfloat16, float16 or float32 checkpoint")
+    if raw.get("hidden_act", "silu") != "silu":
+        raise ConfigError(f"{path} has hidden_act {raw['hidden_act']!r}; supported: silu")
+    if raw.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ConfigError(f"{path} has partial_rotary_factor {raw['partial_rotary_factor']}; supported: 1.0")
+
+
+def _positive(raw: dict[str, Any], name: str, default: int | None = None) -> int:
+    """An integer field of at least 1; `default` stands in for a missing or null one."""
+    value = raw[name] if default is None else raw.get(name)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"{name} must be a positive integer, got {value!r}")
+    return value
 
 
 def _resolve_dtype(asked: str, stored: str) -> str:
@@ -141,10 +160,14 @@ def _parse_rope(raw: dict[str, Any]) -> RopeConfig:
 def _parse_windows(raw: dict[str, Any], num_layers: int) -> tuple[int, ...]:
     """Each layer's window. `layer_types` decides where given; else Qwen2's switch and first sliding layer."""
     window = int(raw.get("sliding_window") or 0)
+    if window < 0:
+        raise ConfigError(f"sliding_window must not be negative, got {window}")
     if not raw.get("use_sliding_window", raw["model_type"] != "qwen2" and raw["model_type"] != "qwen3"):
         window = 0
     layer_types = raw.get("layer_types")
     if layer_types:
+        if len(layer_types) != num_layers:
+            raise ConfigError(f"layer_types names {len(layer_types)} layers of {num_layers}")
         return tuple(window if kind == "sliding_attention" else 0 for kind in layer_types)
     first_sliding = int(raw.get("max_window_layers", 0)) if raw["model_type"] in ("qwen2", "qwen3") else 0
     return tuple(window if layer >= first_sliding else 0 for layer in range(num_layers))

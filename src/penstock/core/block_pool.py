@@ -22,7 +22,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-NULL_BLOCK = 0
+from penstock.messages.kv_cache_spec import NULL_BLOCK
 
 BlockKey = tuple[int, bytes]
 """(KV group, block hash): what a cached block is found by."""

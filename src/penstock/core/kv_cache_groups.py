@@ -44,15 +44,13 @@ class SlidingWindowGroup:
     block_size: int
 
     def longest_hit(self, is_cached: Callable[[int], bool], num_blocks: int) -> int:
-        length, run_end, index = num_blocks, num_blocks, num_blocks - 1
-        # Walks from the tail; [index + 1, run_end) are cached, and run_end is the length on trial.
-        while length > 0:
-            if index < self.first_needed_block(length * self.block_size):
-                return length
+        length, index = num_blocks, num_blocks - 1
+        # Walks from the tail; `length` is on trial, and [index + 1, length) are cached.
+        while length > 0 and index >= self.first_needed_block(length * self.block_size):
             if not is_cached(index):
-                length = run_end = index
+                length = index
             index -= 1
-        return run_end
+        return length
 
     def first_needed_block(self, num_computed_tokens: int) -> int:
         return max(0, num_computed_tokens - self.window + 1) // self.block_size

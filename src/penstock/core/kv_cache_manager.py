@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from penstock.core.block_pool import NULL_BLOCK, BlockPool
+from penstock.core.block_pool import BlockPool
 from penstock.core.kv_cache_groups import make_group
 from penstock.core.request import Request
-from penstock.messages.kv_cache_spec import KVCacheConfig
+from penstock.messages.kv_cache_spec import NULL_BLOCK, KVCacheConfig
 from penstock.messages.scheduler_output import BlockIds
 from penstock.utils.math import cdiv
 

@@ -49,7 +49,6 @@ class Request:
         self.num_in_flight_tokens = 0
         self.num_output_placeholders = 0
         self.num_cached_tokens = 0
-        self.num_preemptions = 0
         self.admission = 0
         self.finish_reason: FinishReason | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
@@ -105,7 +104,6 @@ class Request:
         self.num_computed_tokens = 0
         self.num_in_flight_tokens = 0
         self.num_output_placeholders = 0
-        self.num_preemptions += 1
         self.prompt_logprobs.clear()
 
     def on_scheduled(self, num_tokens: int) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from penstock.config.engine import SchedulerConfig
-from penstock.core.kv_cache_manager import KVCacheManager
+from penstock.core.kv_cache_manager import KVCacheManager, PrefixHit
 from penstock.core.request import Request, RequestStatus
 from penstock.core.request_queue import RequestQueue
 from penstock.core.step_plan import StepPlan
@@ -20,6 +20,10 @@ from penstock.messages.requests import EngineRequest
 from penstock.messages.runner_output import ModelRunnerOutput, TokenLogprobs
 from penstock.messages.scheduler_output import BlockIds, SchedulerOutput
 from penstock.utils.errors import RequestError
+
+# Requests passed over in one step because another is computing their prefix: beyond so many, the step goes without
+# looking further, because each look costs as much as a prompt has blocks.
+_MAX_DEFERRED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,11 @@ class Scheduler:
                 self._finish(request, FinishReason.ABORT)
                 outputs.append(EngineOutput(request_id=request_id, finish_reason=FinishReason.ABORT))
         return outputs
+
+    @property
+    def steps_in_flight(self) -> list[int]:
+        """Steps that were scheduled and whose results have not come back, oldest first."""
+        return list(self._admissions)
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -142,11 +151,15 @@ class Scheduler:
         self._num_preemptions += 1
 
     def _schedule_waiting(self, plan: StepPlan) -> None:
+        num_deferred = 0
         for request in self._waiting.snapshot():
             if plan.token_budget == 0 or len(self._running) >= self._config.max_num_seqs:
                 return
             hit = self.kv.find_prefix(request)
-            if self.kv.is_being_computed(request, hit):
+            if self._waits_for_twin(request, hit):
+                num_deferred += 1
+                if num_deferred == _MAX_DEFERRED:
+                    return
                 continue
             num_tokens = min(request.num_tokens - hit.num_tokens, plan.token_budget)
             block_ids = self.kv.admit(request, hit, hit.num_tokens + num_tokens)
@@ -157,6 +170,13 @@ class Scheduler:
             self._num_admissions += 1
             request.admit(self._num_admissions, hit.num_tokens)
             plan.add_new(request, block_ids, num_tokens)
+
+    def _waits_for_twin(self, request: Request, hit: PrefixHit) -> bool:
+        """Whether a running request is about to publish what this one needs, so that waiting saves its computation.
+
+        Under the priority policy nobody waits: the twin may be of a lower priority.
+        """
+        return self._config.policy == "fcfs" and self.kv.is_being_computed(request, hit)
 
     # ---- Apply ----
 

@@ -23,7 +23,7 @@ from penstock.messages.sampling_params import SamplingParams
 from penstock.runner.load import KVCache, LoadedModel, allocate_kv_cache, load_model, num_blocks_in_budget
 from penstock.runner.model_runner import ModelRunner
 from penstock.utils import logging
-from penstock.utils.errors import ConfigError
+from penstock.utils.errors import ConfigError, RequestError
 
 logger = logging.get_logger(__name__)
 
@@ -52,7 +52,14 @@ def build_engine_core(config: EngineConfig) -> tuple[EngineCore, SchedulerConfig
     """Loads the model, plans and allocates the cache. The scheduler's limits come back as the memory allows them."""
     loaded = load_model(config)
     limits, planned = _plan(config, loaded)
-    runner = ModelRunner(loaded, _allocate(planned, loaded), limits, poison=env.debug())
+    cache = _allocate(planned, loaded)
+    try:
+        runner = ModelRunner(loaded, cache, limits, debug=env.debug())
+    except (RuntimeError, MemoryError) as error:
+        raise ConfigError(
+            f"max_num_seqs={limits.max_num_seqs} requests of max_model_len={limits.max_model_len} need more memory for "
+            f"their token ids than {loaded.device} has: lower one of them ({str(error).splitlines()[0]})"
+        ) from None
     executor = InlineExecutor(runner) if limits.max_num_in_flight == 1 else ThreadExecutor(runner)
     scheduler = Scheduler(limits, KVCacheManager(planned, config.cache.enable_prefix_caching))
     return EngineCore(scheduler, executor, limits.max_num_in_flight, debug=env.debug()), limits
@@ -65,7 +72,8 @@ def build_front_end(config: EngineConfig, limits: SchedulerConfig) -> FrontEnd:
         tokenizer = Tokenizer(config.tokenizer_path, config.model.vocab_size)
     generation = read_json(config.model.path / "generation_config.json") or {}
     model = read_json(config.model.path / "config.json") or {}
-    eos = _token_ids(generation.get("eos_token_id", model.get("eos_token_id")))
+    stored_eos = generation.get("eos_token_id")
+    eos = _token_ids(model.get("eos_token_id") if stored_eos is None else stored_eos)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos |= {tokenizer.eos_token_id}
     processor = InputProcessor(
@@ -79,13 +87,18 @@ def build_front_end(config: EngineConfig, limits: SchedulerConfig) -> FrontEnd:
     defaults: dict[str, Any] = {name: generation[name] for name in names if generation.get(name) is not None}
     if generation.get("do_sample") is False:
         defaults = {"temperature": 0.0}
-    return FrontEnd(tokenizer, processor, SamplingParams(**defaults))
+    try:
+        return FrontEnd(tokenizer, processor, SamplingParams(**defaults))
+    except RequestError as error:
+        raise ConfigError(f"{config.model.path / 'generation_config.json'}: {error}") from None
 
 
-def _token_ids(value: int | list[int] | None) -> frozenset[int]:
-    if value is None:
-        return frozenset()
-    return frozenset([value] if isinstance(value, int) else value)
+def _token_ids(value: Any) -> frozenset[int]:
+    """An `eos_token_id` of a checkpoint: absent, one or several."""
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(token_id, int) for token_id in ids):
+        raise ConfigError(f"eos_token_id must be token ids, got {value!r}")
+    return frozenset(ids)
 
 
 def _plan(config: EngineConfig, loaded: LoadedModel) -> tuple[SchedulerConfig, KVCacheConfig]:

@@ -23,9 +23,11 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         self.text = ""
         self._backend = tokenizer.backend
-        self._stream = DecodeStream(
-            ids=list(prompt_token_ids[-_NUM_CONTEXT_TOKENS:]), skip_special_tokens=params.skip_special_tokens
-        )
+        context = list(prompt_token_ids[-_NUM_CONTEXT_TOKENS:])
+        # A prompt that ends inside a character would be taken for output that is still incomplete, and repeated.
+        if tokenizer.decode(context, params.skip_special_tokens).endswith("\ufffd"):
+            context = []
+        self._stream = DecodeStream(ids=context, skip_special_tokens=params.skip_special_tokens)
         self._skip_special_tokens = params.skip_special_tokens
         self._stop = params.stop_strings
         self._include_stop = params.include_stop_str_in_output

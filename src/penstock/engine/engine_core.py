@@ -12,6 +12,7 @@ from penstock.messages.outputs import EngineOutput
 from penstock.messages.requests import EngineRequest
 from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.messages.scheduler_output import SchedulerOutput
+from penstock.utils.errors import EngineDeadError
 
 
 class EngineCore:
@@ -22,10 +23,13 @@ class EngineCore:
         self._executor = executor
         self._max_num_in_flight = max_num_in_flight
         self._debug = debug
+        self._failure: Exception | None = None
         self._in_flight: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()
 
     def add_request(self, request: EngineRequest) -> None:
-        """Queues a request. Raises RequestError when it cannot be taken."""
+        """Queues a request. Raises RequestError when it cannot be taken, EngineDeadError when nothing can."""
+        if self._failure is not None:
+            raise EngineDeadError(f"the engine has stopped: {self._failure}") from self._failure
         self._scheduler.add_request(request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> list[EngineOutput]:
@@ -34,7 +38,9 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything to do."""
+        """Whether `step` has anything to do; a dead engine has not."""
+        if self._failure is not None:
+            return False
         return bool(self._in_flight) or self._scheduler.has_unfinished_requests
 
     def stats(self) -> SchedulerStats:
@@ -45,10 +51,20 @@ class EngineCore:
         return not self._in_flight and self._scheduler.kv.reset_prefix_cache()
 
     def step(self) -> list[EngineOutput]:
-        """Launches one step if there is anything to run and room for it, else applies the oldest result.
+        """Launches steps up to the depth, then waits for the oldest and applies its result.
 
-        Any exception out of a worker is raised here; the engine is then unusable.
+        Raises EngineDeadError, now and from then on, when a worker or the scheduler fails.
         """
+        if self._failure is not None:
+            raise EngineDeadError(f"the engine has stopped: {self._failure}") from self._failure
+        try:
+            return self._step()
+        except Exception as error:
+            self._failure = error
+            self._in_flight.clear()
+            raise EngineDeadError(f"the engine core failed: {type(error).__name__}: {error}") from error
+
+    def _step(self) -> list[EngineOutput]:
         while len(self._in_flight) < self._max_num_in_flight and self._launch():
             pass
         if not self._in_flight:
@@ -56,7 +72,7 @@ class EngineCore:
         plan, future = self._in_flight.popleft()
         outputs = self._scheduler.update_from_output(plan, future.result())
         if self._debug:
-            self._scheduler.check_integrity()
+            self.check_integrity()
         return outputs
 
     def _launch(self) -> bool:
@@ -69,9 +85,13 @@ class EngineCore:
         return not plan.is_empty
 
     def check_integrity(self) -> None:
+        """AssertionError when the scheduler's derived state does not agree with itself or with the steps in flight."""
+        steps = [plan.step for plan, _ in self._in_flight]
+        assert self._scheduler.steps_in_flight == steps, (self._scheduler.steps_in_flight, steps)
         self._scheduler.check_integrity()
 
     def shutdown(self) -> None:
-        """Waits for the steps in flight and frees the worker. Idempotent."""
+        """Waits for the steps in flight and frees the worker; the engine is dead afterwards. Idempotent."""
+        self._failure = self._failure or EngineDeadError("it was shut down")
         self._in_flight.clear()
         self._executor.shutdown()

@@ -11,6 +11,7 @@ from penstock.engine.tokenizer import Tokenizer
 from penstock.messages.requests import EngineRequest
 from penstock.messages.sampling_params import SamplingParams
 from penstock.utils.errors import RequestError
+from penstock.utils.names import did_you_mean
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or `{"prompt": ...}` / `{"prompt_token_ids": [...]}` with an optional `cache_salt`."""
@@ -46,10 +47,14 @@ class InputProcessor:
         self._seed = seed
         self._counter = itertools.count()
 
-    def process(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0, arrival_time: float = 0.0
-    ) -> ProcessedRequest:
+    def process(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0) -> ProcessedRequest:
         """Raises RequestError naming the field and its bound."""
+        if not isinstance(params, SamplingParams):
+            raise RequestError(
+                f"sampling_params must be SamplingParams, got {type(params).__name__}", "sampling_params"
+            )
+        if not isinstance(priority, int):
+            raise RequestError(f"priority must be an integer, got {priority!r}", "priority")
         text, token_ids, cache_salt = self._tokenize(prompt)
         self._check_prompt(token_ids)
         self._check_params(params)
@@ -73,7 +78,6 @@ class InputProcessor:
             eos_token_ids=eos,
             stop_token_ids=frozenset(params.stop_token_ids or ()),
             bad_words_token_ids=self._bad_words(params.bad_words or ()),
-            arrival_time=arrival_time,
             priority=priority,
             cache_salt=cache_salt,
         )
@@ -84,27 +88,27 @@ class InputProcessor:
         return ProcessedRequest(request_id, text, token_ids, params, (first, *others))
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...], str | None]:
-        if isinstance(prompt, Mapping):
-            for key in prompt:
-                if key not in _PROMPT_KEYS:
-                    raise RequestError(f"unknown prompt field {key!r}; known: {', '.join(_PROMPT_KEYS)}", str(key))
-            salt = prompt.get("cache_salt")
-            if salt is not None and (not isinstance(salt, str) or not salt):
-                raise RequestError("cache_salt must be a string that is not empty", "cache_salt")
-            inner = prompt.get("prompt_token_ids", prompt.get("prompt"))
-            if inner is None or isinstance(inner, Mapping):
-                raise RequestError("a prompt needs prompt or prompt_token_ids", "prompt")
-            text, token_ids, _ = self._tokenize(inner)
-            return prompt.get("prompt") if text is None else text, token_ids, salt
-        if isinstance(prompt, str):
-            if self._tokenizer is None:
-                raise RequestError("without a tokenizer a prompt must be prompt_token_ids", "prompt")
-            if not prompt:
-                raise RequestError("prompt must not be empty", "prompt")
-            return prompt, tuple(self._tokenizer.encode(prompt)), None
-        if not isinstance(prompt, Iterable):
-            raise RequestError(f"prompt must be text or token ids, got {type(prompt).__name__}", "prompt")
-        return None, tuple(prompt), None
+        """The prompt's text where it has one, its tokens, and its cache salt."""
+        fields = prompt if isinstance(prompt, Mapping) else _as_fields(prompt)
+        for key in fields:
+            if key not in _PROMPT_KEYS:
+                raise RequestError(f"unknown prompt field {key!r}{did_you_mean(str(key), _PROMPT_KEYS)}", str(key))
+        text, token_ids, salt = (fields.get(key) for key in _PROMPT_KEYS)
+        if salt is not None and (not isinstance(salt, str) or not salt or not _is_unicode(salt)):
+            raise RequestError("cache_salt must be text that is not empty", "cache_salt")
+        if text is not None and not isinstance(text, str):
+            raise RequestError(f"prompt must be text, got {type(text).__name__}", "prompt")
+        if token_ids is not None:
+            if isinstance(token_ids, str | bytes) or not isinstance(token_ids, Iterable):
+                raise RequestError("prompt_token_ids must be a list of integers", "prompt_token_ids")
+            return text, tuple(token_ids), salt
+        if text is None:
+            raise RequestError("a prompt needs prompt or prompt_token_ids", "prompt")
+        if not text:
+            raise RequestError("prompt must not be empty", "prompt")
+        if self._tokenizer is None:
+            raise RequestError("without a tokenizer a prompt must be prompt_token_ids", "prompt")
+        return text, tuple(self._tokenizer.encode(text)), salt
 
     def _check_prompt(self, token_ids: tuple[int, ...]) -> None:
         if not token_ids:
@@ -144,3 +148,20 @@ class InputProcessor:
                 if token_ids:
                     spelled[token_ids] = None
         return tuple(spelled)
+
+
+def _as_fields(prompt: Any) -> Mapping[str, Any]:
+    """Text or token ids in the form of a dictionary."""
+    if isinstance(prompt, str):
+        return {"prompt": prompt}
+    if isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
+        return {"prompt_token_ids": prompt}
+    raise RequestError(f"a prompt must be text, token ids or a dictionary, got {type(prompt).__name__}", "prompt")
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -17,8 +17,8 @@ from penstock.engine.output_processor import OutputProcessor
 from penstock.engine.tokenizer import Message, Tokenizer
 from penstock.messages.outputs import RequestOutput
 from penstock.messages.sampling_params import SamplingParams
-from penstock.utils.clock import Clock, SystemClock
 from penstock.utils.errors import RequestError
+from penstock.utils.interrupts import interrupts_held
 
 
 class LLM:
@@ -28,17 +28,18 @@ class LLM:
         llm.generate(["Once upon a time"], SamplingParams(temperature=0, max_tokens=32))[0].outputs[0].text
 
     Without a model the built-in one answers. Keyword arguments are the engine arguments (`config.engine.EngineArgs`).
-    Not thread-safe. Raises ConfigError when the engine cannot be built as asked.
+    Not thread-safe, and one `generate`, `chat` or `stream` at a time. Raises ConfigError when the engine cannot be
+    built as asked, and EngineDeadError from every call after a worker has failed.
     """
 
-    def __init__(self, model: str | None = None, *, clock: Clock | None = None, **engine_args: Any) -> None:
+    def __init__(self, model: str | None = None, **engine_args: Any) -> None:
         if model is not None:
             engine_args["model"] = model
         self.config = make_config(EngineArgs.from_kwargs(**engine_args))
         self._core, self._limits = build_engine_core(self.config)
         self._front_end = build_front_end(self.config, self._limits)
         self._outputs = OutputProcessor(self._front_end.tokenizer)
-        self._clock = clock or SystemClock()
+        self._is_running = False
         self._request_counter = itertools.count()
 
     @property
@@ -135,28 +136,32 @@ class LLM:
         for field, values in (("sampling_params", each_params), ("priority", each_priority)):
             if len(values) != count:
                 raise RequestError(f"{count} prompts but {len(values)} {field}", field)
-        limit = self._limits.max_num_queued_requests
-        if any(each.n > limit for each in each_params):
-            raise RequestError(f"n must be at most max_num_queued_requests={limit}", "n")
-        now = self._clock.now()
-        return [
-            self._front_end.input_processor.process(str(next(self._request_counter)), prompt, each, rank, now)
+        requests = [
+            self._front_end.input_processor.process(str(next(self._request_counter)), prompt, each, rank)
             for prompt, each, rank in zip(each_prompt, each_params, each_priority, strict=True)
         ]
+        limit = self._limits.max_num_queued_requests
+        if any(request.params.n > limit for request in requests):
+            raise RequestError(f"n must be at most max_num_queued_requests={limit}", "n")
+        return requests
 
     def _run(self, requests: Sequence[ProcessedRequest]) -> Iterator[list[RequestOutput]]:
         """Steps until everything has ended; whatever interrupts it, the requests do not stay behind."""
+        if self._is_running:
+            raise RequestError("this LLM is still running another generate or stream: finish or close that first")
+        self._is_running = True
         pending = deque(requests)
         try:
             while pending or self._outputs.num_unfinished:
-                self._submit(pending)
-                yield self._step()
+                # An interrupt in the middle of a step would leave the engine half changed.
+                with interrupts_held():
+                    self._submit(pending)
+                    changed = self._step()
+                yield changed
         finally:
-            if self._outputs.num_unfinished:
-                ids = [child.request_id for request in requests for child in request.children]
-                self._outputs.process(self._core.abort_requests(ids))
-            while self._core.has_work:
-                self._core.step()
+            with interrupts_held():
+                self._abandon([child.request_id for request in requests for child in request.children])
+                self._is_running = False
 
     def _submit(self, pending: deque[ProcessedRequest]) -> None:
         """Hands over as many requests as the engine's queue holds; the rest wait here, in their order."""
@@ -172,6 +177,13 @@ class LLM:
         if processed.aborts:
             self._core.abort_requests(processed.aborts)
         return processed.request_outputs
+
+    def _abandon(self, request_ids: list[str]) -> None:
+        """Takes back what has not ended, and waits for the steps in flight."""
+        self._outputs.discard(request_ids)
+        self._core.abort_requests(request_ids)
+        while self._core.has_work:
+            self._core.step()
 
 
 def _is_one_prompt(prompts: Any) -> bool:

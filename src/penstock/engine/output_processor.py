@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock.engine.detokenizer import Detokenizer
@@ -10,6 +10,7 @@ from penstock.engine.input_processor import ProcessedRequest
 from penstock.engine.tokenizer import Tokenizer
 from penstock.messages.outputs import CompletionOutput, EngineOutput, FinishReason, Logprob, RequestOutput
 from penstock.messages.runner_output import TokenLogprobs
+from penstock.messages.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +27,7 @@ class _Child:
 
     parent: RequestOutput
     completion: CompletionOutput
-    params_logprobs: bool
-    include_stop: bool
+    params: SamplingParams
     detokenizer: Detokenizer | None
 
 
@@ -58,9 +58,12 @@ class OutputProcessor:
             detokenizer = None
             if self._tokenizer is not None and params.detokenize:
                 detokenizer = Detokenizer(self._tokenizer, request.prompt_token_ids, params)
-            wants_logprobs = params.logprobs is not None
-            include_stop = params.include_stop_str_in_output
-            self._children[child.request_id] = _Child(output, completion, wants_logprobs, include_stop, detokenizer)
+            self._children[child.request_id] = _Child(output, completion, params, detokenizer)
+
+    def discard(self, request_ids: Iterable[str]) -> None:
+        """Forgets completions that nobody waits for any more."""
+        for request_id in request_ids:
+            self._children.pop(request_id, None)
 
     def process(self, outputs: Sequence[EngineOutput]) -> ProcessedOutputs:
         """Applies one step's outputs; those of requests that have ended here already are dropped."""
@@ -82,13 +85,14 @@ class OutputProcessor:
     def _update(self, child: _Child, output: EngineOutput) -> bool:
         """Brings one completion up to date; True when a stop string ended it."""
         completion = child.completion
-        if output.prompt_logprobs and child.parent.prompt_logprobs is None:
+        wants_prompt = child.params.prompt_logprobs is not None and child.parent.prompt_logprobs is None
+        if wants_prompt and output.new_token_ids:
             child.parent.prompt_logprobs = [None, *map(self._logprob_dict, output.prompt_logprobs)]
         child.parent.num_cached_tokens = max(child.parent.num_cached_tokens, output.num_cached_tokens)
         child.parent.error = output.error or child.parent.error
         stop, num_taken = self._detokenize(child, output)
         completion.token_ids.extend(output.new_token_ids[:num_taken])
-        if child.params_logprobs and completion.logprobs is not None:
+        if completion.logprobs is not None:
             for row in output.logprobs[:num_taken]:
                 completion.logprobs.append(self._logprob_dict(row))
                 completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + row.logprobs[0]
@@ -108,7 +112,7 @@ class OutputProcessor:
         ended_by_token = output.finish_reason is FinishReason.STOP
         last = len(output.new_token_ids) - 1
         for index, token_id in enumerate(output.new_token_ids):
-            if index == last and ended_by_token and not child.include_stop:
+            if index == last and ended_by_token and not child.params.include_stop_str_in_output:
                 child.detokenizer.skip()
                 continue
             stop = child.detokenizer.append(token_id)

@@ -29,6 +29,9 @@ class Tokenizer:
             self.backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # noqa: BLE001 - the library raises bare Exception for every malformed file
             raise ConfigError(f"{file} cannot be read: {error}") from None
+        # What a file says about training batches must not touch prompts.
+        self.backend.no_truncation()
+        self.backend.no_padding()
         size = self.backend.get_vocab_size(with_added_tokens=True)
         if size > vocab_size:
             raise ConfigError(f"{file} has {size} tokens and the model only {vocab_size}: they do not belong together")

@@ -28,6 +28,8 @@ def rotary_table(rope: RopeConfig, head_dim: int, num_positions: int) -> torch.T
         inv_freq, amplitude = scale(1.0 / rope.theta**exponents, rope, head_dim)
     except KeyError as error:
         raise ConfigError(f"rope type {rope.rope_type!r} lacks its parameter {error.args[0]!r}") from None
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise ConfigError(f"rope type {rope.rope_type!r} cannot use its parameters: {error}") from None
     angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * inv_freq
     return torch.cat((angles.cos() * amplitude, angles.sin() * amplitude), dim=-1)
 

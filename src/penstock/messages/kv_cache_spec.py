@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+NULL_BLOCK = 0
+"""Stands for padding and for blocks that left a sliding window; belongs to nobody and is never read."""
+
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 

@@ -11,8 +11,8 @@ from penstock.messages.sampling_params import SamplingParams
 class EngineRequest:
     """One completion to generate. `n > 1` has already been split into that many requests.
 
-    `sampling_params` is resolved: `max_tokens` and `seed` are set. `stop_token_ids` holds every token that ends the
-    request: the request's own and, unless it ignores them, the model's end-of-sequence tokens (`eos_token_ids`).
+    `sampling_params` is resolved: `max_tokens` and `seed` are set. `eos_token_ids` are the
+    model's end-of-sequence tokens, empty when the request ignores them; `stop_token_ids` are the request's own.
     """
 
     request_id: str
@@ -23,6 +23,5 @@ class EngineRequest:
     eos_token_ids: frozenset[int] = frozenset()
     stop_token_ids: frozenset[int] = frozenset()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
-    arrival_time: float = 0.0
     priority: int = 0
     cache_salt: str | None = None

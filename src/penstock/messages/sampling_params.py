@@ -9,11 +9,17 @@ The names and the meanings are those vLLM's users know. A value outside its boun
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from numbers import Integral, Real
+from typing import Any, TypeVar
 
 from penstock.utils.errors import RequestError
+from penstock.utils.names import did_you_mean
+
+_T = TypeVar("_T")
 
 MAX_N = 64
 MAX_LOGPROBS = 20
@@ -22,6 +28,23 @@ MAX_LOGIT_BIAS = 1024
 _SEED_LIMIT = 2**63
 
 
+def _refuse_unknown_fields(cls: type[_T]) -> type[_T]:
+    """Makes an unknown argument a RequestError that names the nearest field, instead of a TypeError."""
+    known = [field.name for field in fields(cls)]  # pyright: ignore[reportArgumentType]
+    initialise = cls.__init__
+
+    @functools.wraps(initialise)
+    def checked(self: _T, **values: Any) -> None:
+        for name in values:
+            if name not in known:
+                raise RequestError(f"unknown sampling parameter {name!r}{did_you_mean(name, known)}", name)
+        initialise(self, **values)
+
+    cls.__init__ = checked
+    return cls
+
+
+@_refuse_unknown_fields
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Sampling parameters of one request; immutable.
@@ -86,7 +109,7 @@ def _check_numbers(params: SamplingParams) -> None:
         ("repetition_penalty", params.repetition_penalty, 0.0, 100.0),
     )
     for field, value, low, high in ranges:
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
         if not is_number or not math.isfinite(value) or not low <= value <= high:
             raise _refuse(field, f"a number between {low:g} and {high:g}", value)
     if params.top_p == 0.0:
@@ -95,9 +118,9 @@ def _check_numbers(params: SamplingParams) -> None:
         raise _refuse("repetition_penalty", "above 0", params.repetition_penalty)
 
 
-def _check_int(field: str, value: object, low: int, high: int | None = None) -> None:
-    ok = isinstance(value, int) and not isinstance(value, bool) and value >= low and (high is None or value <= high)
-    if not ok:
+def _check_int(field: str, value: Any, low: int, high: int | None = None) -> None:
+    is_int = isinstance(value, Integral) and not isinstance(value, bool)
+    if not is_int or int(value) < low or (high is not None and int(value) > high):
         bound = f"an integer of at least {low}" if high is None else f"an integer between {low} and {high}"
         raise _refuse(field, bound, value)
 
@@ -121,23 +144,39 @@ def _check_lengths(params: SamplingParams) -> None:
 
 
 def _check_collections(params: SamplingParams) -> None:
-    stops = params.stop_strings
-    if len(stops) > MAX_STOP_STRINGS:
-        raise _refuse("stop", f"at most {MAX_STOP_STRINGS} strings", f"{len(stops)} strings")
-    for field, words in (("stop", stops), ("bad_words", params.bad_words or ())):
-        if isinstance(words, str) or any(not isinstance(word, str) or not word for word in words):
-            raise _refuse(field, "a list of strings that are not empty", words)
-    if stops and not params.detokenize:
+    for field in ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens"):
+        if not isinstance(getattr(params, field), bool):
+            raise _refuse(field, "True or False", getattr(params, field))
+    if params.stop is not None and not isinstance(params.stop, str):
+        _check_list("stop", params.stop)
+    if len(params.stop_strings) > MAX_STOP_STRINGS:
+        raise _refuse("stop", f"at most {MAX_STOP_STRINGS} strings", f"{len(params.stop_strings)} strings")
+    for field, words in (("stop", params.stop_strings), ("bad_words", params.bad_words or ())):
+        for word in _check_list(field, words):
+            if not isinstance(word, str) or not word:
+                raise _refuse(field, "a list of strings that are not empty", words)
+    if params.stop_strings and not params.detokenize:
         raise RequestError("stop strings need detokenize=True; use stop_token_ids instead", "stop")
     for field, ids in (("stop_token_ids", params.stop_token_ids), ("allowed_token_ids", params.allowed_token_ids)):
-        for token_id in ids or ():
+        for token_id in _check_list(field, () if ids is None else ids):
             _check_int(field, token_id, 0)
     if params.allowed_token_ids is not None and not params.allowed_token_ids:
         raise _refuse("allowed_token_ids", "absent or a list that is not empty", params.allowed_token_ids)
-    bias = params.logit_bias or {}
+    _check_bias({} if params.logit_bias is None else params.logit_bias)
+
+
+def _check_list(field: str, value: Any) -> Sequence[Any]:
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        raise _refuse(field, "a list", value)
+    return value  # pyright: ignore[reportUnknownVariableType]
+
+
+def _check_bias(bias: Mapping[Any, Any]) -> None:
+    if not isinstance(bias, Mapping):
+        raise _refuse("logit_bias", "a mapping of token ids to numbers", bias)
     if len(bias) > MAX_LOGIT_BIAS:
         raise _refuse("logit_bias", f"at most {MAX_LOGIT_BIAS} entries", f"{len(bias)} entries")
     for token_id, value in bias.items():
         _check_int("logit_bias", token_id, 0)
-        if not isinstance(value, int | float) or not -100.0 <= value <= 100.0:
+        if not isinstance(value, Real) or not -100.0 <= float(value) <= 100.0:
             raise _refuse("logit_bias", "values between -100 and 100", value)

@@ -25,7 +25,7 @@ _DUMMY_POOL = 1 << 22
 
 
 class WeightSource(Protocol):
-    """Where tensors come from. Use it as a context manager; tensors stay valid after it is closed."""
+    """Where tensors come from; they stay valid after it is closed."""
 
     def read(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         """The tensor in its stored dtype. Raises ConfigError when it is missing or has another shape."""
@@ -114,7 +114,9 @@ def _locate(folder: Path) -> dict[str, str]:
     """Tensor name -> file name. Raises ConfigError when files are missing or cannot be read."""
     index = read_json(folder / _INDEX)
     if index is not None:
-        file_of = dict(index.get("weight_map") or {})
+        file_of = index.get("weight_map")
+        if not isinstance(file_of, dict) or not all(isinstance(file, str) for file in file_of.values()):
+            raise ConfigError(f"{folder / _INDEX} must map tensor names to file names in weight_map")
     else:
         files = sorted(path.name for path in folder.glob("*.safetensors"))
         if not files:

@@ -10,14 +10,14 @@ import torch
 from penstock.config.engine import CacheConfig, EngineConfig
 from penstock.config.model import ModelConfig
 from penstock.kernels.host_memory import aligned_bytes
-from penstock.messages.kv_cache_spec import KVCacheConfig, KVCacheGroup
+from penstock.messages.kv_cache_spec import DTYPE_BYTES, KVCacheConfig, KVCacheGroup
 from penstock.models.interface import Model
 from penstock.models.registry import build_model, check_supported
 from penstock.models.weights import Weights, checkpoint_bytes, open_weights
 from penstock.runner.memory import available_bytes, total_bytes
 from penstock.utils.errors import ConfigError
 
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
 # On a CPU the memory is shared with everything else, so the default budget stays modest.
 CPU_DEFAULT_KV_BYTES = 4 << 30
 

@@ -16,6 +16,7 @@ import torch
 from penstock.attention.metadata import ForwardContext
 from penstock.config.engine import SchedulerConfig
 from penstock.kernels.prepare_inputs import store_sampled
+from penstock.messages.kv_cache_spec import NULL_BLOCK
 from penstock.messages.runner_output import ModelRunnerOutput, TokenLogprobs
 from penstock.messages.scheduler_output import BlockIds, SchedulerOutput
 from penstock.runner.block_tables import BlockTables
@@ -42,11 +43,15 @@ class ExecuteModelState:
 class ModelRunner:
     """Receives finished parts and owns the rows. Not thread-safe: one thread drives it."""
 
-    def __init__(self, loaded: LoadedModel, cache: KVCache, config: SchedulerConfig, poison: bool = False) -> None:
+    def __init__(self, loaded: LoadedModel, cache: KVCache, config: SchedulerConfig, debug: bool = False) -> None:
         self._model = loaded.model
         self._cache = cache
         self._device = loaded.device
-        self._poison = poison
+        self._debug = debug
+        if debug:
+            # The null block is unreadable: whoever reads it shall see.
+            for tensor in cache.tensors.values():
+                tensor[NULL_BLOCK] = torch.nan
         self._states = RequestStates(config.max_num_seqs, config.max_model_len, loaded.device)
         self._sampling = SamplingStates(config.max_num_seqs)
         groups = cache.config.groups
@@ -64,6 +69,9 @@ class ModelRunner:
         if plan.is_empty:
             return
         batch = make_input_batch(plan, self._states, self._blocks)
+        if self._debug:
+            exact = self._states.num_computed_exact[batch.idx_mapping, 0].cpu().numpy()
+            assert (exact == batch.num_computed_np).all(), (exact, batch.num_computed_np)
         context = self._make_context(batch)
         hidden = self._model.forward(batch.tokens.input_ids, batch.tokens.positions, context)
         self._states.num_computed_exact[batch.idx_mapping, 0] = batch.seq_lens.long()
@@ -100,7 +108,7 @@ class ModelRunner:
 
     def _append_blocks(self, row: int, block_ids: BlockIds, num_kept: int = 0) -> None:
         self._blocks.append(row, block_ids)
-        if self._poison:
+        if self._debug:
             # Blocks beyond the cached prefix hold nothing yet: whoever reads them before they are written shall see.
             fresh = [i for ids in block_ids for i in ids[num_kept // self._blocks.block_size :]]
             for tensor in self._cache.tensors.values():

@@ -23,7 +23,6 @@ class RequestStates:
         self.token_ids = torch.zeros((max_num_reqs, max_model_len + 1), dtype=torch.int32, device=device)
         self.num_computed_exact = torch.zeros((max_num_reqs, 1), dtype=torch.int64, device=device)
         self.num_computed_np = np.zeros(max_num_reqs, dtype=np.int64)  # the scheduler's count; an upper bound
-        self.prompt_len_np = np.zeros(max_num_reqs, dtype=np.int64)
         self.prefill_len_np = np.zeros(max_num_reqs, dtype=np.int64)  # tokens known at admission
         self._rows: dict[str, int] = {}
         self._free_rows = list(range(max_num_reqs))
@@ -48,7 +47,6 @@ class RequestStates:
         assert new.request_id not in self._rows, new.request_id
         row = heapq.heappop(self._free_rows)
         self._rows[new.request_id] = row
-        self.prompt_len_np[row] = len(new.request.prompt_token_ids)
         self.prefill_len_np[row] = len(new.token_ids)
         self.num_computed_np[row] = new.num_computed_tokens
         self._token_writer.write(row, 0, new.token_ids)

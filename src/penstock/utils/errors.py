@@ -3,10 +3,9 @@
     PenstockError
     ├── ConfigError       the operator asked for something that cannot be: names the flag to change
     ├── RequestError      a client's request is at fault: names the field and the bound; becomes an HTTP 4xx
-    ├── PeerError         another engine or host misbehaved
     └── EngineDeadError   the engine core has stopped and can serve nothing more
 
-A failed `assert` is a bug in Penstock. Input from a client or a peer never meets one.
+A failed `assert` is a bug in Penstock. Input from a client never meets one.
 """
 
 from __future__ import annotations
@@ -26,10 +25,6 @@ class RequestError(PenstockError, ValueError):
     def __init__(self, message: str, field: str | None = None) -> None:
         super().__init__(message)
         self.field = field
-
-
-class PeerError(PenstockError):
-    """A remote engine broke the protocol or went away."""
 
 
 class EngineDeadError(PenstockError):

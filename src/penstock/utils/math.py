@@ -11,8 +11,3 @@ def cdiv(numerator: int, denominator: int) -> int:
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is not below `value`."""
     return cdiv(value, multiple) * multiple
-
-
-def round_down(value: int, multiple: int) -> int:
-    """The largest multiple of `multiple` that is not above `value`."""
-    return value // multiple * multiple

@@ -11,7 +11,8 @@ from penstock.messages.requests import EngineRequest
 from penstock.runner.sampling.states import SamplingBatch
 
 
-def _has_penalty(request: EngineRequest) -> bool:
+def has_penalty(request: EngineRequest) -> bool:
+    """Whether any of the three penalties is on."""
     params = request.sampling_params
     return (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
 
@@ -23,7 +24,7 @@ def apply_penalties(logits: torch.Tensor, batch: SamplingBatch) -> None:
     the prompt or the output has; frequency and presence (the OpenAI API's definition) subtract per and for any
     occurrence in the output.
     """
-    chosen = batch.where(_has_penalty)
+    chosen = batch.where(has_penalty)
     if not chosen:
         return
     index = batch.indices(chosen)

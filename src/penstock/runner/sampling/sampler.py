@@ -16,7 +16,7 @@ from penstock.messages.requests import EngineRequest
 from penstock.runner.buffers import to_device
 from penstock.runner.sampling.logit_bias import apply_allowed_token_ids, apply_logit_bias, apply_min_tokens
 from penstock.runner.sampling.noise import Purpose, uniform
-from penstock.runner.sampling.penalties import apply_bad_words, apply_penalties
+from penstock.runner.sampling.penalties import apply_bad_words, apply_penalties, has_penalty
 from penstock.runner.sampling.states import SamplingBatch
 from penstock.runner.sampling.truncation import apply_min_p, apply_top_k, apply_top_p
 
@@ -78,7 +78,8 @@ def draw(probs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     target = noise[:, None] * block_cdf[:, -1:]
     # Rounding must not push the target to the total, behind which there is no token.
     target = torch.minimum(target, block_cdf[:, -1:].nextafter(torch.zeros_like(target)))
-    block = torch.searchsorted(block_cdf, target, right=True)
+    # A row without a total (NaN, or nothing to draw) finds no block; it has been reported as not valid.
+    block = torch.searchsorted(block_cdf, target, right=True).clamp_(max=block_cdf.shape[1] - 1)
     before = torch.where(block > 0, block_cdf.gather(1, (block - 1).clamp(min=0)), 0.0)
     inner = padded.gather(1, block[:, :, None].expand(-1, -1, _CDF_BLOCK))[:, 0]
     inner_cdf = inner.cumsum(-1, dtype=torch.float64)
@@ -96,6 +97,6 @@ def _needs_processing(request: EngineRequest) -> bool:
         or params.allowed_token_ids
         or request.bad_words_token_ids
         or params.min_tokens
-        or (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
+        or has_penalty(request)
     )
     return bool(changes_logits) or not params.is_greedy
