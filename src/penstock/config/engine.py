@@ -59,7 +59,8 @@ class EngineArgs:
         for name in kwargs:
             if name not in known:
                 raise ConfigError(f"unknown engine argument {name!r}{did_you_mean(name, known)}")
-        args = cls(**{name: str(value) if isinstance(value, Path) else value for name, value in kwargs.items()})
+        plain: dict[str, Any] = {k: str(value) if isinstance(value, Path) else value for k, value in kwargs.items()}
+        args = cls(**plain)
         _check_types(args)
         return args
 
