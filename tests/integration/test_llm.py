@@ -128,16 +128,20 @@ def test_an_interrupt_leaves_the_engine_usable(overlap: bool) -> None:
     for _ in range(25):
         timer = threading.Timer(rng.uniform(0.001, 0.08), os.kill, (os.getpid(), signal.SIGINT))
         timer.start()
+        kept = None
         try:
             llm.generate(["Once upon a time"] * 5, GREEDY, use_tqdm=False)
             timer.join()
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
+            # As an interactive shell keeps the last traceback.
+            kept = interrupt.__traceback__
             num_interrupted += 1
         timer.join()
         assert llm.stats().num_running == llm.stats().num_waiting == 0
         llm.check_integrity()
         (after,) = llm.generate("Once upon a time", GREEDY, use_tqdm=False)
         assert after.outputs[0].token_ids == before.outputs[0].token_ids
+        del kept
     assert num_interrupted > 5
     llm.shutdown()
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 from tqdm import tqdm
@@ -74,8 +75,9 @@ class LLM:
         requests = self._process(prompts, sampling_params, priority)
         results: dict[str, RequestOutput] = {}
         progress = tqdm(total=len(requests), desc="prompts", unit="prompt", delay=2.0, disable=not use_tqdm)
-        with progress:
-            for changed in self._run(requests):
+        # Closed here and now: a traceback that somebody keeps would otherwise keep the run open.
+        with progress, closing(self._run(requests)) as run:
+            for changed in run:
                 results.update((output.request_id, output) for output in changed if output.finished)
                 progress.update(len(results) - progress.n)
         return [results[request.request_id] for request in requests]
@@ -97,13 +99,16 @@ class LLM:
         prompts = [{"prompt_token_ids": tokenizer.apply_chat_template(each, **options)} for each in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Generator[RequestOutput, None, None]:
         """Completes one prompt; yields its result, updated in place, after every step that changed it.
 
         Closing the iterator aborts the request.
         """
-        for changed in self._run(self._process([prompt], sampling_params, None)):
-            yield from changed
+        with closing(self._run(self._process([prompt], sampling_params, None))) as run:
+            for changed in run:
+                yield from changed
 
     def stats(self) -> SchedulerStats:
         """Counters and gauges of the scheduler."""
@@ -145,7 +150,7 @@ class LLM:
             raise RequestError(f"n must be at most max_num_queued_requests={limit}", "n")
         return requests
 
-    def _run(self, requests: Sequence[ProcessedRequest]) -> Iterator[list[RequestOutput]]:
+    def _run(self, requests: Sequence[ProcessedRequest]) -> Generator[list[RequestOutput], None, None]:
         """Steps until everything has ended; whatever interrupts it, the requests do not stay behind."""
         if self._is_running:
             raise RequestError("this LLM is still running another generate or stream: finish or close that first")
