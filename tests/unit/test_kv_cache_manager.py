@@ -1,0 +1,73 @@
+"""Prefix hits: how far they reach, and who may share them."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.core.kv_cache_manager import KVCacheManager
+from penstock.core.request import Request
+from penstock.messages.kv_cache_spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
+from penstock.messages.requests import EngineRequest
+from penstock.messages.sampling_params import SamplingParams
+
+BLOCK_SIZE = 4
+
+
+@pytest.fixture
+def kv() -> KVCacheManager:
+    groups = (KVCacheGroup(("layer",), KVCacheSpec(1, 8, "float32")),)
+    return KVCacheManager(KVCacheConfig(32, BLOCK_SIZE, groups), enable_prefix_caching=True)
+
+
+def make_request(prompt: range, salt: str | None = None, **params: int) -> Request:
+    data = EngineRequest(
+        request_id=f"{prompt} {salt}",
+        prompt_token_ids=tuple(prompt),
+        sampling_params=SamplingParams(**params),
+        max_tokens=8,
+        seed=0,
+        cache_salt=salt,
+    )
+    return Request(data, 0, BLOCK_SIZE)
+
+
+def run_and_release(kv: KVCacheManager, request: Request) -> None:
+    """Computes the whole prompt, publishes its blocks and gives them back."""
+    hit = kv.find_prefix(request)
+    assert kv.admit(request, hit, request.num_tokens) is not None
+    request.admit(1, hit.num_tokens)
+    count = request.num_tokens - hit.num_tokens
+    request.on_scheduled(count)
+    assert kv.find_prefix(request).num_blocks == hit.num_blocks, "a step in flight has published its blocks"
+    request.on_processed(count, 1)
+    kv.publish(request)
+    kv.release(request, fence=0)
+    kv.check_integrity()
+
+
+@pytest.mark.parametrize(("length", "hit"), [(3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (12, 8), (13, 12)])
+def test_a_hit_never_covers_the_last_prompt_token(kv: KVCacheManager, length: int, hit: int) -> None:
+    run_and_release(kv, make_request(range(length)))
+    assert kv.find_prefix(make_request(range(length))).num_tokens == hit
+
+
+def test_another_salt_shares_nothing(kv: KVCacheManager) -> None:
+    run_and_release(kv, make_request(range(13), "a"))
+    assert kv.find_prefix(make_request(range(13), "a")).num_tokens == 12
+    assert kv.find_prefix(make_request(range(13), "b")).num_tokens == 0
+    assert kv.find_prefix(make_request(range(13))).num_tokens == 0
+
+
+def test_prompt_logprobs_need_every_position(kv: KVCacheManager) -> None:
+    run_and_release(kv, make_request(range(13)))
+    assert kv.find_prefix(make_request(range(13), prompt_logprobs=1)).num_tokens == 0
+
+
+def test_blocks_under_computation_are_worth_waiting_for(kv: KVCacheManager) -> None:
+    first, twin = make_request(range(13)), make_request(range(13))
+    hit = kv.find_prefix(first)
+    assert not kv.is_being_computed(twin, hit)
+    kv.admit(first, hit, 13)
+    assert kv.is_being_computed(twin, kv.find_prefix(twin))
+    kv.release(first, fence=0)
+    assert not kv.is_being_computed(twin, kv.find_prefix(twin))
