@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import penstock
@@ -60,6 +61,13 @@ def test_n_completions_differ_and_repeat(llm: LLM) -> None:
         assert completion.logprobs is not None
         chosen = [row[token].logprob for row, token in zip(completion.logprobs, completion.token_ids, strict=True)]
         assert completion.cumulative_logprob == pytest.approx(sum(chosen))
+
+
+def test_a_seed_of_numpy_is_a_seed(llm: LLM) -> None:
+    seeds: list[Any] = [7, np.int64(7)]
+    params = [SamplingParams(seed=seed, max_tokens=8) for seed in seeds]
+    plain, numpy = llm.generate(["Once upon a time"] * 2, params, use_tqdm=False)
+    assert plain.outputs[0].token_ids == numpy.outputs[0].token_ids
 
 
 def test_prefix_hits_are_reported(llm: LLM) -> None:

@@ -23,21 +23,21 @@ def add_parser(subparsers: Any) -> None:
     parser: argparse.ArgumentParser = subparsers.add_parser("bench", help="measure throughput or latency")
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
     throughput = kinds.add_parser("throughput", help="many requests at once: tokens per second")
-    throughput.add_argument("--num-prompts", type=_count, default=64, help="requests (default: 64)")
+    throughput.add_argument("--num-prompts", type=count, default=64, help="requests (default: 64)")
     throughput.set_defaults(run=run_throughput)
     latency = kinds.add_parser("latency", help="one batch, again and again: seconds per batch")
-    latency.add_argument("--batch-size", type=_count, default=8, help="requests in the batch (default: 8)")
-    latency.add_argument("--num-iters", type=_count, default=10, help="measured batches (default: 10)")
-    latency.add_argument("--num-iters-warmup", type=_count_or_none, default=2, help="batches before them (default: 2)")
+    latency.add_argument("--batch-size", type=count, default=8, help="requests in the batch (default: 8)")
+    latency.add_argument("--num-iters", type=count, default=10, help="measured batches (default: 10)")
+    latency.add_argument("--num-iters-warmup", type=count_from_zero, default=2, help="batches before them (default: 2)")
     latency.set_defaults(run=run_latency)
     for command in (throughput, latency):
-        command.add_argument("--input-len", type=_count, default=128, help="prompt tokens (default: 128)")
-        command.add_argument("--output-len", type=_count, default=128, help="output tokens (default: 128)")
+        command.add_argument("--input-len", type=count, default=128, help="prompt tokens (default: 128)")
+        command.add_argument("--output-len", type=count, default=128, help="output tokens (default: 128)")
         command.add_argument("--output-json", type=Path, help="also write the result to this file")
         add_engine_args(command)
 
 
-def _count(text: str, low: int = 1) -> int:
+def count(text: str, low: int = 1) -> int:
     """A command-line count."""
     value = int(text)
     if value < low:
@@ -45,8 +45,9 @@ def _count(text: str, low: int = 1) -> int:
     return value
 
 
-def _count_or_none(text: str) -> int:
-    return _count(text, low=0)
+def count_from_zero(text: str) -> int:
+    """A command-line count that may be zero."""
+    return count(text, low=0)
 
 
 def run_throughput(args: argparse.Namespace) -> int:

@@ -67,7 +67,7 @@ class InputProcessor:
                 "min_tokens",
             )
         # Requests that bring no seed get one from the engine's, so that preemption cannot change their tokens.
-        seed = (self._seed << 32) + next(self._counter) if params.seed is None else params.seed
+        seed = (self._seed << 32) + next(self._counter) if params.seed is None else int(params.seed)
         eos = frozenset[int]() if params.ignore_eos else self._eos_token_ids
         first = EngineRequest(
             request_id=request_id if params.n == 1 else f"{request_id}#0",
