@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 from penstock.config.env import set_openmp_defaults
 
 if TYPE_CHECKING:
+    from penstock.engine.async_llm import AsyncLLM
     from penstock.engine.llm import LLM
     from penstock.messages.outputs import CompletionOutput, RequestOutput
     from penstock.messages.sampling_params import SamplingParams
-    from penstock.utils.errors import ConfigError, EngineDeadError, PenstockError, RequestError
+    from penstock.utils.errors import ConfigError, EngineDeadError, OverloadedError, PenstockError, RequestError
 
 set_openmp_defaults()
 
@@ -19,9 +20,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CompletionOutput",
     "ConfigError",
     "EngineDeadError",
+    "OverloadedError",
     "PenstockError",
     "RequestError",
     "RequestOutput",
@@ -32,11 +35,13 @@ __all__ = [
 # Imported on first use, so that the parts without torch can be imported without it.
 _HOMES = {
     "LLM": "penstock.engine.llm",
+    "AsyncLLM": "penstock.engine.async_llm",
     "CompletionOutput": "penstock.messages.outputs",
     "RequestOutput": "penstock.messages.outputs",
     "SamplingParams": "penstock.messages.sampling_params",
     "ConfigError": "penstock.utils.errors",
     "EngineDeadError": "penstock.utils.errors",
+    "OverloadedError": "penstock.utils.errors",
     "PenstockError": "penstock.utils.errors",
     "RequestError": "penstock.utils.errors",
 }

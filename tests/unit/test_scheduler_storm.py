@@ -95,7 +95,7 @@ def run_storm(rng: random.Random, core: EngineCore, windows: tuple[int, ...]) ->
             (output,) = core.abort_requests([victim])
             assert output.finish_reason is FinishReason.ABORT
             del live[victim]
-        for output in core.step():
+        for output in core.step().outputs:
             request, tokens = live[output.request_id]
             tokens.extend(output.new_token_ids)
             if output.finish_reason is not None:

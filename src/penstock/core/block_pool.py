@@ -23,6 +23,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.messages.kv_cache_spec import NULL_BLOCK
+from penstock.utils.math import cdiv
 
 BlockKey = tuple[int, bytes]
 """(KV group, block hash): what a cached block is found by."""
@@ -94,6 +95,29 @@ class BlockPool:
         for block_id in range(1, len(self._blocks)):
             counts[self.state(block_id)] += 1
         return counts
+
+    def map(self, max_cells: int) -> bytes:
+        """The pool as a picture: at most `max_cells` letters, each for as many blocks in a row, but for the null block.
+
+        A letter is the initial of `FREE`, `CACHED`, `OWNED`, `LOADING` or of pinned (a holder without an owner); among
+        several blocks the busiest shows.
+        """
+        letters = [self._letter(block) for block in self._blocks[1:]]
+        per_cell = cdiv(len(letters), max_cells)
+        # The alphabet happens not to order them: from idle to busy is f, c, p, o, l.
+        return "".join(
+            max(letters[start : start + per_cell], key="fcpol".index) for start in range(0, len(letters), per_cell)
+        ).encode()
+
+    @staticmethod
+    def _letter(block: Block) -> str:
+        if block.num_writers:
+            return "l"
+        if block.num_owners:
+            return "o"
+        if block.num_holders:
+            return "p"
+        return "f" if block.key is None else "c"
 
     def allocate(self, num_blocks: int) -> list[int]:
         """Hands out blocks with one owner each, evicting cached content from the oldest on."""

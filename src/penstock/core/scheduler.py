@@ -8,7 +8,6 @@ is a preemption followed by a fresh admission, so the runner can never disagree 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from penstock.config.engine import SchedulerConfig
 from penstock.core.kv_cache_manager import KVCacheManager, PrefixHit
@@ -19,23 +18,12 @@ from penstock.messages.outputs import EngineOutput, FinishReason
 from penstock.messages.requests import EngineRequest
 from penstock.messages.runner_output import ModelRunnerOutput, TokenLogprobs
 from penstock.messages.scheduler_output import BlockIds, SchedulerOutput
-from penstock.utils.errors import RequestError
+from penstock.messages.stats import SchedulerStats
+from penstock.utils.errors import OverloadedError, RequestError
 
 # Requests passed over in one step because another is computing their prefix: beyond so many, the step goes without
 # looking further, because each look costs as much as a prompt has blocks.
 _MAX_DEFERRED = 64
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerStats:
-    """What the scheduler looks like at this moment; the counters only grow."""
-
-    num_running: int
-    num_waiting: int
-    kv_cache_usage: float
-    num_preemptions: int
-    prefix_cache_queries: int
-    prefix_cache_hits: int
 
 
 class Scheduler:
@@ -57,11 +45,11 @@ class Scheduler:
     # ---- Requests come and go ----
 
     def add_request(self, data: EngineRequest) -> None:
-        """Queues a request. Raises RequestError when its id is in use or the queue is full."""
+        """Queues a request. Raises RequestError when its id is in use, OverloadedError when the queue is full."""
         if data.request_id in self._requests:
             raise RequestError(f"request id {data.request_id!r} is already in use", "request_id")
         if len(self._requests) >= self._config.max_num_queued_requests:
-            raise RequestError(f"the engine already holds max_num_queued_requests={len(self._requests)} requests")
+            raise OverloadedError(f"the engine already holds max_num_queued_requests={len(self._requests)} requests")
         request = Request(data, self._num_arrivals, self.kv.block_size)
         self._num_arrivals += 1
         self._requests[data.request_id] = request

@@ -1,40 +1,26 @@
-"""Builds an engine out of its arguments, each part whole before the next one needs it."""
+"""Builds the engine core out of its arguments, each part whole before the next one needs it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 
 from penstock.config import env
 from penstock.config.engine import EngineArgs, EngineConfig, SchedulerConfig, resolve
-from penstock.config.model import read_json
 from penstock.core.kv_cache_manager import KVCacheManager
 from penstock.core.kv_cache_planning import block_bytes, group_layers, longest_request, plan_kv_cache
 from penstock.core.scheduler import Scheduler
 from penstock.engine.engine_core import EngineCore
-from penstock.engine.input_processor import InputProcessor
 from penstock.engine.model_path import resolve_model_path
-from penstock.engine.tokenizer import Tokenizer
 from penstock.executor.uniproc import InlineExecutor, ThreadExecutor
 from penstock.messages.kv_cache_spec import KVCacheConfig
-from penstock.messages.sampling_params import SamplingParams
 from penstock.runner.load import KVCache, LoadedModel, allocate_kv_cache, load_model, num_blocks_in_budget
 from penstock.runner.model_runner import ModelRunner
 from penstock.utils import logging
-from penstock.utils.errors import ConfigError, RequestError
+from penstock.utils.errors import ConfigError
 
 logger = logging.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class FrontEnd:
-    """What turns a caller's words into engine requests, and the sampling that the checkpoint recommends."""
-
-    tokenizer: Tokenizer | None
-    input_processor: InputProcessor
-    default_sampling_params: SamplingParams
 
 
 def make_config(args: EngineArgs) -> EngineConfig:
@@ -63,42 +49,6 @@ def build_engine_core(config: EngineConfig) -> tuple[EngineCore, SchedulerConfig
     executor = InlineExecutor(runner) if limits.max_num_in_flight == 1 else ThreadExecutor(runner)
     scheduler = Scheduler(limits, KVCacheManager(planned, config.cache.enable_prefix_caching))
     return EngineCore(scheduler, executor, limits.max_num_in_flight, debug=env.debug()), limits
-
-
-def build_front_end(config: EngineConfig, limits: SchedulerConfig) -> FrontEnd:
-    """The tokenizer and the request checks for a built engine core."""
-    tokenizer = None
-    if config.tokenizer_path is not None:
-        tokenizer = Tokenizer(config.tokenizer_path, config.model.vocab_size)
-    generation = read_json(config.model.path / "generation_config.json") or {}
-    model = read_json(config.model.path / "config.json") or {}
-    stored_eos = generation.get("eos_token_id")
-    eos = _token_ids(model.get("eos_token_id") if stored_eos is None else stored_eos)
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        eos |= {tokenizer.eos_token_id}
-    processor = InputProcessor(
-        tokenizer=tokenizer,
-        vocab_size=config.model.vocab_size,
-        max_model_len=limits.max_model_len,
-        eos_token_ids=eos,
-        seed=config.seed,
-    )
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    defaults: dict[str, Any] = {name: generation[name] for name in names if generation.get(name) is not None}
-    if generation.get("do_sample") is False:
-        defaults = {"temperature": 0.0}
-    try:
-        return FrontEnd(tokenizer, processor, SamplingParams(**defaults))
-    except RequestError as error:
-        raise ConfigError(f"{config.model.path / 'generation_config.json'}: {error}") from None
-
-
-def _token_ids(value: Any) -> frozenset[int]:
-    """An `eos_token_id` of a checkpoint: absent, one or several."""
-    ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(isinstance(token_id, int) for token_id in ids):
-        raise ConfigError(f"eos_token_id must be token ids, got {value!r}")
-    return frozenset(ids)
 
 
 def _plan(config: EngineConfig, loaded: LoadedModel) -> tuple[SchedulerConfig, KVCacheConfig]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,15 +17,52 @@ from penstock.utils.clock import SystemClock
 from penstock.utils.errors import ConfigError, RequestError
 
 _MAX_RENDERED_CHARACTERS = 16 << 20
+_MAX_SECONDS = 5.0
+_deadline: ContextVar[float] = ContextVar("deadline")
+
+
+class _LimitError(jinja2.TemplateError):
+    """The template took more time or more room than it may."""
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Looks at the clock whenever a template calls or looks something up, and before it repeats a text."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_deadline()
+        return super().call(context, obj, *args, **kwargs)
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        _check_deadline()
+        return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        _check_deadline()
+        return super().getitem(obj, argument)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        _check_deadline()
+        for repeated, times in ((left, right), (right, left)):
+            if isinstance(repeated, Sequence) and isinstance(times, int) and len(repeated) * times > 1 << 20:
+                raise _LimitError("a template must not repeat a text that often")
+        if operator == "**":
+            raise _LimitError("a template must not raise to a power")
+        return super().call_binop(context, operator, left, right)
+
+
+def _check_deadline() -> None:
+    if SystemClock().now() > _deadline.get():
+        raise _LimitError(f"it took longer than {_MAX_SECONDS:g} s")
 
 
 class ChatTemplate:
-    """One compiled template; rendering is thread-safe."""
+    """One compiled template; rendering is thread-safe. `source` is its text."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols], autoescape=False
-        )
+        self.source = source
+        environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols], autoescape=False)
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = _strftime_now
@@ -56,21 +94,41 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The conversation as text. Raises RequestError when the template refuses it."""
+        """The conversation as text; with `continue_final_message` it ends where the last message's content does.
+
+        Raises RequestError when the template refuses it.
+        """
         if tools is not None and not (isinstance(tools, Sequence) and all(isinstance(tool, Mapping) for tool in tools)):
             raise RequestError("tools must be a list of objects", "tools")
         known = {"messages": _plain_messages(messages), "tools": list(tools) if tools else None}
         known["add_generation_prompt"] = add_generation_prompt
         try:
-            text = self._template.render({**self._special_tokens, **variables, **known})
+            text = self._render({**self._special_tokens, **variables, **known})
         except Exception as error:  # noqa: BLE001 - a template is a program, and what it raises is its own affair
             raise RequestError(f"the chat template cannot render these messages: {error}", "messages") from None
-        if len(text) > _MAX_RENDERED_CHARACTERS:
-            raise RequestError(f"the conversation is longer than {_MAX_RENDERED_CHARACTERS} characters", "messages")
-        return text
+        if not continue_final_message:
+            return text
+        content = known["messages"][-1]["content"].strip()
+        end = text.rfind(content)
+        if end < 0:
+            raise RequestError("the chat template does not show the last message as it is", "continue_final_message")
+        return text[: end + len(content)]
+
+    def _render(self, context: Mapping[str, Any]) -> str:
+        """Piece by piece, so that a template without an end is stopped."""
+        _deadline.set(SystemClock().now() + _MAX_SECONDS)
+        pieces: list[str] = []
+        size = 0
+        for piece in self._template.generate(context):
+            size += len(piece)
+            if size > _MAX_RENDERED_CHARACTERS:
+                raise _LimitError(f"the conversation is longer than {_MAX_RENDERED_CHARACTERS} characters")
+            pieces.append(piece)
+        return "".join(pieces)
 
 
 def _plain_messages(messages: Any) -> list[dict[str, Any]]:

@@ -6,12 +6,14 @@ from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
 
-from penstock.core.scheduler import Scheduler, SchedulerStats
+from penstock.core.scheduler import Scheduler
 from penstock.executor.executor import Executor
 from penstock.messages.outputs import EngineOutput
 from penstock.messages.requests import EngineRequest
 from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.messages.scheduler_output import SchedulerOutput
+from penstock.messages.stats import RequestEvent, RequestEventKind, SchedulerStats, StepReport
+from penstock.utils.clock import SystemClock
 from penstock.utils.errors import EngineDeadError
 
 
@@ -25,9 +27,11 @@ class EngineCore:
         self._debug = debug
         self._failure: Exception | None = None
         self._in_flight: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()
+        self._clock = SystemClock()
+        self._events: list[RequestEvent] = []
 
     def add_request(self, request: EngineRequest) -> None:
-        """Queues a request. Raises RequestError when it cannot be taken, EngineDeadError when nothing can."""
+        """Queues a request. Raises RequestError or OverloadedError when it is refused, EngineDeadError when all are."""
         if self._failure is not None:
             raise EngineDeadError(f"the engine has stopped: {self._failure}") from self._failure
         self._scheduler.add_request(request)
@@ -43,6 +47,11 @@ class EngineCore:
             return False
         return bool(self._in_flight) or self._scheduler.has_unfinished_requests
 
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks that requests can have."""
+        return self._scheduler.kv.pool.num_usable
+
     def stats(self) -> SchedulerStats:
         return self._scheduler.stats()
 
@@ -50,7 +59,11 @@ class EngineCore:
         """Forgets all cached prefixes; refused (False) while requests run."""
         return not self._in_flight and self._scheduler.kv.reset_prefix_cache()
 
-    def step(self) -> list[EngineOutput]:
+    def block_map(self, max_cells: int) -> bytes:
+        """The block pool as at most `max_cells` letters (`BlockPool.map`)."""
+        return self._scheduler.kv.pool.map(max_cells)
+
+    def step(self) -> StepReport:
         """Launches steps up to the depth, then waits for the oldest and applies its result.
 
         Raises EngineDeadError, now and from then on, when a worker or the scheduler fails.
@@ -64,25 +77,36 @@ class EngineCore:
             self._in_flight.clear()
             raise EngineDeadError(f"the engine core failed: {type(error).__name__}: {error}") from error
 
-    def _step(self) -> list[EngineOutput]:
+    def _step(self) -> StepReport:
         while len(self._in_flight) < self._max_num_in_flight and self._launch():
             pass
-        if not self._in_flight:
-            return []
-        plan, future = self._in_flight.popleft()
-        outputs = self._scheduler.update_from_output(plan, future.result())
-        if self._debug:
-            self.check_integrity()
-        return outputs
+        outputs: list[EngineOutput] = []
+        num_tokens = 0
+        if self._in_flight:
+            plan, future = self._in_flight.popleft()
+            outputs = self._scheduler.update_from_output(plan, future.result())
+            num_tokens = plan.total_num_scheduled_tokens
+            if self._debug:
+                self.check_integrity()
+        events, self._events = tuple(self._events), []
+        return StepReport(outputs=tuple(outputs), events=events, num_tokens=num_tokens, stats=self._scheduler.stats())
 
     def _launch(self) -> bool:
         """Schedules a step and sends it off; False when there was nothing to run."""
         if not self._scheduler.has_unfinished_requests and not self._scheduler.has_finished_requests_to_report:
             return False
         plan = self._scheduler.schedule()
+        self._note_events(plan)
         self._executor.execute_model(plan)
         self._in_flight.append((plan, self._executor.sample_tokens()))
         return not plan.is_empty
+
+    def _note_events(self, plan: SchedulerOutput) -> None:
+        now = self._clock.now()
+        for request_id in plan.preempted_request_ids:
+            self._events.append(RequestEvent(request_id, RequestEventKind.PREEMPTED, now))
+        for new in plan.new_requests:
+            self._events.append(RequestEvent(new.request_id, RequestEventKind.SCHEDULED, now))
 
     def check_integrity(self) -> None:
         """AssertionError when the scheduler's derived state does not agree with itself or with the steps in flight."""

@@ -9,13 +9,14 @@ from typing import Any
 
 from penstock.engine.tokenizer import Tokenizer
 from penstock.messages.requests import EngineRequest
-from penstock.messages.sampling_params import SamplingParams
+from penstock.messages.sampling_params import MAX_COUNT, SamplingParams
 from penstock.utils.errors import RequestError
-from penstock.utils.names import did_you_mean
+from penstock.utils.names import did_you_mean, is_unicode
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or `{"prompt": ...}` / `{"prompt_token_ids": [...]}` with an optional `cache_salt`."""
 
+_SEED_MASK = 2**64 - 1
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
@@ -53,8 +54,8 @@ class InputProcessor:
             raise RequestError(
                 f"sampling_params must be SamplingParams, got {type(params).__name__}", "sampling_params"
             )
-        if not isinstance(priority, int):
-            raise RequestError(f"priority must be an integer, got {priority!r}", "priority")
+        if not isinstance(priority, int) or abs(priority) > MAX_COUNT:
+            raise RequestError(f"priority must be an integer within +-{MAX_COUNT}, got {priority!r}", "priority")
         text, token_ids, cache_salt = self._tokenize(prompt)
         self._check_prompt(token_ids)
         self._check_params(params)
@@ -68,13 +69,14 @@ class InputProcessor:
             )
         # Requests that bring no seed get one from the engine's, so that preemption cannot change their tokens.
         seed = (self._seed << 32) + next(self._counter) if params.seed is None else int(params.seed)
+        # 64 bits are what the noise is made of; with more the request would not fit a message.
         eos = frozenset[int]() if params.ignore_eos else self._eos_token_ids
         first = EngineRequest(
             request_id=request_id if params.n == 1 else f"{request_id}#0",
             prompt_token_ids=token_ids,
             sampling_params=params,
             max_tokens=max_tokens,
-            seed=seed,
+            seed=seed & _SEED_MASK,
             eos_token_ids=eos,
             stop_token_ids=frozenset(params.stop_token_ids or ()),
             bad_words_token_ids=self._bad_words(params.bad_words or ()),
@@ -82,7 +84,7 @@ class InputProcessor:
             cache_salt=cache_salt,
         )
         others = (
-            replace(first, request_id=f"{request_id}#{index}", seed=seed + (index << 48))
+            replace(first, request_id=f"{request_id}#{index}", seed=seed + (index << 48) & _SEED_MASK)
             for index in range(1, params.n)
         )
         return ProcessedRequest(request_id, text, token_ids, params, (first, *others))
@@ -94,7 +96,7 @@ class InputProcessor:
             if key not in _PROMPT_KEYS:
                 raise RequestError(f"unknown prompt field {key!r}{did_you_mean(str(key), _PROMPT_KEYS)}", str(key))
         text, token_ids, salt = (fields.get(key) for key in _PROMPT_KEYS)
-        if salt is not None and (not isinstance(salt, str) or not salt or not _is_unicode(salt)):
+        if salt is not None and (not isinstance(salt, str) or not salt or not is_unicode(salt)):
             raise RequestError("cache_salt must be text that is not empty", "cache_salt")
         if text is not None and not isinstance(text, str):
             raise RequestError(f"prompt must be text, got {type(text).__name__}", "prompt")
@@ -157,11 +159,3 @@ def _as_fields(prompt: Any) -> Mapping[str, Any]:
     if isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):
         return {"prompt_token_ids": prompt}
     raise RequestError(f"a prompt must be text, token ids or a dictionary, got {type(prompt).__name__}", "prompt")
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True

@@ -11,13 +11,14 @@ from typing import Any
 from tqdm import tqdm
 
 from penstock.config.engine import EngineArgs
-from penstock.core.scheduler import SchedulerStats
-from penstock.engine.build import build_engine_core, build_front_end, make_config
+from penstock.engine.build import build_engine_core, make_config
+from penstock.engine.front_end import build_front_end
 from penstock.engine.input_processor import ProcessedRequest, Prompt
 from penstock.engine.output_processor import OutputProcessor
 from penstock.engine.tokenizer import Message, Tokenizer
 from penstock.messages.outputs import RequestOutput
 from penstock.messages.sampling_params import SamplingParams
+from penstock.messages.stats import SchedulerStats
 from penstock.utils.errors import RequestError
 from penstock.utils.interrupts import interrupts_held
 
@@ -50,9 +51,7 @@ class LLM:
 
     def get_tokenizer(self) -> Tokenizer:
         """Raises RequestError when the engine was built with skip_tokenizer_init."""
-        if self._front_end.tokenizer is None:
-            raise RequestError("the engine was built without a tokenizer")
-        return self._front_end.tokenizer
+        return self._front_end.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config.json recommends."""
@@ -178,7 +177,7 @@ class LLM:
                 self._core.add_request(child)
 
     def _step(self) -> list[RequestOutput]:
-        processed = self._outputs.process(self._core.step())
+        processed = self._outputs.process(self._core.step().outputs)
         if processed.aborts:
             self._core.abort_requests(processed.aborts)
         return processed.request_outputs

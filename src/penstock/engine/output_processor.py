@@ -15,9 +15,13 @@ from penstock.messages.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class ProcessedOutputs:
-    """Requests that changed, in the order of their first change, and engine requests that must be aborted."""
+    """Requests that changed, in the order of their first change, and engine requests that have ended or must.
+
+    `ended` holds the engine requests that have ended with why; `aborts` those of them that the engine core still runs.
+    """
 
     request_outputs: list[RequestOutput]
+    ended: list[tuple[str, str]]
     aborts: list[str]
 
 
@@ -43,7 +47,8 @@ class OutputProcessor:
         """Completions that have not ended."""
         return len(self._children)
 
-    def add_request(self, request: ProcessedRequest) -> None:
+    def add_request(self, request: ProcessedRequest) -> RequestOutput:
+        """Returns the request's output, empty as yet, which `process` brings up to date."""
         params = request.params
         output = RequestOutput(
             request_id=request.request_id,
@@ -59,6 +64,7 @@ class OutputProcessor:
             if self._tokenizer is not None and params.detokenize:
                 detokenizer = Detokenizer(self._tokenizer, request.prompt_token_ids, params)
             self._children[child.request_id] = _Child(output, completion, params, detokenizer)
+        return output
 
     def discard(self, request_ids: Iterable[str]) -> None:
         """Forgets completions that nobody waits for any more."""
@@ -68,6 +74,7 @@ class OutputProcessor:
     def process(self, outputs: Sequence[EngineOutput]) -> ProcessedOutputs:
         """Applies one step's outputs; those of requests that have ended here already are dropped."""
         changed: dict[str, RequestOutput] = {}
+        ended: list[tuple[str, str]] = []
         aborts: list[str] = []
         for output in outputs:
             child = self._children.get(output.request_id)
@@ -75,12 +82,13 @@ class OutputProcessor:
                 continue
             stopped_here = self._update(child, output)
             changed[child.parent.request_id] = child.parent
-            if child.completion.finished:
+            if child.completion.finish_reason is not None:
+                ended.append((output.request_id, child.completion.finish_reason))
                 del self._children[output.request_id]
                 child.parent.finished = all(completion.finished for completion in child.parent.outputs)
                 if stopped_here and output.finish_reason is None:
                     aborts.append(output.request_id)
-        return ProcessedOutputs(list(changed.values()), aborts)
+        return ProcessedOutputs(list(changed.values()), ended, aborts)
 
     def _update(self, child: _Child, output: EngineOutput) -> bool:
         """Brings one completion up to date; True when a stop string ended it."""

@@ -40,6 +40,11 @@ class Tokenizer:
         eos = _special_token(config, "eos_token")
         self.eos_token_id = None if eos is None else self.backend.token_to_id(eos)
 
+    @property
+    def chat_template_source(self) -> str | None:
+        """The chat template's text; None when the checkpoint has none."""
+        return None if self._chat_template is None else self._chat_template.source
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Raises RequestError when the text holds half a character (a lone surrogate)."""
         if not text.isascii():

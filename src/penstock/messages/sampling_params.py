@@ -17,7 +17,7 @@ from numbers import Integral, Real
 from typing import Any, TypeVar
 
 from penstock.utils.errors import RequestError
-from penstock.utils.names import did_you_mean
+from penstock.utils.names import did_you_mean, is_unicode
 
 _T = TypeVar("_T")
 
@@ -25,6 +25,7 @@ MAX_N = 64
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 64
 MAX_LOGIT_BIAS = 1024
+MAX_COUNT = 2**31 - 1
 _SEED_LIMIT = 2**63
 
 
@@ -127,10 +128,10 @@ def _check_int(field: str, value: Any, low: int, high: int | None = None) -> Non
 
 def _check_lengths(params: SamplingParams) -> None:
     _check_int("n", params.n, 1, MAX_N)
-    _check_int("top_k", params.top_k, -1)
-    _check_int("min_tokens", params.min_tokens, 0)
+    _check_int("top_k", params.top_k, -1, MAX_COUNT)
+    _check_int("min_tokens", params.min_tokens, 0, MAX_COUNT)
     if params.max_tokens is not None:
-        _check_int("max_tokens", params.max_tokens, 1)
+        _check_int("max_tokens", params.max_tokens, 1, MAX_COUNT)
         if params.min_tokens > params.max_tokens:
             raise _refuse("min_tokens", f"at most max_tokens ({params.max_tokens})", params.min_tokens)
     if params.logprobs is not None:
@@ -151,10 +152,8 @@ def _check_collections(params: SamplingParams) -> None:
         _check_list("stop", params.stop)
     if len(params.stop_strings) > MAX_STOP_STRINGS:
         raise _refuse("stop", f"at most {MAX_STOP_STRINGS} strings", f"{len(params.stop_strings)} strings")
-    for field, words in (("stop", params.stop_strings), ("bad_words", params.bad_words or ())):
-        for word in _check_list(field, words):
-            if not isinstance(word, str) or not word:
-                raise _refuse(field, "a list of strings that are not empty", words)
+    _check_texts("stop", params.stop_strings)
+    _check_texts("bad_words", params.bad_words or ())
     if params.stop_strings and not params.detokenize:
         raise RequestError("stop strings need detokenize=True; use stop_token_ids instead", "stop")
     for field, ids in (("stop_token_ids", params.stop_token_ids), ("allowed_token_ids", params.allowed_token_ids)):
@@ -169,6 +168,14 @@ def _check_list(field: str, value: Any) -> Sequence[Any]:
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
         raise _refuse(field, "a list", value)
     return value  # pyright: ignore[reportUnknownVariableType]
+
+
+def _check_texts(field: str, texts: Any) -> None:
+    for text in _check_list(field, texts):
+        if not isinstance(text, str) or not text:
+            raise _refuse(field, "a list of strings that are not empty", texts)
+        if not is_unicode(text):
+            raise _refuse(field, "valid Unicode", text)
 
 
 def _check_bias(bias: Mapping[Any, Any]) -> None:

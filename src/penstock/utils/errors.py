@@ -3,7 +3,9 @@
     PenstockError
     ├── ConfigError       the operator asked for something that cannot be: names the flag to change
     ├── RequestError      a client's request is at fault: names the field and the bound; becomes an HTTP 4xx
-    └── EngineDeadError   the engine core has stopped and can serve nothing more
+    ├── OverloadedError   the request is right, but there is no room for it now; becomes an HTTP 503
+    ├── WireError         another process sent what is no message
+    └── EngineDeadError   the engine core has stopped and can serve nothing more; becomes an HTTP 503
 
 A failed `assert` is a bug in Penstock. Input from a client never meets one.
 """
@@ -25,6 +27,14 @@ class RequestError(PenstockError, ValueError):
     def __init__(self, message: str, field: str | None = None) -> None:
         super().__init__(message)
         self.field = field
+
+
+class OverloadedError(PenstockError):
+    """The engine holds as many requests as it may, or takes no new ones: the same request may succeed later."""
+
+
+class WireError(PenstockError):
+    """What another process sent is no message; the connection is of no use any more."""
 
 
 class EngineDeadError(PenstockError):

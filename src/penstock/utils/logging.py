@@ -19,6 +19,14 @@ def configure(level: str) -> None:
     root.setLevel(level if level in ("DEBUG", "INFO", "WARNING", "ERROR") else "WARNING")
 
 
+def enable_access_log(name: str) -> None:
+    """Lets the HTTP server's logger `name` write its line per request."""
+    logger = logging.getLogger(name)
+    logger.addHandler(logging.StreamHandler())
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
 def get_logger(name: str) -> logging.Logger:
     """The logger of the module `name` (pass `__name__`)."""
     return logging.getLogger(name)

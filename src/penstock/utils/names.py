@@ -1,4 +1,4 @@
-"""Help with names that nobody knows."""
+"""Help with names that nobody knows, and with text that is none."""
 
 from __future__ import annotations
 
@@ -10,3 +10,12 @@ def did_you_mean(name: str, known: Sequence[str]) -> str:
     """What to append to "unknown ...": the nearest known name, or all of them."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
+
+
+def is_unicode(text: str) -> bool:
+    """False for text with half a character in it (a lone surrogate), which JSON can bring and UTF-8 cannot say."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,180 @@
+"""The front end's end of the engine core's process: starts it, talks to it, and notices at once when it is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from penstock.config.engine import EngineArgs
+from penstock.engine.core_messages import (
+    CODEC,
+    AbortRequests,
+    CheckIntegrity,
+    Failed,
+    GetBlockMap,
+    Ready,
+    Refused,
+    Reply,
+    ResetPrefixCache,
+)
+from penstock.messages.requests import EngineRequest
+from penstock.messages.stats import StepReport
+from penstock.utils.errors import ConfigError, EngineDeadError, WireError
+from penstock.utils.wire import FrameReader
+
+_EXIT_SECONDS = 15.0
+
+Handler = Callable[[StepReport | Refused | EngineDeadError], None]
+"""Takes what the core says, on the event loop; an EngineDeadError comes last and once."""
+
+
+class CoreClient(asyncio.Protocol):
+    """One engine core process and the connection to it. Belongs to the event loop on which it was started."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
+        self.death: EngineDeadError | None = None
+        self._process = process
+        self._reader = FrameReader(CODEC)
+        self._transport: asyncio.Transport | None = None
+        self._handler: Handler = _ignore
+        self._calls: dict[int, asyncio.Future[bool | bytes]] = {}
+        self._call_numbers = itertools.count()
+        self._failure: Failed | None = None
+        self._is_closing = False
+
+    @classmethod
+    async def start(cls, args: EngineArgs) -> CoreClient:
+        """Starts the process. `ready` resolves when its model is loaded; ConfigError there says why it cannot be."""
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "penstock.engine.core_process", str(theirs.fileno())]
+        with theirs:
+            process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
+        _, client = await asyncio.get_running_loop().create_unix_connection(lambda: cls(process), sock=ours)
+        client._send(args)
+        return client
+
+    def set_handler(self, handler: Handler) -> None:
+        self._handler = handler
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def add_request(self, request: EngineRequest) -> None:
+        """A request that the core does not take comes back as `Refused`. Raises EngineDeadError."""
+        self._send(request)
+
+    def abort_requests(self, request_ids: tuple[str, ...]) -> None:
+        """Unknown ones are passed over, and so is a core that is dead."""
+        if self.death is None:
+            self._send(AbortRequests(request_ids))
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes; False when requests are running."""
+        return bool(await self._call(ResetPrefixCache))
+
+    async def block_map(self, max_cells: int) -> bytes:
+        """The block pool as letters (`BlockPool.map`)."""
+        return bytes(await self._call(lambda number: GetBlockMap(number, max_cells)))  # pyright: ignore[reportArgumentType]
+
+    async def check_integrity(self) -> None:
+        """AssertionError when the core's derived state does not agree with itself."""
+        await self._call(CheckIntegrity)
+
+    async def shutdown(self) -> None:
+        """Hangs up and waits for the process to end. Idempotent."""
+        self._is_closing = True
+        if self._transport is not None:
+            self._transport.close()
+        try:
+            await asyncio.to_thread(self._process.wait, _EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            await asyncio.to_thread(self._process.wait)
+
+    async def _call(self, make_message: Callable[[int], Any]) -> bool | bytes:
+        number = next(self._call_numbers)
+        self._calls[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(make_message(number))
+            return await self._calls[number]
+        finally:
+            del self._calls[number]
+
+    def _send(self, message: Any) -> None:
+        if self.death is not None:
+            raise EngineDeadError(str(self.death))
+        assert self._transport is not None, "not connected"
+        self._transport.write(CODEC.encode(message))
+
+    # ---- asyncio.Protocol ----
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # pyright: ignore[reportAttributeAccessIssue]
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            messages = self._reader.feed(data)
+        except WireError as error:
+            self._failure = Failed(str(error), is_config=False)
+            self._process.kill()
+            return
+        for message in messages:
+            self._handle(message)
+
+    def _handle(self, message: Any) -> None:
+        match message:
+            case StepReport() | Refused():
+                self._handler(message)
+            case Reply(call):
+                future = self._calls.get(call)
+                if future is not None and not future.done():
+                    _resolve(future, message)
+            case Ready():
+                self.ready.set_result(message)
+            case Failed():
+                self._failure = message
+            case _:
+                raise AssertionError(f"the engine core sends no {type(message).__name__}")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The core is gone: everybody who waits for it is told now."""
+        error = self._cause_of_death()
+        self.death = error if isinstance(error, EngineDeadError) else EngineDeadError(str(error))
+        if not self.ready.done():
+            self.ready.set_exception(error)
+            self.ready.exception()  # Marks it as seen: whoever started us may have been cancelled.
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(self.death)
+        self._handler(self.death)
+
+    def _cause_of_death(self) -> Exception:
+        if self._failure is not None:
+            kind = ConfigError if self._failure.is_config else EngineDeadError
+            return kind(self._failure.message)
+        if self._is_closing:
+            return EngineDeadError("the engine has stopped: it was shut down")
+        try:
+            code = self._process.wait(timeout=1.0)
+        except subprocess.TimeoutExpired:
+            return EngineDeadError("the engine core hung up")
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        return EngineDeadError(f"the engine core's process {how}")
+
+
+def _resolve(future: asyncio.Future[bool | bytes], reply: Reply) -> None:
+    if reply.error is None:
+        future.set_result(reply.value)
+    else:
+        future.set_exception(AssertionError(reply.error))
+
+
+def _ignore(_: object) -> None:
+    """Nobody listens before the front end is built."""

@@ -1,0 +1,171 @@
+"""The engine core in a process of its own: messages in from a socket, steps, messages out.
+
+    python -m penstock.engine.core_process FD
+
+`FD` is an inherited stream socket to the front end. The process ends when that socket does, so it never outlives the
+front end; it ignores SIGINT and SIGTERM, which a terminal or a supervisor sends to both, because only the front end
+knows what is still to be finished. One thread reads; the main thread steps and writes.
+"""
+
+from __future__ import annotations
+
+import queue
+import signal
+import socket
+import sys
+import threading
+from typing import Any
+
+from penstock.config.engine import EngineArgs, EngineConfig
+from penstock.engine.build import build_engine_core, make_config
+from penstock.engine.core_messages import (
+    CODEC,
+    AbortRequests,
+    CheckIntegrity,
+    Failed,
+    GetBlockMap,
+    Ready,
+    Refused,
+    Reply,
+    ResetPrefixCache,
+)
+from penstock.engine.engine_core import EngineCore
+from penstock.messages.requests import EngineRequest
+from penstock.utils import logging
+from penstock.utils.errors import ConfigError, EngineDeadError, OverloadedError, RequestError, WireError
+from penstock.utils.wire import FrameReader
+
+logger = logging.get_logger(__name__)
+
+_RECEIVE_BYTES = 1 << 16
+_GRACE_SECONDS = 10.0
+_CRASHED = 1
+
+
+class _Hangup:
+    """Stands in the inbox for the end of the stream."""
+
+
+class CoreProcess:
+    """Drives one engine core from an inbox that another thread fills."""
+
+    def __init__(self, core: EngineCore, connection: socket.socket, inbox: queue.SimpleQueue[Any]) -> None:
+        self._core = core
+        self._connection = connection
+        self._inbox = inbox
+
+    def run(self) -> None:
+        """Serves until the front end hangs up. Raises EngineDeadError when the core breaks."""
+        while self._take_messages():
+            if self._core.has_work:
+                report = self._core.step()
+                if report.num_tokens or report.outputs or report.events:
+                    self._send(report)
+
+    def _take_messages(self) -> bool:
+        """Handles what has come, waiting only when there is nothing else to do; False at the end of the stream."""
+        while not (self._core.has_work and self._inbox.empty()):
+            message = self._inbox.get()
+            if isinstance(message, _Hangup):
+                return False
+            self._handle(message)
+        return True
+
+    def _handle(self, message: Any) -> None:
+        match message:
+            case EngineRequest():
+                self._add(message)
+            case AbortRequests(request_ids):
+                self._core.abort_requests(request_ids)
+            case ResetPrefixCache(call):
+                self._send(Reply(call, self._core.reset_prefix_cache()))
+            case GetBlockMap(call, max_cells):
+                self._send(Reply(call, self._core.block_map(max_cells)))
+            case CheckIntegrity(call):
+                self._send(self._check_integrity(call))
+            case _:
+                raise WireError(f"the engine core takes no {type(message).__name__}")
+
+    def _add(self, request: EngineRequest) -> None:
+        try:
+            self._core.add_request(request)
+        except (RequestError, OverloadedError) as error:
+            field = getattr(error, "field", None)
+            self._send(Refused(request.request_id, str(error), field, isinstance(error, OverloadedError)))
+
+    def _check_integrity(self, call: int) -> Reply:
+        try:
+            self._core.check_integrity()
+        except AssertionError as error:
+            return Reply(call, False, str(error))
+        return Reply(call)
+
+    def _send(self, message: Any) -> None:
+        self._connection.sendall(CODEC.encode(message))
+
+
+def read_into(inbox: queue.SimpleQueue[Any], connection: socket.socket, reader: FrameReader) -> None:
+    """Reads messages until the stream ends."""
+    try:
+        while data := connection.recv(_RECEIVE_BYTES):
+            for message in reader.feed(data):
+                inbox.put(message)
+    except (OSError, WireError) as error:
+        logger.error("the front end's messages cannot be read: %s", error)
+    inbox.put(_Hangup())
+
+
+def _start(connection: socket.socket, inbox: queue.SimpleQueue[Any]) -> EngineCore | None:
+    """Builds the core and says so; None when the front end left, or when the core cannot be built as asked."""
+    args = inbox.get()
+    if not isinstance(args, EngineArgs):
+        return None
+    try:
+        config: EngineConfig = make_config(args)
+        core, limits = build_engine_core(config)
+    except ConfigError as error:
+        connection.sendall(CODEC.encode(Failed(str(error), is_config=True)))
+        return None
+    connection.sendall(CODEC.encode(Ready(config.device, limits, core.num_blocks, config.cache.block_size)))
+    return core
+
+
+def _exit_with_front_end(ended: threading.Event, reading: threading.Thread) -> None:
+    """Ends the process when the front end has gone and the step that was running does not end."""
+    reading.join()
+    if not ended.wait(_GRACE_SECONDS):
+        signal.raise_signal(signal.SIGKILL)
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # What a library prints must not mix with what the front end prints.
+    sys.stdout = sys.stderr
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    ended = threading.Event()
+    reading = threading.Thread(target=read_into, args=(inbox, connection, FrameReader(CODEC)), daemon=True)
+    reading.start()
+    threading.Thread(target=_exit_with_front_end, args=(ended, reading), daemon=True).start()
+    core: EngineCore | None = None
+    try:
+        core = _start(connection, inbox)
+        if core is not None:
+            CoreProcess(core, connection, inbox).run()
+        return 0
+    except (BrokenPipeError, ConnectionResetError):
+        return 0
+    except Exception as error:
+        logger.exception("the engine core stops")
+        cause = error if isinstance(error, EngineDeadError) else f"{type(error).__name__}: {error}"
+        connection.sendall(CODEC.encode(Failed(str(cause), is_config=False)))
+        return _CRASHED
+    finally:
+        if core is not None:
+            core.shutdown()
+        ended.set()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

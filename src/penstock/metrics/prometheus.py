@@ -1,0 +1,177 @@
+"""The server's Prometheus metrics: an observer that counts, and the text that a scrape receives.
+
+The metrics are those of `penstock.metrics.table`, in a registry of their own. Belongs to the event loop's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Protocol, TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client.exposition import choose_encoder
+
+from penstock.messages.outputs import FinishReason
+from penstock.messages.stats import SchedulerStats, StepReport
+from penstock.metrics.request_log import Phase, RequestLog, RequestRecord
+from penstock.metrics.table import COMMON_LABELS, METRICS, Kind
+from penstock.utils.errors import EngineDeadError
+
+# Penstock runs one engine core behind a server; the label is there for dashboards that expect it.
+_ENGINE = "0"
+_TOTALS = (
+    ("vllm:num_preemptions", attrgetter("num_preemptions")),
+    ("vllm:prefix_cache_queries", attrgetter("prefix_cache_queries")),
+    ("vllm:prefix_cache_hits", attrgetter("prefix_cache_hits")),
+)
+_OWN_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+_T = TypeVar("_T", Counter, Gauge, Histogram)
+
+
+class WatchedEngine(Protocol):
+    """What a scrape asks of the engine; an `AsyncLLM` is one."""
+
+    log: RequestLog
+
+    @property
+    def stats(self) -> SchedulerStats: ...
+
+    @property
+    def seconds_without_progress(self) -> float: ...
+
+    @property
+    def death(self) -> EngineDeadError | None: ...
+
+
+class PrometheusMetrics:
+    """Counts from its making on; gauges are read off the engine at each scrape, once `watch` has named it."""
+
+    def __init__(self, model_name: str) -> None:
+        self._registry = CollectorRegistry()
+        self._common = (model_name, _ENGINE)
+        counters = self._make(Kind.COUNTER, Counter)
+        gauges = self._make(Kind.GAUGE, Gauge)
+        # Each child is looked up once, here, and not with every token.
+        self._counters = self._children(counters)
+        self._gauges = self._children(gauges)
+        self._histograms = self._children(self._make(Kind.HISTOGRAM, Histogram))
+        # All values are there from the start, with 0: the first event is an increase, and rates see it.
+        self._ends = {
+            reason.value: counters["vllm:request_success"].labels(*self._common, reason.value)
+            for reason in FinishReason
+        }
+        self._phases = {
+            phase: gauges["penstock:requests"].labels(*self._common, phase.value)
+            for phase in Phase
+            if phase is not Phase.FINISHED
+        }
+        self._cache_info = gauges["vllm:cache_config_info"]
+        self._http_requests = counters["penstock:http_requests"]
+        self._counted = SchedulerStats(0, 0, 0.0, 0, 0, 0)
+        self._engine: WatchedEngine | None = None
+        ProcessCollector(registry=self._registry)
+
+    def set_cache_info(self, num_blocks: int, block_size: int) -> None:
+        """How many blocks the KV cache has, and how many tokens a block has."""
+        self._cache_info.labels(*self._common, str(block_size), str(num_blocks)).set(1)
+
+    def watch(self, engine: WatchedEngine) -> None:
+        """Names the engine that is observed."""
+        self._engine = engine
+
+    def on_step(self, report: StepReport) -> None:
+        if report.num_tokens:
+            self._counters["penstock:steps"].inc()
+            self._counters["penstock:tokens_computed"].inc(report.num_tokens)
+            self._histograms["vllm:iteration_tokens_total"].observe(report.num_tokens)
+        for name, total in _TOTALS:
+            self._counters[name].inc(total(report.stats) - total(self._counted))
+        self._counted = report.stats
+
+    def on_tokens(self, record: RequestRecord, num_tokens: int, seconds: float) -> None:
+        self._counters["vllm:generation_tokens"].inc(num_tokens)
+        if record.num_output_tokens > num_tokens:
+            self._histograms["vllm:inter_token_latency_seconds"].observe(seconds)
+            return
+        self._histograms["vllm:time_to_first_token_seconds"].observe(seconds)
+        self._counters["vllm:prompt_tokens"].inc(record.num_prompt_tokens)
+        self._counters["vllm:prompt_tokens_cached"].inc(record.num_cached_tokens)
+
+    def on_end(self, record: RequestRecord) -> None:
+        assert record.finish_reason is not None and record.ended is not None, record.request_id
+        self._ends[record.finish_reason].inc()
+        if record.finish_reason not in _OWN_ENDS:
+            return
+        observe = self._observe
+        stages = {name: end - start for name, (start, end) in record.stages().items()}
+        for name, seconds in stages.items():
+            observe(f"vllm:request_{name}_time_seconds", seconds)
+        decode = stages.get("decode", 0.0)
+        observe("vllm:request_inference_time_seconds", stages.get("prefill", 0.0) + decode)
+        observe("vllm:e2e_request_latency_seconds", record.ended - record.arrived)
+        if record.num_output_tokens > 1:
+            observe("vllm:request_time_per_output_token_seconds", decode / (record.num_output_tokens - 1))
+        observe("vllm:request_prompt_tokens", record.num_prompt_tokens)
+        observe("vllm:request_generation_tokens", record.num_output_tokens)
+        if record.max_tokens is not None:
+            observe("vllm:request_params_max_tokens", record.max_tokens)
+        if record.stands_for_request:
+            observe("vllm:request_params_n", record.n)
+
+    def on_http(self, route: str, method: str, status: int) -> None:
+        """An answer begins. `route` is one of the app's paths, never a client's, so that their number has a bound."""
+        method = method if method in _METHODS else "other"
+        self._http_requests.labels(*self._common, route, method, str(status)).inc()
+
+    def on_disconnect(self) -> None:
+        """A client hung up before its answer was complete."""
+        self._counters["penstock:client_disconnects"].inc()
+
+    def render(self, accept: str) -> tuple[bytes, str]:
+        """The answer to a scrape with this Accept header, and its content type."""
+        if self._engine is not None:
+            self._read_gauges(self._engine)
+        try:
+            encode, content_type = choose_encoder(accept)
+        except (TypeError, ValueError):
+            # The library stumbles over a version that is no number; the plainest format suits everyone.
+            encode, content_type = choose_encoder("")
+        return encode(self._registry), content_type
+
+    def _read_gauges(self, engine: WatchedEngine) -> None:
+        gauges, stats = self._gauges, engine.stats
+        gauges["vllm:num_requests_running"].set(stats.num_running)
+        gauges["vllm:num_requests_waiting"].set(stats.num_waiting)
+        gauges["vllm:kv_cache_usage_perc"].set(stats.kv_cache_usage)
+        gauges["penstock:engine_up"].set(engine.death is None)
+        gauges["penstock:seconds_without_progress"].set(engine.seconds_without_progress)
+        num_by_phase = engine.log.num_by_phase()
+        for phase, gauge in self._phases.items():
+            gauge.set(num_by_phase[phase])
+
+    def _observe(self, name: str, value: float) -> None:
+        self._histograms[name].observe(value)
+
+    def _make(self, kind: Kind, make: Callable[..., _T]) -> dict[str, _T]:
+        """The table's metrics of one kind, by name."""
+        return {
+            metric.name: make(
+                metric.name,
+                metric.help,
+                (*COMMON_LABELS, *metric.labels),
+                registry=self._registry,
+                **({"buckets": metric.buckets} if metric.buckets else {}),
+            )
+            for metric in METRICS
+            if metric.kind is kind
+        }
+
+    def _children(self, families: dict[str, _T]) -> dict[str, _T]:
+        """What is observed, by name, of the metrics that have the common labels only."""
+        return {
+            metric.name: families[metric.name].labels(*self._common)
+            for metric in METRICS
+            if metric.name in families and not metric.labels
+        }

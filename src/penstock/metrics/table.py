@@ -1,0 +1,111 @@
+"""Every metric that the server exports. A new one is a decision: a test holds this table against a scrape.
+
+Names under `vllm:`, their labels and their buckets are the ones that vLLM's dashboards, gateways and autoscalers
+expect; what they have no name for is under `penstock:`. Counters are named without the `_total` that a scrape shows.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+COMMON_LABELS = ("model_name", "engine")
+
+
+class Kind(enum.StrEnum):
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """`labels` come on top of the common ones; `buckets` are a histogram's upper bounds."""
+
+    name: str
+    kind: Kind
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+def _counter(name: str, help_text: str, *labels: str) -> Metric:
+    return Metric(name, Kind.COUNTER, help_text, labels)
+
+
+def _gauge(name: str, help_text: str, *labels: str) -> Metric:
+    return Metric(name, Kind.GAUGE, help_text, labels)
+
+
+def _histogram(name: str, help_text: str, buckets: tuple[float, ...]) -> Metric:
+    return Metric(name, Kind.HISTOGRAM, help_text, buckets=buckets)
+
+
+def _one_two_five(end: int) -> Iterator[float]:
+    power = 1
+    while power <= end:
+        yield from (step * power for step in (1, 2, 5) if step * power <= end)
+        power *= 10
+
+
+# vLLM ends these at the model's length, which is not known yet when the observers are built; a million holds them all.
+_TOKENS = tuple(_one_two_five(1_000_000))
+_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_TTFT_SECONDS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+    160.0, 640.0, 2560.0,
+)  # fmt: skip
+_TOKEN_SECONDS = (
+    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+_REQUEST_SECONDS = (
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
+    1920.0, 7680.0,
+)  # fmt: skip
+
+METRICS = (
+    # The scheduler, at the moment of the scrape.
+    _gauge("vllm:num_requests_running", "Requests in the running batch."),
+    _gauge("vllm:num_requests_waiting", "Requests that wait for their turn."),
+    _gauge("vllm:kv_cache_usage_perc", "Share of the KV blocks that requests hold; 1 is all of them."),
+    _gauge("vllm:cache_config_info", "The KV cache; always 1.", "block_size", "num_gpu_blocks"),
+    # The scheduler's totals.
+    _counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
+    _counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    _counter("vllm:num_preemptions", "Times that a request lost its place in the running batch."),
+    _histogram("vllm:iteration_tokens_total", "Tokens that one step computed.", _STEP_TOKENS),
+    # Tokens, as they come.
+    _counter("vllm:prompt_tokens", "Prompt tokens of requests that have their first output token."),
+    _counter("vllm:prompt_tokens_cached", "Those of vllm:prompt_tokens that came from the prefix cache."),
+    _counter("vllm:generation_tokens", "Output tokens."),
+    _histogram("vllm:time_to_first_token_seconds", "From a request's arrival to its first token.", _TTFT_SECONDS),
+    _histogram("vllm:inter_token_latency_seconds", "Between two steps that gave one request tokens.", _TOKEN_SECONDS),
+    # Requests, when they end. The histograms show those that came to an end of their own (stop, length): the times of
+    # an aborted one are its client's.
+    _counter("vllm:request_success", "Requests that ended, by reason.", "finished_reason"),
+    _histogram(
+        "vllm:request_time_per_output_token_seconds", "A request's mean time per token after its first.", _TOKEN_SECONDS
+    ),
+    _histogram("vllm:e2e_request_latency_seconds", "From a request's arrival to its end.", _REQUEST_SECONDS),
+    _histogram("vllm:request_queue_time_seconds", "From a request's arrival to its first step.", _REQUEST_SECONDS),
+    _histogram(
+        "vllm:request_prefill_time_seconds", "From a request's first step to its first token.", _REQUEST_SECONDS
+    ),
+    _histogram("vllm:request_decode_time_seconds", "From a request's first token to its last.", _REQUEST_SECONDS),
+    _histogram(
+        "vllm:request_inference_time_seconds", "From a request's first step to its last token.", _REQUEST_SECONDS
+    ),
+    _histogram("vllm:request_prompt_tokens", "A request's prompt tokens.", _TOKENS),
+    _histogram("vllm:request_generation_tokens", "A request's output tokens.", _TOKENS),
+    _histogram("vllm:request_params_n", "A request's parameter n.", (1, 2, 5, 10, 20)),
+    _histogram("vllm:request_params_max_tokens", "A request's parameter max_tokens.", _TOKENS),
+    # What vLLM has no name for.
+    _counter("penstock:steps", "Steps that computed tokens."),
+    _counter("penstock:tokens_computed", "Tokens that the model computed, of prompts and outputs, repeated ones too."),
+    _gauge("penstock:requests", "Requests that have not ended, by phase.", "phase"),
+    _gauge("penstock:engine_up", "1 while the engine core lives."),
+    _gauge("penstock:seconds_without_progress", "How long the engine has had work and computed nothing."),
+    _counter("penstock:http_requests", "HTTP answers.", "route", "method", "status"),
+    _counter("penstock:client_disconnects", "Clients that hung up before their answer was complete."),
+)
