@@ -21,11 +21,14 @@ ALLOWED = {
     "core": {"config", "messages", "utils"},
     "runner": {"models", "layers", "attention", "kernels", "config", "messages", "utils"},
     "executor": {"runner", "models", "config", "messages", "utils"},
-    "engine": {"executor", "runner", "core", "models", "config", "messages", "utils"},
-    "cli": {"engine", "config", "messages", "utils"},
+    "metrics": {"config", "messages", "utils"},
+    "engine": {"metrics", "executor", "runner", "core", "models", "config", "messages", "utils"},
+    "server": {"engine", "metrics", "config", "messages", "utils"},
+    "loadgen": {"messages", "utils"},
+    "cli": {"server", "loadgen", "engine", "config", "messages", "utils"},
 }
 
-WITHOUT_TORCH = ("utils", "messages", "config", "core")
+WITHOUT_TORCH = ("utils", "messages", "config", "core", "metrics", "server", "loadgen")
 
 # Models may build on one another only through these bases.
 MODEL_BASES = {"interface", "weights", "llama"}
@@ -35,6 +38,11 @@ ONE_PLACE = {
     "safetensors": {"models.weights"},
     "huggingface_hub": {"engine.model_path"},
     "jinja2": {"engine.chat_template"},
+    "msgspec": {"utils.wire", "server.errors", "server.sse", "server.openai.chat"},
+    "aiohttp": {"loadgen.client"},
+    "uvicorn": {"server.run"},
+    "prometheus_client": {"metrics.prometheus"},
+    "opentelemetry": {"metrics.tracing"},
 }
 
 

@@ -20,12 +20,28 @@ ENGINE_FLAGS = {
     "--max-num-batched-tokens", "--max-num-queued-requests", "--max-num-seqs", "--model", "--num-gpu-blocks-override",
     "--revision", "--scheduling-policy", "--seed", "--skip-tokenizer-init", "--tokenizer",
 }  # fmt: skip
+SERVER_FLAGS = {
+    "--access-log", "--admin-port", "--allow-unauthenticated", "--allowed-origin", "--api-key", "--health-timeout",
+    "--host", "--max-body-bytes", "--otlp-traces-endpoint", "--port", "--served-model-name", "--shutdown-timeout",
+    "--ssl-certfile", "--ssl-keyfile", "--tool-call-parser",
+}  # fmt: skip
 SAMPLING_FLAGS = {
     "--max-tokens", "--temperature", "--top-k", "--top-p", "--min-p", "--repetition-penalty", "--presence-penalty",
     "--frequency-penalty", "--stop",
 }  # fmt: skip
 BENCH_FLAGS = {"--input-len", "--output-len", "--output-json"}
+LOAD_FLAGS = {
+    "--api-key", "--backend", "--base-url", "--burstiness", "--dataset-name", "--dataset-path", "--disable-tqdm",
+    "--endpoint", "--frequency-penalty", "--goodput", "--host", "--ignore-eos", "--label", "--max-concurrency",
+    "--metric-percentiles", "--min-p", "--model", "--num-prompts", "--num-warmups", "--percentile-metrics", "--port",
+    "--presence-penalty", "--random-input-len", "--random-output-len", "--random-prefix-len", "--random-range-ratio",
+    "--ready-check-timeout-sec", "--repetition-penalty", "--request-rate", "--result-dir", "--result-filename",
+    "--save-detailed", "--save-result", "--seed", "--sharegpt-output-len", "--temperature", "--tokenizer", "--top-k",
+    "--top-p", "--trace-scale",
+}  # fmt: skip
 FLAGS = {
+    "serve": ENGINE_FLAGS | SERVER_FLAGS,
+    "bench serve": LOAD_FLAGS,
     "generate": ENGINE_FLAGS | SAMPLING_FLAGS | {"--prompt", "--chat", "--json"},
     "chat": ENGINE_FLAGS | SAMPLING_FLAGS | {"--system"},
     "bench throughput": ENGINE_FLAGS | BENCH_FLAGS | {"--num-prompts"},
@@ -33,8 +49,8 @@ FLAGS = {
 }
 
 PUBLIC = {
-    "LLM", "SamplingParams", "RequestOutput", "CompletionOutput", "PenstockError", "ConfigError", "RequestError",
-    "EngineDeadError", "__version__",
+    "LLM", "AsyncLLM", "SamplingParams", "RequestOutput", "CompletionOutput", "PenstockError", "ConfigError",
+    "RequestError", "OverloadedError", "EngineDeadError", "__version__",
 }  # fmt: skip
 
 
@@ -70,7 +86,7 @@ def test_environment_names_are_documented() -> None:
     source = (ROOT / "src/penstock/config/env.py").read_text(encoding="utf-8")
     assert set(re.findall(r"\b(?:PENSTOCK|GOMP)_[A-Z_]+", source)) == set(env.NAMES)
     documentation = (ROOT / "docs/CONFIGURATION.md").read_text(encoding="utf-8")
-    for name in (*env.NAMES, *ENGINE_FLAGS):
+    for name in (*env.NAMES, *ENGINE_FLAGS, *SERVER_FLAGS):
         assert name in documentation, f"docs/CONFIGURATION.md does not mention {name}"
 
 

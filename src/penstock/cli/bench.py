@@ -1,4 +1,4 @@
-"""`penstock bench throughput|latency`: offline measurements, with the JSON keys that `vllm bench` uses."""
+"""`penstock bench`: measurements with the JSON keys that `vllm bench` uses."""
 
 from __future__ import annotations
 
@@ -11,16 +11,21 @@ from typing import Any
 
 from tqdm import tqdm
 
-from penstock.cli.engine_args import add_engine_args, engine_kwargs
+from penstock.cli import bench_serve
+from penstock.cli.counts import count, count_from_zero
+from penstock.cli.dataclass_args import add_engine_args, engine_kwargs
 from penstock.messages.sampling_params import SamplingParams
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import ConfigError
+from penstock.utils.statistics import percentile
 
 _PERCENTAGES = (10, 25, 50, 75, 90, 99)
 
 
 def add_parser(subparsers: Any) -> None:
-    parser: argparse.ArgumentParser = subparsers.add_parser("bench", help="measure throughput or latency")
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "bench", help="measure throughput, latency, or a server under load"
+    )
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
     throughput = kinds.add_parser("throughput", help="many requests at once: tokens per second")
     throughput.add_argument("--num-prompts", type=count, default=64, help="requests (default: 64)")
@@ -35,19 +40,7 @@ def add_parser(subparsers: Any) -> None:
         command.add_argument("--output-len", type=count, default=128, help="output tokens (default: 128)")
         command.add_argument("--output-json", type=Path, help="also write the result to this file")
         add_engine_args(command)
-
-
-def count(text: str, low: int = 1) -> int:
-    """A command-line count."""
-    value = int(text)
-    if value < low:
-        raise argparse.ArgumentTypeError(f"must be at least {low}, got {value}")
-    return value
-
-
-def count_from_zero(text: str) -> int:
-    """A command-line count that may be zero."""
-    return count(text, low=0)
+    bench_serve.add_parser(kinds)
 
 
 def run_throughput(args: argparse.Namespace) -> int:
@@ -89,7 +82,7 @@ def run_latency(args: argparse.Namespace) -> int:
     result = {
         "avg_latency": statistics.fmean(latencies),
         "latencies": latencies,
-        "percentiles": {str(p): _percentile(latencies, p) for p in _PERCENTAGES},
+        "percentiles": {str(p): percentile(latencies, p) for p in _PERCENTAGES},
     }
     return _report(result, args.output_json)
 
@@ -125,15 +118,6 @@ def _random_prompts(llm: Any, count: int, length: int) -> list[list[int]]:
     rng = random.Random(0)
     vocab_size = llm.config.model.vocab_size
     return [[rng.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
-
-
-def _percentile(values: list[float], percentage: int) -> float:
-    """Linear interpolation between the closest ranks."""
-    ordered = sorted(values)
-    place = (len(ordered) - 1) * percentage / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
 def _report(result: dict[str, Any], path: Path | None) -> int:

@@ -8,7 +8,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from penstock.cli.engine_args import add_engine_args, engine_kwargs
+from penstock.cli.dataclass_args import add_engine_args, engine_kwargs
 from penstock.cli.sampling_args import add_sampling_args, sampling_params
 from penstock.messages.outputs import RequestOutput
 from penstock.messages.sampling_params import SamplingParams

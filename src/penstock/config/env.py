@@ -2,6 +2,7 @@
 
 PENSTOCK_CPU_ISA     force a CPU instruction set: amx, avx512, avx2, generic, or torch for the reference kernels
 PENSTOCK_LOG_LEVEL   DEBUG, INFO, WARNING (default) or ERROR
+PENSTOCK_API_KEY     keys that `penstock serve` asks its clients for, separated by commas
 PENSTOCK_DEBUG       1 poisons KV blocks and checks the integrity of all derived state after every step
 GOMP_SPINCOUNT       how long OpenMP threads spin before they sleep; Penstock sets it unless it is set
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import os
 
-NAMES = ("PENSTOCK_CPU_ISA", "PENSTOCK_LOG_LEVEL", "PENSTOCK_DEBUG", "GOMP_SPINCOUNT")
+NAMES = ("PENSTOCK_CPU_ISA", "PENSTOCK_LOG_LEVEL", "PENSTOCK_DEBUG", "PENSTOCK_API_KEY", "GOMP_SPINCOUNT")
 
 # Short enough that a thread waiting for one that lost its core sleeps and lets it back; long enough to stay awake from
 # one kernel to the next. On two busy cores a step of the 0.6B shape took 130 ms instead of 380 to 900, and on idle
@@ -28,6 +29,11 @@ def log_level() -> str:
 
 def debug() -> bool:
     return os.environ.get("PENSTOCK_DEBUG", "0") not in ("", "0")
+
+
+def api_keys() -> tuple[str, ...]:
+    keys = os.environ.get("PENSTOCK_API_KEY", "").split(",")
+    return tuple(key.strip() for key in keys if key.strip())
 
 
 def set_openmp_defaults() -> None:

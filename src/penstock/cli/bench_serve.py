@@ -1,0 +1,349 @@
+"""`penstock bench serve`: load on an OpenAI-compatible server, with the flags and JSON keys of `vllm bench serve`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import math
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from penstock.cli.counts import count, count_from_zero
+from penstock.loadgen import results
+from penstock.utils.clock import SystemClock
+from penstock.utils.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.loadgen.datasets import Sample
+    from penstock.loadgen.runner import Run
+    from penstock.loadgen.tokens import Tokenizer
+
+_ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+_DEFAULT_NUM_PROMPTS = 1000
+_SAMPLING: dict[str, type] = {
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "frequency_penalty": float,
+    "presence_penalty": float,
+    "repetition_penalty": float,
+}
+_HEADERS = {
+    "ttft": ("TTFT", "Time to First Token"),
+    "tpot": ("TPOT", "Time per Output Token (excl. 1st token)"),
+    "itl": ("ITL", "Inter-token Latency"),
+    "e2el": ("E2EL", "End-to-end Latency"),
+}
+_WIDTH = 50
+_ERRORS_SHOWN = 10
+_DESCRIPTION = """\
+Prompts of the datasets random and trace are sent as token ids (with --backend openai-chat, random sends text that was
+fitted to the length; trace needs openai), and their requests ask for ignore_eos, so that every output has its full
+length. Their tokens, and the lengths of sharegpt's texts, come from --tokenizer; or, without it, from the server's
+/tokenize and /detokenize: then prompts are made of the tokens of random letters. Output tokens are what the server's
+usage says. Warm-up requests are the first prompts backwards: as long, and of no use to a prefix cache.
+"""
+
+
+def add_parser(kinds: Any) -> None:
+    parser: argparse.ArgumentParser = kinds.add_parser(
+        "serve", help="load on a running server: latencies, goodput, tokens per second", description=_DESCRIPTION
+    )
+    _add_server_args(parser.add_argument_group("server"))
+    _add_dataset_args(parser.add_argument_group("requests"))
+    _add_traffic_args(parser.add_argument_group("traffic"))
+    _add_report_args(parser.add_argument_group("report"))
+    sampling = parser.add_argument_group("sampling (defaults: the server's)")
+    for name, kind in _SAMPLING.items():
+        sampling.add_argument("--" + name.replace("_", "-"), type=kind, metavar=name.upper())
+    parser.set_defaults(run=run)
+
+
+def _add_server_args(group: Any) -> None:
+    group.add_argument("--backend", choices=_ENDPOINTS, default="openai", help="completions (default) or chat")
+    group.add_argument("--base-url", help="the server's address, instead of --host and --port")
+    group.add_argument("--host", default="127.0.0.1", help="(default: 127.0.0.1)")
+    group.add_argument("--port", type=count, default=8000, help="(default: 8000)")
+    group.add_argument("--endpoint", help="path of the requests (default: by --backend)")
+    group.add_argument("--model", help="the model to ask for (default: the first of /v1/models)")
+    group.add_argument("--api-key", help="send it as a bearer token")
+    group.add_argument(
+        "--ready-check-timeout-sec",
+        type=count_from_zero,
+        default=0,
+        metavar="SECONDS",
+        help="wait so long for the server to answer /v1/models (default: 0)",
+    )
+
+
+def _add_dataset_args(group: Any) -> None:
+    group.add_argument("--dataset-name", choices=("random", "sharegpt", "trace"), default="random")
+    group.add_argument("--dataset-path", type=Path, help="the file of sharegpt (JSON) or of a Mooncake trace (JSONL)")
+    group.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="a folder with tokenizer.json")
+    group.add_argument("--num-prompts", type=count, help=f"(default: {_DEFAULT_NUM_PROMPTS}; a trace: all)")
+    group.add_argument("--random-input-len", type=count, default=1024, help="(default: 1024)")
+    group.add_argument("--random-output-len", type=count, default=128, help="(default: 128)")
+    group.add_argument(
+        "--random-range-ratio", type=ratio, default=0.0, help="lengths are drawn from +- this part (default: 0)"
+    )
+    group.add_argument(
+        "--random-prefix-len", type=count_from_zero, default=0, help="tokens shared by all prompts (default: 0)"
+    )
+    group.add_argument("--sharegpt-output-len", type=count, help="(default: the answers' lengths)")
+    group.add_argument("--ignore-eos", action="store_true", help="sharegpt: generate up to the output length")
+    group.add_argument("--seed", type=int, default=0, help="of prompts, lengths and arrivals (default: 0)")
+
+
+def _add_traffic_args(group: Any) -> None:
+    group.add_argument("--request-rate", type=positive_number, default=math.inf, help="per second (default: inf)")
+    group.add_argument(
+        "--burstiness", type=positive_number, default=1.0, help="1 is Poisson (default), less is burstier, inf is even"
+    )
+    group.add_argument("--trace-scale", type=positive_number, default=1.0, help="replay a trace so many times as fast")
+    group.add_argument("--max-concurrency", type=count, help="most requests in flight (default: no limit)")
+    group.add_argument(
+        "--num-warmups", type=count_from_zero, default=0, help="requests sent before the measurement (default: 0)"
+    )
+
+
+def _add_report_args(group: Any) -> None:
+    group.add_argument(
+        "--percentile-metrics",
+        type=metric_names,
+        default=results.METRICS,
+        help=f"which latencies to report (default: {','.join(results.METRICS)})",
+    )
+    group.add_argument("--metric-percentiles", type=percentages, default=(99.0,), help="e.g. 50,90,99 (default: 99)")
+    group.add_argument(
+        "--goodput",
+        type=objective,
+        nargs="+",
+        default=(),
+        metavar="METRIC:MS",
+        help="count the requests within these limits: ttft, tpot, e2el, in milliseconds",
+    )
+    group.add_argument("--label", help="name of the run in the result (default: the backend)")
+    group.add_argument("--save-result", action="store_true", help="write the result as JSON")
+    group.add_argument("--save-detailed", action="store_true", help="with one entry per request; implies --save-result")
+    group.add_argument("--result-dir", type=Path, default=Path(), help="(default: the current directory)")
+    group.add_argument("--result-filename", help="(default: made of label, rate, model and date)")
+    group.add_argument("--disable-tqdm", action="store_true", help="show no progress bar")
+
+
+def positive_number(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+    return value
+
+
+def ratio(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 0 and below 1, got {text}")
+    return value
+
+
+def metric_names(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    if unknown := [name for name in names if name not in results.METRICS]:
+        raise argparse.ArgumentTypeError(f"unknown metric {unknown[0]!r}; known: {', '.join(results.METRICS)}")
+    return names
+
+
+def percentages(text: str) -> tuple[float, ...]:
+    values = tuple(float(value) for value in text.split(","))
+    if not all(0 <= value <= 100 for value in values):
+        raise argparse.ArgumentTypeError(f"must lie between 0 and 100, got {text}")
+    return values
+
+
+def objective(text: str) -> tuple[str, float]:
+    name, _, limit = text.partition(":")
+    if name not in results.REQUEST_METRICS:
+        raise argparse.ArgumentTypeError(f"unknown metric {name!r}; known: {', '.join(results.REQUEST_METRICS)}")
+    return name, positive_number(limit)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code 1 when every request failed. An interrupt is raised on once what was measured has been reported."""
+    _check(args)
+    date = time.strftime("%Y%m%d-%H%M%S", time.localtime(SystemClock().wall()))
+    model, num_prompts, measured = asyncio.run(_measure(args))
+    objectives = dict(args.goodput)
+    result: dict[str, Any] = {
+        "date": date,
+        "endpoint_type": args.backend,
+        "backend": args.backend,
+        "label": args.label,
+        "model_id": model,
+        "tokenizer_id": None if args.tokenizer is None else str(args.tokenizer),
+        "num_prompts": num_prompts,
+        "request_rate": "inf" if math.isinf(args.request_rate) else args.request_rate,
+        "burstiness": "inf" if math.isinf(args.burstiness) else args.burstiness,
+        "max_concurrency": args.max_concurrency,
+        **results.summarize(measured, objectives),
+        **results.latency_figures(measured.outcomes, args.percentile_metrics, args.metric_percentiles),
+    }
+    _print_notices(measured, num_prompts)
+    _print_table(args, result)
+    if args.save_result or args.save_detailed:
+        extra = results.details(measured.outcomes) if args.save_detailed else {}
+        _result_path(args, model, date).write_text(json.dumps({**result, **extra}) + "\n", encoding="utf-8")
+    if measured.interrupted:
+        raise KeyboardInterrupt
+    return 1 if result["completed"] == 0 else 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """What can be refused before the server is asked anything."""
+    if (args.dataset_path is None) != (args.dataset_name == "random"):
+        needed = "takes no" if args.dataset_name == "random" else "needs a"
+        raise ConfigError(f"--dataset-name {args.dataset_name} {needed} --dataset-path")
+    if args.dataset_name == "trace" and args.backend != "openai":
+        raise ConfigError("--dataset-name trace sends token ids, which a chat cannot hold: use --backend openai")
+    if args.dataset_name == "trace" and not math.isinf(args.request_rate):
+        raise ConfigError("a trace is replayed at its own times: use --trace-scale instead of --request-rate")
+    if args.save_result or args.save_detailed:
+        with contextlib.suppress(OSError):
+            args.result_dir.mkdir(parents=True, exist_ok=True)
+        if not os.access(args.result_dir, os.W_OK):
+            raise ConfigError(f"--result-dir {args.result_dir} cannot be written")
+
+
+async def _measure(args: argparse.Namespace) -> tuple[str, int, Run]:
+    """The model's name, how many requests were to be sent, and what came of them."""
+    # Imported here: the help text needs no HTTP client and no tokenizer.
+    from penstock.loadgen.client import Server, ServerTokenizer, chat_body, request_body
+    from penstock.loadgen.runner import arrivals, run_load
+    from penstock.loadgen.tokens import LocalTokenizer
+
+    async with Server(_base_url(args), args.api_key) as server:
+        model = await server.find_model(args.model, args.ready_check_timeout_sec)
+        tokenizer = ServerTokenizer(server, model.name) if args.tokenizer is None else LocalTokenizer(args.tokenizer)
+        samples = _fitting(await _samples(args, tokenizer), model.max_model_len)
+        options = {name: getattr(args, name) for name in _SAMPLING if getattr(args, name) is not None}
+        if args.ignore_eos or args.dataset_name != "sharegpt":
+            options["ignore_eos"] = True
+        make_body = request_body if args.backend == "openai" else chat_body
+        endpoint = args.endpoint or _ENDPOINTS[args.backend]
+
+        async def load(some: Sequence[Sample], times: Sequence[float], what: str) -> Run:
+            bodies = [make_body(sample, model.name, options) for sample in some]
+            with tqdm(total=len(some), desc=what, unit="req", disable=args.disable_tqdm) as bar:
+                return await run_load(
+                    lambda index: server.generate(endpoint, bodies[index], some[index].prompt_len),
+                    times,
+                    args.max_concurrency,
+                    bar.update,
+                )
+
+        warmups = [samples[index % len(samples)].backwards() for index in range(args.num_warmups)]
+        if warmups and (await load(warmups, [0.0] * len(warmups), "warm-up")).interrupted:
+            raise KeyboardInterrupt
+        times = [sample.at for sample in samples if sample.at is not None]
+        times = times or arrivals(len(samples), args.request_rate, args.burstiness, args.seed)
+        return model.name, len(samples), await load(samples, times, "requests")
+
+
+async def _samples(args: argparse.Namespace, tokenizer: Tokenizer) -> list[Sample]:
+    from penstock.loadgen.datasets import RandomShape, random_samples, sharegpt_samples, trace_samples
+
+    num_prompts = args.num_prompts or _DEFAULT_NUM_PROMPTS
+    if args.dataset_name == "random":
+        shape = RandomShape(
+            num_prompts=num_prompts,
+            input_len=args.random_input_len,
+            output_len=args.random_output_len,
+            range_ratio=args.random_range_ratio,
+            prefix_len=args.random_prefix_len,
+        )
+        return await random_samples(tokenizer, shape, args.seed, as_text=args.backend == "openai-chat")
+    if args.dataset_name == "sharegpt":
+        samples = await sharegpt_samples(tokenizer, args.dataset_path, num_prompts, args.sharegpt_output_len, args.seed)
+    else:
+        vocabulary = await tokenizer.vocabulary()
+        samples = trace_samples(vocabulary, args.dataset_path, args.num_prompts, args.trace_scale, args.seed)
+    if len(samples) < (args.num_prompts or 1):
+        _notice(f"{args.dataset_path} holds {len(samples)} usable requests, not {args.num_prompts or 1}")
+    return samples
+
+
+def _fitting(samples: list[Sample], max_model_len: int | None) -> list[Sample]:
+    """The requests that the model's context holds. Raises ConfigError when there are none."""
+    limit = math.inf if max_model_len is None else max_model_len
+    fitting = [sample for sample in samples if sample.prompt_len + sample.output_len <= limit]
+    if not fitting:
+        raise ConfigError(f"no request fits the model's max_model_len={max_model_len}: ask for shorter ones")
+    if len(fitting) < len(samples):
+        _notice(f"{len(samples) - len(fitting)} requests exceed max_model_len={max_model_len} and are left out")
+    return fitting
+
+
+def _base_url(args: argparse.Namespace) -> str:
+    if args.base_url is not None:
+        return args.base_url.rstrip("/").removesuffix("/v1")
+    return f"http://[{args.host}]:{args.port}" if ":" in args.host else f"http://{args.host}:{args.port}"
+
+
+def _result_path(args: argparse.Namespace, model: str, date: str) -> Path:
+    limit = "" if args.max_concurrency is None else f"-concurrency{args.max_concurrency}"
+    made = f"{args.label or args.backend}-{args.request_rate}qps{limit}-{Path(model).name}-{date}.json"
+    return args.result_dir / (args.result_filename or made)
+
+
+def _notice(text: str) -> None:
+    print(f"penstock: {text}", file=sys.stderr)
+
+
+def _print_notices(measured: Run, num_prompts: int) -> None:
+    """What a reader of the figures must know, and the errors."""
+    if measured.interrupted:
+        _notice(f"interrupted: {num_prompts - len(measured.outcomes)} requests had not ended and are not counted")
+    if uncounted := sum(not outcome.has_usage for outcome in measured.outcomes if not outcome.error):
+        _notice(f"{uncounted} responses told no usage: each of their chunks is counted as one output token")
+    errors = Counter(outcome.error for outcome in measured.outcomes if outcome.error)
+    for error, number in errors.most_common(_ERRORS_SHOWN):
+        _notice(f"{number} failed: {error}")
+
+
+def _print_table(args: argparse.Namespace, result: dict[str, Any]) -> None:
+    rows: list[tuple[str, Any]] = [
+        ("Successful requests:", result["completed"]),
+        ("Failed requests:", result["failed"]),
+        ("Maximum request concurrency:", args.max_concurrency),
+        ("Request rate configured (RPS):", None if math.isinf(args.request_rate) else args.request_rate),
+        ("Benchmark duration (s):", result["duration"]),
+        ("Total input tokens:", result["total_input_tokens"]),
+        ("Total generated tokens:", result["total_output_tokens"]),
+        ("Request throughput (req/s):", result["request_throughput"]),
+        ("Request goodput (req/s):", result["request_goodput"]),
+        ("Output token throughput (tok/s):", result["output_throughput"]),
+        ("Peak output token throughput (tok/s):", result["max_output_tokens_per_s"]),
+        ("Peak concurrent requests:", result["max_concurrent_requests"]),
+        ("Total token throughput (tok/s):", result["total_token_throughput"]),
+    ]
+    print(" Serving Benchmark Result ".center(_WIDTH, "="))
+    _print_rows([row for row in rows if row[1] is not None])
+    for metric in args.percentile_metrics:
+        short, header = _HEADERS[metric]
+        print(header.center(_WIDTH, "-"))
+        figures = [("Mean", "mean"), ("Median", "median")]
+        figures += [(f"P{percentage:g}", f"p{percentage:g}") for percentage in args.metric_percentiles]
+        _print_rows([(f"{word} {short} (ms):", result[f"{key}_{metric}_ms"]) for word, key in figures])
+    print("=" * _WIDTH)
+
+
+def _print_rows(rows: Sequence[tuple[str, Any]]) -> None:
+    for label, value in rows:
+        print(f"{label:<40} {value:<10.2f}" if isinstance(value, float) else f"{label:<40} {value:<10}")

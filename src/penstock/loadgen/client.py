@@ -1,0 +1,187 @@
+"""The HTTP side: an OpenAI-compatible server as a load generator needs it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import resource
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+
+from penstock.loadgen.datasets import Sample
+from penstock.loadgen.stream import Outcome, ResponseStream, error_message
+from penstock.loadgen.waiting import wait_until
+from penstock.utils.clock import SystemClock
+from penstock.utils.errors import ConfigError
+
+_REQUEST_TIMEOUT = 6 * 3600.0
+_LOOKUP_TIMEOUT = 60.0
+_MAX_LOOKUPS = 32
+_RETRY_EVERY = 1.0
+# Shorter than servers keep idle connections (5 s is common): a request must not meet one that is just being closed.
+_KEEPALIVE = 2.0
+_ERROR_CHARS = 300
+_MAX_OPEN_FILES = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """`max_model_len` is in tokens, None where the server does not tell."""
+
+    name: str
+    max_model_len: int | None
+
+
+class Server:
+    """One session with as many connections as there are requests in flight. An async context manager."""
+
+    def __init__(self, base_url: str, api_key: str | None = None) -> None:
+        self._base_url = base_url
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._clock = SystemClock()
+
+    async def __aenter__(self) -> Self:
+        _allow_open_files(_MAX_OPEN_FILES)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE)
+        timeout = aiohttp.ClientTimeout(total=_REQUEST_TIMEOUT)
+        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=self._headers)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._session.close()
+
+    async def find_model(self, name: str | None, patience: float = 0.0) -> ServedModel:
+        """The model `name`, or the first of `/v1/models`. Asks again for `patience` seconds while there is no answer.
+
+        Raises ConfigError when the server cannot be reached or names no model.
+        """
+        deadline = self._clock.now() + patience
+        while True:
+            try:
+                models = (await self.call("/v1/models")).get("data") or []
+                break
+            except ConfigError as error:
+                if self._clock.now() >= deadline:
+                    raise ConfigError(f"{error} (is the server up? is --base-url right?)") from None
+                await wait_until(asyncio.get_running_loop().time() + _RETRY_EVERY)
+        with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
+            for model in models:
+                if name in (None, model["id"]):
+                    limit = model.get("max_model_len")
+                    return ServedModel(model["id"], None if limit is None else int(limit))
+        if name is None:
+            raise ConfigError(f"{self._base_url}/v1/models names no model: pass --model")
+        return ServedModel(name, None)
+
+    async def call(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """One JSON answer; a body makes it a POST. Raises ConfigError for every failure."""
+        url = self._base_url + path
+        try:
+            async with self._session.request(
+                "GET" if body is None else "POST", url, json=body, timeout=aiohttp.ClientTimeout(total=_LOOKUP_TIMEOUT)
+            ) as response:
+                if response.status != 200:
+                    raise ConfigError(f"{url} answered {await _http_error(response)}")
+                answer = await response.json(content_type=None)
+        except ConfigError:
+            raise
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise ConfigError(f"{url}: {str(error) or type(error).__name__}") from None
+        if not isinstance(answer, dict):
+            raise ConfigError(f"{url} answered no JSON object")
+        return answer
+
+    async def generate(self, path: str, body: bytes, prompt_len: int) -> Outcome:
+        """Sends one request and times its stream; what goes wrong is the outcome's `error`."""
+        error = ""
+        stream = ResponseStream(self._clock.now(), prompt_len)
+        headers = {"Content-Type": "application/json"}
+        try:
+            async with self._session.post(self._base_url + path, data=body, headers=headers) as response:
+                if response.status == 200:
+                    async for data in response.content.iter_any():
+                        stream.receive(data, self._clock.now())
+                else:
+                    error = await _http_error(response)
+        except (aiohttp.ClientError, OSError, ValueError) as failure:
+            error = str(failure) or type(failure).__name__
+        return stream.finish(error)
+
+
+class ServerTokenizer:
+    """A `Tokenizer` that asks the server's `/tokenize` and `/detokenize`, in vLLM's shapes.
+
+    Raises ConfigError when the server has none.
+    """
+
+    def __init__(self, server: Server, model: str) -> None:
+        self._server = server
+        self._model = model
+        self._slots = asyncio.Semaphore(_MAX_LOOKUPS)
+
+    async def vocabulary(self) -> Sequence[int]:
+        """No server lists its vocabulary: these are the tokens of texts made of random letters."""
+        rng = random.Random(0)
+        texts = [
+            " ".join("".join(rng.choices(string.ascii_lowercase, k=rng.randint(1, 8))) for _ in range(32))
+            for _ in range(32)
+        ]
+        found = sorted({token_id for ids in await asyncio.gather(*map(self.encode, texts)) for token_id in ids})
+        if not found:
+            raise ConfigError("the server's /tokenize finds no tokens: pass --tokenizer FOLDER")
+        return found
+
+    async def encode(self, text: str) -> list[int]:
+        return await self._ask("/tokenize", {"prompt": text, "add_special_tokens": False}, "tokens")
+
+    async def decode(self, token_ids: Sequence[int]) -> str:
+        return await self._ask("/detokenize", {"tokens": list(token_ids)}, "prompt")
+
+    async def _ask(self, path: str, body: dict[str, Any], field: str) -> Any:
+        try:
+            async with self._slots:
+                return (await self._server.call(path, {"model": self._model, **body}))[field]
+        except KeyError:
+            raise ConfigError(f"the server's {path} answers no {field!r}: pass --tokenizer FOLDER") from None
+        except ConfigError as error:
+            raise ConfigError(f"{error}; without {path}, pass --tokenizer FOLDER") from None
+
+
+def request_body(sample: Sample, model: str, options: Mapping[str, Any]) -> bytes:
+    """The JSON of a streaming completion of ids or text; `chat_body` is its chat form."""
+    return _body({"model": model, "prompt": sample.prompt}, sample, options)
+
+
+def chat_body(sample: Sample, model: str, options: Mapping[str, Any]) -> bytes:
+    """The JSON of a streaming chat completion whose one message is the prompt."""
+    return _body({"model": model, "messages": [{"role": "user", "content": sample.prompt}]}, sample, options)
+
+
+def _body(head: dict[str, Any], sample: Sample, options: Mapping[str, Any]) -> bytes:
+    stream = {"max_tokens": sample.output_len, "stream": True, "stream_options": {"include_usage": True}}
+    return json.dumps({**head, **stream, **options}).encode()
+
+
+def _allow_open_files(number: int) -> None:
+    """Lifts the process's own limit, as far as the system lets it: each request in flight holds a connection."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = number if hard == resource.RLIM_INFINITY else min(number, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+async def _http_error(response: aiohttp.ClientResponse) -> str:
+    text = await response.text(errors="replace")
+    with contextlib.suppress(ValueError):
+        text = error_message(json.loads(text))
+    return f"HTTP {response.status}: {text[:_ERROR_CHARS].strip() or response.reason}"

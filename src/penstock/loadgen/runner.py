@@ -1,0 +1,78 @@
+"""Sends requests when they are due and collects what came of them."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import math
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from penstock.loadgen.stream import Outcome
+from penstock.loadgen.waiting import wait_until
+
+Send = Callable[[int], Awaitable[Outcome]]
+"""Sends the request of this index and answers when it has ended; it raises nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`outcomes` of the requests that ended, in the order of the requests; `duration` in seconds."""
+
+    outcomes: list[Outcome]
+    duration: float
+    interrupted: bool
+
+
+def arrivals(num_requests: int, request_rate: float, burstiness: float, seed: int) -> list[float]:
+    """Seconds after the start at which each request is sent; an infinite `request_rate` (per second) sends all at 0.
+
+    The gaps are gamma distributed with shape `burstiness`: 1 is a Poisson process, less is burstier, infinity is a
+    metronome. They are scaled so that the last request comes at exactly `num_requests / request_rate`, whatever was
+    drawn: runs with different seeds offer the same load.
+    """
+    if math.isinf(request_rate):
+        return [0.0] * num_requests
+    rng = random.Random(seed)
+    gaps = [1.0 if math.isinf(burstiness) else rng.gammavariate(burstiness, 1.0) for _ in range(num_requests)]
+    times = list(itertools.accumulate(gaps))
+    scale = num_requests / request_rate / times[-1]
+    return [time * scale for time in times]
+
+
+async def run_load(
+    send: Send, times: Sequence[float], max_concurrency: int | None, on_done: Callable[[], object]
+) -> Run:
+    """Sends request `index` `times[index]` seconds after the start, or later where `max_concurrency` are in flight.
+
+    A cancellation (Ctrl-C) ends the run: requests in flight are dropped, and those that have ended are returned.
+    """
+    loop = asyncio.get_running_loop()
+    outcomes: list[Outcome | None] = [None] * len(times)
+    gate = asyncio.Semaphore(max_concurrency or max(len(times), 1))
+    interrupted = False
+
+    async def request(index: int) -> None:
+        await wait_until(started + times[index])
+        async with gate:
+            outcomes[index] = await send(index)
+        on_done()
+
+    # A collection stops every stream's clock at once, and would look at all the prompts again each time.
+    gc.collect()
+    gc.freeze()
+    started = loop.time()
+    try:
+        async with asyncio.TaskGroup() as group:
+            for index in range(len(times)):
+                group.create_task(request(index))
+    except asyncio.CancelledError:
+        interrupted = True
+        task = asyncio.current_task()
+        assert task is not None
+        task.uncancel()
+    finally:
+        gc.unfreeze()
+    return Run([outcome for outcome in outcomes if outcome is not None], loop.time() - started, interrupted)

@@ -1,0 +1,108 @@
+"""One response, timed as its bytes arrive. Sans-IO: whoever reads the socket passes the bytes and the time."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of one request. Times are in seconds; `error` is empty when it succeeded.
+
+    `itls` are the gaps between the chunks that carry output, however many tokens a chunk carries; `latency` runs from
+    the sending to the last of them. Where the server reports no usage, `has_usage` is False and each chunk is taken for
+    one token.
+    """
+
+    started: float
+    prompt_len: int
+    output_len: int = 0
+    ttft: float = 0.0
+    itls: list[float] = field(default_factory=list[float])
+    latency: float = 0.0
+    text: str = ""
+    error: str = ""
+    has_usage: bool = False
+
+    @property
+    def tpot(self) -> float:
+        """Seconds per output token after the first; 0 where there is only one."""
+        return (self.latency - self.ttft) / (self.output_len - 1) if self.output_len > 1 else 0.0
+
+
+class ResponseStream:
+    """Reads the server-sent events of `/v1/completions` or `/v1/chat/completions`; `finish` gives what they said."""
+
+    def __init__(self, started: float, prompt_len: int) -> None:
+        self._outcome = Outcome(started, prompt_len)
+        self._texts: list[str] = []
+        self._rest = b""
+        self._newest = started
+        self._ended = False
+
+    def receive(self, data: bytes, now: float) -> None:
+        """Takes bytes as they come, cut anywhere. Raises ValueError for an error event or one that cannot be read."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                self._take_event(line[5:].strip(), now)
+
+    def finish(self, error: str = "") -> Outcome:
+        """Ends the response; `error` says what kept it from ending by itself."""
+        outcome = self._outcome
+        outcome.text = "".join(self._texts)
+        outcome.latency = self._newest - outcome.started
+        if not outcome.has_usage:
+            outcome.output_len = len(self._texts)
+        outcome.error = error
+        if not error and not self._ended:
+            outcome.error = "the stream ended before the response did"
+        elif not error and not self._texts:
+            outcome.error = "the response has no output"
+        return outcome
+
+    def _take_event(self, data: bytes, now: float) -> None:
+        if data == b"[DONE]":
+            self._ended = True
+            return
+        try:
+            event = json.loads(data)
+            choices, usage, error = event.get("choices"), event.get("usage"), event.get("error")
+            if error:
+                raise ValueError(f"the server reported: {error_message(event)}")
+            if choices:
+                self._take_choice(choices[0], now)
+            if usage:
+                self._take_usage(usage)
+        except (AttributeError, KeyError, TypeError, json.JSONDecodeError):
+            raise ValueError(f"not an event of the OpenAI API: {data[:100]!r}") from None
+
+    def _take_choice(self, choice: dict[str, Any], now: float) -> None:
+        if choice.get("finish_reason"):
+            self._ended = True
+        message = choice.get("delta", choice)
+        text = message.get("content") or message.get("reasoning_content") or message.get("text") or ""
+        if not text and message.get("role") and not self._ended:
+            # A chat begins by naming the assistant's role, which is no token yet. Any other chunk without text stands
+            # for a token without text: a special one, or a piece of a character.
+            return
+        if self._texts:
+            self._outcome.itls.append(now - self._newest)
+        else:
+            self._outcome.ttft = now - self._outcome.started
+        self._newest = now
+        self._texts.append(text)
+
+    def _take_usage(self, usage: dict[str, Any]) -> None:
+        self._outcome.output_len = int(usage["completion_tokens"])
+        self._outcome.prompt_len = int(usage.get("prompt_tokens", self._outcome.prompt_len))
+        self._outcome.has_usage = True
+
+
+def error_message(body: Any) -> str:
+    """The message in an OpenAI error body, or the body as it is."""
+    error = body.get("error", body) if isinstance(body, dict) else body
+    message = error.get("message", error) if isinstance(error, dict) else error
+    return str(message)

@@ -1,0 +1,61 @@
+"""Puts routes, errors and middleware together: the public app and the one for administration."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI, Request
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
+
+from penstock import __version__
+from penstock.server import admin, dashboard, errors, health
+from penstock.server.middleware import Accounting, Authentication, BodyLimit, LocalHosts
+from penstock.server.openai import chat, completions, models
+from penstock.server.service import Service
+from penstock.server.sse import ClientGone
+
+_DESCRIPTION = "An OpenAI-compatible server. Bearer authentication where the server was started with a key."
+# What nginx calls it when the client closed the connection; nobody is left to read it.
+_CLIENT_CLOSED = 499
+
+
+def create_app(service: Service) -> FastAPI:
+    """The public app."""
+    app = _make_app(service, "Penstock")
+    for router in (chat.router, completions.router, models.router, health.router, dashboard.router):
+        app.include_router(router)
+    # The last one added is the first one that a request meets.
+    app.add_middleware(BodyLimit, max_bytes=service.args.max_body_bytes)
+    _add_access_control(app, service, service.args.is_loopback)
+    if service.args.allowed_origin:
+        origins = list(service.args.allowed_origin)
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    app.add_middleware(Accounting, metrics=service.metrics)
+    return app
+
+
+def create_admin_app(service: Service) -> FastAPI:
+    """The app for the administration port, which is always on loopback."""
+    app = _make_app(service, "Penstock administration")
+    app.include_router(admin.router)
+    app.add_middleware(BodyLimit, max_bytes=service.args.max_body_bytes)
+    _add_access_control(app, service, is_loopback=True)
+    return app
+
+
+def _make_app(service: Service, title: str) -> FastAPI:
+    app = FastAPI(title=title, version=__version__, description=_DESCRIPTION)
+    app.state.service = service
+    errors.install(app)
+
+    @app.exception_handler(ClientGone)
+    async def on_client_gone(_: Request, __: ClientGone) -> Response:
+        return Response(status_code=_CLIENT_CLOSED)
+
+    return app
+
+
+def _add_access_control(app: FastAPI, service: Service, is_loopback: bool) -> None:
+    if service.args.api_key:
+        app.add_middleware(Authentication, keys=service.args.api_key)
+    elif is_loopback:
+        app.add_middleware(LocalHosts)

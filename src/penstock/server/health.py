@@ -1,0 +1,69 @@
+"""Is it alive, does it get on, what is it: the routes that supervisors, load balancers and dashboards ask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from penstock import __version__
+from penstock.server.errors import JSONResponse
+from penstock.server.openai.responses import ERRORS
+from penstock.server.service import Service, service_of
+
+router = APIRouter()
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """`status` is ok, draining, unhealthy or dead; `reason` says why it is not ok."""
+
+    status: str
+    reason: str | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        """Draining is alive: a supervisor must not kill what finishes its requests."""
+        return self.status in ("ok", "draining")
+
+
+def health_of(service: Service) -> Health:
+    """Progress counts, not the process: an engine that has work and makes no step is unhealthy, whatever its reason."""
+    llm = service.llm
+    if llm.death is not None:
+        return Health("dead", str(llm.death))
+    stalled = llm.seconds_without_progress
+    if stalled > service.args.health_timeout:
+        return Health("unhealthy", f"{llm.num_unfinished} requests wait, and no step was made for {stalled:.0f} s")
+    if service.is_draining:
+        return Health("draining", f"{llm.num_unfinished} requests are still running")
+    return Health("ok")
+
+
+@router.get("/health", responses=ERRORS)
+async def health(request: Request) -> Response:
+    """200 while the engine lives and gets on; 503 and the reason when it does not."""
+    found = health_of(service_of(request))
+    return JSONResponse({"status": found.status, "reason": found.reason}, status_code=200 if found.is_alive else 503)
+
+
+@router.get("/ready", responses=ERRORS)
+async def ready(request: Request) -> Response:
+    """200 when new requests are taken, 503 when not."""
+    found = health_of(service_of(request))
+    is_ready = found.status == "ok"
+    return JSONResponse({"ready": is_ready, "reason": found.reason}, status_code=200 if is_ready else 503)
+
+
+@router.get("/version")
+async def version() -> Response:
+    """Penstock's version."""
+    return JSONResponse({"version": __version__})
+
+
+@router.get("/metrics", response_class=Response)
+async def metrics(request: Request) -> Response:
+    """Prometheus metrics, under the names of vLLM's dashboards."""
+    body, content_type = service_of(request).metrics.render(request.headers.get("accept", ""))
+    return Response(body, headers={"Content-Type": content_type})

@@ -1,0 +1,28 @@
+"""Every bound that a request meets before the engine sees it. Beyond one it is answered 4xx, naming field and bound.
+
+The bounds of sampling parameters that hold in a program too are in `messages.sampling_params`, those that follow from
+the model (prompt length, token ids) in `engine.input_processor`, and the size of a body is `--max-body-bytes`.
+"""
+
+from __future__ import annotations
+
+MAX_PROMPTS = 256
+"""Prompts in one completion request."""
+MAX_COMPLETIONS = 1024
+"""Prompts times `n` in one request."""
+MAX_MESSAGES = 4096
+MAX_CONTENT_PARTS = 256
+"""Parts of one message's content."""
+MAX_TOOLS = 128
+MAX_TOOL_SCHEMA_BYTES = 64 << 10
+"""A tool's parameters, as JSON."""
+MAX_NAME_CHARACTERS = 256
+"""Names of models, roles, tools, users; cache salts."""
+MAX_STOP_CHARACTERS = 1024
+"""One stop string or bad word."""
+MAX_BAD_WORDS = 128
+MAX_TOKEN_LIST = 1024
+"""`stop_token_ids`; `allowed_token_ids` may name as many as the vocabulary has."""
+MAX_TEMPLATE_VARIABLES = 32
+MAX_BODY_SECONDS = 60.0
+"""How long a body may take to arrive."""

@@ -1,0 +1,186 @@
+"""What every HTTP request passes before any route: who comes, from where, and how much it brings.
+
+Plain ASGI callables, so that streams pass through them untouched.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+from collections.abc import Sequence
+from pathlib import Path
+
+from starlette.datastructures import Headers
+from starlette.responses import HTMLResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from penstock.metrics.prometheus import PrometheusMetrics
+from penstock.server import limits
+from penstock.server.errors import error_response
+
+_OPEN_PATHS = ("/health",)
+_PAGE = Path(__file__).parent / "static" / "dashboard.html"
+
+
+class Authentication:
+    """Default deny: without one of the keys nothing is served but the health check.
+
+    The dashboard's page is served as the refusal itself, with status 401, and asks for the key. The key that was given
+    stands in the scope, as `api_key`, for what is scoped by it.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self._keys and scope["path"] not in _OPEN_PATHS:
+            key = self._given_key(scope)
+            if key is None:
+                await self._refusal(scope)(scope, receive, send)
+                return
+            scope["api_key"] = key
+        await self._app(scope, receive, send)
+
+    def _given_key(self, scope: Scope) -> bytes | None:
+        kind, _, value = Headers(scope=scope).get("authorization", "").partition(" ")
+        given = value.strip().encode("utf-8", "replace")
+        # All are compared, each in constant time, so that the time tells nothing of how near a guess was.
+        matches = [hmac.compare_digest(given, key) for key in self._keys]
+        return given if kind.lower() == "bearer" and any(matches) else None
+
+    @staticmethod
+    def _refusal(scope: Scope) -> Response:
+        headers = {"WWW-Authenticate": "Bearer"}
+        if scope["path"] == "/dashboard" and scope["method"] == "GET":
+            return HTMLResponse(_PAGE.read_bytes(), status_code=401, headers=headers)
+        message = "this server needs an API key: send it as `Authorization: Bearer KEY`"
+        return error_response(401, message, code="invalid_api_key", headers=headers)
+
+
+class LocalHosts:
+    """Refuses requests that name a host other than this machine.
+
+    For a server without keys on a loopback address: a web page may let its own name resolve to 127.0.0.1 and would then
+    be let in by the browser (DNS rebinding).
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            host = Headers(scope=scope).get("host", "")
+            if not _is_local(host):
+                message = "the Host header names another machine: use localhost or 127.0.0.1, or start with --api-key"
+                await error_response(403, message)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _is_local(host: str) -> bool:
+    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
+    if name in ("", "localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+class BodyLimit:
+    """Reads the body before anybody parses it, and no further than its bounds in bytes and seconds."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        refusal: Response | None = None
+        body = b""
+        declared = Headers(scope=scope).get("content-length", "")
+        if declared.isdecimal() and int(declared) > self._max_bytes:
+            refusal = self._too_large()
+        else:
+            try:
+                async with asyncio.timeout(limits.MAX_BODY_SECONDS):
+                    body = await self._read(receive)
+            except TimeoutError:
+                refusal = error_response(408, f"the body took longer than {limits.MAX_BODY_SECONDS:g} s to arrive")
+            if len(body) > self._max_bytes:
+                refusal = self._too_large()
+        if refusal is not None:
+            # What is left of the body will not be read, so the connection cannot be used again.
+            refusal.headers["Connection"] = "close"
+            await refusal(scope, receive, send)
+            return
+        await self._app(scope, _replay(body, receive), send)
+
+    def _too_large(self) -> Response:
+        return error_response(413, f"the body is larger than max_body_bytes={self._max_bytes}")
+
+    async def _read(self, receive: Receive) -> bytes:
+        """The body, or a little more than its bound."""
+        pieces: list[bytes] = []
+        size = 0
+        while size <= self._max_bytes:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                break
+            pieces.append(message.get("body", b""))
+            size += len(pieces[-1])
+            if not message.get("more_body", False):
+                break
+        return b"".join(pieces)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that gives the body at once, then whatever comes after it."""
+    is_given = False
+
+    async def replay() -> Message:
+        nonlocal is_given
+        if is_given:
+            return await receive()
+        is_given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay
+
+
+class Accounting:
+    """Counts answers by route and status, and clients that hung up before theirs was complete."""
+
+    def __init__(self, app: ASGIApp, metrics: PrometheusMetrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        is_over = False
+
+        async def watched_receive() -> Message:
+            nonlocal is_over
+            message = await receive()
+            if message["type"] == "http.disconnect" and not is_over:
+                is_over = True
+                self._metrics.on_disconnect()
+            return message
+
+        async def counted_send(message: Message) -> None:
+            nonlocal is_over
+            if message["type"] == "http.response.start":
+                # Paths that no route knows share a name, or anyone could fill the table with inventions.
+                route = getattr(scope.get("route"), "path", "unmatched")
+                self._metrics.on_http(route, scope["method"], message["status"])
+            elif not message.get("more_body", False):
+                is_over = True
+            await send(message)
+
+        await self._app(scope, watched_receive, counted_send)

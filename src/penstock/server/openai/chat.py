@@ -1,0 +1,300 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from penstock.messages.outputs import RequestOutput
+from penstock.messages.sampling_params import SamplingParams
+from penstock.server import limits
+from penstock.server.errors import JSONResponse
+from penstock.server.openai import generation, logprobs
+from penstock.server.openai.generation import Cursor, Delta, Generation
+from penstock.server.openai.protocol import ChatCompletionRequest, ChatMessage, Tool, ToolChoice
+from penstock.server.openai.responses import COMPLETION_RESPONSES
+from penstock.server.openai.tool_calls import ParsedDelta, ToolCallDelta, ToolCallFormat, ToolCallParser
+from penstock.server.service import Service, service_of
+from penstock.server.sse import DONE, EventStream, event, unless_disconnected
+from penstock.utils.errors import RequestError
+
+router = APIRouter()
+
+_ROLE = "assistant"
+# Shorter conversations are rendered where they arrive: handing them to a thread would take longer than doing it.
+_LONG_CONVERSATION_CHARACTERS = 4096
+_RESERVED_VARIABLES = ("self", "messages", "tools", "add_generation_prompt", "continue_final_message")
+
+
+@router.post("/v1/chat/completions", responses=COMPLETION_RESPONSES)
+async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
+    """Answers a conversation, `n` times."""
+    service = service_of(request)
+    model = service.admit(body.model)
+    tools = _ToolUse(body, service.tool_format)
+    params = _sampling_params(body, service)
+    prompt = await render_messages(service, body.messages, tools.offered, _template_options(body))
+    if tools.prefix:
+        prompt += service.llm.get_tokenizer().encode(tools.prefix, add_special_tokens=False)
+    request_id = f"chatcmpl-{secrets.token_hex(16)}"
+    started = await generation.start(service, request, request_id, [prompt], params, body)
+    answer = _Answer(body, started, tools, {"id": request_id, "created": int(service.clock.wall()), "model": model})
+    if body.stream:
+        return EventStream(answer.stream(), started.close)
+    try:
+        await unless_disconnected(request, started.finish())
+    finally:
+        started.close()
+    return JSONResponse(answer.whole())
+
+
+def _sampling_params(body: ChatCompletionRequest, service: Service) -> SamplingParams:
+    if body.top_logprobs and not body.logprobs:
+        raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
+    return generation.sampling_params(
+        body,
+        service.default_sampling_params,
+        max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+
+
+# ---- Conversations to tokens ----
+
+
+def _template_options(body: ChatCompletionRequest) -> dict[str, Any]:
+    variables = body.chat_template_kwargs or {}
+    for name in _RESERVED_VARIABLES:
+        if name in variables:
+            raise RequestError(f"chat_template_kwargs must not set {name!r}", "chat_template_kwargs")
+    opens_turn = body.add_generation_prompt and "add_generation_prompt" in body.model_fields_set
+    if body.continue_final_message and (opens_turn or body.messages[-1].role != _ROLE):
+        raise RequestError(
+            "continue_final_message needs a last message of the assistant, and no add_generation_prompt",
+            "continue_final_message",
+        )
+    options = {"add_generation_prompt": body.add_generation_prompt and not body.continue_final_message}
+    if body.continue_final_message:
+        options["continue_final_message"] = True
+    return {**variables, **options}
+
+
+async def render_messages(
+    service: Service, messages: Sequence[ChatMessage], tools: Sequence[Tool], options: dict[str, Any]
+) -> list[int]:
+    """The conversation's tokens. Raises RequestError when the template refuses it."""
+    plain = [_plain_message(message) for message in messages]
+    apply = service.llm.get_tokenizer().apply_chat_template
+    described = [tool.model_dump(exclude_none=True) for tool in tools] or None
+    num_characters = sum(len(message.get("content") or "") for message in plain)
+    if num_characters + 100 * len(plain) > _LONG_CONVERSATION_CHARACTERS:
+        return await asyncio.to_thread(apply, plain, tools=described, **options)
+    return apply(plain, tools=described, **options)
+
+
+def _plain_message(message: ChatMessage) -> dict[str, Any]:
+    """As templates expect it: text for content, and objects for the arguments of earlier tool calls."""
+    plain = message.model_dump(exclude_none=True)
+    if isinstance(message.content, list):
+        plain["content"] = "".join(part.text for part in message.content)
+    for call in plain.get("tool_calls", ()):
+        function = call["function"]
+        if isinstance(function["arguments"], str):
+            function["arguments"] = _arguments(function["arguments"])
+    return plain
+
+
+def _arguments(text: str) -> Any:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict) else text
+
+
+# ---- Tools ----
+
+
+class _ToolUse:
+    """Whether and how this answer may call tools. `prefix` is what the answer is made to begin with."""
+
+    def __init__(self, body: ChatCompletionRequest, tool_format: ToolCallFormat | None) -> None:
+        choice = body.tool_choice or ("auto" if body.tools else "none")
+        self.offered: list[Tool] = [] if choice == "none" else list(body.tools or ())
+        self.prefix = ""
+        self.allows_several = body.parallel_tool_calls is not False
+        self._format = tool_format if self.offered else None
+        if choice == "none":
+            return
+        if not self.offered:
+            raise RequestError("tool_choice needs tools", "tool_choice")
+        for tool in self.offered:
+            _check_schema(tool)
+        if self._format is None:
+            raise RequestError(
+                "the chat template shows no known format of tool calls: start the server with --tool-call-parser",
+                "tools",
+            )
+        if isinstance(choice, ToolChoice):
+            name = choice.function.name
+            if name not in [tool.function.name for tool in self.offered]:
+                raise RequestError(f"tool_choice names {name!r}, which is none of the tools", "tool_choice")
+            self.prefix = self._format.forced_prefix(name)
+        elif choice == "required":
+            self.prefix = self._format.forced_prefix(None)
+
+    def reader(self) -> _ToolReader | _PlainReader:
+        """Reads one completion."""
+        if self._format is None:
+            return _PlainReader()
+        return _ToolReader(self._format.parser(), self.prefix, self.allows_several)
+
+
+def _check_schema(tool: Tool) -> None:
+    size = len(msgspec.json.encode(tool.function.parameters))
+    if size > limits.MAX_TOOL_SCHEMA_BYTES:
+        raise RequestError(
+            f"the parameters of tool {tool.function.name!r} take {size} of at most {limits.MAX_TOOL_SCHEMA_BYTES} B",
+            "tools",
+        )
+
+
+class _PlainReader:
+    """Takes all text for content."""
+
+    called = False
+
+    def read(self, text: str, is_last: bool) -> ParsedDelta:
+        return ParsedDelta(text)
+
+
+class _ToolReader:
+    """Separates tool calls from content; `called` tells whether there was a call."""
+
+    def __init__(self, parser: ToolCallParser, prefix: str, allows_several: bool) -> None:
+        self._parser = parser
+        self._pending = prefix
+        self._allows_several = allows_several
+
+    @property
+    def called(self) -> bool:
+        return self._parser.num_calls > 0
+
+    def read(self, text: str, is_last: bool) -> ParsedDelta:
+        parts = [self._parser.feed(self._pending + text)]
+        self._pending = ""
+        if is_last:
+            parts.append(self._parser.finish())
+        calls = [call for part in parts for call in part.tool_calls if self._allows_several or call.index == 0]
+        return ParsedDelta("".join(part.content for part in parts), tuple(calls))
+
+
+# ---- Answers ----
+
+
+class _Answer:
+    """Writes one request's answer, whole or as it comes."""
+
+    def __init__(self, body: ChatCompletionRequest, started: Generation, tools: _ToolUse, head: dict[str, Any]) -> None:
+        self._body = body
+        self._generation = started
+        self._tools = tools
+        self._head = head
+        last = body.messages[-1]
+        self._echoed = str(_plain_message(last).get("content", "")) if body.echo and last.role == _ROLE else ""
+
+    def whole(self) -> dict[str, Any]:
+        output = self._generation.outputs[0]
+        choices: list[dict[str, Any]] = []
+        for completion in output.outputs:
+            delta = Cursor().advance(completion)
+            assert delta is not None, "a finished completion has something to say"
+            reader = self._tools.reader()
+            parsed = reader.read(delta.text, is_last=True)
+            choice = self._choice(delta, reader.called)
+            choice["message"] = self._message(parsed)
+            choices.append(choice)
+        answer = {**self._head, "object": "chat.completion", "choices": choices, "usage": self._generation.usage()}
+        return {**answer, **self._prompt_fields(output)}
+
+    def _message(self, parsed: ParsedDelta) -> dict[str, Any]:
+        content = self._echoed + parsed.content
+        message: dict[str, Any] = {"role": _ROLE, "content": content, "refusal": None}
+        if parsed.tool_calls:
+            # A call whose text is here whole comes in one delta.
+            calls = [{"id": c.id, "type": "function", "function": _function(c)} for c in parsed.tool_calls]
+            message |= {"content": content or None, "tool_calls": calls}
+        return message
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        options = self._body.stream_options
+        output = self._generation.outputs[0]
+        head = {**self._head, "object": "chat.completion.chunk"}
+        states = [(Cursor(), self._tools.reader()) for _ in output.outputs]
+        async with aclosing(self._generation.updates()) as updates:
+            async for _ in updates:
+                for (cursor, reader), completion in zip(states, output.outputs, strict=True):
+                    delta = cursor.advance(completion)
+                    if delta is None:
+                        continue
+                    parsed = reader.read(delta.text, is_last=delta.finish_reason is not None)
+                    choice = self._choice(delta, reader.called)
+                    choice["delta"] = self._delta(delta, parsed)
+                    chunk = {**head, "choices": [choice]}
+                    if delta.is_first:
+                        chunk |= self._prompt_fields(output)
+                    if options is not None and options.include_usage:
+                        chunk["usage"] = self._generation.usage() if options.continuous_usage_stats else None
+                    yield event(chunk)
+        if options is not None and options.include_usage:
+            yield event({**head, "choices": [], "usage": self._generation.usage()})
+        yield DONE
+
+    def _delta(self, delta: Delta, parsed: ParsedDelta) -> dict[str, Any]:
+        content = (self._echoed if delta.is_first else "") + parsed.content
+        result: dict[str, Any] = {"role": _ROLE} if delta.is_first else {}
+        if content or (delta.is_first and not parsed.tool_calls):
+            result["content"] = content
+        if parsed.tool_calls:
+            result["tool_calls"] = [_call_delta(call) for call in parsed.tool_calls]
+        return result
+
+    def _choice(self, delta: Delta, called: bool) -> dict[str, Any]:
+        body = self._body
+        reason = "tool_calls" if called and delta.finish_reason == "stop" else delta.finish_reason
+        choice: dict[str, Any] = {
+            "index": delta.index,
+            "logprobs": logprobs.chat_logprobs(delta.logprobs, body.top_logprobs or 0) if body.logprobs else None,
+            "finish_reason": reason,
+            "stop_reason": delta.stop_reason,
+        }
+        if body.return_token_ids:
+            choice["token_ids"] = delta.token_ids
+        return choice
+
+    def _prompt_fields(self, output: RequestOutput) -> dict[str, Any]:
+        """What vLLM tells of the prompt, when it is asked for."""
+        fields: dict[str, Any] = {}
+        if self._body.return_token_ids:
+            fields["prompt_token_ids"] = output.prompt_token_ids
+        if self._body.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = logprobs.prompt_logprobs(output.prompt_logprobs or ())
+        return fields
+
+
+def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
+    head = {} if call.name is None else {"id": call.id, "type": "function"}
+    return {"index": call.index, **head, "function": _function(call)}
+
+
+def _function(call: ToolCallDelta) -> dict[str, Any]:
+    name = {} if call.name is None else {"name": call.name}
+    return {**name, "arguments": call.arguments}

@@ -1,0 +1,159 @@
+"""`POST /v1/completions`."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from penstock.engine.input_processor import Prompt
+from penstock.messages.outputs import RequestOutput
+from penstock.messages.sampling_params import SamplingParams
+from penstock.server.errors import JSONResponse
+from penstock.server.openai import generation, logprobs
+from penstock.server.openai.generation import Cursor, Delta, Generation
+from penstock.server.openai.protocol import CompletionRequest
+from penstock.server.openai.responses import COMPLETION_RESPONSES
+from penstock.server.service import Service, service_of
+from penstock.server.sse import DONE, EventStream, event, unless_disconnected
+from penstock.utils.errors import RequestError
+
+router = APIRouter()
+
+
+@router.post("/v1/completions", responses=COMPLETION_RESPONSES)
+async def create_completion(body: CompletionRequest, request: Request) -> Response:
+    """Completes one prompt or several, `n` times each."""
+    service = service_of(request)
+    model = service.admit(body.model)
+    prompts = _prompts(body)
+    params = _sampling_params(body, service)
+    request_id = f"cmpl-{secrets.token_hex(16)}"
+    started = await generation.start(service, request, request_id, prompts, params, body)
+    answer = _Answer(service, body, started, {"id": request_id, "created": int(service.clock.wall()), "model": model})
+    if body.stream:
+        return EventStream(answer.stream(), started.close)
+    try:
+        await unless_disconnected(request, started.finish())
+    finally:
+        started.close()
+    return JSONResponse(answer.whole())
+
+
+def _prompts(body: CompletionRequest) -> list[Prompt]:
+    """One entry per prompt. Raises RequestError when there is none, or one too many."""
+    given: Any = body.prompt
+    if body.prompt_token_ids is not None:
+        if body.prompt:
+            raise RequestError("prompt and prompt_token_ids exclude each other", "prompt_token_ids")
+        given = body.prompt_token_ids
+    if not given:
+        raise RequestError("prompt must not be empty", "prompt")
+    is_one = isinstance(given, str) or isinstance(given[0], int)
+    return [given] if is_one else list(given)
+
+
+def _sampling_params(body: CompletionRequest, service: Service) -> SamplingParams:
+    n = body.n or 1
+    if body.best_of not in (None, n):
+        raise RequestError(f"best_of must be absent or equal to n={n}: completions are not ranked here", "best_of")
+    overrides: dict[str, Any] = {"max_tokens": body.max_tokens, "logprobs": body.logprobs}
+    if body.max_tokens == 0:
+        if not body.echo:
+            raise RequestError("max_tokens must be at least 1, or 0 with echo", "max_tokens")
+        # The engine always generates; what was not asked for is left out of the answer.
+        overrides["max_tokens"] = 1
+    if body.echo and body.logprobs is not None:
+        overrides["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
+    return generation.sampling_params(body, service.default_sampling_params, **overrides)
+
+
+class _Answer:
+    """Writes one request's answer, whole or as it comes. Choice p * n + i is completion i of prompt p."""
+
+    def __init__(self, service: Service, body: CompletionRequest, started: Generation, head: dict[str, Any]) -> None:
+        self._service = service
+        self._body = body
+        self._generation = started
+        self._head = {**head, "object": "text_completion"}
+        self._is_prompt_only = body.max_tokens == 0
+
+    def whole(self) -> dict[str, Any]:
+        choices = [
+            self._choice(number, output, delta)
+            for number, output in enumerate(self._generation.outputs)
+            for completion in output.outputs
+            if (delta := Cursor().advance(completion)) is not None
+        ]
+        return {**self._head, "choices": choices, "usage": self._usage()}
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        options = self._body.stream_options
+        cursors = [[Cursor() for _ in output.outputs] for output in self._generation.outputs]
+        async with aclosing(self._generation.updates()) as updates:
+            async for number in updates:
+                output = self._generation.outputs[number]
+                for cursor, completion in zip(cursors[number], output.outputs, strict=True):
+                    delta = cursor.advance(completion)
+                    if delta is None:
+                        continue
+                    chunk = {**self._head, "choices": [self._choice(number, output, delta)]}
+                    if options is not None and options.include_usage:
+                        chunk["usage"] = self._usage() if options.continuous_usage_stats else None
+                    yield event(chunk)
+        if options is not None and options.include_usage:
+            yield event({**self._head, "choices": [], "usage": self._usage()})
+        yield DONE
+
+    def _usage(self) -> dict[str, Any]:
+        usage = self._generation.usage()
+        if self._is_prompt_only:
+            return {**usage, "completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+        return {**usage}
+
+    def _choice(self, number: int, output: RequestOutput, delta: Delta) -> dict[str, Any]:
+        body = self._body
+        echo = bool(body.echo) and delta.is_first
+        prompt = self._prompt_text(output) if body.echo else ""
+        choice: dict[str, Any] = {
+            "index": number * len(output.outputs) + delta.index,
+            "text": (prompt if echo else "") + ("" if self._is_prompt_only else delta.text),
+            "logprobs": self._logprobs(output, delta, prompt, echo),
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+        }
+        if body.return_token_ids:
+            choice["token_ids"] = [] if self._is_prompt_only else delta.token_ids
+            if delta.is_first:
+                choice["prompt_token_ids"] = output.prompt_token_ids
+        if body.prompt_logprobs is not None and delta.is_first:
+            choice["prompt_logprobs"] = logprobs.prompt_logprobs(output.prompt_logprobs or ())
+        return choice
+
+    def _logprobs(self, output: RequestOutput, delta: Delta, prompt: str, echo: bool) -> Any:
+        """The prompt's, when it is echoed here, and the new tokens'."""
+        if self._body.logprobs is None:
+            return None
+        rows: list[Any] = [] if self._is_prompt_only else list(delta.logprobs)
+        token_ids = [] if self._is_prompt_only else list(delta.token_ids)
+        offset = len(prompt) + delta.offset
+        if echo:
+            rows = [*(output.prompt_logprobs or ()), *rows]
+            token_ids = [*output.prompt_token_ids, *token_ids]
+            offset = 0
+        result = logprobs.completion_logprobs(rows, token_ids, offset, self._body.logprobs)
+        if echo and self._service.llm.has_tokenizer:
+            # The first token has no log probability, and so nobody has told its text.
+            first = self._service.llm.get_tokenizer().decode_token(token_ids[0])
+            result["tokens"][0] = first
+            result["text_offset"][1:] = [place + len(first) for place in result["text_offset"][1:]]
+        return result
+
+    def _prompt_text(self, output: RequestOutput) -> str:
+        if output.prompt is not None:
+            return output.prompt
+        return self._service.llm.get_tokenizer().decode(output.prompt_token_ids, skip_special_tokens=False)

@@ -1,0 +1,191 @@
+"""From a request's fields to the engine's streams, and from their outputs to what is new in them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from starlette.requests import Request
+
+from penstock.engine.async_llm import RequestStream
+from penstock.engine.input_processor import Prompt
+from penstock.messages.outputs import CompletionOutput, FinishReason, Logprobs, RequestOutput
+from penstock.messages.sampling_params import SamplingParams
+from penstock.server import limits
+from penstock.server.openai.protocol import GenerationRequest, Usage
+from penstock.server.service import Service
+from penstock.utils.errors import PenstockError, RequestError
+
+_SAMPLING_FIELDS = (
+    "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "seed", "stop", "stop_token_ids", "allowed_token_ids", "bad_words", "min_tokens", "ignore_eos",
+    "include_stop_str_in_output", "skip_special_tokens", "prompt_logprobs",
+)  # fmt: skip
+
+
+def sampling_params(body: GenerationRequest, defaults: SamplingParams, **overrides: Any) -> SamplingParams:
+    """The checkpoint's recommendations, with the request's fields on top. Raises RequestError."""
+    given = {name: getattr(body, name) for name in _SAMPLING_FIELDS if getattr(body, name) is not None}
+    if body.logit_bias is not None:
+        given["logit_bias"] = {_token_id(key): value for key, value in body.logit_bias.items()}
+    return replace(defaults, **{**given, **overrides})
+
+
+def _token_id(key: str) -> int:
+    if not key.isascii() or not key.isdigit() or len(key) > 10:
+        raise RequestError(f"logit_bias has {key[:20]!r} where a token id must stand", "logit_bias")
+    return int(key)
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What a completion got since the last look. `offset` is the number of characters before `text`."""
+
+    index: int
+    is_first: bool
+    text: str
+    offset: int
+    token_ids: list[int]
+    logprobs: Logprobs
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+class Cursor:
+    """How far one completion has been read."""
+
+    def __init__(self) -> None:
+        self._num_characters = 0
+        self._num_tokens = 0
+        self._is_finished = False
+
+    def advance(self, completion: CompletionOutput) -> Delta | None:
+        """What is new; None when nothing is."""
+        if self._is_finished or (len(completion.token_ids) == self._num_tokens and not completion.finished):
+            return None
+        start, offset = self._num_tokens, self._num_characters
+        self._num_tokens = len(completion.token_ids)
+        self._num_characters = len(completion.text)
+        self._is_finished = completion.finished
+        return Delta(
+            index=completion.index,
+            is_first=start == 0,
+            text=completion.text[offset:],
+            offset=offset,
+            token_ids=completion.token_ids[start:],
+            logprobs=(completion.logprobs or [])[start:],
+            finish_reason=completion.finish_reason,
+            stop_reason=completion.stop_reason,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """One HTTP request's prompts in the engine, in their order; whoever started it closes it."""
+
+    streams: tuple[RequestStream, ...]
+
+    @property
+    def outputs(self) -> list[RequestOutput]:
+        return [stream.output for stream in self.streams]
+
+    async def finish(self) -> None:
+        """Waits for all of them. Raises what the engine raises."""
+        for stream in self.streams:
+            async for _ in stream:
+                pass
+            check_failed(stream.output)
+
+    async def updates(self) -> AsyncGenerator[int, None]:
+        """The number of a prompt whenever its output has changed. Raises what the engine raises."""
+        if len(self.streams) == 1:
+            # The usual case needs no task and no queue.
+            async for output in self.streams[0]:
+                check_failed(output)
+                yield 0
+            return
+        changed: asyncio.Queue[int | BaseException] = asyncio.Queue()
+        tasks = [asyncio.create_task(_follow(number, stream, changed)) for number, stream in enumerate(self.streams)]
+        try:
+            num_running = len(tasks)
+            while num_running:
+                item = await changed.get()
+                if isinstance(item, BaseException):
+                    raise item
+                check_failed(self.streams[item].output)
+                num_running -= self.streams[item].output.finished
+                yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    def close(self) -> None:
+        """Ends what still runs. Idempotent."""
+        for stream in self.streams:
+            stream.close()
+
+    def usage(self) -> Usage:
+        """The tokens so far, as the OpenAI API counts them."""
+        outputs = self.outputs
+        return make_usage(
+            sum(len(output.prompt_token_ids) for output in outputs),
+            sum(len(completion.token_ids) for output in outputs for completion in output.outputs),
+            sum(output.num_cached_tokens for output in outputs),
+        )
+
+
+def make_usage(num_prompt: int, num_output: int, num_cached: int) -> Usage:
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_output,
+        "total_tokens": num_prompt + num_output,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
+    }
+
+
+async def _follow(number: int, stream: RequestStream, changed: asyncio.Queue[int | BaseException]) -> None:
+    with contextlib.suppress(asyncio.CancelledError):
+        try:
+            async for _ in stream:
+                changed.put_nowait(number)
+        except Exception as error:  # noqa: BLE001 - raised again by the one who waits for it
+            changed.put_nowait(error)
+
+
+def check_failed(output: RequestOutput) -> None:
+    """Raises PenstockError when the engine could not complete the request; it may be tried again."""
+    if any(completion.finish_reason == FinishReason.ERROR for completion in output.outputs):
+        raise PenstockError(output.error or "the engine failed on this request")
+
+
+async def start(
+    service: Service,
+    request: Request,
+    request_id: str,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    body: GenerationRequest,
+) -> Generation:
+    """Hands all prompts to the engine, or none: when one is refused, those before it are taken back."""
+    if len(prompts) * params.n > limits.MAX_COMPLETIONS:
+        raise RequestError(
+            f"{len(prompts)} prompts times n={params.n} exceed {limits.MAX_COMPLETIONS} completions", "n"
+        )
+    salt = service.cache_scope(request, body.cache_salt)
+    trace = request.headers.get("traceparent")
+    streams: list[RequestStream] = []
+    try:
+        for number, prompt in enumerate(prompts):
+            fields = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
+            name = request_id if len(prompts) == 1 else f"{request_id}-{number}"
+            stream = await service.llm.submit(
+                {**fields, "cache_salt": salt}, params, name, priority=body.priority, trace=trace
+            )
+            streams.append(stream)
+    except BaseException:
+        Generation(tuple(streams)).close()
+        raise
+    return Generation(tuple(streams))

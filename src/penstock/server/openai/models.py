@@ -1,0 +1,76 @@
+"""`GET /v1/models`, and text to tokens and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from penstock.server.errors import JSONResponse, NotFoundError
+from penstock.server.openai.chat import render_messages
+from penstock.server.openai.protocol import DetokenizeRequest, TokenizeRequest
+from penstock.server.openai.responses import ERRORS
+from penstock.server.service import Service, service_of
+from penstock.utils.errors import RequestError
+
+router = APIRouter()
+
+
+def _card(service: Service, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.started,
+        "owned_by": "penstock",
+        "root": service.model_names[0],
+        "parent": None,
+        "max_model_len": service.llm.max_model_len,
+    }
+
+
+@router.get("/v1/models", responses=ERRORS)
+async def list_models(request: Request) -> Response:
+    """The names under which this server's model answers."""
+    service = service_of(request)
+    return JSONResponse({"object": "list", "data": [_card(service, name) for name in service.model_names]})
+
+
+@router.get("/v1/models/{model:path}", responses=ERRORS)
+async def retrieve_model(model: str, request: Request) -> Response:
+    """One of them."""
+    service = service_of(request)
+    if model not in service.model_names:
+        raise NotFoundError(f"there is no model {model!r} here", "model")
+    return JSONResponse(_card(service, model))
+
+
+@router.post("/tokenize", responses=ERRORS)
+async def tokenize(body: TokenizeRequest, request: Request) -> Response:
+    """The tokens of a text, or of messages as a chat would send them."""
+    service = service_of(request)
+    service.check_model(body.model)
+    tokenizer = service.llm.get_tokenizer()
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError("one of prompt and messages must be given", "prompt")
+    if body.prompt is not None:
+        # As a completion's prompt would be: with the special tokens that the tokenizer adds.
+        tokens = tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+    else:
+        options = {"add_generation_prompt": body.add_generation_prompt}
+        tokens = await render_messages(service, body.messages or (), body.tools or (), options)
+    texts = [tokenizer.decode_token(token) for token in tokens] if body.return_token_strs else None
+    return JSONResponse(
+        {"count": len(tokens), "max_model_len": service.llm.max_model_len, "tokens": tokens, "token_strs": texts}
+    )
+
+
+@router.post("/detokenize", responses=ERRORS)
+async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
+    """The text of tokens."""
+    service = service_of(request)
+    service.check_model(body.model)
+    vocab_size = service.llm.config.model.vocab_size
+    if any(token >= vocab_size for token in body.tokens):
+        raise RequestError(f"tokens must be integers from 0 to {vocab_size - 1}", "tokens")
+    return JSONResponse({"prompt": service.llm.get_tokenizer().decode(body.tokens, skip_special_tokens=False)})

@@ -1,0 +1,209 @@
+"""The requests that the OpenAI routes take, with vLLM's extra fields, and the shapes of their answers.
+
+Unknown fields are refused, because a misspelled one that is passed over changes an answer silently. Fields of the
+OpenAI API that only matter to OpenAI's own service (`user`, `metadata`, ...) are taken and have no effect.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from typing_extensions import TypedDict
+
+from penstock.messages.sampling_params import MAX_COUNT, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_N, MAX_STOP_STRINGS
+from penstock.server import limits
+
+Name = Annotated[str, StringConstraints(max_length=limits.MAX_NAME_CHARACTERS)]
+StopText = Annotated[str, StringConstraints(min_length=1, max_length=limits.MAX_STOP_CHARACTERS)]
+Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_COUNT)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(_Request):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class ResponseFormat(_Request):
+    type: Literal["text"]
+
+
+class GenerationRequest(_Request):
+    """What completions and chat completions share."""
+
+    model: Name | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+
+    # The OpenAI API's sampling fields.
+    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    seed: Seed | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS)] | None = None
+
+    # vLLM's.
+    top_k: Annotated[int, Field(ge=-1, le=MAX_COUNT)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    min_tokens: Count | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=limits.MAX_TOKEN_LIST)] | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Annotated[list[StopText], Field(max_length=limits.MAX_BAD_WORDS)] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    cache_salt: Annotated[Name, StringConstraints(min_length=1)] | None = None
+    priority: Annotated[int, Field(ge=-MAX_COUNT, le=MAX_COUNT)] = 0
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    return_token_ids: bool | None = False
+
+    # Taken without effect.
+    user: Name | None = None
+    metadata: Any = None
+    service_tier: Any = None
+    store: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: (
+        str
+        | TokenIds
+        | Annotated[list[str], Field(min_length=1, max_length=limits.MAX_PROMPTS)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=limits.MAX_PROMPTS)]
+        | None
+    ) = None
+    prompt_token_ids: TokenIds | Annotated[list[TokenIds], Field(max_length=limits.MAX_PROMPTS)] | None = None
+    max_tokens: Count | None = 16
+    echo: bool | None = False
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    suffix: None = None
+    response_format: ResponseFormat | None = None
+
+
+class ContentPart(_Request):
+    type: Literal["text"] = "text"
+    text: str
+
+
+class FunctionCall(BaseModel):
+    name: Name
+    arguments: str | dict[str, Any] = "{}"
+
+
+class ToolCall(BaseModel):
+    id: Name | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class ChatMessage(BaseModel):
+    """One turn. Fields that only some templates know (`name`, `reasoning_content`) reach the template as they are."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Annotated[Name, StringConstraints(min_length=1)]
+    content: str | Annotated[list[ContentPart], Field(max_length=limits.MAX_CONTENT_PARTS)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=limits.MAX_TOOLS)] | None = None
+
+
+class FunctionDefinition(BaseModel):
+    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]+$", max_length=limits.MAX_NAME_CHARACTERS)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(BaseModel):
+    type: Literal["function"] = "function"
+    function: FunctionDefinition
+
+
+class ChosenFunction(BaseModel):
+    name: Name
+
+
+class ToolChoice(BaseModel):
+    type: Literal["function"] = "function"
+    function: ChosenFunction
+
+
+class ChatCompletionRequest(GenerationRequest):
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=limits.MAX_MESSAGES)]
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool | None = False
+    tools: Annotated[list[Tool], Field(max_length=limits.MAX_TOOLS)] | None = None
+    tool_choice: Literal["auto", "none", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = True
+    response_format: ResponseFormat | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: Annotated[dict[Name, Any], Field(max_length=limits.MAX_TEMPLATE_VARIABLES)] | None = None
+
+
+class TokenizeRequest(_Request):
+    """Text, or messages as a chat would have them."""
+
+    model: Name | None = None
+    prompt: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=limits.MAX_MESSAGES)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=limits.MAX_TOOLS)] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    return_token_strs: bool | None = False
+
+
+class DetokenizeRequest(_Request):
+    model: Name | None = None
+    tokens: list[TokenId]
+
+
+# ---- Answers ----
+
+
+class PromptTokensDetails(TypedDict):
+    cached_tokens: int
+
+
+class Usage(TypedDict):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(TypedDict):
+    """All four lists run beside the tokens; the first token of a prompt has no log probability."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None
+    text_offset: list[int]
+
+
+class ErrorDetails(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(TypedDict):
+    error: ErrorDetails

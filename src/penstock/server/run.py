@@ -1,0 +1,195 @@
+"""Runs the server: engine up, ports open, until a signal or the engine's death; then down in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from penstock.config.server import ServerArgs
+from penstock.engine.async_llm import AsyncLLM
+from penstock.metrics.prometheus import PrometheusMetrics
+from penstock.metrics.rates import RecentRates
+from penstock.metrics.request_log import EngineObserver
+from penstock.metrics.tracing import RequestTracer, make_tracer
+from penstock.server.app import create_admin_app, create_app
+from penstock.server.openai.tool_calls import FORMATS, ToolCallFormat, detect_format
+from penstock.server.service import Service
+from penstock.utils import logging
+from penstock.utils.clock import SystemClock
+from penstock.utils.errors import ConfigError
+
+logger = logging.get_logger(__name__)
+
+_LOOPBACK = "127.0.0.1"
+_BACKLOG = 2048
+# Whoever connects in this time still learns why; then the exit code tells the supervisor.
+_DEATH_NOTICE_SECONDS = 3.0
+_FLUSH_SECONDS = 5
+_ENGINE_DIED = 1
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handlers: what a signal means here depends on the engine's requests."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+
+async def serve(engine_args: dict[str, Any], args: ServerArgs, announce: Callable[[str], None]) -> int:
+    """Serves until SIGTERM or SIGINT, or until the engine dies. Returns the exit code.
+
+    `announce` is told, in lines for people, where the server is and what it waits for.
+
+    Raises ConfigError when the ports, the arguments or the model cannot be.
+    """
+    args.check()
+    if args.access_log:
+        logging.enable_access_log("uvicorn.access")
+    # Bound before the model is loaded: a port that is taken should not cost minutes.
+    public = _bind(args.host, args.port)
+    admin = None if args.admin_port is None else _bind(_LOOPBACK, args.admin_port)
+    names = args.served_model_name or (engine_args["model"],)
+    metrics, rates = PrometheusMetrics(names[0]), RecentRates()
+    tracer = None if args.otlp_traces_endpoint is None else make_tracer(args.otlp_traces_endpoint, model=names[0])
+    observers: list[EngineObserver] = [metrics, rates, *([] if tracer is None else [tracer])]
+    llm = await AsyncLLM.start(observers=observers, **engine_args)
+    try:
+        service = _make_service(llm, args, names, metrics, rates)
+        servers = [_make_server(create_app(service), args)]
+        sockets = [public]
+        if admin is not None:
+            servers.append(_make_server(create_admin_app(service), args))
+            sockets.append(admin)
+        for bound in sockets:
+            # From here on clients may come: they wait in the backlog until the server takes them.
+            bound.listen(_BACKLOG)
+        announce(_addresses(service, public, admin))
+        return await _run(service, servers, sockets, announce)
+    finally:
+        await llm.shutdown()
+        await _flush(tracer)
+
+
+def _make_service(
+    llm: AsyncLLM, args: ServerArgs, names: tuple[str, ...], metrics: PrometheusMetrics, rates: RecentRates
+) -> Service:
+    metrics.set_cache_info(llm.num_blocks, llm.config.cache.block_size)
+    metrics.watch(llm)
+    return Service(
+        llm=llm,
+        args=args,
+        model_names=names,
+        tool_format=_tool_format(llm, args.tool_call_parser),
+        metrics=metrics,
+        rates=rates,
+        clock=SystemClock(),
+        started=int(SystemClock().wall()),
+        closing=asyncio.Event(),
+    )
+
+
+def _tool_format(llm: AsyncLLM, parser: str) -> ToolCallFormat | None:
+    if parser == "auto":
+        source = llm.get_tokenizer().chat_template_source if llm.has_tokenizer else None
+        parser = detect_format(source) or "none"
+    return FORMATS.get(parser)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """A bound socket. Raises ConfigError naming the address."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+    return bound
+
+
+def _make_server(app: FastAPI, args: ServerArgs) -> _Server:
+    return _Server(
+        uvicorn.Config(
+            app,
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            access_log=args.access_log,
+            server_header=False,
+            backlog=_BACKLOG,
+            ssl_certfile=args.ssl_certfile,
+            ssl_keyfile=args.ssl_keyfile,
+            timeout_graceful_shutdown=_FLUSH_SECONDS,
+        )
+    )
+
+
+def _addresses(service: Service, public: socket.socket, admin: socket.socket | None) -> str:
+    scheme = "http" if service.args.ssl_certfile is None else "https"
+    host = f"[{service.args.host}]" if ":" in service.args.host else service.args.host
+    url = f"{scheme}://{host}:{public.getsockname()[1]}"
+    lines = [f"Penstock serves {', '.join(service.model_names)} at {url}/v1 (look: {url}/dashboard)"]
+    if admin is not None:
+        lines.append(f"Administration at {scheme}://{_LOOPBACK}:{admin.getsockname()[1]}")
+    return "\n".join(lines)
+
+
+async def _run(
+    service: Service, servers: Sequence[_Server], sockets: Sequence[socket.socket], announce: Callable[[str], None]
+) -> int:
+    stop, hurry = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (hurry if stop.is_set() else stop).set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    pairs = zip(servers, sockets, strict=True)
+    serving = [asyncio.create_task(server.serve(sockets=[bound])) for server, bound in pairs]
+    await _first(stop.wait(), service.llm.died.wait(), *serving)
+    if service.llm.death is None:
+        await _drain(service, hurry, announce)
+    else:
+        logger.error("the engine is gone: %s", service.llm.death)
+        await _first(stop.wait(), timeout=_DEATH_NOTICE_SECONDS)
+    code = 0 if service.llm.death is None else _ENGINE_DIED
+    service.closing.set()
+    # Requests that had no time to finish learn of the end as an error, not as a broken connection.
+    await service.llm.shutdown()
+    for server in servers:
+        server.should_exit = True
+    await asyncio.gather(*serving)
+    return code
+
+
+async def _drain(service: Service, hurry: asyncio.Event, announce: Callable[[str], None]) -> None:
+    """Takes no new requests and waits for the running ones, until the timeout or a second signal."""
+    service.is_draining = True
+    if service.llm.num_unfinished:
+        announce(
+            f"Penstock finishes {service.llm.num_unfinished} requests (at most {service.args.shutdown_timeout:g} s; "
+            "signal again to stop now)"
+        )
+    await _first(service.llm.wait_until_idle(), hurry.wait(), timeout=service.args.shutdown_timeout)
+
+
+async def _first(*waits: Any, timeout: float | None = None) -> None:
+    """Returns when one of these is over, or the time is."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    for task, wait in zip(tasks, waits, strict=True):
+        if task is not wait:
+            task.cancel()
+
+
+async def _flush(tracer: RequestTracer | None) -> None:
+    if tracer is not None:
+        await asyncio.to_thread(tracer.shutdown)

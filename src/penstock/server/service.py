@@ -1,0 +1,64 @@
+"""What the routes share: the engine, the model's names, who is asking, and whether new requests are taken."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from dataclasses import dataclass
+
+from starlette.requests import Request
+
+from penstock.config.server import ServerArgs
+from penstock.engine.async_llm import AsyncLLM
+from penstock.messages.sampling_params import SamplingParams
+from penstock.metrics.prometheus import PrometheusMetrics
+from penstock.metrics.rates import RecentRates
+from penstock.server.errors import NotFoundError
+from penstock.server.openai.tool_calls import ToolCallFormat
+from penstock.utils.clock import SystemClock
+from penstock.utils.errors import OverloadedError
+
+
+@dataclass(slots=True)
+class Service:
+    """One engine behind one HTTP server. While `is_draining` no request is taken; `closing` ends what has no end."""
+
+    llm: AsyncLLM
+    args: ServerArgs
+    model_names: tuple[str, ...]
+    tool_format: ToolCallFormat | None
+    metrics: PrometheusMetrics
+    rates: RecentRates
+    clock: SystemClock
+    started: int
+    closing: asyncio.Event
+    is_draining: bool = False
+
+    @property
+    def default_sampling_params(self) -> SamplingParams:
+        return self.llm.get_default_sampling_params()
+
+    def admit(self, model: str | None) -> str:
+        """The name under which the model answers. Raises what `check_model` does, and OverloadedError when draining."""
+        if self.is_draining:
+            raise OverloadedError("the server is shutting down and takes no new requests")
+        return self.check_model(model)
+
+    def check_model(self, model: str | None) -> str:
+        """The model's name, the first one when none is given. Raises NotFoundError for a model that is not here."""
+        if model is not None and model not in self.model_names:
+            raise NotFoundError(f"there is no model {model!r} here; there is {', '.join(self.model_names)}", "model")
+        return model or self.model_names[0]
+
+    def cache_scope(self, request: Request, salt: str | None) -> str | None:
+        """The cache salt of a request: its own within its API key's scope, so that no key learns what others asked."""
+        key: bytes | None = request.scope.get("api_key")
+        if key is None:
+            return salt
+        scope = hashlib.blake2b(key, digest_size=16, person=b"penstock-salt").hexdigest()
+        return f"{scope}/{salt or ''}"
+
+
+def service_of(request: Request) -> Service:
+    """The service that the app of this request was made for."""
+    return request.app.state.service

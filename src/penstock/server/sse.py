@@ -1,0 +1,103 @@
+"""Answers that outlast their making: run while the client listens, stop when it has gone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from penstock.server.errors import error_body, penstock_error_body
+from penstock.utils import logging
+from penstock.utils.errors import PenstockError
+
+logger = logging.get_logger(__name__)
+
+_T = TypeVar("_T")
+DONE = b"data: [DONE]\n\n"
+
+
+class ClientGone(Exception):  # noqa: N818 - nothing is wrong, the client has left
+    """The client hung up before its answer was there."""
+
+
+def event(data: Any) -> bytes:
+    """One server-sent event with JSON data."""
+    return b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
+    """The result of `work`, which is cancelled when the client hangs up. Raises ClientGone then."""
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_disconnected(request.receive))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        await _cancel(task, watch)
+
+
+async def _cancel(*tasks: asyncio.Future[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Server-sent events from an async generator, which is closed when the client hangs up, at whatever moment.
+
+    `close` is called at the end in any case: a generator that was never started would close nothing.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], None] = lambda: None) -> None:
+        self.status_code = 200
+        self.background = None
+        self._events = events
+        self._close = close
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.ensure_future(self._send(send))
+        watch = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait((sending, watch), return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+        finally:
+            await _cancel(sending, watch)
+            self._close()
+
+    async def _send(self, send: Send) -> None:
+        async with aclosing(self._events):
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for data in _with_errors(self._events):
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _with_errors(events: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
+    """The events; an error becomes the last one, because the status has long been sent."""
+    try:
+        async for data in events:
+            yield data
+    except PenstockError as error:
+        yield event(penstock_error_body(error))
+        yield DONE
+    except Exception as error:
+        logger.error("a stream failed", exc_info=error)
+        yield event(error_body(500, "the server failed on this request; its log says why"))
+        yield DONE

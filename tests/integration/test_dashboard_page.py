@@ -1,0 +1,316 @@
+"""The dashboard page in a real browser, against a made-up engine."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.integration.dashboard_fake import FakeEngine, FakeServer
+
+sync_api = pytest.importorskip("playwright.sync_api")
+
+CHROMIUM = shutil.which("chromium")
+CHROMIUM_ARGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+LAPTOP = {"width": 1280, "height": 800}
+PHONE = {"width": 390, "height": 844}
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")
+
+# Every piece of text whose contrast with what is behind it is below 4.5, the least that WCAG AA allows.
+FAINT_TEXT = """() => {
+  const parse = (text) => text.match(/[\\d.]+/g).map(Number);
+  const luminance = ([r, g, b]) => [r, g, b].map((v) => v / 255)
+    .map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, v, i) => sum + v * [0.2126, 0.7152, 0.0722][i], 0);
+  const behind = (element) => {
+    for (let at = element; at; at = at.parentElement) {
+      const colour = parse(getComputedStyle(at).backgroundColor);
+      if (colour.length === 3 || colour[3] === 1) return colour;
+    }
+  };
+  const faint = [];
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const element = walker.currentNode.parentElement;
+    if (!walker.currentNode.data.trim() || !element.checkVisibility() || element.tagName === "SCRIPT") continue;
+    const levels = [parse(getComputedStyle(element).color), behind(element)].map(luminance).sort((a, b) => b - a);
+    const contrast = (levels[0] + 0.05) / (levels[1] + 0.05);
+    if (contrast < 4.5) faint.push([walker.currentNode.data, contrast]);
+  }
+  return faint;
+}"""
+
+# Pixels of a canvas that have a colour of the page's palette.
+COUNT_PIXELS = """([id, name]) => {
+  const canvas = document.getElementById(id);
+  const probe = new OffscreenCanvas(canvas.width, canvas.height + 1).getContext("2d", { willReadFrequently: true });
+  probe.drawImage(canvas, 0, 0);
+  probe.fillStyle = getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  probe.fillRect(0, canvas.height, 1, 1);
+  const wanted = probe.getImageData(0, canvas.height, 1, 1).data;
+  const { data } = probe.getImageData(0, 0, canvas.width, canvas.height);
+  let count = 0;
+  for (let i = 0; i < data.length; i += 4) count += [0, 1, 2, 3].every((k) => Math.abs(data[i + k] - wanted[k]) < 3);
+  return count;
+}"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_ARGS)
+        yield browser
+        browser.close()
+
+
+class Watched:
+    """A page, with what it asked for and what it complained about."""
+
+    def __init__(self, browser: Any, url: str, **options: Any) -> None:
+        self.url = url
+        self.complaints: list[str] = []
+        self.page = browser.new_page(viewport=options.pop("viewport", LAPTOP), **options)
+        self.page.set_default_timeout(10_000)
+        self.hosts: set[str] = set()
+        self.page.on("request", lambda request: self.hosts.add(urlsplit(request.url).netloc))
+        self.page.on("console", lambda message: self.complaints.append(message.text))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.goto(f"{url}/dashboard")
+
+    def live(self) -> Any:
+        self.page.wait_for_selector("body[data-link=live]")
+        return self.page
+
+    def close(self) -> None:
+        """Closes the page; it must have spoken to its own server only (a `data:` address has no host)."""
+        self.page.close()
+        assert self.hosts <= {urlsplit(self.url).netloc, ""}
+
+
+def busy_engine() -> FakeEngine:
+    engine = FakeEngine()
+    for _ in range(900):
+        engine.step()
+    return engine
+
+
+@pytest.fixture(scope="module")
+def busy() -> Iterator[FakeServer]:
+    with FakeServer(busy_engine()) as server:
+        yield server
+
+
+@pytest.fixture
+def idle() -> Iterator[FakeServer]:
+    with FakeServer(FakeEngine(idle=True)) as server:
+        yield server
+
+
+def test_readings_timeline_and_block_map(browser: Any, busy: FakeServer) -> None:
+    watched = Watched(browser, busy.url)
+    page = watched.live()
+    sync_api.expect(page.locator("#health")).to_have_text("healthy")
+    sync_api.expect(page.locator("#model")).to_have_text("demo")
+    sync_api.expect(page.locator("#version")).to_have_text("0.1.0")
+    sync_api.expect(page.locator("#itl50")).to_have_text("21ms p50")
+    for tile in ("throughput", "ttft50", "running", "usage", "hits", "preemptions"):
+        assert any(character.isdigit() for character in page.inner_text(f"#{tile}")), tile
+    for name in ("--queued", "--prefill", "--decode", "--preempted"):
+        assert page.evaluate(COUNT_PIXELS, ["lanes-canvas", name]) > 20, name
+    for name in ("--free", "--cached", "--owned", "--pinned"):
+        assert page.evaluate(COUNT_PIXELS, ["pool-canvas", name]) > 20, name
+    assert page.evaluate(COUNT_PIXELS, ["spark", "--accent"]) > 5
+    counts = [int(page.inner_text(f"#count-{letter}").replace(",", "")) for letter in "fcolp"]
+    assert sum(counts) == 960
+    assert counts[4] == 6
+    assert watched.complaints == []
+    watched.close()
+
+
+def test_request_details_by_pointer_and_by_keyboard(browser: Any, busy: FakeServer) -> None:
+    watched = Watched(browser, busy.url)
+    page = watched.live()
+    page.wait_for_selector("#lanes-canvas[aria-label]")
+    page.focus("#lanes")
+    page.keyboard.press("ArrowDown")
+    detail = page.locator("#detail")
+    sync_api.expect(detail).to_contain_text("cmpl-")
+    assert "output" in page.inner_text("#said")
+    page.keyboard.press("Escape")
+    sync_api.expect(detail).to_be_hidden()
+    place = page.locator("#lanes").bounding_box()
+    offset = page.evaluate("AXIS + (Math.min(...lanes.values()) + 0.5) * rowHeight()")
+    page.mouse.move(place["x"] + 200, place["y"] + offset)
+    sync_api.expect(detail).to_contain_text("total")
+    page.mouse.move(5, 5)
+    sync_api.expect(detail).to_be_hidden()
+    assert watched.complaints == []
+    watched.close()
+
+
+@pytest.mark.parametrize("viewport", [LAPTOP, PHONE, {"width": 820, "height": 1180}], ids=["laptop", "phone", "tablet"])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_fits_and_can_be_read(browser: Any, busy: FakeServer, viewport: dict[str, int], scheme: str) -> None:
+    watched = Watched(browser, busy.url, viewport=viewport, color_scheme=scheme)
+    page = watched.live()
+    page.fill("#prompt", "hello " + "x" * 200)
+    page.press("#prompt", "Enter")
+    page.wait_for_selector(".figures")
+    page.wait_for_timeout(400)
+    assert page.evaluate("document.documentElement.scrollWidth") <= viewport["width"]
+    assert page.evaluate(FAINT_TEXT) == []
+    assert watched.complaints == []
+    watched.close()
+
+
+def test_empty_state_leads_to_the_chat(browser: Any, idle: FakeServer) -> None:
+    watched = Watched(browser, idle.url, reduced_motion="reduce")
+    page = watched.live()
+    sync_api.expect(page.locator("#vacant")).to_contain_text("No requests yet: try the chat box")
+    page.click("#vacant button")
+    assert page.evaluate("document.activeElement.id") == "prompt"
+    idle.engine.health = {"status": "unhealthy", "reason": "a step took 9 s"}
+    sync_api.expect(page.locator("#health")).to_have_text("unhealthy: a step took 9 s")
+    assert watched.complaints == []
+    watched.close()
+
+
+def test_chat_streams_and_remembers(browser: Any, idle: FakeServer) -> None:
+    watched = Watched(browser, idle.url)
+    page = watched.live()
+    page.fill("#max-tokens", "99")
+    for text in ("one two three four", "<img src=x onerror=alert(1)> <script>alert(2)</script> & so on"):
+        page.fill("#prompt", text)
+        page.press("#prompt", "Enter")
+        answer = page.locator(".turn[data-role=assistant]").last
+        sync_api.expect(answer.locator(".text")).to_have_text(text)
+        sync_api.expect(answer.locator(".figures")).to_contain_text("tokens · stop")
+    assert page.locator("#log img, #log script").count() == 0
+    sent = idle.chats[-1]
+    assert [message["role"] for message in sent["messages"]] == ["user", "assistant", "user"]
+    assert (sent["model"], sent["max_tokens"], sent["temperature"]) == ("demo", 99, 0.7)
+    assert sent["stream_options"] == {"include_usage": True}
+    page.click("#clear")
+    assert page.locator(".turn").count() == 0
+    assert watched.complaints == []
+    watched.close()
+
+
+def test_chat_stops(browser: Any, idle: FakeServer) -> None:
+    watched = Watched(browser, idle.url)
+    page = watched.live()
+    page.fill("#prompt", "endless")
+    page.click("#send")
+    sync_api.expect(page.locator(".turn").last.locator(".text")).to_contain_text("on and on on and on")
+    page.click("#stop")
+    sync_api.expect(page.locator(".figures")).to_contain_text("stopped")
+    sync_api.expect(page.locator("#send")).to_be_visible()
+    page.wait_for_timeout(200)
+    assert idle.num_chats_left == 1
+    assert watched.complaints == []
+    watched.close()
+
+
+def test_chat_shows_the_servers_error(browser: Any, idle: FakeServer) -> None:
+    watched = Watched(browser, idle.url)
+    page = watched.live()
+    page.fill("#prompt", "fail")
+    page.press("#prompt", "Enter")
+    sync_api.expect(page.locator(".fault")).to_have_text("This model's maximum context length is 512 tokens.")
+    page.fill("#prompt", "again")
+    page.press("#prompt", "Enter")
+    sync_api.expect(page.locator(".figures")).to_be_visible()
+    assert idle.chats[-1]["messages"] == [{"role": "user", "content": "again"}]
+    page.fill("#prompt", "break off")
+    page.press("#prompt", "Enter")
+    sync_api.expect(page.locator(".turn").last.locator(".fault")).to_have_text("The answer broke off before its end.")
+    watched.close()
+
+
+def test_asks_for_the_key(browser: Any) -> None:
+    with FakeServer(FakeEngine(idle=True), api_key="sesame") as server:
+        watched = Watched(browser, server.url)
+        page = watched.page
+        sync_api.expect(page.locator("#key-field")).to_be_focused()
+        sync_api.expect(page.locator("#board")).to_be_hidden()
+        page.keyboard.type("wrong")
+        page.keyboard.press("Enter")
+        sync_api.expect(page.locator("#key-fault")).to_have_text("The server did not accept that key.")
+        page.fill("#key-field", "sesame")
+        page.keyboard.press("Enter")
+        watched.live()
+        sync_api.expect(page.locator("#board")).to_be_visible()
+        page.fill("#prompt", "open up")
+        page.press("#prompt", "Enter")
+        sync_api.expect(page.locator(".figures")).to_be_visible()
+        assert page.evaluate("[localStorage.length, document.cookie, sessionStorage.length]") == [0, "", 1]
+        assert "sesame" not in page.url
+        page.reload()
+        watched.live()
+        watched.close()
+
+
+def test_disconnection_shows_and_heals(browser: Any, idle: FakeServer) -> None:
+    watched = Watched(browser, idle.url)
+    page = watched.live()
+    idle.cut = True
+    sync_api.expect(page.locator("#link")).to_have_text("disconnected, retrying")
+    sync_api.expect(page.locator("#health")).to_have_text("healthy")
+    sync_api.expect(page.locator("#tiles")).to_have_css("opacity", "0.5")
+    idle.cut = False
+    watched.live()
+    sync_api.expect(page.locator("#link")).to_be_hidden()
+    page.wait_for_timeout(300)
+    assert idle.num_streams == 1
+    watched.close()
+
+
+def test_hidden_page_stops_reading(browser: Any, idle: FakeServer) -> None:
+    watched = Watched(browser, idle.url)
+    page = watched.live()
+    hide = "(hidden) => { Object.defineProperty(document, 'hidden', { value: hidden, configurable: true });"
+    hide += " document.dispatchEvent(new Event('visibilitychange')); }"
+    page.evaluate(hide, True)
+    page.wait_for_timeout(600)
+    assert idle.num_streams == 0
+    page.evaluate(hide, False)
+    watched.live()
+    page.wait_for_timeout(300)
+    assert idle.num_streams == 1
+    assert watched.complaints == []
+    watched.close()
+
+
+def test_hours_leave_no_trace(browser: Any, busy: FakeServer) -> None:
+    """An hour of events, given to the page at once, leaves it no more to remember than a minute does."""
+    watched = Watched(browser, busy.url)
+    page = watched.live()
+    sizes = page.evaluate("""() => {
+      connection.abort();
+      const start = latest;
+      for (let i = 1; i <= 14400; i += 1) {
+        const requests = start.requests.map((r) => ({ ...r, id: r.id + Math.floor(i / 40) }));
+        latest = { ...start, time: start.time + i / 4, requests };
+        if (i % 20 === 0) { assignLanes(); drawTimeline(); }
+        if (i > 13000) showReadings();
+      }
+      return [lanes.size === latest.requests.length, Math.max(...lanes.values()) < 200, history.length,
+              document.querySelectorAll("*").length];
+    }""")
+    assert sizes[:2] == [True, True]
+    assert sizes[2] <= 241
+    assert sizes[3] < 250
+    assert watched.complaints == []
+    watched.close()
