@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -10,6 +12,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.integration.dashboard_fake import FakeEngine, FakeServer
+from tests.integration.server_process import serve
 
 sync_api = pytest.importorskip("playwright.sync_api")
 
@@ -314,3 +317,44 @@ def test_hours_leave_no_trace(browser: Any, busy: FakeServer) -> None:
     assert sizes[3] < 250
     assert watched.complaints == []
     watched.close()
+
+
+# ---- With a real engine behind it ----
+
+
+def test_a_conversation_with_the_real_engine(browser: Any) -> None:
+    with serve("--num-gpu-blocks-override", "200") as server:
+        watched = Watched(browser, server.url)
+        page = watched.live()
+        sync_api.expect(page.locator("#health")).to_have_text("healthy")
+        sync_api.expect(page.locator("#vacant")).to_be_visible()
+        page.fill("#prompt", "What are you?")
+        page.fill("#temperature", "0")
+        page.fill("#max-tokens", "12")
+        page.press("#prompt", "Enter")
+        sync_api.expect(page.locator("#log")).to_contain_text("I am a very small language model")
+        sync_api.expect(page.locator(".figures")).to_contain_text("12 tokens")
+        page.wait_for_selector("#lanes-canvas[aria-label*='1']")
+        sync_api.expect(page.locator("#count-c")).not_to_have_text("0")
+        assert page.evaluate(COUNT_PIXELS, ["lanes-canvas", "--decode"]) > 0
+        assert sum(int(page.inner_text(f"#count-{letter}").replace(",", "")) for letter in "fcolp") == 199
+        assert watched.complaints == []
+        os.kill(server.core_pid, signal.SIGKILL)
+        sync_api.expect(page.locator("#health")).to_contain_text("dead")
+        watched.close()
+
+
+def test_the_key_opens_the_real_server(browser: Any) -> None:
+    with serve("--api-key", "open-sesame") as server:
+        watched = Watched(browser, server.url)
+        page = watched.page
+        page.fill("#key-field", "wrong")
+        page.press("#key-field", "Enter")
+        sync_api.expect(page.locator("#key-fault")).not_to_be_empty()
+        page.fill("#key-field", "open-sesame")
+        page.press("#key-field", "Enter")
+        page = watched.live()
+        page.fill("#prompt", "What are you?")
+        page.press("#prompt", "Enter")
+        page.wait_for_selector(".figures")
+        watched.close()

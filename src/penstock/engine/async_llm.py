@@ -142,8 +142,8 @@ class AsyncLLM:
 
     @property
     def stats(self) -> SchedulerStats:
-        """The scheduler's counters and gauges as of the last step."""
-        return self._stats if self._owners else replace(self._stats, num_running=0, num_waiting=0)
+        """The scheduler's counters and gauges as of the last step or abort."""
+        return self._stats
 
     @property
     def seconds_without_progress(self) -> float:

@@ -31,6 +31,7 @@ from penstock.engine.core_messages import (
 )
 from penstock.engine.engine_core import EngineCore
 from penstock.messages.requests import EngineRequest
+from penstock.messages.stats import StepReport
 from penstock.utils import logging
 from penstock.utils.errors import ConfigError, EngineDeadError, OverloadedError, RequestError, WireError
 from penstock.utils.wire import FrameReader
@@ -77,6 +78,9 @@ class CoreProcess:
                 self._add(message)
             case AbortRequests(request_ids):
                 self._core.abort_requests(request_ids)
+                if not self._core.has_work:
+                    # No step will tell that the requests and their blocks are gone.
+                    self._send(StepReport(outputs=(), events=(), num_tokens=0, stats=self._core.stats()))
             case ResetPrefixCache(call):
                 self._send(Reply(call, self._core.reset_prefix_cache()))
             case GetBlockMap(call, max_cells):

@@ -10,7 +10,8 @@ from operator import attrgetter
 from typing import Protocol, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics
 
 from penstock.messages.outputs import FinishReason
 from penstock.messages.stats import SchedulerStats, StepReport
@@ -26,6 +27,7 @@ _TOTALS = (
     ("vllm:prefix_cache_hits", attrgetter("prefix_cache_hits")),
 )
 _OWN_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
+_OPENMETRICS = "application/openmetrics-text"
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 _T = TypeVar("_T", Counter, Gauge, Histogram)
 
@@ -133,12 +135,10 @@ class PrometheusMetrics:
         """The answer to a scrape with this Accept header, and its content type."""
         if self._engine is not None:
             self._read_gauges(self._engine)
-        try:
-            encode, content_type = choose_encoder(accept)
-        except (TypeError, ValueError):
-            # The library stumbles over a version that is no number; the plainest format suits everyone.
-            encode, content_type = choose_encoder("")
-        return encode(self._registry), content_type
+        if _OPENMETRICS not in accept:
+            return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
+        # The library's other ways of escaping would turn the colons of these names, which need none, into underscores.
+        return openmetrics.generate_latest(self._registry, openmetrics.ALLOWUTF8), openmetrics.CONTENT_TYPE_LATEST
 
     def _read_gauges(self, engine: WatchedEngine) -> None:
         gauges, stats = self._gauges, engine.stats
