@@ -40,7 +40,7 @@ ONE_PLACE = {
     "jinja2": {"engine.chat_template"},
     "msgspec": {"utils.wire", "server.errors", "server.sse", "server.openai.chat"},
     "aiohttp": {"loadgen.client"},
-    "uvicorn": {"server.run"},
+    "uvicorn": {"server.run", "server.connections"},
     "prometheus_client": {"metrics.prometheus"},
     "opentelemetry": {"metrics.tracing"},
 }

@@ -58,9 +58,9 @@ class RequestStream:
             raise StopAsyncIteration
         await self._changed.wait()
         self._changed.clear()
+        self._is_over = self.error is not None or self.output.finished
         if self.error is not None:
             raise self.error
-        self._is_over = self.output.finished
         return self.output
 
     def close(self) -> None:
@@ -205,7 +205,8 @@ class AsyncLLM:
         request = await self._process(request_id or secrets.token_hex(16), prompt, params, priority)
         if self._core.death is not None:
             raise EngineDeadError(str(self._core.death))
-        if request.request_id in self._streams:
+        is_taken = any(child.request_id in self._owners for child in request.children)
+        if is_taken or request.request_id in self._streams:
             raise RequestError(f"request id {request.request_id!r} is already in use", "request_id")
         limit = self._limits.max_num_queued_requests
         if len(self._owners) + len(request.children) > limit:
@@ -239,7 +240,7 @@ class AsyncLLM:
         return process(request_id, prompt, params, priority)
 
     def _submit(self, request: ProcessedRequest, arrived: float, trace: str | None) -> RequestStream:
-        if not self._streams:
+        if not self._owners:
             self._last_progress = arrived
         child_ids = [child.request_id for child in request.children]
         self._idle.clear()
@@ -291,8 +292,10 @@ class AsyncLLM:
                     stream.wake(error or RequestError(message.message, message.field))
             case EngineDeadError():
                 self.died.set()
+                # What has ended is whole; its reader may be slow.
                 for stream in self._streams.values():
-                    stream.wake(EngineDeadError(str(message)))
+                    if stream.running:
+                        stream.wake(EngineDeadError(str(message)))
 
     def _on_report(self, report: StepReport) -> None:
         now = self._clock.now()

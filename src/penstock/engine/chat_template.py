@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
+from jinja2 import nodes
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -28,7 +29,15 @@ class _LimitError(jinja2.TemplateError):
 class _Sandbox(ImmutableSandboxedEnvironment):
     """Looks at the clock whenever a template calls or looks something up, and before it repeats a text."""
 
-    intercepted_binops = frozenset({"*", "**"})
+    intercepted_binops = frozenset({"*", "**", "+", "%"})
+
+    def parse(self, source: str, name: str | None = None, filename: str | None = None) -> nodes.Template:
+        """Every round of a loop begins with a call, so that none goes by without a look at the clock."""
+        tree: Any = super().parse(source, name, filename)
+        for loop in tree.find_all(nodes.For):
+            tick = nodes.Call(nodes.Name("_tick", "load"), [], [], None, None)
+            loop.body.insert(0, nodes.ExprStmt(tick, lineno=loop.lineno))
+        return tree.set_environment(self)
 
     def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
         _check_deadline()
@@ -64,10 +73,12 @@ class ChatTemplate:
         self.source = source
         environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols], autoescape=False)
         environment.filters["tojson"] = _to_json
+        environment.globals["_tick"] = lambda: None
+        environment.globals.pop("lipsum")
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = _strftime_now
         try:
-            self._template = environment.from_string(source)
+            self._template = environment.from_string(environment.parse(source))
         except (jinja2.TemplateError, TypeError) as error:
             raise ConfigError(f"the chat template cannot be compiled: {error}") from None
         self._special_tokens = dict(special_tokens)
@@ -124,6 +135,7 @@ class ChatTemplate:
         pieces: list[str] = []
         size = 0
         for piece in self._template.generate(context):
+            _check_deadline()
             size += len(piece)
             if size > _MAX_RENDERED_CHARACTERS:
                 raise _LimitError(f"the conversation is longer than {_MAX_RENDERED_CHARACTERS} characters")

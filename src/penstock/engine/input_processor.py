@@ -115,13 +115,14 @@ class InputProcessor:
     def _check_prompt(self, token_ids: tuple[int, ...]) -> None:
         if not token_ids:
             raise RequestError("prompt_token_ids must not be empty", "prompt_token_ids")
-        self._check_token_ids("prompt_token_ids", token_ids)
         if len(token_ids) >= self._max_model_len:
             raise RequestError(
                 f"the prompt has {len(token_ids)} tokens; max_model_len={self._max_model_len} allows at most "
                 f"{self._max_model_len - 1}, so that one can be generated",
                 "prompt",
+                "context_length_exceeded",
             )
+        self._check_token_ids("prompt_token_ids", token_ids)
 
     def _check_token_ids(self, field: str, token_ids: Iterable[Any]) -> None:
         for token_id in token_ids:

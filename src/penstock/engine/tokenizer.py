@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from penstock.engine.chat_template import ChatTemplate
 from penstock.utils.errors import ConfigError, RequestError
 
 Message = Mapping[str, Any]
+
+_LONG_CHARACTERS = 4096
 
 
 class Tokenizer:
@@ -49,7 +52,10 @@ class Tokenizer:
         """Raises RequestError when the text holds half a character (a lone surrogate)."""
         if not text.isascii():
             _check_unicode(text)
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) < _LONG_CHARACTERS:
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # Only the batched call lets other threads run meanwhile, and this variant keeps no offsets.
+        return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
@@ -58,6 +64,17 @@ class Tokenizer:
         """The text of one token on its own; incomplete characters show as U+FFFD."""
         return self.backend.decode([token_id], skip_special_tokens=False)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that a token stands for, also where they are only a part of a character."""
+        text = self.decode_token(token_id)
+        if "\ufffd" in text:
+            piece = self.backend.id_to_token(token_id) or ""
+            if _BYTE_PIECE.fullmatch(piece):
+                return bytes([int(piece[3:5], 16)])
+            if all(character in _BYTE_OF for character in piece):
+                return bytes(_BYTE_OF[character] for character in piece)
+        return text.encode("utf-8", "replace")
+
     def apply_chat_template(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """The prompt of a conversation. Raises RequestError when there is no template or it refuses the messages."""
         if self._chat_template is None:
@@ -65,6 +82,18 @@ class Tokenizer:
         text = self._chat_template.render(messages, **options)
         # The template writes the special tokens itself.
         return self.encode(text, add_special_tokens=False)
+
+
+def _byte_characters() -> dict[str, int]:
+    """The characters under which byte-level tokenizers spell bytes (GPT-2's table): most stand for themselves."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_characters()
+# How tokenizers with byte fallback spell them.
+_BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 def _check_unicode(text: str) -> None:

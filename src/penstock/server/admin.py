@@ -36,8 +36,11 @@ async def drained(request: Request) -> Response:
 
 @router.post("/resume")
 async def resume(request: Request) -> Response:
-    """Takes new requests again."""
-    service_of(request).is_draining = False
+    """Takes new requests again; 409 once the server has been told to stop."""
+    service = service_of(request)
+    if service.is_stopping:
+        return error_response(409, "the server is shutting down")
+    service.is_draining = False
     return await drained(request)
 
 

@@ -58,4 +58,4 @@ def _add_access_control(app: FastAPI, service: Service, is_loopback: bool) -> No
     if service.args.api_key:
         app.add_middleware(Authentication, keys=service.args.api_key)
     elif is_loopback:
-        app.add_middleware(LocalHosts)
+        app.add_middleware(LocalHosts, origins=service.args.allowed_origin)

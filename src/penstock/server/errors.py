@@ -32,11 +32,14 @@ _KINDS = {
 
 
 class NotFoundError(RequestError):
-    """The request names something that is not here, a model most likely."""
+    """The request names a model that is not here."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "model", "model_not_found")
 
 
 class JSONResponse(Response):
-    """JSON through msgspec: text with half a character in it comes out replaced, never as an exception."""
+    """JSON through msgspec, which is what streams use too."""
 
     media_type = "application/json"
 
@@ -73,8 +76,8 @@ def status_of(error: PenstockError) -> int:
 
 
 def penstock_error_body(error: PenstockError) -> dict[str, Any]:
-    code = "model_not_found" if isinstance(error, NotFoundError) else None
-    return error_body(status_of(error), str(error), getattr(error, "field", None), code)
+    field, code = getattr(error, "field", None), getattr(error, "code", None)
+    return error_body(status_of(error), str(error), field, code)
 
 
 def install(app: FastAPI) -> None:
@@ -103,14 +106,26 @@ def install(app: FastAPI) -> None:
 
 
 def _describe(error: RequestValidationError) -> tuple[str, str | None]:
-    """The first thing wrong, as `field: what`, and the field."""
-    first = error.errors()[0]
-    if first["type"] == "json_invalid":
-        return f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}", None
-    path = [str(part) for part in first["loc"] if part != "body"]
+    """The deepest thing that is wrong, as `field: what`, and the field.
+
+    Where a field may have several types there is an error for each, and the one that got furthest is the one meant.
+    """
+    found = max(error.errors(), key=lambda each: (len(_path(each, error.body)), not each["type"].endswith("_type")))
+    path = _path(found, error.body)
     field = path[0] if path else None
-    if first["type"] == "extra_forbidden":
+    if found["type"] == "json_invalid":
+        return f"the body is not JSON: {found.get('ctx', {}).get('error', found['msg'])}", None
+    if found["type"] == "extra_forbidden":
         return f"{'.'.join(path)} is not a field of this request", field
-    # Behind the field stand the positions in it, and names of types that were tried, which say nothing to a client.
-    where = ".".join(path[:1] + [part for part in path[1:] if part.isdecimal()]) or "the body"
-    return f"{where}: {first['msg']}", field
+    return f"{'.'.join(path) or 'the body'}: {found['msg']}", field
+
+
+def _path(error: dict[str, Any], body: Any) -> list[str]:
+    """Where in the body the error is, without the names of types that were tried on the way."""
+    path: list[str] = []
+    for part in error["loc"][1:]:
+        is_there = (isinstance(body, dict) and part in body) or (isinstance(body, list) and isinstance(part, int))
+        if is_there or (error["type"] == "missing" and part == error["loc"][-1]):
+            path.append(str(part))
+            body = body[part] if is_there else None
+    return path

@@ -24,5 +24,9 @@ MAX_BAD_WORDS = 128
 MAX_TOKEN_LIST = 1024
 """`stop_token_ids`; `allowed_token_ids` may name as many as the vocabulary has."""
 MAX_TEMPLATE_VARIABLES = 32
+MAX_HEAD_BYTES = 256 << 10
+"""A request's first line and headers, before they are whole; at least what one read may bring."""
+MAX_HEAD_SECONDS = 30.0
+"""How long a new connection has for its first request's head, and a later head from its first byte."""
 MAX_BODY_SECONDS = 60.0
 """How long a body may take to arrive."""

@@ -6,6 +6,7 @@ Plain ASGI callables, so that streams pass through them untouched.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import ipaddress
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ from penstock.server import limits
 from penstock.server.errors import error_response
 
 _OPEN_PATHS = ("/health",)
+# How long a refused body is still received, and thrown away.
+_LINGER_SECONDS = 5.0
 _PAGE = Path(__file__).parent / "static" / "dashboard.html"
 
 
@@ -60,19 +63,25 @@ class Authentication:
 
 
 class LocalHosts:
-    """Refuses requests that name a host other than this machine.
+    """Refuses requests that name a host other than this machine, and those that a foreign web page makes.
 
     For a server without keys on a loopback address: a web page may let its own name resolve to 127.0.0.1 and would then
-    be let in by the browser (DNS rebinding).
+    be let in by the browser (DNS rebinding); and browsers send simple requests for any page, with its `Origin`.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, origins: Sequence[str] = ()) -> None:
         self._app = app
+        self._origins = origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            host = Headers(scope=scope).get("host", "")
-            if not _is_local(host):
+            headers = Headers(scope=scope)
+            origin = headers.get("origin")
+            if origin is not None and origin not in self._origins and not _is_local(origin.partition("://")[2] or "-"):
+                message = f"pages of {origin} may not use this server without --allowed-origin"
+                await error_response(403, message)(scope, receive, send)
+                return
+            if not _is_local(headers.get("host", "")):
                 message = "the Host header names another machine: use localhost or 127.0.0.1, or start with --api-key"
                 await error_response(403, message)(scope, receive, send)
                 return
@@ -80,7 +89,8 @@ class LocalHosts:
 
 
 def _is_local(host: str) -> bool:
-    name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
+    name, colon, port = host.rpartition(":")
+    name = name if colon and port.isdecimal() else host
     if name in ("", "localhost"):
         return True
     try:
@@ -114,9 +124,9 @@ class BodyLimit:
             if len(body) > self._max_bytes:
                 refusal = self._too_large()
         if refusal is not None:
-            # What is left of the body will not be read, so the connection cannot be used again.
+            # What is left of the body may be without an end, so the connection cannot be used again.
             refusal.headers["Connection"] = "close"
-            await refusal(scope, receive, send)
+            await refusal(scope, receive, _lingering(receive, send))
             return
         await self._app(scope, _replay(body, receive), send)
 
@@ -136,6 +146,26 @@ class BodyLimit:
             if not message.get("more_body", False):
                 break
         return b"".join(pieces)
+
+
+def _lingering(receive: Receive, send: Send) -> Send:
+    """A `send` that goes on receiving for a moment before it lets the connection be closed.
+
+    Closing on a client that is still sending would reset the connection, and the client would never see its answer.
+    """
+
+    async def lingering(message: Message) -> None:
+        if message["type"] != "http.response.body":
+            await send(message)
+            return
+        await send({**message, "more_body": True})
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LINGER_SECONDS):
+                while (await receive()).get("more_body", False):
+                    pass
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    return lingering
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

@@ -19,6 +19,7 @@ from penstock.metrics.rates import RecentRates
 from penstock.metrics.request_log import EngineObserver
 from penstock.metrics.tracing import RequestTracer, make_tracer
 from penstock.server.app import create_admin_app, create_app
+from penstock.server.connections import BoundedHeads
 from penstock.server.openai.tool_calls import FORMATS, ToolCallFormat, detect_format
 from penstock.server.service import Service
 from penstock.utils import logging
@@ -121,6 +122,7 @@ def _make_server(app: FastAPI, args: ServerArgs) -> _Server:
             app,
             lifespan="off",
             ws="none",
+            http=BoundedHeads,
             log_config=None,
             access_log=args.access_log,
             server_header=False,
@@ -172,7 +174,7 @@ async def _run(
 
 async def _drain(service: Service, hurry: asyncio.Event, announce: Callable[[str], None]) -> None:
     """Takes no new requests and waits for the running ones, until the timeout or a second signal."""
-    service.is_draining = True
+    service.is_draining = service.is_stopping = True
     if service.llm.num_unfinished:
         announce(
             f"Penstock finishes {service.llm.num_unfinished} requests (at most {service.args.shutdown_timeout:g} s; "

@@ -21,7 +21,10 @@ from penstock.utils.errors import OverloadedError
 
 @dataclass(slots=True)
 class Service:
-    """One engine behind one HTTP server. While `is_draining` no request is taken; `closing` ends what has no end."""
+    """One engine behind one HTTP server.
+
+    While `is_draining` no request is taken, for good once the server `is_stopping`; `closing` ends what has no end.
+    """
 
     llm: AsyncLLM
     args: ServerArgs
@@ -33,6 +36,7 @@ class Service:
     started: int
     closing: asyncio.Event
     is_draining: bool = False
+    is_stopping: bool = False
 
     @property
     def default_sampling_params(self) -> SamplingParams:
@@ -47,7 +51,7 @@ class Service:
     def check_model(self, model: str | None) -> str:
         """The model's name, the first one when none is given. Raises NotFoundError for a model that is not here."""
         if model is not None and model not in self.model_names:
-            raise NotFoundError(f"there is no model {model!r} here; there is {', '.join(self.model_names)}", "model")
+            raise NotFoundError(f"there is no model {model!r} here; there is {', '.join(self.model_names)}")
         return model or self.model_names[0]
 
     def cache_scope(self, request: Request, salt: str | None) -> str | None:

@@ -20,6 +20,7 @@ logger = logging.get_logger(__name__)
 
 _T = TypeVar("_T")
 DONE = b"data: [DONE]\n\n"
+REQUEST_ID_HEADER = "X-Request-Id"
 
 
 class ClientGone(Exception):  # noqa: N818 - nothing is wrong, the client has left
@@ -63,12 +64,18 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None], close: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        close: Callable[[], None] = lambda: None,
+        request_id: str | None = None,
+    ) -> None:
         self.status_code = 200
         self.background = None
         self._events = events
         self._close = close
-        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        self.init_headers(headers if request_id is None else {**headers, REQUEST_ID_HEADER: request_id})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sending = asyncio.ensure_future(self._send(send))

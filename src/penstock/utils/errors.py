@@ -22,11 +22,12 @@ class ConfigError(PenstockError, ValueError):
 
 
 class RequestError(PenstockError, ValueError):
-    """One request is invalid. `field` is the request's field that is at fault."""
+    """One request is invalid. `field` is what is at fault, `code` the OpenAI API's name for that, if it has one."""
 
-    def __init__(self, message: str, field: str | None = None) -> None:
+    def __init__(self, message: str, field: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.field = field
+        self.code = code
 
 
 class OverloadedError(PenstockError):

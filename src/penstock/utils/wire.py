@@ -40,7 +40,7 @@ class Codec:
             raise WireError(f"there is no message type {number}")
         try:
             return self._decoders[number].decode(payload)
-        except (msgspec.DecodeError, ValueError) as error:
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
             raise WireError(f"a message of type {number} does not decode: {error}") from None
 
 

@@ -13,17 +13,18 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from penstock.engine.tokenizer import Tokenizer
 from penstock.messages.outputs import RequestOutput
 from penstock.messages.sampling_params import SamplingParams
 from penstock.server import limits
 from penstock.server.errors import JSONResponse
 from penstock.server.openai import generation, logprobs
 from penstock.server.openai.generation import Cursor, Delta, Generation
-from penstock.server.openai.protocol import ChatCompletionRequest, ChatMessage, Tool, ToolChoice
+from penstock.server.openai.protocol import ChatCompletionRequest, ChatMessage, TokenizeRequest, Tool, ToolChoice
 from penstock.server.openai.responses import COMPLETION_RESPONSES
 from penstock.server.openai.tool_calls import ParsedDelta, ToolCallDelta, ToolCallFormat, ToolCallParser
 from penstock.server.service import Service, service_of
-from penstock.server.sse import DONE, EventStream, event, unless_disconnected
+from penstock.server.sse import DONE, REQUEST_ID_HEADER, EventStream, event, unless_disconnected
 from penstock.utils.errors import RequestError
 
 router = APIRouter()
@@ -41,19 +42,20 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     model = service.admit(body.model)
     tools = _ToolUse(body, service.tool_format)
     params = _sampling_params(body, service)
-    prompt = await render_messages(service, body.messages, tools.offered, _template_options(body))
+    prompt = await render_messages(service, body.messages, tools.offered, template_options(body))
     if tools.prefix:
         prompt += service.llm.get_tokenizer().encode(tools.prefix, add_special_tokens=False)
     request_id = f"chatcmpl-{secrets.token_hex(16)}"
     started = await generation.start(service, request, request_id, [prompt], params, body)
-    answer = _Answer(body, started, tools, {"id": request_id, "created": int(service.clock.wall()), "model": model})
+    head = {"id": request_id, "created": int(service.clock.wall()), "model": model}
+    answer = _Answer(body, started, tools, service.llm.get_tokenizer(), head)
     if body.stream:
-        return EventStream(answer.stream(), started.close)
+        return EventStream(answer.stream(), started.close, request_id)
     try:
         await unless_disconnected(request, started.finish())
     finally:
         started.close()
-    return JSONResponse(answer.whole())
+    return JSONResponse(answer.whole(), headers={REQUEST_ID_HEADER: request_id})
 
 
 def _sampling_params(body: ChatCompletionRequest, service: Service) -> SamplingParams:
@@ -70,13 +72,14 @@ def _sampling_params(body: ChatCompletionRequest, service: Service) -> SamplingP
 # ---- Conversations to tokens ----
 
 
-def _template_options(body: ChatCompletionRequest) -> dict[str, Any]:
+def template_options(body: ChatCompletionRequest | TokenizeRequest) -> dict[str, Any]:
+    """What `render_messages` passes on to the template. Raises RequestError for options that contradict each other."""
     variables = body.chat_template_kwargs or {}
     for name in _RESERVED_VARIABLES:
         if name in variables:
             raise RequestError(f"chat_template_kwargs must not set {name!r}", "chat_template_kwargs")
     opens_turn = body.add_generation_prompt and "add_generation_prompt" in body.model_fields_set
-    if body.continue_final_message and (opens_turn or body.messages[-1].role != _ROLE):
+    if body.continue_final_message and (opens_turn or not body.messages or body.messages[-1].role != _ROLE):
         raise RequestError(
             "continue_final_message needs a last message of the assistant, and no add_generation_prompt",
             "continue_final_message",
@@ -159,7 +162,10 @@ class _ToolUse:
 
 
 def _check_schema(tool: Tool) -> None:
-    size = len(msgspec.json.encode(tool.function.parameters))
+    try:
+        size = len(msgspec.json.encode(tool.function.parameters))
+    except UnicodeEncodeError:
+        raise RequestError(f"the parameters of tool {tool.function.name!r} are not valid Unicode", "tools") from None
     if size > limits.MAX_TOOL_SCHEMA_BYTES:
         raise RequestError(
             f"the parameters of tool {tool.function.name!r} take {size} of at most {limits.MAX_TOOL_SCHEMA_BYTES} B",
@@ -203,10 +209,18 @@ class _ToolReader:
 class _Answer:
     """Writes one request's answer, whole or as it comes."""
 
-    def __init__(self, body: ChatCompletionRequest, started: Generation, tools: _ToolUse, head: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        body: ChatCompletionRequest,
+        started: Generation,
+        tools: _ToolUse,
+        tokenizer: Tokenizer,
+        head: dict[str, Any],
+    ) -> None:
         self._body = body
         self._generation = started
         self._tools = tools
+        self._tokenizer = tokenizer
         self._head = head
         last = body.messages[-1]
         self._echoed = str(_plain_message(last).get("content", "")) if body.echo and last.role == _ROLE else ""
@@ -248,6 +262,8 @@ class _Answer:
                     parsed = reader.read(delta.text, is_last=delta.finish_reason is not None)
                     choice = self._choice(delta, reader.called)
                     choice["delta"] = self._delta(delta, parsed)
+                    if not self._has_news(choice):
+                        continue
                     chunk = {**head, "choices": [choice]}
                     if delta.is_first:
                         chunk |= self._prompt_fields(output)
@@ -257,6 +273,12 @@ class _Answer:
         if options is not None and options.include_usage:
             yield event({**head, "choices": [], "usage": self._generation.usage()})
         yield DONE
+
+    def _has_news(self, choice: dict[str, Any]) -> bool:
+        """Whether a chunk says anything: while a tool call is being read, most would not."""
+        options = self._body.stream_options
+        counts = options is not None and options.continuous_usage_stats
+        return bool(choice["delta"] or choice["finish_reason"] or choice["logprobs"] or "token_ids" in choice or counts)
 
     def _delta(self, delta: Delta, parsed: ParsedDelta) -> dict[str, Any]:
         content = (self._echoed if delta.is_first else "") + parsed.content
@@ -272,7 +294,7 @@ class _Answer:
         reason = "tool_calls" if called and delta.finish_reason == "stop" else delta.finish_reason
         choice: dict[str, Any] = {
             "index": delta.index,
-            "logprobs": logprobs.chat_logprobs(delta.logprobs, body.top_logprobs or 0) if body.logprobs else None,
+            "logprobs": self._logprobs(delta),
             "finish_reason": reason,
             "stop_reason": delta.stop_reason,
         }
@@ -280,13 +302,20 @@ class _Answer:
             choice["token_ids"] = delta.token_ids
         return choice
 
+    def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
+        if not self._body.logprobs:
+            return None
+        return logprobs.chat_logprobs(self._tokenizer, delta.logprobs, self._body.top_logprobs or 0)
+
     def _prompt_fields(self, output: RequestOutput) -> dict[str, Any]:
         """What vLLM tells of the prompt, when it is asked for."""
         fields: dict[str, Any] = {}
         if self._body.return_token_ids:
             fields["prompt_token_ids"] = output.prompt_token_ids
         if self._body.prompt_logprobs is not None:
-            fields["prompt_logprobs"] = logprobs.prompt_logprobs(output.prompt_logprobs or ())
+            fields["prompt_logprobs"] = logprobs.prompt_logprobs(
+                output.prompt_logprobs or (), self._body.prompt_logprobs
+            )
         return fields
 
 

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from penstock.engine.input_processor import Prompt
-from penstock.messages.outputs import RequestOutput
+from penstock.messages.outputs import FinishReason, RequestOutput
 from penstock.messages.sampling_params import SamplingParams
 from penstock.server.errors import JSONResponse
 from penstock.server.openai import generation, logprobs
@@ -19,7 +19,7 @@ from penstock.server.openai.generation import Cursor, Delta, Generation
 from penstock.server.openai.protocol import CompletionRequest
 from penstock.server.openai.responses import COMPLETION_RESPONSES
 from penstock.server.service import Service, service_of
-from penstock.server.sse import DONE, EventStream, event, unless_disconnected
+from penstock.server.sse import DONE, REQUEST_ID_HEADER, EventStream, event, unless_disconnected
 from penstock.utils.errors import RequestError
 
 router = APIRouter()
@@ -36,12 +36,12 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     started = await generation.start(service, request, request_id, prompts, params, body)
     answer = _Answer(service, body, started, {"id": request_id, "created": int(service.clock.wall()), "model": model})
     if body.stream:
-        return EventStream(answer.stream(), started.close)
+        return EventStream(answer.stream(), started.close, request_id)
     try:
         await unless_disconnected(request, started.finish())
     finally:
         started.close()
-    return JSONResponse(answer.whole())
+    return JSONResponse(answer.whole(), headers={REQUEST_ID_HEADER: request_id})
 
 
 def _prompts(body: CompletionRequest) -> list[Prompt]:
@@ -81,6 +81,7 @@ class _Answer:
         self._generation = started
         self._head = {**head, "object": "text_completion"}
         self._is_prompt_only = body.max_tokens == 0
+        self._prompt_texts: dict[int, str] = {}
 
     def whole(self) -> dict[str, Any]:
         choices = [
@@ -118,42 +119,42 @@ class _Answer:
     def _choice(self, number: int, output: RequestOutput, delta: Delta) -> dict[str, Any]:
         body = self._body
         echo = bool(body.echo) and delta.is_first
-        prompt = self._prompt_text(output) if body.echo else ""
+        prompt = self._prompt_text(number, output) if body.echo else ""
         choice: dict[str, Any] = {
             "index": number * len(output.outputs) + delta.index,
             "text": (prompt if echo else "") + ("" if self._is_prompt_only else delta.text),
             "logprobs": self._logprobs(output, delta, prompt, echo),
-            "finish_reason": delta.finish_reason,
-            "stop_reason": delta.stop_reason,
+            "finish_reason": FinishReason.LENGTH if self._is_prompt_only else delta.finish_reason,
+            "stop_reason": None if self._is_prompt_only else delta.stop_reason,
         }
         if body.return_token_ids:
             choice["token_ids"] = [] if self._is_prompt_only else delta.token_ids
             if delta.is_first:
                 choice["prompt_token_ids"] = output.prompt_token_ids
         if body.prompt_logprobs is not None and delta.is_first:
-            choice["prompt_logprobs"] = logprobs.prompt_logprobs(output.prompt_logprobs or ())
+            choice["prompt_logprobs"] = logprobs.prompt_logprobs(output.prompt_logprobs or (), body.prompt_logprobs)
         return choice
 
     def _logprobs(self, output: RequestOutput, delta: Delta, prompt: str, echo: bool) -> Any:
         """The prompt's, when it is echoed here, and the new tokens'."""
-        if self._body.logprobs is None:
+        num_top = self._body.logprobs
+        if num_top is None:
             return None
-        rows: list[Any] = [] if self._is_prompt_only else list(delta.logprobs)
-        token_ids = [] if self._is_prompt_only else list(delta.token_ids)
-        offset = len(prompt) + delta.offset
-        if echo:
-            rows = [*(output.prompt_logprobs or ()), *rows]
-            token_ids = [*output.prompt_token_ids, *token_ids]
-            offset = 0
-        result = logprobs.completion_logprobs(rows, token_ids, offset, self._body.logprobs)
-        if echo and self._service.llm.has_tokenizer:
-            # The first token has no log probability, and so nobody has told its text.
-            first = self._service.llm.get_tokenizer().decode_token(token_ids[0])
-            result["tokens"][0] = first
-            result["text_offset"][1:] = [place + len(first) for place in result["text_offset"][1:]]
-        return result
+        rows, token_ids = ([], []) if self._is_prompt_only else (delta.logprobs, delta.token_ids)
+        new = logprobs.completion_logprobs(rows, token_ids, len(prompt) + delta.offset, num_top)
+        if not echo:
+            return new
+        told = logprobs.completion_logprobs(output.prompt_logprobs or (), output.prompt_token_ids, 0, num_top)
+        # The first token has no log probability, and so nobody has told its text.
+        first = self._service.llm.get_tokenizer().decode_token(output.prompt_token_ids[0])
+        told["tokens"][0] = first
+        told["text_offset"][1:] = [place + len(first) for place in told["text_offset"][1:]]
+        return logprobs.joined(told, new)
 
-    def _prompt_text(self, output: RequestOutput) -> str:
+    def _prompt_text(self, number: int, output: RequestOutput) -> str:
         if output.prompt is not None:
             return output.prompt
-        return self._service.llm.get_tokenizer().decode(output.prompt_token_ids, skip_special_tokens=False)
+        if number not in self._prompt_texts:
+            text = self._service.llm.get_tokenizer().decode(output.prompt_token_ids, skip_special_tokens=False)
+            self._prompt_texts[number] = text
+        return self._prompt_texts[number]

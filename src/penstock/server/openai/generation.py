@@ -29,6 +29,9 @@ _SAMPLING_FIELDS = (
 def sampling_params(body: GenerationRequest, defaults: SamplingParams, **overrides: Any) -> SamplingParams:
     """The checkpoint's recommendations, with the request's fields on top. Raises RequestError."""
     given = {name: getattr(body, name) for name in _SAMPLING_FIELDS if getattr(body, name) is not None}
+    if given.get("n", 1) > 1 and defaults.is_greedy:
+        # The checkpoint recommends greedy answers, and whoever asks for several does not want the same one.
+        given.setdefault("temperature", 1.0)
     if body.logit_bias is not None:
         given["logit_bias"] = {_token_id(key): value for key, value in body.logit_bias.items()}
     return replace(defaults, **{**given, **overrides})
@@ -42,7 +45,10 @@ def _token_id(key: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What a completion got since the last look. `offset` is the number of characters before `text`."""
+    """What a completion got since the last look. `offset` is the number of characters in the tokens before it.
+
+    Text may lag behind its tokens, while it could still become a stop string; their log probabilities do not wait.
+    """
 
     index: int
     is_first: bool
@@ -60,23 +66,26 @@ class Cursor:
     def __init__(self) -> None:
         self._num_characters = 0
         self._num_tokens = 0
+        self._num_token_characters = 0
         self._is_finished = False
 
     def advance(self, completion: CompletionOutput) -> Delta | None:
         """What is new; None when nothing is."""
         if self._is_finished or (len(completion.token_ids) == self._num_tokens and not completion.finished):
             return None
-        start, offset = self._num_tokens, self._num_characters
+        start, shown, offset = self._num_tokens, self._num_characters, self._num_token_characters
+        logprobs = (completion.logprobs or [])[start:]
+        self._num_token_characters += sum(len(next(iter(row.values())).decoded_token or "") for row in logprobs)
         self._num_tokens = len(completion.token_ids)
         self._num_characters = len(completion.text)
         self._is_finished = completion.finished
         return Delta(
             index=completion.index,
             is_first=start == 0,
-            text=completion.text[offset:],
+            text=completion.text[shown:],
             offset=offset,
             token_ids=completion.token_ids[start:],
-            logprobs=(completion.logprobs or [])[start:],
+            logprobs=logprobs,
             finish_reason=completion.finish_reason,
             stop_reason=completion.stop_reason,
         )
@@ -110,13 +119,15 @@ class Generation:
         changed: asyncio.Queue[int | BaseException] = asyncio.Queue()
         tasks = [asyncio.create_task(_follow(number, stream, changed)) for number, stream in enumerate(self.streams)]
         try:
-            num_running = len(tasks)
-            while num_running:
+            # A prompt may be told of as changed once more after its end, when this reader is slow.
+            running = set(range(len(tasks)))
+            while running:
                 item = await changed.get()
                 if isinstance(item, BaseException):
                     raise item
                 check_failed(self.streams[item].output)
-                num_running -= self.streams[item].output.finished
+                if self.streams[item].output.finished:
+                    running.discard(item)
                 yield item
         finally:
             for task in tasks:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from penstock.engine.tokenizer import Tokenizer
 from penstock.messages.outputs import Logprob, Logprobs
 from penstock.server.openai.protocol import CompletionLogprobs
 
@@ -33,35 +34,58 @@ def completion_logprobs(
     return result
 
 
+def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
+    """Two pieces of one text, one behind the other."""
+    tops = (first["top_logprobs"], second["top_logprobs"])
+    return {
+        "tokens": first["tokens"] + second["tokens"],
+        "token_logprobs": first["token_logprobs"] + second["token_logprobs"],
+        "top_logprobs": None if tops[0] is None or tops[1] is None else tops[0] + tops[1],
+        "text_offset": first["text_offset"] + second["text_offset"],
+    }
+
+
 def _top(row: Mapping[int, Logprob], num_top: int) -> dict[str, float]:
     """The likeliest tokens and, if it is none of them, the one that stands there."""
     chosen, *_ = row.values()
     wanted = [entry for entry in row.values() if entry is chosen or (entry.rank or 0) <= num_top]
-    return {entry.decoded_token or "": _finite(entry.logprob) for entry in wanted}
+    top: dict[str, float] = {}
+    for entry in wanted:
+        # Parts of characters all look alike; the likeliest of them stands for the others.
+        text, logprob = entry.decoded_token or "", _finite(entry.logprob)
+        top[text] = max(logprob, top.get(text, logprob))
+    return top
 
 
-def chat_logprobs(rows: Logprobs, num_top: int) -> dict[str, Any]:
+def chat_logprobs(tokenizer: Tokenizer, rows: Logprobs, num_top: int) -> dict[str, Any]:
     """`{"content": [...]}`: an entry per token, each with its likeliest alternatives."""
-    return {"content": [_chat_entry(row, num_top) for row in rows]}
+    return {"content": [_chat_entry(tokenizer, row, num_top) for row in rows], "refusal": None}
 
 
-def _chat_entry(row: Mapping[int, Logprob], num_top: int) -> dict[str, Any]:
-    chosen, *_ = row.values()
-    top = sorted((entry for entry in row.values() if (entry.rank or 0) <= num_top), key=lambda entry: entry.rank or 0)
-    return {**_token(chosen), "top_logprobs": [_token(entry) for entry in top]}
+def _chat_entry(tokenizer: Tokenizer, row: Mapping[int, Logprob], num_top: int) -> dict[str, Any]:
+    entries = [_token(tokenizer, token_id, entry) for token_id, entry in row.items()]
+    ranked = sorted(zip((entry.rank or 0 for entry in row.values()), entries, strict=True), key=lambda pair: pair[0])
+    return {**entries[0], "top_logprobs": [entry for rank, entry in ranked if rank <= num_top]}
 
 
-def _token(entry: Logprob) -> dict[str, Any]:
-    text = entry.decoded_token or ""
-    return {"token": text, "logprob": _finite(entry.logprob), "bytes": list(text.encode("utf-8", "replace"))}
+def _token(tokenizer: Tokenizer, token_id: int, entry: Logprob) -> dict[str, Any]:
+    """`bytes` can be joined where the texts cannot: in the middle of a character."""
+    return {
+        "token": entry.decoded_token or "",
+        "logprob": _finite(entry.logprob),
+        "bytes": list(tokenizer.token_bytes(token_id)),
+    }
 
 
 def _finite(logprob: float) -> float:
     return max(logprob, _LOWEST)
 
 
-def prompt_logprobs(rows: Iterable[Mapping[int, Logprob] | None]) -> list[dict[str, Any] | None]:
-    """vLLM's extra field: per prompt position, token id -> log probability, rank and text."""
+def prompt_logprobs(rows: Iterable[Mapping[int, Logprob] | None], num_top: int) -> list[dict[str, Any] | None]:
+    """vLLM's extra field: per prompt position, token id -> log probability, rank and text.
+
+    The token that stands there comes first, then the `num_top` likeliest.
+    """
     return [
         None
         if row is None
@@ -71,7 +95,8 @@ def prompt_logprobs(rows: Iterable[Mapping[int, Logprob] | None]) -> list[dict[s
                 "rank": entry.rank,
                 "decoded_token": entry.decoded_token,
             }
-            for token_id, entry in row.items()
+            for place, (token_id, entry) in enumerate(row.items())
+            if place == 0 or (entry.rank or 0) <= num_top
         }
         for row in rows
     ]

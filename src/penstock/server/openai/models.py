@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from penstock.engine.tokenizer import Tokenizer
 from penstock.server.errors import JSONResponse, NotFoundError
-from penstock.server.openai.chat import render_messages
+from penstock.server.openai.chat import render_messages, template_options
 from penstock.server.openai.protocol import DetokenizeRequest, TokenizeRequest
 from penstock.server.openai.responses import ERRORS
 from penstock.server.service import Service, service_of
@@ -41,7 +43,7 @@ async def retrieve_model(model: str, request: Request) -> Response:
     """One of them."""
     service = service_of(request)
     if model not in service.model_names:
-        raise NotFoundError(f"there is no model {model!r} here", "model")
+        raise NotFoundError(f"there is no model {model!r} here")
     return JSONResponse(_card(service, model))
 
 
@@ -55,11 +57,12 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         raise RequestError("one of prompt and messages must be given", "prompt")
     if body.prompt is not None:
         # As a completion's prompt would be: with the special tokens that the tokenizer adds.
-        tokens = tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+        tokens = await asyncio.to_thread(
+            tokenizer.encode, body.prompt, add_special_tokens=body.add_special_tokens is not False
+        )
     else:
-        options = {"add_generation_prompt": body.add_generation_prompt}
-        tokens = await render_messages(service, body.messages or (), body.tools or (), options)
-    texts = [tokenizer.decode_token(token) for token in tokens] if body.return_token_strs else None
+        tokens = await render_messages(service, body.messages or (), body.tools or (), template_options(body))
+    texts = await asyncio.to_thread(_texts, tokenizer, tokens) if body.return_token_strs else None
     return JSONResponse(
         {"count": len(tokens), "max_model_len": service.llm.max_model_len, "tokens": tokens, "token_strs": texts}
     )
@@ -73,4 +76,9 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     vocab_size = service.llm.config.model.vocab_size
     if any(token >= vocab_size for token in body.tokens):
         raise RequestError(f"tokens must be integers from 0 to {vocab_size - 1}", "tokens")
-    return JSONResponse({"prompt": service.llm.get_tokenizer().decode(body.tokens, skip_special_tokens=False)})
+    decode = service.llm.get_tokenizer().decode
+    return JSONResponse({"prompt": await asyncio.to_thread(decode, body.tokens, skip_special_tokens=False)})
+
+
+def _texts(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:
+    return [tokenizer.decode_token(token) for token in tokens]

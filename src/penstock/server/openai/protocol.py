@@ -18,7 +18,8 @@ Name = Annotated[str, StringConstraints(max_length=limits.MAX_NAME_CHARACTERS)]
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=limits.MAX_STOP_CHARACTERS)]
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_COUNT)]
-TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+# Only the first mistake is told; a list of a million would otherwise be kept in memory for nothing.
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
 
@@ -29,6 +30,7 @@ class _Request(BaseModel):
 class StreamOptions(_Request):
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    include_obfuscation: Any = None
 
 
 class ResponseFormat(_Request):
@@ -82,11 +84,13 @@ class CompletionRequest(GenerationRequest):
     prompt: (
         str
         | TokenIds
-        | Annotated[list[str], Field(min_length=1, max_length=limits.MAX_PROMPTS)]
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=limits.MAX_PROMPTS)]
+        | Annotated[list[str], Field(min_length=1, max_length=limits.MAX_PROMPTS, fail_fast=True)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=limits.MAX_PROMPTS, fail_fast=True)]
         | None
     ) = None
-    prompt_token_ids: TokenIds | Annotated[list[TokenIds], Field(max_length=limits.MAX_PROMPTS)] | None = None
+    prompt_token_ids: (
+        TokenIds | Annotated[list[TokenIds], Field(max_length=limits.MAX_PROMPTS, fail_fast=True)] | None
+    ) = None
     max_tokens: Count | None = 16
     echo: bool | None = False
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -142,8 +146,19 @@ class ToolChoice(BaseModel):
     function: ChosenFunction
 
 
-class ChatCompletionRequest(GenerationRequest):
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=limits.MAX_MESSAGES)]
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=limits.MAX_MESSAGES)]
+
+
+class TemplateOptions(_Request):
+    """How messages are rendered."""
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: Annotated[dict[Name, Any], Field(max_length=limits.MAX_TEMPLATE_VARIABLES)] | None = None
+
+
+class ChatCompletionRequest(GenerationRequest, TemplateOptions):
+    messages: Messages
     max_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
     logprobs: bool | None = False
@@ -153,26 +168,22 @@ class ChatCompletionRequest(GenerationRequest):
     tool_choice: Literal["auto", "none", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = True
     response_format: ResponseFormat | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    chat_template_kwargs: Annotated[dict[Name, Any], Field(max_length=limits.MAX_TEMPLATE_VARIABLES)] | None = None
 
 
-class TokenizeRequest(_Request):
+class TokenizeRequest(TemplateOptions):
     """Text, or messages as a chat would have them."""
 
     model: Name | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=limits.MAX_MESSAGES)] | None = None
+    messages: Messages | None = None
     tools: Annotated[list[Tool], Field(max_length=limits.MAX_TOOLS)] | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool = True
     return_token_strs: bool | None = False
 
 
 class DetokenizeRequest(_Request):
     model: Name | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 # ---- Answers ----

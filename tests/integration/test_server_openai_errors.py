@@ -1,0 +1,240 @@
+"""Every mistake that a client can make is a 4xx of the OpenAI API's shape that says what is wrong."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+
+from penstock.messages.sampling_params import MAX_COUNT, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_N, MAX_STOP_STRINGS
+from penstock.server import limits
+from tests.integration.server_process import serve
+from tests.integration.test_server_openai import SUM, WEATHER_TOOL, call
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MAX_MODEL_LEN, MAX_BODY_BYTES = 256, 1 << 20
+HALF = "\ud800"
+LONG_NAME = "x" * (limits.MAX_NAME_CHARACTERS + 1)
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with serve("--max-model-len", str(MAX_MODEL_LEN), "--max-body-bytes", str(MAX_BODY_BYTES)) as server:
+        yield server.url
+        assert call(f"{server.url}/health")[0] == 200
+        assert server.terminate() == 0
+        # A mistake of a client is no news to the operator.
+        assert not [line for line in server.log if "Traceback" in line or "failed" in line]
+
+
+def refused(status: int, answer: Any, wanted: int = 400) -> dict[str, Any]:
+    """The error of an answer that must be one."""
+    assert status == wanted, answer
+    assert answer.keys() == {"error"}
+    error = answer["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert error["type"] == ("invalid_request_error" if wanted != 404 else "not_found_error")
+    return error
+
+
+def nested(depth: int) -> bytes:
+    return b"[" * depth + b"]" * depth
+
+
+SHARED: list[tuple[str, Any]] = [
+    ("temperature", -0.1), ("temperature", 101), ("temperature", True), ("temperature", "hot"),
+    ("temperature", float("nan")), ("temperature", float("inf")), ("top_p", 0), ("top_p", 1.1), ("top_k", -2),
+    ("top_k", 1.5), ("min_p", -0.1), ("min_p", 1.1), ("presence_penalty", 2.1), ("presence_penalty", -2.1),
+    ("frequency_penalty", 2.1), ("frequency_penalty", -2.1), ("repetition_penalty", 0), ("repetition_penalty", 101),
+    ("n", 0), ("n", MAX_N + 1), ("n", "2"), ("seed", 2**63), ("seed", -(2**63) - 1), ("seed", 10**400), ("seed", 1.0),
+    ("stop", ""), ("stop", 5), ("stop", ["a"] * (MAX_STOP_STRINGS + 1)), ("stop", [""]), ("stop", [HALF]),
+    ("stop", HALF), ("stop", "x" * (limits.MAX_STOP_CHARACTERS + 1)), ("logit_bias", {"1": 101}),
+    ("logit_bias", {"a": 1}), ("logit_bias", {"-1": 1}), ("logit_bias", {"99999": 1}),
+    ("logit_bias", {"9" * 30: 1}), ("logit_bias", {HALF: 1}),
+    ("logit_bias", {"1": float("nan")}), ("logit_bias", {str(i): 1 for i in range(MAX_LOGIT_BIAS + 1)}),
+    ("min_tokens", -1), ("min_tokens", 2), ("ignore_eos", 1), ("stop_token_ids", [-1]), ("stop_token_ids", [99999]),
+    ("stop_token_ids", [1] * (limits.MAX_TOKEN_LIST + 1)), ("stop_token_ids", [2**70]), ("allowed_token_ids", []),
+    ("allowed_token_ids", [99999]), ("bad_words", [""]), ("bad_words", ["a"] * (limits.MAX_BAD_WORDS + 1)),
+    ("bad_words", [HALF]), ("bad_words", "a"), ("cache_salt", ""), ("cache_salt", LONG_NAME), ("cache_salt", HALF),
+    ("priority", MAX_COUNT + 1), ("priority", "high"), ("prompt_logprobs", MAX_LOGPROBS + 1), ("prompt_logprobs", -1),
+    ("user", HALF), ("user", 5), ("stream", "yes"), ("stream_options", {"include_usages": True}),
+    ("stream_options", []), ("response_format", {"type": "json_object"}), ("max_tokens", MAX_COUNT + 1),
+    ("max_tokens", -1), ("max_tokens", 1.0), ("model", HALF), ("model", LONG_NAME), ("no_such_field", 1),
+]  # fmt: skip
+
+OF_COMPLETIONS: list[tuple[str, Any]] = [
+    ("max_tokens", 0), ("logprobs", MAX_LOGPROBS + 1), ("logprobs", True), ("best_of", 2), ("suffix", "x"),
+    ("prompt", ""), ("prompt", None), ("prompt", []), ("prompt", [[]]), ("prompt", ["a", ""]), ("prompt", [1, "a"]),
+    ("prompt", [["a"]]), ("prompt", {}), ("prompt", [True]), ("prompt", [1.5]), ("prompt", [-1]), ("prompt", [2**40]),
+    ("prompt", HALF), ("prompt", ["a", HALF]), ("prompt", ["a"] * (limits.MAX_PROMPTS + 1)), ("prompt", "x " * 300),
+]  # fmt: skip
+
+
+def user(**fields: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": "hi", **fields}]
+
+
+def tool(**fields: Any) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": "f", **fields}}]
+
+
+OF_CHAT: list[tuple[str, Any]] = [
+    ("max_tokens", 0), ("max_completion_tokens", 0), ("logprobs", 3), ("top_logprobs", 2), ("top_logprobs", -1),
+    ("top_logprobs", MAX_LOGPROBS + 1), ("messages", []), ("messages", None), ("messages", "hi"), ("messages", [5]),
+    ("messages", [{}]), ("messages", [{"role": "user"}]), ("messages", user(role="")), ("messages", user(role=HALF)),
+    ("messages", user(role=LONG_NAME)), ("messages", user(content=5)), ("messages", user(content=HALF)),
+    ("messages", user(content=[{"type": "image_url", "image_url": {"url": "http://x"}}])),
+    ("messages", user(content=[{"type": "text", "text": HALF}])),
+    ("messages", user(content=[{"type": "text", "text": "x"}] * (limits.MAX_CONTENT_PARTS + 1))),
+    ("messages", user(tool_calls=[{"function": {"name": HALF}}])), ("messages", user(tool_calls=[{}])),
+    ("messages", user(tool_calls=[{"function": {"name": "f", "arguments": '{"a": "\\ud800"}'}}])),
+    ("messages", user(tool_calls=[{"function": {"name": "f", "arguments": {"a": HALF}}}])),
+    ("messages", user() * (limits.MAX_MESSAGES + 1)), ("messages", user(content="x " * 300)),
+    ("tools", tool(name="")), ("tools", tool(name="a b")), ("tools", tool(name=HALF)),
+    ("tools", tool(description=HALF)), ("tools", tool(parameters={"a": HALF})),
+    ("tools", tool(parameters={HALF: 1})), ("tools", tool(parameters=5)),
+    ("tools", tool(parameters={"a": "x" * limits.MAX_TOOL_SCHEMA_BYTES})), ("tools", tool() * (limits.MAX_TOOLS + 1)),
+    ("tool_choice", "auto"), ("tool_choice", "perhaps"), ("tool_choice", {"function": {"name": "f"}}),
+    ("chat_template_kwargs", {HALF: 1}), ("chat_template_kwargs", {"messages": 1}), ("chat_template_kwargs", []),
+    ("chat_template_kwargs", {str(i): 1 for i in range(limits.MAX_TEMPLATE_VARIABLES + 1)}),
+    ("continue_final_message", True),
+]  # fmt: skip
+
+# These say what they mean with a text; the field is called otherwise where it is looked at.
+OTHER_NAMES = {
+    "prompt": {"prompt", "prompt_token_ids"},
+    "messages": {"messages", "prompt"},
+    "tools": {"tools", "prompt"},
+}
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_every_bound_is_kept_and_named(url: str, path: str) -> None:
+    base: dict[str, Any] = {"prompt": "hi"} if path == COMPLETIONS else {"messages": user()}
+    for field, value in SHARED + (OF_COMPLETIONS if path == COMPLETIONS else OF_CHAT):
+        if path == CHAT and field == "max_tokens" and value == 0:
+            continue
+        error = refused(*call(url + path, {**base, "max_tokens": 1, field: value}))
+        assert error["param"] in OTHER_NAMES.get(field, {field}), (field, value, error)
+        words = re.split(r"[^a-z_]+", error["message"])
+        assert error["param"] in words or field in ("prompt", "messages", "tools"), (field, value, error)
+
+
+def test_bounds_that_several_fields_share(url: str) -> None:
+    many = {"prompt": ["a"] * limits.MAX_PROMPTS, "n": 5, "temperature": 1, "max_tokens": 1}
+    assert refused(*call(url + COMPLETIONS, many))["param"] == "n"
+    assert refused(*call(url + COMPLETIONS, {"prompt": "a", "prompt_token_ids": [1]}))["param"] == "prompt_token_ids"
+    assert refused(*call(url + COMPLETIONS, {"prompt": [MAX_MODEL_LEN] * MAX_MODEL_LEN}))["param"] == "prompt"
+    chosen = {"messages": SUM, "tools": [WEATHER_TOOL], "tool_choice": {"function": {"name": "other"}}}
+    assert "other" in refused(*call(url + CHAT, chosen))["message"]
+    begun = [*SUM, {"role": "assistant", "content": "It"}]
+    both = {"messages": begun, "continue_final_message": True, "add_generation_prompt": True}
+    assert refused(*call(url + CHAT, both))["param"] == "continue_final_message"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"null",
+        b"[]",
+        b'"prompt"',
+        b'{"prompt": "a",}',
+        b'{"prompt": "\xff"}',
+        nested(10**5),
+        b'{"prompt": 1e999}',
+        b'{"prompt": "a", "seed": 1%s}' % (b"0" * 5000),
+        b'{"prompt": %s}' % nested(900),
+    ],
+    ids=lambda body: f"{body[:16]!r}",
+)
+def test_bodies_that_are_no_request(url: str, body: bytes) -> None:
+    for path in (COMPLETIONS, CHAT, "/tokenize", "/detokenize"):
+        refused(*call(url + path, body))
+
+
+def test_nothing_is_too_deep_for_the_server(url: str) -> None:
+    """Where anything may stand, any depth that JSON can be read in is an answer or an error, and never a failure."""
+    for depth in (50, 400, 900, 10**5):
+        deep = nested(depth)
+        for body in (
+            b'{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "metadata": %s}' % deep,
+            b'{"messages": [{"role": "user", "content": "hi", "x": %s}], "max_tokens": 1}' % deep,
+            b'{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "chat_template_kwargs": {"x": %s}}'
+            % deep,
+            b'{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1, "tools": [{"type": "function", '
+            b'"function": {"name": "f", "parameters": {"x": %s}}}]}' % deep,
+            b'{"messages": [{"role": "user", "content": "hi", "tool_calls": [{"function": {"name": "f", "arguments": '
+            b'{"x": %s}}}]}], "max_tokens": 1}' % deep,
+        ):
+            status, answer = call(url + CHAT, body)
+            assert status == 200 or refused(status, answer)
+
+
+def test_other_ways_to_ask_wrongly(url: str) -> None:
+    request = {"prompt": "hi", "max_tokens": 1}
+    refused(*call(url + COMPLETIONS, request, kind="text/plain"))
+    refused(*call(url + COMPLETIONS, method="GET"), wanted=405)
+    refused(*call(url + "/v1/models", b"", method="POST"), wanted=405)
+    refused(*call(url + "/v1/engines"), wanted=404)
+    assert refused(*call(url + "/v1/models/a/b"), wanted=404)["code"] == "model_not_found"
+    refused(*call(url + COMPLETIONS, {**request, "user": "x" * MAX_BODY_BYTES}), wanted=413)
+    for path in (COMPLETIONS, CHAT, "/tokenize", "/detokenize"):
+        body = {"model": "gpt-4", "prompt": "x", "messages": SUM, "tokens": [1]}
+        kept = {COMPLETIONS: ("prompt",), CHAT: ("messages",), "/tokenize": ("prompt",), "/detokenize": ("tokens",)}[
+            path
+        ]
+        asked = {name: body[name] for name in ("model", *kept)}
+        assert refused(*call(url + path, asked), wanted=404)["param"] == "model"
+
+
+def test_tokenizing_wrongly(url: str) -> None:
+    for body in (
+        {},
+        {"prompt": "a", "messages": SUM},
+        {"prompt": HALF},
+        {"messages": user(content=HALF)},
+        {"messages": []},
+    ):
+        refused(*call(f"{url}/tokenize", body))
+    for tokens in ([-1], [4096], [2**70], "a", None, [1.5], [True]):
+        assert refused(*call(f"{url}/detokenize", {"tokens": tokens}))["param"] == "tokens"
+
+
+def test_the_client_raises_what_it_should(url: str) -> None:
+    with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        with pytest.raises(openai.NotFoundError, match="gpt-4"):
+            client.completions.create(model="gpt-4", prompt="x")
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError) as caught:
+                client.completions.create(model="demo", prompt="x " * 300, stream=stream)
+            assert (caught.value.param, caught.value.type) == ("prompt", "invalid_request_error")
+            assert str(MAX_MODEL_LEN) in caught.value.message
+        with pytest.raises(openai.BadRequestError, match="max_tokes is not a field"):
+            client.chat.completions.create(model="demo", messages=SUM, extra_body={"max_tokes": 3})  # pyright: ignore
+        with pytest.raises(openai.BadRequestError, match="temperature"):
+            client.chat.completions.create(model="demo", messages=SUM, temperature=-1)  # pyright: ignore
+        with pytest.raises(openai.NotFoundError):
+            client.embeddings.create(model="demo", input="x")
+        with pytest.raises(openai.APIStatusError) as too_large:
+            client.completions.create(model="demo", prompt="x" * (MAX_BODY_BYTES + 1))
+        assert too_large.value.status_code == 413
+
+
+def test_an_overloaded_server_says_so() -> None:
+    with serve("--max-num-queued-requests", "2", "--max-model-len", "64") as server:
+        status, answer = call(server.url + COMPLETIONS, {"prompt": ["a"] * 3, "max_tokens": 1})
+        assert (status, answer["error"]["type"]) == (503, "service_unavailable_error")
+        with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            with pytest.raises(openai.InternalServerError) as caught:
+                client.completions.create(model="demo", prompt=["a"] * 3, max_tokens=1)
+            assert caught.value.response.headers["retry-after"] == "1"
+            # What was refused in part left nothing behind.
+            assert call(f"{server.admin_url}/drain")[1]["num_unfinished"] == 0
+            assert client.completions.create(model="demo", prompt=["a"] * 2, max_tokens=1).choices[1].index == 1
