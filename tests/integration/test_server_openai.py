@@ -495,3 +495,31 @@ def test_raw_responses_and_helpers(client: OpenAI) -> None:
     with client.chat.completions.stream(model="demo", messages=WEATHER, tools=[WEATHER_TOOL]) as helper:  # pyright: ignore
         final = helper.get_final_completion()
     assert final.choices[0].finish_reason in ("stop", "tool_calls")
+
+
+def test_request_ids_are_in_the_headers(client: OpenAI) -> None:
+    whole = client.completions.create(model="demo", prompt=STORY, max_tokens=2)
+    assert whole._request_id == whole.id
+    with client.completions.with_streaming_response.create(
+        model="demo", prompt=STORY, max_tokens=2, stream=True
+    ) as response:
+        assert str(response.headers["x-request-id"]).startswith("cmpl-")
+        response.read()
+
+
+def test_several_answers_differ_though_the_checkpoint_recommends_greedy_ones(client: OpenAI) -> None:
+    answers = client.completions.create(model="demo", prompt="a", n=4, max_tokens=8, seed=1).choices
+    assert len({answer.text for answer in answers}) > 1
+
+
+def test_bytes_of_partial_characters_can_be_joined(client: OpenAI, llm: LLM) -> None:
+    text = "é😀"
+    token_ids = llm.get_tokenizer().encode(text, add_special_tokens=False)
+    assert len(token_ids) > 2, "the characters were meant to be several tokens"
+    assert b"".join(llm.get_tokenizer().token_bytes(token_id) for token_id in token_ids) == text.encode()
+    answer = client.chat.completions.create(
+        model="demo", messages=SUM, max_tokens=6, logprobs=True, extra_body={"allowed_token_ids": token_ids}
+    )
+    assert answer.choices[0].logprobs is not None
+    for entry in answer.choices[0].logprobs.content or []:
+        assert bytes(entry.bytes or []) in {llm.get_tokenizer().token_bytes(token_id) for token_id in token_ids}

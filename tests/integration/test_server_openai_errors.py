@@ -238,3 +238,17 @@ def test_an_overloaded_server_says_so() -> None:
             # What was refused in part left nothing behind.
             assert call(f"{server.admin_url}/drain")[1]["num_unfinished"] == 0
             assert client.completions.create(model="demo", prompt=["a"] * 2, max_tokens=1).choices[1].index == 1
+
+
+def test_the_message_speaks_of_what_was_meant(url: str) -> None:
+    """Where a field may have several types, the one that fits best is the one that is explained."""
+    cases = [
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content: Input should be"),
+        ({"messages": [{"content": "hi"}]}, "messages.0.role: Field required"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "text": ""}]}]}, "messages.0.content.0.type"),
+        ({"messages": SUM, "stop": ["a", ""]}, "stop.1: String should have at least 1 character"),
+    ]
+    for body, message in cases:
+        assert refused(*call(url + CHAT, body))["message"].startswith(message)
+    too_long = refused(*call(url + COMPLETIONS, {"prompt": "hello " * 600}))
+    assert too_long["code"] == "context_length_exceeded"
