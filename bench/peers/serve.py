@@ -10,6 +10,7 @@ for either server. vLLM's CPU build wants its OpenMP preloaded: VLLM_PRELOAD=lib
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -62,15 +63,18 @@ def measure(engine: str, python: str, folder: str) -> list[tuple[int, dict[str, 
         load(1, 2, folder)
         return [(concurrency, load(concurrency, count, folder)) for concurrency, count in LOADS]
     finally:
-        os.killpg(server.pid, signal.SIGTERM)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGTERM)
         server.wait(60)
 
 
 def command(engine: str, python: str, folder: str) -> list[str]:
     shared = ["--port", str(PORT), "--load-format", "dummy", "--max-model-len", "2048", "--max-num-seqs", "64"]
     shared += ["--dtype", "bfloat16", "--no-enable-prefix-caching"]
-    module = {"penstock": "penstock.cli.main", "vllm": "vllm.entrypoints.cli.main"}[engine]
-    return [python, "-m", module, "serve", folder, *shared]
+    if engine == "penstock":
+        return [python, "-m", "penstock.cli.main", "serve", folder, *shared]
+    # The package of vLLM's CPU build has another name, which its own command does not find.
+    return [python, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, *shared]
 
 
 def environment(engine: str) -> dict[str, str]:
