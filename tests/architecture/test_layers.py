@@ -18,17 +18,18 @@ ALLOWED = {
     "attention": {"kernels", "config", "messages", "utils"},
     "layers": {"attention", "kernels", "config", "messages", "utils"},
     "models": {"layers", "attention", "kernels", "config", "messages", "utils"},
-    "core": {"config", "messages", "utils"},
+    "grammar": {"config", "messages", "utils"},
+    "core": {"grammar", "config", "messages", "utils"},
     "runner": {"models", "layers", "attention", "kernels", "config", "messages", "utils"},
     "executor": {"runner", "models", "config", "messages", "utils"},
     "metrics": {"config", "messages", "utils"},
-    "engine": {"metrics", "executor", "runner", "core", "models", "config", "messages", "utils"},
+    "engine": {"metrics", "executor", "runner", "core", "grammar", "models", "config", "messages", "utils"},
     "server": {"engine", "metrics", "config", "messages", "utils"},
     "loadgen": {"messages", "utils"},
     "cli": {"server", "loadgen", "engine", "config", "messages", "utils"},
 }
 
-WITHOUT_TORCH = ("utils", "messages", "config", "core", "metrics", "server", "loadgen")
+WITHOUT_TORCH = ("utils", "messages", "config", "core", "grammar", "metrics", "server", "loadgen")
 
 # Models may build on one another only through these bases.
 MODEL_BASES = {"interface", "weights", "llama"}
@@ -40,6 +41,7 @@ ONE_PLACE = {
     "jinja2": {"engine.chat_template"},
     "msgspec": {"utils.wire", "server.errors", "server.sse", "server.openai.chat"},
     "aiohttp": {"loadgen.client"},
+    "llguidance": {"grammar.llguidance_backend"},
     "uvicorn": {"server.run", "server.connections"},
     "prometheus_client": {"metrics.prometheus"},
     "opentelemetry": {"metrics.tracing"},

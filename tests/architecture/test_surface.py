@@ -18,7 +18,8 @@ ENGINE_FLAGS = {
     "--async-scheduling", "--block-size", "--device", "--dtype", "--enable-prefix-caching",
     "--gpu-memory-utilization", "--kv-cache-memory", "--load-format", "--max-model-len",
     "--max-num-batched-tokens", "--max-num-queued-requests", "--max-num-seqs", "--model", "--num-gpu-blocks-override",
-    "--revision", "--scheduling-policy", "--seed", "--skip-tokenizer-init", "--tokenizer",
+    "--revision", "--scheduling-policy", "--seed", "--skip-tokenizer-init", "--speculative-config",
+    "--tokenizer",
 }  # fmt: skip
 SERVER_FLAGS = {
     "--access-log", "--admin-port", "--allow-unauthenticated", "--allowed-origin", "--api-key", "--health-timeout",

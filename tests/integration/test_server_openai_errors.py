@@ -63,7 +63,7 @@ SHARED: list[tuple[str, Any]] = [
     ("bad_words", [HALF]), ("bad_words", "a"), ("cache_salt", ""), ("cache_salt", LONG_NAME), ("cache_salt", HALF),
     ("priority", MAX_COUNT + 1), ("priority", "high"), ("prompt_logprobs", MAX_LOGPROBS + 1), ("prompt_logprobs", -1),
     ("user", HALF), ("user", 5), ("stream", "yes"), ("stream_options", {"include_usages": True}),
-    ("stream_options", []), ("response_format", {"type": "json_object"}), ("max_tokens", MAX_COUNT + 1),
+    ("stream_options", []), ("response_format", {"type": "xml"}), ("max_tokens", MAX_COUNT + 1),
     ("max_tokens", -1), ("max_tokens", 1.0), ("model", HALF), ("model", LONG_NAME), ("no_such_field", 1),
 ]  # fmt: skip
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -21,7 +22,7 @@ from prometheus_client import parser
 from prometheus_client.openmetrics import parser as openmetrics_parser
 
 from penstock.messages.outputs import EngineOutput, FinishReason
-from penstock.messages.stats import RequestEvent, RequestEventKind, SchedulerStats, StepReport
+from penstock.messages.stats import RequestEvent, RequestEventKind, SchedulerStats, SpeculationStats, StepReport
 from penstock.metrics import tracing
 from penstock.metrics.prometheus import PrometheusMetrics
 from penstock.metrics.request_log import RequestLog, RequestRecord
@@ -43,6 +44,8 @@ NAMES = {
     "vllm:cache_config_info{block_size,num_gpu_blocks}", "vllm:e2e_request_latency_seconds", "vllm:generation_tokens",
     "vllm:inter_token_latency_seconds", "vllm:iteration_tokens_total", "vllm:kv_cache_usage_perc",
     "vllm:num_preemptions", "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:prefix_cache_hits",
+    "vllm:spec_decode_num_accepted_tokens", "vllm:spec_decode_num_accepted_tokens_per_pos{position}",
+    "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_drafts",
     "vllm:prefix_cache_queries", "vllm:prompt_tokens", "vllm:prompt_tokens_cached", "vllm:request_decode_time_seconds",
     "vllm:request_generation_tokens", "vllm:request_inference_time_seconds", "vllm:request_params_max_tokens",
     "vllm:request_params_n", "vllm:request_prefill_time_seconds", "vllm:request_prompt_tokens",
@@ -60,6 +63,7 @@ ATTRIBUTES = {
 }  # fmt: skip
 
 
+DRAFTS = SpeculationStats(2, 5, (2, 1))
 IDLE = SchedulerStats(0, 0, 0.0, 0, 0, 0)
 
 
@@ -80,7 +84,7 @@ class World:
     def add(self, request_id: str, at: float, num_prompt_tokens: int = 10, **facts) -> None:
         self.log.add(RequestRecord(request_id, at, num_prompt_tokens, **facts))
 
-    def step(self, now: float, tokens: dict[str, int], events=(), num_tokens=0, **stats: float) -> None:
+    def step(self, now: float, tokens: dict[str, int], events=(), num_tokens=0, **stats: Any) -> None:
         """A step that gave each of these requests so many tokens."""
         self.stats = replace(self.stats, **stats)
         outputs = tuple(
@@ -95,7 +99,7 @@ class World:
         self.add(request_id, at, **facts)
         self.step(at + 3, {request_id: 1}, [(request_id, SCHEDULED, at + 1)], num_tokens=10)
         self.step(at + 3.75, {request_id: 2}, num_tokens=1)
-        self.step(at + 4, {request_id: 1}, num_tokens=1)
+        self.step(at + 4, {request_id: 1}, num_tokens=1, speculation=DRAFTS)
         self.log.end([request_id], reason, at + 4)
 
     def scrape(self) -> Scrape:
@@ -132,6 +136,7 @@ def test_a_scrape_shows_the_table() -> None:
     world = World()
     world.metrics.set_cache_info(num_blocks=512, block_size=16)
     world.metrics.on_http("/v1/models", "GET", 200)
+    world.step(0.0, {}, speculation=DRAFTS)
     scrape = world.scrape()
     assert {name for name in scrape.families if not name.startswith("process_")} == {m.name for m in METRICS}
     assert "process_resident_memory_bytes" in scrape.families
@@ -260,6 +265,22 @@ PLAIN, OPENMETRICS = (
     "text/plain; version=0.0.4; charset=utf-8",
     "application/openmetrics-text; version=1.0.0; charset=utf-8",
 )
+
+
+def test_drafts_are_counted_by_difference() -> None:
+    world = World()
+    world.step(0.0, {}, speculation=SpeculationStats(1, 3, (1, 1, 0)))
+    world.step(1.0, {}, speculation=SpeculationStats(3, 8, (2, 1, 1)))
+    samples = {
+        (sample.name, sample.labels.get("position")): sample.value
+        for family in world.scrape().families.values()
+        for sample in family.samples
+    }
+    assert samples["vllm:spec_decode_num_drafts_total", None] == 3
+    assert samples["vllm:spec_decode_num_draft_tokens_total", None] == 8
+    assert samples["vllm:spec_decode_num_accepted_tokens_total", None] == 4
+    by_position = [samples["vllm:spec_decode_num_accepted_tokens_per_pos_total", str(place)] for place in range(3)]
+    assert by_position == [2, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def make_batch(params: list[dict[str, Any]], tokens: list[list[int]], num_prompt
     for row, known in enumerate(tokens):
         table[row, : len(known)] = torch.tensor(known, dtype=torch.int32)
     positions = np.array([len(known) for known in tokens])
-    return SamplingBatch(requests, positions, torch.arange(len(tokens)), torch.from_numpy(positions), table)
+    return SamplingBatch(requests, positions, torch.arange(len(tokens)), torch.from_numpy(positions), table, {})
 
 
 def sample_one(logits: torch.Tensor, params: dict[str, Any], tokens: list[int], num_prompt: int = 1) -> int:

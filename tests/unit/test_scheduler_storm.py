@@ -23,7 +23,7 @@ BLOCK_SIZE = 4
 MAX_MODEL_LEN = 80
 
 
-def make_core(rng: random.Random, windows: tuple[int, ...], depth: int) -> EngineCore:
+def make_core(rng: random.Random, windows: tuple[int, ...], depth: int, drafts: int = 0) -> EngineCore:
     groups = tuple(
         KVCacheGroup((f"layer.{i}",), KVCacheSpec(1, 1, "float32", window)) for i, window in enumerate(windows)
     )
@@ -33,12 +33,26 @@ def make_core(rng: random.Random, windows: tuple[int, ...], depth: int) -> Engin
         max_model_len=MAX_MODEL_LEN,
         policy=rng.choice(["fcfs", "priority"]),
         max_num_in_flight=depth,
+        drafts=((2, drafts), (rng.choice([3, 100]), max(0, drafts - 1))) if drafts else (),
+        num_lookahead_tokens=rng.choice([0, drafts]),
     )
     # The smallest pool is what planning says one request needs: less would be refused at start.
-    smallest = 1 + blocks_for_one_request(groups, BLOCK_SIZE, MAX_MODEL_LEN, depth * config.max_num_batched_tokens)
+    in_flight = depth * config.max_num_batched_tokens + config.num_lookahead_tokens
+    smallest = 1 + blocks_for_one_request(groups, BLOCK_SIZE, MAX_MODEL_LEN, in_flight)
     cache = KVCacheConfig(smallest + rng.choice([0, 0, 3, 40]), BLOCK_SIZE, groups)
     scheduler = Scheduler(config, KVCacheManager(cache, enable_prefix_caching=rng.random() < 0.7))
-    return EngineCore(scheduler, OracleRunner(cache.num_blocks, BLOCK_SIZE, windows), depth, debug=True)
+    runner = OracleRunner(
+        cache.num_blocks,
+        BLOCK_SIZE,
+        windows,
+        acceptance=rng.choice([0.0, 0.5, 0.9, 1.0]),
+        num_lookahead=config.num_lookahead_tokens,
+        max_model_len=MAX_MODEL_LEN,
+        max_drafts_in_flight=drafts * (depth - 1),
+        tells_gaps=rng.random() < 0.5,
+        rng=rng,
+    )
+    return EngineCore(scheduler, runner, depth, debug=True)
 
 
 def make_request(rng: random.Random, number: int, stems: list[list[int]]) -> EngineRequest:
@@ -48,7 +62,9 @@ def make_request(rng: random.Random, number: int, stems: list[list[int]]) -> Eng
     return EngineRequest(
         request_id=f"r{number % 40}" if rng.random() < 0.1 else f"u{number}",
         prompt_token_ids=tuple(prompt),
-        sampling_params=SamplingParams(temperature=0.0, max_tokens=max_tokens),
+        sampling_params=SamplingParams(
+            temperature=0.0, max_tokens=max_tokens, num_speculative_tokens=rng.choice([None, None, None, 0, 2])
+        ),
         max_tokens=max_tokens,
         seed=0,
         stop_token_ids=frozenset([rng.randrange(VOCAB_SIZE)]) if rng.random() < 0.3 else frozenset(),
@@ -76,6 +92,25 @@ def test_storm(windows: tuple[int, ...], depth: int) -> None:
         hits += stats.prefix_cache_hits
     assert preemptions > 20, "the pools were meant to be too small"
     assert hits > 100, "the prompts were meant to share prefixes"
+
+
+@pytest.mark.parametrize("drafts", [1, 3, 5])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("windows", [(0,), (0, 9)], ids=["full", "hybrid"])
+def test_storm_with_drafts(windows: tuple[int, ...], depth: int, drafts: int) -> None:
+    preemptions = num_draft_tokens = num_accepted = ahead = 0
+    for seed in range(20):
+        rng = random.Random(f"{seed} {windows} {depth} {drafts}")
+        core = make_core(rng, windows, depth, drafts)
+        run_storm(rng, core, windows)
+        stats = core.stats()
+        preemptions += stats.num_preemptions
+        num_draft_tokens += stats.speculation.num_draft_tokens
+        num_accepted += stats.speculation.num_accepted_tokens
+        ahead = max(ahead, core._executor.max_ahead)
+    assert preemptions > 10
+    assert 100 < num_accepted < num_draft_tokens
+    assert ahead == 0 if depth == 1 else ahead > 0, "rejections were meant to happen behind the scheduler's back"
 
 
 def run_storm(rng: random.Random, core: EngineCore, windows: tuple[int, ...]) -> None:

@@ -7,11 +7,13 @@ is a dictionary or its JSON text.
 from __future__ import annotations
 
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from penstock.config.model import ModelConfig, load_model_config
+from penstock.config.speculative import SpeculativeConfig, parse_speculative_config
 from penstock.utils.errors import ConfigError
 from penstock.utils.math import round_up
 from penstock.utils.names import did_you_mean
@@ -51,6 +53,9 @@ class EngineArgs:
         None, "schedule step n+1 while step n runs; by default where a GPU runs the steps (docs/PERFORMANCE.md)"
     )
     max_num_queued_requests: int = _arg(4096, "requests in the engine beyond which new ones are refused")
+    speculative_config: str | Mapping[str, Any] | None = _arg(
+        None, 'speculative decoding as JSON, such as {"method": "mtp", "num_speculative_tokens": 3}'
+    )
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineArgs:
@@ -67,7 +72,12 @@ class EngineArgs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Limits of a step. `max_num_in_flight` steps may be scheduled and not yet processed (1 is synchronous)."""
+    """Limits of a step. `max_num_in_flight` steps may be scheduled and not yet processed; 1 is synchronous.
+
+    `drafts` says how many drafts per request are proposed while how many requests run: pairs (requests up to, drafts)
+    in ascending order; beyond the last pair there are none. `num_lookahead_tokens` is how many positions behind a
+    request's last token the speculator may write KV for.
+    """
 
     max_num_batched_tokens: int
     max_num_seqs: int
@@ -75,6 +85,17 @@ class SchedulerConfig:
     policy: str = "fcfs"
     max_num_in_flight: int = 1
     max_num_queued_requests: int = 4096
+    drafts: tuple[tuple[int, int], ...] = ()
+    num_lookahead_tokens: int = 0
+
+    @property
+    def max_num_drafts(self) -> int:
+        """Most drafts that any step proposes for a request."""
+        return max((count for _, count in self.drafts), default=0)
+
+    def num_drafts(self, num_running: int) -> int:
+        """Drafts per request while so many requests run."""
+        return next((count for limit, count in self.drafts if num_running <= limit), 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,14 +121,16 @@ class EngineConfig:
     load_format: str
     seed: int
     max_model_len_is_explicit: bool
+    speculative: SpeculativeConfig | None
 
 
-def resolve(args: EngineArgs, model_path: Path, device: str) -> EngineConfig:
-    """Checks the arguments against each other and against the checkpoint at `model_path`.
+def resolve(args: EngineArgs, device: str) -> EngineConfig:
+    """Checks the arguments against each other and against the checkpoint in the folder `args.model`.
 
     `device` is the one chosen ("cpu" or "cuda"). Raises ConfigError naming the argument and its bound.
     """
     _check(args)
+    model_path = Path(args.model)
     model = load_model_config(model_path, args.dtype)
     max_model_len = args.max_model_len or model.max_position_embeddings
     if max_model_len > model.max_position_embeddings:
@@ -116,6 +139,9 @@ def resolve(args: EngineArgs, model_path: Path, device: str) -> EngineConfig:
         )
     # On a CPU the scheduler competes with the kernels for the same cores, and overlapping costs more than it hides.
     is_async = device != "cpu" if args.async_scheduling is None else args.async_scheduling
+    speculative = None
+    if args.speculative_config is not None:
+        speculative = parse_speculative_config(args.speculative_config, model)
     tokenizer_path = None if args.skip_tokenizer_init else Path(args.tokenizer) if args.tokenizer else model_path
     return EngineConfig(
         model=model,
@@ -126,6 +152,8 @@ def resolve(args: EngineArgs, model_path: Path, device: str) -> EngineConfig:
             policy=args.scheduling_policy,
             max_num_in_flight=2 if is_async else 1,
             max_num_queued_requests=args.max_num_queued_requests,
+            drafts=() if speculative is None else speculative.drafts,
+            num_lookahead_tokens=0 if speculative is None else speculative.num_lookahead_tokens,
         ),
         cache=CacheConfig(
             block_size=args.block_size,
@@ -139,12 +167,13 @@ def resolve(args: EngineArgs, model_path: Path, device: str) -> EngineConfig:
         load_format=args.load_format,
         seed=args.seed,
         max_model_len_is_explicit=args.max_model_len is not None,
+        speculative=speculative,
     )
 
 
 def _check_types(args: EngineArgs) -> None:
     for name, hint in typing.get_type_hints(EngineArgs).items():
-        kinds = typing.get_args(hint) or (hint,)
+        kinds = tuple(typing.get_origin(kind) or kind for kind in typing.get_args(hint) or (hint,))
         value = getattr(args, name)
         is_bool = isinstance(value, bool)
         fits = isinstance(value, kinds) or (float in kinds and isinstance(value, int) and not is_bool)

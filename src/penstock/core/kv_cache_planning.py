@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from penstock.messages.kv_cache_spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
+from penstock.messages.kv_cache_spec import AttachedLayer, KVCacheConfig, KVCacheGroup, KVCacheSpec
 from penstock.utils.errors import ConfigError
 from penstock.utils.math import cdiv
 
@@ -20,10 +20,26 @@ def group_layers(specs: Mapping[str, KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
     return tuple(KVCacheGroup(tuple(names), spec) for spec, names in layers.items())
 
 
-def block_bytes(groups: tuple[KVCacheGroup, ...], block_size: int) -> int:
+def attach_layers(specs: Mapping[str, KVCacheSpec], groups: tuple[KVCacheGroup, ...]) -> tuple[AttachedLayer, ...]:
+    """Puts a speculator's layers under the block tables of groups that keep the same tokens. Raises ConfigError."""
+    group_of_window = {group.spec.sliding_window: number for number, group in enumerate(groups)}
+    attached: list[AttachedLayer] = []
+    for name, spec in specs.items():
+        group = group_of_window.get(spec.sliding_window)
+        if group is None:
+            raise ConfigError(
+                f"the speculator's layer {name} has a sliding window of {spec.sliding_window} (0 is none), and no "
+                "layer of the target model has the same"
+            )
+        attached.append(AttachedLayer(name, spec, group))
+    return tuple(attached)
+
+
+def block_bytes(groups: tuple[KVCacheGroup, ...], block_size: int, attached: tuple[AttachedLayer, ...] = ()) -> int:
     """Bytes that one block id stands for: its share of every tensor of the cache."""
     num_tensors = max(len(group.layer_names) for group in groups)
-    return num_tensors * groups[0].spec.block_bytes(block_size)
+    of_attached = sum(layer.spec.block_bytes(block_size) for layer in attached)
+    return num_tensors * groups[0].spec.block_bytes(block_size) + of_attached
 
 
 def blocks_for_one_request(
@@ -48,6 +64,7 @@ def plan_kv_cache(
     num_blocks: int,
     max_model_len: int,
     max_in_flight: int,
+    attached: tuple[AttachedLayer, ...] = (),
 ) -> KVCacheConfig:
     """Checks that a request of `max_model_len` fits into `num_blocks` blocks (the null block included).
 
@@ -55,14 +72,14 @@ def plan_kv_cache(
     """
     needed = 1 + blocks_for_one_request(groups, block_size, max_model_len, max_in_flight)
     if needed > num_blocks:
-        per_block = block_bytes(groups, block_size)
+        per_block = block_bytes(groups, block_size, attached)
         fits = longest_request(groups, block_size, num_blocks, max_in_flight)
         raise ConfigError(
             f"max_model_len={max_model_len} needs {needed} KV blocks ({needed * per_block / 2**20:.0f} MiB), but there "
             f"are {num_blocks} ({num_blocks * per_block / 2**20:.0f} MiB): lower max_model_len to at most {fits}, or "
             "raise kv_cache_memory, gpu_memory_utilization or num_gpu_blocks_override"
         )
-    return KVCacheConfig(num_blocks=num_blocks, block_size=block_size, groups=groups)
+    return KVCacheConfig(num_blocks=num_blocks, block_size=block_size, groups=groups, attached=attached)
 
 
 def longest_request(groups: tuple[KVCacheGroup, ...], block_size: int, num_blocks: int, max_in_flight: int) -> int:

@@ -35,6 +35,9 @@ class Request:
 
         num_tokens + num_output_placeholders - 1 == num_computed_tokens
 
+    Drafts in flight count as accepted, in both; rejected ones are taken back when their step is processed. `num_drafts`
+    is how many the device will hold for the next step.
+
     `admission` numbers its latest entry into the runner; results of an earlier admission are dropped.
     """
 
@@ -48,6 +51,7 @@ class Request:
         self.num_computed_tokens = 0
         self.num_in_flight_tokens = 0
         self.num_output_placeholders = 0
+        self.num_drafts = 0
         self.num_cached_tokens = 0
         self.admission = 0
         self.finish_reason: FinishReason | None = None
@@ -82,6 +86,18 @@ class Request:
         return self.num_output_tokens + self.num_output_placeholders >= self.data.max_tokens
 
     @property
+    def max_drafts(self) -> int:
+        """Drafts per step that this request takes."""
+        wanted = self.data.sampling_params.num_speculative_tokens
+        return self.data.max_tokens if wanted is None else wanted
+
+    @property
+    def num_useful_drafts(self) -> int:
+        """The drafts that the device holds, as far as they stay within `max_tokens` if all are accepted."""
+        room = self.data.max_tokens - self.num_output_tokens - self.num_output_placeholders - 1
+        return max(0, min(self.num_drafts, room))
+
+    @property
     def uses_prefix_cache(self) -> bool:
         """Prompt log probabilities need every position computed."""
         return self.data.sampling_params.prompt_logprobs is None
@@ -104,19 +120,27 @@ class Request:
         self.num_computed_tokens = 0
         self.num_in_flight_tokens = 0
         self.num_output_placeholders = 0
+        self.num_drafts = 0
         self.prompt_logprobs.clear()
 
-    def on_scheduled(self, num_tokens: int) -> None:
-        """A step will compute `num_tokens`, and sample one if they reach the last known one."""
+    def on_scheduled(self, num_tokens: int, num_drafts: int, num_new_drafts: int) -> None:
+        """A step will compute `num_tokens`, the last `num_drafts` of them drafts.
+
+        If they reach the last known one it samples one token more than there are drafts, and the device will then hold
+        `num_new_drafts`.
+        """
         self.num_computed_tokens += num_tokens
         self.num_in_flight_tokens += num_tokens
-        if self.num_tokens_to_compute == 0:
-            self.num_output_placeholders += 1
+        if self.num_tokens_to_compute == -num_drafts:
+            self.num_output_placeholders += 1 + num_drafts
+            self.num_drafts = num_new_drafts
 
-    def on_processed(self, num_tokens: int, num_sampled: int) -> None:
-        """A step that computed `num_tokens` has come back with `num_sampled` tokens."""
+    def on_processed(self, num_tokens: int, num_drafts: int, num_sampled: int) -> None:
+        """A step that computed `num_tokens` has come back with `num_sampled` tokens: one, and the accepted drafts."""
         self.num_in_flight_tokens -= num_tokens
-        self.num_output_placeholders -= num_sampled
+        if num_sampled:
+            self.num_output_placeholders -= 1 + num_drafts
+            self.num_computed_tokens -= 1 + num_drafts - num_sampled
         assert self.num_in_flight_tokens >= 0, self.request_id
         assert self.num_output_placeholders >= 0, self.request_id
 

@@ -13,13 +13,15 @@ from penstock.config.engine import SchedulerConfig
 from penstock.core.kv_cache_manager import KVCacheManager, PrefixHit
 from penstock.core.request import Request, RequestStatus
 from penstock.core.request_queue import RequestQueue
+from penstock.core.speculation import SpeculationCounter
 from penstock.core.step_plan import StepPlan
+from penstock.core.structured_output import StructuredOutputs
 from penstock.messages.outputs import EngineOutput, FinishReason
 from penstock.messages.requests import EngineRequest
 from penstock.messages.runner_output import ModelRunnerOutput, TokenLogprobs
 from penstock.messages.scheduler_output import BlockIds, SchedulerOutput
 from penstock.messages.stats import SchedulerStats
-from penstock.utils.errors import OverloadedError, RequestError
+from penstock.utils.errors import GrammarError, OverloadedError, RequestError
 
 # Requests passed over in one step because another is computing their prefix: beyond so many, the step goes without
 # looking further, because each look costs as much as a prompt has blocks.
@@ -29,8 +31,9 @@ _MAX_DEFERRED = 64
 class Scheduler:
     """Not thread-safe: it belongs to the engine core's loop."""
 
-    def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
+    def __init__(self, config: SchedulerConfig, kv: KVCacheManager, grammars: StructuredOutputs | None = None) -> None:
         self.kv = kv
+        self.grammars = grammars or StructuredOutputs(None)
         self._config = config
         self._requests: dict[str, Request] = {}
         self._waiting = RequestQueue(config.policy)
@@ -41,6 +44,7 @@ class Scheduler:
         self._num_arrivals = 0
         self._num_admissions = 0
         self._num_preemptions = 0
+        self._speculation = SpeculationCounter(config.max_num_drafts)
 
     # ---- Requests come and go ----
 
@@ -50,6 +54,8 @@ class Scheduler:
             raise RequestError(f"request id {data.request_id!r} is already in use", "request_id")
         if len(self._requests) >= self._config.max_num_queued_requests:
             raise OverloadedError(f"the engine already holds max_num_queued_requests={len(self._requests)} requests")
+        if data.grammar is not None:
+            self.grammars.add(data.request_id, data.grammar)
         request = Request(data, self._num_arrivals, self.kv.block_size)
         self._num_arrivals += 1
         self._requests[data.request_id] = request
@@ -87,6 +93,7 @@ class Scheduler:
             num_preemptions=self._num_preemptions,
             prefix_cache_queries=self.kv.num_queried_tokens,
             prefix_cache_hits=self.kv.num_hit_tokens,
+            speculation=self._speculation.stats(),
         )
 
     # ---- Decide ----
@@ -94,7 +101,8 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """One step: running requests first, then as many waiting ones as fit."""
         self._step += 1
-        plan = StepPlan(self._step, self._config.max_num_batched_tokens)
+        num_drafts = self._config.num_drafts(len(self._running))
+        plan = StepPlan(self._step, self._config.max_num_batched_tokens, num_drafts)
         self._schedule_running(plan)
         if not plan.preempted_request_ids and not plan.is_blocked:
             self._schedule_waiting(plan)
@@ -113,9 +121,15 @@ class Scheduler:
             if request.status is not RequestStatus.RUNNING or request.has_all_tokens_in_flight:
                 continue
             num_tokens = min(request.num_tokens_to_compute, plan.token_budget)
-            block_ids = self._grow_or_preempt(request, request.num_computed_tokens + num_tokens, plan)
+            num_drafts = min(request.num_useful_drafts, plan.token_budget - num_tokens)
+            block_ids = self._grow_or_preempt(request, self._num_slots(request, num_tokens + num_drafts), plan)
             if block_ids is not None:
-                plan.add_running(request, block_ids, num_tokens)
+                plan.add_running(request, block_ids, num_tokens + num_drafts, num_drafts)
+
+    def _num_slots(self, request: Request, num_tokens: int) -> int:
+        """Slots that a request needs to compute `num_tokens` more, the speculator's lookahead included."""
+        wanted = request.num_computed_tokens + num_tokens + self._config.num_lookahead_tokens
+        return min(wanted, self._config.max_model_len)
 
     def _grow_or_preempt(self, request: Request, num_tokens: int, plan: StepPlan) -> BlockIds | None:
         """Finds the blocks, preempting from the back of the line; None when the request cannot run in this step."""
@@ -143,6 +157,8 @@ class Scheduler:
         for request in self._waiting.snapshot():
             if plan.token_budget == 0 or len(self._running) >= self._config.max_num_seqs:
                 return
+            if self.grammars.is_compiling(request.request_id):
+                continue
             hit = self.kv.find_prefix(request)
             if self._waits_for_twin(request, hit):
                 num_deferred += 1
@@ -150,7 +166,8 @@ class Scheduler:
                     return
                 continue
             num_tokens = min(request.num_tokens - hit.num_tokens, plan.token_budget)
-            block_ids = self.kv.admit(request, hit, hit.num_tokens + num_tokens)
+            num_slots = self._num_slots(request, hit.num_tokens + num_tokens)
+            block_ids = self.kv.admit(request, hit, num_slots)
             if block_ids is None:
                 return
             self._waiting.remove(request)
@@ -172,7 +189,8 @@ class Scheduler:
         """Applies one step's result. Results must come in the order of the steps."""
         self.kv.pool.on_step_processed(plan.step)
         admissions = self._admissions.pop(plan.step)
-        outputs: list[EngineOutput] = []
+        outputs = self._fail_without_grammar()
+        self.grammars.set_drafts(result.draft_token_ids)
         for request_id, num_tokens in plan.num_scheduled_tokens.items():
             request = self._requests.get(request_id)
             # What was in flight for a request that has ended, or has been preempted since, is dropped here; the
@@ -181,23 +199,43 @@ class Scheduler:
                 continue
             if request.status is not RequestStatus.RUNNING:
                 continue
-            output = self._update_request(request, num_tokens, result)
+            output = self._update_request(request, num_tokens, plan.num_draft_tokens.get(request_id, 0), result)
             if output is not None:
                 outputs.append(output)
         return outputs
 
-    def _update_request(self, request: Request, num_tokens: int, result: ModelRunnerOutput) -> EngineOutput | None:
+    def _fail_without_grammar(self) -> list[EngineOutput]:
+        """Ends the requests whose grammar turned out to be none."""
+        outputs: list[EngineOutput] = []
+        for request_id, error in self.grammars.collect().items():
+            self._finish(self._requests[request_id], FinishReason.ERROR)
+            outputs.append(EngineOutput(request_id=request_id, finish_reason=FinishReason.ERROR, error=error))
+        return outputs
+
+    def _update_request(
+        self, request: Request, num_tokens: int, num_drafts: int, result: ModelRunnerOutput
+    ) -> EngineOutput | None:
         request_id = request.request_id
         error = result.failed_requests.get(request_id)
         if error is not None:
             self._finish(request, FinishReason.ERROR)
             return EngineOutput(request_id=request_id, finish_reason=FinishReason.ERROR, error=error)
         sampled = result.sampled_token_ids[request_id]
-        request.on_processed(num_tokens, len(sampled))
+        request.on_processed(num_tokens, num_drafts, len(sampled))
+        if not request.num_in_flight_tokens:
+            # No later step has been scheduled on the assumption that all drafts are there: gaps can be left out.
+            request.num_drafts = min(request.num_drafts, result.num_proposed_tokens.get(request_id, request.num_drafts))
+        num_draft_tokens = result.num_draft_tokens.get(request_id, 0)
+        if num_drafts:
+            self._speculation.count(num_draft_tokens, len(sampled) - 1)
         is_first = request.num_output_tokens == 0
         if is_first:
             request.prompt_logprobs.extend(result.prompt_logprobs.get(request_id, ()))
-        new_token_ids, stop_reason = self._append_until_stop(request, sampled)
+        try:
+            new_token_ids, stop_reason = self._append_until_stop(request, sampled)
+        except GrammarError as error:
+            self._finish(request, FinishReason.ERROR)
+            return EngineOutput(request_id=request_id, finish_reason=FinishReason.ERROR, error=str(error))
         self.kv.publish(request)
         if not new_token_ids:
             return None
@@ -211,11 +249,14 @@ class Scheduler:
             finish_reason=request.finish_reason,
             stop_reason=stop_reason,
             num_cached_tokens=request.num_cached_tokens,
+            num_draft_tokens=num_draft_tokens,
+            num_accepted_tokens=len(sampled) - 1,
         )
 
     def _append_until_stop(self, request: Request, sampled: tuple[int, ...]) -> tuple[tuple[int, ...], int | None]:
         """Takes the tokens over up to one that ends the request; returns them and the stop token."""
         data = request.data
+        has_grammar = self.grammars.has(request.request_id)
         for count, token_id in enumerate(sampled, start=1):
             request.append_output(token_id)
             may_stop = request.num_output_tokens >= data.sampling_params.min_tokens
@@ -225,6 +266,10 @@ class Scheduler:
             if may_stop and token_id in data.stop_token_ids:
                 request.finish_reason = FinishReason.STOP
                 return sampled[:count], token_id
+            if has_grammar and self.grammars.advance(request.request_id, token_id):
+                # Nothing may follow but an end of sequence, which would say nothing.
+                request.finish_reason = FinishReason.STOP
+                return sampled[:count], None
             if request.num_output_tokens >= data.max_tokens:
                 request.finish_reason = FinishReason.LENGTH
                 return sampled[:count], None
@@ -244,6 +289,7 @@ class Scheduler:
             self._finished_request_ids.add(request.request_id)
         else:
             self._waiting.remove(request)
+        self.grammars.remove(request.request_id)
         request.finish_reason = reason
         request.set_status(RequestStatus.FINISHED)
         del self._requests[request.request_id]

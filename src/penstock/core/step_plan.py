@@ -9,14 +9,17 @@ from penstock.messages.scheduler_output import BlockIds, CachedRequestData, NewR
 class StepPlan:
     """Collects one step's choices; `finish()` freezes them into the `SchedulerOutput`."""
 
-    def __init__(self, step: int, token_budget: int) -> None:
+    def __init__(self, step: int, token_budget: int, num_drafts_to_propose: int) -> None:
         self.step = step
         self.token_budget = token_budget
+        self.num_drafts_to_propose = num_drafts_to_propose
         self.preempted_request_ids: set[str] = set()
         self.is_blocked = False
         self._new: list[NewRequestData] = []
         self._cached: list[CachedRequestData] = []
         self._num_scheduled: dict[str, int] = {}
+        self._num_drafts: dict[str, int] = {}
+        self._grammar_request_ids: set[str] = set()
 
     def add_new(self, request: Request, block_ids: BlockIds, num_tokens: int) -> None:
         """A request enters (or re-enters) the runner and computes `num_tokens`."""
@@ -28,10 +31,10 @@ class StepPlan:
                 num_computed_tokens=request.num_computed_tokens,
             )
         )
-        self._schedule(request, num_tokens)
+        self._schedule(request, num_tokens, 0)
 
-    def add_running(self, request: Request, new_block_ids: BlockIds, num_tokens: int) -> None:
-        """A request that the runner knows computes `num_tokens` more."""
+    def add_running(self, request: Request, new_block_ids: BlockIds, num_tokens: int, num_drafts: int) -> None:
+        """A request that the runner knows computes `num_tokens` more, the last `num_drafts` of them drafts."""
         self._cached.append(
             CachedRequestData(
                 request_id=request.request_id,
@@ -39,13 +42,17 @@ class StepPlan:
                 num_computed_tokens=request.num_computed_tokens,
             )
         )
-        self._schedule(request, num_tokens)
+        self._schedule(request, num_tokens, num_drafts)
 
-    def _schedule(self, request: Request, num_tokens: int) -> None:
-        assert 0 < num_tokens <= self.token_budget, (num_tokens, self.token_budget)
+    def _schedule(self, request: Request, num_tokens: int, num_drafts: int) -> None:
+        assert num_drafts < num_tokens <= self.token_budget, (num_drafts, num_tokens, self.token_budget)
         self._num_scheduled[request.request_id] = num_tokens
+        if request.data.grammar is not None:
+            self._grammar_request_ids.add(request.request_id)
+        if num_drafts:
+            self._num_drafts[request.request_id] = num_drafts
         self.token_budget -= num_tokens
-        request.on_scheduled(num_tokens)
+        request.on_scheduled(num_tokens, num_drafts, min(self.num_drafts_to_propose, request.max_drafts))
 
     def finish(self, finished_request_ids: frozenset[str]) -> SchedulerOutput:
         return SchedulerOutput(
@@ -53,7 +60,10 @@ class StepPlan:
             new_requests=tuple(self._new),
             cached_requests=tuple(self._cached),
             num_scheduled_tokens=self._num_scheduled,
+            num_draft_tokens=self._num_drafts,
+            num_drafts_to_propose=self.num_drafts_to_propose,
             total_num_scheduled_tokens=sum(self._num_scheduled.values()),
+            grammar_request_ids=frozenset(self._grammar_request_ids),
             finished_request_ids=finished_request_ids,
             preempted_request_ids=frozenset(self.preempted_request_ids),
         )

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from penstock.config.engine import EngineArgs, EngineConfig, resolve
 from penstock.engine.core_client import CoreClient
 from penstock.engine.core_messages import Ready, Refused
 from penstock.engine.front_end import FrontEnd, build_front_end
+from penstock.engine.grammars import make_grammar_checker
 from penstock.engine.input_processor import ProcessedRequest, Prompt
-from penstock.engine.model_path import resolve_model_path
+from penstock.engine.model_path import localise
 from penstock.engine.output_processor import OutputProcessor
 from penstock.engine.tokenizer import Tokenizer
 from penstock.messages.outputs import FinishReason, RequestOutput
@@ -90,6 +90,7 @@ class AsyncLLM:
         self._limits = ready.limits
         self._front_end: FrontEnd = build_front_end(config, ready.limits)
         self._outputs = OutputProcessor(self._front_end.tokenizer)
+        self._grammars = make_grammar_checker(config, self._front_end.tokenizer)
         self._streams: dict[str, RequestStream] = {}
         # Engine request -> the stream that it is a part of, while it runs.
         self._owners: dict[str, RequestStream] = {}
@@ -110,12 +111,11 @@ class AsyncLLM:
         Raises ConfigError when the engine cannot be built as asked, EngineDeadError when its process breaks.
         """
         args = EngineArgs.from_kwargs(**engine_args, **({} if model is None else {"model": model}))
-        path = await asyncio.to_thread(resolve_model_path, args.model, args.revision)
-        args = replace(args, model=str(path))
+        args = await asyncio.to_thread(localise, args)
         core = await CoreClient.start(args)
         try:
             ready = await core.ready
-            return cls(core, resolve(args, path, ready.device), ready, observers)
+            return cls(core, resolve(args, ready.device), ready, observers)
         except BaseException:
             await core.shutdown()
             raise
@@ -203,6 +203,8 @@ class AsyncLLM:
         arrived = self._clock.now()
         params = sampling_params or self.get_default_sampling_params()
         request = await self._process(request_id or secrets.token_hex(16), prompt, params, priority)
+        if params.structured_outputs is not None:
+            await self._grammars.check(params.structured_outputs.spec())
         if self._core.death is not None:
             raise EngineDeadError(str(self._core.death))
         is_taken = any(child.request_id in self._owners for child in request.children)
@@ -229,6 +231,7 @@ class AsyncLLM:
     async def shutdown(self) -> None:
         """Ends the engine core; whoever still waits for tokens gets EngineDeadError. Idempotent."""
         await self._core.shutdown()
+        await self._grammars.shutdown()
 
     async def _process(
         self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int

@@ -9,10 +9,13 @@ import torch
 from penstock.config import env
 from penstock.config.engine import EngineArgs, EngineConfig, SchedulerConfig, resolve
 from penstock.core.kv_cache_manager import KVCacheManager
-from penstock.core.kv_cache_planning import block_bytes, group_layers, longest_request, plan_kv_cache
+from penstock.core.kv_cache_planning import attach_layers, block_bytes, group_layers, longest_request, plan_kv_cache
 from penstock.core.scheduler import Scheduler
+from penstock.core.structured_output import StructuredOutputs
 from penstock.engine.engine_core import EngineCore
-from penstock.engine.model_path import resolve_model_path
+from penstock.engine.grammars import make_grammar_backend
+from penstock.engine.model_path import localise
+from penstock.engine.warm_up import warm_up
 from penstock.executor.uniproc import InlineExecutor, ThreadExecutor
 from penstock.messages.kv_cache_spec import KVCacheConfig
 from penstock.runner.load import KVCache, LoadedModel, allocate_kv_cache, load_model, num_blocks_in_budget
@@ -31,7 +34,7 @@ def make_config(args: EngineArgs) -> EngineConfig:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     elif device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device=cuda, but torch sees no CUDA device: use device=cpu or auto")
-    return resolve(args, resolve_model_path(args.model, args.revision), device)
+    return resolve(localise(args), device)
 
 
 def build_engine_core(config: EngineConfig) -> tuple[EngineCore, SchedulerConfig]:
@@ -40,22 +43,25 @@ def build_engine_core(config: EngineConfig) -> tuple[EngineCore, SchedulerConfig
     limits, planned = _plan(config, loaded)
     cache = _allocate(planned, loaded)
     try:
-        runner = ModelRunner(loaded, cache, limits, debug=env.debug())
+        runner = ModelRunner(loaded, cache, limits, config.speculative, debug=env.debug())
     except (RuntimeError, MemoryError) as error:
         raise ConfigError(
             f"max_num_seqs={limits.max_num_seqs} requests of max_model_len={limits.max_model_len} need more memory for "
             f"their token ids than {loaded.device} has: lower one of them ({str(error).splitlines()[0]})"
         ) from None
     executor = InlineExecutor(runner) if limits.max_num_in_flight == 1 else ThreadExecutor(runner)
-    scheduler = Scheduler(limits, KVCacheManager(planned, config.cache.enable_prefix_caching))
+    warm_up(executor, planned, limits)
+    kv = KVCacheManager(planned, config.cache.enable_prefix_caching)
+    scheduler = Scheduler(limits, kv, StructuredOutputs(make_grammar_backend(config)))
     return EngineCore(scheduler, executor, limits.max_num_in_flight, debug=env.debug()), limits
 
 
 def _plan(config: EngineConfig, loaded: LoadedModel) -> tuple[SchedulerConfig, KVCacheConfig]:
     limits, block_size = config.scheduler, config.cache.block_size
     groups = group_layers(loaded.model.kv_cache_specs)
-    num_blocks = num_blocks_in_budget(config.cache, loaded.device, block_bytes(groups, block_size))
-    max_in_flight = limits.max_num_in_flight * limits.max_num_batched_tokens
+    attached = attach_layers(loaded.draft_kv_cache_specs, groups)
+    num_blocks = num_blocks_in_budget(config.cache, loaded.device, block_bytes(groups, block_size, attached))
+    max_in_flight = limits.max_num_in_flight * limits.max_num_batched_tokens + limits.num_lookahead_tokens
     longest = longest_request(groups, block_size, num_blocks, max_in_flight)
     if longest < limits.max_model_len and not config.max_model_len_is_explicit and longest >= 2:
         logger.info("max_model_len is %d: the KV cache holds no longer request", longest)
@@ -66,6 +72,7 @@ def _plan(config: EngineConfig, loaded: LoadedModel) -> tuple[SchedulerConfig, K
         num_blocks=num_blocks,
         max_model_len=limits.max_model_len,
         max_in_flight=max_in_flight,
+        attached=attached,
     )
     return limits, planned
 

@@ -16,6 +16,12 @@ from penstock.messages.stats import RequestEvent, RequestEventKind, SchedulerSta
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import EngineDeadError
 
+# How long a step without work waits for a grammar that is being compiled.
+_GRAMMAR_SECONDS = 0.05
+
+_Processed = tuple[int, list[EngineOutput]]
+"""A step's result, applied: how many tokens it computed, and what the requests got."""
+
 
 class EngineCore:
     """Owns the scheduler and the steps in flight, at most `max_num_in_flight`. One thread drives it."""
@@ -48,6 +54,11 @@ class EngineCore:
         return bool(self._in_flight) or self._scheduler.has_unfinished_requests
 
     @property
+    def has_rows_to_free(self) -> bool:
+        """Whether the worker has still to be told of requests that have ended."""
+        return self._failure is None and self._scheduler.has_finished_requests_to_report
+
+    @property
     def num_blocks(self) -> int:
         """KV blocks that requests can have."""
         return self._scheduler.kv.pool.num_usable
@@ -78,28 +89,41 @@ class EngineCore:
             raise EngineDeadError(f"the engine core failed: {type(error).__name__}: {error}") from error
 
     def _step(self) -> StepReport:
-        while len(self._in_flight) < self._max_num_in_flight and self._launch():
-            pass
-        outputs: list[EngineOutput] = []
-        num_tokens = 0
-        if self._in_flight:
-            plan, future = self._in_flight.popleft()
-            outputs = self._scheduler.update_from_output(plan, future.result())
-            num_tokens = plan.total_num_scheduled_tokens
-            if self._debug:
-                self.check_integrity()
-        events, self._events = tuple(self._events), []
-        return StepReport(outputs=tuple(outputs), events=events, num_tokens=num_tokens, stats=self._scheduler.stats())
+        processed: list[_Processed] = []
+        while len(self._in_flight) < self._max_num_in_flight and self._has_something_to_schedule:
+            plan = self._scheduler.schedule()
+            self._note_events(plan)
+            self._executor.execute_model(plan)
+            if plan.grammar_request_ids:
+                # What may be sampled depends on tokens that earlier steps still owe; the forward pass runs meanwhile.
+                processed += [self._process_oldest() for _ in range(len(self._in_flight))]
+            self._in_flight.append((plan, self._executor.sample_tokens(self._scheduler.grammars.masks(plan))))
+            if plan.is_empty or plan.grammar_request_ids:
+                break
+        if self._in_flight and not processed:
+            processed.append(self._process_oldest())
+        if self._debug:
+            self.check_integrity()
+        return self._make_report(processed)
 
-    def _launch(self) -> bool:
-        """Schedules a step and sends it off; False when there was nothing to run."""
-        if not self._scheduler.has_unfinished_requests and not self._scheduler.has_finished_requests_to_report:
-            return False
-        plan = self._scheduler.schedule()
-        self._note_events(plan)
-        self._executor.execute_model(plan)
-        self._in_flight.append((plan, self._executor.sample_tokens()))
-        return not plan.is_empty
+    @property
+    def _has_something_to_schedule(self) -> bool:
+        return self._scheduler.has_unfinished_requests or self._scheduler.has_finished_requests_to_report
+
+    def _process_oldest(self) -> _Processed:
+        """Waits for the oldest step in flight and applies its result."""
+        plan, future = self._in_flight.popleft()
+        outputs = self._scheduler.update_from_output(plan, future.result())
+        return plan.total_num_scheduled_tokens, outputs
+
+    def _make_report(self, processed: list[_Processed]) -> StepReport:
+        num_tokens = sum(count for count, _ in processed)
+        if not num_tokens and not self._in_flight:
+            # Nothing could run: the grammars that requests wait for need the processor more.
+            self._scheduler.grammars.wait(_GRAMMAR_SECONDS)
+        events, self._events = tuple(self._events), []
+        outputs = tuple(output for _, each in processed for output in each)
+        return StepReport(outputs=outputs, events=events, num_tokens=num_tokens, stats=self._scheduler.stats())
 
     def _note_events(self, plan: SchedulerOutput) -> None:
         now = self._clock.now()
@@ -119,3 +143,4 @@ class EngineCore:
         self._failure = self._failure or EngineDeadError("it was shut down")
         self._in_flight.clear()
         self._executor.shutdown()
+        self._scheduler.grammars.shutdown()

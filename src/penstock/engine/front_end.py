@@ -28,22 +28,33 @@ class FrontEnd:
         return self.tokenizer
 
 
-def build_front_end(config: EngineConfig, limits: SchedulerConfig) -> FrontEnd:
-    """The tokenizer and the request checks for a built engine core."""
-    tokenizer = None
-    if config.tokenizer_path is not None:
-        tokenizer = Tokenizer(config.tokenizer_path, config.model.vocab_size)
+def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
+    """The configured tokenizer; None when the engine has none. Raises ConfigError."""
+    if config.tokenizer_path is None:
+        return None
+    return Tokenizer(config.tokenizer_path, config.model.vocab_size)
+
+
+def eos_token_ids(config: EngineConfig, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """The tokens that end a sequence, by whichever of its files the checkpoint says so. Raises ConfigError."""
     generation = read_json(config.model.path / "generation_config.json") or {}
     model = read_json(config.model.path / "config.json") or {}
-    stored_eos = generation.get("eos_token_id")
-    eos = _token_ids(model.get("eos_token_id") if stored_eos is None else stored_eos)
+    stored = generation.get("eos_token_id")
+    eos = _token_ids(model.get("eos_token_id") if stored is None else stored)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos |= {tokenizer.eos_token_id}
+    return eos
+
+
+def build_front_end(config: EngineConfig, limits: SchedulerConfig) -> FrontEnd:
+    """The tokenizer and the request checks for a built engine core."""
+    tokenizer = load_tokenizer(config)
+    generation = read_json(config.model.path / "generation_config.json") or {}
     processor = InputProcessor(
         tokenizer=tokenizer,
         vocab_size=config.model.vocab_size,
         max_model_len=limits.max_model_len,
-        eos_token_ids=eos,
+        eos_token_ids=eos_token_ids(config, tokenizer),
         seed=config.seed,
     )
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")

@@ -82,6 +82,7 @@ class InputProcessor:
             bad_words_token_ids=self._bad_words(params.bad_words or ()),
             priority=priority,
             cache_salt=cache_salt,
+            grammar=None if params.structured_outputs is None else params.structured_outputs.spec(),
         )
         others = (
             replace(first, request_id=f"{request_id}#{index}", seed=seed + (index << 48) & _SEED_MASK)

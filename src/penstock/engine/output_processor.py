@@ -33,6 +33,7 @@ class _Child:
     completion: CompletionOutput
     params: SamplingParams
     detokenizer: Detokenizer | None
+    ending_token_ids: frozenset[int]
 
 
 class OutputProcessor:
@@ -63,7 +64,8 @@ class OutputProcessor:
             detokenizer = None
             if self._tokenizer is not None and params.detokenize:
                 detokenizer = Detokenizer(self._tokenizer, request.prompt_token_ids, params)
-            self._children[child.request_id] = _Child(output, completion, params, detokenizer)
+            ending = child.eos_token_ids | child.stop_token_ids
+            self._children[child.request_id] = _Child(output, completion, params, detokenizer, ending)
         return output
 
     def discard(self, request_ids: Iterable[str]) -> None:
@@ -97,6 +99,8 @@ class OutputProcessor:
         if wants_prompt and output.new_token_ids:
             child.parent.prompt_logprobs = [None, *map(self._logprob_dict, output.prompt_logprobs)]
         child.parent.num_cached_tokens = max(child.parent.num_cached_tokens, output.num_cached_tokens)
+        child.parent.num_draft_tokens += output.num_draft_tokens
+        child.parent.num_accepted_tokens += output.num_accepted_tokens
         child.parent.error = output.error or child.parent.error
         stop, num_taken = self._detokenize(child, output)
         completion.token_ids.extend(output.new_token_ids[:num_taken])
@@ -117,10 +121,11 @@ class OutputProcessor:
         """Feeds the new tokens; returns the stop string that ended them and how many tokens were taken."""
         if child.detokenizer is None:
             return None, len(output.new_token_ids)
-        ended_by_token = output.finish_reason is FinishReason.STOP
+        # The end of a grammar is a stop as well, but its last token is text.
+        ended = output.finish_reason is FinishReason.STOP and output.new_token_ids[-1] in child.ending_token_ids
         last = len(output.new_token_ids) - 1
         for index, token_id in enumerate(output.new_token_ids):
-            if index == last and ended_by_token and not child.params.include_stop_str_in_output:
+            if index == last and ended and not child.params.include_stop_str_in_output:
                 child.detokenizer.skip()
                 continue
             stop = child.detokenizer.append(token_id)

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from penstock.messages.runner_output import ModelRunnerOutput
-from penstock.messages.scheduler_output import SchedulerOutput
+from penstock.messages.scheduler_output import GrammarOutput, SchedulerOutput
 
 
 class Executor(Protocol):
@@ -18,8 +18,11 @@ class Executor(Protocol):
         """Launches the forward pass on every rank; does not wait for it."""
         ...
 
-    def sample_tokens(self) -> Future[ModelRunnerOutput]:
-        """Launches sampling for the plan launched last; the future holds the step's result or its failure."""
+    def sample_tokens(self, grammars: GrammarOutput) -> Future[ModelRunnerOutput]:
+        """Launches sampling for the plan launched last, within its grammars.
+
+        The future holds the step's result or its failure.
+        """
         ...
 
     def shutdown(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from penstock.messages.runner_output import ModelRunnerOutput
-from penstock.messages.scheduler_output import SchedulerOutput
+from penstock.messages.scheduler_output import GrammarOutput, SchedulerOutput
 from penstock.runner.model_runner import ModelRunner
 
 
@@ -18,9 +18,9 @@ class InlineExecutor:
     def execute_model(self, plan: SchedulerOutput) -> None:
         self._runner.execute_model(plan)
 
-    def sample_tokens(self) -> Future[ModelRunnerOutput]:
+    def sample_tokens(self, grammars: GrammarOutput) -> Future[ModelRunnerOutput]:
         future: Future[ModelRunnerOutput] = Future()
-        future.set_result(self._runner.sample_tokens())
+        future.set_result(self._runner.sample_tokens(grammars))
         return future
 
     def shutdown(self) -> None:
@@ -41,14 +41,14 @@ class ThreadExecutor:
     def execute_model(self, plan: SchedulerOutput) -> None:
         self._forward = self._thread.submit(self._runner.execute_model, plan)
 
-    def sample_tokens(self) -> Future[ModelRunnerOutput]:
+    def sample_tokens(self, grammars: GrammarOutput) -> Future[ModelRunnerOutput]:
         forward, self._forward = self._forward, None
         assert forward is not None, "sample_tokens without execute_model"
-        return self._thread.submit(self._sample_after, forward)
+        return self._thread.submit(self._sample_after, forward, grammars)
 
-    def _sample_after(self, forward: Future[None]) -> ModelRunnerOutput:
+    def _sample_after(self, forward: Future[None], grammars: GrammarOutput) -> ModelRunnerOutput:
         forward.result()
-        return self._runner.sample_tokens()
+        return self._runner.sample_tokens(grammars)
 
     def shutdown(self) -> None:
         self._thread.shutdown()

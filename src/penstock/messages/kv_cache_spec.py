@@ -33,6 +33,15 @@ class KVCacheGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class AttachedLayer:
+    """A layer under a group's block table with storage of its own: a speculator's, whose shape may be another."""
+
+    name: str
+    spec: KVCacheSpec
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
 class KVCacheConfig:
     """The planned cache. Block ids are shared by all groups: the j-th layer of every group lives in tensor j.
 
@@ -42,6 +51,7 @@ class KVCacheConfig:
     num_blocks: int
     block_size: int
     groups: tuple[KVCacheGroup, ...]
+    attached: tuple[AttachedLayer, ...] = ()
 
     @property
     def num_tensors(self) -> int:

@@ -22,7 +22,8 @@ class EngineOutput:
     """What one step brought for one request.
 
     `logprobs` runs beside `new_token_ids`. `prompt_logprobs` comes once, with the first token, and covers the prompt's
-    positions from 1 on. `stop_reason` is the stop token that ended the request, None when it was an end of sequence.
+    positions from 1 on. `num_accepted_tokens` of `num_draft_tokens` drafts were right. `stop_reason` is the stop token
+    that ended the request, None when it was an end of sequence.
     """
 
     request_id: str
@@ -32,6 +33,8 @@ class EngineOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     num_cached_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     error: str | None = None
 
 
@@ -67,7 +70,10 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request and its completions. `num_cached_tokens` prompt tokens were found in the prefix cache."""
+    """A request and its completions. `num_cached_tokens` prompt tokens were found in the prefix cache.
+
+    `num_draft_tokens` were verified for it, all its completions together, and `num_accepted_tokens` of them were right.
+    """
 
     request_id: str
     prompt: str | None
@@ -76,4 +82,6 @@ class RequestOutput:
     finished: bool = False
     prompt_logprobs: PromptLogprobs | None = None
     num_cached_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     error: str | None = None

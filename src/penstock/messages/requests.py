@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.messages.sampling_params import SamplingParams
+from penstock.messages.structured_outputs import GrammarSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,3 +26,4 @@ class EngineRequest:
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     priority: int = 0
     cache_salt: str | None = None
+    grammar: GrammarSpec | None = None

@@ -23,11 +23,18 @@ class ModelRunnerOutput:
     """The result of one step on the rank that samples.
 
     `sampled_token_ids` has an entry for every scheduled request; it is empty for a chunk of a prefill that did not
-    reach the last known token. `prompt_logprobs` holds the positions that this step's chunk covered, in order;
-    position 0 of a prompt has none. `failed_requests` maps a request to what went wrong with it alone.
+    reach the last known token, and holds the accepted drafts and the token after them where drafts were verified;
+    `logprobs` runs beside it. `prompt_logprobs` holds the positions that this step's chunk covered, in order;
+    position 0 of a prompt has none. `num_draft_tokens` counts the verified drafts that were real: a speculator that
+    finds nothing to propose leaves gaps. `num_proposed_tokens` says how many of the new drafts are real, where the CPU
+    knows that anyway. `draft_token_ids` holds the new drafts of requests with a grammar, -1 for gaps; nobody else's
+    leave the device. `failed_requests` maps a request to what went wrong with it alone.
     """
 
     sampled_token_ids: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    num_draft_tokens: dict[str, int] = field(default_factory=dict[str, int])
+    num_proposed_tokens: dict[str, int] = field(default_factory=dict[str, int])
+    draft_token_ids: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict[str, tuple[TokenLogprobs, ...]])
     prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict[str, tuple[TokenLogprobs, ...]])
     failed_requests: dict[str, str] = field(default_factory=dict[str, str])

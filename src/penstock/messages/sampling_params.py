@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
+from penstock.messages.structured_outputs import StructuredOutputsParams
 from penstock.utils.errors import RequestError
 from penstock.utils.names import did_you_mean, is_unicode
 
@@ -53,7 +54,9 @@ class SamplingParams:
     temperature 0 is greedy. top_k 0 or -1, top_p 1, min_p 0, and penalties of 1 / 0 / 0 are off. Penalties count
     prompt and output tokens (repetition) or output tokens alone (presence, frequency). `logprobs` and
     `prompt_logprobs` ask for that many most likely tokens beside the chosen one. A `seed` makes the tokens a function
-    of the prompt and the parameters alone, whatever else the engine is running.
+    of the prompt and the parameters alone, whatever else the engine is running. `num_speculative_tokens` bounds the
+    drafts per step in an engine that speculates; 0 is none. It changes the speed and no token. `structured_outputs`
+    holds the output to a grammar.
     """
 
     n: int = 1
@@ -76,6 +79,8 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    num_speculative_tokens: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
 
@@ -138,6 +143,8 @@ def _check_lengths(params: SamplingParams) -> None:
         _check_int("logprobs", params.logprobs, 0, MAX_LOGPROBS)
     if params.prompt_logprobs is not None:
         _check_int("prompt_logprobs", params.prompt_logprobs, 0, MAX_LOGPROBS)
+    if params.num_speculative_tokens is not None:
+        _check_int("num_speculative_tokens", params.num_speculative_tokens, 0, MAX_COUNT)
     if params.seed is not None:
         _check_int("seed", params.seed, -_SEED_LIMIT, _SEED_LIMIT - 1)
     if params.n > 1 and params.is_greedy:
@@ -145,6 +152,8 @@ def _check_lengths(params: SamplingParams) -> None:
 
 
 def _check_collections(params: SamplingParams) -> None:
+    if not isinstance(params.structured_outputs, StructuredOutputsParams | None):
+        raise _refuse("structured_outputs", "StructuredOutputsParams", params.structured_outputs)
     for field in ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens"):
         if not isinstance(getattr(params, field), bool):
             raise _refuse(field, "True or False", getattr(params, field))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from penstock.messages.requests import EngineRequest
 
 BlockIds = tuple[tuple[int, ...], ...]
@@ -32,7 +34,7 @@ class CachedRequestData:
     """A request that the runner already holds: only what changed.
 
     `new_block_ids` are appended to the block tables. `num_computed_tokens` is the scheduler's count before this step,
-    which overwrites the runner's CPU mirror.
+    which overwrites the runner's CPU mirror; it counts drafts in flight as accepted, so it is an upper bound.
     """
 
     request_id: str
@@ -45,14 +47,20 @@ class SchedulerOutput:
     """One step. `step` counts the calls of `schedule()` from 1.
 
     `num_scheduled_tokens` maps a request id to how many tokens it computes in this step; its order is the order in
-    which the scheduler chose them. Finished and preempted requests give up their rows before anything else happens.
+    which the scheduler chose them. The last `num_draft_tokens[request_id]` of them are drafts, which the device holds
+    and this step verifies. At its end the speculator proposes `num_drafts_to_propose` drafts for every request that
+    samples, and reports those of `grammar_request_ids`, which need a `GrammarOutput` to sample. Finished and preempted
+    requests give up their rows before anything else happens.
     """
 
     step: int
     new_requests: tuple[NewRequestData, ...] = ()
     cached_requests: tuple[CachedRequestData, ...] = ()
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict[str, int])
+    num_draft_tokens: dict[str, int] = field(default_factory=dict[str, int])
+    num_drafts_to_propose: int = 0
     total_num_scheduled_tokens: int = 0
+    grammar_request_ids: frozenset[str] = frozenset()
     finished_request_ids: frozenset[str] = frozenset()
     preempted_request_ids: frozenset[str] = frozenset()
 
@@ -60,3 +68,14 @@ class SchedulerOutput:
     def is_empty(self) -> bool:
         """No forward pass is needed; rows may still have to be freed."""
         return self.total_num_scheduled_tokens == 0
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarOutput:
+    """Which tokens the grammars allow: per request [1 + drafts, ceil(vocab_size / 32)] int32, a bit per token.
+
+    Row j is for the token behind the j-th draft, row 0 for the one behind the last known token. Requests without an
+    entry are free.
+    """
+
+    bitmasks: dict[str, np.ndarray]

@@ -9,6 +9,19 @@ from penstock.messages.outputs import EngineOutput
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationStats:
+    """Counters: verifications, drafts verified, and accepted drafts by their place behind the last token."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_per_position: tuple[int, ...] = ()
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        return sum(self.num_accepted_per_position)
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerStats:
     """What the scheduler looks like at this moment; the counters only grow."""
 
@@ -18,6 +31,7 @@ class SchedulerStats:
     num_preemptions: int
     prefix_cache_queries: int
     prefix_cache_hits: int
+    speculation: SpeculationStats = SpeculationStats()
 
 
 class RequestEventKind(enum.StrEnum):

@@ -6,6 +6,7 @@ The metrics are those of `penstock.metrics.table`, in a registry of their own. B
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import zip_longest
 from operator import attrgetter
 from typing import Protocol, TypeVar
 
@@ -14,7 +15,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.openmetrics import exposition as openmetrics
 
 from penstock.messages.outputs import FinishReason
-from penstock.messages.stats import SchedulerStats, StepReport
+from penstock.messages.stats import SchedulerStats, SpeculationStats, StepReport
 from penstock.metrics.request_log import Phase, RequestLog, RequestRecord
 from penstock.metrics.table import COMMON_LABELS, METRICS, Kind
 from penstock.utils.errors import EngineDeadError
@@ -25,6 +26,9 @@ _TOTALS = (
     ("vllm:num_preemptions", attrgetter("num_preemptions")),
     ("vllm:prefix_cache_queries", attrgetter("prefix_cache_queries")),
     ("vllm:prefix_cache_hits", attrgetter("prefix_cache_hits")),
+    ("vllm:spec_decode_num_drafts", attrgetter("speculation.num_drafts")),
+    ("vllm:spec_decode_num_draft_tokens", attrgetter("speculation.num_draft_tokens")),
+    ("vllm:spec_decode_num_accepted_tokens", attrgetter("speculation.num_accepted_tokens")),
 )
 _OWN_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 _OPENMETRICS = "application/openmetrics-text"
@@ -70,6 +74,7 @@ class PrometheusMetrics:
             if phase is not Phase.FINISHED
         }
         self._cache_info = gauges["vllm:cache_config_info"]
+        self._accepted_per_position = counters["vllm:spec_decode_num_accepted_tokens_per_pos"]
         self._http_requests = counters["penstock:http_requests"]
         self._counted = SchedulerStats(0, 0, 0.0, 0, 0, 0)
         self._engine: WatchedEngine | None = None
@@ -90,7 +95,16 @@ class PrometheusMetrics:
             self._histograms["vllm:iteration_tokens_total"].observe(report.num_tokens)
         for name, total in _TOTALS:
             self._counters[name].inc(total(report.stats) - total(self._counted))
+        self._count_accepted(report.stats.speculation, self._counted.speculation)
         self._counted = report.stats
+
+    def _count_accepted(self, now: SpeculationStats, before: SpeculationStats) -> None:
+        if now is before or now.num_accepted_per_position == before.num_accepted_per_position:
+            return
+        for position, (count, counted) in enumerate(
+            zip_longest(now.num_accepted_per_position, before.num_accepted_per_position, fillvalue=0)
+        ):
+            self._accepted_per_position.labels(*self._common, str(position)).inc(count - counted)
 
     def on_tokens(self, record: RequestRecord, num_tokens: int, seconds: float) -> None:
         self._counters["vllm:generation_tokens"].inc(num_tokens)

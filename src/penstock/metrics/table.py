@@ -73,6 +73,10 @@ METRICS = (
     # The scheduler's totals.
     _counter("vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
     _counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    _counter("vllm:spec_decode_num_drafts", "Verifications: a request's drafts of one step."),
+    _counter("vllm:spec_decode_num_draft_tokens", "Draft tokens that were verified."),
+    _counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens that were right."),
+    _counter("vllm:spec_decode_num_accepted_tokens_per_pos", "The same, by their place in the draft.", "position"),
     _counter("vllm:num_preemptions", "Times that a request lost its place in the running batch."),
     _histogram("vllm:iteration_tokens_total", "Tokens that one step computed.", _STEP_TOKENS),
     # Tokens, as they come.

@@ -90,9 +90,9 @@ class LlamaForCausalLM:
         inner = weights / "model"
         self.embedding = Embedding(inner.tensor("embed_tokens.weight", vocab, hidden))
         rotary = rotary_table(config.rope, config.head_dim, config.max_position_embeddings)
-        rotary = rotary.to(self.embedding.weight.device)
+        self.rotary = rotary.to(self.embedding.weight.device)
         self.layers = [
-            self.layer_class(config, inner / "layers" / layer, layer, rotary)
+            self.layer_class(config, inner / "layers" / layer, layer, self.rotary)
             for layer in range(config.num_hidden_layers)
         ]
         self.norm = RMSNorm(inner.tensor("norm.weight", hidden), config.rms_norm_eps)

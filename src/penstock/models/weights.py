@@ -31,6 +31,8 @@ class WeightSource(Protocol):
         """The tensor in its stored dtype. Raises ConfigError when it is missing or has another shape."""
         ...
 
+    def has(self, name: str) -> bool: ...
+
     def close(self) -> None: ...
 
 
@@ -45,6 +47,10 @@ class Weights:
 
     def __truediv__(self, part: str | int) -> Weights:
         return Weights(self._source, self._dtype, self._device, f"{self._prefix}{part}.")
+
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor `prefix + name`."""
+        return self._source.has(self._prefix + name)
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         """The tensor `prefix + name`, of exactly this shape."""
@@ -77,6 +83,9 @@ class CheckpointSource:
         self._progress.update()
         return tensor
 
+    def has(self, name: str) -> bool:
+        return name in self._file_of
+
     def close(self) -> None:
         self._progress.close()
         self._open_files.clear()
@@ -95,6 +104,9 @@ class DummySource:
         start = zlib.crc32(name.encode()) % _DUMMY_POOL
         repeated = self._pool.roll(start).repeat(-(-count // _DUMMY_POOL))
         return repeated[:count].view(*shape)
+
+    def has(self, name: str) -> bool:
+        return True
 
     def close(self) -> None:
         self._pool = torch.empty(0)

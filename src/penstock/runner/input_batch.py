@@ -24,12 +24,19 @@ class InputBatch:
     query_lens_np: np.ndarray  # [num_reqs] int64: tokens computed in this step
     num_computed_np: np.ndarray  # [num_reqs] int64: the scheduler's count before this step
     sampling_np: np.ndarray  # [num_sampling] int64: batch rows whose step reaches the last known token
+    num_drafts_np: np.ndarray  # [num_sampling] int64: drafts verified behind it
+    logits_request_np: np.ndarray  # [num_logits] int64: the sampling request (0 .. num_sampling - 1) of each logits row
     idx_mapping: torch.Tensor  # [num_reqs] int64: rows_np on the device
     query_start_loc: torch.Tensor  # [num_reqs + 1] int32
     seq_lens: torch.Tensor  # [num_reqs] int32: exact
     tokens: TokenInputs
-    logits_indices: torch.Tensor  # [num_sampling] int64: the last token of each sampling request
+    logits_indices: torch.Tensor  # [num_logits] int64: each sampling request's last known token, then its drafts
     num_blocks_np: tuple[np.ndarray, ...]  # per group [num_reqs] int64
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether any request verifies drafts in this step."""
+        return len(self.logits_request_np) > len(self.sampling_np)
 
     @property
     def sampling_request_ids(self) -> list[str]:
@@ -46,6 +53,9 @@ def make_input_batch(plan: SchedulerOutput, states: RequestStates, blocks: Block
     num_computed = states.num_computed_np[rows]
     # A row samples when it has computed all tokens known at its admission: a chunk in the middle of them does not.
     sampling = np.nonzero(num_computed + query_lens >= states.prefill_len_np[rows])[0]
+    drafts = plan.num_draft_tokens
+    num_drafts = np.fromiter((drafts.get(request_ids[i], 0) for i in sampling), np.int64, len(sampling))
+    logits_request = np.repeat(np.arange(len(sampling)), num_drafts + 1)
     device = states.token_ids.device
     idx_mapping = to_device(rows, device)
     query_start_loc = to_device(query_start_loc_np, device)
@@ -59,13 +69,24 @@ def make_input_batch(plan: SchedulerOutput, states: RequestStates, blocks: Block
         query_lens_np=query_lens,
         num_computed_np=num_computed,
         sampling_np=sampling,
+        num_drafts_np=num_drafts,
+        logits_request_np=logits_request,
         idx_mapping=idx_mapping,
         query_start_loc=query_start_loc,
         seq_lens=seq_lens.to(torch.int32),
         tokens=tokens,
-        logits_indices=to_device(query_start_loc_np[sampling + 1].astype(np.int64) - 1, device),
+        logits_indices=to_device(_last_tokens(query_start_loc_np[sampling + 1], num_drafts), device),
         num_blocks_np=tuple(blocks.num_blocks(group, rows) for group in range(len(blocks.tables))),
     )
+
+
+def _last_tokens(ends: np.ndarray, num_drafts: np.ndarray) -> np.ndarray:
+    """[num_logits] int64: of each request whose tokens end at `ends`, the last `1 + num_drafts`."""
+    if not num_drafts.any():
+        return ends.astype(np.int64) - 1
+    counts = num_drafts + 1
+    offsets = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.repeat(ends.astype(np.int64) - counts, counts) + offsets
 
 
 def make_attention_metadata(batch: InputBatch, blocks: BlockTables) -> list[AttentionMetadata]:

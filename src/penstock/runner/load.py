@@ -10,8 +10,9 @@ import torch
 from penstock.config.engine import CacheConfig, EngineConfig
 from penstock.config.model import ModelConfig
 from penstock.kernels.host_memory import aligned_bytes
-from penstock.messages.kv_cache_spec import DTYPE_BYTES, KVCacheConfig, KVCacheGroup
+from penstock.messages.kv_cache_spec import DTYPE_BYTES, KVCacheConfig, KVCacheSpec
 from penstock.models.interface import Model
+from penstock.models.mtp import MultiTokenPredictor, build_mtp
 from penstock.models.registry import build_model, check_supported
 from penstock.models.weights import Weights, checkpoint_bytes, open_weights
 from penstock.runner.memory import available_bytes, total_bytes
@@ -20,15 +21,26 @@ from penstock.utils.errors import ConfigError
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
 # On a CPU the memory is shared with everything else, so the default budget stays modest.
 CPU_DEFAULT_KV_BYTES = 4 << 30
+DRAFT_PREFIX = "draft."
+
+
+Drafter = Model | MultiTokenPredictor
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A complete model on its device, before it has any KV cache."""
+    """A complete model on its device, before it has any KV cache; `drafter` is the speculator's, if it has one."""
 
     model: Model
     config: ModelConfig
     device: torch.device
+    drafter: Drafter | None = None
+
+    @property
+    def draft_kv_cache_specs(self) -> dict[str, KVCacheSpec]:
+        """The drafter's layers under names of their own: the two models may call theirs the same."""
+        specs = {} if self.drafter is None else self.drafter.kv_cache_specs
+        return {f"{DRAFT_PREFIX}{name}": spec for name, spec in specs.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +62,31 @@ def load_model(config: EngineConfig) -> LoadedModel:
                 f"the weights of {config.model.path} take {needed / 2**30:.1f} GiB and {device} has "
                 f"{available / 2**30:.1f} GiB free: choose a smaller model or another dtype"
             )
+    model, drafter = _build(config, device)
+    return LoadedModel(model, config.model, device, drafter)
+
+
+def _build(config: EngineConfig, device: torch.device) -> tuple[Model, Drafter | None]:
     source = open_weights(config.model.path, config.load_format)
+    speculative = config.speculative
     try:
         with torch.inference_mode():
-            model = build_model(config.model, Weights(source, TORCH_DTYPES[config.model.dtype], device))
+            weights = Weights(source, TORCH_DTYPES[config.model.dtype], device)
+            model = build_model(config.model, weights)
+            if speculative is not None and speculative.method == "mtp":
+                return model, build_mtp(config.model, weights, model)
     finally:
         source.close()
-    return LoadedModel(model, config.model, device)
+    if speculative is None or speculative.draft_model is None:
+        return model, None
+    check_supported(speculative.draft_model)
+    source = open_weights(speculative.draft_model.path, config.load_format)
+    try:
+        with torch.inference_mode():
+            weights = Weights(source, TORCH_DTYPES[config.model.dtype], device)
+            return model, build_model(speculative.draft_model, weights)
+    finally:
+        source.close()
 
 
 def num_blocks_in_budget(config: CacheConfig, device: torch.device, bytes_per_block: int) -> int:
@@ -81,21 +111,22 @@ def num_blocks_in_budget(config: CacheConfig, device: torch.device, bytes_per_bl
 
 def allocate_kv_cache(config: KVCacheConfig, device: torch.device) -> KVCache:
     """Allocates the cache, uninitialised: nothing may be read that was not written."""
-    storages = [_allocate(config, device) for _ in range(config.num_tensors)]
+    storages = [_allocate(config, config.groups[0].spec, device) for _ in range(config.num_tensors)]
     tensors = {
-        name: storages[index].view(_shape(config, group))
+        name: storages[index].view(_shape(config, group.spec))
         for group in config.groups
         for index, name in enumerate(group.layer_names)
     }
+    tensors.update((layer.name, _allocate(config, layer.spec, device)) for layer in config.attached)
     return KVCache(config, tensors)
 
 
-def _allocate(config: KVCacheConfig, device: torch.device) -> torch.Tensor:
-    shape, dtype = _shape(config, config.groups[0]), TORCH_DTYPES[config.groups[0].spec.dtype]
+def _allocate(config: KVCacheConfig, spec: KVCacheSpec, device: torch.device) -> torch.Tensor:
+    shape, dtype = _shape(config, spec), TORCH_DTYPES[spec.dtype]
     if device.type == "cpu":
         return aligned_bytes(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def _shape(config: KVCacheConfig, group: KVCacheGroup) -> tuple[int, ...]:
-    return (config.num_blocks, 2, group.spec.num_kv_heads, config.block_size, group.spec.head_size)
+def _shape(config: KVCacheConfig, spec: KVCacheSpec) -> tuple[int, ...]:
+    return (config.num_blocks, 2, spec.num_kv_heads, config.block_size, spec.head_size)

@@ -1,24 +1,26 @@
 """One device's step, in two calls that alternate strictly:
 
     execute_model(plan)   free rows, add rows, refresh rows, build the batch, run the model; parks an ExecuteModelState
-    sample_tokens()       sample, store the tokens where the next step reads them, return what the scheduler needs
+    sample_tokens()       sample, verify drafts, store the tokens where the next step reads them, propose new drafts,
+                          return what the scheduler needs
 
 They are two so that the CPU can work out which tokens a grammar allows while the model runs.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from penstock.attention.metadata import ForwardContext
 from penstock.config.engine import SchedulerConfig
+from penstock.config.speculative import SpeculativeConfig
 from penstock.kernels.prepare_inputs import store_sampled
 from penstock.messages.kv_cache_spec import NULL_BLOCK
 from penstock.messages.runner_output import ModelRunnerOutput, TokenLogprobs
-from penstock.messages.scheduler_output import BlockIds, SchedulerOutput
+from penstock.messages.scheduler_output import BlockIds, GrammarOutput, SchedulerOutput
 from penstock.runner.block_tables import BlockTables
 from penstock.runner.buffers import to_device
 from penstock.runner.input_batch import InputBatch, make_attention_metadata, make_input_batch
@@ -27,6 +29,9 @@ from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling.logprobs import token_logprobs
 from penstock.runner.sampling.sampler import SamplerOutput, sample
 from penstock.runner.sampling.states import SamplingBatch, SamplingStates
+from penstock.runner.speculation.select import make_speculator
+from penstock.runner.speculation.speculator import StepResult
+from penstock.runner.speculation.verify import Verified, verify
 
 # Prompt log probabilities need logits for every prompt token: this many rows of the vocabulary at a time.
 _PROMPT_LOGITS_ROWS = 256
@@ -38,12 +43,21 @@ class ExecuteModelState:
 
     batch: InputBatch
     hidden: torch.Tensor  # [num_tokens, hidden_size]
+    num_drafts_to_propose: int
+    grammar_request_ids: frozenset[str]
 
 
 class ModelRunner:
     """Receives finished parts and owns the rows. Not thread-safe: one thread drives it."""
 
-    def __init__(self, loaded: LoadedModel, cache: KVCache, config: SchedulerConfig, debug: bool = False) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        cache: KVCache,
+        config: SchedulerConfig,
+        speculative: SpeculativeConfig | None = None,
+        debug: bool = False,
+    ) -> None:
         self._model = loaded.model
         self._cache = cache
         self._device = loaded.device
@@ -52,13 +66,16 @@ class ModelRunner:
             # The null block is unreadable: whoever reads it shall see.
             for tensor in cache.tensors.values():
                 tensor[NULL_BLOCK] = torch.nan
-        self._states = RequestStates(config.max_num_seqs, config.max_model_len, loaded.device)
+        self._max_num_drafts = config.max_num_drafts
+        self._max_drafts_in_flight = config.max_num_drafts * (config.max_num_in_flight - 1)
+        self._states = RequestStates(config.max_num_seqs, config.max_model_len, config.max_num_drafts, loaded.device)
         self._sampling = SamplingStates(config.max_num_seqs)
         groups = cache.config.groups
         self._blocks = BlockTables(
             len(groups), config.max_num_seqs, config.max_model_len, cache.config.block_size, loaded.device
         )
         self._layers_of_group = [group.layer_names for group in groups]
+        self._speculator = make_speculator(loaded, cache, config, speculative, self._blocks)
         self._parked: ExecuteModelState | None = None
 
     @torch.inference_mode()
@@ -70,29 +87,82 @@ class ModelRunner:
             return
         batch = make_input_batch(plan, self._states, self._blocks)
         if self._debug:
-            exact = self._states.num_computed_exact[batch.idx_mapping, 0].cpu().numpy()
-            assert (exact == batch.num_computed_np).all(), (exact, batch.num_computed_np)
+            ahead = batch.num_computed_np - self._states.num_computed_exact[batch.idx_mapping, 0].cpu().numpy()
+            assert ((ahead >= 0) & (ahead <= self._max_drafts_in_flight)).all(), ahead
         context = self._make_context(batch)
         hidden = self._model.forward(batch.tokens.input_ids, batch.tokens.positions, context)
         self._states.num_computed_exact[batch.idx_mapping, 0] = batch.seq_lens.long()
-        self._parked = ExecuteModelState(batch, hidden)
+        self._parked = ExecuteModelState(batch, hidden, plan.num_drafts_to_propose, plan.grammar_request_ids)
 
     @torch.inference_mode()
-    def sample_tokens(self) -> ModelRunnerOutput:
-        """Samples for the step that `execute_model` ran last."""
+    def sample_tokens(self, grammars: GrammarOutput) -> ModelRunnerOutput:
+        """Samples for the step that `execute_model` ran last, within its grammars."""
         state, self._parked = self._parked, None
         if state is None:
             return ModelRunnerOutput()
         prompt_logprobs = self._prompt_logprobs(state)
         batch = state.batch
         if not len(batch.sampling_np):
+            self._propose(state, self._sampling_rows(batch), 0)
             no_tokens = dict.fromkeys(batch.request_ids, ())
             return ModelRunnerOutput(sampled_token_ids=no_tokens, prompt_logprobs=prompt_logprobs)
-        sampling = self._make_sampling_batch(batch)
+        sampling = self._make_sampling_batch(batch, grammars)
         logits = self._model.compute_logits(state.hidden[batch.logits_indices])
         sampled = sample(logits, sampling)
+        rows = self._sampling_rows(batch) if batch.has_drafts else sampling.rows
+        verified = verify(sampled.token_ids, self._states.drafts, rows, batch.num_drafts_np)
+        self._store(state, rows, sampling, sampled, verified)
+        self._propose(state, rows, state.num_drafts_to_propose)
+        output = _make_output(batch, sampled, verified, self._logprobs(logits, sampled, sampling), prompt_logprobs)
+        return self._with_drafts(output, state, rows)
+
+    def _with_drafts(
+        self, output: ModelRunnerOutput, state: ExecuteModelState, rows: torch.Tensor
+    ) -> ModelRunnerOutput:
+        """Adds what the scheduler must know of the new drafts, which is as little as possible."""
+        names = state.batch.sampling_request_ids
+        wanted = [i for i, name in enumerate(names) if name in state.grammar_request_ids]
+        if not state.num_drafts_to_propose or not (wanted or self._speculator.leaves_gaps):
+            return output
+        drafts = self._states.drafts[rows, : state.num_drafts_to_propose]
+        ids = drafts.tolist() if wanted else []
+        counts = (drafts >= 0).sum(1).tolist() if self._speculator.leaves_gaps else []
+        return replace(
+            output,
+            draft_token_ids={names[i]: tuple(ids[i]) for i in wanted},
+            num_proposed_tokens=dict(zip(names, counts, strict=False)),
+        )
+
+    def _sampling_rows(self, batch: InputBatch) -> torch.Tensor:
+        return batch.idx_mapping[to_device(batch.sampling_np, self._device)]
+
+    def _store(
+        self,
+        state: ExecuteModelState,
+        rows: torch.Tensor,
+        sampling: SamplingBatch,
+        sampled: SamplerOutput,
+        verified: Verified,
+    ) -> None:
+        """Puts the sampled tokens where the next step reads them, and takes back the count of rejected drafts."""
         store_sampled(sampled.token_ids, sampling.rows, sampling.positions, self._states.token_ids)
-        return _make_output(batch, sampled, self._logprobs(logits, sampled, sampling), prompt_logprobs)
+        if state.batch.has_drafts:
+            num_drafts = to_device(state.batch.num_drafts_np, self._device)
+            self._states.num_computed_exact[rows, 0] -= num_drafts - verified.num_accepted
+
+    def _propose(self, state: ExecuteModelState, rows: torch.Tensor, num_drafts: int) -> None:
+        """Lets the speculator follow the step, and stores its drafts behind the last known tokens."""
+        if not self._max_num_drafts:
+            return
+        states = self._states
+        num_computed = states.num_computed_exact[rows, 0]
+        sampling = to_device(state.batch.sampling_np, self._device)
+        step = StepResult(state.batch, state.hidden, sampling, rows, num_computed, states.token_ids)
+        drafts = self._speculator.propose(step, num_drafts)
+        if num_drafts and len(rows):
+            states.drafts[rows, :num_drafts] = drafts
+            places = num_computed[:, None] + 1 + torch.arange(num_drafts, device=self._device)
+            states.token_ids[rows[:, None], places] = drafts.clamp(min=0).to(states.token_ids.dtype)
 
     def _update_rows(self, plan: SchedulerOutput) -> None:
         self._sampling.remove(self._states.remove(plan.finished_request_ids | plan.preempted_request_ids))
@@ -119,15 +189,22 @@ class ModelRunner:
         by_layer = {name: view for names, view in zip(self._layers_of_group, metadata, strict=True) for name in names}
         return ForwardContext(by_layer, self._cache.tensors)
 
-    def _make_sampling_batch(self, batch: InputBatch) -> SamplingBatch:
-        index = batch.sampling_np
-        on_device = to_device(index, self._device)
+    def _make_sampling_batch(self, batch: InputBatch, grammars: GrammarOutput) -> SamplingBatch:
+        index = batch.sampling_np[batch.logits_request_np]
+        rows = batch.rows_np[index]
+        positions = batch.tokens.positions[batch.logits_indices] + 1
+        if self._max_num_drafts:
+            # Behind drafts in flight the CPU knows no exact position; a GPU's copy back is waited for here.
+            positions_np = positions.cpu().numpy()
+        else:
+            positions_np = batch.num_computed_np[index] + batch.query_lens_np[index]
         return SamplingBatch(
-            requests=self._sampling.at(batch.rows_np[index]),
-            positions_np=batch.num_computed_np[index] + batch.query_lens_np[index],
-            rows=batch.idx_mapping[on_device],
-            positions=batch.seq_lens[on_device].long(),
+            requests=self._sampling.at(rows),
+            positions_np=positions_np,
+            rows=to_device(rows, self._device),
+            positions=positions,
             token_ids=self._states.token_ids,
+            bitmasks=_arrange_bitmasks(batch, grammars),
         )
 
     def _logprobs(
@@ -139,7 +216,11 @@ class ModelRunner:
         index = sampling.indices(chosen)
         num_top = [sampling.requests[i].sampling_params.logprobs or 0 for i in chosen]
         rows = token_logprobs(logits[index], sampled.token_ids[index], num_top)
-        return {sampling.requests[i].request_id: (row,) for i, row in zip(chosen, rows, strict=True)}
+        found: dict[str, tuple[TokenLogprobs, ...]] = {}
+        for i, row in zip(chosen, rows, strict=True):
+            request_id = sampling.requests[i].request_id
+            found[request_id] = (*found.get(request_id, ()), row)
+        return found
 
     def _prompt_logprobs(self, state: ExecuteModelState) -> dict[str, tuple[TokenLogprobs, ...]]:
         batch = state.batch
@@ -164,24 +245,49 @@ class ModelRunner:
         return tuple(rows)
 
 
+def _arrange_bitmasks(batch: InputBatch, grammars: GrammarOutput) -> dict[int, np.ndarray]:
+    """Each logits row's bitmask, where it has one."""
+    if not grammars.bitmasks:
+        return {}
+    found: dict[int, np.ndarray] = {}
+    starts = (batch.num_drafts_np + 1).cumsum() - batch.num_drafts_np - 1
+    for request_id, start in zip(batch.sampling_request_ids, starts.tolist(), strict=True):
+        for offset, mask in enumerate(grammars.bitmasks.get(request_id, ())):
+            found[start + offset] = mask
+    return found
+
+
 def _make_output(
     batch: InputBatch,
     sampled: SamplerOutput,
+    verified: Verified,
     logprobs: dict[str, tuple[TokenLogprobs, ...]],
     prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]],
 ) -> ModelRunnerOutput:
+    """The one copy back: of each request's window, the accepted drafts and the token behind them."""
     tokens: dict[str, tuple[int, ...]] = dict.fromkeys(batch.request_ids, ())
-    tokens.update(
-        (request_id, (token,))
-        for request_id, token in zip(batch.sampling_request_ids, sampled.token_ids.tolist(), strict=True)
+    num_draft_tokens: dict[str, int] = {}
+    failed: list[str] = []
+    token_ids, is_valid = sampled.token_ids.tolist(), sampled.is_valid.tolist()
+    ends = (batch.num_drafts_np + 1).cumsum()
+    per_request = zip(
+        batch.sampling_request_ids,
+        (ends - batch.num_drafts_np - 1).tolist(),
+        batch.num_drafts_np.tolist(),
+        verified.num_accepted.tolist(),
+        verified.num_real_drafts.tolist(),
+        strict=True,
     )
-    failed = [
-        request_id
-        for request_id, is_valid in zip(batch.sampling_request_ids, sampled.is_valid.tolist(), strict=True)
-        if not is_valid
-    ]
+    for request_id, start, num_drafts, num_accepted, num_real_drafts in per_request:
+        end = start + 1 + num_accepted
+        tokens[request_id] = tuple(token_ids[start:end])
+        if num_drafts:
+            num_draft_tokens[request_id] = num_real_drafts
+        if not all(is_valid[start:end]):
+            failed.append(request_id)
     return ModelRunnerOutput(
         sampled_token_ids=tokens,
+        num_draft_tokens=num_draft_tokens,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         failed_requests=dict.fromkeys(failed, "no token can be drawn: the logits are not finite"),

@@ -18,9 +18,12 @@ from penstock.runner.buffers import StagedWriter
 
 
 class RequestStates:
-    def __init__(self, max_num_reqs: int, max_model_len: int, device: torch.device) -> None:
-        # One more than the longest request: the token sampled at its last position is stored and never computed.
-        self.token_ids = torch.zeros((max_num_reqs, max_model_len + 1), dtype=torch.int32, device=device)
+    def __init__(self, max_num_reqs: int, max_model_len: int, max_num_drafts: int, device: torch.device) -> None:
+        # One more than the longest request: the token sampled at its last position is stored and never computed. Drafts
+        # stand behind it, a gap as token 0; `drafts` tells the gaps.
+        width = max_model_len + 1 + max_num_drafts
+        self.token_ids = torch.zeros((max_num_reqs, width), dtype=torch.int32, device=device)
+        self.drafts = torch.zeros((max_num_reqs, max_num_drafts), dtype=torch.int64, device=device)  # -1 is a gap
         self.num_computed_exact = torch.zeros((max_num_reqs, 1), dtype=torch.int64, device=device)
         self.num_computed_np = np.zeros(max_num_reqs, dtype=np.int64)  # the scheduler's count; an upper bound
         self.prefill_len_np = np.zeros(max_num_reqs, dtype=np.int64)  # tokens known at admission

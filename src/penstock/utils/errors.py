@@ -4,6 +4,7 @@
     ├── ConfigError       the operator asked for something that cannot be: names the flag to change
     ├── RequestError      a client's request is at fault: names the field and the bound; becomes an HTTP 4xx
     ├── OverloadedError   the request is right, but there is no room for it now; becomes an HTTP 503
+    ├── GrammarError      one request's grammar cannot go on; the request ends with it
     ├── WireError         another process sent what is no message
     └── EngineDeadError   the engine core has stopped and can serve nothing more; becomes an HTTP 503
 
@@ -32,6 +33,10 @@ class RequestError(PenstockError, ValueError):
 
 class OverloadedError(PenstockError):
     """The engine holds as many requests as it may, or takes no new ones: the same request may succeed later."""
+
+
+class GrammarError(PenstockError):
+    """A request's output left its grammar, or its grammar grew too complex: the request ends with this error."""
 
 
 class WireError(PenstockError):

@@ -14,6 +14,7 @@ import torch
 
 from penstock.messages.requests import EngineRequest
 from penstock.runner.buffers import to_device
+from penstock.runner.sampling.bitmask import apply_bitmask
 from penstock.runner.sampling.logit_bias import apply_allowed_token_ids, apply_logit_bias, apply_min_tokens
 from penstock.runner.sampling.noise import Purpose, uniform
 from penstock.runner.sampling.penalties import apply_bad_words, apply_penalties, has_penalty
@@ -30,6 +31,7 @@ LOGITS_FEATURES: tuple[Feature, ...] = (
     apply_allowed_token_ids,
     apply_bad_words,
     apply_min_tokens,
+    apply_bitmask,
 )
 
 # What narrows the distribution that a random row draws from, after the temperature.
@@ -46,7 +48,7 @@ class SamplerOutput:
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> SamplerOutput:
     """One token per row of `logits`, [num_sampling, vocab_size] in the model's dtype, which is left as it is."""
-    if not any(_needs_processing(request) for request in batch.requests):
+    if not batch.bitmasks and not any(_needs_processing(request) for request in batch.requests):
         best = logits.max(-1)
         return SamplerOutput(best.indices, best.values.isfinite())
     logits = logits.to(torch.float32, copy=True)

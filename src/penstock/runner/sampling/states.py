@@ -41,6 +41,7 @@ class SamplingBatch:
     rows: torch.Tensor  # [num_sampling] int64: state rows
     positions: torch.Tensor  # [num_sampling] int64: positions_np, exact, on the device
     token_ids: torch.Tensor  # [max_num_reqs, width] int32: all tokens by state row; known below `positions`
+    bitmasks: dict[int, np.ndarray]  # row -> [ceil(vocab_size / 32)] int32: the tokens that its grammar allows
 
     def where(self, condition: Callable[[EngineRequest], object]) -> list[int]:
         """The indices of those requests that a feature concerns."""

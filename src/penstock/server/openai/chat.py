@@ -16,6 +16,7 @@ from starlette.responses import Response
 from penstock.engine.tokenizer import Tokenizer
 from penstock.messages.outputs import RequestOutput
 from penstock.messages.sampling_params import SamplingParams
+from penstock.messages.structured_outputs import StructuredOutputsParams
 from penstock.server import limits
 from penstock.server.errors import JSONResponse
 from penstock.server.openai import generation, logprobs
@@ -41,7 +42,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     service = service_of(request)
     model = service.admit(body.model)
     tools = _ToolUse(body, service.tool_format)
-    params = _sampling_params(body, service)
+    params = _sampling_params(body, service, tools)
     prompt = await render_messages(service, body.messages, tools.offered, template_options(body))
     if tools.prefix:
         prompt += service.llm.get_tokenizer().encode(tools.prefix, add_special_tokens=False)
@@ -58,12 +59,18 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     return JSONResponse(answer.whole(), headers={REQUEST_ID_HEADER: request_id})
 
 
-def _sampling_params(body: ChatCompletionRequest, service: Service) -> SamplingParams:
+def _sampling_params(body: ChatCompletionRequest, service: Service, tools: _ToolUse) -> SamplingParams:
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
+    overrides: dict[str, Any] = {}
+    if tools.grammar:
+        if body.structured_outputs is not None or (body.response_format and body.response_format.type != "text"):
+            raise RequestError("a forced tool call excludes response_format and structured_outputs", "tool_choice")
+        overrides["structured_outputs"] = StructuredOutputsParams(grammar=tools.grammar)
     return generation.sampling_params(
         body,
         service.default_sampling_params,
+        **overrides,
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
@@ -127,12 +134,16 @@ def _arguments(text: str) -> Any:
 
 
 class _ToolUse:
-    """Whether and how this answer may call tools. `prefix` is what the answer is made to begin with."""
+    """Whether and how this answer may call tools.
+
+    `prefix` is what the answer is made to begin with, and `grammar` what it is held to from there on.
+    """
 
     def __init__(self, body: ChatCompletionRequest, tool_format: ToolCallFormat | None) -> None:
         choice = body.tool_choice or ("auto" if body.tools else "none")
         self.offered: list[Tool] = [] if choice == "none" else list(body.tools or ())
         self.prefix = ""
+        self.grammar = ""
         self.allows_several = body.parallel_tool_calls is not False
         self._format = tool_format if self.offered else None
         if choice == "none":
@@ -150,9 +161,16 @@ class _ToolUse:
             name = choice.function.name
             if name not in [tool.function.name for tool in self.offered]:
                 raise RequestError(f"tool_choice names {name!r}, which is none of the tools", "tool_choice")
-            self.prefix = self._format.forced_prefix(name)
+            self._force(self._format, name)
         elif choice == "required":
-            self.prefix = self._format.forced_prefix(None)
+            self._force(self._format, None)
+
+    def _force(self, tool_format: ToolCallFormat, name: str | None) -> None:
+        """Makes the answer a call of this function, or of any."""
+        functions = [tool.function for tool in self.offered if name in (None, tool.function.name)]
+        schemas = {function.name: function.parameters or {"type": "object"} for function in functions}
+        self.prefix = tool_format.forced_prefix(name)
+        self.grammar = tool_format.forced_grammar(schemas, name)
 
     def reader(self) -> _ToolReader | _PlainReader:
         """Reads one completion."""

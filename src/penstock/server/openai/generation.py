@@ -14,8 +14,9 @@ from penstock.engine.async_llm import RequestStream
 from penstock.engine.input_processor import Prompt
 from penstock.messages.outputs import CompletionOutput, FinishReason, Logprobs, RequestOutput
 from penstock.messages.sampling_params import SamplingParams
+from penstock.messages.structured_outputs import StructuredOutputsParams
 from penstock.server import limits
-from penstock.server.openai.protocol import GenerationRequest, Usage
+from penstock.server.openai.protocol import GenerationRequest, JsonObjectFormat, JsonSchemaFormat, Usage
 from penstock.server.service import Service
 from penstock.utils.errors import PenstockError, RequestError
 
@@ -23,6 +24,7 @@ _SAMPLING_FIELDS = (
     "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "seed", "stop", "stop_token_ids", "allowed_token_ids", "bad_words", "min_tokens", "ignore_eos",
     "include_stop_str_in_output", "skip_special_tokens", "prompt_logprobs",
+    "num_speculative_tokens",
 )  # fmt: skip
 
 
@@ -34,7 +36,20 @@ def sampling_params(body: GenerationRequest, defaults: SamplingParams, **overrid
         given.setdefault("temperature", 1.0)
     if body.logit_bias is not None:
         given["logit_bias"] = {_token_id(key): value for key, value in body.logit_bias.items()}
+    given["structured_outputs"] = _structured_outputs(body)
     return replace(defaults, **{**given, **overrides})
+
+
+def _structured_outputs(body: GenerationRequest) -> StructuredOutputsParams | None:
+    """What `response_format` or `structured_outputs` asks for. Raises RequestError when both do."""
+    wanted = body.response_format
+    if body.structured_outputs is not None:
+        if wanted is not None and wanted.type != "text":
+            raise RequestError("response_format and structured_outputs exclude each other", "structured_outputs")
+        return StructuredOutputsParams(**body.structured_outputs.model_dump(by_alias=True, exclude_none=True))
+    if isinstance(wanted, JsonSchemaFormat):
+        return StructuredOutputsParams(json=wanted.json_schema.schema_)
+    return StructuredOutputsParams(json_object=True) if isinstance(wanted, JsonObjectFormat) else None
 
 
 def _token_id(key: str) -> int:

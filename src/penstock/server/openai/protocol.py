@@ -33,8 +33,37 @@ class StreamOptions(_Request):
     include_obfuscation: Any = None
 
 
-class ResponseFormat(_Request):
+class JsonSchema(BaseModel):
+    name: Name | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class TextFormat(_Request):
     type: Literal["text"]
+
+
+class JsonObjectFormat(_Request):
+    type: Literal["json_object"]
+
+
+class JsonSchemaFormat(_Request):
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
+class StructuredOutputs(_Request):
+    """vLLM's field: exactly one of these."""
+
+    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
 
 
 class GenerationRequest(_Request):
@@ -68,6 +97,9 @@ class GenerationRequest(_Request):
     cache_salt: Annotated[Name, StringConstraints(min_length=1)] | None = None
     priority: Annotated[int, Field(ge=-MAX_COUNT, le=MAX_COUNT)] = 0
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    num_speculative_tokens: Count | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool | None = False
 
     # Taken without effect.
@@ -96,7 +128,6 @@ class CompletionRequest(GenerationRequest):
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
     suffix: None = None
-    response_format: ResponseFormat | None = None
 
 
 class ContentPart(_Request):
@@ -167,7 +198,6 @@ class ChatCompletionRequest(GenerationRequest, TemplateOptions):
     tools: Annotated[list[Tool], Field(max_length=limits.MAX_TOOLS)] | None = None
     tool_choice: Literal["auto", "none", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = True
-    response_format: ResponseFormat | None = None
 
 
 class TokenizeRequest(TemplateOptions):

@@ -17,9 +17,9 @@ import json
 import re
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 MAX_TOOL_CALLS = 128
 """Calls in one answer; the text of any further one is content."""
@@ -378,6 +378,7 @@ class ToolCallFormat:
     name: str
     parser: Callable[[], ToolCallParser]
     opening: str
+    closing: str
     arguments_key: str
 
     def forced_prefix(self, function: str | None) -> str:
@@ -389,12 +390,32 @@ class ToolCallFormat:
             return f'{self.opening}{{"name": "'
         return f'{self.opening}{{"name": {json.dumps(function, ensure_ascii=False)}, "{self.arguments_key}":'
 
+    def forced_grammar(self, schemas: Mapping[str, Mapping[str, Any]], function: str | None) -> str:
+        """A Lark grammar of what must follow `forced_prefix(function)`: one call, with arguments that fit their schema.
+
+        `schemas` maps the functions that may be called to the JSON schemas of their arguments.
+        """
+        rules: list[str] = []
+        for number, (name, schema) in enumerate(schemas.items()):
+            head = "" if function is not None else f'{name}", "{self.arguments_key}":'
+            pieces = [_lark_string(head)] if head else []
+            rules.append(
+                f"call_{number}: {' '.join(pieces)} /[ ]?/ arguments_{number} {_lark_string('}' + self.closing)}"
+            )
+            rules.append(f"arguments_{number}: %json {json.dumps(schema)}")
+        calls = " | ".join(f"call_{number}" for number in range(len(schemas)))
+        return "\n".join([f"start: {calls}", *rules])
+
+
+def _lark_string(text: str) -> str:
+    return json.dumps(text)
+
 
 FORMATS: dict[str, ToolCallFormat] = {
     each.name: each
     for each in (
-        ToolCallFormat("hermes", _HermesParser, f"{_HermesParser.OPENING}\n", "arguments"),
-        ToolCallFormat("llama3_json", _Llama3Parser, "", "parameters"),
+        ToolCallFormat("hermes", _HermesParser, f"{_HermesParser.OPENING}\n", "\n</tool_call>", "arguments"),
+        ToolCallFormat("llama3_json", _Llama3Parser, "", "", "parameters"),
     )
 }
 

@@ -1,0 +1,119 @@
+"""Speculative decoding: which drafts, and how many.
+
+The keys are the field's: `method`, `model`, `num_speculative_tokens`, `prompt_lookup_min`, `prompt_lookup_max`, and
+`num_speculative_tokens_per_batch_size`, a table such as `{"4": 5, "16": 2}`: five drafts while at most 4 requests run,
+two up to 16, none beyond.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.config.model import ModelConfig, load_model_config
+from penstock.utils.errors import ConfigError
+from penstock.utils.names import did_you_mean
+
+METHODS = ("ngram", "draft_model", "mtp")
+MAX_DRAFTS = 32
+_KEYS = (
+    "method",
+    "model",
+    "num_speculative_tokens",
+    "num_speculative_tokens_per_batch_size",
+    "prompt_lookup_min",
+    "prompt_lookup_max",
+)
+_ANY_BATCH_SIZE = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """`drafts` as in `SchedulerConfig`. `draft_model` is set for the method of that name."""
+
+    method: str
+    num_speculative_tokens: int
+    drafts: tuple[tuple[int, int], ...]
+    prompt_lookup_min: int
+    prompt_lookup_max: int
+    draft_model: ModelConfig | None
+
+    @property
+    def num_lookahead_tokens(self) -> int:
+        """Positions behind a request's last computed token that the speculator writes KV for."""
+        return 0 if self.method == "ngram" else self.num_speculative_tokens
+
+
+def read_speculative_config(value: str | Mapping[str, Any]) -> Mapping[str, Any]:
+    """The object that `value` is, or is the JSON text of. Raises ConfigError."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ConfigError(f"speculative_config is not JSON: {error}") from None
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"speculative_config must be an object, got {value!r}")
+    for key in value:
+        if key not in _KEYS:
+            raise ConfigError(f"unknown key {key!r} in speculative_config{did_you_mean(key, _KEYS)}")
+    return value
+
+
+def parse_speculative_config(value: str | Mapping[str, Any], target: ModelConfig) -> SpeculativeConfig:
+    """Checks the configuration against the target model. Raises ConfigError naming the key and its bound."""
+    given = read_speculative_config(value)
+    method = given.get("method", "draft_model" if "model" in given else None)
+    if method not in METHODS:
+        raise ConfigError(f"method in speculative_config must be one of {', '.join(METHODS)}, got {method!r}")
+    count = _count(given, "num_speculative_tokens", None)
+    longest = _count(given, "prompt_lookup_max", 5)
+    shortest = _count(given, "prompt_lookup_min", min(2, longest))
+    if shortest > longest:
+        raise ConfigError(f"prompt_lookup_min={shortest} exceeds prompt_lookup_max={longest} in speculative_config")
+    if ("model" in given) != (method == "draft_model"):
+        raise ConfigError("speculative_config needs a model for the method draft_model, and for no other")
+    return SpeculativeConfig(
+        method=method,
+        num_speculative_tokens=count,
+        drafts=_parse_table(given.get("num_speculative_tokens_per_batch_size"), count),
+        prompt_lookup_min=shortest,
+        prompt_lookup_max=longest,
+        draft_model=_load_draft_model(given["model"], target) if method == "draft_model" else None,
+    )
+
+
+def _count(given: Mapping[str, Any], key: str, default: int | None) -> int:
+    value = given.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_DRAFTS:
+        raise ConfigError(f"{key} in speculative_config must be an integer from 1 to {MAX_DRAFTS}, got {value!r}")
+    return value
+
+
+def _parse_table(table: Any, count: int) -> tuple[tuple[int, int], ...]:
+    if table is None:
+        return ((_ANY_BATCH_SIZE, count),)
+    name = "num_speculative_tokens_per_batch_size in speculative_config"
+    if not isinstance(table, Mapping) or not table:
+        raise ConfigError(f'{name} must be an object such as {{"4": 5, "16": 2}}, got {table!r}')
+    entries: Mapping[Any, Any] = table  # pyright: ignore[reportUnknownVariableType]
+    pairs: list[tuple[int, int]] = []
+    for limit, drafts in entries.items():
+        if not str(limit).isdecimal() or not isinstance(drafts, int) or not 0 <= drafts <= count:
+            raise ConfigError(
+                f"{name} must map batch sizes to 0 to num_speculative_tokens={count} drafts, got {limit!r}: {drafts!r}"
+            )
+        pairs.append((int(limit), drafts))
+    return tuple(sorted(pairs))
+
+
+def _load_draft_model(path: Any, target: ModelConfig) -> ModelConfig:
+    model = load_model_config(Path(str(path)), target.dtype)
+    if model.vocab_size != target.vocab_size:
+        raise ConfigError(
+            f"the draft model has a vocabulary of {model.vocab_size} tokens and the target one of {target.vocab_size}: "
+            "they must share a tokenizer"
+        )
+    return model

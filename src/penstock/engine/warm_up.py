@@ -1,0 +1,56 @@
+"""The first request should not be the slow one: every path is walked once before anybody waits.
+
+The steps are those of the real scheduler, on the real runner, with lookahead blocks reserved by the scheduler's own
+rule: prompts of 2 + K tokens are prefills even where K drafts make a decode row of 1 + K. The scheduler, its block pool
+and its counters are made for the purpose and thrown away, so that nothing of it stays but what is warm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from penstock.config.engine import SchedulerConfig
+from penstock.core.kv_cache_manager import KVCacheManager
+from penstock.core.scheduler import Scheduler
+from penstock.engine.engine_core import EngineCore
+from penstock.executor.executor import Executor
+from penstock.messages.kv_cache_spec import KVCacheConfig
+from penstock.messages.requests import EngineRequest
+from penstock.messages.sampling_params import SamplingParams
+
+_MAX_BLOCKS = 256
+_KINDS = (
+    {"temperature": 0.0},
+    {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 2},
+    {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "min_p": 0.01},
+    {"temperature": 0.8, "repetition_penalty": 1.1, "presence_penalty": 0.1, "min_tokens": 2, "logit_bias": {0: 1.0}},
+)
+
+
+def warm_up(executor: Executor, cache: KVCacheConfig, limits: SchedulerConfig) -> None:
+    """Runs a few requests, each alone and then as many together as may be; raises what the worker raises."""
+    # A few blocks are enough, and a pool of all of them would take longer to make than the steps.
+    small = replace(cache, num_blocks=min(cache.num_blocks, _MAX_BLOCKS))
+    core = EngineCore(Scheduler(limits, KVCacheManager(small, False)), executor, limits.max_num_in_flight)
+    for together in (1, min(len(_KINDS), limits.max_num_seqs, limits.max_num_queued_requests)):
+        requests = list(_requests(limits))
+        while requests:
+            batch, requests = requests[:together], requests[together:]
+            for request in batch:
+                core.add_request(request)
+            while core.has_work or core.has_rows_to_free:
+                core.step()
+
+
+def _requests(limits: SchedulerConfig) -> Iterator[EngineRequest]:
+    num_prompt_tokens = min(2 + limits.max_num_drafts, limits.max_model_len - 1)
+    max_tokens = min(3 + limits.max_num_drafts, limits.max_model_len - num_prompt_tokens)
+    for number, kind in enumerate(_KINDS):
+        yield EngineRequest(
+            request_id=f"warm-up-{number}",
+            prompt_token_ids=(0,) * num_prompt_tokens,
+            sampling_params=SamplingParams(**{**kind, "min_tokens": min(kind.get("min_tokens", 0), max_tokens)}),
+            max_tokens=max_tokens,
+            seed=number,
+        )

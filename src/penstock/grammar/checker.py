@@ -1,0 +1,179 @@
+"""Compiles every grammar once in a process of its own before the engine core sees it.
+
+A hostile grammar costs that process its time, its memory or its life, and one request its answer. The process is
+started on first use, killed when a grammar takes longer than the deadline, and started again for the next one. What was
+found is remembered, so a grammar in daily use is checked once, and a deadly one kills once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import subprocess
+import sys
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any
+
+from penstock.grammar.checker_process import CODEC, Ready, Start, Unusable, Verdict
+from penstock.messages.structured_outputs import GrammarSpec
+from penstock.utils.errors import OverloadedError, RequestError
+from penstock.utils.wire import FrameReader
+
+_MAX_REMEMBERED = 1024
+_MAX_WAITING = 64
+_START_SECONDS = 60.0
+_MEMORY_BYTES = 2 << 30
+_CPU_SECONDS = 0.25
+_RECEIVE_BYTES = 1 << 16
+
+
+class GrammarChecker:
+    """Asyncio only; belongs to the event loop on which it is first used.
+
+    `tokenizer_json`, `vocab_size` and `eos_token_ids` are those of `LLGuidanceBackend`. `deadline_seconds` bounds the
+    check of one grammar from when its turn comes.
+    """
+
+    def __init__(
+        self, tokenizer_json: str, vocab_size: int, eos_token_ids: Iterable[int], deadline_seconds: float = 5.0
+    ) -> None:
+        self._start = Start(tokenizer_json, vocab_size, tuple(eos_token_ids), _MEMORY_BYTES, _CPU_SECONDS)
+        self._deadline_seconds = deadline_seconds
+        self._process: _Process | None = None
+        self._turn = asyncio.Lock()
+        self._verdicts: OrderedDict[GrammarSpec, Verdict] = OrderedDict()
+        self._running: dict[GrammarSpec, asyncio.Task[Verdict]] = {}
+
+    @property
+    def pid(self) -> int | None:
+        """The process that checks; None when none is running."""
+        return None if self._process is None else self._process.pid
+
+    async def check(self, spec: GrammarSpec) -> None:
+        """Returns when the grammar may go to the engine core.
+
+        Raises RequestError with the reason when it may not, OverloadedError when too many others wait or the checker
+        is shut down meanwhile.
+        """
+        verdict = self._verdicts.get(spec)
+        if verdict is None:
+            verdict = await self._wait(self._task(spec))
+        else:
+            self._verdicts.move_to_end(spec)
+        if verdict.reason is not None:
+            raise RequestError(verdict.reason, "structured_outputs")
+
+    async def shutdown(self) -> None:
+        """Ends the process and all checks. Idempotent; a later check would start a new process."""
+        tasks = list(self._running.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._kill()
+
+    async def _wait(self, task: asyncio.Task[Verdict]) -> Verdict:
+        try:
+            # Others may wait for the same check: who stops waiting does not stop it.
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise OverloadedError("the engine is shutting down") from None
+            raise
+
+    def _task(self, spec: GrammarSpec) -> asyncio.Task[Verdict]:
+        if spec not in self._running:
+            if len(self._running) >= _MAX_WAITING:
+                raise OverloadedError(f"{_MAX_WAITING} grammars are waiting to be compiled; try again later")
+            task = self._running[spec] = asyncio.create_task(self._check(spec))
+            task.add_done_callback(lambda done: self._finish(spec, done))
+        return self._running[spec]
+
+    def _finish(self, spec: GrammarSpec, task: asyncio.Task[Verdict]) -> None:
+        del self._running[spec]
+        if not task.cancelled() and task.exception() is None:
+            self._verdicts[spec] = task.result()
+            if len(self._verdicts) > _MAX_REMEMBERED:
+                self._verdicts.popitem(last=False)
+
+    async def _check(self, spec: GrammarSpec) -> Verdict:
+        async with self._turn:
+            # A death may have had another cause than this grammar; two in a row have not.
+            for _ in range(2):
+                process = await self._started()
+                try:
+                    return await asyncio.wait_for(process.ask(spec), self._deadline_seconds)
+                except TimeoutError:
+                    await self._kill()
+                    return Verdict(f"the grammar cannot be compiled within {self._deadline_seconds:g} seconds")
+                except OSError:
+                    await self._kill()
+                except asyncio.CancelledError:
+                    await self._kill()
+                    raise
+            return Verdict("the grammar cannot be compiled: it kills the compiler")
+
+    async def _started(self) -> _Process:
+        """The process, ready. Raises OverloadedError when it does not start, RequestError when it never can."""
+        if self._process is None:
+            self._process = await _Process.open()
+            try:
+                answer = await asyncio.wait_for(self._process.ask(self._start), _START_SECONDS)
+            except OSError as error:  # TimeoutError is one.
+                await self._kill()
+                raise OverloadedError(f"the grammar checker does not start: {error or 'it takes too long'}") from None
+            except asyncio.CancelledError:
+                await self._kill()
+                raise
+            if isinstance(answer, Unusable):
+                await self._kill()
+                raise RequestError(answer.reason, "structured_outputs")
+            assert isinstance(answer, Ready), answer
+        return self._process
+
+    async def _kill(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            await process.kill()
+
+
+class _Process:
+    """One child process and the connection to it."""
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._process = process
+        self._reader = reader
+        self._writer = writer
+        self._frames = FrameReader(CODEC)
+
+    @classmethod
+    async def open(cls) -> _Process:
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "penstock.grammar.checker_process", str(theirs.fileno())]
+        with theirs:
+            process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
+        return cls(process, *await asyncio.open_unix_connection(sock=ours))
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def ask(self, message: Any) -> Any:
+        """The answer to `message`. Raises OSError when the process is gone."""
+        self._writer.write(CODEC.encode(message))
+        await self._writer.drain()
+        while data := await self._reader.read(_RECEIVE_BYTES):
+            for answer in self._frames.feed(data):
+                return answer
+        raise ConnectionResetError("the process ended")
+
+    async def kill(self) -> None:
+        """Ends the process and waits until it is gone."""
+        self._process.kill()
+        self._writer.close()
+        with contextlib.suppress(OSError):
+            await self._writer.wait_closed()
+        await asyncio.to_thread(self._process.wait)

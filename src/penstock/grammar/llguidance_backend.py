@@ -1,0 +1,252 @@
+"""Grammars by llguidance: a lexer of derivatives under an Earley parser, walked along the tokenizer's trie.
+
+JSON is written as `json.dumps` with `ensure_ascii=False` writes it, with `, ` and `: ` and no other whitespace: where
+any amount of it is allowed, a model can go on with it for ever. A schema's own `x-guidance` options go before this.
+
+Measured with 152k tokens on one slow core: common grammars compile in 2 ms and fill a row in 0.02 to 0.1 ms. The worst
+that was found under the limits below, in grammars of up to 64 KiB: 0.5 s to compile (`GrammarChecker` passes half of
+that), 40 ms for a row and 27 ms to accept a token before the limit ends the request, and 60 MB.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from penstock.messages.structured_outputs import GrammarKind, GrammarSpec
+from penstock.utils.errors import ConfigError, GrammarError, RequestError
+
+_MAX_PROTOTYPES = 32
+_MAX_REASON_CHARACTERS = 500
+_TOKENS_PER_RESTART = 256
+_TOKENS_PER_MASK = 16
+_ALL = np.int32(-1)
+
+# Forcing would admit only one tokenization of text that is certain, and pay for all of that text in every mask.
+_OPTIONS = '\n%llguidance {"no_forcing": true}\n'
+_JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
+# The lines of the source under an error, and the place in the source when that was written here.
+_EXCERPT = re.compile(r"\n +\d+ \| ")
+_PLACE = re.compile(r"^at 1\(8\): (failed to compile JSON schema: )?")
+
+_LIMITS = LLParserLimits(
+    max_items_in_row=2000,
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=200_000,
+    step_max_items=50_000,
+    max_lexer_states=50_000,
+    max_grammar_size=500_000,
+    verbose_errors=False,
+)
+
+
+class LLGuidanceBackend:
+    """A `GrammarBackend`. `tokenizer_json` is the text of a `tokenizer.json`; `vocab_size` is the model's.
+
+    Raises ConfigError when the tokenizer is of a kind that cannot be constrained, or knows no end of sequence.
+    """
+
+    def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
+        eos = sorted(set(eos_token_ids))
+        if not eos:
+            raise ConfigError("structured outputs need a model with an end-of-sequence token")
+        try:
+            # A text that does not begin with a brace would be taken for the path of a file.
+            tokenizer = LLTokenizer("{" + tokenizer_json.partition("{")[2], n_vocab=vocab_size, eos_token=eos)
+        except ValueError as error:
+            raise ConfigError(f"structured outputs cannot be had with this tokenizer: {error}") from None
+        self.num_words = -(-vocab_size // 32)
+        self.eos_token_ids = frozenset(eos)
+        # An id that stands for nothing is spelled by its number.
+        known = [number for number in range(vocab_size) if tokenizer.decode_bytes([number]) != b"<[%d]>" % number]
+        self.endings = _mask(self.num_words, known)
+        self.continuations = self.endings & ~_mask(self.num_words, eos)
+        self._tokenizer = tokenizer
+        self._prototypes: OrderedDict[GrammarSpec, LLMatcher] = OrderedDict()
+        # Grammars are compiled on a thread of their own, and start again where they are used.
+        self._lock = threading.Lock()
+
+    def compile(self, spec: GrammarSpec) -> LLGuidanceGrammar:
+        """Starts from what was compiled for an equal spec before. Raises RequestError."""
+        return LLGuidanceGrammar(self, spec, self.matcher(spec))
+
+    def matcher(self, spec: GrammarSpec) -> LLMatcher:
+        """A matcher at the beginning. Raises RequestError.
+
+        Equal specs share a lexer, which remembers its states and so gets faster, until it reaches its limit and fails
+        all who share it: then a new one takes its place here.
+        """
+        with self._lock:
+            prototype = self._prototypes.get(spec)
+            if prototype is None or not self._is_sound(prototype.deep_copy()):
+                prototype = self._prototypes[spec] = self._compile(spec)
+            self._prototypes.move_to_end(spec)
+            if len(self._prototypes) > _MAX_PROTOTYPES:
+                self._prototypes.popitem(last=False)
+            return prototype.deep_copy()
+
+    def _compile(self, spec: GrammarSpec) -> LLMatcher:
+        matcher = LLMatcher(self._tokenizer, _source(spec), log_level=0, limits=_LIMITS)
+        trial = matcher.deep_copy()
+        if matcher.is_error() or not self._is_sound(trial):
+            raise _refusal(_reason(matcher) or _reason(trial))
+        return matcher
+
+    def _is_sound(self, matcher: LLMatcher) -> bool:
+        """Whether a mask and a rollback work. Drafts need rollback, which rules that end at a `stop` do not have."""
+        row = np.empty(self.num_words, np.int32)
+        matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        if not matcher.is_error():
+            row &= self.continuations
+            allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
+            if len(allowed):
+                matcher.consume_token(int(allowed[0]))
+                matcher.rollback(1)
+        return not matcher.is_error()
+
+
+class LLGuidanceGrammar:
+    """A `Grammar`; made by `LLGuidanceBackend.compile`."""
+
+    def __init__(self, backend: LLGuidanceBackend, spec: GrammarSpec, matcher: LLMatcher) -> None:
+        self._backend = backend
+        self._spec = spec
+        self._matcher = matcher
+        self._tokens: list[int] = []
+        self._next_restart = 0
+
+    @property
+    def is_finished(self) -> bool:
+        return self._matcher.is_stopped() and not self._matcher.is_error()
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        for token_id in token_ids:
+            self._advance(token_id)
+
+    def fill(self, drafts: Sequence[int], rows: np.ndarray) -> None:
+        # The library writes through a pointer.
+        assert rows.dtype == np.int32 and rows.strides[1] == rows.itemsize, (rows.dtype, rows.strides)
+        assert rows.shape == (1 + len(drafts), self._backend.num_words), (rows.shape, len(drafts))
+        start = len(self._tokens)
+        self._fill_row(rows[0])
+        for place, draft in enumerate(drafts):
+            if not _is_set(rows[place], draft):
+                rows[place + 1 :] = _ALL
+                break
+            self._advance(draft)
+            self._fill_row(rows[place + 1])
+        if len(self._tokens) > start:
+            self._matcher.rollback(len(self._tokens) - start)
+            del self._tokens[start:]
+
+    def _advance(self, token_id: int) -> None:
+        if self.is_finished:
+            if token_id not in self._backend.eos_token_ids:
+                raise GrammarError(f"token {token_id} follows the end of the output")
+            return
+        if not self._matcher.consume_token(token_id):
+            self._restart()
+            if not self._matcher.consume_token(token_id):
+                raise GrammarError(_reason(self._matcher))
+        self._tokens.append(token_id)
+
+    def _fill_row(self, row: np.ndarray) -> None:
+        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        if self._matcher.is_error():
+            self._restart()
+            self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        can_end = self._matcher.is_stopped() or self._matcher.is_accepting()
+        row &= self._backend.endings if can_end else self._backend.continuations
+        if self._matcher.is_error() or not row.any():
+            raise GrammarError(_reason(self._matcher) or "the grammar allows no token here")
+
+    def _restart(self) -> None:
+        """Repeats the output from the beginning, for the case that it was the shared lexer that reached its limit."""
+        if len(self._tokens) < self._next_restart:
+            raise GrammarError(_reason(self._matcher))
+        self._next_restart = len(self._tokens) + _TOKENS_PER_RESTART
+        try:
+            self._matcher = self._backend.matcher(self._spec)
+        except RequestError as error:
+            raise GrammarError(str(error)) from None
+        row = np.empty(self._backend.num_words, np.int32)
+        for start in range(0, len(self._tokens), _TOKENS_PER_MASK):
+            # The work that tokens may make is counted from the last mask.
+            self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+            self._matcher.consume_tokens(self._tokens[start : start + _TOKENS_PER_MASK])
+
+
+def _source(spec: GrammarSpec) -> str:
+    """The spec in llguidance's terms. Raises RequestError."""
+    # Unwrapped, a text that begins with a brace would be read as llguidance's own form, which can ask for more.
+    return json.dumps({"grammars": [{"lark_grammar": _lark(spec) + _OPTIONS}]})
+
+
+def _lark(spec: GrammarSpec) -> str:
+    match spec.kind:
+        case GrammarKind.JSON_OBJECT:
+            return _lark_of_schema('{"type": "object"}')
+        case GrammarKind.JSON_SCHEMA:
+            return _lark_of_schema(spec.text)
+        case GrammarKind.REGEX:
+            return f"start: /{regex_to_lark(_without_anchors(spec.text), '')}/"
+        case GrammarKind.CHOICE:
+            choices = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(spec.text))
+            return f"start: CHOICE\nCHOICE: {' | '.join(choices)}"
+        case GrammarKind.GRAMMAR:
+            return _to_lark(spec.text)
+
+
+def _lark_of_schema(text: str) -> str:
+    try:
+        schema = json.loads(text)
+        schema["x-guidance"] = _JSON_OPTIONS | schema.get("x-guidance", {})
+        return f"start: %json {json.dumps(schema)}"
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _refusal(str(error)) from None
+
+
+def _to_lark(text: str) -> str:
+    if not _GBNF_RULE.search(text):
+        return text
+    try:
+        return gbnf_to_lark(text)
+    except Exception as error:  # noqa: BLE001 - the converter raises bare Exception for every malformed grammar
+        raise _refusal(str(error) or type(error).__name__) from None
+
+
+def _without_anchors(regex: str) -> str:
+    """The whole output is matched anyway, and llguidance knows no anchors."""
+    body = regex.removeprefix("^")
+    escapes = len(body) - 1 - len(body[:-1].rstrip("\\"))
+    return body[:-1] if body.endswith("$") and escapes % 2 == 0 else body
+
+
+def _refusal(reason: str) -> RequestError:
+    return RequestError(f"the grammar cannot be compiled: {reason[:_MAX_REASON_CHARACTERS]}", "structured_outputs")
+
+
+def _reason(matcher: LLMatcher) -> str:
+    """What went wrong, in one line and without the source that llguidance repeats; "" when nothing has."""
+    text = _EXCERPT.split(matcher.get_error().removesuffix("<non-verbose/>"))[0]
+    text = " ".join(_PLACE.sub("", text).split())
+    return "nothing matches it" if text == "NoExtensionBias" else text
+
+
+def _mask(num_words: int, token_ids: Iterable[int]) -> np.ndarray:
+    """[num_words] int32 with the bits of these tokens."""
+    bits = np.zeros(num_words * 32, np.uint8)
+    bits[list(token_ids)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def _is_set(row: np.ndarray, token_id: int) -> bool:
+    return 0 <= token_id < 32 * len(row) and bool(int(row[token_id >> 5]) >> (token_id & 31) & 1)

@@ -1,0 +1,85 @@
+"""Multi-token prediction (Gloeckle et al. 2024, arXiv:2404.19737), as DeepSeek-V3 (arXiv:2412.19437, 2.2) chains it.
+
+A module of one decoder layer looks one token further than the model:
+
+    hidden state at t, token t + 1 -> norm each, concatenate -> fc -> layer -> norm -> the model's head -> token t + 2
+
+and may be fed its own hidden state and guess to look further still. Two checkpoint layouts are read: Qwen3-Next's
+(`mtp.fc`, `mtp.layers.0`, embedding first) and DeepSeek's (`model.layers.N.eh_proj`, `enorm`, `hnorm`, embedding first,
+with a `shared_head.norm`), N being the number of the model's own layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from penstock.attention.metadata import ForwardContext
+from penstock.config.model import ModelConfig
+from penstock.layers.linear import Linear
+from penstock.layers.norm import RMSNorm
+from penstock.models.interface import Model
+from penstock.models.llama import LlamaForCausalLM
+from penstock.models.weights import Weights
+from penstock.utils.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where a checkpoint keeps the parts of the module."""
+
+    root: tuple[str, ...]
+    layer: tuple[str, ...]
+    fc: str
+    embedding_norm: str
+    hidden_norm: str
+    norm: str
+
+
+_QWEN3_NEXT = _Layout(("mtp",), ("layers", "0"), "fc", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+_DEEPSEEK = _Layout(("model", "layers", "{layer}"), (), "eh_proj", "enorm", "hnorm", "shared_head.norm")
+
+
+class MultiTokenPredictor:
+    def __init__(self, config: ModelConfig, weights: Weights, model: LlamaForCausalLM, layout: _Layout) -> None:
+        number, hidden, eps = config.num_hidden_layers, config.hidden_size, config.rms_norm_eps
+        for part in layout.root:
+            weights = weights / part.format(layer=number)
+        self.fc = Linear(weights.tensor(f"{layout.fc}.weight", hidden, 2 * hidden))
+        self.embedding_norm = RMSNorm(weights.tensor(f"{layout.embedding_norm}.weight", hidden), eps)
+        self.hidden_norm = RMSNorm(weights.tensor(f"{layout.hidden_norm}.weight", hidden), eps)
+        self.norm = RMSNorm(weights.tensor(f"{layout.norm}.weight", hidden), eps)
+        for part in layout.layer:
+            weights = weights / part
+        # The module's layer comes after the model's, and attends as its last one does.
+        config = replace(config, layer_windows=(*config.layer_windows, config.layer_windows[-1]))
+        self.layer = model.layer_class(config, weights, number, model.rotary)
+        self.embedding = model.embedding
+        self.compute_logits = model.compute_logits
+        self.kv_cache_specs = {self.layer.attention.attend.name: self.layer.attention.attend.spec}
+
+    def forward(
+        self, hidden: torch.Tensor, next_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        """Hidden states at `positions` and the tokens behind them -> [num_tokens, hidden_size] for `compute_logits`."""
+        embedded = self.embedding_norm(self.embedding(next_ids))
+        residual = self.fc(torch.cat((embedded, self.hidden_norm(hidden)), -1))
+        x = self.layer(torch.zeros_like(residual), residual, positions, context)
+        return self.norm.add(x, residual)
+
+
+def build_mtp(config: ModelConfig, weights: Weights, model: Model) -> MultiTokenPredictor:
+    """The checkpoint's module. Raises ConfigError when it has none."""
+    assert isinstance(model, LlamaForCausalLM), type(model)
+    for layout, probe in ((_QWEN3_NEXT, "mtp.fc.weight"), (_DEEPSEEK, _deepseek_probe(config))):
+        if weights.has(probe):
+            return MultiTokenPredictor(config, weights, model, layout)
+    raise ConfigError(
+        f"{config.path} has no multi-token-prediction module (mtp.fc.weight or {_deepseek_probe(config)}): choose "
+        "another method in speculative_config"
+    )
+
+
+def _deepseek_probe(config: ModelConfig) -> str:
+    return f"model.layers.{config.num_hidden_layers}.eh_proj.weight"

@@ -1,0 +1,109 @@
+"""Speculators with a model and KV of their own: a smaller model, or the target's multi-token-prediction module.
+
+Both follow the target over every step's tokens, so that their KV is complete, and then go on one token at a time. Slots
+of rejected drafts hold what nobody reads: the next pass over these positions overwrites them first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from penstock.attention.metadata import AttentionMetadata, ForwardContext
+from penstock.kernels.prepare_inputs import TokenInputs, slot_mapping
+from penstock.models.interface import Model
+from penstock.models.mtp import MultiTokenPredictor
+from penstock.runner.block_tables import BlockTables
+from penstock.runner.input_batch import make_attention_metadata
+from penstock.runner.speculation.speculator import StepResult
+
+
+class DraftCache:
+    """The drafter's layers on the target's block tables."""
+
+    def __init__(
+        self, tensors: dict[str, torch.Tensor], groups: Mapping[str, int], blocks: BlockTables, max_model_len: int
+    ) -> None:
+        self._tensors = tensors  # by the drafter's own layer names
+        self._groups = groups  # layer name -> KV group
+        self._blocks = blocks
+        self._last_position = max_model_len - 1
+
+    def of_step(self, step: StepResult) -> ForwardContext:
+        """For the tokens that the target has just computed."""
+        metadata = make_attention_metadata(step.batch, self._blocks)
+        return self._context(metadata)
+
+    def of_positions(self, rows: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ForwardContext]:
+        """For one token per row; positions are held inside the longest request, behind which no draft is ever used."""
+        positions = positions.clamp(max=self._last_position)
+        starts = torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device)
+        inputs = TokenInputs(rows, positions, positions)
+        metadata = [
+            AttentionMetadata(
+                query_start_loc=starts,
+                seq_lens=(positions + 1).to(torch.int32),
+                block_table=table[rows],
+                slot_mapping=slot_mapping(table, inputs, self._blocks.block_size),
+            )
+            for table in self._blocks.tables
+        ]
+        return positions, self._context(metadata)
+
+    def _context(self, metadata: list[AttentionMetadata]) -> ForwardContext:
+        return ForwardContext({name: metadata[group] for name, group in self._groups.items()}, self._tensors)
+
+
+class DraftModelSpeculator:
+    """A smaller model with the target's vocabulary."""
+
+    leaves_gaps = False
+
+    def __init__(self, model: Model, cache: DraftCache) -> None:
+        self._model = model
+        self._cache = cache
+
+    def propose(self, step: StepResult, num_drafts: int) -> torch.Tensor:
+        tokens = step.batch.tokens
+        self._model.forward(tokens.input_ids, tokens.positions, self._cache.of_step(step))
+        drafts: list[torch.Tensor] = []
+        last = step.token_ids[step.rows, step.num_computed].long()
+        for index in range(num_drafts if len(step.rows) else 0):
+            positions, context = self._cache.of_positions(step.rows, step.num_computed + index)
+            last = self._model.compute_logits(self._model.forward(last, positions, context)).argmax(-1)
+            drafts.append(last)
+        return _stack(drafts, step, num_drafts)
+
+
+class MTPSpeculator:
+    """The target's own module, fed with the target's hidden states and then with its own."""
+
+    leaves_gaps = False
+
+    def __init__(self, module: MultiTokenPredictor, cache: DraftCache) -> None:
+        self._module = module
+        self._cache = cache
+
+    def propose(self, step: StepResult, num_drafts: int) -> torch.Tensor:
+        tokens, module = step.batch.tokens, self._module
+        next_ids = step.token_ids[tokens.rows, tokens.positions + 1].long()
+        hidden = module.forward(step.hidden, next_ids, tokens.positions, self._cache.of_step(step))
+        drafts: list[torch.Tensor] = []
+        if num_drafts and len(step.rows):
+            # The last position of each request whose token and hidden state are both final.
+            starts = step.batch.query_start_loc[step.sampling].long()
+            first = tokens.positions[starts]
+            hidden = hidden[starts + step.num_computed - 1 - first]
+            drafts.append(module.compute_logits(hidden).argmax(-1))
+        for index in range(1, num_drafts if len(step.rows) else 0):
+            positions, context = self._cache.of_positions(step.rows, step.num_computed - 1 + index)
+            hidden = module.forward(hidden, drafts[-1], positions, context)
+            drafts.append(module.compute_logits(hidden).argmax(-1))
+        return _stack(drafts, step, num_drafts)
+
+
+def _stack(drafts: list[torch.Tensor], step: StepResult, num_drafts: int) -> torch.Tensor:
+    if not drafts:
+        return step.rows.new_zeros((len(step.rows), num_drafts))
+    return torch.stack(drafts, 1)

@@ -1,0 +1,48 @@
+"""What proposes drafts.
+
+Lifecycle: built once with the runner; `propose` is called after every forward pass that computed tokens, whether or not
+a request sampled in it, so that a speculator with KV of its own can follow. Threading: the runner's thread. Failure: an
+exception is the engine's. A speculator reads the rows' tokens and writes nothing but the KV of its own layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from penstock.runner.input_batch import InputBatch
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """A step as the speculator sees it: what was computed, and what is known now."""
+
+    batch: InputBatch
+    hidden: torch.Tensor  # [num_tokens, hidden_size] of the target model, after its final norm
+    sampling: torch.Tensor  # [num_sampling] int64: batch rows that sampled
+    rows: torch.Tensor  # [num_sampling] int64: their state rows
+    num_computed: torch.Tensor  # [num_sampling] int64: their tokens whose KV is in place; one more token is known
+    token_ids: torch.Tensor  # [max_num_reqs, width] int32: all known tokens by state row
+
+
+class Speculator(Protocol):
+    leaves_gaps: bool
+    """Whether it may find nothing to propose, and knows that on the CPU."""
+
+    def propose(self, step: StepResult, num_drafts: int) -> torch.Tensor:
+        """[num_sampling, num_drafts] int64: what may follow each request's last known token.
+
+        -1 is a gap, behind which there is no draft.
+        """
+        ...
+
+
+class NullSpeculator:
+    """Proposes nothing."""
+
+    leaves_gaps = False
+
+    def propose(self, step: StepResult, num_drafts: int) -> torch.Tensor:
+        return torch.full((len(step.rows), num_drafts), -1, device=step.rows.device)

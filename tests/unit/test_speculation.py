@@ -1,0 +1,140 @@
+"""Drafts: verifying them changes no distribution, n-grams are found where they are, configurations are checked."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.config.model import load_model_config
+from penstock.config.speculative import parse_speculative_config
+from penstock.engine.model_path import resolve_model_path
+from penstock.runner.sampling.noise import Purpose, uniform
+from penstock.runner.sampling.sampler import draw
+from penstock.runner.speculation.ngram import NgramSpeculator
+from penstock.runner.speculation.verify import verify
+from penstock.utils.errors import ConfigError
+
+NUM_DRAWS = 100_000
+
+
+def test_accepted_drafts_are_those_before_the_first_wrong_one() -> None:
+    # Windows of 3, 0, 2 and 2 drafts: all right, none to check, the first wrong, a gap behind a right one.
+    num_drafts = np.array([3, 0, 2, 2])
+    drafts = torch.tensor([[5, 6, 7], [9, 9, 9], [1, 2, 0], [3, -1, 0]])
+    sampled = torch.tensor([5, 6, 7, 8, 4, 9, 2, 3, 3, 4, 5])
+    verified = verify(sampled, drafts, torch.arange(4), num_drafts)
+    assert verified.num_accepted.tolist() == [3, 0, 0, 1]
+    assert verified.num_real_drafts.tolist() == [3, 0, 2, 1]
+
+
+def test_a_gap_is_never_accepted() -> None:
+    """Not even by a sampler that returns -1, as one without anything to draw might."""
+    verified = verify(torch.tensor([-1, 4]), torch.tensor([[-1]]), torch.arange(1), np.array([1]))
+    assert verified.num_accepted.tolist() == [0]
+
+
+@pytest.mark.parametrize("quality", [0.0, 0.5, 1.0], ids=["never", "sometimes", "always"])
+def test_drafts_change_no_distribution(quality: float) -> None:
+    """What comes out has the target's distribution, and drafts are accepted as often as rejection sampling would.
+
+    Leviathan et al. 2023: a draft x of a drafter that proposes x for certain is accepted with probability p(x).
+    """
+    probs = torch.tensor([0.02, 0.3, 0.08, 0.2, 0.1, 0.05, 0.25, 0.0])
+    rng = random.Random(7)
+    likely, never = int(probs.argmax()), 7
+    drafted = np.array([likely if rng.random() < quality else never for _ in range(NUM_DRAWS)])
+    noise = torch.from_numpy(uniform(range(NUM_DRAWS), np.full(NUM_DRAWS, 3), Purpose.SAMPLE))
+    behind = torch.from_numpy(uniform(range(NUM_DRAWS), np.full(NUM_DRAWS, 4), Purpose.SAMPLE))
+    many = probs.expand(NUM_DRAWS, -1)
+    sampled = torch.stack((draw(many, noise), draw(many, behind)), 1)
+    one_each = np.ones(NUM_DRAWS, dtype=np.int64)
+    verified = verify(sampled.view(-1), torch.from_numpy(drafted)[:, None], torch.arange(NUM_DRAWS), one_each)
+    accepted = verified.num_accepted.bool()
+    expected = quality * float(probs[likely])
+    deviation = (expected * (1 - expected) / NUM_DRAWS) ** 0.5
+    assert abs(accepted.float().mean().item() - expected) <= 4 * deviation + 1e-9
+    for tokens in (sampled[:, 0], sampled[accepted, 1]):
+        if len(tokens):
+            assert chi_square(tokens, probs) < 24.3, "beyond the 99.9th percentile of 6 degrees of freedom, and some"
+
+
+def chi_square(tokens: torch.Tensor, probs: torch.Tensor) -> float:
+    counts = torch.bincount(tokens, minlength=len(probs)).float()
+    assert counts[probs == 0].sum() == 0
+    wanted = probs[probs > 0] * len(tokens)
+    return ((counts[probs > 0] - wanted) ** 2 / wanted).sum().item()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ([1, 2, 3, 4, 1, 2, 3], [4, 1, 2]),  # the longest suffix that stood there before
+        ([1, 2, 9, 1, 2, 8, 1, 2], [8, 1, 2]),  # the latest of two
+        ([5, 1, 2, 7, 6, 1, 2, 8, 5, 1, 2], [7, 6, 1]),  # a longer match before a later one
+        ([7, 7, 7, 7], [7]),  # it may overlap itself; one token is left behind it
+        ([1, 2, 3, 4], []),
+        ([3, 1, 3], []),  # one token is less than the shortest
+        ([4], []),
+    ],
+)
+def test_prompt_lookup(tokens: list[int], expected: list[int]) -> None:
+    assert NgramSpeculator(2, 4)._lookup(np.array(tokens), 3).tolist() == expected
+
+
+def test_prompt_lookup_finds_what_a_plain_search_finds() -> None:
+    rng = random.Random(1)
+    for _ in range(500):
+        tokens = [rng.randrange(3) for _ in range(rng.randrange(1, 30))]
+        assert NgramSpeculator(2, 4)._lookup(np.array(tokens), 3).tolist() == plain_search(tokens, 2, 4, 3)
+
+
+def plain_search(tokens: list[int], shortest: int, longest: int, count: int) -> list[int]:
+    for length in range(longest, shortest - 1, -1):
+        for end in range(len(tokens) - 1, length - 1, -1):
+            if length < len(tokens) and tokens[end - length : end] == tokens[-length:]:
+                return tokens[end:][:count]
+    return []
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("{", "not JSON"),
+        ("[]", "must be an object"),
+        ({"method": "magic", "num_speculative_tokens": 2}, "method"),
+        ({"method": "ngram"}, "num_speculative_tokens"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "from 1 to 32"),
+        ({"method": "ngram", "num_speculative_tokens": True}, "num_speculative_tokens"),
+        ({"method": "ngram", "num_speculative_token": 3}, "did you mean 'num_speculative_tokens'"),
+        ({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 9}, "prompt_lookup_max"),
+        ({"method": "draft_model", "num_speculative_tokens": 3}, "needs a model"),
+        ({"method": "mtp", "model": "x", "num_speculative_tokens": 3}, "for no other"),
+        ({"method": "mtp", "num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": {"4": 5}}, "4"),
+        ({"method": "mtp", "num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": {"x": 1}}, "'x'"),
+    ],
+)
+def test_mistakes_in_the_configuration(value: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_speculative_config(value, load_model_config(resolve_model_path("demo")))
+
+
+def test_a_draft_model_needs_the_target_s_vocabulary(tmp_path: Path) -> None:
+    shape = (resolve_model_path("demo") / "config.json").read_text(encoding="utf-8")
+    (tmp_path / "config.json").write_text(shape.replace('"vocab_size": 4096', '"vocab_size": 4000'), encoding="utf-8")
+    with pytest.raises(ConfigError, match="4000 tokens and the target one of 4096"):
+        parse_speculative_config(
+            {"model": str(tmp_path), "num_speculative_tokens": 2}, load_model_config(resolve_model_path("demo"))
+        )
+
+
+def test_the_table_is_read_in_order() -> None:
+    table = {"16": 1, "4": 3}
+    target = load_model_config(resolve_model_path("demo"))
+    config = parse_speculative_config(
+        {"method": "ngram", "num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": table}, target
+    )
+    assert config.drafts == ((4, 3), (16, 1))
