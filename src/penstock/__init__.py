@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from penstock.engine.llm import LLM
     from penstock.messages.outputs import CompletionOutput, RequestOutput
     from penstock.messages.sampling_params import SamplingParams
+    from penstock.messages.structured_outputs import StructuredOutputsParams
     from penstock.utils.errors import ConfigError, EngineDeadError, OverloadedError, PenstockError, RequestError
 
 set_openmp_defaults()
@@ -29,6 +30,7 @@ __all__ = [
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "__version__",
 ]
 
@@ -39,6 +41,7 @@ _HOMES = {
     "CompletionOutput": "penstock.messages.outputs",
     "RequestOutput": "penstock.messages.outputs",
     "SamplingParams": "penstock.messages.sampling_params",
+    "StructuredOutputsParams": "penstock.messages.structured_outputs",
     "ConfigError": "penstock.utils.errors",
     "EngineDeadError": "penstock.utils.errors",
     "OverloadedError": "penstock.utils.errors",

@@ -51,7 +51,7 @@ FLAGS = {
 
 PUBLIC = {
     "LLM", "AsyncLLM", "SamplingParams", "RequestOutput", "CompletionOutput", "PenstockError", "ConfigError",
-    "RequestError", "OverloadedError", "EngineDeadError", "__version__",
+    "RequestError", "OverloadedError", "EngineDeadError", "StructuredOutputsParams", "__version__",
 }  # fmt: skip
 
 
