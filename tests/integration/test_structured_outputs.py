@@ -191,3 +191,10 @@ def test_a_hostile_schema_costs_its_own_request_only(client: OpenAI, server: Ser
         assert {other.result().message.content for other in others} == {alone}
         assert {each.result() for each in attacks} <= {"400", "503", "length", "stop"}
     assert server.process.poll() is None
+
+
+def test_constraints_that_leave_nothing_are_the_request_s_fault(client: OpenAI) -> None:
+    """The grammar wants one thing and the allowed tokens are others: that is no failure of the server."""
+    wanted = {"structured_outputs": {"choice": COLOURS}, "allowed_token_ids": [5]}
+    with pytest.raises(openai.BadRequestError, match="no token can be drawn"):
+        ask(client, extra_body=wanted)

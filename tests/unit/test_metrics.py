@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import combinations
@@ -65,6 +66,16 @@ ATTRIBUTES = {
 
 DRAFTS = SpeculationStats(2, 5, (2, 1))
 IDLE = SchedulerStats(0, 0, 0.0, 0, 0, 0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_thread_stays_behind() -> Iterator[None]:
+    """An exporter that still retries draws random numbers, which later tests take for their own strategies' doing."""
+    before = set(threading.enumerate())
+    yield
+    for thread in set(threading.enumerate()) - before:
+        thread.join(60)
+        assert not thread.is_alive(), thread.name
 
 
 @dataclass

@@ -209,17 +209,18 @@ class Scheduler:
         outputs: list[EngineOutput] = []
         for request_id, error in self.grammars.collect().items():
             self._finish(self._requests[request_id], FinishReason.ERROR)
-            outputs.append(EngineOutput(request_id=request_id, finish_reason=FinishReason.ERROR, error=error))
+            outputs.append(_error_output(request_id, error, is_request_error=True))
         return outputs
 
     def _update_request(
         self, request: Request, num_tokens: int, num_drafts: int, result: ModelRunnerOutput
     ) -> EngineOutput | None:
         request_id = request.request_id
-        error = result.failed_requests.get(request_id)
+        unsatisfiable = result.unsatisfiable_requests.get(request_id)
+        error = unsatisfiable or result.failed_requests.get(request_id)
         if error is not None:
             self._finish(request, FinishReason.ERROR)
-            return EngineOutput(request_id=request_id, finish_reason=FinishReason.ERROR, error=error)
+            return _error_output(request_id, error, is_request_error=unsatisfiable is not None)
         sampled = result.sampled_token_ids[request_id]
         request.on_processed(num_tokens, num_drafts, len(sampled))
         if not request.num_in_flight_tokens:
@@ -235,7 +236,7 @@ class Scheduler:
             new_token_ids, stop_reason = self._append_until_stop(request, sampled)
         except GrammarError as error:
             self._finish(request, FinishReason.ERROR)
-            return EngineOutput(request_id=request_id, finish_reason=FinishReason.ERROR, error=str(error))
+            return _error_output(request_id, str(error), is_request_error=True)
         self.kv.publish(request)
         if not new_token_ids:
             return None
@@ -309,3 +310,9 @@ class Scheduler:
         self.kv.check_integrity()
         if not self._requests and not self._admissions:
             assert self.kv.pool.num_available == self.kv.pool.num_usable, "blocks are missing at idle"
+
+
+def _error_output(request_id: str, error: str, *, is_request_error: bool) -> EngineOutput:
+    return EngineOutput(
+        request_id=request_id, finish_reason=FinishReason.ERROR, error=error, is_request_error=is_request_error
+    )

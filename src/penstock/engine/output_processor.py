@@ -102,6 +102,7 @@ class OutputProcessor:
         child.parent.num_draft_tokens += output.num_draft_tokens
         child.parent.num_accepted_tokens += output.num_accepted_tokens
         child.parent.error = output.error or child.parent.error
+        child.parent.is_request_error |= output.is_request_error
         stop, num_taken = self._detokenize(child, output)
         completion.token_ids.extend(output.new_token_ids[:num_taken])
         if completion.logprobs is not None:

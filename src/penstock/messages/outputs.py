@@ -23,7 +23,8 @@ class EngineOutput:
 
     `logprobs` runs beside `new_token_ids`. `prompt_logprobs` comes once, with the first token, and covers the prompt's
     positions from 1 on. `num_accepted_tokens` of `num_draft_tokens` drafts were right. `stop_reason` is the stop token
-    that ended the request, None when it was an end of sequence.
+    that ended the request, None when it was an end of sequence. `is_request_error` tells that the request itself is at
+    fault for its `error`.
     """
 
     request_id: str
@@ -36,6 +37,7 @@ class EngineOutput:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     error: str | None = None
+    is_request_error: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,3 +87,4 @@ class RequestOutput:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     error: str | None = None
+    is_request_error: bool = False

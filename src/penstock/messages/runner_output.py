@@ -28,7 +28,8 @@ class ModelRunnerOutput:
     position 0 of a prompt has none. `num_draft_tokens` counts the verified drafts that were real: a speculator that
     finds nothing to propose leaves gaps. `num_proposed_tokens` says how many of the new drafts are real, where the CPU
     knows that anyway. `draft_token_ids` holds the new drafts of requests with a grammar, -1 for gaps; nobody else's
-    leave the device. `failed_requests` maps a request to what went wrong with it alone.
+    leave the device. `failed_requests` maps a request to what went wrong with it alone, `unsatisfiable_requests` to
+    what it asked for and cannot have.
     """
 
     sampled_token_ids: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
@@ -38,3 +39,4 @@ class ModelRunnerOutput:
     logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict[str, tuple[TokenLogprobs, ...]])
     prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict[str, tuple[TokenLogprobs, ...]])
     failed_requests: dict[str, str] = field(default_factory=dict[str, str])
+    unsatisfiable_requests: dict[str, str] = field(default_factory=dict[str, str])

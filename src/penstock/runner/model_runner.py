@@ -36,6 +36,11 @@ from penstock.runner.speculation.verify import Verified, verify
 # Prompt log probabilities need logits for every prompt token: this many rows of the vocabulary at a time.
 _PROMPT_LOGITS_ROWS = 256
 
+_NOT_FINITE = "no token can be drawn: the logits are not finite"
+_NOTHING_ALLOWED = (
+    "no token can be drawn: what the request allows (a grammar, allowed_token_ids, ...) excludes all of them"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class ExecuteModelState:
@@ -114,7 +119,7 @@ class ModelRunner:
         self._store(state, rows, sampling, sampled, verified)
         self._propose(state, rows, state.num_drafts_to_propose)
         output = _make_output(batch, sampled, verified, self._logprobs(logits, sampled, sampling), prompt_logprobs)
-        return self._with_drafts(output, state, rows)
+        return self._with_drafts(_judge_failures(output, batch, logits), state, rows)
 
     def _with_drafts(
         self, output: ModelRunnerOutput, state: ExecuteModelState, rows: torch.Tensor
@@ -245,6 +250,21 @@ class ModelRunner:
         return tuple(rows)
 
 
+def _judge_failures(output: ModelRunnerOutput, batch: InputBatch, logits: torch.Tensor) -> ModelRunnerOutput:
+    """Tells a model that produced no numbers from a request that allows no token."""
+    if not output.failed_requests:
+        return output
+    ends = (batch.num_drafts_np + 1).cumsum().tolist()
+    starts = [0, *ends[:-1]]
+    failed: dict[str, str] = {}
+    unsatisfiable: dict[str, str] = {}
+    for request_id, start, end in zip(batch.sampling_request_ids, starts, ends, strict=True):
+        if request_id in output.failed_requests:
+            is_model = bool(logits[start:end].isnan().any())
+            (failed if is_model else unsatisfiable)[request_id] = _NOT_FINITE if is_model else _NOTHING_ALLOWED
+    return replace(output, failed_requests=failed, unsatisfiable_requests=unsatisfiable)
+
+
 def _arrange_bitmasks(batch: InputBatch, grammars: GrammarOutput) -> dict[int, np.ndarray]:
     """Each logits row's bitmask, where it has one."""
     if not grammars.bitmasks:
@@ -290,5 +310,5 @@ def _make_output(
         num_draft_tokens=num_draft_tokens,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
-        failed_requests=dict.fromkeys(failed, "no token can be drawn: the logits are not finite"),
+        failed_requests=dict.fromkeys(failed, _NOT_FINITE),
     )

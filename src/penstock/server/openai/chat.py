@@ -18,14 +18,13 @@ from penstock.messages.outputs import RequestOutput
 from penstock.messages.sampling_params import SamplingParams
 from penstock.messages.structured_outputs import StructuredOutputsParams
 from penstock.server import limits
-from penstock.server.errors import JSONResponse
 from penstock.server.openai import generation, logprobs
 from penstock.server.openai.generation import Cursor, Delta, Generation
 from penstock.server.openai.protocol import ChatCompletionRequest, ChatMessage, TokenizeRequest, Tool, ToolChoice
 from penstock.server.openai.responses import COMPLETION_RESPONSES
 from penstock.server.openai.tool_calls import ParsedDelta, ToolCallDelta, ToolCallFormat, ToolCallParser
 from penstock.server.service import Service, service_of
-from penstock.server.sse import DONE, REQUEST_ID_HEADER, EventStream, event, unless_disconnected
+from penstock.server.sse import DONE, event
 from penstock.utils.errors import RequestError
 
 router = APIRouter()
@@ -50,13 +49,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     started = await generation.start(service, request, request_id, [prompt], params, body)
     head = {"id": request_id, "created": int(service.clock.wall()), "model": model}
     answer = _Answer(body, started, tools, service.llm.get_tokenizer(), head)
-    if body.stream:
-        return EventStream(answer.stream(), started.close, request_id)
-    try:
-        await unless_disconnected(request, started.finish())
-    finally:
-        started.close()
-    return JSONResponse(answer.whole(), headers={REQUEST_ID_HEADER: request_id})
+    return await generation.respond(request, started, answer, request_id, is_stream=bool(body.stream))
 
 
 def _sampling_params(body: ChatCompletionRequest, service: Service, tools: _ToolUse) -> SamplingParams:

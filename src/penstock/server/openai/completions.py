@@ -13,13 +13,12 @@ from starlette.responses import Response
 from penstock.engine.input_processor import Prompt
 from penstock.messages.outputs import FinishReason, RequestOutput
 from penstock.messages.sampling_params import SamplingParams
-from penstock.server.errors import JSONResponse
 from penstock.server.openai import generation, logprobs
 from penstock.server.openai.generation import Cursor, Delta, Generation
 from penstock.server.openai.protocol import CompletionRequest
 from penstock.server.openai.responses import COMPLETION_RESPONSES
 from penstock.server.service import Service, service_of
-from penstock.server.sse import DONE, REQUEST_ID_HEADER, EventStream, event, unless_disconnected
+from penstock.server.sse import DONE, event
 from penstock.utils.errors import RequestError
 
 router = APIRouter()
@@ -35,13 +34,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     request_id = f"cmpl-{secrets.token_hex(16)}"
     started = await generation.start(service, request, request_id, prompts, params, body)
     answer = _Answer(service, body, started, {"id": request_id, "created": int(service.clock.wall()), "model": model})
-    if body.stream:
-        return EventStream(answer.stream(), started.close, request_id)
-    try:
-        await unless_disconnected(request, started.finish())
-    finally:
-        started.close()
-    return JSONResponse(answer.whole(), headers={REQUEST_ID_HEADER: request_id})
+    return await generation.respond(request, started, answer, request_id, is_stream=bool(body.stream))
 
 
 def _prompts(body: CompletionRequest) -> list[Prompt]:

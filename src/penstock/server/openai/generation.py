@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.requests import Request
+from starlette.responses import Response
 
 from penstock.engine.async_llm import RequestStream
 from penstock.engine.input_processor import Prompt
@@ -16,8 +17,10 @@ from penstock.messages.outputs import CompletionOutput, FinishReason, Logprobs, 
 from penstock.messages.sampling_params import SamplingParams
 from penstock.messages.structured_outputs import StructuredOutputsParams
 from penstock.server import limits
+from penstock.server.errors import JSONResponse
 from penstock.server.openai.protocol import GenerationRequest, JsonObjectFormat, JsonSchemaFormat, Usage
 from penstock.server.service import Service
+from penstock.server.sse import REQUEST_ID_HEADER, EventStream, unless_disconnected
 from penstock.utils.errors import PenstockError, RequestError
 
 _SAMPLING_FIELDS = (
@@ -182,9 +185,10 @@ async def _follow(number: int, stream: RequestStream, changed: asyncio.Queue[int
 
 
 def check_failed(output: RequestOutput) -> None:
-    """Raises PenstockError when the engine could not complete the request; it may be tried again."""
+    """Raises RequestError when the request cannot be completed as it is, PenstockError when the engine failed on it."""
     if any(completion.finish_reason == FinishReason.ERROR for completion in output.outputs):
-        raise PenstockError(output.error or "the engine failed on this request")
+        kind = RequestError if output.is_request_error else PenstockError
+        raise kind(output.error or "the engine failed on this request")
 
 
 async def start(
@@ -215,3 +219,24 @@ async def start(
         Generation(tuple(streams)).close()
         raise
     return Generation(tuple(streams))
+
+
+class Answer(Protocol):
+    """Writes what a generation brings, in one of the APIs' shapes."""
+
+    def whole(self) -> dict[str, Any]: ...
+
+    def stream(self) -> AsyncGenerator[bytes, None]: ...
+
+
+async def respond(
+    request: Request, started: Generation, answer: Answer, request_id: str, *, is_stream: bool
+) -> Response:
+    """The HTTP answer, whole or as events; the generation is closed when it is over or the client has gone."""
+    if is_stream:
+        return EventStream(answer.stream(), started.close, request_id)
+    try:
+        await unless_disconnected(request, started.finish())
+    finally:
+        started.close()
+    return JSONResponse(answer.whole(), headers={REQUEST_ID_HEADER: request_id})
