@@ -72,7 +72,9 @@ IDLE = SchedulerStats(0, 0, 0.0, 0, 0, 0)
 def _no_thread_stays_behind() -> Iterator[None]:
     """An exporter that still retries draws random numbers, which later tests take for their own strategies' doing."""
     before = set(threading.enumerate())
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tracing, "_SEND_TIMEOUT_SECONDS", 1.0)
+        yield
     for thread in set(threading.enumerate()) - before:
         thread.join(60)
         assert not thread.is_alive(), thread.name
