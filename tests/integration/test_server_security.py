@@ -420,3 +420,9 @@ def test_nobody_else_can_talk_to_the_core(local: ServerProcess) -> None:
         links = [str(fd.readlink()) for fd in Path(f"/proc/{pid}/fd").iterdir()]
         own = [link for link in links if link.startswith("socket:[") and link[8:-1] in inodes]
         assert len(own) == num_ports
+
+
+def test_a_template_may_calculate() -> None:
+    """The bounds are on repetition; a large number in a format is none."""
+    template = ChatTemplate("{{ '%d' % 3000000 }} {{ 'a' + 'b' }} {{ 'x' * 3 }}", {})
+    assert template.render([{"role": "user", "content": ""}]) == "3000000 ab xxx"

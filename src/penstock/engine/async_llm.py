@@ -126,11 +126,6 @@ class AsyncLLM:
         return self._limits.max_model_len
 
     @property
-    def core_pid(self) -> int:
-        """The engine core's process id."""
-        return self._core.pid
-
-    @property
     def death(self) -> EngineDeadError | None:
         """Why the engine core is gone; None while it lives."""
         return self._core.death

@@ -53,9 +53,10 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         _check_deadline()
-        for repeated, times in ((left, right), (right, left)):
-            if isinstance(repeated, Sequence) and isinstance(times, int) and len(repeated) * times > 1 << 20:
-                raise _LimitError("a template must not repeat a text that often")
+        if operator == "*":
+            for repeated, times in ((left, right), (right, left)):
+                if isinstance(repeated, Sequence) and isinstance(times, int) and len(repeated) * times > 1 << 20:
+                    raise _LimitError("a template must not repeat a text that often")
         if operator == "**":
             raise _LimitError("a template must not raise to a power")
         return super().call_binop(context, operator, left, right)

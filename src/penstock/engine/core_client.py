@@ -62,10 +62,6 @@ class CoreClient(asyncio.Protocol):
     def set_handler(self, handler: Handler) -> None:
         self._handler = handler
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     def add_request(self, request: EngineRequest) -> None:
         """A request that the core does not take comes back as `Refused`. Raises EngineDeadError."""
         self._send(request)

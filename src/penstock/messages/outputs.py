@@ -75,6 +75,8 @@ class RequestOutput:
     """A request and its completions. `num_cached_tokens` prompt tokens were found in the prefix cache.
 
     `num_draft_tokens` were verified for it, all its completions together, and `num_accepted_tokens` of them were right.
+    `error` says why a completion ended with the finish reason "error"; with `is_request_error` the request asked for
+    what cannot be, and would fail again.
     """
 
     request_id: str
