@@ -98,26 +98,29 @@ def test_storm(windows: tuple[int, ...], depth: int) -> None:
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("windows", [(0,), (0, 9)], ids=["full", "hybrid"])
 def test_storm_with_drafts(windows: tuple[int, ...], depth: int, drafts: int) -> None:
-    preemptions = num_draft_tokens = num_accepted = ahead = 0
+    preemptions = num_draft_tokens = num_accepted = ahead = num_steps = 0
     for seed in range(20):
         rng = random.Random(f"{seed} {windows} {depth} {drafts}")
         core = make_core(rng, windows, depth, drafts)
-        run_storm(rng, core, windows)
+        num_steps += run_storm(rng, core, windows)
         stats = core.stats()
         preemptions += stats.num_preemptions
         num_draft_tokens += stats.speculation.num_draft_tokens
         num_accepted += stats.speculation.num_accepted_tokens
         ahead = max(ahead, core._executor.max_ahead)
+    assert num_steps > 1000
     assert preemptions > 10
     assert 100 < num_accepted < num_draft_tokens
     assert ahead == 0 if depth == 1 else ahead > 0, "rejections were meant to happen behind the scheduler's back"
 
 
-def run_storm(rng: random.Random, core: EngineCore, windows: tuple[int, ...]) -> None:
+def run_storm(rng: random.Random, core: EngineCore, windows: tuple[int, ...]) -> int:
+    """Runs 25 requests to their ends; returns how many steps it took. The oracle checks the counts at each of them."""
     stems = [[rng.randrange(VOCAB_SIZE) for _ in range(40)] for _ in range(3)]
     live: dict[str, tuple[EngineRequest, list[int]]] = {}
-    num_added, num_left = 0, 25
-    for _ in range(5000):
+    num_added, num_left, num_steps = 0, 25, 0
+    while num_steps < 5000:
+        num_steps += 1
         if num_left and rng.random() < 0.3:
             request = make_request(rng, num_added, stems)
             num_added += 1
@@ -142,3 +145,4 @@ def run_storm(rng: random.Random, core: EngineCore, windows: tuple[int, ...]) ->
     while core.has_work:
         core.step()
     core.check_integrity()
+    return num_steps

@@ -61,8 +61,9 @@ class BlockPool:
         assert num_blocks >= 2, num_blocks
         self.num_usable = num_blocks - 1
         self._blocks = [Block() for _ in range(num_blocks)]
-        # Ordered from next to be evicted to last: blocks without a hash at the front, the rest by last use.
-        self._available: OrderedDict[int, None] = OrderedDict((i, None) for i in range(1, num_blocks))
+        # What can be handed out: first blocks without content, the last freed first, then cached ones by last use.
+        self._free = list(range(num_blocks - 1, 0, -1))
+        self._evictable: OrderedDict[int, None] = OrderedDict()
         self._cached: dict[BlockKey, dict[int, None]] = {}
         self._holds: dict[Holder, _Hold] = {}
         self._fences: OrderedDict[int, list[int]] = OrderedDict()
@@ -71,7 +72,7 @@ class BlockPool:
     @property
     def num_available(self) -> int:
         """Blocks that can be handed out now."""
-        return len(self._available)
+        return len(self._free) + len(self._evictable)
 
     @property
     def num_fenced(self) -> int:
@@ -122,7 +123,8 @@ class BlockPool:
     def allocate(self, num_blocks: int) -> list[int]:
         """Hands out blocks with one owner each, evicting cached content from the oldest on."""
         assert num_blocks <= self.num_available, (num_blocks, self.num_available)
-        block_ids = [self._available.popitem(last=False)[0] for _ in range(num_blocks)]
+        block_ids = [self._free.pop() for _ in range(min(num_blocks, len(self._free)))]
+        block_ids += [self._evictable.popitem(last=False)[0] for _ in range(num_blocks - len(block_ids))]
         for block_id in block_ids:
             block = self._blocks[block_id]
             self._forget(block_id)
@@ -141,11 +143,11 @@ class BlockPool:
             block = self._blocks[block_id]
             assert block.key is not None, f"block {block_id} is shared without published content"
             block.num_owners += 1
-            self._available.pop(block_id, None)
+            self._evictable.pop(block_id, None)
 
     def num_to_take(self, block_ids: Iterable[int]) -> int:
         """How many of these blocks `acquire` would take out of the available ones."""
-        return sum(block_id in self._available for block_id in block_ids)
+        return sum(block_id in self._evictable for block_id in block_ids)
 
     def publish(self, block_id: int, key: BlockKey) -> None:
         """Makes an owned, complete block findable. Its content must never change from now on."""
@@ -185,16 +187,17 @@ class BlockPool:
             self._unhold(self._fences.pop(fence))
 
     def hold(self, holder: Holder, block_ids: Iterable[int], writes: bool) -> None:
-        """Keeps blocks from being handed out until `drop(holder)`; `writes` puts them into LOADING."""
+        """Keeps blocks, which must not be free, until `drop(holder)`; `writes` puts them into LOADING."""
         hold = self._holds.setdefault(holder, _Hold(writes))
         assert hold.writes == writes, holder
         for block_id in block_ids:
             block = self._blocks[block_id]
             assert block.key is None or not writes, f"block {block_id} is published and cannot be written"
+            assert self.state(block_id) is not BlockState.FREE or block.num_holders, f"block {block_id} is free"
             hold.block_ids.append(block_id)
             block.num_holders += 1
             block.num_writers += writes
-            self._available.pop(block_id, None)
+            self._evictable.pop(block_id, None)
 
     def drop(self, holder: Holder) -> None:
         """The holder's transfer has ended, one way or the other."""
@@ -207,8 +210,10 @@ class BlockPool:
         """Forgets all cached content. Refused (False) while any block has an owner or a holder."""
         if self.num_available != self.num_usable:
             return False
-        for block_id in range(1, len(self._blocks)):
+        self._free.extend(self._evictable)
+        for block_id in self._evictable:
             self._forget(block_id)
+        self._evictable.clear()
         return True
 
     def _unhold(self, block_ids: Iterable[int]) -> None:
@@ -223,10 +228,12 @@ class BlockPool:
     def _make_available(self, block_ids: Iterable[int]) -> None:
         for block_id in block_ids:
             block = self._blocks[block_id]
-            if block.num_holders == 0:
-                self._available[block_id] = None
-                if block.key is None:
-                    self._available.move_to_end(block_id, last=False)
+            if block.num_holders:
+                continue
+            if block.key is None:
+                self._free.append(block_id)
+            else:
+                self._evictable[block_id] = None
 
     def _forget(self, block_id: int) -> None:
         block = self._blocks[block_id]
@@ -252,12 +259,16 @@ class BlockPool:
         for ids in self._fences.values():
             for block_id in ids:
                 holders[block_id] += 1
+        free = set(self._free)
+        assert len(free) == len(self._free), "a block is free twice"
         for block_id, block in enumerate(self._blocks):
             found = (block.num_owners, block.num_holders, block.num_writers)
             expected = (owners[block_id], holders[block_id], writers[block_id])
             assert found == expected, f"block {block_id}: owners, holders, writers {found}, expected {expected}"
             is_available = block_id != NULL_BLOCK and not owners[block_id] and not holders[block_id]
-            assert (block_id in self._available) == is_available, f"block {block_id}: {block}"
+            is_empty = block.key is None
+            assert (block_id in free) == (is_available and is_empty), f"block {block_id}: {block}"
+            assert (block_id in self._evictable) == (is_available and not is_empty), f"block {block_id}: {block}"
             if block.key is not None:
                 assert block_id in self._cached.get(block.key, {}), f"block {block_id} lost its entry"
         num_entries = sum(len(ids) for ids in self._cached.values())

@@ -78,9 +78,8 @@ class CoreProcess:
                 self._add(message)
             case AbortRequests(request_ids):
                 self._core.abort_requests(request_ids)
-                if not self._core.has_work:
-                    # No step will tell that the requests and their blocks are gone.
-                    self._send(StepReport(outputs=(), events=(), num_tokens=0, stats=self._core.stats()))
+                # The requests are gone now, and no step need be left that would tell.
+                self._send(StepReport(outputs=(), events=(), num_tokens=0, stats=self._core.stats()))
             case ResetPrefixCache(call):
                 self._send(Reply(call, self._core.reset_prefix_cache()))
             case GetBlockMap(call, max_cells):
