@@ -19,17 +19,29 @@ ALLOWED = {
     "layers": {"attention", "kernels", "config", "messages", "utils"},
     "models": {"layers", "attention", "kernels", "config", "messages", "utils"},
     "grammar": {"config", "messages", "utils"},
-    "core": {"grammar", "config", "messages", "utils"},
-    "runner": {"models", "layers", "attention", "kernels", "config", "messages", "utils"},
+    "kv_transfer": {"config", "messages", "utils"},
+    "core": {"grammar", "kv_transfer", "config", "messages", "utils"},
+    "runner": {"kv_transfer", "models", "layers", "attention", "kernels", "config", "messages", "utils"},
     "executor": {"runner", "models", "config", "messages", "utils"},
     "metrics": {"config", "messages", "utils"},
-    "engine": {"metrics", "executor", "runner", "core", "grammar", "models", "config", "messages", "utils"},
+    "engine": {
+        "metrics",
+        "executor",
+        "runner",
+        "core",
+        "kv_transfer",
+        "grammar",
+        "models",
+        "config",
+        "messages",
+        "utils",
+    },
     "server": {"engine", "metrics", "config", "messages", "utils"},
     "loadgen": {"messages", "utils"},
     "cli": {"server", "loadgen", "engine", "config", "messages", "utils"},
 }
 
-WITHOUT_TORCH = ("utils", "messages", "config", "core", "grammar", "metrics", "server", "loadgen")
+WITHOUT_TORCH = ("utils", "messages", "config", "core", "kv_transfer", "grammar", "metrics", "server", "loadgen")
 
 # Models may build on one another only through these bases.
 MODEL_BASES = {"interface", "weights", "llama"}

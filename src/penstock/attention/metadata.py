@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -17,9 +18,27 @@ class AttentionMetadata:
     slot_mapping: torch.Tensor  # [num_tokens] int64: block_id * block_size + offset, where a token's KV is stored
 
 
+class LayerHooks(Protocol):
+    """What is told of every attention layer of the target model, before and behind it."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None: ...
+
+    def save_kv_layer(self, layer_name: str) -> None: ...
+
+
+class NoHooks:
+    def wait_for_layer_load(self, layer_name: str) -> None: ...
+
+    def save_kv_layer(self, layer_name: str) -> None: ...
+
+
+NO_HOOKS = NoHooks()
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
     """Handed through the model to its attention layers; keyed by layer name."""
 
     metadata: dict[str, AttentionMetadata]
     kv_caches: dict[str, torch.Tensor]  # each [num_blocks, 2, num_kv_heads, block_size, head_size]
+    hooks: LayerHooks = NO_HOOKS

@@ -7,13 +7,14 @@ no longer needs (behind a sliding window) are the null block.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
 from penstock.core.block_pool import BlockPool
 from penstock.core.kv_cache_groups import make_group
 from penstock.core.request import Request
 from penstock.messages.kv_cache_spec import NULL_BLOCK, KVCacheConfig
+from penstock.messages.kv_transfer import TransferId
 from penstock.messages.scheduler_output import BlockIds
 from penstock.utils.math import cdiv
 
@@ -74,23 +75,34 @@ class KVCacheManager:
         within_prompt = hit.num_blocks < (request.num_tokens - 1) // self.block_size
         return within_prompt and self._being_computed[request.block_hashes[hit.num_blocks]] > 0
 
-    def admit(self, request: Request, hit: PrefixHit, num_tokens: int) -> BlockIds | None:
-        """Gives a request its hit and room for `num_tokens` tokens in all; None when there are not enough blocks."""
-        num_new = len(self._groups) * (cdiv(num_tokens, self.block_size) - hit.num_blocks)
+    def admit(self, request: Request, hit: PrefixHit, num_tokens: int, num_external: int = 0) -> BlockIds | None:
+        """Gives a request its hit and room for `num_tokens` tokens in all; None when there are not enough blocks.
+
+        The `num_external` tokens behind the hit will be loaded: groups get no blocks for those that they do not need.
+        """
+        num_present = hit.num_tokens + num_external
+        starts = [max(hit.num_blocks, group.first_needed_block(num_present)) for group in self._groups]
+        starts = [min(start, num_present // self.block_size) for start in starts]
+        num_new = sum(cdiv(num_tokens, self.block_size) - start for start in starts)
         hit_ids = [i for ids in hit.block_ids for i in ids if i != NULL_BLOCK]
         if num_new + self.pool.num_to_take(hit_ids) > self.pool.num_available:
             return None
         # The hits of all groups are taken before anything is allocated, or one group would evict another's.
         self.pool.acquire(hit_ids)
-        tables = tuple(list(ids) for ids in hit.block_ids)
+        skipped = [[NULL_BLOCK] * (start - hit.num_blocks) for start in starts]
+        tables = tuple([*ids, *gap] for ids, gap in zip(hit.block_ids, skipped, strict=True))
         self._tables[request.request_id] = tables
         self._num_published[request.request_id] = hit.num_blocks
         if self._enable_prefix_caching:
             self._being_computed.update(request.block_hashes[hit.num_blocks :])
+        self._extend(tables, num_tokens)
+        return self.block_ids(request)
+
+    def count_hit(self, request: Request, hit: PrefixHit) -> None:
+        """Notes for the statistics that a request enters the runner with this hit."""
+        if self._enable_prefix_caching:
             self.num_hit_tokens += hit.num_tokens
             self.num_queried_tokens += request.num_tokens
-        self._extend(tables, num_tokens)
-        return tuple(tuple(table) for table in tables)
 
     def grow(self, request: Request, num_tokens: int) -> BlockIds | None:
         """Room for `num_tokens` tokens in all; returns the new blocks, None when there are not enough."""
@@ -106,19 +118,48 @@ class KVCacheManager:
         num_new = max(0, cdiv(num_tokens, self.block_size) - len(self._tables[request.request_id][0]))
         return num_new * len(self._groups) <= self.pool.num_available + self.pool.num_fenced
 
-    def publish(self, request: Request) -> None:
-        """Makes those full blocks findable whose KV is in place: on processed counts, so never on a guess."""
-        if not self._enable_prefix_caching:
-            return
+    def publish(self, request: Request) -> tuple[int, int]:
+        """Makes those full blocks findable whose KV is in place: on processed counts, so never on a guess.
+
+        Returns the first of them and the end.
+        """
         first = self._num_published[request.request_id]
         end = min(request.num_processed_tokens // self.block_size, len(request.block_hashes))
+        if not self._enable_prefix_caching or end <= first:
+            return first, first
+        self._publish(request, first, end, frozenset())
+        return first, end
+
+    def publish_loaded(self, request: Request, first: int, end: int, bad: Set[tuple[int, int]]) -> int:
+        """Makes blocks [first, end) findable that a load has brought, but for the bad ones, (group, index).
+
+        Returns how many tokens at their head are whole in all groups.
+        """
+        self._publish(request, first, end, bad)
+        bad_indices = [index for _, index in bad if index >= first]
+        return (min([end, *bad_indices]) - first) * self.block_size
+
+    def _publish(self, request: Request, first: int, end: int, bad: Set[tuple[int, int]]) -> None:
         for index in range(first, end):
             block_hash = request.block_hashes[index]
             self._end_computing(block_hash)
             for number, table in enumerate(self._tables[request.request_id]):
-                if table[index] != NULL_BLOCK:
+                if table[index] != NULL_BLOCK and (number, index) not in bad:
                     self.pool.publish(table[index], (number, block_hash))
-        self._num_published[request.request_id] = max(first, end)
+        self._num_published[request.request_id] = end
+
+    def hold(self, transfer_id: TransferId, block_ids: BlockIds, first: int, end: int | None, writes: bool) -> None:
+        """Keeps blocks [first, end) of a request's table (None: to the last) for a transfer, until `drop_hold`."""
+        ids = [i for table in block_ids for i in table[first:end] if i != NULL_BLOCK]
+        self.pool.hold(transfer_id, ids, writes)
+
+    def drop_hold(self, transfer_id: TransferId) -> None:
+        """The transfer has ended."""
+        self.pool.drop(transfer_id)
+
+    def block_ids(self, request: Request) -> BlockIds:
+        """The request's block table in every group."""
+        return tuple(tuple(table) for table in self._tables[request.request_id])
 
     def release(self, request: Request, fence: int) -> None:
         """Takes all blocks from a request; they stay untouched until step `fence` has been processed."""

@@ -12,6 +12,7 @@ from penstock.messages.runner_output import TokenLogprobs
 
 class RequestStatus(enum.Enum):
     WAITING = "waiting"
+    WAITING_FOR_REMOTE_KV = "waiting_for_remote_kv"
     RUNNING = "running"
     PREEMPTED = "preempted"
     FINISHED = "finished"
@@ -19,9 +20,14 @@ class RequestStatus(enum.Enum):
 
 # The whole life of a request. Nothing else may happen to it, and `set_status` is the only place where it does.
 TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
-    RequestStatus.WAITING: frozenset({RequestStatus.RUNNING, RequestStatus.FINISHED}),
+    RequestStatus.WAITING: frozenset(
+        {RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KV, RequestStatus.FINISHED}
+    ),
+    RequestStatus.WAITING_FOR_REMOTE_KV: frozenset({RequestStatus.WAITING, RequestStatus.FINISHED}),
     RequestStatus.RUNNING: frozenset({RequestStatus.PREEMPTED, RequestStatus.FINISHED}),
-    RequestStatus.PREEMPTED: frozenset({RequestStatus.RUNNING, RequestStatus.FINISHED}),
+    RequestStatus.PREEMPTED: frozenset(
+        {RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KV, RequestStatus.FINISHED}
+    ),
     RequestStatus.FINISHED: frozenset(),
 }
 
@@ -54,6 +60,7 @@ class Request:
         self.num_drafts = 0
         self.num_cached_tokens = 0
         self.admission = 0
+        self.num_failed_loads = 0
         self.finish_reason: FinishReason | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.block_hashes: list[BlockHash] = []
@@ -108,7 +115,7 @@ class Request:
 
     def admit(self, admission: int, num_computed_tokens: int) -> None:
         """Enters the runner with that many tokens already in the cache; `admission` is unique in the engine."""
-        if self.status is RequestStatus.WAITING:
+        if self.admission == 0:
             self.num_cached_tokens = num_computed_tokens
         self.set_status(RequestStatus.RUNNING)
         self.admission = admission

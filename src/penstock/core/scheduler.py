@@ -8,14 +8,18 @@ is a preemption followed by a fresh admission, so the runner can never disagree 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from penstock.config.engine import SchedulerConfig
 from penstock.core.kv_cache_manager import KVCacheManager, PrefixHit
+from penstock.core.remote_kv import MAX_FAILED_LOADS, NO_TRANSFER, KVTransfer, RemoteKV
 from penstock.core.request import Request, RequestStatus
 from penstock.core.request_queue import RequestQueue
 from penstock.core.speculation import SpeculationCounter
 from penstock.core.step_plan import StepPlan
 from penstock.core.structured_output import StructuredOutputs
+from penstock.kv_transfer.connector import FinishAction, Match, Released
+from penstock.messages.kv_transfer import KVConnectorOutput
 from penstock.messages.outputs import EngineOutput, FinishReason
 from penstock.messages.requests import EngineRequest
 from penstock.messages.runner_output import ModelRunnerOutput, TokenLogprobs
@@ -27,18 +31,30 @@ from penstock.utils.errors import GrammarError, OverloadedError, RequestError
 # looking further, because each look costs as much as a prompt has blocks.
 _MAX_DEFERRED = 64
 
+_LOST_KV = "KV that the request was promised could not be loaded (kv_load_failure_policy is fail)"
+
 
 class Scheduler:
     """Not thread-safe: it belongs to the engine core's loop."""
 
-    def __init__(self, config: SchedulerConfig, kv: KVCacheManager, grammars: StructuredOutputs | None = None) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv: KVCacheManager,
+        grammars: StructuredOutputs | None = None,
+        transfer: KVTransfer = NO_TRANSFER,
+    ) -> None:
         self.kv = kv
         self.grammars = grammars or StructuredOutputs(None)
+        self.connector = transfer.connector
+        self._remote = RemoteKV(transfer, kv)
+        self._fails_on_lost_kv = transfer.load_failure_policy == "fail"
         self._config = config
         self._requests: dict[str, Request] = {}
         self._waiting = RequestQueue(config.policy)
         self._running = RequestQueue(config.policy)
         self._finished_request_ids: set[str] = set()
+        self._rewound_request_ids: set[str] = set()
         self._admissions: dict[int, dict[str, int]] = {}
         self._step = 0
         self._num_arrivals = 0
@@ -60,6 +76,7 @@ class Scheduler:
         self._num_arrivals += 1
         self._requests[data.request_id] = request
         self._waiting.add(request)
+        self.connector.on_new_request(request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> list[EngineOutput]:
         """Ends requests at once; unknown ones (already finished) are passed over."""
@@ -81,9 +98,9 @@ class Scheduler:
         return bool(self._requests)
 
     @property
-    def has_finished_requests_to_report(self) -> bool:
-        """The runner still has to be told of finished requests."""
-        return bool(self._finished_request_ids)
+    def has_rows_to_free(self) -> bool:
+        """The runner still has to be told of requests that it holds no longer."""
+        return bool(self._finished_request_ids or self._rewound_request_ids)
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
@@ -94,6 +111,9 @@ class Scheduler:
             prefix_cache_queries=self.kv.num_queried_tokens,
             prefix_cache_hits=self.kv.num_hit_tokens,
             speculation=self._speculation.stats(),
+            num_waiting_for_remote_kv=self._remote.num_waiting,
+            remote_kv=self._remote.stats(),
+            connector=self.connector.counters(),
         )
 
     # ---- Decide ----
@@ -103,11 +123,14 @@ class Scheduler:
         self._step += 1
         num_drafts = self._config.num_drafts(len(self._running))
         plan = StepPlan(self._step, self._config.max_num_batched_tokens, num_drafts)
+        self._give_up_overdue_loads()
         self._schedule_running(plan)
         if not plan.preempted_request_ids and not plan.is_blocked:
             self._schedule_waiting(plan)
-        output = plan.finish(frozenset(self._finished_request_ids))
+        output = plan.finish(frozenset(self._finished_request_ids), frozenset(self._rewound_request_ids))
+        output = replace(output, kv_connector_metadata=self.connector.build_connector_meta(output))
         self._finished_request_ids.clear()
+        self._rewound_request_ids.clear()
         self._admissions[self._step] = {
             request_id: self._requests[request_id].admission for request_id in output.num_scheduled_tokens
         }
@@ -145,19 +168,25 @@ class Scheduler:
         return block_ids
 
     def _preempt(self, request: Request, plan: StepPlan) -> None:
-        self._running.remove(request)
-        self.kv.release(request, self._step - 1)
-        request.preempt()
-        self._waiting.add(request)
+        self._rewind(request, self._step - 1)
         plan.preempted_request_ids.add(request.request_id)
         self._num_preemptions += 1
+
+    def _rewind(self, request: Request, last_step: int) -> None:
+        """Back to the queue with its tokens and without its KV, which steps up to `last_step` may still write."""
+        self._running.remove(request)
+        self._remote.detach(request)
+        self.kv.release(request, last_step)
+        request.preempt()
+        self._waiting.add(request)
 
     def _schedule_waiting(self, plan: StepPlan) -> None:
         num_deferred = 0
         for request in self._waiting.snapshot():
-            if plan.token_budget == 0 or len(self._running) >= self._config.max_num_seqs:
+            num_places = self._config.max_num_seqs - len(self._running) - self._remote.num_waiting
+            if plan.token_budget == 0 or num_places <= 0:
                 return
-            if self.grammars.is_compiling(request.request_id):
+            if request.status is RequestStatus.WAITING_FOR_REMOTE_KV or self.grammars.is_compiling(request.request_id):
                 continue
             hit = self.kv.find_prefix(request)
             if self._waits_for_twin(request, hit):
@@ -165,16 +194,28 @@ class Scheduler:
                 if num_deferred == _MAX_DEFERRED:
                     return
                 continue
-            num_tokens = min(request.num_tokens - hit.num_tokens, plan.token_budget)
-            num_slots = self._num_slots(request, hit.num_tokens + num_tokens)
-            block_ids = self.kv.admit(request, hit, num_slots)
-            if block_ids is None:
+            match = self._remote.match(request, hit)
+            if not match.is_pending and not self._admit(request, hit, match, plan):
                 return
+
+    def _admit(self, request: Request, hit: PrefixHit, match: Match, plan: StepPlan) -> bool:
+        """Lets a request run, or wait for its KV with the blocks that it comes to; False when there are too few."""
+        num_present = hit.num_tokens + match.num_tokens
+        num_tokens = 0 if match.is_async else min(request.num_tokens - num_present, plan.token_budget)
+        num_slots = num_present if match.is_async else self._num_slots(request, num_present + num_tokens)
+        block_ids = self.kv.admit(request, hit, num_slots, match.num_tokens)
+        if block_ids is None:
+            return False
+        if match.num_tokens:
+            self._remote.begin(request, block_ids, hit, match)
+        if not match.is_async:
+            self.kv.count_hit(request, hit)
             self._waiting.remove(request)
             self._running.add(request)
             self._num_admissions += 1
-            request.admit(self._num_admissions, hit.num_tokens)
+            request.admit(self._num_admissions, num_present)
             plan.add_new(request, block_ids, num_tokens)
+        return True
 
     def _waits_for_twin(self, request: Request, hit: PrefixHit) -> bool:
         """Whether a running request is about to publish what this one needs, so that waiting saves its computation.
@@ -189,7 +230,7 @@ class Scheduler:
         """Applies one step's result. Results must come in the order of the steps."""
         self.kv.pool.on_step_processed(plan.step)
         admissions = self._admissions.pop(plan.step)
-        outputs = self._fail_without_grammar()
+        outputs = self._fail_without_grammar() + self._apply_transfers(result.kv_connector_output)
         self.grammars.set_drafts(result.draft_token_ids)
         for request_id, num_tokens in plan.num_scheduled_tokens.items():
             request = self._requests.get(request_id)
@@ -203,6 +244,38 @@ class Scheduler:
             if output is not None:
                 outputs.append(output)
         return outputs
+
+    def _apply_transfers(self, output: KVConnectorOutput) -> list[EngineOutput]:
+        """Takes over what transfers have brought, and deals with what they have not."""
+        outputs: list[EngineOutput] = []
+        for event in self.connector.update_connector_output(output):
+            if isinstance(event, Released):
+                self.kv.drop_hold(event.transfer_id)
+                continue
+            request = self._remote.on_ended(event)
+            if request is not None:
+                outputs += self._on_lost_kv(request)
+        return outputs
+
+    def _on_lost_kv(self, request: Request) -> list[EngineOutput]:
+        """KV that the request was promised has not come: by policy it ends, or computes what is missing."""
+        if self._fails_on_lost_kv:
+            self._finish(request, FinishReason.ERROR)
+            return [_error_output(request.request_id, _LOST_KV, is_request_error=False)]
+        if request.status is RequestStatus.RUNNING:
+            # What it has sampled since rests on KV that is not there.
+            self._rewind(request, self._step)
+            self._rewound_request_ids.add(request.request_id)
+        return []
+
+    def _give_up_overdue_loads(self) -> None:
+        """Detaches requests from loads that take too long; they are computed here, whatever the policy."""
+        for request in self._remote.overdue():
+            self._remote.detach(request)
+            if request.status is RequestStatus.WAITING_FOR_REMOTE_KV:
+                self.kv.release(request, fence=0)
+                request.set_status(RequestStatus.WAITING)
+                request.num_failed_loads = MAX_FAILED_LOADS
 
     def _fail_without_grammar(self) -> list[EngineOutput]:
         """Ends the requests whose grammar turned out to be none."""
@@ -237,7 +310,9 @@ class Scheduler:
         except GrammarError as error:
             self._finish(request, FinishReason.ERROR)
             return _error_output(request_id, str(error), is_request_error=True)
-        self.kv.publish(request)
+        first, end = self.kv.publish(request)
+        if first < end:
+            self.connector.on_blocks_complete(request, self.kv.block_ids(request), first, end)
         if not new_token_ids:
             return None
         if request.finish_reason is not None:
@@ -284,16 +359,27 @@ class Scheduler:
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         """The one way out: takes the request from its queue and its blocks from it."""
+        self._remote.detach(request)
         if request.status is RequestStatus.RUNNING:
             self._running.remove(request)
-            self.kv.release(request, self._step)
             self._finished_request_ids.add(request.request_id)
         else:
             self._waiting.remove(request)
+        self._free(request)
         self.grammars.remove(request.request_id)
         request.finish_reason = reason
         request.set_status(RequestStatus.FINISHED)
         del self._requests[request.request_id]
+
+    def _free(self, request: Request) -> None:
+        """Takes its blocks from a request that ends, unless the connector still reads them."""
+        holds_blocks = request.status in (RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KV)
+        block_ids = self.kv.block_ids(request) if holds_blocks else ()
+        action = self.connector.request_finished(request, block_ids)
+        if holds_blocks:
+            if action is FinishAction.HOLD:
+                self.kv.hold(request.request_id, block_ids, 0, None, writes=False)
+            self.kv.release(request, self._step)
 
     # ---- Check ----
 
@@ -308,7 +394,8 @@ class Scheduler:
             limit = request.num_tokens + request.num_output_placeholders
             assert request.num_computed_tokens <= limit, (request.request_id, request.num_computed_tokens, limit)
         self.kv.check_integrity()
-        if not self._requests and not self._admissions:
+        self._remote.check_integrity()
+        if not self._requests and not self._admissions and not self.connector.has_pending_work:
             assert self.kv.pool.num_available == self.kv.pool.num_usable, "blocks are missing at idle"
 
 

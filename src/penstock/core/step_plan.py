@@ -54,7 +54,8 @@ class StepPlan:
         self.token_budget -= num_tokens
         request.on_scheduled(num_tokens, num_drafts, min(self.num_drafts_to_propose, request.max_drafts))
 
-    def finish(self, finished_request_ids: frozenset[str]) -> SchedulerOutput:
+    def finish(self, finished_request_ids: frozenset[str], rewound_request_ids: frozenset[str]) -> SchedulerOutput:
+        """Freezes the plan. Requests that were rewound between two steps leave their rows like preempted ones."""
         return SchedulerOutput(
             step=self.step,
             new_requests=tuple(self._new),
@@ -65,5 +66,5 @@ class StepPlan:
             total_num_scheduled_tokens=sum(self._num_scheduled.values()),
             grammar_request_ids=frozenset(self._grammar_request_ids),
             finished_request_ids=finished_request_ids,
-            preempted_request_ids=frozenset(self.preempted_request_ids),
+            preempted_request_ids=rewound_request_ids | self.preempted_request_ids,
         )

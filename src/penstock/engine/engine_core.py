@@ -16,8 +16,9 @@ from penstock.messages.stats import RequestEvent, RequestEventKind, SchedulerSta
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import EngineDeadError
 
-# How long a step without work waits for a grammar that is being compiled.
+# How long a step without work waits for a grammar that is being compiled, or for KV that is on its way.
 _GRAMMAR_SECONDS = 0.05
+_TRANSFER_SECONDS = 0.005
 
 _Processed = tuple[int, list[EngineOutput]]
 """A step's result, applied: how many tokens it computed, and what the requests got."""
@@ -56,7 +57,12 @@ class EngineCore:
     @property
     def has_rows_to_free(self) -> bool:
         """Whether the worker has still to be told of requests that have ended."""
-        return self._failure is None and self._scheduler.has_finished_requests_to_report
+        return self._failure is None and self._scheduler.has_rows_to_free
+
+    @property
+    def has_transfers(self) -> bool:
+        """Whether KV is on its way that needs steps, with requests or without."""
+        return self._failure is None and self._scheduler.connector.has_pending_work
 
     @property
     def num_blocks(self) -> int:
@@ -108,7 +114,8 @@ class EngineCore:
 
     @property
     def _has_something_to_schedule(self) -> bool:
-        return self._scheduler.has_unfinished_requests or self._scheduler.has_finished_requests_to_report
+        scheduler = self._scheduler
+        return scheduler.has_unfinished_requests or scheduler.has_rows_to_free or scheduler.connector.has_pending_work
 
     def _process_oldest(self) -> _Processed:
         """Waits for the oldest step in flight and applies its result."""
@@ -119,8 +126,9 @@ class EngineCore:
     def _make_report(self, processed: list[_Processed]) -> StepReport:
         num_tokens = sum(count for count, _ in processed)
         if not num_tokens and not self._in_flight:
-            # Nothing could run: the grammars that requests wait for need the processor more.
+            # Nothing could run: what the requests wait for needs the processor more.
             self._scheduler.grammars.wait(_GRAMMAR_SECONDS)
+            self._scheduler.connector.wait(_TRANSFER_SECONDS)
         events, self._events = tuple(self._events), []
         outputs = tuple(output for _, each in processed for output in each)
         return StepReport(outputs=outputs, events=events, num_tokens=num_tokens, stats=self._scheduler.stats())
@@ -144,3 +152,11 @@ class EngineCore:
         self._in_flight.clear()
         self._executor.shutdown()
         self._scheduler.grammars.shutdown()
+        self._scheduler.connector.shutdown()
+
+    def flush_transfers(self, seconds: float) -> bool:
+        """Steps until no KV is on its way; False when that takes longer than so many seconds."""
+        deadline = self._clock.now() + seconds
+        while self.has_transfers and self._clock.now() < deadline:
+            self.step()
+        return not self.has_transfers

@@ -43,6 +43,7 @@ class PagedAttention:
         """
         metadata = context.metadata[self.name]
         kv_cache = context.kv_caches[self.name]
+        context.hooks.wait_for_layer_load(self.name)
         rope_and_store_kv(
             qkv,
             self._num_heads,
@@ -56,6 +57,7 @@ class PagedAttention:
             self._eps,
         )
         queries = qkv[:, : self._num_heads * self.spec.head_size].unflatten(1, (self._num_heads, self.spec.head_size))
+        context.hooks.save_kv_layer(self.name)
         return paged_attention(
             queries,
             kv_cache,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from penstock.messages.kv_transfer import NO_OUTPUT, KVConnectorOutput
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
@@ -40,3 +42,9 @@ class ModelRunnerOutput:
     prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict[str, tuple[TokenLogprobs, ...]])
     failed_requests: dict[str, str] = field(default_factory=dict[str, str])
     unsatisfiable_requests: dict[str, str] = field(default_factory=dict[str, str])
+    kv_connector_output: KVConnectorOutput = NO_OUTPUT
+
+    @staticmethod
+    def with_kv_conn_output_only(output: KVConnectorOutput) -> ModelRunnerOutput:
+        """What a rank answers that samples nothing, or a step without tokens."""
+        return ModelRunnerOutput(kv_connector_output=output)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from penstock.messages.kv_transfer import NO_METADATA, KVConnectorMetadata
 from penstock.messages.requests import EngineRequest
 
 BlockIds = tuple[tuple[int, ...], ...]
@@ -63,6 +64,7 @@ class SchedulerOutput:
     grammar_request_ids: frozenset[str] = frozenset()
     finished_request_ids: frozenset[str] = frozenset()
     preempted_request_ids: frozenset[str] = frozenset()
+    kv_connector_metadata: KVConnectorMetadata = NO_METADATA
 
     @property
     def is_empty(self) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from penstock.messages.outputs import EngineOutput
 
@@ -22,6 +23,16 @@ class SpeculationStats:
 
 
 @dataclass(frozen=True, slots=True)
+class RemoteKVStats:
+    """Counters of loads from outside the engine: begun, not whole, given up waiting for; and tokens that came."""
+
+    num_loads: int = 0
+    num_failed: int = 0
+    num_timeouts: int = 0
+    num_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerStats:
     """What the scheduler looks like at this moment; the counters only grow."""
 
@@ -32,6 +43,9 @@ class SchedulerStats:
     prefix_cache_queries: int
     prefix_cache_hits: int
     speculation: SpeculationStats = SpeculationStats()
+    num_waiting_for_remote_kv: int = 0
+    remote_kv: RemoteKVStats = RemoteKVStats()
+    connector: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
 class RequestEventKind(enum.StrEnum):

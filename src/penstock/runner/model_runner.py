@@ -14,16 +14,20 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from penstock.attention.metadata import ForwardContext
+from penstock.attention.metadata import NO_HOOKS, ForwardContext
 from penstock.config.engine import SchedulerConfig
 from penstock.config.speculative import SpeculativeConfig
 from penstock.kernels.prepare_inputs import store_sampled
+from penstock.kv_transfer.connector import WorkerConnector
+from penstock.kv_transfer.null import NullWorkerConnector
 from penstock.messages.kv_cache_spec import NULL_BLOCK
 from penstock.messages.runner_output import ModelRunnerOutput, TokenLogprobs
 from penstock.messages.scheduler_output import BlockIds, GrammarOutput, SchedulerOutput
 from penstock.runner.block_tables import BlockTables
 from penstock.runner.buffers import to_device
 from penstock.runner.input_batch import InputBatch, make_attention_metadata, make_input_batch
+from penstock.runner.kv_cache_view import TorchKVCacheView
+from penstock.runner.kv_step import KVStep
 from penstock.runner.load import KVCache, LoadedModel
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling.logprobs import token_logprobs
@@ -61,6 +65,7 @@ class ModelRunner:
         cache: KVCache,
         config: SchedulerConfig,
         speculative: SpeculativeConfig | None = None,
+        connector: WorkerConnector = NullWorkerConnector(),  # noqa: B008 - it has no state
         debug: bool = False,
     ) -> None:
         self._model = loaded.model
@@ -82,14 +87,25 @@ class ModelRunner:
         self._layers_of_group = [group.layer_names for group in groups]
         self._speculator = make_speculator(loaded, cache, config, speculative, self._blocks)
         self._parked: ExecuteModelState | None = None
+        self._kv_step = KVStep(connector)
+        connector.register_kv_caches(TorchKVCacheView(cache))
+        self._layer_hooks = connector if connector.layerwise else NO_HOOKS
 
     @torch.inference_mode()
     def execute_model(self, plan: SchedulerOutput) -> None:
         """Applies the plan to the rows and runs the model over its tokens."""
         assert self._parked is None, "execute_model was called twice without sample_tokens"
-        self._update_rows(plan)
-        if plan.is_empty:
-            return
+        try:
+            self._kv_step.begin(plan)
+            self._update_rows(plan)
+            if not plan.is_empty:
+                self._parked = self._forward(plan)
+            self._kv_step.on_forward_launched()
+        except BaseException:
+            self._kv_step.end()
+            raise
+
+    def _forward(self, plan: SchedulerOutput) -> ExecuteModelState:
         batch = make_input_batch(plan, self._states, self._blocks)
         if self._debug:
             ahead = batch.num_computed_np - self._states.num_computed_exact[batch.idx_mapping, 0].cpu().numpy()
@@ -97,14 +113,21 @@ class ModelRunner:
         context = self._make_context(batch)
         hidden = self._model.forward(batch.tokens.input_ids, batch.tokens.positions, context)
         self._states.num_computed_exact[batch.idx_mapping, 0] = batch.seq_lens.long()
-        self._parked = ExecuteModelState(batch, hidden, plan.num_drafts_to_propose, plan.grammar_request_ids)
+        return ExecuteModelState(batch, hidden, plan.num_drafts_to_propose, plan.grammar_request_ids)
 
     @torch.inference_mode()
     def sample_tokens(self, grammars: GrammarOutput) -> ModelRunnerOutput:
         """Samples for the step that `execute_model` ran last, within its grammars."""
         state, self._parked = self._parked, None
-        if state is None:
-            return ModelRunnerOutput()
+        with self._kv_step:
+            moved = self._kv_step.collect()
+            output = None if state is None else self._sample(state, grammars)
+            self._kv_step.finalize()
+        if output is None:
+            return ModelRunnerOutput.with_kv_conn_output_only(moved)
+        return replace(output, kv_connector_output=moved)
+
+    def _sample(self, state: ExecuteModelState, grammars: GrammarOutput) -> ModelRunnerOutput:
         prompt_logprobs = self._prompt_logprobs(state)
         batch = state.batch
         if not len(batch.sampling_np):
@@ -192,7 +215,7 @@ class ModelRunner:
     def _make_context(self, batch: InputBatch) -> ForwardContext:
         metadata = make_attention_metadata(batch, self._blocks)
         by_layer = {name: view for names, view in zip(self._layers_of_group, metadata, strict=True) for name in names}
-        return ForwardContext(by_layer, self._cache.tensors)
+        return ForwardContext(by_layer, self._cache.tensors, self._layer_hooks)
 
     def _make_sampling_batch(self, batch: InputBatch, grammars: GrammarOutput) -> SamplingBatch:
         index = batch.sampling_np[batch.logits_request_np]

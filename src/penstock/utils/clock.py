@@ -1,15 +1,35 @@
-"""The only place that reads the machine's clock."""
+"""Time is an argument: whoever needs it is given a clock, and only `SystemClock` reads the machine's."""
 
 from __future__ import annotations
 
 import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    def now(self) -> float:
+        """Monotonic seconds; only differences mean anything."""
+        ...
 
 
 class SystemClock:
     def now(self) -> float:
-        """Monotonic seconds; only differences mean anything."""
         return time.monotonic()
 
     def wall(self) -> float:
         """Seconds since the epoch, for what people read."""
         return time.time()  # noqa: TID251 - this is the one reader
+
+
+class ManualClock:
+    """Stands still until it is told otherwise."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def now(self) -> float:
+        return self._now
+
+    def advance(self, seconds: float) -> None:
+        assert seconds >= 0, seconds
+        self._now += seconds

@@ -1,0 +1,77 @@
+"""`--kv-transfer-config`: which connector moves KV in and out of the engine. The keys are the field's."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.utils.errors import ConfigError
+from penstock.utils.names import did_you_mean
+
+ROLES = ("kv_both", "kv_producer", "kv_consumer")
+LOAD_FAILURE_POLICIES = ("recompute", "fail")
+_DEFAULT_LOAD_SECONDS = 30.0
+_MAX_LOAD_SECONDS = 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVTransferConfig:
+    """`kv_load_timeout` is in seconds: a request waits no longer for KV, and is computed here instead.
+
+    `kv_connector_module_path` is the Python module of a connector that Penstock does not bring.
+    `kv_connector_extra_config` is the connector's own; it refuses what it does not know.
+    """
+
+    kv_connector: str
+    kv_role: str = "kv_both"
+    engine_id: str = ""
+    kv_load_failure_policy: str = "recompute"
+    kv_load_timeout: float = _DEFAULT_LOAD_SECONDS
+    kv_connector_module_path: str | None = None
+    kv_connector_extra_config: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+def parse_kv_transfer_config(value: str | Mapping[str, Any]) -> KVTransferConfig:
+    """Reads the object or its JSON text. Raises ConfigError naming the key and what it may be."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ConfigError(f"kv_transfer_config is not JSON: {error}") from None
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"kv_transfer_config must be an object, got {value!r}")
+    given: dict[str, Any] = {"engine_id": uuid.uuid4().hex, **value}
+    for key, each in given.items():
+        if key not in _CHECKS:
+            raise ConfigError(f"unknown key {key!r} in kv_transfer_config{did_you_mean(key, tuple(_CHECKS))}")
+        is_right, wanted = _CHECKS[key]
+        if not is_right(each):
+            raise ConfigError(f"{key} in kv_transfer_config must be {wanted}, got {each!r}")
+    if "kv_connector" not in given:
+        raise ConfigError("kv_transfer_config needs a kv_connector, such as OffloadingConnector")
+    return KVTransferConfig(**given)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _is_timeout(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= _MAX_LOAD_SECONDS
+
+
+_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "kv_connector": (_is_text, "the name of a connector"),
+    "kv_role": (lambda value: value in ROLES, f"one of {', '.join(ROLES)}"),
+    "engine_id": (_is_text, "text"),
+    "kv_load_failure_policy": (
+        lambda value: value in LOAD_FAILURE_POLICIES,
+        f"one of {', '.join(LOAD_FAILURE_POLICIES)}",
+    ),
+    "kv_load_timeout": (_is_timeout, f"seconds above 0 and at most {_MAX_LOAD_SECONDS:.0f}"),
+    "kv_connector_module_path": (_is_text, "the name of a Python module"),
+    "kv_connector_extra_config": (lambda value: isinstance(value, Mapping), "an object"),
+}

@@ -1,0 +1,161 @@
+"""Requests whose KV comes from outside the engine: what is asked for, what is on its way, and what became of it.
+
+A load that requests wait for ends in the prefix cache: its blocks are published when every shard has reported, the
+request lets go of them and waits for its turn like any other, and finds them as it would find its own. So a loaded
+block is nothing special, a request that waits holds nothing that another could starve for, and a failed load is a
+shorter hit. A request that loads synchronously runs in the very step that loads; when that fails, it is rewound like a
+preempted one.
+
+Blocks under a load are held by it (LOADING) until its terminal event, whatever happens to the request meanwhile: an
+abort or a deadline detaches the request and leaves the blocks in quarantine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from penstock.core.kv_cache_manager import KVCacheManager, PrefixHit
+from penstock.core.request import Request, RequestStatus
+from penstock.kv_transfer.connector import NO_MATCH, LoadEnded, Match, SchedulerConnector
+from penstock.kv_transfer.null import NullSchedulerConnector
+from penstock.messages.kv_transfer import BadRange, TransferId
+from penstock.messages.scheduler_output import BlockIds
+from penstock.messages.stats import RemoteKVStats
+from penstock.utils.clock import Clock, SystemClock
+
+# After so many failed loads a request is computed here: what failed twice will fail again.
+MAX_FAILED_LOADS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class KVTransfer:
+    """What the scheduler needs to move KV. `load_timeout` is in seconds, the policy "recompute" or "fail"."""
+
+    connector: SchedulerConnector
+    load_failure_policy: str = "recompute"
+    load_timeout: float = 30.0
+    clock: Clock = field(default_factory=SystemClock)
+
+
+NO_TRANSFER = KVTransfer(NullSchedulerConnector())
+
+
+@dataclass(slots=True)
+class _Load:
+    request: Request
+    block_ids: BlockIds
+    first: int  # blocks
+    end: int
+    is_async: bool
+    deadline: float
+    is_detached: bool = False
+
+
+class RemoteKV:
+    """Belongs to the scheduler."""
+
+    def __init__(self, transfer: KVTransfer, kv: KVCacheManager) -> None:
+        self._connector = transfer.connector
+        self._kv = kv
+        self._timeout = transfer.load_timeout
+        self._clock = transfer.clock
+        self._loads: dict[TransferId, _Load] = {}
+        self._asked_since: dict[str, float] = {}
+        self._num_loads = 0
+        self._num_failed = 0
+        self._num_timeouts = 0
+        self._num_loaded_tokens = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold blocks and wait for their KV."""
+        return sum(load.is_async and not load.is_detached for load in self._loads.values())
+
+    def match(self, request: Request, hit: PrefixHit) -> Match:
+        """What the connector can bring behind a hit; nothing to a request that has waited or failed too often."""
+        if not request.uses_prefix_cache or request.num_failed_loads >= MAX_FAILED_LOADS:
+            return NO_MATCH
+        match = self._connector.get_num_new_matched_tokens(request, hit.num_tokens)
+        if match.is_pending:
+            since = self._asked_since.setdefault(request.request_id, self._clock.now())
+            if self._clock.now() - since < self._timeout:
+                return match
+            self._num_timeouts += 1
+            request.num_failed_loads = MAX_FAILED_LOADS
+            return NO_MATCH
+        self._asked_since.pop(request.request_id, None)
+        # The last known token is always computed: its logits are needed.
+        block_size = self._kv.block_size
+        most = (request.num_tokens - 1) // block_size * block_size - hit.num_tokens
+        num_tokens = min(match.num_tokens, most) // block_size * block_size
+        return Match(num_tokens, match.is_async) if num_tokens > 0 else NO_MATCH
+
+    def begin(self, request: Request, block_ids: BlockIds, hit: PrefixHit, match: Match) -> None:
+        """The connector takes over the blocks behind the hit."""
+        self._num_loads += 1
+        transfer_id = f"{request.request_id}/load-{self._num_loads}"
+        end = hit.num_tokens + match.num_tokens
+        load = _Load(
+            request=request,
+            block_ids=block_ids,
+            first=hit.num_blocks,
+            end=end // self._kv.block_size,
+            is_async=match.is_async,
+            deadline=self._clock.now() + self._timeout,
+        )
+        self._loads[transfer_id] = load
+        if match.is_async:
+            request.set_status(RequestStatus.WAITING_FOR_REMOTE_KV)
+            self._kv.hold(transfer_id, block_ids, load.first, load.end, writes=True)
+        self._connector.update_state_after_alloc(request, transfer_id, block_ids, hit.num_tokens, end)
+
+    def on_ended(self, event: LoadEnded) -> Request | None:
+        """Takes over what a load has brought; returns the request if something is missing that it still wants."""
+        load = self._loads.pop(event.transfer_id, None)
+        if load is None:
+            return None
+        self._num_failed += bool(event.bad_ranges)
+        if load.is_async:
+            self._kv.drop_hold(event.transfer_id)
+        if load.is_detached:
+            return None
+        request = load.request
+        if load.is_async:
+            bad = self._bad_blocks(event.bad_ranges)
+            self._num_loaded_tokens += self._kv.publish_loaded(request, load.first, load.end, bad)
+            self._kv.release(request, fence=0)
+            request.set_status(RequestStatus.WAITING)
+        elif not event.bad_ranges:
+            self._num_loaded_tokens += (load.end - load.first) * self._kv.block_size
+        request.num_failed_loads += bool(event.bad_ranges)
+        return request if event.bad_ranges else None
+
+    def detach(self, request: Request) -> None:
+        """The request ends or rewinds: what is still on its way is for nobody."""
+        self._asked_since.pop(request.request_id, None)
+        for load in self._loads.values():
+            load.is_detached = load.is_detached or load.request is request
+
+    def overdue(self) -> list[Request]:
+        """Requests whose load has missed its deadline; the caller gives up waiting for them."""
+        if not self._loads:
+            return []
+        now = self._clock.now()
+        waiting = (load for load in self._loads.values() if load.is_async and not load.is_detached)
+        late = [load.request for load in waiting if load.deadline <= now]
+        self._num_timeouts += len(late)
+        return late
+
+    def stats(self) -> RemoteKVStats:
+        return RemoteKVStats(self._num_loads, self._num_failed, self._num_timeouts, self._num_loaded_tokens)
+
+    def _bad_blocks(self, ranges: Iterable[BadRange]) -> set[tuple[int, int]]:
+        size = self._kv.block_size
+        return {(bad.group, index) for bad in ranges for index in range(bad.start // size, -(-bad.end // size))}
+
+    def check_integrity(self) -> None:
+        for transfer_id, load in self._loads.items():
+            waits = load.request.status is RequestStatus.WAITING_FOR_REMOTE_KV
+            assert load.is_detached or not load.is_async or waits, f"{transfer_id}: {load.request.status}"
+        self._connector.check_integrity()

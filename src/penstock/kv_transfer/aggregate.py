@@ -1,0 +1,18 @@
+"""The results of one step from all its ranks: a union by identity, the same for one rank and for many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from penstock.messages.kv_transfer import KVConnectorOutput, TransferReport
+
+
+def aggregate(outputs: Iterable[KVConnectorOutput]) -> KVConnectorOutput:
+    """Commutative in the ranks; a report that comes twice counts once, and counters add up."""
+    reports: dict[TransferReport, None] = {}
+    counters: dict[str, float] = {}
+    for output in outputs:
+        reports.update(dict.fromkeys(output.reports))
+        for name, value in output.counters.items():
+            counters[name] = counters.get(name, 0) + value
+    return KVConnectorOutput(tuple(reports), counters)

@@ -1,0 +1,209 @@
+"""The two protocols of a KV connector, and the parts that stand in where there is none.
+
+A connector is built as two parts that meet only in data: the scheduler's part decides, in the engine core's thread; the
+workers' parts move bytes, one per rank, in the worker's thread. What the first tells the second rides with the step's
+plan (`KVConnectorMetadata`), and what the second tells the first comes back with the step's result
+(`KVConnectorOutput`); both for every step, with tokens or without.
+
+Failure: a part never raises for what the world does (a lost file, a full disk, bytes that do not match their digest):
+it reports the transfer as failed, and the scheduler recomputes or fails the request. An exception out of a part is a
+bug and ends the engine.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from penstock.kv_transfer.view import KVCacheView
+from penstock.messages.kv_transfer import (
+    BadRange,
+    HandshakePayload,
+    KVConnectorMetadata,
+    KVConnectorOutput,
+    ShardId,
+    TransferId,
+)
+from penstock.messages.scheduler_output import BlockIds, SchedulerOutput
+
+
+class RequestView(Protocol):
+    """What a connector may read of a request; it belongs to the scheduler."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def block_hashes(self) -> Sequence[bytes]:
+        """One per full block of known tokens, chained from the start of the prompt."""
+        ...
+
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_prompt_tokens(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """How many tokens a connector can bring beyond those that the engine has.
+
+    `is_async`: the request waits while they come; otherwise they are loaded in the step that first computes behind
+    them. `is_pending`: the connector cannot tell yet and will be asked again.
+    """
+
+    num_tokens: int = 0
+    is_async: bool = False
+    is_pending: bool = False
+
+
+NO_MATCH = Match()
+PENDING = Match(is_pending=True)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadEnded:
+    """The load has ended on every shard. Its KV is in place but for `bad_ranges`."""
+
+    transfer_id: TransferId
+    bad_ranges: tuple[BadRange, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """Nobody reads the blocks any more that `request_finished` held under this name."""
+
+    transfer_id: TransferId
+
+
+ConnectorEvent = LoadEnded | Released
+
+
+class FinishAction(enum.Enum):
+    """What becomes of a finished request's blocks. HOLD keeps them until `Released(request_id)`."""
+
+    FREE = "free"
+    HOLD = "hold"
+
+
+class SchedulerConnector(Protocol):
+    """The scheduler's part. Lifecycle: built with the engine; the methods below in the scheduler's order; `shutdown`.
+
+    Everything is bounded and nothing blocks: whoever has to wait for a disk or a peer has a thread for it.
+    """
+
+    def on_new_request(self, request: RequestView) -> None:
+        """A request was queued. Chooses its policy."""
+        ...
+
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
+        """What could be loaded behind the first `num_computed_tokens` tokens, which the engine has.
+
+        Pure: it may be called many times. The last prompt token is never loaded; a full block is the unit.
+        """
+        ...
+
+    def update_state_after_alloc(
+        self, request: RequestView, transfer_id: TransferId, block_ids: BlockIds, num_computed_tokens: int, end: int
+    ) -> None:
+        """The load of tokens [num_computed_tokens, end) begins: exactly once per load, and it must end in an event.
+
+        `block_ids[group]` is the request's block table from its first token on, the null block where the group needs no
+        KV; from here until the event the other blocks behind `num_computed_tokens` belong to the transfer.
+        """
+        ...
+
+    def on_blocks_complete(self, request: RequestView, block_ids: BlockIds, first: int, end: int) -> None:
+        """Blocks [first, end) of the request's table hold final KV of final tokens, a speculator's layers included.
+
+        What the metadata of the next step asks to be read is read before anything of that step is written.
+        """
+        ...
+
+    def build_connector_meta(self, plan: SchedulerOutput) -> KVConnectorMetadata:
+        """What the workers' parts shall do in this step: called exactly once for every plan, also an empty one."""
+        ...
+
+    def update_connector_output(self, output: KVConnectorOutput) -> Sequence[ConnectorEvent]:
+        """Takes over the reports of all ranks. Duplicates, late ones and unknown ones are counted, never an error."""
+        ...
+
+    def request_finished(self, request: RequestView, block_ids: BlockIds) -> FinishAction:
+        """Exactly once per request, however it ended, before its blocks are freed."""
+        ...
+
+    def set_xfer_handshake_metadata_pp_aware(self, payloads: Mapping[ShardId, HandshakePayload]) -> None:
+        """The payloads of all ranks of this engine, pp * tp of them."""
+        ...
+
+    @property
+    def has_pending_work(self) -> bool:
+        """Whether steps are needed, even without tokens, for transfers to go on."""
+        ...
+
+    def wait(self, seconds: float) -> None:
+        """Returns when something may have changed, at the latest after so many seconds."""
+        ...
+
+    def counters(self) -> Mapping[str, float]:
+        """What to show of the connector: names to numbers, those that only grow ending in `_total`."""
+        ...
+
+    def reset_cache(self) -> bool:
+        """Forgets all KV outside the engine; False when that is not possible now."""
+        ...
+
+    def check_integrity(self) -> None:
+        """Recomputes derived state; AssertionError when it disagrees."""
+        ...
+
+    def shutdown(self) -> None: ...
+
+
+class WorkerConnector(Protocol):
+    """A worker's part. Lifecycle: `register_kv_caches` once; then for every step `begin_step`, `start_load_kv`, the
+    layer hooks if `layerwise`, `get_finished`, `wait_for_save`, `end_step`, in this order; `shutdown`. A step that
+    fails ends early with `end_step`.
+    """
+
+    layerwise: bool
+    """Whether it needs its hooks called around every attention layer, which CUDA graphs of whole steps exclude."""
+
+    def register_kv_caches(self, view: KVCacheView) -> None: ...
+
+    def get_handshake_metadata(self) -> HandshakePayload: ...
+
+    def begin_step(self, metadata: KVConnectorMetadata) -> None:
+        """Before anything of the step is written: binds the metadata, and finishes or orders all reads of blocks that
+        the step may overwrite."""
+        ...
+
+    def start_load_kv(self) -> None:
+        """Before the forward pass if the metadata has synchronous loads, else behind its launch."""
+        ...
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Before the layer of the target model stores and reads, if `layerwise`."""
+        ...
+
+    def save_kv_layer(self, layer_name: str) -> None:
+        """When the layer has stored the step's keys and values, if `layerwise`.
+
+        A speculator's layers, which run over the step several times, are complete at `wait_for_save`.
+        """
+        ...
+
+    def get_finished(self, finished_request_ids: frozenset[str]) -> KVConnectorOutput:
+        """What has ended, saves of the step before included: each transfer exactly once per rank."""
+        ...
+
+    def wait_for_save(self) -> None:
+        """Behind the last kernel of the step that writes KV, the speculator's included."""
+        ...
+
+    def end_step(self) -> None:
+        """Forgets the metadata."""
+        ...
+
+    def shutdown(self) -> None: ...

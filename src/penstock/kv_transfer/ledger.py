@@ -1,0 +1,68 @@
+"""Which transfers are open, and which shards have reported: completion by identity, never by count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from penstock.messages.kv_transfer import BadRange, ShardId, TransferId, TransferReport, TransferStatus
+
+
+@dataclass(slots=True)
+class _Open:
+    expected: frozenset[ShardId]
+    reports: dict[ShardId, TransferReport] = field(default_factory=dict[ShardId, TransferReport])
+
+
+class TransferLedger:
+    """Knows every transfer from `open` to the report of its last expected shard.
+
+    Reports may come in any order, twice, late, or about a transfer that nobody knows: those are counted and have no
+    other effect.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[TransferId, _Open] = {}
+        self.num_duplicates = 0
+        self.num_unknown = 0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __contains__(self, transfer_id: TransferId) -> bool:
+        return transfer_id in self._open
+
+    def open(self, transfer_id: TransferId, expected: Iterable[ShardId]) -> None:
+        assert transfer_id not in self._open, f"transfer {transfer_id} is opened twice"
+        shards = frozenset(expected)
+        assert shards, f"transfer {transfer_id} expects nobody"
+        self._open[transfer_id] = _Open(shards)
+
+    def apply(self, report: TransferReport) -> tuple[TransferReport, ...]:
+        """Notes a report; the reports of all shards when it was the last one that was missing, else none."""
+        entry = self._open.get(report.transfer_id)
+        if entry is None or report.shard not in entry.expected:
+            self.num_unknown += 1
+            return ()
+        if report.shard in entry.reports:
+            self.num_duplicates += 1
+            return ()
+        entry.reports[report.shard] = report
+        if len(entry.reports) < len(entry.expected):
+            return ()
+        del self._open[report.transfer_id]
+        return tuple(entry.reports[shard] for shard in sorted(entry.reports))
+
+    def check_integrity(self) -> None:
+        for transfer_id, entry in self._open.items():
+            assert entry.reports.keys() < entry.expected, f"{transfer_id} is complete and still open"
+
+
+def bad_ranges(reports: Iterable[TransferReport], num_groups: int, first: int, end: int) -> tuple[BadRange, ...]:
+    """What is missing of a load of tokens [first, end), by the reports of all shards; empty when nothing is."""
+    bad: dict[BadRange, None] = {}
+    for report in reports:
+        if report.status is TransferStatus.FAILED:
+            everything = [BadRange(group, first, end) for group in range(num_groups)]
+            bad.update(dict.fromkeys(report.bad_ranges or everything))
+    return tuple(bad)

@@ -1,0 +1,85 @@
+"""One step of a worker's connector, from binding its metadata to forgetting it: the only place that calls the hooks.
+
+    IDLE -> BOUND -> FORWARD -> COLLECTED -> FINALIZED -> IDLE
+
+Results are collected before the drafter runs and saves are finalised after it, so what `wait_for_save` ends is reported
+with the next step, whether there is a drafter or not. The step ends on every path, also on that of an exception.
+"""
+
+from __future__ import annotations
+
+import enum
+from types import TracebackType
+
+from penstock.kv_transfer.connector import WorkerConnector
+from penstock.messages.kv_transfer import KVConnectorMetadata, KVConnectorOutput
+from penstock.messages.scheduler_output import SchedulerOutput
+
+
+class KVStepState(enum.Enum):
+    IDLE = "idle"
+    BOUND = "bound"
+    FORWARD = "forward"
+    COLLECTED = "collected"
+    FINALIZED = "finalized"
+
+
+_NEXT = {
+    KVStepState.IDLE: KVStepState.BOUND,
+    KVStepState.BOUND: KVStepState.FORWARD,
+    KVStepState.FORWARD: KVStepState.COLLECTED,
+    KVStepState.COLLECTED: KVStepState.FINALIZED,
+}
+
+
+class KVStep:
+    """Drives one rank's connector. As a context it covers the step's second half and ends it."""
+
+    def __init__(self, connector: WorkerConnector) -> None:
+        self.connector = connector
+        self.state = KVStepState.IDLE
+        self._metadata = KVConnectorMetadata()
+        self._finished_request_ids: frozenset[str] = frozenset()
+
+    def begin(self, plan: SchedulerOutput) -> None:
+        """Before the step writes anything; loads that its own tokens need have begun when this returns."""
+        self._advance(KVStepState.BOUND)
+        self._metadata = plan.kv_connector_metadata
+        self._finished_request_ids = plan.finished_request_ids
+        self.connector.begin_step(self._metadata)
+        if self._metadata.has_sync_loads:
+            self.connector.start_load_kv()
+
+    def on_forward_launched(self) -> None:
+        """The target's forward pass, if the step has one, is on its way: other loads may begin beside it."""
+        self._advance(KVStepState.FORWARD)
+        if not self._metadata.has_sync_loads:
+            self.connector.start_load_kv()
+
+    def collect(self) -> KVConnectorOutput:
+        """What has ended by now."""
+        self._advance(KVStepState.COLLECTED)
+        return self.connector.get_finished(self._finished_request_ids)
+
+    def finalize(self) -> None:
+        """Nothing of this step writes KV any more."""
+        self._advance(KVStepState.FINALIZED)
+        self.connector.wait_for_save()
+
+    def end(self) -> None:
+        """Forgets the step, complete or not."""
+        if self.state is not KVStepState.IDLE:
+            self.connector.end_step()
+            self.state = KVStepState.IDLE
+
+    def _advance(self, state: KVStepState) -> None:
+        assert _NEXT.get(self.state) is state, f"the connector's step goes from {self.state} to {state}"
+        self.state = state
+
+    def __enter__(self) -> KVStep:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.end()
