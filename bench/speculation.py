@@ -1,6 +1,6 @@
 """Speculative decoding beside the plain run: tokens per second and acceptance, by task, method and batch size.
 
-    python bench/speculation.py [--model demo] [--batch 1 8] [--rounds 3] [--methods ngram mtp ...]
+    python bench/speculation.py [--model demo] [--batch 1 8] [--rounds 3] [--methods ngram mtp ...] [--temperature 1]
 
 The tasks repeat what stands in the prompt to different degrees: `lookup` answers questions about facts, `copy` repeats
 a list, `json` turns a sentence into JSON, `story` goes on freely. Plain and drafted runs alternate; printed are the
@@ -30,6 +30,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "mtp K=1": {"method": "mtp", "num_speculative_tokens": 1},
     "mtp K=2": {"method": "mtp", "num_speculative_tokens": 2},
     "mtp K=3": {"method": "mtp", "num_speculative_tokens": 3},
+    "mtp K=3 drawn": {"method": "mtp", "num_speculative_tokens": 3, "draft_sample_method": "probabilistic"},
 }
 
 
@@ -39,11 +40,12 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output-len", type=int, default=64)
-    parser.add_argument("--methods", nargs="+", default=list(METHODS))
+    parser.add_argument("--methods", nargs="+", default=list(METHODS)[:-1], choices=METHODS)
+    parser.add_argument("--temperature", type=float, default=0.0, help="drawn drafts need one")
     args = parser.parse_args()
     settings = {"plain": None, **{name: METHODS[name] for name in args.methods}}
     engines = {name: LLM(args.model, max_model_len=1024, speculative_config=each) for name, each in settings.items()}
-    params = SamplingParams(temperature=0, max_tokens=args.output_len, ignore_eos=True)
+    params = SamplingParams(temperature=args.temperature, max_tokens=args.output_len, ignore_eos=True)
     print("| task | batch | " + " | ".join(engines) + " |\n" + "|---" * (len(engines) + 2) + "|")
     for task, questions in TASKS.items():
         for batch in args.batch:

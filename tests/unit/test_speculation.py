@@ -19,6 +19,12 @@ from penstock.runner.speculation.verify import verify
 from penstock.utils.errors import ConfigError
 
 NUM_DRAWS = 100_000
+SYNTHETIC: dict[str, object] = {
+    "method": "mtp",
+    "num_speculative_tokens": 2,
+    "rejection_sample_method": "synthetic",
+    "synthetic_acceptance_rates": [0.5, 1],
+}
 
 
 def test_accepted_drafts_are_those_before_the_first_wrong_one() -> None:
@@ -115,6 +121,16 @@ def plain_search(tokens: list[int], shortest: int, longest: int, count: int) -> 
         ({"method": "mtp", "model": "x", "num_speculative_tokens": 3}, "for no other"),
         ({"method": "mtp", "num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": {"4": 5}}, "4"),
         ({"method": "mtp", "num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": {"x": 1}}, "'x'"),
+        ({"method": "mtp", "num_speculative_tokens": 2, "draft_sample_method": "gumbel"}, "greedy, probabilistic"),
+        ({"method": "ngram", "num_speculative_tokens": 2, "draft_sample_method": "probabilistic"}, "method=ngram"),
+        ({"method": "mtp", "num_speculative_tokens": 2, "rejection_sample_method": ["x"]}, "standard, synthetic"),
+        ({"method": "mtp", "num_speculative_tokens": 2, "rejection_sample_method": "synthetic"}, "need each other"),
+        ({"method": "mtp", "num_speculative_tokens": 2, "synthetic_acceptance_rates": [1, 1]}, "need each other"),
+        (SYNTHETIC | {"synthetic_acceptance_rates": [0.5]}, "num_speculative_tokens=2 numbers"),
+        (SYNTHETIC | {"synthetic_acceptance_rates": [0.5, 1.5]}, "from 0 to 1"),
+        (SYNTHETIC | {"synthetic_acceptance_rates": [0.5, True]}, "from 0 to 1"),
+        (SYNTHETIC | {"synthetic_acceptance_rates": "ab"}, "from 0 to 1"),
+        (SYNTHETIC | {"draft_sample_method": "probabilistic"}, "not rejection_sample_method=synthetic"),
     ],
 )
 def test_mistakes_in_the_configuration(value: object, message: str) -> None:

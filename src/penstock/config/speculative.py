@@ -2,7 +2,8 @@
 
 The keys are the field's: `method`, `model`, `num_speculative_tokens`, `prompt_lookup_min`, `prompt_lookup_max`, and
 `num_speculative_tokens_per_batch_size`, a table such as `{"4": 5, "16": 2}`: five drafts while at most 4 requests run,
-two up to 16, none beyond.
+two up to 16, none beyond. `draft_sample_method` and `rejection_sample_method` with `synthetic_acceptance_rates` say how
+drafts are chosen and judged.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from penstock.utils.names import did_you_mean
 
 METHODS = ("ngram", "draft_model", "mtp")
 MAX_DRAFTS = 32
+DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
+REJECTION_SAMPLE_METHODS = ("standard", "synthetic")
 _KEYS = (
     "method",
     "model",
@@ -26,13 +29,20 @@ _KEYS = (
     "num_speculative_tokens_per_batch_size",
     "prompt_lookup_min",
     "prompt_lookup_max",
+    "draft_sample_method",
+    "rejection_sample_method",
+    "synthetic_acceptance_rates",
 )
 _ANY_BATCH_SIZE = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """`drafts` as in `SchedulerConfig`. `draft_model` is set for the method of that name."""
+    """`drafts` as in `SchedulerConfig`. `draft_model` is set for the method of that name.
+
+    `samples_drafts` is the probabilistic method: drafts are drawn, and verified by rejection sampling.
+    `synthetic_acceptance_rates`, where there are any, accept each draft by chance, once those before it are accepted.
+    """
 
     method: str
     num_speculative_tokens: int
@@ -40,6 +50,8 @@ class SpeculativeConfig:
     prompt_lookup_min: int
     prompt_lookup_max: int
     draft_model: ModelConfig | None
+    samples_drafts: bool
+    synthetic_acceptance_rates: tuple[float, ...]
 
     @property
     def num_lookahead_tokens(self) -> int:
@@ -75,6 +87,14 @@ def parse_speculative_config(value: str | Mapping[str, Any], target: ModelConfig
         raise ConfigError(f"prompt_lookup_min={shortest} exceeds prompt_lookup_max={longest} in speculative_config")
     if ("model" in given) != (method == "draft_model"):
         raise ConfigError("speculative_config needs a model for the method draft_model, and for no other")
+    samples_drafts = _choice(given, "draft_sample_method", DRAFT_SAMPLE_METHODS) == "probabilistic"
+    rates = _parse_rates(given, count)
+    if samples_drafts and (method == "ngram" or rates):
+        other = "rejection_sample_method=synthetic" if rates else "method=ngram"
+        raise ConfigError(
+            "draft_sample_method=probabilistic in speculative_config needs drafts with probabilities and a "
+            f"verification that asks for them, not {other}: leave it at greedy"
+        )
     return SpeculativeConfig(
         method=method,
         num_speculative_tokens=count,
@@ -82,7 +102,16 @@ def parse_speculative_config(value: str | Mapping[str, Any], target: ModelConfig
         prompt_lookup_min=shortest,
         prompt_lookup_max=longest,
         draft_model=_load_draft_model(given["model"], target) if method == "draft_model" else None,
+        samples_drafts=samples_drafts,
+        synthetic_acceptance_rates=rates,
     )
+
+
+def _choice(given: Mapping[str, Any], key: str, choices: tuple[str, ...]) -> str:
+    value = given.get(key, choices[0])
+    if value not in choices:
+        raise ConfigError(f"{key} in speculative_config must be one of {', '.join(choices)}, got {value!r}")
+    return value
 
 
 def _count(given: Mapping[str, Any], key: str, default: int | None) -> int:
@@ -107,6 +136,28 @@ def _parse_table(table: Any, count: int) -> tuple[tuple[int, int], ...]:
             )
         pairs.append((int(limit), drafts))
     return tuple(sorted(pairs))
+
+
+def _parse_rates(given: Mapping[str, Any], count: int) -> tuple[float, ...]:
+    is_synthetic = _choice(given, "rejection_sample_method", REJECTION_SAMPLE_METHODS) == "synthetic"
+    if is_synthetic != ("synthetic_acceptance_rates" in given):
+        raise ConfigError(
+            "rejection_sample_method=synthetic and synthetic_acceptance_rates in speculative_config need each other"
+        )
+    if not is_synthetic:
+        return ()
+    value = given["synthetic_acceptance_rates"]
+    rates: tuple[Any, ...] = tuple(value if isinstance(value, list | tuple) else ())  # pyright: ignore[reportUnknownArgumentType]
+    if len(rates) != count or not all(map(_is_probability, rates)):
+        raise ConfigError(
+            f"synthetic_acceptance_rates in speculative_config must be num_speculative_tokens={count} numbers from 0 "
+            f"to 1, one for each draft once those before it are accepted, got {value!r}"
+        )
+    return rates
+
+
+def _is_probability(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
 
 
 def _load_draft_model(path: Any, target: ModelConfig) -> ModelConfig:

@@ -47,8 +47,10 @@ def build_engine_core(config: EngineConfig) -> tuple[EngineCore, SchedulerConfig
     except (RuntimeError, MemoryError) as error:
         raise ConfigError(
             f"max_num_seqs={limits.max_num_seqs} requests of max_model_len={limits.max_model_len} need more memory for "
-            f"their token ids than {loaded.device} has: lower one of them ({str(error).splitlines()[0]})"
+            f"their token ids and drafts than {loaded.device} has: lower one of them ({str(error).splitlines()[0]})"
         ) from None
+    if config.speculative is not None and config.speculative.synthetic_acceptance_rates:
+        logger.warning("rejection_sample_method=synthetic takes drafts by chance: the outputs are not the model's")
     executor = InlineExecutor(runner) if limits.max_num_in_flight == 1 else ThreadExecutor(runner)
     warm_up(executor, planned, limits)
     kv = KVCacheManager(planned, config.cache.enable_prefix_caching)

@@ -55,8 +55,8 @@ class SamplingParams:
     prompt and output tokens (repetition) or output tokens alone (presence, frequency). `logprobs` and
     `prompt_logprobs` ask for that many most likely tokens beside the chosen one. A `seed` makes the tokens a function
     of the prompt and the parameters alone, whatever else the engine is running. `num_speculative_tokens` bounds the
-    drafts per step in an engine that speculates; 0 is none. It changes the speed and no token. `structured_outputs`
-    holds the output to a grammar.
+    drafts per step in an engine that speculates; 0 is none. It changes the speed and, unless the engine draws its
+    drafts (docs/SPECULATION.md), no token. `structured_outputs` holds the output to a grammar.
     """
 
     n: int = 1

@@ -31,11 +31,11 @@ from penstock.runner.kv_step import KVStep
 from penstock.runner.load import KVCache, LoadedModel
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling.logprobs import token_logprobs
-from penstock.runner.sampling.sampler import SamplerOutput, sample
+from penstock.runner.sampling.sampler import SamplerOutput
 from penstock.runner.sampling.states import SamplingBatch, SamplingStates
-from penstock.runner.speculation.select import make_speculator
+from penstock.runner.speculation.select import make_speculator, make_verification
 from penstock.runner.speculation.speculator import StepResult
-from penstock.runner.speculation.verify import Verified, verify
+from penstock.runner.speculation.verify import Verified
 
 # Prompt log probabilities need logits for every prompt token: this many rows of the vocabulary at a time.
 _PROMPT_LOGITS_ROWS = 256
@@ -85,7 +85,8 @@ class ModelRunner:
             len(groups), config.max_num_seqs, config.max_model_len, cache.config.block_size, loaded.device
         )
         self._layers_of_group = [group.layer_names for group in groups]
-        self._speculator = make_speculator(loaded, cache, config, speculative, self._blocks)
+        picker, self._verifier = make_verification(loaded, speculative, self._states.drafts, self._sampling)
+        self._speculator = make_speculator(loaded, cache, config, speculative, self._blocks, picker)
         self._parked: ExecuteModelState | None = None
         self._kv_step = KVStep(connector)
         connector.register_kv_caches(TorchKVCacheView(cache))
@@ -136,9 +137,8 @@ class ModelRunner:
             return ModelRunnerOutput(sampled_token_ids=no_tokens, prompt_logprobs=prompt_logprobs)
         sampling = self._make_sampling_batch(batch, grammars)
         logits = self._model.compute_logits(state.hidden[batch.logits_indices])
-        sampled = sample(logits, sampling)
         rows = self._sampling_rows(batch) if batch.has_drafts else sampling.rows
-        verified = verify(sampled.token_ids, self._states.drafts, rows, batch.num_drafts_np)
+        sampled, verified = self._verifier.verify(logits, sampling, rows, batch.num_drafts_np)
         self._store(state, rows, sampling, sampled, verified)
         self._propose(state, rows, state.num_drafts_to_propose)
         output = _make_output(batch, sampled, verified, self._logprobs(logits, sampled, sampling), prompt_logprobs)

@@ -18,3 +18,8 @@ def apply_bitmask(logits: torch.Tensor, batch: SamplingBatch) -> None:
     bits = torch.arange(32, dtype=torch.int32, device=logits.device)
     allowed = ((words[:, :, None] >> bits) & 1).view(len(rows), -1)[:, : logits.shape[1]]
     logits[rows] = logits[rows].masked_fill(allowed == 0, -torch.inf)
+
+
+def allows(bitmask: np.ndarray, token_id: int) -> bool:
+    """Whether one row's grammar allows a token."""
+    return bool(bitmask[token_id // 32] >> (token_id % 32) & 1)

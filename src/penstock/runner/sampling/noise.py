@@ -18,7 +18,10 @@ _MULTIPLIERS = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), 
 class Purpose(enum.IntEnum):
     """What a number is drawn for; two purposes never share one."""
 
-    SAMPLE = 0
+    SAMPLE = 0  # a token, from the model's distribution
+    DRAFT = 1  # a draft, from the drafter's
+    ACCEPT = 2  # whether a draft is taken
+    RESAMPLE = 3  # the token in place of a draft that was not
 
 
 def uniform(seeds: Sequence[int], positions: np.ndarray, purpose: Purpose) -> np.ndarray:

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from penstock.messages.requests import EngineRequest
-from penstock.runner.buffers import to_device
 from penstock.runner.sampling.bitmask import apply_bitmask
 from penstock.runner.sampling.logit_bias import apply_allowed_token_ids, apply_logit_bias, apply_min_tokens
-from penstock.runner.sampling.noise import Purpose, uniform
+from penstock.runner.sampling.noise import Purpose
 from penstock.runner.sampling.penalties import apply_bad_words, apply_penalties, has_penalty
 from penstock.runner.sampling.states import SamplingBatch
 from penstock.runner.sampling.truncation import apply_min_p, apply_top_k, apply_top_p
@@ -46,36 +45,50 @@ class SamplerOutput:
     is_valid: torch.Tensor  # [num_sampling] bool: false where the model produced NaN, or nothing may be drawn
 
 
+@dataclass(frozen=True, slots=True)
+class Distributions:
+    """What the rows may become once every sampling feature has had its say."""
+
+    best: torch.Tensor  # [num_sampling] int64: the greedy token
+    is_valid: torch.Tensor  # [num_sampling] bool, as in SamplerOutput
+    random_rows: list[int]  # the rows that draw
+    probs: torch.Tensor  # [len(random_rows), vocab_size] float32: what they draw from
+
+
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> SamplerOutput:
     """One token per row of `logits`, [num_sampling, vocab_size] in the model's dtype, which is left as it is."""
+    found = distributions(logits, batch)
+    token_ids = found.best
+    if found.random_rows:
+        noise = batch.noise(found.random_rows, Purpose.SAMPLE)
+        token_ids[batch.indices(found.random_rows)] = draw(found.probs, noise)
+    return SamplerOutput(token_ids, found.is_valid)
+
+
+def distributions(logits: torch.Tensor, batch: SamplingBatch) -> Distributions:
+    """Applies the features to a copy of `logits`, [num_sampling, vocab_size] in the model's dtype."""
     if not batch.bitmasks and not any(_needs_processing(request) for request in batch.requests):
         best = logits.max(-1)
-        return SamplerOutput(best.indices, best.values.isfinite())
+        return Distributions(best.indices, best.values.isfinite(), [], logits[:0])
     logits = logits.to(torch.float32, copy=True)
     for feature in LOGITS_FEATURES:
         feature(logits, batch)
     best = logits.max(-1)
-    token_ids, is_valid = best.indices, best.values.isfinite()
     random_rows = batch.where(lambda request: not request.sampling_params.is_greedy)
     if random_rows:
-        temperatures = batch.column(max(request.sampling_params.temperature, 1e-6) for request in batch.requests)
-        logits /= temperatures
+        logits /= batch.temperatures(range(len(batch.requests)))
         for truncation in TRUNCATIONS:
             truncation(logits, batch)
-        index = batch.indices(random_rows)
-        seeds = [batch.requests[i].seed for i in random_rows]
-        noise = to_device(uniform(seeds, batch.positions_np[random_rows], Purpose.SAMPLE), logits.device)
-        token_ids[index] = draw(logits[index].softmax(-1), noise)
-    return SamplerOutput(token_ids, is_valid)
+    probs = logits[batch.indices(random_rows)].softmax(-1)
+    return Distributions(best.indices, best.values.isfinite(), random_rows, probs)
 
 
 def draw(probs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """[n, vocab_size] float32 probabilities and [n] float64 numbers in [0, 1) -> [n] int64 tokens.
+    """[n, vocab_size] float32 probabilities, of any sum, and [n] float64 numbers in [0, 1) -> [n] int64 tokens.
 
     Inversion in two levels, sums of blocks and then within a block, so that a long vocabulary costs one pass.
     """
-    num_rows, vocab_size = probs.shape
-    padded = torch.nn.functional.pad(probs, (0, -vocab_size % _CDF_BLOCK)).view(num_rows, -1, _CDF_BLOCK)
+    padded = torch.nn.functional.pad(probs, (0, -probs.shape[1] % _CDF_BLOCK)).unflatten(1, (-1, _CDF_BLOCK))
     block_cdf = padded.sum(-1).cumsum(-1, dtype=torch.float64)
     target = noise[:, None] * block_cdf[:, -1:]
     # Rounding must not push the target to the total, behind which there is no token.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +10,7 @@ import torch
 
 from penstock.messages.requests import EngineRequest
 from penstock.runner.buffers import to_device
+from penstock.runner.sampling.noise import Purpose, uniform
 
 
 class SamplingStates:
@@ -49,6 +50,15 @@ class SamplingBatch:
 
     def num_output_tokens(self, index: int) -> int:
         return int(self.positions_np[index]) - len(self.requests[index].prompt_token_ids)
+
+    def noise(self, indices: Sequence[int] | np.ndarray, purpose: Purpose, ahead: int = 0) -> torch.Tensor:
+        """[len(indices)] float64 in [0, 1) on the device: those rows' random numbers, `ahead` positions further on."""
+        seeds = [self.requests[i].seed for i in indices]
+        return to_device(uniform(seeds, self.positions_np[indices] + ahead, purpose), self.rows.device)
+
+    def temperatures(self, indices: Iterable[int]) -> torch.Tensor:
+        """[len(indices), 1] float32 on the device, kept from being zero."""
+        return self.column(max(self.requests[i].sampling_params.temperature, 1e-6) for i in indices)
 
     def column(self, values: Iterable[float]) -> torch.Tensor:
         """[len(values), 1] float32 on the device."""

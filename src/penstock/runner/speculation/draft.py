@@ -16,6 +16,7 @@ from penstock.models.interface import Model
 from penstock.models.mtp import MultiTokenPredictor
 from penstock.runner.block_tables import BlockTables
 from penstock.runner.input_batch import make_attention_metadata
+from penstock.runner.speculation.pick import Picker
 from penstock.runner.speculation.speculator import StepResult
 
 
@@ -60,18 +61,20 @@ class DraftModelSpeculator:
 
     leaves_gaps = False
 
-    def __init__(self, model: Model, cache: DraftCache) -> None:
+    def __init__(self, model: Model, cache: DraftCache, picker: Picker) -> None:
         self._model = model
         self._cache = cache
+        self._picker = picker
 
     def propose(self, step: StepResult, num_drafts: int) -> torch.Tensor:
         tokens = step.batch.tokens
         self._model.forward(tokens.input_ids, tokens.positions, self._cache.of_step(step))
+        pick = self._picker.of_step(step)
         drafts: list[torch.Tensor] = []
         last = step.token_ids[step.rows, step.num_computed].long()
         for index in range(num_drafts if len(step.rows) else 0):
             positions, context = self._cache.of_positions(step.rows, step.num_computed + index)
-            last = self._model.compute_logits(self._model.forward(last, positions, context)).argmax(-1)
+            last = pick(self._model.compute_logits(self._model.forward(last, positions, context)), index)
             drafts.append(last)
         return _stack(drafts, step, num_drafts)
 
@@ -81,25 +84,27 @@ class MTPSpeculator:
 
     leaves_gaps = False
 
-    def __init__(self, module: MultiTokenPredictor, cache: DraftCache) -> None:
+    def __init__(self, module: MultiTokenPredictor, cache: DraftCache, picker: Picker) -> None:
         self._module = module
         self._cache = cache
+        self._picker = picker
 
     def propose(self, step: StepResult, num_drafts: int) -> torch.Tensor:
         tokens, module = step.batch.tokens, self._module
         next_ids = step.token_ids[tokens.rows, tokens.positions + 1].long()
         hidden = module.forward(step.hidden, next_ids, tokens.positions, self._cache.of_step(step))
+        pick = self._picker.of_step(step)
         drafts: list[torch.Tensor] = []
         if num_drafts and len(step.rows):
             # The last position of each request whose token and hidden state are both final.
             starts = step.batch.query_start_loc[step.sampling].long()
             first = tokens.positions[starts]
             hidden = hidden[starts + step.num_computed - 1 - first]
-            drafts.append(module.compute_logits(hidden).argmax(-1))
+            drafts.append(pick(module.compute_logits(hidden), 0))
         for index in range(1, num_drafts if len(step.rows) else 0):
             positions, context = self._cache.of_positions(step.rows, step.num_computed - 1 + index)
             hidden = module.forward(hidden, drafts[-1], positions, context)
-            drafts.append(module.compute_logits(hidden).argmax(-1))
+            drafts.append(pick(module.compute_logits(hidden), index))
         return _stack(drafts, step, num_drafts)
 
 

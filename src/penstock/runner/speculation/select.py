@@ -1,15 +1,22 @@
-"""The speculator that a configuration asks for."""
+"""The speculator and the verifier that a configuration asks for."""
 
 from __future__ import annotations
+
+import torch
 
 from penstock.config.engine import SchedulerConfig
 from penstock.config.speculative import SpeculativeConfig
 from penstock.models.mtp import MultiTokenPredictor
 from penstock.runner.block_tables import BlockTables
-from penstock.runner.load import DRAFT_PREFIX, KVCache, LoadedModel
+from penstock.runner.load import DRAFT_PREFIX, TORCH_DTYPES, KVCache, LoadedModel
+from penstock.runner.sampling.states import SamplingStates
 from penstock.runner.speculation.draft import DraftCache, DraftModelSpeculator, MTPSpeculator
 from penstock.runner.speculation.ngram import NgramSpeculator
+from penstock.runner.speculation.pick import BestPicker, DraftDistributions, Picker, SamplingPicker
+from penstock.runner.speculation.rejection import RejectionVerifier
 from penstock.runner.speculation.speculator import NullSpeculator, Speculator
+from penstock.runner.speculation.synthetic import SyntheticVerifier
+from penstock.runner.speculation.verify import ExactVerifier, Verifier
 
 
 def make_speculator(
@@ -18,6 +25,7 @@ def make_speculator(
     config: SchedulerConfig,
     speculative: SpeculativeConfig | None,
     blocks: BlockTables,
+    picker: Picker,
 ) -> Speculator:
     """`blocks` are the runner's tables, which the drafter's layers share."""
     if speculative is None:
@@ -32,5 +40,24 @@ def make_speculator(
         config.max_model_len,
     )
     if isinstance(loaded.drafter, MultiTokenPredictor):
-        return MTPSpeculator(loaded.drafter, draft_cache)
-    return DraftModelSpeculator(loaded.drafter, draft_cache)
+        return MTPSpeculator(loaded.drafter, draft_cache, picker)
+    return DraftModelSpeculator(loaded.drafter, draft_cache, picker)
+
+
+def make_verification(
+    loaded: LoadedModel, speculative: SpeculativeConfig | None, drafts: torch.Tensor, sampling: SamplingStates
+) -> tuple[Picker, Verifier]:
+    """How drafts are picked and how they are judged, which belong together.
+
+    `drafts` [max_num_reqs, max_num_drafts] int64 are the runner's, of the same rows as `sampling`. Raises ConfigError
+    when the drafts' distributions do not fit into the memory.
+    """
+    if speculative is not None and speculative.synthetic_acceptance_rates:
+        return BestPicker(), SyntheticVerifier(drafts, speculative.synthetic_acceptance_rates)
+    if speculative is None or not speculative.samples_drafts:
+        return BestPicker(), ExactVerifier(drafts)
+    model, (max_num_reqs, max_num_drafts) = loaded.config, drafts.shape
+    distributions = DraftDistributions(
+        max_num_reqs, max_num_drafts, model.vocab_size, TORCH_DTYPES[model.dtype], loaded.device
+    )
+    return SamplingPicker(sampling, distributions), RejectionVerifier(drafts, distributions)
