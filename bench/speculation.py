@@ -30,6 +30,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "mtp K=1": {"method": "mtp", "num_speculative_tokens": 1},
     "mtp K=2": {"method": "mtp", "num_speculative_tokens": 2},
     "mtp K=3": {"method": "mtp", "num_speculative_tokens": 3},
+    "eagle3 K=1": {"method": "eagle3", "model": "demo/eagle3", "num_speculative_tokens": 1},
+    "eagle3 K=3": {"method": "eagle3", "model": "demo/eagle3", "num_speculative_tokens": 3},
     "mtp K=3 drawn": {"method": "mtp", "num_speculative_tokens": 3, "draft_sample_method": "probabilistic"},
 }
 

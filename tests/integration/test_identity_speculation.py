@@ -25,6 +25,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "ngram": {"method": "ngram"},
     "draft_model": {"method": "draft_model", "model": DEMO},
     "mtp": {"method": "mtp"},
+    "eagle3": {"method": "eagle3", "model": str(resolve_model_path("demo/eagle3"))},
 }
 CELLS = list(itertools.product(METHODS, (1, 3, 5), (False, True), (16, 4096)))
 
@@ -69,14 +70,40 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def random_head(random_model: Path) -> Path:
+    """An EAGLE-3 head for it with heads of its own kind and a quarter of the vocabulary."""
+    folder = random_model / "eagle3"
+    folder.mkdir()
+    shape = json.loads((random_model / "config.json").read_text(encoding="utf-8"))
+    shape.update(architectures=["LlamaForCausalLMEagle3"], model_type="llama", num_hidden_layers=1)
+    shape.update(num_attention_heads=3, num_key_value_heads=1, draft_vocab_size=1024)
+    shape.update(eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+    (folder / "config.json").write_text(json.dumps(shape), encoding="utf-8")
+    return folder
+
+
 @pytest.mark.parametrize(("method", "overlap"), list(itertools.product(METHODS, (False, True))))
-def test_random_model(random_model: Path, method: str, overlap: bool) -> None:
+def test_random_model(random_model: Path, random_head: Path, method: str, overlap: bool) -> None:
     arguments = {"model": str(random_model), "tokenizer": DEMO, "load_format": "dummy"}
-    drafts = config(method, 3) | ({"model": str(random_model)} if method == "draft_model" else {})
+    folders = {"draft_model": random_model, "eagle3": random_head}
+    drafts = config(method, 3) | ({"model": str(folders[method])} if method in folders else {})
     plain, _ = run(one_by_one=True, count=COUNT, **arguments)
     tokens, llm = run(count=COUNT, async_scheduling=overlap, speculative_config=drafts, **SMALL_POOL, **arguments)
     assert tokens == plain
     assert llm.stats().num_preemptions > 0
+
+
+def test_the_built_in_head_guesses_right_at_every_position() -> None:
+    """Its method is read from its folder, and both models' layers are told apart."""
+    prompts = [f"Write this as JSON: name {name}, place red box, count 3." for name in ("Anna", "Ben", "Clara", "Emma")]
+    chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+    llm = LLM(**PLAIN, speculative_config={"model": "demo/eagle3", "num_speculative_tokens": 3})
+    llm.chat(chats, SamplingParams(temperature=0, max_tokens=MAX_TOKENS), use_tqdm=False)
+    accepted = llm.stats().speculation.num_accepted_per_position
+    llm.shutdown()
+    assert len(accepted) == 3
+    assert all(count > 0 for count in accepted)
 
 
 def test_what_a_request_can_ask_for() -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from penstock.config.model import load_model_config
-from penstock.config.speculative import parse_speculative_config
+from penstock.config.speculative import SpeculativeConfig, parse_speculative_config
 from penstock.engine.model_path import resolve_model_path
 from penstock.runner.sampling.noise import Purpose, uniform
 from penstock.runner.sampling.sampler import draw
@@ -118,6 +120,7 @@ def plain_search(tokens: list[int], shortest: int, longest: int, count: int) -> 
         ({"method": "ngram", "num_speculative_token": 3}, "did you mean 'num_speculative_tokens'"),
         ({"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 9}, "prompt_lookup_max"),
         ({"method": "draft_model", "num_speculative_tokens": 3}, "needs a model"),
+        ({"method": "eagle3", "num_speculative_tokens": 3}, "needs a model"),
         ({"method": "mtp", "model": "x", "num_speculative_tokens": 3}, "for no other"),
         ({"method": "mtp", "num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": {"4": 5}}, "4"),
         ({"method": "mtp", "num_speculative_tokens": 3, "num_speculative_tokens_per_batch_size": {"x": 1}}, "'x'"),
@@ -145,6 +148,68 @@ def test_a_draft_model_needs_the_target_s_vocabulary(tmp_path: Path) -> None:
         parse_speculative_config(
             {"model": str(tmp_path), "num_speculative_tokens": 2}, load_model_config(resolve_model_path("demo"))
         )
+
+
+EAGLE3_HEAD = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "model_type": "llama",
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "eagle_aux_hidden_state_layer_ids": [1, 3, 5],
+}
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+def eagle3_config(folder: Path, **changed: Any) -> SpeculativeConfig:
+    """The configuration of a head for the built-in model, described with these changes."""
+    (folder / "config.json").write_text(json.dumps({**EAGLE3_HEAD, **changed}), encoding="utf-8")
+    return parse_speculative_config(
+        {"model": str(folder), "num_speculative_tokens": 2}, load_model_config(resolve_model_path("demo"))
+    )
+
+
+def test_an_eagle3_head_is_recognised_in_both_layouts(tmp_path: Path) -> None:
+    plain = eagle3_config(tmp_path, **{LAYER_IDS: None, "eagle_config": {LAYER_IDS: [6, 0]}})
+    assert plain.method == "eagle3"
+    assert plain.num_lookahead_tokens == 2
+    assert plain.eagle3 is not None
+    assert plain.eagle3.aux_layers == (0, 6)
+    assert not plain.eagle3.norm_before_residual
+    assert plain.eagle3.shape.dtype == "bfloat16"
+    shape = {**EAGLE3_HEAD, "num_attention_heads": 8}
+    nested = eagle3_config(
+        tmp_path, architectures=["Eagle3Speculator"], transformer_layer_config=shape, num_attention_heads=None
+    )
+    assert nested.eagle3 is not None
+    assert nested.eagle3.shape.num_attention_heads == 8
+    assert nested.eagle3.norm_before_residual
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"vocab_size": 4000}, "vocab_size 4000 and the target model 4096"),
+        ({"hidden_size": 128}, "target_hidden_size 128 and the target model 256"),
+        ({"target_hidden_size": 512}, "target_hidden_size 512 and the target model 256"),
+        ({"num_hidden_layers": 2}, "num_hidden_layers 1"),
+        ({"model_type": "qwen3"}, "'qwen3'"),
+        ({"draft_vocab_size": 5000}, "draft_vocab_size must be 1 to vocab_size=4096, got 5000"),
+        ({"draft_vocab_size": "all"}, "draft_vocab_size"),
+        ({"norm_before_fc": True}, "norm_before_fc, which is not supported"),
+        ({LAYER_IDS: [1, 3, 7]}, f"{LAYER_IDS} .*from 0 to 6"),
+        ({LAYER_IDS: [1, 1]}, f"{LAYER_IDS} .*different"),
+        ({LAYER_IDS: ["1"]}, LAYER_IDS),
+        ({LAYER_IDS: 3}, LAYER_IDS),
+        # Of six layers the usual choice is 2, 3 and 3.
+        ({LAYER_IDS: None}, f"does not say .*{LAYER_IDS}"),
+    ],
+)
+def test_an_eagle3_head_must_fit_its_target(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        eagle3_config(tmp_path, **changed)
 
 
 def test_the_table_is_read_in_order() -> None:

@@ -63,10 +63,20 @@ def load_model_config(path: Path, dtype: str = "auto") -> ModelConfig:
     `dtype` "auto" keeps the checkpoint's. Raises ConfigError when the file is missing, is not JSON, lacks a field or
     holds numbers that cannot belong together.
     """
-    file = path / "config.json"
-    raw = read_json(file)
+    return parse_model_config(path, read_model_json(path), dtype)
+
+
+def read_model_json(path: Path) -> dict[str, Any]:
+    """The contents of `path/config.json`. Raises ConfigError when there is no such file or it is not JSON."""
+    raw = read_json(path / "config.json")
     if raw is None:
         raise ConfigError(f"{path} holds no config.json: pass a folder with a Hugging Face checkpoint as `model`")
+    return raw
+
+
+def parse_model_config(path: Path, raw: dict[str, Any], dtype: str) -> ModelConfig:
+    """The shape that `raw`, from `path/config.json`, describes. Raises ConfigError as `load_model_config` does."""
+    file = path / "config.json"
     if not isinstance(raw.get("model_type"), str):
         raise ConfigError(f"{file} names no model_type")
     try:

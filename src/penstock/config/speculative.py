@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.config.eagle3 import Eagle3Config, is_eagle3, load_eagle3_config
 from penstock.config.model import ModelConfig, load_model_config
 from penstock.utils.errors import ConfigError
 from penstock.utils.names import did_you_mean
 
-METHODS = ("ngram", "draft_model", "mtp")
+METHODS = ("ngram", "draft_model", "mtp", "eagle3")
+_WITH_MODEL = ("draft_model", "eagle3")
 MAX_DRAFTS = 32
 DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
 REJECTION_SAMPLE_METHODS = ("standard", "synthetic")
@@ -38,7 +40,7 @@ _ANY_BATCH_SIZE = 1 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """`drafts` as in `SchedulerConfig`. `draft_model` is set for the method of that name.
+    """`drafts` as in `SchedulerConfig`. `draft_model` and `eagle3` are set for the methods of their names.
 
     `samples_drafts` is the probabilistic method: drafts are drawn, and verified by rejection sampling.
     `synthetic_acceptance_rates`, where there are any, accept each draft by chance, once those before it are accepted.
@@ -50,6 +52,7 @@ class SpeculativeConfig:
     prompt_lookup_min: int
     prompt_lookup_max: int
     draft_model: ModelConfig | None
+    eagle3: Eagle3Config | None
     samples_drafts: bool
     synthetic_acceptance_rates: tuple[float, ...]
 
@@ -77,7 +80,8 @@ def read_speculative_config(value: str | Mapping[str, Any]) -> Mapping[str, Any]
 def parse_speculative_config(value: str | Mapping[str, Any], target: ModelConfig) -> SpeculativeConfig:
     """Checks the configuration against the target model. Raises ConfigError naming the key and its bound."""
     given = read_speculative_config(value)
-    method = given.get("method", "draft_model" if "model" in given else None)
+    model = Path(str(given.get("model", "")))
+    method = given.get("method", _method_of(model) if "model" in given else None)
     if method not in METHODS:
         raise ConfigError(f"method in speculative_config must be one of {', '.join(METHODS)}, got {method!r}")
     count = _count(given, "num_speculative_tokens", None)
@@ -85,8 +89,8 @@ def parse_speculative_config(value: str | Mapping[str, Any], target: ModelConfig
     shortest = _count(given, "prompt_lookup_min", min(2, longest))
     if shortest > longest:
         raise ConfigError(f"prompt_lookup_min={shortest} exceeds prompt_lookup_max={longest} in speculative_config")
-    if ("model" in given) != (method == "draft_model"):
-        raise ConfigError("speculative_config needs a model for the method draft_model, and for no other")
+    if ("model" in given) != (method in _WITH_MODEL):
+        raise ConfigError(f"speculative_config needs a model for {' and '.join(_WITH_MODEL)}, and for no other method")
     samples_drafts = _choice(given, "draft_sample_method", DRAFT_SAMPLE_METHODS) == "probabilistic"
     rates = _parse_rates(given, count)
     if samples_drafts and (method == "ngram" or rates):
@@ -101,7 +105,8 @@ def parse_speculative_config(value: str | Mapping[str, Any], target: ModelConfig
         drafts=_parse_table(given.get("num_speculative_tokens_per_batch_size"), count),
         prompt_lookup_min=shortest,
         prompt_lookup_max=longest,
-        draft_model=_load_draft_model(given["model"], target) if method == "draft_model" else None,
+        draft_model=_load_draft_model(model, target) if method == "draft_model" else None,
+        eagle3=load_eagle3_config(model, target) if method == "eagle3" else None,
         samples_drafts=samples_drafts,
         synthetic_acceptance_rates=rates,
     )
@@ -160,8 +165,12 @@ def _is_probability(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
 
 
-def _load_draft_model(path: Any, target: ModelConfig) -> ModelConfig:
-    model = load_model_config(Path(str(path)), target.dtype)
+def _method_of(model: Path) -> str:
+    return "eagle3" if is_eagle3(model) else "draft_model"
+
+
+def _load_draft_model(path: Path, target: ModelConfig) -> ModelConfig:
+    model = load_model_config(path, target.dtype)
     if model.vocab_size != target.vocab_size:
         raise ConfigError(
             f"the draft model has a vocabulary of {model.vocab_size} tokens and the target one of {target.vocab_size}: "

@@ -11,6 +11,8 @@ from penstock.utils.errors import ConfigError
 
 _FILES = ("*.json", "*.safetensors", "*.jinja")
 _DEMO_FOLDER = Path(__file__).parents[1] / "demo"
+# The built-in model, and its EAGLE-3 head.
+_BUILT_IN = {BUILT_IN_MODEL: _DEMO_FOLDER, f"{BUILT_IN_MODEL}/eagle3": _DEMO_FOLDER / "eagle3"}
 
 
 def resolve_model_path(model: str, revision: str | None = None) -> Path:
@@ -18,8 +20,8 @@ def resolve_model_path(model: str, revision: str | None = None) -> Path:
 
     Raises ConfigError when there is no such folder and the id cannot be had.
     """
-    if model == BUILT_IN_MODEL:
-        return _DEMO_FOLDER
+    if model in _BUILT_IN:
+        return _BUILT_IN[model]
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder

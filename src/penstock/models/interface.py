@@ -3,10 +3,13 @@
 A model is finished once constructed, holds no per-request state and reads the KV cache only through the
 `ForwardContext` that it is given. `forward` and `compute_logits` treat every row independently: a row's result
 depends on its own token, position and cached KV, never on its neighbours.
+A `DraftHead` stands on a model's hidden states instead of reading tokens alone; what is said of a model's rows holds
+for its rows too.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -15,14 +18,42 @@ from penstock.attention.metadata import ForwardContext
 from penstock.messages.kv_cache_spec import KVCacheSpec
 
 
+@dataclass(frozen=True, slots=True)
+class ModelOutput:
+    """What a forward pass leaves of its tokens; no later pass overwrites it."""
+
+    hidden: torch.Tensor  # [num_tokens, hidden_size] after the final norm
+    aux_hidden: torch.Tensor  # [num_tokens, num_aux_layers * hidden_size]: the residual stream at their inputs
+
+
 class Model(Protocol):
     kv_cache_specs: dict[str, KVCacheSpec]
     """Layer name -> how it stores its keys and values, in the order of the layers."""
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """[num_tokens] int64 token ids and positions -> [num_tokens, hidden_size] after the final norm."""
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> ModelOutput:
+        """[num_tokens] int64 token ids and positions in."""
         ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[num_rows, hidden_size] -> [num_rows, vocab_size] in the model's dtype."""
+        ...
+
+
+class DraftHead(Protocol):
+    """Looks one token further than the model whose hidden states it reads, and further still from its own."""
+
+    kv_cache_specs: dict[str, KVCacheSpec]
+
+    def enter(self, output: ModelOutput) -> torch.Tensor:
+        """[num_tokens, hidden_size]: the states that the head starts from."""
+        ...
+
+    def forward(
+        self, hidden: torch.Tensor, next_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
+    ) -> torch.Tensor:
+        """States at `positions` and the tokens behind them -> [num_tokens, hidden_size]: the states one token on."""
+        ...
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[num_rows, hidden_size] of what `forward` returned -> [num_rows, vocab_size] of the model's vocabulary."""
         ...

@@ -18,21 +18,23 @@ from penstock.layers.embedding import Embedding
 from penstock.layers.linear import Linear
 from penstock.layers.norm import RMSNorm
 from penstock.layers.rotary import rotary_table
+from penstock.models.interface import ModelOutput
 from penstock.models.weights import Weights
 
 
 class LlamaAttention:
     qkv_bias = False
+    inputs = 1  # how many hidden states stand side by side in a row of the input
 
     def __init__(self, config: ModelConfig, weights: Weights, layer: int, rotary: torch.Tensor) -> None:
-        hidden, head = config.hidden_size, config.head_dim
+        width, head = self.inputs * config.hidden_size, config.head_dim
         sizes = {
             "q_proj": config.num_attention_heads * head,
             "k_proj": config.num_key_value_heads * head,
             "v_proj": config.num_key_value_heads * head,
         }
         has_bias = self.qkv_bias or config.attention_bias
-        weight = torch.cat([weights.tensor(f"{name}.weight", size, hidden) for name, size in sizes.items()])
+        weight = torch.cat([weights.tensor(f"{name}.weight", size, width) for name, size in sizes.items()])
         bias = torch.cat([weights.tensor(f"{name}.bias", size) for name, size in sizes.items()]) if has_bias else None
         self.qkv = Linear(weight, bias)
         self.attend = self.make_attention(config, weights, layer, rotary)
@@ -85,7 +87,8 @@ class LlamaDecoderLayer:
 class LlamaForCausalLM:
     layer_class = LlamaDecoderLayer
 
-    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, aux_layers: tuple[int, ...] = ()) -> None:
+        """`aux_layers` are those at whose inputs the residual stream is kept, in `ModelOutput`'s order."""
         vocab, hidden = config.vocab_size, config.hidden_size
         inner = weights / "model"
         self.embedding = Embedding(inner.tensor("embed_tokens.weight", vocab, hidden))
@@ -99,13 +102,20 @@ class LlamaForCausalLM:
         tied = config.tie_word_embeddings
         self.head = Linear(self.embedding.weight if tied else weights.tensor("lm_head.weight", vocab, hidden))
         self.kv_cache_specs = {layer.attention.attend.name: layer.attention.attend.spec for layer in self.layers}
+        self._aux_layers = aux_layers
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> ModelOutput:
         residual = self.embedding(input_ids)
         x = torch.zeros_like(residual)
-        for layer in self.layers:
+        kept = [residual[:, :0]]  # what is left where nobody asked
+        for number, layer in enumerate(self.layers):
+            if number in self._aux_layers:
+                kept.append(residual + x)
             x = layer(x, residual, positions, context)
-        return self.norm.add(x, residual)
+        hidden = self.norm.add(x, residual)
+        if len(self.layers) in self._aux_layers:
+            kept.append(residual)
+        return ModelOutput(hidden, torch.cat(kept, -1))
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.head(hidden)

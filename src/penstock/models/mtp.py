@@ -19,7 +19,7 @@ from penstock.attention.metadata import ForwardContext
 from penstock.config.model import ModelConfig
 from penstock.layers.linear import Linear
 from penstock.layers.norm import RMSNorm
-from penstock.models.interface import Model
+from penstock.models.interface import Model, ModelOutput
 from penstock.models.llama import LlamaForCausalLM
 from penstock.models.weights import Weights
 from penstock.utils.errors import ConfigError
@@ -58,6 +58,9 @@ class MultiTokenPredictor:
         self.embedding = model.embedding
         self.compute_logits = model.compute_logits
         self.kv_cache_specs = {self.layer.attention.attend.name: self.layer.attention.attend.spec}
+
+    def enter(self, output: ModelOutput) -> torch.Tensor:
+        return output.hidden
 
     def forward(
         self, hidden: torch.Tensor, next_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext

@@ -26,8 +26,11 @@ def check_supported(config: ModelConfig) -> None:
         )
 
 
-def build_model(config: ModelConfig, weights: Weights) -> Model:
-    """The finished model. Raises ConfigError for an unknown architecture or an unfit checkpoint."""
+def build_model(config: ModelConfig, weights: Weights, aux_layers: tuple[int, ...] = ()) -> Model:
+    """The finished model, which hands out its residual stream at the inputs of `aux_layers` (ascending).
+
+    Raises ConfigError for an unknown architecture or an unfit checkpoint.
+    """
     check_supported(config)
     module, name = MODELS[config.model_type]
-    return getattr(importlib.import_module(module), name)(config, weights)
+    return getattr(importlib.import_module(module), name)(config, weights, aux_layers)

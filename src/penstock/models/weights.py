@@ -57,6 +57,10 @@ class Weights:
         stored = self._source.read(self._prefix + name, shape)
         return stored.to(device=self._device, dtype=self._dtype)
 
+    def integers(self, name: str, *shape: int) -> torch.Tensor:
+        """The same as int64, for tensors of ids."""
+        return self._source.read(self._prefix + name, shape).to(device=self._device, dtype=torch.int64)
+
 
 class CheckpointSource:
     """The safetensors files of a checkpoint folder: one file, or shards with an index."""
@@ -92,14 +96,14 @@ class CheckpointSource:
 
 
 class DummySource:
-    """Random weights that depend on nothing but the tensor's name: norms are one, the rest normal around zero."""
+    """Random weights that depend on nothing but the tensor's name: norms one, biases and d2t zero, the rest normal."""
 
     def __init__(self) -> None:
         self._pool = torch.randn(_DUMMY_POOL, generator=torch.Generator().manual_seed(0)).mul_(_DUMMY_STD).bfloat16()
 
     def read(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         if len(shape) == 1:
-            return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
+            return torch.zeros(shape) if name.endswith(("bias", "d2t")) else torch.ones(shape)
         count = torch.Size(shape).numel()
         start = zlib.crc32(name.encode()) % _DUMMY_POOL
         repeated = self._pool.roll(start).repeat(-(-count // _DUMMY_POOL))

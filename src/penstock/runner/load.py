@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -11,6 +14,7 @@ from penstock.config.engine import CacheConfig, EngineConfig
 from penstock.config.model import ModelConfig
 from penstock.kernels.host_memory import aligned_bytes
 from penstock.messages.kv_cache_spec import DTYPE_BYTES, KVCacheConfig, KVCacheSpec
+from penstock.models.eagle3 import Eagle3Head
 from penstock.models.interface import Model
 from penstock.models.mtp import MultiTokenPredictor, build_mtp
 from penstock.models.registry import build_model, check_supported
@@ -24,7 +28,7 @@ CPU_DEFAULT_KV_BYTES = 4 << 30
 DRAFT_PREFIX = "draft."
 
 
-Drafter = Model | MultiTokenPredictor
+Drafter = Model | MultiTokenPredictor | Eagle3Head
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,24 +71,28 @@ def load_model(config: EngineConfig) -> LoadedModel:
 
 
 def _build(config: EngineConfig, device: torch.device) -> tuple[Model, Drafter | None]:
-    source = open_weights(config.model.path, config.load_format)
     speculative = config.speculative
-    try:
-        with torch.inference_mode():
-            weights = Weights(source, TORCH_DTYPES[config.model.dtype], device)
-            model = build_model(config.model, weights)
-            if speculative is not None and speculative.method == "mtp":
-                return model, build_mtp(config.model, weights, model)
-    finally:
-        source.close()
+    eagle3 = None if speculative is None else speculative.eagle3
+    with _weights(config, config.model.path, device) as weights:
+        model = build_model(config.model, weights, () if eagle3 is None else eagle3.aux_layers)
+        if speculative is not None and speculative.method == "mtp":
+            return model, build_mtp(config.model, weights, model)
+    if eagle3 is not None:
+        with _weights(config, eagle3.shape.path, device) as weights:
+            return model, Eagle3Head(eagle3, weights, model)
     if speculative is None or speculative.draft_model is None:
         return model, None
     check_supported(speculative.draft_model)
-    source = open_weights(speculative.draft_model.path, config.load_format)
+    with _weights(config, speculative.draft_model.path, device) as weights:
+        return model, build_model(speculative.draft_model, weights)
+
+
+@contextmanager
+def _weights(config: EngineConfig, folder: Path, device: torch.device) -> Iterator[Weights]:
+    source = open_weights(folder, config.load_format)
     try:
         with torch.inference_mode():
-            weights = Weights(source, TORCH_DTYPES[config.model.dtype], device)
-            return model, build_model(speculative.draft_model, weights)
+            yield Weights(source, TORCH_DTYPES[config.model.dtype], device)
     finally:
         source.close()
 

@@ -23,6 +23,7 @@ from penstock.kv_transfer.null import NullWorkerConnector
 from penstock.messages.kv_cache_spec import NULL_BLOCK
 from penstock.messages.runner_output import ModelRunnerOutput, TokenLogprobs
 from penstock.messages.scheduler_output import BlockIds, GrammarOutput, SchedulerOutput
+from penstock.models.interface import ModelOutput
 from penstock.runner.block_tables import BlockTables
 from penstock.runner.buffers import to_device
 from penstock.runner.input_batch import InputBatch, make_attention_metadata, make_input_batch
@@ -51,7 +52,7 @@ class ExecuteModelState:
     """What `sample_tokens` needs of the forward pass before it."""
 
     batch: InputBatch
-    hidden: torch.Tensor  # [num_tokens, hidden_size]
+    output: ModelOutput
     num_drafts_to_propose: int
     grammar_request_ids: frozenset[str]
 
@@ -112,9 +113,9 @@ class ModelRunner:
             ahead = batch.num_computed_np - self._states.num_computed_exact[batch.idx_mapping, 0].cpu().numpy()
             assert ((ahead >= 0) & (ahead <= self._max_drafts_in_flight)).all(), ahead
         context = self._make_context(batch)
-        hidden = self._model.forward(batch.tokens.input_ids, batch.tokens.positions, context)
+        output = self._model.forward(batch.tokens.input_ids, batch.tokens.positions, context)
         self._states.num_computed_exact[batch.idx_mapping, 0] = batch.seq_lens.long()
-        return ExecuteModelState(batch, hidden, plan.num_drafts_to_propose, plan.grammar_request_ids)
+        return ExecuteModelState(batch, output, plan.num_drafts_to_propose, plan.grammar_request_ids)
 
     @torch.inference_mode()
     def sample_tokens(self, grammars: GrammarOutput) -> ModelRunnerOutput:
@@ -136,7 +137,7 @@ class ModelRunner:
             no_tokens = dict.fromkeys(batch.request_ids, ())
             return ModelRunnerOutput(sampled_token_ids=no_tokens, prompt_logprobs=prompt_logprobs)
         sampling = self._make_sampling_batch(batch, grammars)
-        logits = self._model.compute_logits(state.hidden[batch.logits_indices])
+        logits = self._model.compute_logits(state.output.hidden[batch.logits_indices])
         rows = self._sampling_rows(batch) if batch.has_drafts else sampling.rows
         sampled, verified = self._verifier.verify(logits, sampling, rows, batch.num_drafts_np)
         self._store(state, rows, sampling, sampled, verified)
@@ -185,7 +186,7 @@ class ModelRunner:
         states = self._states
         num_computed = states.num_computed_exact[rows, 0]
         sampling = to_device(state.batch.sampling_np, self._device)
-        step = StepResult(state.batch, state.hidden, sampling, rows, num_computed, states.token_ids)
+        step = StepResult(state.batch, state.output, sampling, rows, num_computed, states.token_ids)
         drafts = self._speculator.propose(step, num_drafts)
         if num_drafts and len(rows):
             states.drafts[rows, :num_drafts] = drafts
@@ -261,7 +262,7 @@ class ModelRunner:
             # The logits at position p speak of the token at p + 1, so the prompt's last position asks for nothing.
             count = min(int(batch.query_lens_np[index]), len(request.prompt_token_ids) - 1 - first)
             if num_top is not None and count > 0:
-                hidden = state.hidden[int(starts[index]) :][:count]
+                hidden = state.output.hidden[int(starts[index]) :][:count]
                 targets = self._states.token_ids[int(batch.rows_np[index]), first + 1 :][:count].long()
                 found[request.request_id] = self._logprobs_of(hidden, targets, num_top)
         return found

@@ -1,4 +1,4 @@
-"""Speculators with a model and KV of their own: a smaller model, or the target's multi-token-prediction module.
+"""Speculators with a model and KV of their own: a smaller model, or a head on the target's hidden states.
 
 Both follow the target over every step's tokens, so that their KV is complete, and then go on one token at a time. Slots
 of rejected drafts hold what nobody reads: the next pass over these positions overwrites them first.
@@ -12,8 +12,7 @@ import torch
 
 from penstock.attention.metadata import AttentionMetadata, ForwardContext
 from penstock.kernels.prepare_inputs import TokenInputs, slot_mapping
-from penstock.models.interface import Model
-from penstock.models.mtp import MultiTokenPredictor
+from penstock.models.interface import DraftHead, Model
 from penstock.runner.block_tables import BlockTables
 from penstock.runner.input_batch import make_attention_metadata
 from penstock.runner.speculation.pick import Picker
@@ -74,25 +73,26 @@ class DraftModelSpeculator:
         last = step.token_ids[step.rows, step.num_computed].long()
         for index in range(num_drafts if len(step.rows) else 0):
             positions, context = self._cache.of_positions(step.rows, step.num_computed + index)
-            last = pick(self._model.compute_logits(self._model.forward(last, positions, context)), index)
+            hidden = self._model.forward(last, positions, context).hidden
+            last = pick(self._model.compute_logits(hidden), index)
             drafts.append(last)
         return _stack(drafts, step, num_drafts)
 
 
-class MTPSpeculator:
-    """The target's own module, fed with the target's hidden states and then with its own."""
+class HeadSpeculator:
+    """Multi-token prediction and EAGLE: fed with the target's hidden states and then with its own."""
 
     leaves_gaps = False
 
-    def __init__(self, module: MultiTokenPredictor, cache: DraftCache, picker: Picker) -> None:
-        self._module = module
+    def __init__(self, head: DraftHead, cache: DraftCache, picker: Picker) -> None:
+        self._head = head
         self._cache = cache
         self._picker = picker
 
     def propose(self, step: StepResult, num_drafts: int) -> torch.Tensor:
-        tokens, module = step.batch.tokens, self._module
+        tokens, head = step.batch.tokens, self._head
         next_ids = step.token_ids[tokens.rows, tokens.positions + 1].long()
-        hidden = module.forward(step.hidden, next_ids, tokens.positions, self._cache.of_step(step))
+        hidden = head.forward(head.enter(step.output), next_ids, tokens.positions, self._cache.of_step(step))
         pick = self._picker.of_step(step)
         drafts: list[torch.Tensor] = []
         if num_drafts and len(step.rows):
@@ -100,11 +100,11 @@ class MTPSpeculator:
             starts = step.batch.query_start_loc[step.sampling].long()
             first = tokens.positions[starts]
             hidden = hidden[starts + step.num_computed - 1 - first]
-            drafts.append(pick(module.compute_logits(hidden), 0))
+            drafts.append(pick(head.compute_logits(hidden), 0))
         for index in range(1, num_drafts if len(step.rows) else 0):
             positions, context = self._cache.of_positions(step.rows, step.num_computed - 1 + index)
-            hidden = module.forward(hidden, drafts[-1], positions, context)
-            drafts.append(pick(module.compute_logits(hidden), index))
+            hidden = head.forward(hidden, drafts[-1], positions, context)
+            drafts.append(pick(head.compute_logits(hidden), index))
         return _stack(drafts, step, num_drafts)
 
 

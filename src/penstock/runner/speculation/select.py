@@ -6,11 +6,12 @@ import torch
 
 from penstock.config.engine import SchedulerConfig
 from penstock.config.speculative import SpeculativeConfig
+from penstock.models.eagle3 import Eagle3Head
 from penstock.models.mtp import MultiTokenPredictor
 from penstock.runner.block_tables import BlockTables
 from penstock.runner.load import DRAFT_PREFIX, TORCH_DTYPES, KVCache, LoadedModel
 from penstock.runner.sampling.states import SamplingStates
-from penstock.runner.speculation.draft import DraftCache, DraftModelSpeculator, MTPSpeculator
+from penstock.runner.speculation.draft import DraftCache, DraftModelSpeculator, HeadSpeculator
 from penstock.runner.speculation.ngram import NgramSpeculator
 from penstock.runner.speculation.pick import BestPicker, DraftDistributions, Picker, SamplingPicker
 from penstock.runner.speculation.rejection import RejectionVerifier
@@ -39,8 +40,8 @@ def make_speculator(
         blocks,
         config.max_model_len,
     )
-    if isinstance(loaded.drafter, MultiTokenPredictor):
-        return MTPSpeculator(loaded.drafter, draft_cache, picker)
+    if isinstance(loaded.drafter, MultiTokenPredictor | Eagle3Head):
+        return HeadSpeculator(loaded.drafter, draft_cache, picker)
     return DraftModelSpeculator(loaded.drafter, draft_cache, picker)
 
 

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from penstock.models.interface import ModelOutput
 from penstock.runner.input_batch import InputBatch
 
 
@@ -20,7 +21,7 @@ class StepResult:
     """A step as the speculator sees it: what was computed, and what is known now."""
 
     batch: InputBatch
-    hidden: torch.Tensor  # [num_tokens, hidden_size] of the target model, after its final norm
+    output: ModelOutput  # of the target model
     sampling: torch.Tensor  # [num_sampling] int64: batch rows that sampled
     rows: torch.Tensor  # [num_sampling] int64: their state rows
     num_computed: torch.Tensor  # [num_sampling] int64: their tokens whose KV is in place; one more token is known

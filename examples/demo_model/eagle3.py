@@ -1,0 +1,132 @@
+"""Trains an EAGLE-3 head for the built-in model, or for another model of its recipe.
+
+    python examples/demo_model/eagle3.py --out DIR
+
+Data are the recipe's; what is learnt is the model's own distribution over their answers. Afterwards the head drafts for
+what the model says greedily to held-out prompts, and the share of accepted drafts is printed by position.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from recipe.bank import ANSWER, TOKEN_BITS, BankConfig, build_bank, load_bank
+from recipe.tokenizer import load_tokenizer
+from tqdm import tqdm
+
+if TYPE_CHECKING:
+    from recipe.eagle3 import Eagle3Head
+    from recipe.model import DemoModel
+
+BUILT_IN = Path(__file__).parents[2] / "src/penstock/demo"
+WARMUP_SHARE = 0.03
+REPORT_EVERY = 20
+MEASURED = ("list_copy", "lists", "json", "records", "tool_call", "python")
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", type=Path, default=BUILT_IN, help="folder of the model to draft for")
+    add("--out", type=Path, required=True, help="folder for model.safetensors and config.json")
+    add("--bank", type=Path, help="folder of the token bank; OUT.work/bank where not given")
+    add("--tokens", type=int, default=12_000_000, help="distinct generated tokens")
+    add("--processes", type=int, default=os.cpu_count() or 1, help="processes that generate data")
+    add("--minutes", type=float, default=12.0, help="time to train in; the schedule is fitted to it")
+    add("--layers", type=int, nargs="+", default=[2, 4, 6], help="layers at whose inputs the model is read")
+    add("--passes", type=int, default=3, help="how far the head is unrolled in training and measured")
+    add("--batch-rows", type=int, default=2, help="rows a step")
+    add("--row-length", type=int, default=512, help="tokens a row: a divisor of the bank's 2,048")
+    add("--learning-rate", type=float, default=2e-3)
+    add("--items", type=int, default=8, help="held-out prompts a task to measure on")
+    add("--seed", type=int, default=0)
+    add("--device", default="cpu", help="torch device")
+    return parser.parse_args()
+
+
+def batches(rows: np.ndarray, num_rows: int, seed: int) -> Iterator[np.ndarray]:
+    """[num_rows, row_length] uint16 cells, in a new order every epoch."""
+    random = np.random.default_rng(seed)
+    while True:
+        order = random.permutation(len(rows))
+        for at in range(0, len(rows) - num_rows + 1, num_rows):
+            yield rows[order[at : at + num_rows]]
+
+
+def train(head: Eagle3Head, target: DemoModel, rows: np.ndarray, given: argparse.Namespace) -> None:
+    """AdamW with a short warm-up and a line down to nothing, over the minutes."""
+    import torch
+    from recipe.eagle3 import loss
+
+    optimizer = torch.optim.AdamW(head.parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.01)
+    recent: list[float] = []
+    began = time.monotonic()
+    with tqdm(desc="train", unit="step", mininterval=5) as progress:
+        for batch in batches(rows, given.batch_rows, given.seed):
+            done = (time.monotonic() - began) / (60 * given.minutes)
+            if done >= 1:
+                return
+            optimizer.param_groups[0]["lr"] = given.learning_rate * min(1.0, done / WARMUP_SHARE, 1 - done)
+            cells = torch.from_numpy(batch.astype(np.int64)).to(given.device)
+            with torch.autocast(torch.device(given.device).type, dtype=torch.bfloat16):
+                value = loss(head, target, cells & (2**TOKEN_BITS - 1), cells >> TOKEN_BITS == ANSWER, given.passes)
+            value.backward()
+            torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            recent.append(value.item())
+            progress.update()
+            if len(recent) == REPORT_EVERY:
+                progress.set_postfix(loss=f"{np.mean(recent):.4f}", done=f"{done:.0%}")
+                recent.clear()
+
+
+def measure(head: Eagle3Head, target: DemoModel, given: argparse.Namespace) -> dict[str, list[float]]:
+    """Task -> the share of drafts accepted at each position, where drafting starts behind every token."""
+    import torch
+    from recipe.eagle3 import right_guesses
+    from recipe.evaluation import generate, questions
+    from recipe.tasks.table import EXAMS
+
+    tokenizer = load_tokenizer(given.model / "tokenizer.json")
+    accepted: dict[str, list[float]] = {}
+    for exam in tqdm([exam for exam in EXAMS if exam.name in MEASURED], desc="measure", unit="task"):
+        prompts = [q.prompt for q in questions(exam, tokenizer, given.seed, given.items)]
+        answers = generate(target, prompts, 64)
+        texts = [(torch.tensor(p + a, device=given.device), len(p)) for p, a in zip(prompts, answers, strict=True)]
+        right = torch.cat([right_guesses(head, target, text, first, given.passes) for text, first in texts])
+        accepted[exam.name] = [round(share, 3) for share in right.float().mean(0).tolist()]
+    return accepted
+
+
+def main() -> None:
+    """Data, training, files, measurement."""
+    given = parse_arguments()
+    bank = BankConfig(given.seed, given.tokens, given.processes)
+    folder = given.bank or given.out.with_name(given.out.name + ".work") / "bank"
+    build_bank(bank, given.model / "tokenizer.json", folder)
+
+    import torch
+    from recipe.eagle3 import Eagle3Head, export
+    from recipe.export import load_exported
+
+    torch.manual_seed(given.seed)
+    rows, _ = load_bank(bank, folder)
+    target = load_exported(given.model).to(given.device, torch.bfloat16).requires_grad_(requires_grad=False)
+    head = Eagle3Head(target.config, tuple(given.layers)).to(given.device)
+    train(head, target, rows.reshape(-1, given.row_length), given)
+    size = export(head, given.out)
+    print(f"{size / 1e6:.2f} MB in {given.out}")
+    print(json.dumps(measure(head.to(torch.bfloat16), target, given), indent=2))
+
+
+if __name__ == "__main__":
+    main()
