@@ -48,7 +48,7 @@ MODEL_BASES = {"interface", "weights", "llama"}
 
 # A third-party package with a seam of its own is imported in exactly one place.
 ONE_PLACE = {
-    "safetensors": {"models.weights"},
+    "safetensors": {"models.weights", "kv_transfer.example"},
     "huggingface_hub": {"engine.model_path"},
     "jinja2": {"engine.chat_template"},
     "msgspec": {"utils.wire", "server.errors", "server.sse", "server.openai.chat"},

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from penstock.config.kv_transfer import KVTransferConfig, parse_kv_transfer_config
 from penstock.config.model import ModelConfig, load_model_config
 from penstock.config.speculative import SpeculativeConfig, parse_speculative_config
 from penstock.utils.errors import ConfigError
@@ -51,6 +52,9 @@ class EngineArgs:
     scheduling_policy: str = _arg("fcfs", "which waiting request goes first", POLICIES)
     async_scheduling: bool = _arg(True, "schedule step n+1 while step n runs; the tokens are the same either way")
     max_num_queued_requests: int = _arg(4096, "requests in the engine beyond which new ones are refused")
+    kv_transfer_config: str | Mapping[str, Any] | None = _arg(
+        None, 'connector that moves KV as JSON, such as {"kv_connector": "OffloadingConnector"}'
+    )
     speculative_config: str | Mapping[str, Any] | None = _arg(
         None, 'speculative decoding as JSON, such as {"method": "mtp", "num_speculative_tokens": 3}'
     )
@@ -120,6 +124,7 @@ class EngineConfig:
     seed: int
     max_model_len_is_explicit: bool
     speculative: SpeculativeConfig | None
+    kv_transfer: KVTransferConfig | None
 
 
 def resolve(args: EngineArgs, device: str) -> EngineConfig:
@@ -164,6 +169,7 @@ def resolve(args: EngineArgs, device: str) -> EngineConfig:
         seed=args.seed,
         max_model_len_is_explicit=args.max_model_len is not None,
         speculative=speculative,
+        kv_transfer=None if args.kv_transfer_config is None else parse_kv_transfer_config(args.kv_transfer_config),
     )
 
 

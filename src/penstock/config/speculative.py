@@ -57,6 +57,12 @@ class SpeculativeConfig:
     synthetic_acceptance_rates: tuple[float, ...]
 
     @property
+    def model_paths(self) -> list[Path]:
+        """Folders of the drafter's own weights."""
+        shapes = (self.draft_model, None if self.eagle3 is None else self.eagle3.shape)
+        return [shape.path for shape in shapes if shape is not None]
+
+    @property
     def num_lookahead_tokens(self) -> int:
         """Positions behind a request's last computed token that the speculator writes KV for."""
         return 0 if self.method == "ngram" else self.num_speculative_tokens

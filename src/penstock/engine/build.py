@@ -15,6 +15,7 @@ from penstock.core.structured_output import StructuredOutputs
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.grammars import make_grammar_backend
 from penstock.engine.model_path import localise
+from penstock.engine.transfer import build_transfer
 from penstock.engine.warm_up import warm_up
 from penstock.executor.uniproc import InlineExecutor, ThreadExecutor
 from penstock.messages.kv_cache_spec import KVCacheConfig
@@ -42,8 +43,9 @@ def build_engine_core(config: EngineConfig) -> tuple[EngineCore, SchedulerConfig
     loaded = load_model(config)
     limits, planned = _plan(config, loaded)
     cache = _allocate(planned, loaded)
+    transfer, worker = build_transfer(config, planned)
     try:
-        runner = ModelRunner(loaded, cache, limits, config.speculative, debug=env.debug())
+        runner = ModelRunner(loaded, cache, limits, config.speculative, worker, debug=env.debug())
     except (RuntimeError, MemoryError) as error:
         raise ConfigError(
             f"max_num_seqs={limits.max_num_seqs} requests of max_model_len={limits.max_model_len} need more memory for "
@@ -54,7 +56,7 @@ def build_engine_core(config: EngineConfig) -> tuple[EngineCore, SchedulerConfig
     executor = InlineExecutor(runner) if limits.max_num_in_flight == 1 else ThreadExecutor(runner)
     warm_up(executor, planned, limits)
     kv = KVCacheManager(planned, config.cache.enable_prefix_caching)
-    scheduler = Scheduler(limits, kv, StructuredOutputs(make_grammar_backend(config)))
+    scheduler = Scheduler(limits, kv, StructuredOutputs(make_grammar_backend(config)), transfer)
     return EngineCore(scheduler, executor, limits.max_num_in_flight, debug=env.debug()), limits
 
 

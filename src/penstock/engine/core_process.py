@@ -58,14 +58,14 @@ class CoreProcess:
     def run(self) -> None:
         """Serves until the front end hangs up. Raises EngineDeadError when the core breaks."""
         while self._take_messages():
-            if self._core.has_work:
+            if self._core.has_work or self._core.has_transfers:
                 report = self._core.step()
                 if report.num_tokens or report.outputs or report.events:
                     self._send(report)
 
     def _take_messages(self) -> bool:
         """Handles what has come, waiting only when there is nothing else to do; False at the end of the stream."""
-        while not (self._core.has_work and self._inbox.empty()):
+        while not ((self._core.has_work or self._core.has_transfers) and self._inbox.empty()):
             message = self._inbox.get()
             if isinstance(message, _Hangup):
                 return False

@@ -12,7 +12,8 @@ import enum
 from types import TracebackType
 
 from penstock.kv_transfer.connector import WorkerConnector
-from penstock.messages.kv_transfer import KVConnectorMetadata, KVConnectorOutput
+from penstock.kv_transfer.null import NullWorkerConnector
+from penstock.messages.kv_transfer import NO_METADATA, KVConnectorMetadata, KVConnectorOutput
 from penstock.messages.scheduler_output import SchedulerOutput
 
 
@@ -33,12 +34,16 @@ _NEXT = {
 
 
 class KVStep:
-    """Drives one rank's connector. As a context it covers the step's second half and ends it."""
+    """Drives one rank's connector. As a context it covers the step's second half and ends it.
+
+    A plan without metadata (a warm-up's) does not reach the connector.
+    """
 
     def __init__(self, connector: WorkerConnector) -> None:
-        self.connector = connector
+        self._connectors: dict[bool, WorkerConnector] = {True: connector, False: NullWorkerConnector()}
+        self._active = self._connectors[False]
         self.state = KVStepState.IDLE
-        self._metadata = KVConnectorMetadata()
+        self._metadata: KVConnectorMetadata = NO_METADATA
         self._finished_request_ids: frozenset[str] = frozenset()
 
     def begin(self, plan: SchedulerOutput) -> None:
@@ -46,30 +51,31 @@ class KVStep:
         self._advance(KVStepState.BOUND)
         self._metadata = plan.kv_connector_metadata
         self._finished_request_ids = plan.finished_request_ids
-        self.connector.begin_step(self._metadata)
+        self._active = self._connectors[self._metadata is not NO_METADATA]
+        self._active.begin_step(self._metadata)
         if self._metadata.has_sync_loads:
-            self.connector.start_load_kv()
+            self._active.start_load_kv()
 
     def on_forward_launched(self) -> None:
         """The target's forward pass, if the step has one, is on its way: other loads may begin beside it."""
         self._advance(KVStepState.FORWARD)
         if not self._metadata.has_sync_loads:
-            self.connector.start_load_kv()
+            self._active.start_load_kv()
 
     def collect(self) -> KVConnectorOutput:
         """What has ended by now."""
         self._advance(KVStepState.COLLECTED)
-        return self.connector.get_finished(self._finished_request_ids)
+        return self._active.get_finished(self._finished_request_ids)
 
     def finalize(self) -> None:
         """Nothing of this step writes KV any more."""
         self._advance(KVStepState.FINALIZED)
-        self.connector.wait_for_save()
+        self._active.wait_for_save()
 
     def end(self) -> None:
         """Forgets the step, complete or not."""
         if self.state is not KVStepState.IDLE:
-            self.connector.end_step()
+            self._active.end_step()
             self.state = KVStepState.IDLE
 
     def _advance(self, state: KVStepState) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from penstock.config.engine import CacheConfig, EngineConfig
 from penstock.config.model import ModelConfig
+from penstock.kernels import native
 from penstock.kernels.host_memory import aligned_bytes
 from penstock.messages.kv_cache_spec import DTYPE_BYTES, KVCacheConfig, KVCacheSpec
 from penstock.models.eagle3 import Eagle3Head
@@ -53,6 +54,12 @@ class KVCache:
 
     config: KVCacheConfig
     tensors: dict[str, torch.Tensor]  # each [num_blocks, 2, num_kv_heads, block_size, head_size]
+
+
+def arithmetic() -> str:
+    """Names the kernels that compute: with others, sums have other last bits."""
+    library = native.library()
+    return f"torch {torch.__version__}" if library is None else library.isa
 
 
 def load_model(config: EngineConfig) -> LoadedModel:

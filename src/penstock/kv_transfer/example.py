@@ -1,0 +1,237 @@
+"""The connector to read first: KV as safetensors files in a folder, one per block.
+
+Whoever finds a prompt's first blocks in the folder loads them instead of computing them. Loads are synchronous and
+layer by layer: the step that needs them waits for each layer's bytes right before that layer attends. Saves happen one
+step after a block is complete, before anything can overwrite it. `docs/adding_a_connector.md` walks through this file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save
+
+from penstock.kv_transfer.connector import NO_MATCH, ConnectorEvent, LoadEnded, Match, RequestView
+from penstock.kv_transfer.factory import ConnectorContext
+from penstock.kv_transfer.ledger import TransferLedger, bad_ranges
+from penstock.kv_transfer.null import NullSchedulerConnector, NullWorkerConnector
+from penstock.kv_transfer.options import is_text, read_options
+from penstock.kv_transfer.view import KVCacheView
+from penstock.messages.kv_cache_spec import NULL_BLOCK
+from penstock.messages.kv_transfer import (
+    BadRange,
+    KVConnectorMetadata,
+    KVConnectorOutput,
+    ShardId,
+    TransferId,
+    TransferReport,
+    TransferStatus,
+)
+from penstock.messages.scheduler_output import BlockIds, SchedulerOutput
+from penstock.utils.errors import ConfigError
+from penstock.utils.logging import get_logger
+
+logger = get_logger(__name__)
+
+Placed = tuple[int, str]
+"""(block id, name of the file that has or shall have its KV)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExampleLoad:
+    """Blocks from `first` on along a request, in order."""
+
+    transfer_id: TransferId
+    first: int
+    blocks: tuple[Placed, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ExampleMetadata(KVConnectorMetadata):
+    loads: tuple[ExampleLoad, ...] = ()
+    saves: tuple[Placed, ...] = ()
+
+    @property
+    def has_sync_loads(self) -> bool:
+        return bool(self.loads)
+
+
+class ExampleConnector:
+    """Option: `shared_storage_path`, the folder."""
+
+    def __init__(self, context: ConnectorContext) -> None:
+        name = "ExampleConnector"
+        given = context.config.kv_connector_extra_config
+        options = read_options(name, given, {}, shared_storage_path=(is_text, "a folder"))
+        if len(context.cache.groups) > 1 or any(group.spec.sliding_window for group in context.cache.groups):
+            raise ConfigError(f"{name} takes models without sliding windows only: use OffloadingConnector")
+        # KV of other weights, or of another arithmetic, lies in another folder.
+        self._folder = Path(options["shared_storage_path"]).expanduser() / context.fingerprint.hex()
+        self._context = context
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"shared_storage_path of {name} cannot be used: {error}") from None
+
+    def make_scheduler_connector(self) -> ExampleScheduler:
+        return ExampleScheduler(self._folder, self._context)
+
+    def make_worker_connector(self, shard: ShardId) -> ExampleWorker:
+        return ExampleWorker(self._folder, shard, self._context.cache.block_size)
+
+
+class ExampleScheduler(NullSchedulerConnector):
+    """Decides what is loaded and saved, by the block's hash, which stands for its whole prefix."""
+
+    def __init__(self, folder: Path, context: ConnectorContext) -> None:
+        self._folder = folder
+        self._shards = context.shards
+        self._block_size = context.cache.block_size
+        self._ledger = TransferLedger()
+        self._ranges: dict[TransferId, tuple[int, int]] = {}
+        self._loads: list[ExampleLoad] = []
+        self._saves: dict[str, int] = {}
+
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
+        first = num_computed_tokens // self._block_size
+        names = map(_file_name, itertools.islice(request.block_hashes, first, None))
+        found = sum(1 for _ in itertools.takewhile(self._has_all_shards, names))
+        return Match(found * self._block_size) if found else NO_MATCH
+
+    def _has_all_shards(self, name: str) -> bool:
+        return all((self._folder / _of_shard(name, shard)).exists() for shard in self._shards)
+
+    def update_state_after_alloc(
+        self, request: RequestView, transfer_id: TransferId, block_ids: BlockIds, num_computed_tokens: int, end: int
+    ) -> None:
+        first, last = num_computed_tokens // self._block_size, end // self._block_size
+        names = map(_file_name, request.block_hashes[first:last])
+        self._loads.append(ExampleLoad(transfer_id, first, tuple(zip(block_ids[0][first:last], names, strict=True))))
+        self._ranges[transfer_id] = (num_computed_tokens, end)
+        self._ledger.open(transfer_id, self._shards)
+
+    def on_blocks_complete(self, request: RequestView, block_ids: BlockIds, first: int, end: int) -> None:
+        for block_id, block_hash in zip(block_ids[0][first:end], request.block_hashes[first:end], strict=True):
+            name = _file_name(block_hash)
+            if block_id != NULL_BLOCK and not self._has_all_shards(name):
+                self._saves[name] = block_id
+
+    def build_connector_meta(self, plan: SchedulerOutput) -> ExampleMetadata:
+        metadata = ExampleMetadata(tuple(self._loads), tuple((block, name) for name, block in self._saves.items()))
+        self._loads.clear()
+        self._saves.clear()
+        return metadata
+
+    def update_connector_output(self, output: KVConnectorOutput) -> Sequence[ConnectorEvent]:
+        events: list[ConnectorEvent] = []
+        for report in output.reports:
+            if reports := self._ledger.apply(report):
+                bad = bad_ranges(reports, 1, *self._ranges.pop(report.transfer_id))
+                events.append(LoadEnded(report.transfer_id, bad))
+        return events
+
+    @property
+    def has_pending_work(self) -> bool:
+        return bool(self._saves)
+
+    def check_integrity(self) -> None:
+        self._ledger.check_integrity()
+        assert len(self._ranges) == len(self._ledger), (self._ranges, len(self._ledger))
+
+
+class ExampleWorker(NullWorkerConnector):
+    """Reads and writes one rank's files."""
+
+    layerwise = True
+
+    def __init__(self, folder: Path, shard: ShardId, block_size: int) -> None:
+        self._folder = folder
+        self._shard = shard
+        self._block_size = block_size
+        self._metadata = ExampleMetadata()
+        self._files: dict[Placed, dict[str, np.ndarray]] = {}
+        self._lost: set[Placed] = set()
+
+    def register_kv_caches(self, view: KVCacheView) -> None:
+        self._view = view
+        self._names = view.layer_names(0)
+
+    def begin_step(self, metadata: KVConnectorMetadata) -> None:
+        assert isinstance(metadata, ExampleMetadata), metadata
+        self._metadata = metadata
+        for block_id, name in metadata.saves:
+            self._save(block_id, name)
+
+    def start_load_kv(self) -> None:
+        """Opens the files; their layers are copied one by one, but for those that the model itself does not run."""
+        for placed in self._placed():
+            try:
+                tensors = load_file(self._folder / _of_shard(placed[1], self._shard))
+                if [(name, each.nbytes) for name, each in sorted(tensors.items())] != self._layout():
+                    raise ValueError("it holds other layers")
+                self._files[placed] = tensors
+            except (OSError, SafetensorError, ValueError) as error:
+                logger.warning("KV of block %s cannot be loaded: %s", placed[1], error)
+                self._lost.add(placed)
+        hooked = {name for group in self._view.config.groups for name in group.layer_names}
+        for name in set(self._names) - hooked:
+            self.wait_for_layer_load(name)
+
+    def _layout(self) -> list[tuple[str, int]]:
+        return [(name, self._view.layer_bytes(name)) for name in sorted(self._names)]
+
+    def _placed(self) -> list[Placed]:
+        return [placed for load in self._metadata.loads for placed in load.blocks]
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        for (block_id, _), tensors in self._files.items():
+            self._view.write_layer(layer_name, block_id, tensors[layer_name].data)
+
+    def get_finished(self, finished_request_ids: frozenset[str]) -> KVConnectorOutput:
+        return KVConnectorOutput(tuple(map(self._report, self._metadata.loads)))
+
+    def _report(self, load: ExampleLoad) -> TransferReport:
+        size = self._block_size
+        bad = tuple(
+            BadRange(0, index * size, (index + 1) * size)
+            for index, placed in enumerate(load.blocks, start=load.first)
+            if placed in self._lost
+        )
+        status = TransferStatus.FAILED if bad else TransferStatus.DONE
+        return TransferReport(load.transfer_id, self._shard, status, bad)
+
+    def end_step(self) -> None:
+        self._metadata = ExampleMetadata()
+        self._files.clear()
+        self._lost.clear()
+
+    def _save(self, block_id: int, name: str) -> None:
+        """Visible by an atomic rename only, so that nobody ever reads half a file."""
+        tensors: dict[str, np.ndarray] = {}
+        for layer_name in self._names:
+            tensors[layer_name] = np.empty(self._view.layer_bytes(layer_name), dtype=np.uint8)
+            self._view.read_layer(layer_name, block_id, tensors[layer_name].data)
+        try:
+            with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
+                file.write(save(tensors))
+            os.replace(file.name, self._folder / _of_shard(name, self._shard))
+        except OSError as error:
+            logger.warning("KV of block %s cannot be saved: %s", name, error)
+            with contextlib.suppress(OSError, UnboundLocalError):
+                os.unlink(file.name)
+
+
+def _file_name(block_hash: bytes) -> str:
+    return block_hash.hex()
+
+
+def _of_shard(name: str, shard: ShardId) -> str:
+    return f"{name}.pp{shard[0]}.tp{shard[1]}.safetensors"

@@ -1,0 +1,36 @@
+"""Checks a connector's own options, `kv_connector_extra_config`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from penstock.utils.errors import ConfigError
+from penstock.utils.names import did_you_mean
+
+Check = tuple[Callable[[Any], bool], str]
+"""What is right, and how to say it."""
+
+
+def read_options(
+    connector: str, given: Mapping[str, Any], defaults: Mapping[str, Any], **checks: Check
+) -> dict[str, Any]:
+    """The given options over the defaults. Raises ConfigError naming an unknown or unfit one."""
+    for key, value in given.items():
+        if key not in checks:
+            raise ConfigError(f"{connector} has no option {key!r}{did_you_mean(key, tuple(checks))}")
+        is_right, wanted = checks[key]
+        if not is_right(value):
+            raise ConfigError(f"{key} of {connector} must be {wanted}, got {value!r}")
+    for key in checks:
+        if key not in given and key not in defaults:
+            raise ConfigError(f"{connector} needs {key} in kv_connector_extra_config")
+    return {**defaults, **given}
+
+
+def is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
