@@ -55,6 +55,7 @@ ONE_PLACE = {
     "aiohttp": {"loadgen.client"},
     "llguidance": {"grammar.llguidance_backend"},
     "uvicorn": {"server.run", "server.connections"},
+    "xxhash": {"kv_transfer.digest"},
     "prometheus_client": {"metrics.prometheus"},
     "opentelemetry": {"metrics.tracing"},
 }

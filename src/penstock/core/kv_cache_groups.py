@@ -38,9 +38,9 @@ class FullAttentionGroup:
 
 @dataclass(frozen=True, slots=True)
 class SlidingWindowGroup:
-    """A query at position p reads positions p - window + 1 to p."""
+    """A query at position p reads positions p - sliding_window + 1 to p."""
 
-    window: int
+    spec: KVCacheSpec
     block_size: int
 
     def longest_hit(self, is_cached: Callable[[int], bool], num_blocks: int) -> int:
@@ -53,10 +53,10 @@ class SlidingWindowGroup:
         return length
 
     def first_needed_block(self, num_computed_tokens: int) -> int:
-        return max(0, num_computed_tokens - self.window + 1) // self.block_size
+        return self.spec.first_needed_block(num_computed_tokens, self.block_size)
 
 
 def make_group(spec: KVCacheSpec, block_size: int) -> AttentionGroup:
     if spec.sliding_window:
-        return SlidingWindowGroup(spec.sliding_window, block_size)
+        return SlidingWindowGroup(spec, block_size)
     return FullAttentionGroup()

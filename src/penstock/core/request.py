@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
+from typing import Any
 
 from penstock.core.block_hash import BlockHash, extend_chain, root_hash
 from penstock.messages.outputs import FinishReason
@@ -103,6 +105,10 @@ class Request:
         """The drafts that the device holds, as far as they stay within `max_tokens` if all are accepted."""
         room = self.data.max_tokens - self.num_output_tokens - self.num_output_placeholders - 1
         return max(0, min(self.num_drafts, room))
+
+    @property
+    def kv_transfer_params(self) -> Mapping[str, Any]:
+        return self.data.sampling_params.kv_transfer_params or {}
 
     @property
     def uses_prefix_cache(self) -> bool:

@@ -65,18 +65,18 @@ class Scheduler:
     # ---- Requests come and go ----
 
     def add_request(self, data: EngineRequest) -> None:
-        """Queues a request. Raises RequestError when its id is in use, OverloadedError when the queue is full."""
+        """Queues a request. Raises RequestError when its id is in use or its connector refuses, OverloadedError."""
         if data.request_id in self._requests:
             raise RequestError(f"request id {data.request_id!r} is already in use", "request_id")
         if len(self._requests) >= self._config.max_num_queued_requests:
             raise OverloadedError(f"the engine already holds max_num_queued_requests={len(self._requests)} requests")
+        request = Request(data, self._num_arrivals, self.kv.block_size)
+        self.connector.on_new_request(request)
         if data.grammar is not None:
             self.grammars.add(data.request_id, data.grammar)
-        request = Request(data, self._num_arrivals, self.kv.block_size)
         self._num_arrivals += 1
         self._requests[data.request_id] = request
         self._waiting.add(request)
-        self.connector.on_new_request(request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> list[EngineOutput]:
         """Ends requests at once; unknown ones (already finished) are passed over."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from penstock.kv_transfer.view import KVCacheView
 from penstock.messages.kv_transfer import (
@@ -43,6 +43,10 @@ class RequestView(Protocol):
     def num_tokens(self) -> int: ...
     @property
     def num_prompt_tokens(self) -> int: ...
+    @property
+    def kv_transfer_params(self) -> Mapping[str, Any]:
+        """What the request itself says to connectors, checked by nobody yet."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +98,7 @@ class SchedulerConnector(Protocol):
     """
 
     def on_new_request(self, request: RequestView) -> None:
-        """A request was queued. Chooses its policy."""
+        """A request is about to be queued. Chooses its policy; raises RequestError when it asks for what cannot be."""
         ...
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from penstock.messages.kv_cache_spec import KVCacheConfig
@@ -27,6 +28,10 @@ class KVCacheView(Protocol):
 
     def read_block(self, group: int, block_id: int, into: memoryview) -> None:
         """Copies the block's bytes to `into`, which is as long as they are."""
+        ...
+
+    def block_parts(self, group: int, block_id: int) -> Sequence[memoryview]:
+        """The block's bytes as they lie in the cache now, to be read at once; a copy where the host cannot see them."""
         ...
 
     def write_block(self, group: int, block_id: int, data: memoryview) -> None:

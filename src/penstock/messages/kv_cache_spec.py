@@ -23,6 +23,12 @@ class KVCacheSpec:
         """Bytes of one block of this layer, keys and values together."""
         return 2 * self.num_kv_heads * self.head_size * DTYPE_BYTES[self.dtype] * block_size
 
+    def first_needed_block(self, num_computed_tokens: int, block_size: int) -> int:
+        """The first block along a request that the query at position `num_computed_tokens` still reads."""
+        if not self.sliding_window:
+            return 0
+        return max(0, num_computed_tokens - self.sliding_window + 1) // block_size
+
 
 @dataclass(frozen=True, slots=True)
 class KVCacheGroup:
@@ -52,6 +58,12 @@ class KVCacheConfig:
     block_size: int
     groups: tuple[KVCacheGroup, ...]
     attached: tuple[AttachedLayer, ...] = ()
+
+    def block_bytes(self, group: int) -> int:
+        """Bytes of one block in all layers of a group and in those attached to it."""
+        own = self.groups[group]
+        specs = [own.spec] * len(own.layer_names) + [layer.spec for layer in self.attached if layer.group == group]
+        return sum(spec.block_bytes(self.block_size) for spec in specs)
 
     @property
     def num_tensors(self) -> int:

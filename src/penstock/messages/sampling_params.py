@@ -24,6 +24,8 @@ _T = TypeVar("_T")
 
 MAX_N = 64
 MAX_LOGPROBS = 20
+MAX_TRANSFER_PARAMS = 32
+MAX_TRANSFER_TEXT = 8192
 MAX_STOP_STRINGS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_COUNT = 2**31 - 1
@@ -57,6 +59,7 @@ class SamplingParams:
     of the prompt and the parameters alone, whatever else the engine is running. `num_speculative_tokens` bounds the
     drafts per step in an engine that speculates; 0 is none. It changes the speed and, unless the engine draws its
     drafts (docs/SPECULATION.md), no token. `structured_outputs` holds the output to a grammar.
+    `kv_transfer_params` is for the engine's KV connector, if it has one.
     """
 
     n: int = 1
@@ -81,6 +84,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     num_speculative_tokens: int | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    kv_transfer_params: Mapping[str, Any] | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
 
@@ -154,6 +158,7 @@ def _check_lengths(params: SamplingParams) -> None:
 def _check_collections(params: SamplingParams) -> None:
     if not isinstance(params.structured_outputs, StructuredOutputsParams | None):
         raise _refuse("structured_outputs", "StructuredOutputsParams", params.structured_outputs)
+    _check_transfer({} if params.kv_transfer_params is None else params.kv_transfer_params)
     for field in ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens"):
         if not isinstance(getattr(params, field), bool):
             raise _refuse(field, "True or False", getattr(params, field))
@@ -171,6 +176,15 @@ def _check_collections(params: SamplingParams) -> None:
     if params.allowed_token_ids is not None and not params.allowed_token_ids:
         raise _refuse("allowed_token_ids", "absent or a list that is not empty", params.allowed_token_ids)
     _check_bias({} if params.logit_bias is None else params.logit_bias)
+
+
+def _check_transfer(given: Mapping[Any, Any]) -> None:
+    if not isinstance(given, Mapping) or len(given) > MAX_TRANSFER_PARAMS:
+        raise _refuse("kv_transfer_params", f"an object of at most {MAX_TRANSFER_PARAMS} entries", given)
+    for key, value in given.items():
+        is_short = not isinstance(value, str) or len(value) <= MAX_TRANSFER_TEXT
+        if not isinstance(key, str) or not isinstance(value, str | int | float | None) or not is_short:
+            raise _refuse("kv_transfer_params", "names with numbers, booleans or short texts", {key: value})
 
 
 def _check_list(field: str, value: Any) -> Sequence[Any]:

@@ -23,7 +23,7 @@ class TorchKVCacheView:
         return self._names[group]
 
     def block_bytes(self, group: int) -> int:
-        return sum(self.layer_bytes(name) for name in self._names[group])
+        return self.config.block_bytes(group)
 
     def layer_bytes(self, layer_name: str) -> int:
         return self._bytes[layer_name].shape[1]
@@ -35,6 +35,9 @@ class TorchKVCacheView:
             row = self._bytes[name][block_id]
             host[start : start + len(row)].copy_(row)
             start += len(row)
+
+    def block_parts(self, group: int, block_id: int) -> list[memoryview]:
+        return [self._bytes[name][block_id].cpu().numpy().data for name in self._names[group]]
 
     def write_block(self, group: int, block_id: int, data: memoryview) -> None:
         host = torch.frombuffer(data, dtype=torch.uint8)

@@ -1,0 +1,95 @@
+"""`OffloadingConnector`: KV that the engine has no room for goes to host memory, and from there to a folder on disk.
+
+Options, in `kv_connector_extra_config`:
+
+    cpu_bytes_to_use    bytes of host memory, 1 GiB by default
+    eviction_policy     "lru" or "arc"
+    disk_path           folder of the disk tier; without it there is none
+    disk_bytes_to_use   its bound, 16 GiB by default
+    attestation         "all", "sampled" or "off": which blocks travel with a digest
+    offload_policy      "chunk", "request" or "none" for requests that do not say
+    load_policy         "measured": load where that has been quicker than computing; "always"
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from penstock.kv_transfer.digest import Attestation
+from penstock.kv_transfer.factory import ConnectorContext
+from penstock.kv_transfer.offload.cost_model import LoadCostModel
+from penstock.kv_transfer.offload.manager import OffloadingManager
+from penstock.kv_transfer.offload.policies import ARCPolicy, CachePolicy, LRUPolicy
+from penstock.kv_transfer.offload.region import OffloadRegion
+from penstock.kv_transfer.offload.scheduler import OffloadingScheduler, OffloadPolicy
+from penstock.kv_transfer.offload.tiers.disk import DiskTier, DiskTierConfig
+from penstock.kv_transfer.offload.worker import OffloadingWorker
+from penstock.kv_transfer.options import Check, is_text, read_options
+from penstock.messages.kv_transfer import ShardId
+from penstock.utils.clock import SystemClock
+from penstock.utils.errors import ConfigError
+
+_DEFAULTS = {
+    "cpu_bytes_to_use": 1 << 30,
+    "eviction_policy": "lru",
+    "disk_path": None,
+    "disk_bytes_to_use": 16 << 30,
+    "attestation": "all",
+    "offload_policy": "chunk",
+    "load_policy": "measured",
+}
+
+
+def _one_of(*choices: str) -> Check:
+    return lambda value: value in choices, f"one of {', '.join(choices)}"
+
+
+_BYTES: Check = (
+    lambda value: isinstance(value, int) and not isinstance(value, bool) and value > 0,
+    "a number of bytes",
+)
+
+
+class OffloadingConnector:
+    """See the module's docstring. Raises ConfigError for options that cannot be."""
+
+    def __init__(self, context: ConnectorContext) -> None:
+        name = "OffloadingConnector"
+        options = read_options(
+            name,
+            context.config.kv_connector_extra_config,
+            _DEFAULTS,
+            cpu_bytes_to_use=_BYTES,
+            eviction_policy=_one_of("lru", "arc"),
+            disk_path=(is_text, "a folder"),
+            disk_bytes_to_use=_BYTES,
+            attestation=_one_of(*Attestation),
+            offload_policy=_one_of(*OffloadPolicy),
+            load_policy=_one_of("measured", "always"),
+        )
+        if len(context.shards) > 1:
+            raise ConfigError(f"{name} works with one worker for now, and there are {len(context.shards)}")
+        self._context = context
+        self._options = options
+        chunk_bytes = max(context.cache.block_bytes(group) for group in range(len(context.cache.groups)))
+        self._region = OffloadRegion(options["cpu_bytes_to_use"] // chunk_bytes, chunk_bytes)
+
+    def make_scheduler_connector(self) -> OffloadingScheduler:
+        options, num_chunks = self._options, self._region.num_chunks
+        policy: CachePolicy = LRUPolicy() if options["eviction_policy"] == "lru" else ARCPolicy(num_chunks)
+        tiers: list[DiskTier] = []
+        if options["disk_path"] is not None:
+            disk = DiskTierConfig(Path(options["disk_path"]).expanduser(), options["disk_bytes_to_use"])
+            tiers.append(DiskTier(disk, self._context.fingerprint, self._region))
+        return OffloadingScheduler(
+            cache=self._context.cache,
+            shards=self._context.shards,
+            manager=OffloadingManager(num_chunks, policy, tiers),
+            attestation=Attestation(options["attestation"]),
+            default_policy=OffloadPolicy(options["offload_policy"]),
+            costs=LoadCostModel() if options["load_policy"] == "measured" else None,
+            clock=SystemClock(),
+        )
+
+    def make_worker_connector(self, shard: ShardId) -> OffloadingWorker:
+        return OffloadingWorker(self._region, shard, self._context.cache.block_size)

@@ -1,0 +1,432 @@
+"""The index of the CPU tier, in front of the tiers below it.
+
+The manager owns chunks of a region whose bytes others move: the engine's workers between engine blocks and chunks, the
+tiers between chunks and their media. Every chunk is free, or belongs to one key and is in one state:
+
+    WRITING     the engine is storing into it; not found yet
+    PROMOTING   a tier is loading into it; not found yet
+    READY       complete, and found
+    DOOMED      not found any more, but somebody still reads or writes it
+
+and has one pin for each of its users: its writer, each load out of it, each store into a tier below. A chunk is handed
+out again only when it has none. A key has one chunk at most, a doomed one included: until its last user has ended the
+key is a miss that cannot be stored, so that a late completion always finds the chunk that it is about.
+
+Threading: one thread, the scheduler's. No method blocks but `shutdown`.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from penstock.kv_transfer.offload import CPU_MEDIUM, OffloadKey
+from penstock.kv_transfer.offload.policies import CachePolicy
+from penstock.kv_transfer.offload.tiers.base import (
+    EventLog,
+    JobResult,
+    OffloadEvent,
+    SecondaryTierManager,
+    TierStats,
+    TransferJob,
+)
+
+
+class LookupResult(enum.Enum):
+    """PENDING: ask again, the key is being stored or on its way up from a tier."""
+
+    HIT = "hit"
+    PENDING = "pending"
+    MISS = "miss"
+
+
+class ChunkState(enum.Enum):
+    WRITING = "writing"
+    PROMOTING = "promoting"
+    READY = "ready"
+    DOOMED = "doomed"
+
+
+# A chunk may also become free in any state, once it has no pin.
+TRANSITIONS: dict[ChunkState, frozenset[ChunkState]] = {
+    ChunkState.WRITING: frozenset({ChunkState.READY, ChunkState.DOOMED}),
+    ChunkState.PROMOTING: frozenset({ChunkState.READY, ChunkState.DOOMED}),
+    ChunkState.READY: frozenset({ChunkState.DOOMED}),
+    ChunkState.DOOMED: frozenset(),
+}
+
+_LOOKUP = {
+    ChunkState.WRITING: LookupResult.PENDING,
+    ChunkState.PROMOTING: LookupResult.PENDING,
+    ChunkState.READY: LookupResult.HIT,
+    ChunkState.DOOMED: LookupResult.MISS,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredChunk:
+    """Where a key's bytes lie, and what they must digest to, None where nobody attests them."""
+
+    chunk_id: int
+    digest: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadStats:
+    """In chunks. The gauges add up: free + stored + being written + pinned == chunks; the rest only grows."""
+
+    num_chunks: int
+    num_free: int
+    num_stored: int
+    num_being_written: int
+    num_pinned: int
+    num_loads: int = 0
+    num_stores: int = 0
+    num_stores_failed: int = 0
+    num_stores_without_room: int = 0
+    num_evicted: int = 0
+    num_promoted: int = 0
+    num_promotions_failed: int = 0
+    num_promotions_refused: int = 0
+    num_cascaded: int = 0
+    num_cascades_failed: int = 0
+    num_cascades_dropped: int = 0
+    num_bad: int = 0
+    num_unknown_results: int = 0
+    tiers: tuple[TierStats, ...] = ()
+
+
+@dataclass(slots=True)
+class _Chunk:
+    chunk_id: int
+    place: int
+    moment: int
+    state: ChunkState
+    digest: bytes | None = None
+    num_pins: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    job: TransferJob
+    tier: SecondaryTierManager
+
+
+class OffloadingManager:
+    """`tiers` from the fastest to the slowest; a limit counts chunks in jobs that have not ended."""
+
+    def __init__(
+        self,
+        num_chunks: int,
+        policy: CachePolicy,
+        tiers: Sequence[SecondaryTierManager] = (),
+        max_cascading_chunks: int = 128,
+        max_promoting_chunks: int = 128,
+    ) -> None:
+        assert num_chunks > 0, num_chunks
+        self._num_chunks = num_chunks
+        self._policy = policy
+        self._tiers = tuple(tiers)
+        self._max_cascading = max_cascading_chunks
+        self._max_promoting = max_promoting_chunks
+        self._free = list(range(num_chunks - 1, -1, -1))
+        self._chunks: dict[OffloadKey, _Chunk] = {}
+        self._writers: set[OffloadKey] = set()
+        self._loads: Counter[OffloadKey] = Counter()
+        self._jobs: dict[int, _InFlight] = {}
+        self._next_job_id = 0
+        self._num_cascading = 0
+        self._num_promoting = 0
+        self._events = EventLog(CPU_MEDIUM)
+        self._counts: Counter[str] = Counter()
+
+    def lookup(self, key: OffloadKey) -> LookupResult:
+        """Whether the CPU tier has the key; for the tiers below see `medium_of`. Changes nothing."""
+        chunk = self._chunks.get(key)
+        return LookupResult.MISS if chunk is None else _LOOKUP[chunk.state]
+
+    def medium_of(self, key: OffloadKey) -> str | None:
+        """The fastest medium that has the key now, None if none has. Changes nothing."""
+        if self.lookup(key) is LookupResult.HIT:
+            return CPU_MEDIUM
+        return next((tier.medium for tier in self._tiers if tier.lookup(key)), None)
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        """A prompt, head to tail, has been used, and the tiers keep it longer. Unknown keys are passed over."""
+        self._policy.touch([key for key in keys if self.lookup(key) is LookupResult.HIT])
+        for tier in self._tiers:
+            tier.touch(keys)
+
+    def promote(self, keys: Sequence[OffloadKey], first_place: int = 0) -> int:
+        """Starts to bring keys up, each from the first tier that has it.
+
+        `keys` follow one another in one prompt, and the first is its block number `first_place`. Returns how many of
+        them, from the head, are now here or on their way; it ends where no tier has the key, where no room can be made
+        or where enough is on its way already.
+        """
+        wanted: dict[OffloadKey, tuple[int, SecondaryTierManager]] = {}
+        for place, key in enumerate(keys, first_place):
+            if self.lookup(key) is not LookupResult.MISS:
+                continue
+            tier = next((tier for tier in self._tiers if tier.lookup(key)), None)
+            if tier is None or key in self._chunks or self._num_promoting + len(wanted) >= self._max_promoting:
+                break
+            wanted[key] = (place, tier)
+        moment = self._policy.refresh([key for key in keys if self.lookup(key) is LookupResult.HIT])
+        coming: dict[SecondaryTierManager, list[OffloadKey]] = {}
+        for (key, (place, tier)), chunk_id in zip(wanted.items(), self._allocate(len(wanted), set(keys)), strict=False):
+            self._chunks[key] = _Chunk(chunk_id, place, moment, ChunkState.PROMOTING)
+            coming.setdefault(tier, []).append(key)
+        for tier, its_keys in coming.items():
+            if not self._submit(tier, tuple(its_keys), is_promotion=True):
+                self._counts["num_promotions_refused"] += len(its_keys)
+                for key in its_keys:
+                    self._unpin(key, self._doom(key))
+        missing = (index for index, key in enumerate(keys) if self.lookup(key) is LookupResult.MISS)
+        return next(missing, len(keys))
+
+    def prepare_load(self, keys: Sequence[OffloadKey]) -> list[StoredChunk]:
+        """Pins chunks that `lookup` just found, given from the head of their prompt, until `complete_load`."""
+        chunks = [self._chunks[key] for key in keys]
+        self.touch(keys)
+        for key, chunk in zip(keys, chunks, strict=True):
+            assert chunk.state is ChunkState.READY, (key, chunk)
+            self._loads[key] += 1
+            self._pin(key, chunk)
+        self._counts["num_loads"] += len(keys)
+        return [StoredChunk(chunk.chunk_id, chunk.digest) for chunk in chunks]
+
+    def complete_load(self, keys: Sequence[OffloadKey]) -> None:
+        """Nobody reads these chunks any more on behalf of one `prepare_load`, however it ended."""
+        for key in keys:
+            assert self._loads[key] > 0, f"nobody loads {key}"
+            self._loads[key] -= 1
+            if not self._loads[key]:
+                del self._loads[key]
+            self._unpin(key, self._chunks[key])
+
+    def prepare_store(self, keys: Sequence[tuple[OffloadKey, int]]) -> list[tuple[OffloadKey, int]]:
+        """Chunks to write for those of a prompt's keys that are not here, as many from the head as have room.
+
+        Each key comes with its place, its block's number in the prompt. Give the whole prompt up to the newest block:
+        what is here already becomes as young as what comes behind it, and so a tail never outlives its head. Each
+        returned (key, chunk id) must be given to `complete_store`.
+        """
+        places = dict(keys)
+        here = [key for key in places if self.lookup(key) is LookupResult.HIT]
+        moment = self._policy.refresh(here)
+        for tier in self._tiers:
+            tier.touch(here)
+        missing = [key for key in places if key not in self._chunks]
+        stores = list(zip(missing, self._allocate(len(missing), places.keys()), strict=False))
+        self._counts["num_stores_without_room"] += len(missing) - len(stores)
+        for key, chunk_id in stores:
+            self._chunks[key] = _Chunk(chunk_id, places[key], moment, ChunkState.WRITING)
+            self._writers.add(key)
+        return stores
+
+    def complete_store(self, key: OffloadKey, digest: bytes | None, success: bool) -> None:
+        """The engine has ended writing the key's chunk. Only now, and only if it was a success, the key is found."""
+        assert key in self._writers, f"nobody stores {key}"
+        self._writers.remove(key)
+        chunk = self._chunks[key]
+        self._counts["num_stores" if success else "num_stores_failed"] += 1
+        if success and chunk.state is ChunkState.WRITING:
+            self._make_ready(key, chunk, digest)
+            self._cascade(key)
+        elif chunk.state is not ChunkState.DOOMED:
+            self._doom(key)
+        self._unpin(key, chunk)
+
+    def mark_bad(self, key: OffloadKey) -> None:
+        """The key's bytes were not what they should be: it is forgotten here and in every tier."""
+        self._counts["num_bad"] += 1
+        chunk = self._chunks.get(key)
+        if chunk is not None and chunk.state is not ChunkState.DOOMED:
+            self._free_if_unused(key, self._doom(key))
+        for tier in self._tiers:
+            tier.forget(key)
+
+    def poll(self) -> None:
+        """Takes in what the tiers have finished."""
+        for tier in self._tiers:
+            for result in tier.get_finished_jobs():
+                in_flight = self._jobs.pop(result.job_id, None)
+                if in_flight is None:
+                    self._counts["num_unknown_results"] += 1
+                elif in_flight.job.is_promotion:
+                    self._on_promoted(in_flight, result)
+                else:
+                    self._on_cascaded(in_flight.job, result)
+
+    def reset(self) -> None:
+        """Forgets everything, here and in the tiers; chunks in use become free as their users end."""
+        self._policy.clear()
+        for key, chunk in list(self._chunks.items()):
+            if chunk.state is ChunkState.READY:
+                self._events.removed(key)
+            if chunk.state is not ChunkState.DOOMED:
+                self._set_state(chunk, ChunkState.DOOMED)
+            self._free_if_unused(key, chunk)
+        for tier in self._tiers:
+            tier.reset()
+
+    def take_events(self) -> list[OffloadEvent]:
+        """What came and went on each medium since the last call; replaying all gives what is there."""
+        events = self._events.take()
+        for tier in self._tiers:
+            events += tier.take_events()
+        return events
+
+    @property
+    def has_pending_work(self) -> bool:
+        """`poll` has something to wait for."""
+        return bool(self._jobs) or any(tier.has_pending_work() for tier in self._tiers)
+
+    @property
+    def stats(self) -> OffloadStats:
+        num_stored = self._policy.num_evictable(())
+        num_being_written = len(self._writers) + self._num_promoting
+        return OffloadStats(
+            num_chunks=self._num_chunks,
+            num_free=len(self._free),
+            num_stored=num_stored,
+            num_being_written=num_being_written,
+            num_pinned=len(self._chunks) - num_stored - num_being_written,
+            tiers=tuple(tier.stats() for tier in self._tiers),
+            **self._counts,
+        )
+
+    def shutdown(self) -> None:
+        """Waits for what the tiers are in the middle of. Nothing may be called afterwards."""
+        for tier in self._tiers:
+            tier.shutdown()
+
+    def _allocate(self, num_wanted: int, protected: Collection[OffloadKey]) -> list[int]:
+        """Free chunks, as many of the wanted ones as there are when all that may be evicted is."""
+        num_chunks = min(num_wanted, len(self._free) + self._policy.num_evictable(protected))
+        victims = self._policy.evict(max(0, num_chunks - len(self._free)), protected)
+        assert victims is not None, (num_chunks, len(self._free))
+        for key in victims:
+            self._events.removed(key)
+            self._free_if_unused(key, self._chunks[key])
+        self._counts["num_evicted"] += len(victims)
+        return [self._free.pop() for _ in range(num_chunks)]
+
+    def _cascade(self, key: OffloadKey) -> None:
+        for tier in self._tiers:
+            if tier.lookup(key):
+                continue
+            if self._num_cascading >= self._max_cascading or not self._submit(tier, (key,), is_promotion=False):
+                self._counts["num_cascades_dropped"] += 1
+            else:
+                self._pin(key, self._chunks[key])
+
+    def _submit(self, tier: SecondaryTierManager, keys: tuple[OffloadKey, ...], is_promotion: bool) -> bool:
+        chunks = [self._chunks[key] for key in keys]
+        job = TransferJob(
+            job_id=self._next_job_id,
+            keys=keys,
+            chunk_ids=tuple(chunk.chunk_id for chunk in chunks),
+            digests=tuple(chunk.digest for chunk in chunks),
+            is_promotion=is_promotion,
+        )
+        self._next_job_id += 1
+        if not (tier.submit_load(job) if is_promotion else tier.submit_store(job)):
+            return False
+        self._jobs[job.job_id] = _InFlight(job, tier)
+        self._count_in_flight(job, 1)
+        return True
+
+    def _count_in_flight(self, job: TransferJob, sign: int) -> None:
+        if job.is_promotion:
+            self._num_promoting += sign * len(job.keys)
+        else:
+            self._num_cascading += sign * len(job.keys)
+
+    def _on_promoted(self, in_flight: _InFlight, result: JobResult) -> None:
+        self._count_in_flight(in_flight.job, -1)
+        digests = dict(zip(result.successful_keys, result.digests, strict=True))
+        for key in in_flight.job.keys:
+            chunk = self._chunks[key]
+            if key not in digests:
+                self._counts["num_promotions_failed"] += 1
+                # Whatever the tier thinks of it: the next lookup must be a miss, or a request would ask for ever.
+                in_flight.tier.forget(key)
+            if chunk.state is ChunkState.PROMOTING and key in digests:
+                self._counts["num_promoted"] += 1
+                self._make_ready(key, chunk, digests[key])
+            elif chunk.state is not ChunkState.DOOMED:
+                self._doom(key)
+            self._unpin(key, chunk)
+
+    def _on_cascaded(self, job: TransferJob, result: JobResult) -> None:
+        self._count_in_flight(job, -1)
+        self._counts["num_cascaded"] += len(result.successful_keys)
+        self._counts["num_cascades_failed"] += len(job.keys) - len(result.successful_keys)
+        for key in job.keys:
+            self._unpin(key, self._chunks[key])
+
+    def _make_ready(self, key: OffloadKey, chunk: _Chunk, digest: bytes | None) -> None:
+        self._set_state(chunk, ChunkState.READY)
+        chunk.digest = digest
+        self._policy.insert(key, chunk.moment, chunk.place)
+        # Its writer still has its pin.
+        self._policy.pin(key)
+        self._events.stored(key)
+
+    def _doom(self, key: OffloadKey) -> _Chunk:
+        chunk = self._chunks[key]
+        if chunk.state is ChunkState.READY:
+            self._policy.remove(key)
+            self._events.removed(key)
+        self._set_state(chunk, ChunkState.DOOMED)
+        return chunk
+
+    def _set_state(self, chunk: _Chunk, state: ChunkState) -> None:
+        assert state in TRANSITIONS[chunk.state], f"{chunk}: {chunk.state} -> {state}"
+        chunk.state = state
+
+    def _pin(self, key: OffloadKey, chunk: _Chunk) -> None:
+        chunk.num_pins += 1
+        if chunk.num_pins == 1:
+            self._policy.pin(key)
+
+    def _unpin(self, key: OffloadKey, chunk: _Chunk) -> None:
+        assert chunk.num_pins > 0, f"{key} has no pin to lose"
+        chunk.num_pins -= 1
+        if chunk.state is ChunkState.DOOMED:
+            self._free_if_unused(key, chunk)
+        elif chunk.num_pins == 0:
+            self._policy.unpin(key)
+
+    def _free_if_unused(self, key: OffloadKey, chunk: _Chunk) -> None:
+        if chunk.num_pins == 0:
+            del self._chunks[key]
+            self._free.append(chunk.chunk_id)
+
+    def check_integrity(self) -> None:
+        """Recomputes every pin from its users, and asserts that each chunk is in one place and the policy agrees."""
+        chunk_ids = sorted(self._free + [chunk.chunk_id for chunk in self._chunks.values()])
+        assert chunk_ids == list(range(self._num_chunks)), chunk_ids
+        pins = Counter(self._writers) + self._loads
+        num_in_flight = Counter[bool]()
+        for in_flight in self._jobs.values():
+            job = in_flight.job
+            num_in_flight[job.is_promotion] += len(job.keys)
+            pins.update(job.keys)
+            places = tuple(self._chunks[key].chunk_id for key in job.keys)
+            assert places == job.chunk_ids, f"job {job.job_id} uses {job.chunk_ids}, its keys lie in {places}"
+        assert num_in_flight[True] == self._num_promoting, (num_in_flight, self._num_promoting)
+        assert num_in_flight[False] == self._num_cascading, (num_in_flight, self._num_cascading)
+        assert pins.keys() <= self._chunks.keys(), pins.keys() - self._chunks.keys()
+        for key, chunk in self._chunks.items():
+            assert chunk.num_pins == pins[key], f"{key}: {chunk}, {pins[key]} users"
+            assert chunk.num_pins or chunk.state is ChunkState.READY, f"{key} has no user and is not ready: {chunk}"
+            assert (chunk.state is ChunkState.WRITING) <= (key in self._writers), f"{key} has no writer: {chunk}"
+        ready = {k: chunk.num_pins > 0 for k, chunk in self._chunks.items() if chunk.state is ChunkState.READY}
+        assert self._policy.members() == ready, self._policy.members().items() ^ ready.items()
+        stats = self.stats
+        assert stats.num_pinned >= 0, stats

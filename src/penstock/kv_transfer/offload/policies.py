@@ -1,0 +1,288 @@
+"""Which chunks leave the CPU tier when it is full.
+
+A policy knows the keys that are stored and nothing of chunks. Every key has the *moment* of its last use and its
+*place* in its prompt. Of keys that were used at the same moment the one with the highest place is the oldest, so a tail
+goes before its head: a head without its tail is still worth a hit, and the reverse is not. A pinned key stays a member,
+ages like the others, and cannot be evicted. Every operation takes O(log n) per key.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import OrderedDict
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from penstock.kv_transfer.offload import OffloadKey
+
+
+class CachePolicy(Protocol):
+    """Belongs to one thread. Members come by `insert`, and leave by `evict`, `remove` or `clear`."""
+
+    def insert(self, key: OffloadKey, moment: int, place: int) -> None:
+        """A key has been stored; `moment` is what `refresh` returned when its room was made."""
+        ...
+
+    def touch(self, keys: Iterable[OffloadKey]) -> None:
+        """These members have been used again, all at one moment."""
+        ...
+
+    def refresh(self, keys: Iterable[OffloadKey]) -> int:
+        """These members become as young as what will be inserted with the returned moment. It is no use of them."""
+        ...
+
+    def pin(self, key: OffloadKey) -> None: ...
+
+    def unpin(self, key: OffloadKey) -> None: ...
+
+    def remove(self, key: OffloadKey) -> None:
+        """The key's content is gone; nothing of it is remembered."""
+        ...
+
+    def num_evictable(self, protected: Collection[OffloadKey]) -> int:
+        """Members that are neither pinned nor in `protected`, which holds no key twice."""
+        ...
+
+    def evict(self, num_keys: int, protected: Collection[OffloadKey]) -> list[OffloadKey] | None:
+        """Takes exactly `num_keys` members out that are neither pinned nor protected; None, and no change, if there
+        are fewer."""
+        ...
+
+    def clear(self) -> None: ...
+
+    def members(self) -> dict[OffloadKey, bool]:
+        """Every member, and whether it is pinned: for `check_integrity`."""
+        ...
+
+
+@dataclass(slots=True)
+class _Member:
+    moment: int
+    place: int
+    is_pinned: bool
+
+
+class _ByAge:
+    """Members from the oldest to the youngest. Changing one leaves its old place in the heap to be skipped later."""
+
+    def __init__(self) -> None:
+        self._members: dict[OffloadKey, _Member] = {}
+        self._heap: list[tuple[int, int, OffloadKey]] = []
+        self._num_pinned = 0
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __contains__(self, key: OffloadKey) -> bool:
+        return key in self._members
+
+    def pinned(self) -> dict[OffloadKey, bool]:
+        return {key: member.is_pinned for key, member in self._members.items()}
+
+    def add(self, key: OffloadKey, member: _Member) -> None:
+        assert key not in self._members, key
+        self._members[key] = member
+        self._num_pinned += member.is_pinned
+        self._push(key, member)
+
+    def remove(self, key: OffloadKey) -> _Member:
+        member = self._members.pop(key)
+        self._num_pinned -= member.is_pinned
+        return member
+
+    def set_moment(self, key: OffloadKey, moment: int) -> None:
+        member = self._members[key]
+        member.moment = moment
+        self._push(key, member)
+
+    def set_pinned(self, key: OffloadKey, is_pinned: bool) -> None:
+        member = self._members[key]
+        assert member.is_pinned != is_pinned, (key, member)
+        member.is_pinned = is_pinned
+        self._num_pinned += 1 if is_pinned else -1
+        self._push(key, member)
+
+    def num_evictable(self, protected: Iterable[OffloadKey]) -> int:
+        num_protected = sum(key in self._members and not self._members[key].is_pinned for key in protected)
+        return len(self._members) - self._num_pinned - num_protected
+
+    def pop_oldest(self, num_keys: int, protected: Collection[OffloadKey]) -> list[OffloadKey]:
+        """There must be that many that are neither pinned nor protected."""
+        popped: list[OffloadKey] = []
+        kept: list[tuple[int, int, OffloadKey]] = []
+        while len(popped) < num_keys:
+            item = heapq.heappop(self._heap)
+            if not self._is_current(item):
+                continue
+            if item[2] in protected:
+                kept.append(item)
+            else:
+                self.remove(item[2])
+                popped.append(item[2])
+        for item in kept:
+            heapq.heappush(self._heap, item)
+        return popped
+
+    def _push(self, key: OffloadKey, member: _Member) -> None:
+        if member.is_pinned:
+            return
+        heapq.heappush(self._heap, (member.moment, -member.place, key))
+        if len(self._heap) > 2 * len(self._members) + 16:
+            items = ((m.moment, -m.place, k) for k, m in self._members.items() if not m.is_pinned)
+            self._heap = list(items)
+            heapq.heapify(self._heap)
+
+    def _is_current(self, item: tuple[int, int, OffloadKey]) -> bool:
+        member = self._members.get(item[2])
+        return member is not None and not member.is_pinned and (member.moment, -member.place) == item[:2]
+
+
+class LRUPolicy:
+    """The least recently used goes first."""
+
+    def __init__(self) -> None:
+        self._keys = _ByAge()
+        self._moment = 0
+
+    def insert(self, key: OffloadKey, moment: int, place: int) -> None:
+        self._keys.add(key, _Member(moment, place, is_pinned=False))
+
+    def touch(self, keys: Iterable[OffloadKey]) -> None:
+        self.refresh(keys)
+
+    def refresh(self, keys: Iterable[OffloadKey]) -> int:
+        self._moment += 1
+        for key in keys:
+            self._keys.set_moment(key, self._moment)
+        return self._moment
+
+    def pin(self, key: OffloadKey) -> None:
+        self._keys.set_pinned(key, True)
+
+    def unpin(self, key: OffloadKey) -> None:
+        self._keys.set_pinned(key, False)
+
+    def remove(self, key: OffloadKey) -> None:
+        self._keys.remove(key)
+
+    def num_evictable(self, protected: Collection[OffloadKey]) -> int:
+        return self._keys.num_evictable(protected)
+
+    def evict(self, num_keys: int, protected: Collection[OffloadKey]) -> list[OffloadKey] | None:
+        if num_keys > self._keys.num_evictable(protected):
+            return None
+        return self._keys.pop_oldest(num_keys, protected)
+
+    def clear(self) -> None:
+        self._keys = _ByAge()
+
+    def members(self) -> dict[OffloadKey, bool]:
+        return self._keys.pinned()
+
+
+class ARCPolicy:
+    """Adaptive replacement (Megiddo and Modha, "ARC: a self-tuning, low overhead replacement cache", FAST 2003).
+
+    T1 holds keys used once, T2 keys used again; B1 and B2 remember keys that were evicted from them. A key that comes
+    back moves `target`, the size that T1 should have, towards the list that evicted it too early. With c chunks
+
+        |T1| + |T2| <= c,  |T1| + |B1| <= c,  |T1| + |T2| + |B1| + |B2| <= 2c,  0 <= target <= c
+
+    As room is made before it is known what comes, the paper's tie rule of REPLACE for a key in B2 is left out.
+    """
+
+    def __init__(self, num_chunks: int) -> None:
+        assert num_chunks > 0, num_chunks
+        self._capacity = num_chunks
+        self._target = 0.0
+        self._t1, self._t2 = _ByAge(), _ByAge()
+        self._b1: OrderedDict[OffloadKey, None] = OrderedDict()
+        self._b2: OrderedDict[OffloadKey, None] = OrderedDict()
+        self._moment = 0
+
+    def insert(self, key: OffloadKey, moment: int, place: int) -> None:
+        assert len(self._t1) + len(self._t2) < self._capacity, self._capacity
+        home = self._t1
+        if key in self._b1:
+            self._target = min(float(self._capacity), self._target + max(1.0, len(self._b2) / len(self._b1)))
+            del self._b1[key]
+            home = self._t2
+        elif key in self._b2:
+            self._target = max(0.0, self._target - max(1.0, len(self._b1) / len(self._b2)))
+            del self._b2[key]
+            home = self._t2
+        home.add(key, _Member(moment, place, is_pinned=False))
+        self._forget_oldest_ghosts()
+
+    def touch(self, keys: Iterable[OffloadKey]) -> None:
+        self._moment += 1
+        for key in keys:
+            member = self._home(key).remove(key)
+            member.moment = self._moment
+            self._t2.add(key, member)
+
+    def refresh(self, keys: Iterable[OffloadKey]) -> int:
+        self._moment += 1
+        for key in keys:
+            self._home(key).set_moment(key, self._moment)
+        return self._moment
+
+    def pin(self, key: OffloadKey) -> None:
+        self._home(key).set_pinned(key, True)
+
+    def unpin(self, key: OffloadKey) -> None:
+        self._home(key).set_pinned(key, False)
+
+    def remove(self, key: OffloadKey) -> None:
+        self._home(key).remove(key)
+
+    def num_evictable(self, protected: Collection[OffloadKey]) -> int:
+        return self._t1.num_evictable(protected) + self._t2.num_evictable(protected)
+
+    def evict(self, num_keys: int, protected: Collection[OffloadKey]) -> list[OffloadKey] | None:
+        num_t1, num_t2 = self._t1.num_evictable(protected), self._t2.num_evictable(protected)
+        if num_keys > num_t1 + num_t2:
+            return None
+        # REPLACE, key by key: from T1 while it is above its target, and from the other list where one has none to give.
+        num_above_target = max(0, min(num_t1, num_keys, math.ceil(len(self._t1) - self._target)))
+        num_from_t1 = max(num_above_target, num_keys - num_t2)
+        evicted: list[OffloadKey] = []
+        for home, ghosts, count in (
+            (self._t1, self._b1, num_from_t1),
+            (self._t2, self._b2, num_keys - num_from_t1),
+        ):
+            keys = home.pop_oldest(count, protected)
+            ghosts.update(dict.fromkeys(keys))
+            evicted += keys
+        self._forget_oldest_ghosts()
+        return evicted
+
+    def clear(self) -> None:
+        self._target = 0.0
+        self._t1, self._t2 = _ByAge(), _ByAge()
+        self._b1.clear()
+        self._b2.clear()
+
+    def members(self) -> dict[OffloadKey, bool]:
+        return self._t1.pinned() | self._t2.pinned()
+
+    def _home(self, key: OffloadKey) -> _ByAge:
+        return self._t1 if key in self._t1 else self._t2
+
+    def _forget_oldest_ghosts(self) -> None:
+        while len(self._t1) + len(self._b1) > self._capacity:
+            self._b1.popitem(last=False)
+        while len(self._t1) + len(self._t2) + len(self._b1) + len(self._b2) > 2 * self._capacity:
+            self._b2.popitem(last=False)
+
+    def check_integrity(self) -> None:
+        """Asserts the bounds of the paper, and that a key is in one list at most."""
+        sizes = [len(self._t1), len(self._t2), len(self._b1), len(self._b2)]
+        assert sizes[0] + sizes[1] <= self._capacity, sizes
+        assert sizes[0] + sizes[2] <= self._capacity, sizes
+        assert sum(sizes) <= 2 * self._capacity, sizes
+        assert 0 <= self._target <= self._capacity, self._target
+        keys = self._t1.pinned().keys() | self._t2.pinned().keys() | self._b1.keys() | self._b2.keys()
+        assert len(keys) == sum(sizes), sizes

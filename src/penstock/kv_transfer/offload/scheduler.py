@@ -1,0 +1,359 @@
+"""The scheduler's part of the `OffloadingConnector`: what is kept, what is brought back, and whether that is worth it.
+
+Blocks are offered to the CPU tier when their KV is final and copied with the next step, before anything of that step is
+written; no engine block is ever held for a store. A prompt that a tier has is loaded into blocks of its own if that is
+quicker than computing it; what lies on a slower tier comes up to the CPU tier first, and the request waits meanwhile.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from penstock.kv_transfer.connector import (
+    NO_MATCH,
+    PENDING,
+    ConnectorEvent,
+    FinishAction,
+    LoadEnded,
+    Match,
+    RequestView,
+)
+from penstock.kv_transfer.digest import Attestation
+from penstock.kv_transfer.ledger import TransferLedger, bad_ranges
+from penstock.kv_transfer.null import NullSchedulerConnector
+from penstock.kv_transfer.offload import CPU_MEDIUM, STORAGE_MEDIUM, OffloadKey
+from penstock.kv_transfer.offload.cost_model import LoadCostModel
+from penstock.kv_transfer.offload.manager import LookupResult, OffloadingManager
+from penstock.kv_transfer.offload.messages import LoadBlock, OffloadLoad, OffloadMetadata, OffloadStore, StoreBlock
+from penstock.messages.kv_cache_spec import NULL_BLOCK, KVCacheConfig
+from penstock.messages.kv_transfer import (
+    BadRange,
+    KVConnectorOutput,
+    ShardId,
+    TransferId,
+    TransferReport,
+    TransferStatus,
+)
+from penstock.messages.scheduler_output import BlockIds, SchedulerOutput
+from penstock.utils.clock import Clock
+from penstock.utils.errors import RequestError
+from penstock.utils.math import cdiv
+
+_ANYWHERE = frozenset({CPU_MEDIUM, STORAGE_MEDIUM})
+_IN_MEMORY = frozenset({CPU_MEDIUM})
+# Steps with fewer tokens tell nothing of what a prefill costs.
+_PREFILL_TOKENS = 64
+_PARAMS = "kv_transfer_params"
+
+
+class OffloadPolicy(enum.StrEnum):
+    """What of a request is offered to the tiers: the blocks that it computed, or also those that it found cached."""
+
+    CHUNK_LEVEL = "chunk"
+    REQUEST_LEVEL = "request"
+    NONE = "none"
+
+
+@dataclass(slots=True)
+class _Request:
+    policy: OffloadPolicy
+    max_load_blocks: int | None
+    max_offload_blocks: int | None
+    first_computed: int | None = None
+    promoting_since: float | None = None
+
+
+@dataclass(slots=True)
+class _Offer:
+    """A request's blocks up to the newest complete one; only those from `first` on may be new to the tier."""
+
+    hashes: Sequence[bytes]
+    block_ids: BlockIds
+    first: int
+
+
+@dataclass(slots=True)
+class _Load:
+    index_of: dict[OffloadKey, int]
+    first: int
+    end: int
+    medium: str
+    since: float
+
+
+@dataclass(slots=True)
+class _Outbox:
+    """What the next step's metadata will say."""
+
+    loads: list[OffloadLoad] = field(default_factory=list[OffloadLoad])
+    offers: dict[str, _Offer] = field(default_factory=dict[str, _Offer])
+
+
+class OffloadingScheduler(NullSchedulerConnector):
+    """`default_policy` is for requests that bring none; `costs` may be None to load whatever can be."""
+
+    def __init__(
+        self,
+        cache: KVCacheConfig,
+        shards: frozenset[ShardId],
+        manager: OffloadingManager,
+        attestation: Attestation,
+        default_policy: OffloadPolicy,
+        costs: LoadCostModel | None,
+        clock: Clock,
+    ) -> None:
+        self._cache = cache
+        self._shards = shards
+        self._manager = manager
+        self._attestation = attestation
+        self._default_policy = default_policy
+        self._costs = costs
+        self._clock = clock
+        self._ledger = TransferLedger()
+        self._requests: dict[str, _Request] = {}
+        self._outbox = _Outbox()
+        self._loads: dict[TransferId, _Load] = {}
+        self._stores: dict[TransferId, list[OffloadKey]] = {}
+        self._num_stores = 0
+        self._num_corrupted = 0
+        # Tokens and times of the steps in flight, and when the last one ended.
+        self._steps: deque[tuple[int, float]] = deque()
+        self._last_end = 0.0
+
+    # ---- Requests come and go ----
+
+    def on_new_request(self, request: RequestView) -> None:
+        asked = request.kv_transfer_params
+        policy = asked.get("offload_policy", self._default_policy)
+        if policy not in list(OffloadPolicy):
+            raise RequestError(f"offload_policy must be one of {', '.join(OffloadPolicy)}, got {policy!r}", _PARAMS)
+        self._requests[request.request_id] = _Request(
+            policy=OffloadPolicy(policy),
+            max_load_blocks=self._limit(asked, "max_load_tokens"),
+            max_offload_blocks=self._limit(asked, "max_offload_tokens"),
+        )
+
+    def _limit(self, asked: Mapping[str, Any], name: str) -> int | None:
+        """In blocks, None where the request sets none."""
+        value = asked.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise RequestError(f"{name} must be a number of tokens, got {value!r}", _PARAMS)
+        return value // self._cache.block_size
+
+    def request_finished(self, request: RequestView, block_ids: BlockIds) -> FinishAction:
+        del self._requests[request.request_id]
+        return FinishAction.FREE
+
+    # ---- Load ----
+
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
+        size, state = self._cache.block_size, self._requests[request.request_id]
+        first, most = num_computed_tokens // size, (request.num_tokens - 1) // size
+        if state.max_load_blocks is not None:
+            most = min(most, first + state.max_load_blocks)
+        length = self._longest(request.block_hashes, first, most, _ANYWHERE)
+        keys = [key for _, keys in self._needed(request.block_hashes, first, length) for key in keys]
+        if not keys or not self._is_worth_it(state, keys, length - first):
+            return NO_MATCH
+        for place, of_group in self._needed(request.block_hashes, first, length):
+            self._manager.promote(of_group, place)
+        if any(self._manager.lookup(key) is LookupResult.PENDING for key in keys):
+            state.promoting_since = state.promoting_since or self._clock.now()
+            return PENDING
+        # Where the CPU tier has no room for all of it, a shorter prefix may be there.
+        length = self._longest(request.block_hashes, first, length, _IN_MEMORY)
+        return Match((length - first) * size, is_async=True) if length > first else NO_MATCH
+
+    def _longest(self, hashes: Sequence[bytes], first: int, most: int, media: frozenset[str]) -> int:
+        """The largest number of blocks, `first` at least, for which every group can have what it needs."""
+
+        def has(group: int, index: int) -> bool:
+            key = (group, hashes[index])
+            return self._manager.lookup(key) is LookupResult.PENDING or self._manager.medium_of(key) in media
+
+        length = most
+        for group in self._full_groups:
+            length = next((i for i in range(first, length) if not has(group, i)), max(first, length))
+        while length > first:
+            missing = [
+                index
+                for group in self._sliding_groups
+                for index in range(max(first, self._first_needed(group, length)), length)
+                if not has(group, index)
+            ]
+            if not missing:
+                break
+            length -= 1
+        return length
+
+    @property
+    def _full_groups(self) -> list[int]:
+        return [number for number, group in enumerate(self._cache.groups) if not group.spec.sliding_window]
+
+    @property
+    def _sliding_groups(self) -> list[int]:
+        return [number for number, group in enumerate(self._cache.groups) if group.spec.sliding_window]
+
+    def _first_needed(self, group: int, num_blocks: int) -> int:
+        size = self._cache.block_size
+        return self._cache.groups[group].spec.first_needed_block(num_blocks * size, size)
+
+    def _needed(self, hashes: Sequence[bytes], first: int, length: int) -> Iterator[tuple[int, list[OffloadKey]]]:
+        """Per group the first block that is to be loaded, and the keys from there on."""
+        for group in range(len(self._cache.groups)):
+            start = min(length, max(first, self._first_needed(group, length)))
+            yield start, [(group, block_hash) for block_hash in hashes[start:length]]
+
+    def _is_worth_it(self, state: _Request, keys: Sequence[OffloadKey], num_blocks: int) -> bool:
+        if self._costs is None or state.promoting_since is not None:
+            return True
+        media = {self._manager.medium_of(key) or CPU_MEDIUM for key in keys}
+        slowest = next((medium for medium in media if medium != CPU_MEDIUM), CPU_MEDIUM)
+        num_tokens = num_blocks * self._cache.block_size
+        return self._costs.should_load(slowest, num_tokens, self._num_bytes(keys))
+
+    def _num_bytes(self, keys: Sequence[OffloadKey]) -> int:
+        return sum(self._cache.block_bytes(group) for group, _ in keys)
+
+    def update_state_after_alloc(
+        self, request: RequestView, transfer_id: TransferId, block_ids: BlockIds, num_computed_tokens: int, end: int
+    ) -> None:
+        first, last = num_computed_tokens // self._cache.block_size, end // self._cache.block_size
+        placed = [
+            (group, table[index], index, (group, request.block_hashes[index]))
+            for group, table in enumerate(block_ids)
+            for index in range(first, last)
+            if table[index] != NULL_BLOCK
+        ]
+        keys = [key for *_, key in placed]
+        chunks = self._manager.prepare_load(keys)
+        blocks = tuple(
+            LoadBlock(group, block_id, chunk.chunk_id, index, chunk.digest)
+            for (group, block_id, index, _), chunk in zip(placed, chunks, strict=True)
+        )
+        self._outbox.loads.append(OffloadLoad(transfer_id, blocks))
+        state, now = self._requests[request.request_id], self._clock.now()
+        medium = CPU_MEDIUM if state.promoting_since is None else STORAGE_MEDIUM
+        load = _Load(
+            {key: index for _, _, index, key in placed}, num_computed_tokens, end, medium, state.promoting_since or now
+        )
+        state.promoting_since = None
+        self._loads[transfer_id] = load
+        self._ledger.open(transfer_id, self._shards)
+
+    # ---- Store ----
+
+    def on_blocks_complete(self, request: RequestView, block_ids: BlockIds, first: int, end: int) -> None:
+        state = self._requests[request.request_id]
+        if state.first_computed is None:
+            state.first_computed = first
+        if state.policy is OffloadPolicy.NONE:
+            return
+        if state.max_offload_blocks is not None:
+            end = min(end, state.max_offload_blocks)
+        start = 0 if state.policy is OffloadPolicy.REQUEST_LEVEL else state.first_computed
+        self._outbox.offers[request.request_id] = _Offer(request.block_hashes[:end], block_ids, start)
+
+    def _take_stores(self) -> tuple[OffloadStore, ...]:
+        offers, self._outbox.offers = self._outbox.offers, {}
+        blocks: list[StoreBlock] = []
+        keys: list[OffloadKey] = []
+        for offer in offers.values():
+            block_of = {
+                (group, block_hash): (block_id, index)
+                for group, table in enumerate(offer.block_ids)
+                for index, (block_id, block_hash) in enumerate(zip(table, offer.hashes, strict=False))
+                if block_id != NULL_BLOCK
+            }
+            offered = [(key, index) for key, (_, index) in block_of.items() if self._may_be_offered(key, index, offer)]
+            for key, chunk_id in self._manager.prepare_store(offered):
+                blocks.append(StoreBlock(key[0], block_of[key][0], chunk_id, self._attestation.covers(key)))
+                keys.append(key)
+        if not blocks:
+            return ()
+        self._num_stores += 1
+        job_id = f"store-{self._num_stores}"
+        self._stores[job_id] = keys
+        self._ledger.open(job_id, self._shards)
+        return (OffloadStore(job_id, tuple(blocks)),)
+
+    def _may_be_offered(self, key: OffloadKey, index: int, offer: _Offer) -> bool:
+        # What is there already is named too: it stays as young as what comes behind it.
+        return index >= offer.first or self._manager.lookup(key) is LookupResult.HIT
+
+    # ---- Steps ----
+
+    def build_connector_meta(self, plan: SchedulerOutput) -> OffloadMetadata:
+        loads, self._outbox.loads = tuple(self._outbox.loads), []
+        self._steps.append((plan.total_num_scheduled_tokens, self._clock.now()))
+        return OffloadMetadata(self._take_stores(), loads)
+
+    def update_connector_output(self, output: KVConnectorOutput) -> Sequence[ConnectorEvent]:
+        self._manager.poll()
+        self._measure_step()
+        events: list[ConnectorEvent] = []
+        for report in output.reports:
+            reports = self._ledger.apply(report)
+            if reports and report.transfer_id in self._stores:
+                self._on_stored(self._stores.pop(report.transfer_id), reports)
+            elif reports:
+                events.append(self._on_loaded(report.transfer_id, reports))
+        return events
+
+    def _measure_step(self) -> None:
+        num_tokens, since = self._steps.popleft()
+        now = self._clock.now()
+        if self._costs is not None and num_tokens >= _PREFILL_TOKENS:
+            self._costs.on_computed(num_tokens, now - max(since, self._last_end))
+        self._last_end = now
+
+    def _on_stored(self, keys: Sequence[OffloadKey], reports: Sequence[TransferReport]) -> None:
+        is_done = all(report.status is TransferStatus.DONE for report in reports)
+        for index, key in enumerate(keys):
+            of_shards = b"".join(report.digests[index] for report in reports) if is_done else b""
+            self._manager.complete_store(key, of_shards or None, is_done)
+
+    def _on_loaded(self, transfer_id: TransferId, reports: Sequence[TransferReport]) -> LoadEnded:
+        load = self._loads.pop(transfer_id)
+        bad = bad_ranges(reports, len(self._cache.groups), load.first, load.end)
+        if self._costs is not None:
+            self._costs.on_loaded(load.medium, self._num_bytes(tuple(load.index_of)), self._clock.now() - load.since)
+        for key in self._bad_keys(load, bad):
+            self._num_corrupted += 1
+            self._manager.mark_bad(key)
+        self._manager.complete_load(tuple(load.index_of))
+        return LoadEnded(transfer_id, bad)
+
+    def _bad_keys(self, load: _Load, bad: Sequence[BadRange]) -> Iterator[OffloadKey]:
+        size = self._cache.block_size
+        for each in bad:
+            indices = range(each.start // size, cdiv(each.end, size))
+            yield from (key for key in load.index_of if key[0] == each.group and load.index_of[key] in indices)
+
+    @property
+    def has_pending_work(self) -> bool:
+        return bool(self._outbox.offers or self._outbox.loads or len(self._ledger)) or self._manager.has_pending_work
+
+    def counters(self) -> Mapping[str, float]:
+        stats = asdict(self._manager.stats)
+        del stats["tiers"]
+        return {**stats, "num_corrupted": self._num_corrupted}
+
+    def reset_cache(self) -> bool:
+        self._manager.reset()
+        return True
+
+    def check_integrity(self) -> None:
+        self._ledger.check_integrity()
+        self._manager.check_integrity()
+        assert self._loads.keys().isdisjoint(self._stores), "one name for a load and a store"
+        assert len(self._ledger) == len(self._loads) + len(self._stores), "a transfer nobody waits for"
+
+    def shutdown(self) -> None:
+        self._manager.shutdown()

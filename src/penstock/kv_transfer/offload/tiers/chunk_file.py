@@ -1,0 +1,179 @@
+"""One chunk in one file, which is either whole or not there.
+
+    head      magic, version, fingerprint of the model, key, bytes of payload, digest that came with the payload
+    seal      digest of head and payload
+    payload   the chunk
+
+A file is written under a name of its own, flushed to the medium and then renamed, so a crash at any byte leaves a
+temporary file and nothing else. A reader believes a file only if its head is the one it expects and the seal fits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.kv_transfer.digest import DIGEST_BYTES, digest
+from penstock.kv_transfer.offload import OffloadKey
+from penstock.utils.errors import ConfigError
+from penstock.utils.logging import get_logger
+
+_MAGIC = b"PNSTK-KV"
+_VERSION = 1
+_MAX_FINGERPRINT_BYTES = 64
+_MAX_HASH_BYTES = 32
+# Magic, version; then with their lengths the fingerprint and the hash; group, bytes of payload, the payload's digest.
+_HEAD = struct.Struct(f"<8sIB{_MAX_FINGERPRINT_BYTES}sB{_MAX_HASH_BYTES}sIQB{DIGEST_BYTES}s")
+_BEFORE_PAYLOAD = _HEAD.size + DIGEST_BYTES
+_SUFFIX = ".kv"
+_TEMPORARY_SUFFIX = ".tmp"
+
+_logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkOnDisk:
+    key: OffloadKey
+    last_use: float
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedChunk:
+    """The payload is in place and right; `attached_digest` is the one that it was written with."""
+
+    attached_digest: bytes | None
+
+
+class ChunkFolder:
+    """The files of one model: `fingerprint` and `chunk_bytes` name the folder inside `root`.
+
+    The methods may be called on any thread and for the same key at the same time, also by several processes: the last
+    writer's file stays. They raise OSError for what the file system does.
+
+    Raises:
+        ConfigError: the folder cannot be made or listed.
+    """
+
+    def __init__(self, root: Path, fingerprint: bytes, chunk_bytes: int) -> None:
+        assert 0 < len(fingerprint) <= _MAX_FINGERPRINT_BYTES, len(fingerprint)
+        self._fingerprint = fingerprint
+        self._chunk_bytes = chunk_bytes
+        self._folder = root / f"{fingerprint.hex()}-{chunk_bytes}"
+        self.file_bytes = _BEFORE_PAYLOAD + chunk_bytes
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._found = self._scan()
+        except OSError as error:
+            raise ConfigError(f"the folder of the disk tier cannot be used: {error}; name one in 'path'") from error
+
+    def take_found(self) -> list[ChunkOnDisk]:
+        """What was there at the start, the least recently used first."""
+        found, self._found = self._found, []
+        return found
+
+    def write(self, key: OffloadKey, payload: memoryview, attached_digest: bytes | None) -> None:
+        """Blocks until the file is on the medium; if it raises, the key's earlier file, if any, is untouched."""
+        head = self._head(key, attached_digest)
+        temporary = self._folder / f"{uuid.uuid4().hex}{_TEMPORARY_SUFFIX}"
+        try:
+            with open(temporary, "xb", buffering=0) as file:
+                for part in (head + digest(head, payload), payload):
+                    _write_all(file.fileno(), memoryview(part))
+                os.fsync(file.fileno())
+            os.replace(temporary, self._path(key))
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+
+    def read(self, key: OffloadKey, payload: memoryview) -> VerifiedChunk | None:
+        """Fills `payload`; None if the file is not what `write` made for this key, and then `payload` means nothing."""
+        with open(self._path(key), "rb", buffering=0) as file:
+            before = bytearray(_BEFORE_PAYLOAD)
+            if os.fstat(file.fileno()).st_size != self.file_bytes:
+                return None
+            if not (_read_all(file.fileno(), memoryview(before)) and _read_all(file.fileno(), payload)):
+                return None
+            head, seal = bytes(before[: _HEAD.size]), bytes(before[_HEAD.size :])
+            *_, num_attached, attached = _HEAD.unpack(head)
+            attached_digest = attached if num_attached else None
+            if head != self._head(key, attached_digest) or seal != digest(head, payload):
+                return None
+            # Only the order after a restart depends on it.
+            with contextlib.suppress(OSError):
+                os.utime(file.fileno())
+            return VerifiedChunk(attached_digest)
+
+    def remove(self, key: OffloadKey) -> None:
+        """Whether or not it is there."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path(key))
+
+    def _head(self, key: OffloadKey, attached_digest: bytes | None) -> bytes:
+        group, block_hash = key
+        assert len(block_hash) <= _MAX_HASH_BYTES, len(block_hash)
+        attached = attached_digest or b""
+        assert len(attached) in (0, DIGEST_BYTES), len(attached)
+        return _HEAD.pack(
+            _MAGIC, _VERSION, len(self._fingerprint), self._fingerprint, len(block_hash), block_hash, group,
+            self._chunk_bytes, len(attached), attached,
+        )  # fmt: skip
+
+    def _path(self, key: OffloadKey) -> Path:
+        return self._folder / _name(key)
+
+    def _scan(self) -> list[ChunkOnDisk]:
+        """Deletes what is no whole file of ours: temporaries of an engine that died, and what has the wrong size.
+
+        A live engine that shares the folder loses the store that it is writing, and counts it.
+        """
+        found: list[ChunkOnDisk] = []
+        with os.scandir(self._folder) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):
+                    key, status = _key_of(entry.name), entry.stat(follow_symlinks=False)
+                    if key is not None and entry.is_file(follow_symlinks=False) and status.st_size == self.file_bytes:
+                        found.append(ChunkOnDisk(key, status.st_mtime))
+                    else:
+                        _remove_foreign(entry.path)
+        return sorted(found, key=lambda chunk: chunk.last_use)
+
+
+def _remove_foreign(path: str) -> None:
+    try:
+        os.unlink(path)
+    except OSError as error:
+        _logger.warning("The disk tier passes over %s, which it did not write and cannot delete: %s", path, error)
+
+
+def _name(key: OffloadKey) -> str:
+    return f"{key[0]}-{key[1].hex()}{_SUFFIX}"
+
+
+def _key_of(name: str) -> OffloadKey | None:
+    group, _, block_hash = name.removesuffix(_SUFFIX).partition("-")
+    try:
+        key = (int(group), bytes.fromhex(block_hash))
+    except ValueError:
+        return None
+    # Only the one spelling that `write` uses: one with capitals, say, would be the same key a second time.
+    return key if name == _name(key) and key[0] >= 0 and len(key[1]) <= _MAX_HASH_BYTES else None
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _read_all(descriptor: int, data: memoryview) -> bool:
+    """False if the file ends before `data` is full."""
+    while data:
+        count = os.readv(descriptor, [data])
+        if count == 0:
+            return False
+        data = data[count:]
+    return True

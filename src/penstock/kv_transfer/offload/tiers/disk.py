@@ -1,0 +1,405 @@
+"""The disk tier: one file per chunk, in a folder that outlives the engine.
+
+The index, its order and the places that are taken belong to the scheduler's thread; two small pools of threads, so
+that loads need not wait behind stores, do nothing but read, write and delete files. While a file is being written or
+deleted its key is *busy*, and no second change of it begins. The bound on bytes holds for what lies on the disk at any
+moment: a store that needs room deletes its victim before it writes.
+
+Several engines may share a folder. Each has an index of its own, so each sees the files that were there when it started
+and those that it wrote, and keeps to its own bound; a file that another one deleted is a miss.
+"""
+
+from __future__ import annotations
+
+import errno
+import queue
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from penstock.kv_transfer.offload import STORAGE_MEDIUM, OffloadKey
+from penstock.kv_transfer.offload.region import OffloadRegion
+from penstock.kv_transfer.offload.tiers.base import EventLog, JobResult, OffloadEvent, TierStats, TransferJob
+from penstock.kv_transfer.offload.tiers.chunk_file import ChunkFolder, VerifiedChunk
+from penstock.utils.clock import SystemClock
+from penstock.utils.errors import ConfigError
+from penstock.utils.logging import get_logger
+
+_logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DiskTierConfig:
+    """`num_threads` load and as many store; a job that would make more than `max_queued_chunks` wait is refused."""
+
+    path: Path
+    capacity_bytes: int
+    num_threads: int = 4
+    max_queued_chunks: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class _Store:
+    job_id: int
+    key: OffloadKey
+    chunk_id: int
+    digest: bytes | None
+    victims: tuple[OffloadKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    job_id: int
+    key: OffloadKey
+    chunk_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Delete:
+    keys: tuple[OffloadKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What a thread reports. Keys in `undeleted` still have their files."""
+
+    is_successful: bool
+    time: float
+    digest: bytes | None = None
+    error: OSError | None = None
+    undeleted: tuple[OffloadKey, ...] = ()
+
+
+@dataclass(slots=True)
+class _Job:
+    job: TransferJob
+    submitted: float
+    num_left: int = 0
+    last_time: float = 0.0
+    successful: dict[OffloadKey, bytes | None] = field(default_factory=dict[OffloadKey, "bytes | None"])
+
+
+class DiskTier:
+    """A `SecondaryTierManager` over files. `fingerprint` is of everything that a KV block's bytes depend on.
+
+    Raises:
+        ConfigError: the folder cannot be used, or not even one chunk fits.
+    """
+
+    medium = STORAGE_MEDIUM
+
+    def __init__(self, config: DiskTierConfig, fingerprint: bytes, region: OffloadRegion) -> None:
+        self._region = region
+        self._max_queued = config.max_queued_chunks
+        self._folder = ChunkFolder(config.path, fingerprint, region.chunk_bytes)
+        self._max_files = config.capacity_bytes // self._folder.file_bytes
+        if self._max_files < 1:
+            raise ConfigError(f"capacity_bytes of the disk tier must be at least {self._folder.file_bytes}, one chunk")
+        self._clock = SystemClock()
+        self._loaders = ThreadPoolExecutor(config.num_threads, thread_name_prefix="kv-disk-load")
+        self._storers = ThreadPoolExecutor(config.num_threads, thread_name_prefix="kv-disk-store")
+        self._done: queue.SimpleQueue[Future[_Outcome]] = queue.SimpleQueue()
+        self._tasks: dict[Future[_Outcome], _Store | _Load | _Delete] = {}
+        self._num_queued = 0
+        self._jobs: dict[int, _Job] = {}
+        self._finished: list[JobResult] = []
+        # From the least to the most recently used.
+        self._index: OrderedDict[OffloadKey, None] = OrderedDict()
+        self._loading: Counter[OffloadKey] = Counter()
+        self._busy: set[OffloadKey] = set()
+        # Busy keys that must not be found when their change has ended.
+        self._doomed: set[OffloadKey] = set()
+        # Busy victims, whose places their stores have already taken over.
+        self._num_victims = 0
+        self._events = EventLog(self.medium)
+        self._counts: Counter[str] = Counter()
+        self._logged: set[str] = set()
+        self._adopt_found()
+
+    def lookup(self, key: OffloadKey) -> bool:
+        return key in self._index
+
+    def submit_store(self, job: TransferJob) -> bool:
+        record = self._accept(job)
+        if record is None:
+            return False
+        for key, chunk_id, digest in zip(job.keys, job.chunk_ids, job.digests, strict=True):
+            if key in self._index:
+                self._index.move_to_end(key)
+                record.successful[key] = digest
+            elif key in self._busy or (victims := self._take_place()) is None:
+                self._counts["num_refused"] += 1
+            else:
+                self._busy.add(key)
+                task = _Store(job.job_id, key, chunk_id, digest, victims)
+                record.num_left += 1
+                self._start(self._storers, task, lambda task=task: self._store(task))
+        self._finish_if_done(record)
+        return True
+
+    def submit_load(self, job: TransferJob) -> bool:
+        record = self._accept(job)
+        if record is None:
+            return False
+        for key, chunk_id in zip(job.keys, job.chunk_ids, strict=True):
+            if key not in self._index:
+                self._counts["num_vanished"] += 1
+                continue
+            self._loading[key] += 1
+            task = _Load(job.job_id, key, chunk_id)
+            record.num_left += 1
+            self._start(self._loaders, task, lambda task=task: self._load(task))
+        self._finish_if_done(record)
+        return True
+
+    def get_finished_jobs(self) -> list[JobResult]:
+        while not self._done.empty():
+            self._collect(self._done.get())
+        finished, self._finished = self._finished, []
+        return finished
+
+    def drain_jobs(self) -> None:
+        while self._tasks:
+            self._collect(self._done.get())
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        # The head last, so that it is the youngest.
+        for key in reversed(keys):
+            if key in self._index:
+                self._index.move_to_end(key)
+
+    def forget(self, key: OffloadKey) -> None:
+        if key in self._index:
+            self._delete([key])
+        elif key in self._busy:
+            self._doomed.add(key)
+
+    def reset(self) -> None:
+        self._doomed |= self._busy
+        self._delete(list(self._index))
+
+    def take_events(self) -> list[OffloadEvent]:
+        return self._events.take()
+
+    def has_pending_work(self) -> bool:
+        return bool(self._jobs or self._finished)
+
+    def stats(self) -> TierStats:
+        return TierStats(self.medium, num_chunks=len(self._index), num_queued=self._num_queued, **self._counts)
+
+    def shutdown(self) -> None:
+        for pool in (self._loaders, self._storers):
+            pool.shutdown(wait=True, cancel_futures=True)
+
+    def _adopt_found(self) -> None:
+        for chunk in self._folder.take_found():
+            self._index[chunk.key] = None
+            self._events.stored(chunk.key)
+        excess = list(self._index)[: max(0, len(self._index) - self._max_files)]
+        self._counts["num_evicted"] += len(excess)
+        self._delete(excess)
+        # Nothing else runs yet, and the bound is to hold from the first moment.
+        self.drain_jobs()
+
+    def _accept(self, job: TransferJob) -> _Job | None:
+        """A job that finds the queue empty is always taken, or one that is too long would be refused for ever."""
+        if self._num_queued and self._num_queued + len(job.keys) > self._max_queued:
+            self._counts["num_refused"] += len(job.keys)
+            return None
+        record = self._jobs[job.job_id] = _Job(job, self._clock.now())
+        record.last_time = record.submitted
+        return record
+
+    def _take_place(self) -> tuple[OffloadKey, ...] | None:
+        """Reserves the place of one file and returns what has to be deleted for it; None if there is no room."""
+        if len(self._index) + len(self._busy) - self._num_victims < self._max_files:
+            return ()
+        for victim in self._index:
+            if not self._loading[victim]:
+                self._remove_from_index(victim)
+                self._busy.add(victim)
+                self._num_victims += 1
+                return (victim,)
+        return None
+
+    def _remove_from_index(self, key: OffloadKey) -> None:
+        del self._index[key]
+        self._events.removed(key)
+
+    def _add_to_index(self, key: OffloadKey) -> None:
+        self._index[key] = None
+        self._events.stored(key)
+
+    def _delete(self, keys: Iterable[OffloadKey]) -> None:
+        """Keys of the index, or busy ones whose file is theirs alone now."""
+        task = _Delete(tuple(keys))
+        for key in task.keys:
+            if key in self._index:
+                self._remove_from_index(key)
+            self._busy.add(key)
+        if task.keys:
+            self._start(self._storers, task, lambda: self._remove_files(task.keys))
+
+    def _start(self, pool: ThreadPoolExecutor, task: _Store | _Load | _Delete, run: Callable[[], _Outcome]) -> None:
+        future = pool.submit(run)
+        self._tasks[future] = task
+        self._num_queued += not isinstance(task, _Delete)
+        future.add_done_callback(self._done.put)
+
+    # On the pools' threads.
+
+    def _store(self, task: _Store) -> _Outcome:
+        removal = self._remove_files(task.victims)
+        if not removal.is_successful:
+            return removal
+        try:
+            self._folder.write(task.key, self._region.chunk(task.chunk_id), task.digest)
+        except OSError as error:
+            return _Outcome(False, self._clock.now(), error=error)
+        return _Outcome(True, self._clock.now(), task.digest)
+
+    def _load(self, task: _Load) -> _Outcome:
+        try:
+            chunk: VerifiedChunk | None = self._folder.read(task.key, self._region.chunk(task.chunk_id))
+        except OSError as error:
+            return _Outcome(False, self._clock.now(), error=error)
+        if chunk is None:
+            return _Outcome(False, self._clock.now())
+        return _Outcome(True, self._clock.now(), chunk.attached_digest)
+
+    def _remove_files(self, keys: tuple[OffloadKey, ...]) -> _Outcome:
+        undeleted: list[OffloadKey] = []
+        first_error = None
+        for key in keys:
+            try:
+                self._folder.remove(key)
+            except OSError as error:
+                undeleted.append(key)
+                first_error = first_error or error
+        return _Outcome(not undeleted, self._clock.now(), error=first_error, undeleted=tuple(undeleted))
+
+    # On the scheduler's thread again.
+
+    def _collect(self, future: Future[_Outcome]) -> None:
+        task = self._tasks.pop(future)
+        outcome = future.result()
+        if isinstance(task, _Delete):
+            self._on_deleted(task, outcome)
+            return
+        self._num_queued -= 1
+        if isinstance(task, _Store):
+            is_successful = self._on_stored(task, outcome)
+        else:
+            is_successful = self._on_loaded(task, outcome)
+        record = self._jobs[task.job_id]
+        record.num_left -= 1
+        record.last_time = max(record.last_time, outcome.time)
+        if is_successful:
+            record.successful[task.key] = outcome.digest
+        self._finish_if_done(record)
+
+    def _on_stored(self, task: _Store, outcome: _Outcome) -> bool:
+        self._busy.remove(task.key)
+        for victim in task.victims:
+            self._on_victim(victim, is_deleted=victim not in outcome.undeleted)
+        is_doomed = task.key in self._doomed
+        self._doomed.discard(task.key)
+        if not outcome.is_successful:
+            self._on_failed("store", outcome)
+            return False
+        if is_doomed:
+            self._delete([task.key])
+            return False
+        self._add_to_index(task.key)
+        self._counts["num_stored"] += 1
+        self._counts["num_bytes_stored"] += self._region.chunk_bytes
+        return True
+
+    def _on_victim(self, victim: OffloadKey, is_deleted: bool) -> None:
+        self._busy.remove(victim)
+        self._num_victims -= 1
+        is_doomed = victim in self._doomed
+        self._doomed.discard(victim)
+        if is_deleted:
+            self._counts["num_evicted"] += 1
+        elif is_doomed:
+            self._delete([victim])
+        else:
+            self._add_to_index(victim)
+            self._index.move_to_end(victim, last=False)
+
+    def _on_loaded(self, task: _Load, outcome: _Outcome) -> bool:
+        self._loading[task.key] -= 1
+        if not self._loading[task.key]:
+            del self._loading[task.key]
+        if outcome.is_successful:
+            self._counts["num_loaded"] += 1
+            self._counts["num_bytes_loaded"] += self._region.chunk_bytes
+            if task.key in self._index:
+                self._index.move_to_end(task.key)
+            return True
+        # Forgotten meanwhile, or by an earlier load of the same file.
+        if task.key not in self._index:
+            return False
+        if isinstance(outcome.error, FileNotFoundError):
+            self._counts["num_vanished"] += 1
+            self._remove_from_index(task.key)
+            return False
+        if outcome.error is None:
+            self._counts["num_corrupted"] += 1
+            self._log_once("corrupted", "The disk tier found a damaged file; its tokens are computed again")
+        else:
+            self._on_failed("load", outcome)
+        self._delete([task.key])
+        return False
+
+    def _on_deleted(self, task: _Delete, outcome: _Outcome) -> None:
+        # A file that cannot be deleted keeps its place, and its key stays busy so that nobody finds it.
+        self._busy.difference_update(set(task.keys) - set(outcome.undeleted))
+        self._doomed.difference_update(task.keys)
+        if not outcome.is_successful:
+            self._on_failed("delete", outcome)
+
+    def _on_failed(self, what: str, outcome: _Outcome) -> None:
+        assert outcome.error is not None, what
+        self._counts["num_failed"] += 1
+        kind = f"{what} {errno.errorcode.get(outcome.error.errno or 0, 'unknown')}"
+        self._log_once(kind, f"The disk tier failed to {what} a chunk and goes on without it: {outcome.error}")
+
+    def _log_once(self, kind: str, message: str) -> None:
+        if kind not in self._logged:
+            self._logged.add(kind)
+            _logger.warning("%s (further ones of this kind are only counted)", message)
+
+    def _finish_if_done(self, record: _Job) -> None:
+        if record.num_left:
+            return
+        job = record.job
+        del self._jobs[job.job_id]
+        keys = tuple(key for key in job.keys if key in record.successful)
+        self._finished.append(
+            JobResult(
+                job_id=job.job_id,
+                successful_keys=keys,
+                digests=tuple(record.successful[key] for key in keys),
+                is_promotion=job.is_promotion,
+                num_bytes=len(keys) * self._region.chunk_bytes,
+                seconds=record.last_time - record.submitted,
+            )
+        )
+
+    def check_integrity(self) -> None:
+        """Asserts that each key and each place is in one list, and that the bound holds."""
+        assert not self._busy & self._index.keys(), self._busy & self._index.keys()
+        assert self._doomed <= self._busy, self._doomed - self._busy
+        victims = [victim for task in self._tasks.values() if isinstance(task, _Store) for victim in task.victims]
+        assert len(victims) == self._num_victims, (victims, self._num_victims)
+        num_places = len(self._index) + len(self._busy) - self._num_victims
+        assert num_places <= self._max_files, (num_places, self._max_files)
+        loads = Counter(task.key for task in self._tasks.values() if isinstance(task, _Load))
+        assert +self._loading == loads, (self._loading, loads)
+        num_left = sum(record.num_left for record in self._jobs.values())
+        num_tasks = sum(not isinstance(task, _Delete) for task in self._tasks.values())
+        assert num_left == num_tasks == self._num_queued, (num_left, num_tasks, self._num_queued)

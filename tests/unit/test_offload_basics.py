@@ -1,0 +1,147 @@
+"""Digests, which keys get one, the region they are computed from, and the choice to load or to compute."""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.kv_transfer.digest import DIGEST_BYTES, SAMPLED_ONE_IN, Attestation, digest
+from penstock.kv_transfer.offload.cost_model import LoadCostModel
+from penstock.kv_transfer.offload.region import OffloadRegion
+from penstock.utils.errors import ConfigError
+from tests.unit.offload_fakes import make_key
+
+MIB = 1 << 20
+
+
+@given(data=st.binary(max_size=200), cuts=st.lists(st.integers(0, 200), max_size=3))
+def test_a_digest_does_not_depend_on_where_the_bytes_are_cut(data: bytes, cuts: list[int]) -> None:
+    places = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
+    parts = [memoryview(data)[start:end] for start, end in itertools.pairwise(places)]
+    assert digest(*parts) == digest(data)
+    assert len(digest(data)) == DIGEST_BYTES
+
+
+def test_a_digest_is_the_published_one() -> None:
+    # The XXH3-128 of the empty input, from the specification's test vectors.
+    assert digest().hex() == "99aa06d3014798d86001c324468d497f"
+
+
+@given(st.binary(min_size=1, max_size=300), st.integers(0, 10_000))
+def test_one_flipped_bit_is_another_digest(data: bytes, place: int) -> None:
+    changed = bytearray(data)
+    changed[place // 8 % len(data)] ^= 1 << place % 8
+    assert digest(changed) != digest(data)
+
+
+def test_attestation_covers_what_it_says() -> None:
+    keys = [make_key(number, group) for number in range(4000) for group in range(4)]
+    assert all(Attestation("all").covers(key) for key in keys)
+    assert not any(Attestation("off").covers(key) for key in keys)
+    sampled = Attestation("sampled")
+    for group in range(4):
+        covered = [key for key in keys if key[0] == group and sampled.covers(key)]
+        assert len(covered) == pytest.approx(4000 / SAMPLED_ONE_IN, rel=0.2)
+        assert all(Attestation("sampled").covers((key[0], bytes(key[1]))) for key in covered), "both ends agree"
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def test_chunks_of_a_region_are_apart_and_cost_nothing_untouched() -> None:
+    before = resident_bytes()
+    region = OffloadRegion(1 << 10, MIB)
+    region.chunk(3)[:] = b"\x03" * MIB
+    region.chunk(4)[0] = 4
+    assert bytes(region.chunk(3)[-1:]) == b"\x03"
+    assert bytes(region.chunk(4)[:2]) == b"\x04\x00"
+    assert region.chunk((1 << 10) - 1).nbytes == MIB
+    assert resident_bytes() - before < 64 * MIB
+    for outside in (-1, 1 << 10):
+        with pytest.raises(AssertionError):
+            region.chunk(outside)
+
+
+@pytest.mark.parametrize("num_chunks", [0, -1, 1 << 42, 1 << 62])
+def test_a_region_that_cannot_be_had_names_the_flag(num_chunks: int) -> None:
+    with pytest.raises(ConfigError, match="cpu_bytes_to_use"):
+        OffloadRegion(num_chunks, mmap.PAGESIZE)
+
+
+def measured(load_seconds: float, compute_seconds: float) -> LoadCostModel:
+    """A model that has seen 100 tokens computed, and 1 and 3 MiB of the disk loaded at that pace."""
+    model = LoadCostModel(retry_seconds=10.0)
+    model.on_computed(100, compute_seconds)
+    for num_mib in (1, 3, 1, 3):
+        model.on_loaded("STORAGE", num_mib * MIB, num_mib * load_seconds)
+    return model
+
+
+def test_what_was_never_measured_is_loaded() -> None:
+    model = LoadCostModel()
+    assert model.should_load("STORAGE", 1, MIB)
+    model.on_loaded("STORAGE", MIB, 100.0)
+    assert model.should_load("STORAGE", 1, MIB), "computing has not been measured yet"
+    model.on_computed(1000, 0.01)
+    assert not model.should_load("STORAGE", 1, MIB)
+    assert model.should_load("CPU", 1, MIB), "another medium has not"
+
+
+def test_the_cheaper_way_is_taken() -> None:
+    assert measured(load_seconds=0.01, compute_seconds=1.0).should_load("STORAGE", 100, MIB)
+    assert not measured(load_seconds=1.0, compute_seconds=0.1).should_load("STORAGE", 100, MIB)
+
+
+def test_the_fixed_part_makes_short_loads_not_worth_it() -> None:
+    model = LoadCostModel()
+    model.on_computed(100, 0.1)
+    for num_mib in (1, 10, 1, 10):
+        model.on_loaded("STORAGE", num_mib * MIB, 0.05 + 0.001 * num_mib)
+    assert not model.should_load("STORAGE", 16, MIB)
+    assert model.should_load("STORAGE", 160, 10 * MIB)
+
+
+def test_asking_changes_nothing() -> None:
+    model = measured(load_seconds=1.0, compute_seconds=0.1)
+    assert not any(model.should_load("STORAGE", 100, MIB) for _ in range(1000))
+
+
+def test_the_loser_is_tried_again_after_a_while_and_a_wrong_first_measurement_fades() -> None:
+    model = measured(load_seconds=100.0, compute_seconds=0.1)
+    num_tries = 0
+    for _ in range(20_000):
+        if model.should_load("STORAGE", 100, MIB):
+            num_tries += 1
+            model.on_loaded("STORAGE", MIB, 0.01)
+        else:
+            model.on_computed(100, 0.1)
+    assert num_tries > 15_000, "in the end it is seen to be the cheaper way"
+
+
+def test_a_loser_that_is_one_is_tried_rarely() -> None:
+    model = measured(load_seconds=1.0, compute_seconds=0.1)
+    num_tries = 0
+    for _ in range(10_000):
+        if model.should_load("STORAGE", 100, MIB):
+            num_tries += 1
+            model.on_loaded("STORAGE", MIB, 1.0)
+        else:
+            model.on_computed(100, 0.1)
+    assert 50 <= num_tries <= 110, "once in 10 seconds of computing, and each took 0.1"
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 1 << 34), st.floats(0, 1e4)), min_size=1, max_size=20),
+    st.integers(0, 1 << 34),
+)
+def test_no_measurement_makes_a_prediction_negative(loads: list[tuple[int, float]], num_bytes: int) -> None:
+    model = LoadCostModel()
+    for size, seconds in loads:
+        model.on_loaded("CPU", size, seconds)
+    assert model._media["CPU"].line.at(num_bytes) >= 0.0

@@ -1,0 +1,402 @@
+"""The disk tier on a real disk: what it says it has is whole, whatever happened to the files or to their writer."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from penstock.kv_transfer.digest import digest
+from penstock.kv_transfer.offload import OffloadKey
+from penstock.kv_transfer.offload.manager import LookupResult, OffloadingManager
+from penstock.kv_transfer.offload.policies import LRUPolicy
+from penstock.kv_transfer.offload.region import OffloadRegion
+from penstock.kv_transfer.offload.tiers import chunk_file
+from penstock.kv_transfer.offload.tiers.base import JobResult, TransferJob
+from penstock.kv_transfer.offload.tiers.disk import DiskTier, DiskTierConfig
+from penstock.utils.errors import ConfigError
+from tests.unit.offload_fakes import content, make_key
+
+CHUNK = 1000
+FILE = CHUNK + chunk_file._BEFORE_PAYLOAD
+FINGERPRINT = b"\x01" * 32
+NUM_KILLS = 20
+
+
+class Disk:
+    """One tier and a region of its own, driven job by job."""
+
+    def __init__(self, path: Path, num_files: int = 100, fingerprint: bytes = FINGERPRINT, **options: int) -> None:
+        self.region = OffloadRegion(64, CHUNK)
+        self.tier = DiskTier(DiskTierConfig(path, num_files * FILE, **options), fingerprint, self.region)
+        self.num_jobs = 0
+
+    def submit(self, keys: Sequence[OffloadKey], is_promotion: bool) -> bool:
+        self.num_jobs += 1
+        for chunk_id, key in enumerate(keys):
+            self.region.chunk(chunk_id)[:] = bytes(CHUNK) if is_promotion else content(key, CHUNK)
+        digests = tuple(None if is_promotion or key[1][0] % 2 else digest(content(key, CHUNK)) for key in keys)
+        job = TransferJob(self.num_jobs, tuple(keys), tuple(range(len(keys))), digests, is_promotion)
+        return self.tier.submit_load(job) if is_promotion else self.tier.submit_store(job)
+
+    def finish(self) -> JobResult:
+        self.tier.check_integrity()
+        self.tier.drain_jobs()
+        (result,) = self.tier.get_finished_jobs()
+        self.tier.check_integrity()
+        return result
+
+    def store(self, *numbers: int) -> set[OffloadKey]:
+        assert self.submit([make_key(number) for number in numbers], is_promotion=False)
+        return set(self.finish().successful_keys)
+
+    def load(self, numbers: Iterable[int]) -> set[OffloadKey]:
+        return self.load_keys([make_key(number) for number in numbers])
+
+    def load_keys(self, keys: Sequence[OffloadKey]) -> set[OffloadKey]:
+        """Loads the keys, checks every byte and digest of the successful ones, and returns them."""
+        assert self.submit(keys, is_promotion=True)
+        result = self.finish()
+        for key, attached in zip(result.successful_keys, result.digests, strict=True):
+            assert self.region.chunk(keys.index(key)) == content(key, CHUNK)
+            assert attached == (None if key[1][0] % 2 else digest(content(key, CHUNK)))
+        assert result.num_bytes == CHUNK * len(result.successful_keys)
+        return set(result.successful_keys)
+
+    def present(self, numbers: Iterable[int]) -> list[int]:
+        return [number for number in numbers if self.tier.lookup(make_key(number))]
+
+
+def files(path: Path) -> list[Path]:
+    return sorted(file for file in path.rglob("*") if file.is_file())
+
+
+def file_of(path: Path, number: int) -> Path:
+    (file,) = (file for file in files(path) if make_key(number)[1].hex() in file.name)
+    return file
+
+
+def keys(*numbers: int) -> set[OffloadKey]:
+    return {make_key(number) for number in numbers}
+
+
+def test_what_is_stored_is_loaded(tmp_path: Path) -> None:
+    disk = Disk(tmp_path)
+    assert disk.store(1, 2, 3) == keys(1, 2, 3)
+    assert disk.load([3, 1, 9]) == keys(1, 3)
+    stats = disk.tier.stats()
+    assert (stats.num_chunks, stats.num_stored, stats.num_loaded, stats.num_vanished) == (3, 3, 2, 1)
+    assert not disk.tier.has_pending_work()
+    disk.tier.shutdown()
+
+
+def test_a_restart_is_warm_and_cleans_up(tmp_path: Path) -> None:
+    first = Disk(tmp_path)
+    first.store(*range(10))
+    first.tier.shutdown()
+    folder = files(tmp_path)[0].parent
+    cut = file_of(tmp_path, 3)
+    cut.write_bytes(cut.read_bytes()[:-1])
+    capitals = folder / (files(tmp_path)[0].stem.upper() + ".kv")
+    for name in ("0123.tmp", "notes.txt", "0-zz.kv", "-1-00.kv", capitals.name):
+        (folder / name).write_bytes(b"x" * FILE)
+    (folder / "someone's").mkdir()
+    second = Disk(tmp_path)
+    assert second.present(range(10)) == [0, 1, 2, 4, 5, 6, 7, 8, 9]
+    assert len(files(tmp_path)) == 9
+    assert {event.key for event in second.tier.take_events()} == keys(0, 1, 2, 4, 5, 6, 7, 8, 9)
+    assert second.load(range(10)) == keys(0, 1, 2, 4, 5, 6, 7, 8, 9)
+    second.tier.shutdown()
+
+
+def test_another_model_or_another_chunk_size_sees_nothing(tmp_path: Path) -> None:
+    Disk(tmp_path).store(1)
+    assert Disk(tmp_path, fingerprint=b"\x02" * 32).present([1]) == []
+    other_size = DiskTier(DiskTierConfig(tmp_path, 10 * FILE), FINGERPRINT, OffloadRegion(4, CHUNK // 2))
+    assert not other_size.lookup(make_key(1))
+    assert Disk(tmp_path).present([1]) == [1]
+
+
+def test_a_file_of_another_model_in_our_place_is_not_believed(tmp_path: Path) -> None:
+    Disk(tmp_path / "a", fingerprint=b"\x02" * 32).store(1)
+    disk = Disk(tmp_path / "b")
+    disk.store(1)
+    file_of(tmp_path / "b", 1).write_bytes(file_of(tmp_path / "a", 1).read_bytes())
+    assert disk.load([1]) == set()
+    assert disk.tier.stats().num_corrupted == 1
+
+
+def test_a_file_under_another_keys_name_is_not_believed(tmp_path: Path) -> None:
+    disk = Disk(tmp_path)
+    disk.store(1, 2)
+    file_of(tmp_path, 1).write_bytes(file_of(tmp_path, 2).read_bytes())
+    assert disk.load([1, 2]) == keys(2)
+
+
+def test_every_damaged_file_is_found_counted_and_deleted(tmp_path: Path) -> None:
+    chance = random.Random(7)
+    numbers = range(600)
+    disk = Disk(tmp_path, num_files=600)
+    for start in range(0, 600, 50):
+        disk.store(*numbers[start : start + 50])
+    damaged = sorted(chance.sample(numbers, 6))
+    # One per cent of the files: half in what stands before the payload, half in the payload.
+    for place, number in enumerate(damaged):
+        offset = chance.randrange(chunk_file._BEFORE_PAYLOAD) if place % 2 else chance.randrange(FILE - CHUNK, FILE)
+        file = file_of(tmp_path, number)
+        data = bytearray(file.read_bytes())
+        data[offset] ^= 1 << chance.randrange(8)
+        file.write_bytes(data)
+    loaded: set[OffloadKey] = set()
+    for start in range(0, 600, 50):
+        loaded |= disk.load(numbers[start : start + 50])
+    assert loaded == keys(*numbers) - keys(*damaged)
+    assert disk.tier.stats().num_corrupted == 6
+    assert disk.present(damaged) == []
+    assert len(files(tmp_path)) == 594
+    assert disk.store(*damaged) == keys(*damaged), "the next store heals them"
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(offset=st.integers(0, FILE - 1), bit=st.integers(0, 7), cut=st.booleans())
+def test_no_single_bit_and_no_cut_goes_unseen(tmp_path: Path, offset: int, bit: int, cut: bool) -> None:
+    folder = chunk_file.ChunkFolder(tmp_path, FINGERPRINT, CHUNK)
+    key, target = make_key(1), memoryview(bytearray(CHUNK))
+    folder.write(key, memoryview(content(key, CHUNK)), None)
+    assert folder.read(key, target) is not None
+    file = file_of(tmp_path, 1)
+    data = bytearray(file.read_bytes())
+    data[offset] ^= 1 << bit
+    file.write_bytes(data[:offset] if cut else data)
+    assert folder.read(key, target) is None
+
+
+def test_the_bound_holds_at_every_moment_and_the_least_used_goes(tmp_path: Path, monkeypatch) -> None:
+    most = 0
+    write_all = chunk_file._write_all
+
+    def watch(descriptor: int, data: memoryview) -> None:
+        nonlocal most
+        write_all(descriptor, data)
+        most = max(most, sum(os.path.getsize(file) for file in files(tmp_path)))
+
+    monkeypatch.setattr(chunk_file, "_write_all", watch)
+    disk = Disk(tmp_path, num_files=4, num_threads=1)
+    disk.store(1, 2, 3, 4)
+    disk.load([1])
+    disk.tier.touch([make_key(2)])
+    assert disk.store(5, 6) == keys(5, 6)
+    assert disk.present(range(8)) == [1, 2, 5, 6]
+    for number in range(10, 30):
+        disk.store(number)
+    assert most == 4 * FILE
+    assert disk.tier.stats().num_evicted == 22
+    assert disk.tier.stats().num_chunks == len(files(tmp_path)) == 4
+
+
+def test_a_touched_prompt_loses_its_tail_first(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, num_files=3)
+    disk.store(1, 2, 3)
+    disk.tier.touch([make_key(1), make_key(2), make_key(3)])
+    disk.store(4)
+    assert disk.present([1, 2, 3]) == [1, 2]
+
+
+def test_a_smaller_bound_at_restart_drops_the_oldest(tmp_path: Path) -> None:
+    Disk(tmp_path).store(1, 2, 3, 4)
+    for age, number in enumerate((2, 4, 1, 3)):
+        os.utime(file_of(tmp_path, number), (1000 + age, 1000 + age))
+    assert Disk(tmp_path, num_files=2).present([1, 2, 3, 4]) == [1, 3]
+    assert len(files(tmp_path)) == 2
+
+
+def test_a_load_is_a_use_that_a_restart_remembers(tmp_path: Path) -> None:
+    disk = Disk(tmp_path)
+    disk.store(1, 2)
+    for number in (1, 2):
+        os.utime(file_of(tmp_path, number), (1000 + number, 1000 + number))
+    disk.load([1])
+    assert Disk(tmp_path, num_files=1).present([1, 2]) == [1]
+
+
+def test_a_full_queue_refuses(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, max_queued_chunks=4)
+    assert disk.submit([make_key(number) for number in range(6)], is_promotion=False), "alone, any job is taken"
+    assert not disk.submit([make_key(9)], is_promotion=False)
+    assert disk.tier.stats().num_refused == 1
+    assert len(disk.finish().successful_keys) == 6
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES, errno.EIO])
+def test_a_disk_that_does_not_take_it_is_counted_and_logged_once(tmp_path: Path, monkeypatch, caplog, code) -> None:
+    disk = Disk(tmp_path)
+    disk.store(1)
+    write_all = chunk_file._write_all
+
+    def fail_in_the_payload(descriptor: int, data: memoryview) -> None:
+        if len(data) == CHUNK:
+            write_all(descriptor, data[: CHUNK // 2])
+            raise OSError(code, os.strerror(code))
+        write_all(descriptor, data)
+
+    monkeypatch.setattr(chunk_file, "_write_all", fail_in_the_payload)
+    assert disk.store(2, 3) == set()
+    assert disk.store(4) == set()
+    assert disk.tier.stats().num_failed == 3
+    assert len(caplog.records) == 1
+    assert len(files(tmp_path)) == 1, "no half-written file stays"
+    monkeypatch.undo()
+    assert disk.store(2, 3) == keys(2, 3)
+    assert disk.load([1, 2, 3]) == keys(1, 2, 3)
+
+
+def test_a_file_that_cannot_be_deleted_keeps_its_place_and_is_never_found(tmp_path: Path, monkeypatch) -> None:
+    disk = Disk(tmp_path, num_files=2)
+    disk.store(1, 2)
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, "no")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(chunk_file.os, "unlink", refuse)
+        assert disk.store(3) == set(), "its victim could not go"
+        assert disk.present([1, 2]) == [1, 2]
+        disk.tier.forget(make_key(1))
+        disk.tier.drain_jobs()
+    assert disk.present([1, 2]) == [2]
+    assert disk.store(1) == set()
+    assert disk.store(3) == keys(3)
+    assert disk.present([1, 2, 3]) == [3]
+    assert len(files(tmp_path)) == 2
+
+
+def test_vanished_and_unreadable_files_are_misses(tmp_path: Path, monkeypatch) -> None:
+    disk = Disk(tmp_path)
+    disk.store(1, 2, 3)
+    file_of(tmp_path, 1).unlink()
+    assert disk.load([1, 2]) == keys(2)
+
+    def fail(*_: object) -> bool:
+        raise OSError(errno.EIO, "the disk is dying")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(chunk_file, "_read_all", fail)
+        assert disk.load([2]) == set()
+    assert disk.present([1, 2, 3]) == [3]
+    assert (disk.tier.stats().num_vanished, disk.tier.stats().num_failed) == (1, 1)
+
+
+def test_reset_and_forget_reach_stores_in_flight(tmp_path: Path) -> None:
+    disk = Disk(tmp_path)
+    disk.store(1)
+    disk.submit([make_key(2), make_key(3)], is_promotion=False)
+    disk.tier.forget(make_key(2))
+    assert set(disk.finish().successful_keys) == keys(3)
+    disk.submit([make_key(4)], is_promotion=False)
+    disk.tier.reset()
+    assert disk.present(range(5)) == []
+    assert disk.finish().successful_keys == ()
+    assert disk.present(range(5)) == []
+    disk.tier.drain_jobs()
+    assert files(tmp_path) == []
+    assert disk.tier.take_events() == []
+    assert disk.store(1, 2) == keys(1, 2)
+
+
+def test_two_engines_in_one_folder_do_not_harm_each_other(tmp_path: Path) -> None:
+    first, second = Disk(tmp_path, num_files=6), Disk(tmp_path, num_files=6)
+    chance = random.Random(3)
+    for _ in range(60):
+        for disk in (first, second):
+            disk.submit([make_key(number) for number in chance.sample(range(12), 5)], is_promotion=False)
+        for disk in (first, second):
+            disk.finish()
+        first.load(chance.sample(range(12), 6))
+        second.load(chance.sample(range(12), 6))
+    for disk in (first, second):
+        stats = disk.tier.stats()
+        assert (stats.num_corrupted, stats.num_failed) == (0, 0), "a file is whole or it is not there"
+        assert stats.num_loaded > 0
+    third = Disk(tmp_path, num_files=12)
+    assert third.load(third.present(range(12))) == keys(*third.present(range(12)))
+
+
+WRITER = """
+import sys, pathlib
+from tests.unit.offload_fakes import make_key
+from tests.unit.test_offload_disk import Disk
+disk = Disk(pathlib.Path(sys.argv[1]), num_files=40)
+print("ready", flush=True)
+number = int(sys.argv[2])
+while True:
+    disk.submit([make_key(number + i) for i in range(8)], is_promotion=False)
+    disk.tier.drain_jobs()
+    disk.tier.get_finished_jobs()
+    number += 8
+"""
+
+
+def test_a_writer_killed_at_any_moment_leaves_whole_files_only(tmp_path: Path) -> None:
+    chance = random.Random(11)
+    num_temporaries = num_warm = 0
+    for turn in range(NUM_KILLS):
+        command = [sys.executable, "-c", WRITER, str(tmp_path), str(turn * 10_000)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]) as child:
+            assert child.stdout is not None
+            assert child.stdout.readline() == b"ready\n"
+            time.sleep(chance.uniform(0.0, 0.05))
+            child.kill()
+        num_temporaries += sum(file.suffix == ".tmp" for file in files(tmp_path))
+        disk = Disk(tmp_path, num_files=40)
+        assert all(file.suffix == ".kv" and file.stat().st_size == FILE for file in files(tmp_path))
+        found = [event.key for event in disk.tier.take_events()]
+        assert len(found) == len(files(tmp_path)) <= 40
+        assert disk.load_keys(found) == set(found), "what the restart finds is whole"
+        num_warm += len(found)
+        disk.tier.shutdown()
+    assert num_warm > NUM_KILLS
+    assert num_temporaries > 0, "the kills came while it wrote"
+
+
+def test_the_manager_over_the_disk(tmp_path: Path) -> None:
+    region = OffloadRegion(8, CHUNK)
+    tier = DiskTier(DiskTierConfig(tmp_path, 20 * FILE), FINGERPRINT, region)
+    manager = OffloadingManager(8, LRUPolicy(), [tier])
+    chance = random.Random(5)
+    for turn in range(150):
+        prompt = [make_key(100 * chance.randrange(6) + place) for place in range(4)]
+        manager.promote(prompt)
+        for key, chunk_id in manager.prepare_store([(key, place) for place, key in enumerate(prompt)]):
+            region.chunk(chunk_id)[:] = content(key, CHUNK)
+            manager.complete_store(key, digest(content(key, CHUNK)), success=True)
+        if turn % 3 == 0:
+            tier.drain_jobs()
+        manager.poll()
+        found = [key for key in prompt if manager.lookup(key) is LookupResult.HIT]
+        for key, chunk in zip(found, manager.prepare_load(found), strict=True):
+            assert region.chunk(chunk.chunk_id) == content(key, CHUNK)
+            assert chunk.digest == digest(content(key, CHUNK))
+        manager.complete_load(found)
+        manager.check_integrity()
+        tier.check_integrity()
+    assert manager.stats.num_promoted > 20
+    assert manager.stats.tiers[0].num_evicted > 0
+    manager.shutdown()
+
+
+def test_what_the_operator_got_wrong_is_said(tmp_path: Path) -> None:
+    region = OffloadRegion(1, CHUNK)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="path"):
+        DiskTier(DiskTierConfig(tmp_path / "file", 10 * FILE), FINGERPRINT, region)
+    with pytest.raises(ConfigError, match="capacity_bytes"):
+        DiskTier(DiskTierConfig(tmp_path, FILE - 1), FINGERPRINT, region)

@@ -1,0 +1,419 @@
+"""The CPU tier's index: storms of all that can happen, with the bytes as the judge, and its promises."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from penstock.kv_transfer.digest import digest
+from penstock.kv_transfer.offload import OffloadKey
+from penstock.kv_transfer.offload.manager import LookupResult, OffloadingManager, StoredChunk
+from penstock.kv_transfer.offload.policies import ARCPolicy, LRUPolicy
+from penstock.kv_transfer.offload.region import OffloadRegion
+from penstock.kv_transfer.offload.tiers.base import OffloadEvent
+from tests.unit.offload_fakes import CHUNK_BYTES, FakeTier, content, make_key
+
+NUM_CHUNKS = 5
+PROMPTS = [[make_key(10 * prompt + place) for place in range(4)] for prompt in range(3)]
+KEYS = [key for prompt in PROMPTS for key in prompt]
+HIT, PENDING, MISS = LookupResult.HIT, LookupResult.PENDING, LookupResult.MISS
+
+prompts = st.sampled_from(PROMPTS)
+lengths = st.integers(1, 4)
+picks = st.integers(0, 1000)
+
+
+def write(region: OffloadRegion, key: OffloadKey, chunk_id: int) -> None:
+    region.chunk(chunk_id)[:] = content(key)
+
+
+class Replay:
+    """What somebody who only sees the events believes."""
+
+    def __init__(self) -> None:
+        self.keys: dict[str, set[OffloadKey]] = {"CPU": set(), "STORAGE": set(), "SLOW": set()}
+
+    def apply(self, events: list[OffloadEvent]) -> None:
+        for event in events:
+            there = self.keys[event.medium]
+            assert (event.key in there) != event.is_stored, f"{event} tells nothing new"
+            (there.add if event.is_stored else there.remove)(event.key)
+
+
+class ManagerMachine(RuleBasedStateMachine):
+    @initialize(seed=st.integers(0, 999), arc=st.booleans(), delays=st.integers(0, 2), reliable=st.booleans())
+    def start(self, seed: int, arc: bool, delays: int, reliable: bool) -> None:
+        chance = random.Random(seed)
+        self.region = OffloadRegion(NUM_CHUNKS, CHUNK_BYTES)
+        succeeds = (lambda key: True) if reliable else (lambda key: chance.random() < 0.6)
+        self.tiers = [
+            FakeTier(self.region, succeeds, num_delays=delays, max_jobs=3),
+            FakeTier(self.region, succeeds, medium="SLOW", num_delays=3),
+        ]
+        policy = ARCPolicy(NUM_CHUNKS) if arc else LRUPolicy()
+        self.manager = OffloadingManager(NUM_CHUNKS, policy, self.tiers, 4, 3)
+        self.policy = policy
+        self.stores: list[tuple[OffloadKey, int]] = []
+        self.loads: list[list[tuple[OffloadKey, StoredChunk]]] = []
+        self.stale: set[OffloadKey] = set()
+        self.replay = Replay()
+
+    @rule(prompt=prompts, length=lengths)
+    def begin_store(self, prompt: list[OffloadKey], length: int) -> None:
+        wanted = prompt[:length]
+        before = {key: self.manager.lookup(key) for key in wanted}
+        stores = self.manager.prepare_store([(key, place) for place, key in enumerate(wanted)])
+        missing = [key for key in wanted if before[key] is MISS]
+        assert all(key in missing for key, _ in stores)
+        for key in wanted:
+            assert before[key] is not HIT or self.manager.lookup(key) is HIT, "keys of the call are protected"
+        self.stores += stores
+
+    @rule(pick=picks, success=st.booleans(), attested=st.booleans())
+    def end_store(self, pick: int, success: bool, attested: bool) -> None:
+        if not self.stores:
+            return
+        key, chunk_id = self.stores.pop(pick % len(self.stores))
+        # Only now the last byte is there.
+        if success:
+            write(self.region, key, chunk_id)
+        was_stale = key in self.stale
+        self.stale.discard(key)
+        self.manager.complete_store(key, digest(content(key)) if attested else None, success)
+        assert self.manager.lookup(key) is (HIT if success and not was_stale else MISS)
+
+    @rule(prompt=prompts, length=lengths)
+    def begin_load(self, prompt: list[OffloadKey], length: int) -> None:
+        found = []
+        for key in prompt[:length]:
+            if self.manager.lookup(key) is not HIT:
+                break
+            found.append(key)
+        self.loads.append(list(zip(found, self.manager.prepare_load(found), strict=True)))
+
+    @rule(pick=picks)
+    def end_load(self, pick: int) -> None:
+        if self.loads:
+            load = self.loads.pop(pick % len(self.loads))
+            self.manager.complete_load([key for key, _ in load])
+
+    @rule(prompt=prompts, length=lengths)
+    def promote(self, prompt: list[OffloadKey], length: int) -> None:
+        count = self.manager.promote(prompt[:length])
+        assert all(self.manager.lookup(key) is not MISS for key in prompt[:count])
+        assert count == length or self.manager.lookup(prompt[count]) is MISS
+
+    @rule()
+    def poll(self) -> None:
+        self.manager.poll()
+
+    @rule(key=st.sampled_from(KEYS))
+    def mark_bad(self, key: OffloadKey) -> None:
+        if key in {stored for stored, _ in self.stores}:
+            self.stale.add(key)
+        self.manager.mark_bad(key)
+        assert self.manager.lookup(key) is MISS
+        assert self.manager.medium_of(key) is None
+
+    @rule()
+    def reset(self) -> None:
+        self.stale |= {key for key, _ in self.stores}
+        self.manager.reset()
+        assert all(self.manager.lookup(key) is MISS and self.manager.medium_of(key) is None for key in KEYS)
+
+    @rule()
+    def take_events(self) -> None:
+        self.replay.apply(self.manager.take_events())
+        assert self.replay.keys["CPU"] == {key for key in KEYS if self.manager.lookup(key) is HIT}
+        for tier in self.tiers:
+            assert self.replay.keys[tier.medium] == tier.bytes.keys()
+
+    @invariant()
+    def the_index_is_whole(self) -> None:
+        self.manager.check_integrity()
+        if isinstance(self.policy, ARCPolicy):
+            self.policy.check_integrity()
+        stats = self.manager.stats
+        parts = (stats.num_free, stats.num_stored, stats.num_being_written, stats.num_pinned)
+        assert min(parts) >= 0, stats
+        assert sum(parts) == NUM_CHUNKS, stats
+
+    @invariant()
+    def what_can_be_loaded_is_the_keys_content(self) -> None:
+        for key in KEYS:
+            if self.manager.lookup(key) is HIT:
+                chunk = self.manager._chunks[key]
+                assert self.region.chunk(chunk.chunk_id) == content(key)
+                assert chunk.digest in (None, digest(content(key)))
+        for tier in self.tiers:
+            for key, (data, _) in tier.bytes.items():
+                assert data == content(key)
+
+    @invariant()
+    def what_is_being_loaded_does_not_change(self) -> None:
+        for load in self.loads:
+            for key, chunk in load:
+                assert self.region.chunk(chunk.chunk_id) == content(key)
+
+    def teardown(self) -> None:
+        """Once everybody has ended, nothing is pinned, and a reset gives every chunk back."""
+        if not hasattr(self, "manager"):
+            return
+        while self.stores:
+            self.end_store(0, True, False)
+        while self.loads:
+            self.end_load(0)
+        for _ in range(6):
+            self.manager.poll()
+        assert not self.manager.has_pending_work
+        assert self.manager.stats.num_pinned == self.manager.stats.num_being_written == 0
+        self.manager.reset()
+        assert self.manager.stats.num_free == NUM_CHUNKS
+        self.take_events()
+        assert not any(self.replay.keys.values())
+
+
+TestStorm = ManagerMachine.TestCase
+TestStorm.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+
+
+class World:
+    """A manager over one tier, and short ways to do whole things."""
+
+    def __init__(self, num_chunks: int = 4, **options: int) -> None:
+        self.region = OffloadRegion(num_chunks, CHUNK_BYTES)
+        self.tier = FakeTier(self.region)
+        self.manager = OffloadingManager(num_chunks, LRUPolicy(), [self.tier], **options)
+
+    def store(self, *numbers: int) -> list[int]:
+        stores = self.manager.prepare_store([(make_key(number), place) for place, number in enumerate(numbers)])
+        for key, chunk_id in stores:
+            write(self.region, key, chunk_id)
+            self.manager.complete_store(key, digest(content(key)), success=True)
+        return [chunk_id for _, chunk_id in stores]
+
+    def lookups(self, *numbers: int) -> list[LookupResult]:
+        return [self.manager.lookup(make_key(number)) for number in numbers]
+
+
+def test_a_chunk_is_found_only_when_it_is_complete() -> None:
+    manager = World().manager
+    key = make_key(1)
+    assert [place for _, place in manager.prepare_store([(key, 0)])] == [0]
+    assert manager.lookup(key) is PENDING
+    assert manager.prepare_store([(key, 0)]) == [], "it is being stored already"
+    manager.complete_store(key, b"d" * 16, success=True)
+    assert manager.prepare_load([key]) == [StoredChunk(0, b"d" * 16)]
+    manager.complete_load([key])
+    manager.check_integrity()
+
+
+def test_a_failed_store_leaves_no_entry() -> None:
+    manager = World().manager
+    key = make_key(1)
+    manager.prepare_store([(key, 0)])
+    manager.complete_store(key, None, success=False)
+    assert manager.lookup(key) is MISS
+    assert manager.stats.num_free == 4
+    assert manager.take_events() == []
+    manager.check_integrity()
+
+
+def test_room_is_made_for_as_many_from_the_head_as_fit() -> None:
+    world = World(4)
+    world.store(1, 2, 3, 4)
+    world.manager.poll()
+    world.manager.prepare_load([make_key(1), make_key(2)])
+    stores = world.manager.prepare_store([(make_key(number), number - 10) for number in (10, 11, 12)])
+    assert [key for key, _ in stores] == [make_key(10), make_key(11)]
+    assert world.lookups(1, 2, 3, 4) == [HIT, HIT, MISS, MISS]
+    assert world.manager.stats.num_stores_without_room == 1
+    world.manager.check_integrity()
+
+
+def test_what_was_evicted_comes_back_from_the_tier() -> None:
+    world = World(2)
+    world.store(1, 2)
+    world.manager.poll()
+    world.store(3, 4)
+    world.manager.poll()
+    keys = [make_key(1), make_key(2), make_key(99)]
+    assert world.lookups(1, 2) == [MISS, MISS]
+    assert [world.manager.medium_of(key) for key in keys] == ["STORAGE", "STORAGE", None]
+    assert world.manager.promote(keys) == 2
+    assert world.manager.promote(keys) == 2, "asking again starts nothing"
+    assert world.lookups(1, 2) == [PENDING, PENDING]
+    world.manager.poll()
+    for key, chunk in zip(keys, world.manager.prepare_load(keys[:2]), strict=False):
+        assert world.region.chunk(chunk.chunk_id) == content(key)
+        assert chunk.digest == digest(content(key)), "the digest comes back with the bytes"
+    assert world.manager.stats.num_promoted == 2
+    world.manager.check_integrity()
+
+
+def test_a_failed_promotion_is_a_miss_and_is_not_tried_for_ever() -> None:
+    world = World(2)
+    world.store(1, 2)
+    world.manager.poll()
+    world.store(3, 4)
+    world.manager.poll()
+    world.tier.outcome = lambda key: key != make_key(2)
+    assert world.manager.promote([make_key(1), make_key(2)]) == 2
+    world.manager.poll()
+    assert world.lookups(1, 2) == [HIT, MISS]
+    assert world.manager.promote([make_key(1), make_key(2)]) == 1
+    assert world.manager.medium_of(make_key(2)) is None
+    assert world.manager.stats.num_promotions_failed == 1
+    world.manager.check_integrity()
+
+
+def test_bad_bytes_are_forgotten_everywhere_at_once_and_their_chunk_at_the_last_unpin() -> None:
+    world = World(1)
+    world.store(1)
+    world.manager.poll()
+    key = make_key(1)
+    world.manager.prepare_load([key])
+    world.manager.prepare_load([key])
+    world.manager.mark_bad(key)
+    assert world.manager.lookup(key) is MISS
+    assert world.manager.promote([key]) == 0
+    assert not world.tier.lookup(key)
+    world.manager.complete_load([key])
+    assert world.manager.prepare_store([(key, 0)]) == [], "somebody still reads the old chunk"
+    world.manager.complete_load([key])
+    assert len(world.manager.prepare_store([(key, 0)])) == 1
+    world.manager.check_integrity()
+
+
+def test_bad_bytes_on_their_way_down_do_not_arrive() -> None:
+    world = World(1)
+    world.store(1)
+    world.manager.mark_bad(make_key(1))
+    world.manager.poll()
+    assert world.manager.medium_of(make_key(1)) is None
+    assert world.manager.stats.num_free == 1
+
+
+def test_a_reset_forgets_what_is_being_stored_loaded_and_promoted() -> None:
+    world = World(4)
+    world.tier.num_delays = 2
+    world.store(1)
+    for _ in range(3):
+        world.manager.poll()
+    world.manager.prepare_load([make_key(1)])
+    world.manager.prepare_store([(make_key(2), 0)])
+    world.manager.reset()
+    assert world.lookups(1, 2) == [MISS, MISS]
+    assert world.manager.stats.num_free == 2, "chunks in use come back later"
+    world.manager.complete_store(make_key(2), None, success=True)
+    world.manager.complete_load([make_key(1)])
+    assert world.lookups(1, 2) == [MISS, MISS]
+    assert world.manager.stats.num_free == 4
+    assert not world.tier.bytes
+    world.manager.check_integrity()
+
+
+def test_a_chunk_is_not_reused_while_it_cascades() -> None:
+    world = World(1)
+    world.tier.num_delays = 1
+    world.store(1)
+    assert world.manager.has_pending_work
+    assert world.store(2) == []
+    world.manager.poll()
+    assert world.store(2) == []
+    world.manager.poll()
+    assert world.tier.bytes[make_key(1)] == (content(make_key(1)), digest(content(make_key(1))))
+    assert world.store(2) == [0]
+
+
+def test_cascades_and_promotions_are_bounded() -> None:
+    world = World(4, max_cascading_chunks=2, max_promoting_chunks=1)
+    world.tier.num_delays = 1
+    world.store(1, 2, 3, 4)
+    assert world.manager.stats.num_cascades_dropped == 2
+    for _ in range(2):
+        world.manager.poll()
+    assert world.tier.bytes.keys() == {make_key(1), make_key(2)}
+    world.store(5, 6, 7, 8)
+    for _ in range(2):
+        world.manager.poll()
+    assert world.manager.promote([make_key(1), make_key(2)]) == 1
+    world.manager.check_integrity()
+
+
+def test_a_tier_that_refuses_costs_nothing() -> None:
+    world = World(2)
+    world.store(1, 2)
+    world.manager.poll()
+    world.store(3, 4)
+    world.manager.poll()
+    world.tier.max_jobs = 0
+    assert world.manager.promote([make_key(1)]) == 0
+    assert world.manager.lookup(make_key(1)) is MISS
+    assert world.tier.lookup(make_key(1)), "refused is not lost"
+    world.store(5)
+    assert world.manager.stats.num_promotions_refused == world.manager.stats.num_cascades_dropped == 1
+    world.manager.check_integrity()
+
+
+def test_the_first_tier_that_has_a_key_brings_it_up() -> None:
+    region = OffloadRegion(1, CHUNK_BYTES)
+    tiers = [FakeTier(region, medium="STORAGE"), FakeTier(region, medium="SLOW")]
+    manager = OffloadingManager(1, LRUPolicy(), tiers)
+    for tier, numbers in zip(tiers, ((1,), (1, 2)), strict=True):
+        tier.bytes = {make_key(number): (content(make_key(number)), None) for number in numbers}
+    assert [manager.medium_of(make_key(number)) for number in (1, 2, 3)] == ["STORAGE", "SLOW", None]
+    assert manager.promote([make_key(2)]) == 1
+    assert [tier.has_pending_work() for tier in tiers] == [False, True]
+
+
+def test_lookups_change_nothing() -> None:
+    world = World(2)
+    world.store(1)
+    world.store(2)
+    for _ in range(5):
+        world.manager.lookup(make_key(1))
+    world.manager.poll()
+    world.store(3)
+    assert world.lookups(1, 2, 3) == [MISS, HIT, HIT], "a lookup is no use"
+
+
+def test_the_tiers_hear_of_uses_from_the_head_on() -> None:
+    world = World(4)
+    world.store(1, 2, 3)
+    keys = [make_key(number) for number in (1, 2, 3)]
+    world.manager.complete_load(keys if world.manager.prepare_load(keys) else [])
+    assert world.tier.touched == keys
+
+
+def test_a_completion_that_nobody_waits_for_is_our_bug() -> None:
+    manager = World().manager
+    with pytest.raises(AssertionError, match="nobody stores"):
+        manager.complete_store(make_key(1), None, success=True)
+    with pytest.raises(AssertionError, match="nobody loads"):
+        manager.complete_load([make_key(1)])
+
+
+def test_events_tell_the_difference_only() -> None:
+    world = World(1)
+    world.store(1)
+    world.manager.poll()
+    world.store(2)
+    world.manager.poll()
+    events = Counter((event.medium, event.is_stored) for event in world.manager.take_events())
+    assert events == {("CPU", True): 1, ("STORAGE", True): 2}
+    world.manager.reset()
+    assert not any(event.is_stored for event in world.manager.take_events())
+    assert world.manager.take_events() == []
+
+
+def test_shutdown_reaches_every_tier() -> None:
+    world = World()
+    world.store(1)
+    world.manager.shutdown()
+    assert not world.tier.has_pending_work()

@@ -1,0 +1,238 @@
+"""The policies against models that are too simple to be wrong, and ARC within its bounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from penstock.kv_transfer.offload import OffloadKey
+from penstock.kv_transfer.offload.policies import ARCPolicy, CachePolicy, LRUPolicy
+
+CAPACITY = 6
+KEYS = [(group, bytes([number])) for group in range(2) for number in range(8)]
+keys = st.sampled_from(KEYS)
+key_sets = st.lists(keys, max_size=4, unique=True)
+
+
+class NaiveLRU:
+    def __init__(self) -> None:
+        self.moment = 0
+        self.ages: dict[OffloadKey, tuple[int, int]] = {}
+        self.pinned: set[OffloadKey] = set()
+
+    def insert(self, key: OffloadKey, moment: int, place: int) -> None:
+        self.ages[key] = (moment, -place)
+
+    def refresh(self, used: Collection[OffloadKey]) -> int:
+        self.moment += 1
+        for key in used:
+            self.ages[key] = (self.moment, self.ages[key][1])
+        return self.moment
+
+    touch = refresh
+
+    def remove(self, key: OffloadKey) -> None:
+        del self.ages[key]
+        self.pinned.discard(key)
+
+    def evict(self, count: int, protected: Collection[OffloadKey]) -> list[OffloadKey] | None:
+        free = [key for key in self.ages if key not in self.pinned and key not in protected]
+        if count > len(free):
+            return None
+        victims = sorted(free, key=lambda key: (*self.ages[key], key))[:count]
+        for key in victims:
+            self.remove(key)
+        return victims
+
+
+class NaiveARC(NaiveLRU):
+    """The paper's lists as lists, key by key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used_again: set[OffloadKey] = set()
+        self.b1: list[OffloadKey] = []
+        self.b2: list[OffloadKey] = []
+        self.target = 0.0
+
+    def insert(self, key: OffloadKey, moment: int, place: int) -> None:
+        super().insert(key, moment, place)
+        if key in self.b1:
+            self.target = min(CAPACITY, self.target + max(1, len(self.b2) / len(self.b1)))
+        elif key in self.b2:
+            self.target = max(0, self.target - max(1, len(self.b1) / len(self.b2)))
+        if key in self.b1 + self.b2:
+            self.used_again.add(key)
+        self.b1 = [ghost for ghost in self.b1 if ghost != key]
+        self.b2 = [ghost for ghost in self.b2 if ghost != key]
+        self.trim()
+
+    def touch(self, used: Collection[OffloadKey]) -> int:
+        self.used_again |= set(used)
+        return self.refresh(used)
+
+    def remove(self, key: OffloadKey) -> None:
+        super().remove(key)
+        self.used_again.discard(key)
+
+    def evict(self, count: int, protected: Collection[OffloadKey]) -> list[OffloadKey] | None:
+        free = sorted(
+            (key for key in self.ages if key not in self.pinned and key not in protected),
+            key=lambda key: (*self.ages[key], key),
+        )
+        if count > len(free):
+            return None
+        victims: list[OffloadKey] = []
+        for _ in range(count):
+            once = [key for key in free if key not in self.used_again]
+            again = [key for key in free if key in self.used_again]
+            num_t1 = len(self.ages.keys() - self.used_again)
+            victim = once[0] if once and (num_t1 > self.target or not again) else again[0]
+            (self.b1 if victim in once else self.b2).append(victim)
+            free.remove(victim)
+            victims.append(victim)
+            self.remove(victim)
+        self.trim()
+        return victims
+
+    def trim(self) -> None:
+        num_t1 = len(self.ages.keys() - self.used_again)
+        while num_t1 + len(self.b1) > CAPACITY:
+            self.b1.pop(0)
+        while len(self.ages) + len(self.b1) + len(self.b2) > 2 * CAPACITY:
+            self.b2.pop(0)
+
+
+class PolicyMachine(RuleBasedStateMachine):
+    make_policy: Callable[[], CachePolicy]
+    make_model: type[NaiveLRU]
+
+    @initialize()
+    def start(self) -> None:
+        self.policy = type(self).make_policy()
+        self.model = type(self).make_model()
+
+    def members(self, chosen: Collection[OffloadKey]) -> list[OffloadKey]:
+        return [key for key in chosen if key in self.model.ages]
+
+    @precondition(lambda self: len(self.model.ages) < CAPACITY)
+    @rule(key=keys, place=st.integers(0, 4), used=key_sets)
+    def insert(self, key: OffloadKey, place: int, used: list[OffloadKey]) -> None:
+        if key in self.model.ages:
+            return
+        moment = self.policy.refresh(self.members(used))
+        assert moment == self.model.refresh(self.members(used))
+        self.policy.insert(key, moment, place)
+        self.model.insert(key, moment, place)
+
+    @rule(used=key_sets)
+    def touch(self, used: list[OffloadKey]) -> None:
+        self.policy.touch(self.members(used))
+        self.model.touch(self.members(used))
+
+    @rule(chosen=key_sets)
+    def pin(self, chosen: list[OffloadKey]) -> None:
+        for key in self.members(chosen):
+            if key not in self.model.pinned:
+                self.policy.pin(key)
+                self.model.pinned.add(key)
+
+    @rule(chosen=key_sets)
+    def unpin(self, chosen: list[OffloadKey]) -> None:
+        for key in self.members(chosen):
+            if key in self.model.pinned:
+                self.policy.unpin(key)
+                self.model.pinned.discard(key)
+
+    @rule(chosen=key_sets)
+    def remove(self, chosen: list[OffloadKey]) -> None:
+        for key in self.members(chosen)[:1]:
+            self.policy.remove(key)
+            self.model.remove(key)
+
+    @rule(count=st.integers(0, 5), protected=key_sets)
+    def evict(self, count: int, protected: list[OffloadKey]) -> None:
+        free = [key for key in self.model.ages if key not in self.model.pinned and key not in protected]
+        assert self.policy.num_evictable(protected) == len(free)
+        before = self.policy.members()
+        victims, expected = self.policy.evict(count, protected), self.model.evict(count, protected)
+        if expected is None:
+            assert victims is None
+            assert self.policy.members() == before, "all of them or none"
+        else:
+            assert victims is not None
+            assert sorted(victims) == sorted(expected)
+
+    @invariant()
+    def agrees(self) -> None:
+        assert self.policy.members() == {key: key in self.model.pinned for key in self.model.ages}
+
+
+class LRUMachine(PolicyMachine):
+    make_policy = LRUPolicy
+    make_model = NaiveLRU
+
+
+class ARCMachine(PolicyMachine):
+    make_policy = staticmethod(lambda: ARCPolicy(CAPACITY))
+    make_model = NaiveARC
+
+    @invariant()
+    def within_bounds(self) -> None:
+        self.policy.check_integrity()
+        model = self.model
+        assert self.policy._target == pytest.approx(model.target)
+        assert list(self.policy._b1) == model.b1
+        assert list(self.policy._b2) == model.b2
+
+
+TestLRU = LRUMachine.TestCase
+TestARC = ARCMachine.TestCase
+for case in (TestLRU, TestARC):
+    case.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+
+
+def fill(policy: CachePolicy, names: str) -> None:
+    moment = policy.refresh([])
+    for place, name in enumerate(names):
+        policy.insert((0, name.encode()), moment, place)
+
+
+def test_a_tail_goes_before_its_head() -> None:
+    for policy in (LRUPolicy(), ARCPolicy(6)):
+        fill(policy, "abc")
+        assert policy.evict(2, []) == [(0, b"c"), (0, b"b")]
+
+
+def test_a_head_stays_as_young_as_the_tail_that_follows_later() -> None:
+    for policy in (LRUPolicy(), ARCPolicy(6)):
+        fill(policy, "ab")
+        fill(policy, "xy")
+        moment = policy.refresh([(0, b"a"), (0, b"b")])
+        policy.insert((0, b"c"), moment, 2)
+        assert policy.evict(3, []) == [(0, b"y"), (0, b"x"), (0, b"c")]
+
+
+def test_arc_keeps_what_is_used_again_through_a_scan() -> None:
+    policy = ARCPolicy(4)
+    fill(policy, "ab")
+    policy.touch([(0, b"a"), (0, b"b")])
+    for number in range(20):
+        if policy.num_evictable([]) == 4:
+            policy.evict(1, [])
+        policy.insert((1, bytes([number])), policy.refresh([]), 0)
+        policy.check_integrity()
+    assert {(0, b"a"), (0, b"b")} <= policy.members().keys()
+
+
+def test_many_touches_do_not_grow_the_heap() -> None:
+    policy = LRUPolicy()
+    fill(policy, "abc")
+    for _ in range(10_000):
+        policy.touch([(0, b"a"), (0, b"b")])
+    assert len(policy._keys._heap) <= 2 * 3 + 16
+    assert policy.evict(1, []) == [(0, b"c")]
