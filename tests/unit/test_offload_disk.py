@@ -211,6 +211,18 @@ def test_a_touched_prompt_loses_its_tail_first(tmp_path: Path) -> None:
     assert disk.present([1, 2, 3]) == [1, 2]
 
 
+def test_a_file_is_not_evicted_while_it_is_loaded(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, num_files=1)
+    disk.store(1)
+    disk.submit([make_key(1)], is_promotion=True)
+    disk.submit([make_key(2)], is_promotion=False)
+    disk.tier.drain_jobs()
+    results = {result.is_promotion: set(result.successful_keys) for result in disk.tier.get_finished_jobs()}
+    assert results == {True: keys(1), False: set()}
+    assert disk.present([1, 2]) == [1]
+    assert disk.store(2) == keys(2)
+
+
 def test_a_smaller_bound_at_restart_drops_the_oldest(tmp_path: Path) -> None:
     Disk(tmp_path).store(1, 2, 3, 4)
     for age, number in enumerate((2, 4, 1, 3)):

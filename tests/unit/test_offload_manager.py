@@ -26,6 +26,8 @@ HIT, PENDING, MISS = LookupResult.HIT, LookupResult.PENDING, LookupResult.MISS
 prompts = st.sampled_from(PROMPTS)
 lengths = st.integers(1, 4)
 picks = st.integers(0, 1000)
+# What empties the tiers must not be as frequent as what fills them.
+rarely = st.sampled_from([False] * 7 + [True])
 
 
 def write(region: OffloadRegion, key: OffloadKey, chunk_id: int) -> None:
@@ -88,6 +90,15 @@ class ManagerMachine(RuleBasedStateMachine):
         assert self.manager.lookup(key) is (HIT if success and not was_stale else MISS)
 
     @rule(prompt=prompts, length=lengths)
+    def store_and_settle(self, prompt: list[OffloadKey], length: int) -> None:
+        """What mostly happens, and what fills the tiers: the prompt is stored and cascades."""
+        self.begin_store(prompt, length)
+        while self.stores:
+            self.end_store(0, True, True)
+        for _ in range(4):
+            self.manager.poll()
+
+    @rule(prompt=prompts, length=lengths)
     def begin_load(self, prompt: list[OffloadKey], length: int) -> None:
         found = []
         for key in prompt[:length]:
@@ -102,6 +113,14 @@ class ManagerMachine(RuleBasedStateMachine):
             load = self.loads.pop(pick % len(self.loads))
             self.manager.complete_load([key for key, _ in load])
 
+    @rule(prompt=prompts, length=st.integers(2, 4), polls=st.integers(0, 2))
+    def bring_up(self, prompt: list[OffloadKey], length: int, polls: int) -> None:
+        """What a request does that waits for its prompt."""
+        self.promote(prompt, length)
+        for _ in range(polls):
+            self.manager.poll()
+        self.begin_load(prompt, length)
+
     @rule(prompt=prompts, length=lengths)
     def promote(self, prompt: list[OffloadKey], length: int) -> None:
         count = self.manager.promote(prompt[:length])
@@ -112,16 +131,20 @@ class ManagerMachine(RuleBasedStateMachine):
     def poll(self) -> None:
         self.manager.poll()
 
-    @rule(key=st.sampled_from(KEYS))
-    def mark_bad(self, key: OffloadKey) -> None:
+    @rule(key=st.sampled_from(KEYS), happens=rarely)
+    def mark_bad(self, key: OffloadKey, happens: bool) -> None:
+        if not happens:
+            return
         if key in {stored for stored, _ in self.stores}:
             self.stale.add(key)
         self.manager.mark_bad(key)
         assert self.manager.lookup(key) is MISS
         assert self.manager.medium_of(key) is None
 
-    @rule()
-    def reset(self) -> None:
+    @rule(happens=rarely)
+    def reset(self, happens: bool) -> None:
+        if not happens:
+            return
         self.stale |= {key for key, _ in self.stores}
         self.manager.reset()
         assert all(self.manager.lookup(key) is MISS and self.manager.medium_of(key) is None for key in KEYS)
@@ -182,6 +205,42 @@ TestStorm = ManagerMachine.TestCase
 TestStorm.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_a_long_storm(seed: int) -> None:
+    """Hypothesis looks for short stories; these are long ones, with all chunks in use."""
+    chance = random.Random(seed)
+    machine = ManagerMachine()
+    machine.start(seed=seed, arc=bool(seed % 2), delays=seed % 3, reliable=seed < 3)
+    for _ in range(1000):
+        prompt, length, pick = chance.choice(PROMPTS), chance.randint(1, 4), chance.randrange(1000)
+        act, arguments = chance.choice(
+            [
+                (machine.begin_store, (prompt, length)),
+                (machine.end_store, (pick, chance.random() < 0.8, True)),
+                (machine.end_store, (pick, True, False)),
+                (machine.begin_load, (prompt, length)),
+                (machine.end_load, (pick,)),
+                (machine.end_load, (pick,)),
+                (machine.promote, (prompt, length)),
+                (machine.bring_up, (prompt, length, 1)),
+                (machine.poll, ()),
+                (machine.mark_bad, (chance.choice(KEYS), chance.random() < 0.2)),
+                (machine.reset, (chance.random() < 0.03,)),
+                (machine.take_events, ()),
+            ]
+        )
+        act(*arguments)
+        # With more loads open every chunk is pinned, and nothing moves.
+        while len(machine.loads) > 2:
+            machine.end_load(pick)
+        machine.the_index_is_whole()
+        machine.what_can_be_loaded_is_the_keys_content()
+        machine.what_is_being_loaded_does_not_change()
+    stats = machine.manager.stats
+    assert min(stats.num_promoted, stats.num_evicted, stats.num_cascaded, stats.num_loads) > 5, stats
+    machine.teardown()
+
+
 class World:
     """A manager over one tier, and short ways to do whole things."""
 
@@ -234,6 +293,14 @@ def test_room_is_made_for_as_many_from_the_head_as_fit() -> None:
     assert world.lookups(1, 2, 3, 4) == [HIT, HIT, MISS, MISS]
     assert world.manager.stats.num_stores_without_room == 1
     world.manager.check_integrity()
+
+
+def test_a_growing_prompt_stays_as_young_as_its_tail() -> None:
+    world = World(4)
+    for prompt in ((1, 2), (10, 11), (1, 2, 3), (20,), (21,)):
+        world.store(*prompt)
+        world.manager.poll()
+    assert world.lookups(1, 2, 3, 10, 11, 20, 21) == [HIT, HIT, MISS, MISS, MISS, HIT, HIT], "the tail went first"
 
 
 def test_what_was_evicted_comes_back_from_the_tier() -> None:

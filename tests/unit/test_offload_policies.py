@@ -229,6 +229,18 @@ def test_arc_keeps_what_is_used_again_through_a_scan() -> None:
     assert {(0, b"a"), (0, b"b")} <= policy.members().keys()
 
 
+def test_arcs_target_stays_within_the_cache() -> None:
+    policy = ARCPolicy(2)
+    for number in range(6):
+        key = (0, bytes([number]))
+        policy.insert(key, policy.refresh([]), 0)
+        assert policy.evict(1, []) == [key]
+        policy.insert(key, policy.refresh([]), 0)
+        policy.remove(key)
+        policy.check_integrity()
+    assert policy._target == 2
+
+
 def test_many_touches_do_not_grow_the_heap() -> None:
     policy = LRUPolicy()
     fill(policy, "abc")

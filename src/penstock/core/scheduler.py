@@ -258,8 +258,11 @@ class Scheduler:
         return outputs
 
     def _on_lost_kv(self, request: Request) -> list[EngineOutput]:
-        """KV that the request was promised has not come: by policy it ends, or computes what is missing."""
-        if self._fails_on_lost_kv:
+        """KV that the request was promised has not come: by policy it ends, or computes what is missing.
+
+        One that has begun to answer (and was preempted since) goes on in any case: nobody gets half an answer.
+        """
+        if self._fails_on_lost_kv and not request.num_output_tokens:
             self._finish(request, FinishReason.ERROR)
             return [_error_output(request.request_id, _LOST_KV, is_request_error=False)]
         if request.status is RequestStatus.RUNNING:

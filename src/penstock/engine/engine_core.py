@@ -19,6 +19,7 @@ from penstock.utils.errors import EngineDeadError
 # How long a step without work waits for a grammar that is being compiled, or for KV that is on its way.
 _GRAMMAR_SECONDS = 0.05
 _TRANSFER_SECONDS = 0.005
+_FLUSH_SECONDS = 10.0
 
 _Processed = tuple[int, list[EngineOutput]]
 """A step's result, applied: how many tokens it computed, and what the requests got."""
@@ -147,16 +148,20 @@ class EngineCore:
         self._scheduler.check_integrity()
 
     def shutdown(self) -> None:
-        """Waits for the steps in flight and frees the worker; the engine is dead afterwards. Idempotent."""
+        """Waits for the steps in flight and for KV on its way, and frees the worker; the engine is dead afterwards.
+
+        Idempotent.
+        """
+        if self._failure is None and not self._scheduler.has_unfinished_requests:
+            self._flush_transfers()
         self._failure = self._failure or EngineDeadError("it was shut down")
         self._in_flight.clear()
         self._executor.shutdown()
         self._scheduler.grammars.shutdown()
         self._scheduler.connector.shutdown()
 
-    def flush_transfers(self, seconds: float) -> bool:
-        """Steps until no KV is on its way; False when that takes longer than so many seconds."""
-        deadline = self._clock.now() + seconds
+    def _flush_transfers(self) -> None:
+        """Steps until no KV is on its way, or too long: what a tier does not get is computed again some day."""
+        deadline = self._clock.now() + _FLUSH_SECONDS
         while self.has_transfers and self._clock.now() < deadline:
             self.step()
-        return not self.has_transfers

@@ -40,7 +40,7 @@ class TorchKVCacheView:
         return [self._bytes[name][block_id].cpu().numpy().data for name in self._names[group]]
 
     def write_block(self, group: int, block_id: int, data: memoryview) -> None:
-        host = torch.frombuffer(data, dtype=torch.uint8)
+        host = _tensor(data)
         start = 0
         for name in self._names[group]:
             row = self._bytes[name][block_id]
@@ -51,4 +51,9 @@ class TorchKVCacheView:
         torch.frombuffer(into, dtype=torch.uint8).copy_(self._bytes[layer_name][block_id])
 
     def write_layer(self, layer_name: str, block_id: int, data: memoryview) -> None:
-        self._bytes[layer_name][block_id].copy_(torch.frombuffer(data, dtype=torch.uint8))
+        self._bytes[layer_name][block_id].copy_(_tensor(data))
+
+
+def _tensor(data: memoryview) -> torch.Tensor:
+    """The bytes as a tensor; torch takes none that may not be written."""
+    return torch.frombuffer(bytearray(data) if data.readonly else data, dtype=torch.uint8)

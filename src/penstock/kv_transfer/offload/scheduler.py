@@ -63,6 +63,7 @@ class _Request:
     policy: OffloadPolicy
     max_load_blocks: int | None
     max_offload_blocks: int | None
+    num_loaded_blocks: int = 0
     first_computed: int | None = None
     promoting_since: float | None = None
 
@@ -148,6 +149,8 @@ class OffloadingScheduler(NullSchedulerConnector):
 
     def request_finished(self, request: RequestView, block_ids: BlockIds) -> FinishAction:
         del self._requests[request.request_id]
+        groups = range(len(self._cache.groups))
+        self._manager.touch([(group, block_hash) for block_hash in request.block_hashes for group in groups])
         return FinishAction.FREE
 
     # ---- Load ----
@@ -156,7 +159,7 @@ class OffloadingScheduler(NullSchedulerConnector):
         size, state = self._cache.block_size, self._requests[request.request_id]
         first, most = num_computed_tokens // size, (request.num_tokens - 1) // size
         if state.max_load_blocks is not None:
-            most = min(most, first + state.max_load_blocks)
+            most = min(most, first + state.max_load_blocks - state.num_loaded_blocks)
         length = self._longest(request.block_hashes, first, most, _ANYWHERE)
         keys = [key for _, keys in self._needed(request.block_hashes, first, length) for key in keys]
         if not keys or not self._is_worth_it(state, keys, length - first):
@@ -244,6 +247,7 @@ class OffloadingScheduler(NullSchedulerConnector):
             {key: index for _, _, index, key in placed}, num_computed_tokens, end, medium, state.promoting_since or now
         )
         state.promoting_since = None
+        state.num_loaded_blocks += last - first
         self._loads[transfer_id] = load
         self._ledger.open(transfer_id, self._shards)
 

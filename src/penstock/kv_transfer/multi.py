@@ -1,0 +1,236 @@
+"""`MultiConnector`: several connectors on one engine. The first that has a prompt loads it, and all of them save.
+
+Option: `connectors`, a list of objects such as `{"name": "disk", "kv_connector": "OffloadingConnector",
+"kv_connector_extra_config": {...}}`; a name is the connector's own where it is left out, and no two may be alike.
+
+Everything that names a transfer is prefixed with its child's name on the way up, so no child ever sees another's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from penstock.config.kv_transfer import parse_kv_transfer_config
+from penstock.kv_transfer.connector import (
+    NO_MATCH,
+    ConnectorEvent,
+    FinishAction,
+    LoadEnded,
+    Match,
+    Released,
+    RequestView,
+    SchedulerConnector,
+    WorkerConnector,
+)
+from penstock.kv_transfer.factory import Connector, ConnectorContext, make_connector
+from penstock.kv_transfer.options import read_options
+from penstock.kv_transfer.view import KVCacheView
+from penstock.messages.kv_transfer import (
+    HandshakePayload,
+    KVConnectorMetadata,
+    KVConnectorOutput,
+    ShardId,
+    TransferId,
+    TransferReport,
+)
+from penstock.messages.scheduler_output import BlockIds, SchedulerOutput
+from penstock.utils.errors import ConfigError
+
+_SEPARATOR = "\n"
+"""Between a child's name and its transfer id: no name can hold it."""
+
+
+@dataclass(frozen=True, slots=True)
+class MultiMetadata(KVConnectorMetadata):
+    children: Mapping[str, KVConnectorMetadata] = field(default_factory=dict[str, KVConnectorMetadata])
+
+    @property
+    def has_sync_loads(self) -> bool:
+        return any(child.has_sync_loads for child in self.children.values())
+
+
+@dataclass(frozen=True, slots=True)
+class MultiHandshake(HandshakePayload):
+    children: Mapping[str, HandshakePayload] = field(default_factory=dict[str, HandshakePayload])
+
+
+class MultiConnector:
+    """Raises ConfigError when a child's configuration is not right, or two have one name."""
+
+    def __init__(self, context: ConnectorContext) -> None:
+        given = context.config.kv_connector_extra_config
+        options = read_options("MultiConnector", given, {}, connectors=(_is_list_of_objects, "a list of objects"))
+        self._children: dict[str, Connector] = {}
+        for child in options["connectors"]:
+            shared = {"engine_id": context.config.engine_id, "kv_role": context.config.kv_role}
+            config = parse_kv_transfer_config({**shared, **{key: child[key] for key in child if key != "name"}})
+            name = child.get("name", config.kv_connector)
+            if not isinstance(name, str) or not name or not name.isprintable() or name in self._children:
+                raise ConfigError(f"connectors of MultiConnector need different names of their own, got {name!r}")
+            self._children[name] = make_connector(replace(context, config=config))
+
+    def make_scheduler_connector(self) -> MultiScheduler:
+        return MultiScheduler({name: child.make_scheduler_connector() for name, child in self._children.items()})
+
+    def make_worker_connector(self, shard: ShardId) -> MultiWorker:
+        return MultiWorker({name: child.make_worker_connector(shard) for name, child in self._children.items()})
+
+
+def _is_list_of_objects(value: Any) -> bool:
+    return isinstance(value, Sequence) and bool(value) and all(isinstance(each, Mapping) for each in value)
+
+
+class MultiScheduler:
+    """Asks the children in their order."""
+
+    def __init__(self, children: Mapping[str, SchedulerConnector]) -> None:
+        self._children = children
+        self._holders: dict[TransferId, set[str]] = {}
+
+    def on_new_request(self, request: RequestView) -> None:
+        for child in self._children.values():
+            child.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
+        return self._first_match(request, num_computed_tokens)[1]
+
+    def _first_match(self, request: RequestView, num_computed_tokens: int) -> tuple[str, Match]:
+        for name, child in self._children.items():
+            match = child.get_num_new_matched_tokens(request, num_computed_tokens)
+            if match.is_pending or match.num_tokens:
+                return name, match
+        return "", NO_MATCH
+
+    def update_state_after_alloc(
+        self, request: RequestView, transfer_id: TransferId, block_ids: BlockIds, num_computed_tokens: int, end: int
+    ) -> None:
+        name, match = self._first_match(request, num_computed_tokens)
+        assert match.num_tokens, f"{transfer_id}: nobody has what one of them had"
+        self._children[name].update_state_after_alloc(request, transfer_id, block_ids, num_computed_tokens, end)
+
+    def on_blocks_complete(self, request: RequestView, block_ids: BlockIds, first: int, end: int) -> None:
+        for child in self._children.values():
+            child.on_blocks_complete(request, block_ids, first, end)
+
+    def build_connector_meta(self, plan: SchedulerOutput) -> MultiMetadata:
+        return MultiMetadata({name: child.build_connector_meta(plan) for name, child in self._children.items()})
+
+    def update_connector_output(self, output: KVConnectorOutput) -> Sequence[ConnectorEvent]:
+        reports: dict[str, list[TransferReport]] = {name: [] for name in self._children}
+        for report in output.reports:
+            name, _, transfer_id = report.transfer_id.partition(_SEPARATOR)
+            reports[name].append(replace(report, transfer_id=transfer_id))
+        events: list[ConnectorEvent] = []
+        for name, child in self._children.items():
+            for event in child.update_connector_output(KVConnectorOutput(tuple(reports[name]))):
+                events += self._on_event(name, event)
+        return events
+
+    def _on_event(self, name: str, event: ConnectorEvent) -> list[ConnectorEvent]:
+        if isinstance(event, LoadEnded):
+            return [event]
+        holders = self._holders.get(event.transfer_id, set())
+        holders.discard(name)
+        if holders or event.transfer_id not in self._holders:
+            return []
+        del self._holders[event.transfer_id]
+        return [Released(event.transfer_id)]
+
+    def request_finished(self, request: RequestView, block_ids: BlockIds) -> FinishAction:
+        actions = {name: child.request_finished(request, block_ids) for name, child in self._children.items()}
+        holders = {name for name, action in actions.items() if action is FinishAction.HOLD}
+        if not holders:
+            return FinishAction.FREE
+        self._holders[request.request_id] = holders
+        return FinishAction.HOLD
+
+    def set_xfer_handshake_metadata_pp_aware(self, payloads: Mapping[ShardId, HandshakePayload]) -> None:
+        for name, child in self._children.items():
+            of_child: dict[ShardId, HandshakePayload] = {}
+            for shard, payload in payloads.items():
+                assert isinstance(payload, MultiHandshake), payload
+                of_child[shard] = payload.children[name]
+            child.set_xfer_handshake_metadata_pp_aware(of_child)
+
+    @property
+    def has_pending_work(self) -> bool:
+        return any(child.has_pending_work for child in self._children.values())
+
+    def wait(self, seconds: float) -> None:
+        waiting = [child for child in self._children.values() if child.has_pending_work]
+        for child in waiting:
+            child.wait(seconds / len(waiting))
+
+    def counters(self) -> Mapping[str, float]:
+        return {
+            f"{name}.{key}": value for name, child in self._children.items() for key, value in child.counters().items()
+        }
+
+    def reset_cache(self) -> bool:
+        done = [child.reset_cache() for child in self._children.values()]
+        return all(done)
+
+    def check_integrity(self) -> None:
+        for child in self._children.values():
+            child.check_integrity()
+
+    def shutdown(self) -> None:
+        for child in self._children.values():
+            child.shutdown()
+
+
+class MultiWorker:
+    """Drives the children's parts side by side."""
+
+    def __init__(self, children: Mapping[str, WorkerConnector]) -> None:
+        self._children = children
+        self._parts = tuple(children.values())
+        self.layerwise = any(part.layerwise for part in self._parts)
+
+    def register_kv_caches(self, view: KVCacheView) -> None:
+        for part in self._parts:
+            part.register_kv_caches(view)
+
+    def get_handshake_metadata(self) -> MultiHandshake:
+        return MultiHandshake({name: part.get_handshake_metadata() for name, part in self._children.items()})
+
+    def begin_step(self, metadata: KVConnectorMetadata) -> None:
+        assert isinstance(metadata, MultiMetadata), metadata
+        for name, part in self._children.items():
+            part.begin_step(metadata.children[name])
+
+    def start_load_kv(self) -> None:
+        self._each(lambda part: part.start_load_kv())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        self._each(lambda part: part.wait_for_layer_load(layer_name), layerwise_only=True)
+
+    def save_kv_layer(self, layer_name: str) -> None:
+        self._each(lambda part: part.save_kv_layer(layer_name), layerwise_only=True)
+
+    def get_finished(self, finished_request_ids: frozenset[str]) -> KVConnectorOutput:
+        reports: list[TransferReport] = []
+        counters: dict[str, float] = {}
+        for name, part in self._children.items():
+            output = part.get_finished(finished_request_ids)
+            reports += (
+                replace(report, transfer_id=f"{name}{_SEPARATOR}{report.transfer_id}") for report in output.reports
+            )
+            counters.update((f"{name}.{key}", value) for key, value in output.counters.items())
+        return KVConnectorOutput(tuple(reports), counters)
+
+    def wait_for_save(self) -> None:
+        self._each(lambda part: part.wait_for_save())
+
+    def end_step(self) -> None:
+        self._each(lambda part: part.end_step())
+
+    def shutdown(self) -> None:
+        self._each(lambda part: part.shutdown())
+
+    def _each(self, call: Callable[[WorkerConnector], None], layerwise_only: bool = False) -> None:
+        for part in self._parts:
+            if part.layerwise or not layerwise_only:
+                call(part)

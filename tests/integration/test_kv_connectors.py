@@ -1,0 +1,253 @@
+"""Promise P4 for KV that leaves the engine and comes back: whatever happens to it on the way, no token changes.
+
+Every cell runs the requests of `test_identity_matrix` and compares with its plain run.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock import LLM, ConfigError, SamplingParams
+from penstock.kv_transfer.offload.worker import OffloadingWorker
+from penstock.messages.kv_transfer import BadRange, TransferReport, TransferStatus
+from penstock.messages.outputs import CompletionOutput
+from tests.integration.test_identity_matrix import requests, run
+from tests.integration.test_identity_speculation import METHODS
+
+COUNT = 16
+NUM_DRAFTS = 3
+# The longest request fits with a block to spare, the batch does not.
+POOL = {"max_model_len": 240, "num_gpu_blocks_override": 17, "enable_prefix_caching": True}
+SPECULATORS: dict[str, dict[str, Any] | None] = {
+    "none": None,
+    **{name: {**method, "num_speculative_tokens": NUM_DRAFTS} for name, method in METHODS.items()},
+}
+
+
+def offloading(**options: Any) -> dict[str, Any]:
+    """Loads whatever can be loaded, so that what happens does not depend on the machine's speed."""
+    return {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"load_policy": "always", **options}}
+
+
+def completions(llm: LLM) -> list[CompletionOutput]:
+    prompts, params = zip(*requests()[:COUNT], strict=True)
+    return [output.outputs[0] for output in llm.generate(list(prompts), list(params), use_tqdm=False)]
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    return [each.token_ids for each in completions(llm)]
+
+
+@pytest.fixture(scope="module")
+def plain_tokens() -> list[list[int]]:
+    found, _ = run(one_by_one=True, count=COUNT)
+    return found
+
+
+def make(connector: dict[str, Any], **engine_args: Any) -> LLM:
+    return LLM(**{**POOL, "kv_transfer_config": connector, **engine_args})
+
+
+def run_again(llm: LLM) -> list[list[int]]:
+    """Once more, with nothing left in the engine's own cache."""
+    assert llm.reset_prefix_cache()
+    return tokens(llm)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("speculator", SPECULATORS)
+def test_from_memory_and_from_disk(
+    plain_tokens: list[list[int]], tmp_path: Path, speculator: str, overlap: bool
+) -> None:
+    engine_args = {"async_scheduling": overlap, "speculative_config": SPECULATORS[speculator]}
+    connector = offloading(disk_path=str(tmp_path), eviction_policy="arc" if overlap else "lru")
+    llm = make(connector, **engine_args)
+    assert tokens(llm) == plain_tokens
+    assert run_again(llm) == plain_tokens
+    stats = llm.stats()
+    assert stats.num_preemptions > 0
+    assert stats.remote_kv.num_tokens > 500
+    assert stats.remote_kv.num_failed == 0
+    llm.check_integrity()
+    llm.shutdown()
+    llm = make(connector, **engine_args)
+    assert tokens(llm) == plain_tokens
+    stats = llm.stats()
+    assert stats.connector["num_promoted"] > 30
+    assert stats.remote_kv.num_tokens > 500
+    llm.check_integrity()
+    llm.shutdown()
+
+
+@pytest.mark.parametrize("speculator", ["none", "mtp"])
+def test_a_tier_too_small_for_all(plain_tokens: list[list[int]], speculator: str) -> None:
+    """Blocks are evicted and computed again all the time."""
+    llm = make(offloading(cpu_bytes_to_use=600_000), speculative_config=SPECULATORS[speculator])
+    assert tokens(llm) == plain_tokens
+    assert run_again(llm) == plain_tokens
+    assert llm.stats().connector["num_evicted"] > 30
+    llm.check_integrity()
+    llm.shutdown()
+
+
+FAILING = {"first": 0, "middle": 2, "last": -1}
+
+
+@pytest.mark.parametrize("place", FAILING)
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("speculator", ["none", "mtp"])
+def test_a_block_that_does_not_come(
+    plain_tokens: list[list[int]], monkeypatch: pytest.MonkeyPatch, place: str, policy: str, speculator: str
+) -> None:
+    """Every second load lacks a block: computed instead, or an error and nothing else."""
+    llm = make(offloading() | {"kv_load_failure_policy": policy}, speculative_config=SPECULATORS[speculator])
+    assert tokens(llm) == plain_tokens
+    load, num_loads = OffloadingWorker._load, 0
+
+    def lossy(self: OffloadingWorker, asked: Any) -> TransferReport:
+        nonlocal num_loads
+        num_loads += 1
+        report = load(self, asked)
+        if num_loads % 2:
+            return report
+        block = sorted(asked.blocks, key=lambda each: each.index)[min(FAILING[place], len(asked.blocks) - 1)]
+        size = 16
+        self._view.write_block(block.group, block.block_id, memoryview(bytes(self._view.block_bytes(block.group))))
+        bad = BadRange(block.group, block.index * size, (block.index + 1) * size)
+        return TransferReport(report.transfer_id, report.shard, TransferStatus.FAILED, (bad,))
+
+    monkeypatch.setattr(OffloadingWorker, "_load", lossy)
+    assert llm.reset_prefix_cache()
+    outputs = completions(llm)
+    failed = [index for index, each in enumerate(outputs) if each.finish_reason == "error"]
+    assert llm.stats().remote_kv.num_failed > 0
+    assert bool(failed) == (policy == "fail")
+    for index, each in enumerate(outputs):
+        assert list(each.token_ids) == ([] if index in failed else plain_tokens[index])
+    llm.check_integrity()
+    llm.shutdown()
+
+
+def test_corrupted_files_are_found_out(plain_tokens: list[list[int]], tmp_path: Path) -> None:
+    """One file in a hundred, and at least three, loses a bit; none of them reaches a token."""
+    connector = offloading(disk_path=str(tmp_path))
+    llm = make(connector)
+    assert tokens(llm) == plain_tokens
+    llm.shutdown()
+    rng = random.Random(0)
+    files = sorted(path for path in tmp_path.rglob("*") if path.is_file())
+    victims = rng.sample(files, max(3, len(files) // 100))
+    for path in victims:
+        data = bytearray(path.read_bytes())
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        path.write_bytes(data)
+    llm = make(connector)
+    assert tokens(llm) == plain_tokens
+    assert llm.stats().connector["num_promotions_failed"] + llm.stats().connector["num_corrupted"] > 0
+    llm.shutdown()
+
+
+def test_bytes_that_change_in_memory_are_found_out(plain_tokens: list[list[int]]) -> None:
+    """The digest is checked on what has landed in the engine's cache."""
+    llm = make(offloading())
+    assert tokens(llm) == plain_tokens
+    _region(llm).chunk(0)[5] ^= 1
+    assert run_again(llm) == plain_tokens
+    assert llm.stats().connector["num_corrupted"] == 1
+    llm.shutdown()
+
+
+def _region(llm: LLM) -> Any:
+    return llm._core._executor._runner._kv_step._connectors[True]._region
+
+
+def test_example_connector(plain_tokens: list[list[int]], tmp_path: Path) -> None:
+    connector = {
+        "kv_connector": "ExampleConnector",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+    }
+    for speculator in ("none", "mtp"):
+        for expected in (0, 500):
+            llm = make(connector, speculative_config=SPECULATORS[speculator])
+            assert tokens(llm) == plain_tokens
+            assert llm.stats().remote_kv.num_tokens >= expected
+            llm.check_integrity()
+            llm.shutdown()
+    for path in sorted(path for path in tmp_path.rglob("*") if path.is_file())[::2]:
+        path.write_bytes(b"nonsense")
+    llm = make(connector)
+    assert tokens(llm) == plain_tokens
+    assert llm.stats().remote_kv.num_failed > 0
+    llm.check_integrity()
+    llm.shutdown()
+
+
+def test_several_connectors(plain_tokens: list[list[int]], tmp_path: Path) -> None:
+    example = {
+        "kv_connector": "ExampleConnector",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+    }
+    both = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [offloading(), example]}}
+    llm = make(both, speculative_config=SPECULATORS["mtp"])
+    assert tokens(llm) == plain_tokens
+    assert run_again(llm) == plain_tokens
+    stats = llm.stats()
+    assert stats.connector["OffloadingConnector.num_loads"] > 30
+    llm.check_integrity()
+    llm.shutdown()
+    # What the first child does not have, the second has.
+    llm = make(both, speculative_config=SPECULATORS["mtp"])
+    assert tokens(llm) == plain_tokens
+    assert llm.stats().remote_kv.num_tokens > 500
+    llm.shutdown()
+
+
+def test_what_a_request_says() -> None:
+    llm = make(offloading())
+    prompt = [{"prompt_token_ids": [i % 90 + 5 for i in range(100)]}]
+    for said, expected in (
+        ({"offload_policy": "none"}, 0),
+        ({"max_offload_tokens": 40}, 2),
+        ({"offload_policy": "request"}, 6),
+    ):
+        params = SamplingParams(temperature=0.0, max_tokens=2, kv_transfer_params=said)
+        llm.generate(prompt, params, use_tqdm=False)
+        llm.generate([[1, 2, 3]], params, use_tqdm=False)
+        assert llm.stats().connector["num_stored"] == expected
+        if expected < 6:
+            llm.reset_prefix_cache()
+    llm.reset_prefix_cache()
+    limited = SamplingParams(temperature=0.0, max_tokens=2, kv_transfer_params={"max_load_tokens": 32})
+    assert llm.generate(prompt, limited, use_tqdm=False)[0].num_cached_tokens == 32
+    llm.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("connector", "message"),
+    [
+        ({}, "needs a kv_connector"),
+        ({"kv_connector": "Offloading"}, "did you mean 'OffloadingConnector'"),
+        ({"kv_connector": "X", "kv_connector_module_path": "no.such.module"}, "cannot be imported"),
+        ({"kv_connector": "X", "kv_connector_module_path": "json"}, "has no 'X'"),
+        (offloading(cpu_bytes=3), "no option 'cpu_bytes'"),
+        (offloading(cpu_bytes_to_use=3), "cpu_bytes_to_use"),
+        (offloading(eviction_policy="fifo"), "one of lru, arc"),
+        (offloading(disk_path="/proc/none"), "/proc/none"),
+        ({"kv_connector": "ExampleConnector"}, "needs shared_storage_path"),
+        ({"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [1]}}, "list of objects"),
+        ({**offloading(), "kv_rank": 1}, "unknown key 'kv_rank'"),
+        ({**offloading(), "kv_load_timeout": 0}, "kv_load_timeout"),
+    ],
+)
+def test_mistakes_in_the_configuration(connector: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(connector)
+
+
+def test_the_prefix_cache_is_needed() -> None:
+    with pytest.raises(ConfigError, match="prefix cache"):
+        make(offloading(), enable_prefix_caching=False)
