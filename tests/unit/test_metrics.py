@@ -53,7 +53,9 @@ NAMES = {
     "vllm:request_queue_time_seconds", "vllm:request_success{finished_reason}",
     "vllm:request_time_per_output_token_seconds", "vllm:time_to_first_token_seconds", "penstock:client_disconnects",
     "penstock:engine_up", "penstock:http_requests{route,method,status}", "penstock:requests{phase}",
-    "penstock:seconds_without_progress", "penstock:steps", "penstock:tokens_computed",
+    "penstock:seconds_without_progress", "penstock:steps", "penstock:tokens_computed", "penstock:kv_loads",
+    "penstock:kv_loads_failed", "penstock:kv_load_timeouts", "penstock:kv_loaded_tokens",
+    "penstock:kv_connector{name}",
 }  # fmt: skip
 ATTRIBUTES = {
     "gen_ai.latency.e2e", "gen_ai.latency.time_in_model_decode", "gen_ai.latency.time_in_model_inference",
@@ -65,7 +67,7 @@ ATTRIBUTES = {
 
 
 DRAFTS = SpeculationStats(2, 5, (2, 1))
-IDLE = SchedulerStats(0, 0, 0.0, 0, 0, 0)
+IDLE = SchedulerStats(0, 0, 0.0, 0, 0, 0, connector={"num_stored": 3})
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -29,6 +29,10 @@ _TOTALS = (
     ("vllm:spec_decode_num_drafts", attrgetter("speculation.num_drafts")),
     ("vllm:spec_decode_num_draft_tokens", attrgetter("speculation.num_draft_tokens")),
     ("vllm:spec_decode_num_accepted_tokens", attrgetter("speculation.num_accepted_tokens")),
+    ("penstock:kv_loads", attrgetter("remote_kv.num_loads")),
+    ("penstock:kv_loads_failed", attrgetter("remote_kv.num_failed")),
+    ("penstock:kv_load_timeouts", attrgetter("remote_kv.num_timeouts")),
+    ("penstock:kv_loaded_tokens", attrgetter("remote_kv.num_tokens")),
 )
 _OWN_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 _OPENMETRICS = "application/openmetrics-text"
@@ -75,6 +79,7 @@ class PrometheusMetrics:
         }
         self._cache_info = gauges["vllm:cache_config_info"]
         self._accepted_per_position = counters["vllm:spec_decode_num_accepted_tokens_per_pos"]
+        self._kv_connector = gauges["penstock:kv_connector"]
         self._http_requests = counters["penstock:http_requests"]
         self._counted = SchedulerStats(0, 0, 0.0, 0, 0, 0)
         self._engine: WatchedEngine | None = None
@@ -161,6 +166,8 @@ class PrometheusMetrics:
         gauges["vllm:kv_cache_usage_perc"].set(stats.kv_cache_usage)
         gauges["penstock:engine_up"].set(engine.death is None)
         gauges["penstock:seconds_without_progress"].set(engine.seconds_without_progress)
+        for name, value in stats.connector.items():
+            self._kv_connector.labels(*self._common, name).set(value)
         num_by_phase = engine.log.num_by_phase()
         for phase, gauge in self._phases.items():
             gauge.set(num_by_phase[phase])

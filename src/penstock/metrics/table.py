@@ -107,6 +107,11 @@ METRICS = (
     # What vLLM has no name for.
     _counter("penstock:steps", "Steps that computed tokens."),
     _counter("penstock:tokens_computed", "Tokens that the model computed, of prompts and outputs, repeated ones too."),
+    _counter("penstock:kv_loads", "Loads of KV into the engine that began."),
+    _counter("penstock:kv_loads_failed", "Loads that did not bring all they were to bring."),
+    _counter("penstock:kv_load_timeouts", "Requests that waited for KV for too long, and were computed instead."),
+    _counter("penstock:kv_loaded_tokens", "Prompt tokens whose KV was loaded instead of computed."),
+    _gauge("penstock:kv_connector", "What the KV connector counts, by its own names.", "name"),
     _gauge("penstock:requests", "Requests that have not ended, by phase.", "phase"),
     _gauge("penstock:engine_up", "1 while the engine core lives."),
     _gauge("penstock:seconds_without_progress", "How long the engine has had work and computed nothing."),

@@ -261,6 +261,12 @@ class OffloadingManager:
                 else:
                     self._on_cascaded(in_flight.job, result)
 
+    def wait(self, seconds: float) -> None:
+        """Returns when `poll` may have something to take in, at the latest after so many seconds."""
+        busy = [tier for tier in self._tiers if tier.has_pending_work()]
+        for tier in busy:
+            tier.wait(seconds / len(busy))
+
     def reset(self) -> None:
         """Forgets everything, here and in the tiers; chunks in use become free as their users end."""
         self._policy.clear()

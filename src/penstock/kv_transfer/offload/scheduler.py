@@ -344,6 +344,9 @@ class OffloadingScheduler(NullSchedulerConnector):
     def has_pending_work(self) -> bool:
         return bool(self._outbox.offers or self._outbox.loads or len(self._ledger)) or self._manager.has_pending_work
 
+    def wait(self, seconds: float) -> None:
+        self._manager.wait(seconds)
+
     def counters(self) -> Mapping[str, float]:
         stats = asdict(self._manager.stats)
         del stats["tiers"]

@@ -27,7 +27,7 @@ _SAMPLING_FIELDS = (
     "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "seed", "stop", "stop_token_ids", "allowed_token_ids", "bad_words", "min_tokens", "ignore_eos",
     "include_stop_str_in_output", "skip_special_tokens", "prompt_logprobs",
-    "num_speculative_tokens",
+    "num_speculative_tokens", "kv_transfer_params",
 )  # fmt: skip
 
 

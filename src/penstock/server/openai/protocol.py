@@ -98,6 +98,7 @@ class GenerationRequest(_Request):
     priority: Annotated[int, Field(ge=-MAX_COUNT, le=MAX_COUNT)] = 0
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     num_speculative_tokens: Count | None = None
+    kv_transfer_params: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool | None = False

@@ -144,6 +144,10 @@ class SecondaryTierManager(Protocol):
         """The jobs that have ended since the last call."""
         ...
 
+    def wait(self, seconds: float) -> None:
+        """Returns when a job may have ended, at once when there is none, at the latest after so many seconds."""
+        ...
+
     def drain_jobs(self) -> None:
         """Blocks until every accepted job has ended; their results are still to be collected."""
         ...

@@ -15,7 +15,7 @@ import errno
 import queue
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -159,6 +159,10 @@ class DiskTier:
             self._collect(self._done.get())
         finished, self._finished = self._finished, []
         return finished
+
+    def wait(self, seconds: float) -> None:
+        if self._tasks:
+            wait(self._tasks, seconds, FIRST_COMPLETED)
 
     def drain_jobs(self) -> None:
         while self._tasks:
