@@ -1,10 +1,15 @@
 """Speculative decoding beside the plain run: tokens per second and acceptance, by task, method and batch size.
 
-    python bench/speculation.py [--model demo] [--batch 1 8] [--rounds 3] [--methods ngram mtp ...] [--temperature 1]
+    python bench/speculation.py [--model demo] [--batch 1 8] [--rounds 3] [--methods ...] [--temperature 1]
+    python bench/speculation.py --model bench/shapes/qwen3-0.6b --synthetic 0.76 0.45 0.34 --methods "mtp K=1" ...
 
 The tasks repeat what stands in the prompt to different degrees: `lookup` answers questions about facts, `copy` repeats
-a list, `json` turns a sentence into JSON, `story` goes on freely. Plain and drafted runs alternate; printed are the
-plain run's median tokens per second, and for each method the ratio of the medians and the share of right drafts.
+a list, `json` turns a sentence into JSON, `schema` does so within a JSON schema, `story` goes on freely. Plain and
+drafted runs alternate; printed are the plain run's median tokens per second, and for each method the ratio of the
+medians and the share of right drafts; then the table of drafts by batch size that the figures ask for.
+
+With `--synthetic` the weights are random and drafts are accepted by chance, each place with its own probability once
+those before it are accepted: what an engine of that shape would do with a drafter that good.
 """
 
 from __future__ import annotations
@@ -14,16 +19,36 @@ import statistics
 import time
 from typing import Any
 
-from penstock import LLM, SamplingParams
+from penstock import LLM, SamplingParams, StructuredOutputsParams
 
 NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Felix", "Greta", "Hugo")
 PLACES = ("red box", "blue cup", "old shed", "green bag", "tall jar", "white hut", "small bowl", "grey tent")
 FACTS = " ".join(f"The key of {name} is in the {place}." for name, place in zip(NAMES, PLACES, strict=True))
-TASKS = {
-    "lookup": [f"{FACTS} Where is the key of {name}?" for name in NAMES],
-    "copy": [f"Repeat this list: {', '.join(PLACES[i:] + PLACES[:i])}." for i in range(8)],
-    "json": [f"Write this as JSON: name {name}, place {PLACES[i]}, count {i}." for i, name in enumerate(NAMES)],
-    "story": [f"Tell a short story about {name}." for name in NAMES],
+AS_JSON = [f"Write this as JSON: name {name}, place {PLACES[i]}, count {i}." for i, name in enumerate(NAMES)]
+TEXT, COUNT = {"type": "string", "maxLength": 40}, {"type": "integer"}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "items": {
+            "type": "array",
+            "minItems": 4,
+            "items": {
+                "type": "object",
+                "properties": {"name": TEXT, "place": TEXT, "count": COUNT},
+                "required": ["name", "place", "count"],
+                "additionalProperties": False,
+            },
+        }
+    },
+    "required": ["items"],
+    "additionalProperties": False,
+}
+TASKS: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "lookup": ([f"{FACTS} Where is the key of {name}?" for name in NAMES], {}),
+    "copy": ([f"Repeat this list: {', '.join(PLACES[i:] + PLACES[:i])}." for i in range(8)], {}),
+    "json": (AS_JSON, {}),
+    "schema": (AS_JSON, {"structured_outputs": StructuredOutputsParams(json=SCHEMA)}),
+    "story": ([f"Tell a short story about {name}." for name in NAMES], {}),
 }
 METHODS: dict[str, dict[str, Any]] = {
     "ngram K=3": {"method": "ngram", "num_speculative_tokens": 3},
@@ -34,46 +59,91 @@ METHODS: dict[str, dict[str, Any]] = {
     "eagle3 K=3": {"method": "eagle3", "model": "demo/eagle3", "num_speculative_tokens": 3},
     "mtp K=3 drawn": {"method": "mtp", "num_speculative_tokens": 3, "draft_sample_method": "probabilistic"},
 }
+PROMPT_TOKENS = 64
 
 
 def main() -> None:
+    args = parse_arguments()
+    settings = {"plain": None, **{name: configured(METHODS[name], args) for name in args.methods}}
+    engines = {name: make(args, each) for name, each in settings.items()}
+    print("| task | batch | " + " | ".join(engines) + " |\n" + "|---" * (len(engines) + 2) + "|")
+    ratios: dict[tuple[str, int], list[float]] = {}
+    for task in args.tasks:
+        for batch in args.batch:
+            rates: dict[str, list[float]] = {name: [] for name in engines}
+            accepted: dict[str, float] = {}
+            for number in range(args.rounds + 1):
+                for name, llm in engines.items():
+                    rate, accepted[name] = measure(llm, task, batch, args)
+                    if number:
+                        rates[name].append(rate)
+            plain = statistics.median(rates["plain"])
+            cells = [f"{plain:.0f}"]
+            for name in list(engines)[1:]:
+                ratio = statistics.median(rates[name]) / plain
+                ratios.setdefault((name, batch), []).append(ratio)
+                cells.append(f"{ratio:.2f}x ({100 * accepted[name]:.0f} %)")
+            print(f"| {task} | {batch} | " + " | ".join(cells) + " |", flush=True)
+    print_tables(ratios, args.batch)
+
+
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--methods", nargs="+", default=list(METHODS)[:-1], choices=METHODS)
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
     parser.add_argument("--temperature", type=float, default=0.0, help="drawn drafts need one")
+    parser.add_argument("--synthetic", type=float, nargs="+", help="acceptance by place, with random weights")
     args = parser.parse_args()
-    settings = {"plain": None, **{name: METHODS[name] for name in args.methods}}
-    engines = {name: LLM(args.model, max_model_len=1024, speculative_config=each) for name, each in settings.items()}
-    params = SamplingParams(temperature=args.temperature, max_tokens=args.output_len, ignore_eos=True)
-    print("| task | batch | " + " | ".join(engines) + " |\n" + "|---" * (len(engines) + 2) + "|")
-    for task, questions in TASKS.items():
-        for batch in args.batch:
-            rates: dict[str, list[float]] = {name: [] for name in engines}
-            accepted = {}
-            for number in range(args.rounds + 1):
-                for name, llm in engines.items():
-                    seconds, accepted[name] = measure(llm, questions[:batch], params)
-                    if number:
-                        rates[name].append(batch * args.output_len / seconds)
-            plain = statistics.median(rates["plain"])
-            cells = [f"{plain:.0f}"]
-            for name in list(engines)[1:]:
-                rate = statistics.median(rates[name])
-                cells.append(f"{rate / plain:.2f}x ({100 * accepted[name]:.0f} %)")
-            print(f"| {task} | {batch} | " + " | ".join(cells) + " |", flush=True)
+    if args.synthetic:
+        args.tasks = ["random"]
+    return args
 
 
-def measure(llm: LLM, questions: list[str], params: SamplingParams) -> tuple[float, float]:
-    """Seconds for all questions together, and the share of drafts that was right."""
+def configured(method: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    if not args.synthetic:
+        return method
+    rates = args.synthetic[: method["num_speculative_tokens"]]
+    return {**method, "rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
+
+
+def make(args: argparse.Namespace, speculative: dict[str, Any] | None) -> LLM:
+    random = {"load_format": "dummy", "skip_tokenizer_init": True} if args.synthetic else {}
+    return LLM(args.model, max_model_len=1024, kv_cache_memory=512 << 20, speculative_config=speculative, **random)
+
+
+def measure(llm: LLM, task: str, batch: int, args: argparse.Namespace) -> tuple[float, float]:
+    """Tokens per second for a batch of the task, and the share of drafts that was right."""
     llm.reset_prefix_cache()
+    questions, extra = TASKS.get(task, ([], {}))
+    # Within a schema the answer ends when it is complete.
+    params = SamplingParams(temperature=args.temperature, max_tokens=args.output_len, ignore_eos=not extra, **extra)
     started = time.perf_counter()
-    outputs = llm.chat([[{"role": "user", "content": text}] for text in questions], params, use_tqdm=False)
+    if questions:
+        outputs = llm.chat([[{"role": "user", "content": text}] for text in questions[:batch]], params, use_tqdm=False)
+    else:
+        prompts = [[(i * 31 + j * 7) % 1000 for j in range(PROMPT_TOKENS)] for i in range(batch)]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.perf_counter() - started
     drafted = sum(output.num_draft_tokens for output in outputs)
-    return seconds, sum(output.num_accepted_tokens for output in outputs) / max(1, drafted)
+    num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    return num_tokens / seconds, sum(output.num_accepted_tokens for output in outputs) / max(1, drafted)
+
+
+def print_tables(ratios: dict[tuple[str, int], list[float]], batches: list[int]) -> None:
+    """For every kind of drafter the number of drafts that won at each batch size, none where plain decoding did."""
+    for kind in dict.fromkeys(METHODS[name]["method"] for name, _ in ratios):
+        table: dict[str, int] = {}
+        for batch in sorted(batches):
+            best = (1.0, 0)
+            for (name, its_batch), found in ratios.items():
+                if its_batch == batch and METHODS[name]["method"] == kind and "drawn" not in name:
+                    best = max(best, (statistics.median(found), METHODS[name]["num_speculative_tokens"]))
+            table[str(batch)] = best[1]
+        print(f'{kind}: "num_speculative_tokens_per_batch_size": {table}')
 
 
 if __name__ == "__main__":
