@@ -46,6 +46,11 @@ class KVStep:
         self._metadata: KVConnectorMetadata = NO_METADATA
         self._finished_request_ids: frozenset[str] = frozenset()
 
+    @property
+    def hooks(self) -> WorkerConnector:
+        """Whose layer hooks this step's forward pass calls."""
+        return self._connectors[self._active.layerwise]
+
     def begin(self, plan: SchedulerOutput) -> None:
         """Before the step writes anything; loads that its own tokens need have begun when this returns."""
         self._advance(KVStepState.BOUND)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from penstock.attention.metadata import NO_HOOKS, ForwardContext
+from penstock.attention.metadata import ForwardContext
 from penstock.config.engine import SchedulerConfig
 from penstock.config.speculative import SpeculativeConfig
 from penstock.kernels.prepare_inputs import store_sampled
@@ -91,7 +91,6 @@ class ModelRunner:
         self._parked: ExecuteModelState | None = None
         self._kv_step = KVStep(connector)
         connector.register_kv_caches(TorchKVCacheView(cache))
-        self._layer_hooks = connector if connector.layerwise else NO_HOOKS
 
     @torch.inference_mode()
     def execute_model(self, plan: SchedulerOutput) -> None:
@@ -216,7 +215,7 @@ class ModelRunner:
     def _make_context(self, batch: InputBatch) -> ForwardContext:
         metadata = make_attention_metadata(batch, self._blocks)
         by_layer = {name: view for names, view in zip(self._layers_of_group, metadata, strict=True) for name in names}
-        return ForwardContext(by_layer, self._cache.tensors, self._layer_hooks)
+        return ForwardContext(by_layer, self._cache.tensors, self._kv_step.hooks)
 
     def _make_sampling_batch(self, batch: InputBatch, grammars: GrammarOutput) -> SamplingBatch:
         index = batch.sampling_np[batch.logits_request_np]

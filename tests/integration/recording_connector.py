@@ -1,0 +1,73 @@
+"""A connector from outside Penstock's tree that moves nothing and writes down what it is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.kv_transfer.factory import ConnectorContext
+from penstock.kv_transfer.null import NullSchedulerConnector, NullWorkerConnector
+from penstock.kv_transfer.view import KVCacheView
+from penstock.messages.kv_transfer import KVConnectorMetadata, KVConnectorOutput, ShardId
+from penstock.messages.scheduler_output import SchedulerOutput
+
+CALLS: list[tuple[str, object]] = []
+
+
+@dataclass(frozen=True)
+class StepNumber(KVConnectorMetadata):
+    step: int = 0
+    sync: bool = False
+
+    @property
+    def has_sync_loads(self) -> bool:
+        return self.sync
+
+
+class RecordingConnector:
+    def __init__(self, context: ConnectorContext) -> None:
+        self.sync = bool(context.config.kv_connector_extra_config.get("sync"))
+
+    def make_scheduler_connector(self) -> RecordingScheduler:
+        return RecordingScheduler(self.sync)
+
+    def make_worker_connector(self, shard: ShardId) -> RecordingWorker:
+        return RecordingWorker()
+
+
+class RecordingScheduler(NullSchedulerConnector):
+    def __init__(self, sync: bool) -> None:
+        self.sync = sync
+
+    def build_connector_meta(self, plan: SchedulerOutput) -> StepNumber:
+        CALLS.append(("build", plan.step))
+        return StepNumber(plan.step, self.sync)
+
+
+class RecordingWorker(NullWorkerConnector):
+    layerwise = True
+
+    def register_kv_caches(self, view: KVCacheView) -> None:
+        self.view = view
+
+    def begin_step(self, metadata: KVConnectorMetadata) -> None:
+        assert isinstance(metadata, StepNumber)
+        CALLS.append(("begin", metadata.step))
+
+    def start_load_kv(self) -> None:
+        CALLS.append(("load", None))
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        CALLS.append(("layer load", layer_name))
+
+    def save_kv_layer(self, layer_name: str) -> None:
+        CALLS.append(("layer save", layer_name))
+
+    def get_finished(self, finished_request_ids: frozenset[str]) -> KVConnectorOutput:
+        CALLS.append(("finished", finished_request_ids))
+        return KVConnectorOutput()
+
+    def wait_for_save(self) -> None:
+        CALLS.append(("save", b"".join(bytes(part) for part in self.view.block_parts(0, 1))))
+
+    def end_step(self) -> None:
+        CALLS.append(("end", None))

@@ -1,0 +1,71 @@
+"""Completion by identity: which reports complete a transfer, and which change nothing."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from penstock.kv_transfer.aggregate import aggregate
+from penstock.kv_transfer.ledger import TransferLedger, bad_ranges
+from penstock.messages.kv_transfer import NO_OUTPUT, BadRange, KVConnectorOutput, TransferReport, TransferStatus
+
+DONE, FAILED = TransferStatus.DONE, TransferStatus.FAILED
+SHARDS = frozenset({(0, 0), (0, 1), (1, 0)})
+
+
+def report(shard: tuple[int, int], status: TransferStatus = DONE, *bad: BadRange, name: str = "t") -> TransferReport:
+    return TransferReport(name, shard, status, bad)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(sorted(SHARDS))))
+def test_a_transfer_is_complete_when_every_shard_has_reported(order: tuple[tuple[int, int], ...]) -> None:
+    ledger = TransferLedger()
+    ledger.open("t", SHARDS)
+    for shard in order[:-1]:
+        assert ledger.apply(report(shard)) == ()
+        assert ledger.apply(report(shard)) == (), "a duplicate completes nothing"
+    assert [each.shard for each in ledger.apply(report(order[-1]))] == sorted(SHARDS)
+    assert ledger.apply(report(order[0])) == (), "a late one is about a transfer that nobody knows"
+    assert (ledger.num_duplicates, ledger.num_unknown, len(ledger)) == (2, 1, 0)
+    ledger.check_integrity()
+
+
+def test_as_many_reports_as_shards_are_not_enough() -> None:
+    ledger = TransferLedger()
+    ledger.open("t", SHARDS)
+    strange = [report((0, 0)), report((0, 0), FAILED), report((9, 9)), report((0, 1), name="other")]
+    assert [ledger.apply(each) for each in strange] == [()] * 4
+    assert "t" in ledger
+    assert (ledger.num_duplicates, ledger.num_unknown) == (1, 2)
+
+
+def test_a_name_is_used_once() -> None:
+    ledger = TransferLedger()
+    ledger.open("t", SHARDS)
+    with pytest.raises(AssertionError, match="twice"):
+        ledger.open("t", SHARDS)
+    with pytest.raises(AssertionError, match="nobody"):
+        ledger.open("u", ())
+
+
+def test_what_is_missing_is_what_any_shard_misses() -> None:
+    first, second = BadRange(0, 16, 32), BadRange(1, 48, 64)
+    assert bad_ranges([report((0, 0)), report((0, 1))], 2, 16, 64) == ()
+    assert bad_ranges([report((0, 0), FAILED, first), report((0, 1), FAILED, second, first)], 2, 16, 64) == (
+        first,
+        second,
+    )
+    # A failure without ranges has brought nothing.
+    assert bad_ranges([report((0, 0)), report((0, 1), FAILED)], 2, 16, 64) == (BadRange(0, 16, 64), BadRange(1, 16, 64))
+
+
+def test_aggregation_is_a_union() -> None:
+    one = KVConnectorOutput((report((0, 0)), report((0, 1))), {"bytes": 3.0})
+    other = KVConnectorOutput((report((1, 0)), report((0, 1))), {"bytes": 4.0, "loads": 1.0})
+    both, reverse = aggregate([one, other, NO_OUTPUT]), aggregate([other, NO_OUTPUT, one])
+    assert set(both.reports) == set(reverse.reports) == {report(shard) for shard in SHARDS}
+    assert len(both.reports) == 3
+    assert both.counters == reverse.counters == {"bytes": 7.0, "loads": 1.0}
+    assert aggregate([one]) == one
+    assert aggregate([]).is_empty
