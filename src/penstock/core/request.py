@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.core.block_hash import BlockHash, extend_chain, root_hash
+from penstock.messages.kv_transfer import TransferId
 from penstock.messages.outputs import FinishReason
 from penstock.messages.requests import EngineRequest
 from penstock.messages.runner_output import TokenLogprobs
@@ -69,6 +70,11 @@ class Request:
         self._block_size = block_size
         self._root_hash = root_hash(data.cache_salt)
         self._extend_hashes()
+
+    @property
+    def hold_id(self) -> TransferId:
+        """Names its blocks where they outlive it: its id may be in use again by then."""
+        return f"{self.request_id}/hold-{self.arrival_index}"
 
     @property
     def num_tokens(self) -> int:

@@ -381,7 +381,7 @@ class Scheduler:
         action = self.connector.request_finished(request, block_ids)
         if holds_blocks:
             if action is FinishAction.HOLD:
-                self.kv.hold(request.request_id, block_ids, 0, None, writes=False)
+                self.kv.hold(request.hold_id, block_ids, 0, None, writes=False)
             self.kv.release(request, self._step)
 
     # ---- Check ----

@@ -35,6 +35,11 @@ class RequestView(Protocol):
     @property
     def request_id(self) -> str: ...
     @property
+    def hold_id(self) -> TransferId:
+        """Names what `request_finished` holds of it. Clients give a request id again; this comes only once."""
+        ...
+
+    @property
     def block_hashes(self) -> Sequence[bytes]:
         """One per full block of known tokens, chained from the start of the prompt."""
         ...
@@ -76,7 +81,7 @@ class LoadEnded:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """Nobody reads the blocks any more that `request_finished` held under this name."""
+    """Nobody reads the blocks any more that `request_finished` held under this name, the request's `hold_id`."""
 
     transfer_id: TransferId
 
@@ -85,7 +90,7 @@ ConnectorEvent = LoadEnded | Released
 
 
 class FinishAction(enum.Enum):
-    """What becomes of a finished request's blocks. HOLD keeps them until `Released(request_id)`."""
+    """What becomes of a finished request's blocks. HOLD keeps them until `Released(request.hold_id)`."""
 
     FREE = "free"
     HOLD = "hold"
