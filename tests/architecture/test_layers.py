@@ -36,12 +36,24 @@ ALLOWED = {
         "messages",
         "utils",
     },
+    "simulation": {"engine", "core", "kv_transfer", "config", "messages", "utils"},
     "server": {"engine", "metrics", "config", "messages", "utils"},
     "loadgen": {"messages", "utils"},
-    "cli": {"server", "loadgen", "engine", "config", "messages", "utils"},
+    "cli": {"server", "loadgen", "simulation", "engine", "config", "messages", "utils"},
 }
 
-WITHOUT_TORCH = ("utils", "messages", "config", "core", "kv_transfer", "grammar", "metrics", "server", "loadgen")
+WITHOUT_TORCH = (
+    "utils",
+    "messages",
+    "config",
+    "core",
+    "kv_transfer",
+    "grammar",
+    "metrics",
+    "server",
+    "loadgen",
+    "simulation",
+)
 
 # Models may build on one another only through these bases.
 MODEL_BASES = {"interface", "weights", "llama"}

@@ -46,6 +46,7 @@ FLAGS = {
     "generate": ENGINE_FLAGS | SAMPLING_FLAGS | {"--prompt", "--chat", "--json"},
     "chat": ENGINE_FLAGS | SAMPLING_FLAGS | {"--system"},
     "bench throughput": ENGINE_FLAGS | BENCH_FLAGS | {"--num-prompts"},
+    "simulate": {"--count", "--jobs", "--list", "--scenario", "--seed"},
     "bench latency": ENGINE_FLAGS | BENCH_FLAGS | {"--batch-size", "--num-iters", "--num-iters-warmup"},
 }
 

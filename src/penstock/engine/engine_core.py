@@ -13,7 +13,7 @@ from penstock.messages.requests import EngineRequest
 from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.messages.scheduler_output import SchedulerOutput
 from penstock.messages.stats import RequestEvent, RequestEventKind, SchedulerStats, StepReport
-from penstock.utils.clock import SystemClock
+from penstock.utils.clock import Clock, SystemClock
 from penstock.utils.errors import EngineDeadError
 
 # How long a step without work waits for a grammar that is being compiled, or for KV that is on its way.
@@ -28,14 +28,21 @@ _Processed = tuple[int, list[EngineOutput]]
 class EngineCore:
     """Owns the scheduler and the steps in flight, at most `max_num_in_flight`. One thread drives it."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor, max_num_in_flight: int, debug: bool = False) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        max_num_in_flight: int,
+        debug: bool = False,
+        clock: Clock = SystemClock(),  # noqa: B008 - it has no state
+    ) -> None:
         self._scheduler = scheduler
         self._executor = executor
         self._max_num_in_flight = max_num_in_flight
         self._debug = debug
         self._failure: Exception | None = None
         self._in_flight: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()
-        self._clock = SystemClock()
+        self._clock = clock
         self._events: list[RequestEvent] = []
 
     def add_request(self, request: EngineRequest) -> None:

@@ -19,6 +19,7 @@ from penstock.config.engine import SchedulerConfig
 from penstock.config.speculative import SpeculativeConfig
 from penstock.kernels.prepare_inputs import store_sampled
 from penstock.kv_transfer.connector import WorkerConnector
+from penstock.kv_transfer.kv_step import KVStep
 from penstock.kv_transfer.null import NullWorkerConnector
 from penstock.messages.kv_cache_spec import NULL_BLOCK
 from penstock.messages.runner_output import ModelRunnerOutput, TokenLogprobs
@@ -28,7 +29,6 @@ from penstock.runner.block_tables import BlockTables
 from penstock.runner.buffers import to_device
 from penstock.runner.input_batch import InputBatch, make_attention_metadata, make_input_batch
 from penstock.runner.kv_cache_view import TorchKVCacheView
-from penstock.runner.kv_step import KVStep
 from penstock.runner.load import KVCache, LoadedModel
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling.logprobs import token_logprobs

@@ -6,6 +6,7 @@
     ├── OverloadedError   the request is right, but there is no room for it now; becomes an HTTP 503
     ├── GrammarError      one request's grammar cannot go on; the request ends with it
     ├── WireError         another process sent what is no message
+    ├── PeerError         another engine cannot be reached, or has refused; whoever needs it goes on without it
     └── EngineDeadError   the engine core has stopped and can serve nothing more; becomes an HTTP 503
 
 A failed `assert` is a bug in Penstock. Input from a client never meets one.
@@ -41,6 +42,10 @@ class GrammarError(PenstockError):
 
 class WireError(PenstockError):
     """What another process sent is no message; the connection is of no use any more."""
+
+
+class PeerError(PenstockError):
+    """A peer is not there, is not who it was, or refuses. Never fatal: what was wanted of it is computed here."""
 
 
 class EngineDeadError(PenstockError):

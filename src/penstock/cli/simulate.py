@@ -1,0 +1,86 @@
+"""`penstock simulate`: engines, clients and faults on one clock, from a seed (docs/SIMULATION.md)."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+from tqdm import tqdm
+
+from penstock.cli.counts import count, count_from_zero
+from penstock.simulation.scenarios import SCENARIOS, replay_line, run_scenario
+from penstock.simulation.world import RunResult
+from penstock.utils.errors import ConfigError
+from penstock.utils.names import did_you_mean
+
+_VIOLATION = 1
+_SEEDS_PER_TASK = 10
+
+Run = tuple[str, int]
+"""A scenario and a seed."""
+
+
+def add_parser(subparsers: Any) -> None:
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        "simulate", help="check the engine's promises in a simulated world of faults"
+    )
+    parser.add_argument("--scenario", default="all", help="a name from --list, or all (default: all)")
+    parser.add_argument("--seed", type=count_from_zero, default=0, help="the first seed (default: 0)")
+    parser.add_argument("--count", type=count, default=1, help="seeds per scenario (default: 1)")
+    parser.add_argument("--jobs", type=count, default=1, help="processes (default: 1)")
+    parser.add_argument("--list", action="store_true", help="show the scenarios and the failures they come from")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 when all promises were kept, 1 with the line that replays the first world in which one was broken."""
+    if args.list:
+        width = max(map(len, SCENARIOS))
+        for scenario in SCENARIOS.values():
+            print(f"{scenario.name:{width}}  {scenario.origin}")
+        return 0
+    if args.scenario != "all" and args.scenario not in SCENARIOS:
+        hint = did_you_mean(args.scenario, tuple(SCENARIOS))
+        raise ConfigError(f"--scenario: there is no {args.scenario!r}{hint}; `penstock simulate --list` shows all")
+    names = list(SCENARIOS) if args.scenario == "all" else [args.scenario]
+    runs = [(name, seed) for seed in range(args.seed, args.seed + args.count) for name in names]
+    num_ticks = 0
+    with tqdm(total=len(runs), unit="world", disable=not sys.stderr.isatty(), leave=False) as bar:
+        for (name, seed), result in _results(runs, args.jobs):
+            bar.update()
+            num_ticks += result.num_ticks
+            if result.violation:
+                bar.close()
+                _report(name, seed, result)
+                return _VIOLATION
+    print(f"{len(runs)} worlds, {num_ticks} ticks, no violation")
+    return 0
+
+
+def _results(runs: list[Run], jobs: int) -> Iterator[tuple[Run, RunResult]]:
+    """In the order of `runs`, so that the first violation is the same with any number of processes."""
+    if jobs == 1:
+        for each in runs:
+            yield each, run_scenario(*each)
+        return
+    with ProcessPoolExecutor(jobs) as pool:
+        try:
+            tasks = [runs[start : start + _SEEDS_PER_TASK] for start in range(0, len(runs), _SEEDS_PER_TASK)]
+            for results in pool.map(_run_all, tasks):
+                yield from results
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _run_all(runs: list[Run]) -> list[tuple[Run, RunResult]]:
+    return [(each, run_scenario(*each)) for each in runs]
+
+
+def _report(name: str, seed: int, result: RunResult) -> None:
+    print(f"tick {result.num_ticks}: {result.violation}")
+    for line in result.trace:
+        print(f"  {line}")
+    print(replay_line(name, seed))

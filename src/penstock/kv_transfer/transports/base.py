@@ -1,0 +1,111 @@
+"""What a transport is: it moves bytes between registered memory of two engines, and tells how that ended.
+
+Lifecycle: `register` all memory; exchange `descriptor()`s; `connect`; any number of `submit` and `poll`; `close`.
+Threading: one thread calls a transport. Nothing but `wait` blocks.
+
+Failure. Bytes of a transfer may land in any order and at any time from its submission on, also after it has been found
+to fail: a one-sided operation is not over because one side has lost patience with it. Therefore there are two kinds of
+failure. After FAILED_SETTLED nothing of the transfer can move any more. After FAILED_UNSETTLED something still can: its
+destination (of a READ the local runs, of a WRITE the remote ones) must not be used for anything, and its source must
+not change, until `poll` says FAILED_SETTLED. `disconnect` brings that about for everything under way to a peer, also
+for what is PENDING for too long.
+
+An implementor must not raise out of `poll`, report DONE before the last byte has landed, let bytes move after DONE or
+FAILED_SETTLED, change its mind after either, or let a peer of an earlier incarnation in: a descriptor names one life of
+one endpoint, and after a restart it is stale for ever.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+PeerId = str
+"""Names a connected peer in this transport."""
+
+
+class Operation(enum.StrEnum):
+    READ = "read"
+    """From the peer's memory into one's own."""
+    WRITE = "write"
+    """From one's own memory into the peer's."""
+
+
+class TransferState(enum.StrEnum):
+    PENDING = "pending"
+    DONE = "done"
+    FAILED_SETTLED = "failed_settled"
+    FAILED_UNSETTLED = "failed_unsettled"
+
+    @property
+    def is_settled(self) -> bool:
+        """Nothing of the transfer moves any more."""
+        return self in (TransferState.DONE, TransferState.FAILED_SETTLED)
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRun:
+    """`num_bytes` contiguous bytes on both sides: offsets into regions by the names they were registered under."""
+
+    local_region: str
+    local_offset: int
+    remote_region: str
+    remote_offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Notification:
+    """What a peer attached to a transfer. It comes after the transfer's bytes; it may come twice, or never."""
+
+    peer: PeerId
+    message: bytes
+
+
+class TransferHandle(Protocol):
+    """One submitted transfer; opaque. It can be polled for as long as it is kept."""
+
+
+class DataTransport(Protocol):
+    def register(self, region: str, memory: memoryview) -> None:
+        """Makes memory reachable for transfers, from here and from connected peers; it must not move until `close`."""
+        ...
+
+    def descriptor(self) -> bytes:
+        """What a peer needs to connect to this life of this endpoint."""
+        ...
+
+    def connect(self, descriptor: bytes) -> PeerId:
+        """Returns the peer, connected. Idempotent. Raises PeerError when it cannot be reached or has another life."""
+        ...
+
+    def submit(
+        self, operation: Operation, peer: PeerId, runs: Sequence[CopyRun], notify: bytes = b""
+    ) -> TransferHandle:
+        """Begins to copy the runs; the peer gets `notify`, if any, when all have landed.
+
+        Raises PeerError, and begins nothing, when the peer is not connected or has no such memory.
+        """
+        ...
+
+    def poll(self, handle: TransferHandle) -> TransferState:
+        """How the transfer stands."""
+        ...
+
+    def wait(self, handles: Sequence[TransferHandle], seconds: float) -> None:
+        """Returns when the state of one of them may have changed, at the latest after so many seconds."""
+        ...
+
+    def notifications(self) -> list[Notification]:
+        """What peers have sent since the last call, in order of arrival."""
+        ...
+
+    def disconnect(self, peer: PeerId) -> None:
+        """Gives the peer up: what is under way to it ends, in a while, as FAILED_SETTLED. `connect` makes it anew."""
+        ...
+
+    def close(self) -> None:
+        """Ends everything and frees the memory: when this returns, nothing moves any more. Idempotent."""
+        ...

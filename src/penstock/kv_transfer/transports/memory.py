@@ -1,0 +1,297 @@
+"""A transport within one process, on a manual clock, that does whatever a script of faults tells it.
+
+Bytes are copied when their time has come, in two parts, out of memory as it is at that moment: whoever reuses a source
+or reads a destination too early gets what a one-sided transfer would give him.
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from penstock.kv_transfer.transports.base import (
+    CopyRun,
+    Notification,
+    Operation,
+    PeerId,
+    TransferHandle,
+    TransferState,
+)
+from penstock.utils.clock import ManualClock
+from penstock.utils.errors import PeerError
+
+
+class FaultKind(enum.StrEnum):
+    NONE = "none"
+    DROP = "drop"
+    """Nothing moves, and nobody is told."""
+    LOST_COMPLETION = "lost_completion"
+    """Everything lands, and nobody is told."""
+    DIE = "die"
+    """Ends as FAILED_SETTLED behind the first part of the bytes."""
+    DIE_UNSETTLED = "die_unsettled"
+    """Ends as FAILED_UNSETTLED behind the first part; the rest lands `late_by` seconds later."""
+    CORRUPT = "corrupt"
+    """DONE, and one byte is wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What happens to one transfer: it takes `delay` seconds, and `at` of its bytes (0 to 1) land first."""
+
+    kind: FaultKind = FaultKind.NONE
+    delay: float = 0.0
+    at: float = 0.5
+    late_by: float = 0.0
+    duplicates_notification: bool = False
+
+
+NO_FAULT = Fault()
+
+FaultScript = Callable[[Operation, int], Fault]
+"""From the operation and its number of bytes to what shall happen to it."""
+
+
+@dataclass(slots=True, eq=False)
+class _Transfer:
+    owner: MemoryTransport
+    peer: MemoryTransport
+    operation: Operation
+    runs: tuple[CopyRun, ...]
+    state: TransferState = TransferState.PENDING
+    is_cut: bool = False
+    num_events: int = 0
+
+    def settle(self, state: TransferState) -> None:
+        if not self.state.is_settled:
+            self.state = state
+        self.is_cut = True
+
+    def copy(self, start: int, end: int) -> None:
+        """Copies bytes [start, end) of all runs, one after the other."""
+        position = 0
+        for run in self.runs:
+            first, last = max(start - position, 0), min(end - position, run.num_bytes)
+            position += run.num_bytes
+            if first < last and not self.is_cut:
+                local = self.owner.memory[run.local_region][run.local_offset :][first:last]
+                remote = self.peer.memory[run.remote_region][run.remote_offset :][first:last]
+                if self.operation is Operation.READ:
+                    local[:] = remote
+                else:
+                    remote[:] = local
+
+    def corrupt(self, at: int) -> None:
+        """Flips a bit of byte `at` at its destination."""
+        for run in self.runs:
+            if at < run.num_bytes:
+                is_read = self.operation is Operation.READ
+                region = self.owner.memory[run.local_region] if is_read else self.peer.memory[run.remote_region]
+                region[(run.local_offset if is_read else run.remote_offset) + at] ^= 1
+                return
+            at -= run.num_bytes
+
+
+@dataclass(order=True, slots=True)
+class _Event:
+    time: float
+    number: int
+    action: Callable[[], None] = field(compare=False)
+
+
+class MemoryFabric:
+    """What connects the endpoints. `drain` is how long after a `disconnect` bytes may still land."""
+
+    def __init__(
+        self, clock: ManualClock, script: FaultScript = lambda _operation, _size: NO_FAULT, drain: float = 0.0
+    ):
+        self.clock = clock
+        self.script = script
+        self.drain = drain
+        self._endpoints: dict[str, MemoryTransport] = {}
+        self._lives: dict[str, int] = {}
+        self._transfers: dict[_Transfer, None] = {}
+        self._events: list[_Event] = []
+        self._num_events = 0
+        # While an event happens it is that event's time, however far the clock has been moved.
+        self._now = clock.now()
+
+    def endpoint(self, name: str) -> MemoryTransport:
+        """A new life of the endpoint `name`; the one before it, if any, must have ended."""
+        assert name not in self._endpoints, f"endpoint {name} is still alive"
+        self._lives[name] = self._lives.get(name, 0) + 1
+        self._endpoints[name] = MemoryTransport(self, name, self._lives[name])
+        return self._endpoints[name]
+
+    def find(self, name: str, life: int) -> MemoryTransport:
+        found = self._endpoints.get(name)
+        if found is None:
+            raise PeerError(f"peer {name} is gone")
+        if found.life != life:
+            raise PeerError(f"peer {name} lives its life {found.life}, not {life}")
+        return found
+
+    def run(self) -> None:
+        """Lets everything happen whose time has come."""
+        while self._events and self._events[0].time <= self.clock.now():
+            event = heapq.heappop(self._events)
+            self._now = event.time
+            event.action()
+        self._now = self.clock.now()
+
+    def run_next(self, deadline: float) -> None:
+        """Moves the clock to the next event, at the latest to the deadline, and lets it happen."""
+        then = min([deadline, *(event.time for event in self._events[:1])])
+        self.clock.advance(max(0.0, then - self.clock.now()))
+        self.run()
+
+    def crash(self, transport: MemoryTransport) -> None:
+        """The endpoint's process dies. What it has begun to write elsewhere may be on its way and still lands."""
+        self._endpoints.pop(transport.name, None)
+        for transfer in self._transfers:
+            if transfer.peer is transport:
+                transfer.settle(TransferState.FAILED_SETTLED)
+
+    def is_quiet(self, transport: MemoryTransport) -> bool:
+        """Nothing that the endpoint has begun moves any more."""
+        return not any(each.owner is transport and each.num_events and not each.is_cut for each in self._transfers)
+
+    def moving(self, owner: MemoryTransport) -> Iterator[tuple[Operation, CopyRun]]:
+        """What transfers of this endpoint may still touch."""
+        for transfer in self._transfers:
+            if transfer.owner is owner and not transfer.is_cut:
+                yield from ((transfer.operation, run) for run in transfer.runs)
+
+    def begin(self, transfer: _Transfer, notify: bytes) -> None:
+        """Schedules what the script says about a new transfer."""
+        self.run()
+        size = sum(run.num_bytes for run in transfer.runs)
+        fault = self.script(transfer.operation, size)
+        self._transfers[transfer] = None
+        if fault.kind is FaultKind.DROP:
+            return
+        split = int(size * fault.at)
+        self._at(fault.delay / 2, transfer, lambda: transfer.copy(0, split))
+        match fault.kind:
+            case FaultKind.DIE:
+                self._at(fault.delay, transfer, lambda: transfer.settle(TransferState.FAILED_SETTLED))
+            case FaultKind.DIE_UNSETTLED:
+                self._at(fault.delay, transfer, lambda: self._lose(transfer, split, size, fault.late_by))
+            case _:
+                self._at(fault.delay, transfer, lambda: self._complete(transfer, split, size, fault, notify))
+
+    def settle_later(self, transfers: Sequence[_Transfer]) -> None:
+        self.run()
+        for transfer in transfers:
+            self._at(self.drain, transfer, lambda each=transfer: each.settle(TransferState.FAILED_SETTLED))
+
+    def transfers_of(self, owner: MemoryTransport) -> list[_Transfer]:
+        return [each for each in self._transfers if each.owner is owner]
+
+    def _lose(self, transfer: _Transfer, split: int, size: int, late_by: float) -> None:
+        transfer.state = TransferState.FAILED_UNSETTLED
+
+        def land() -> None:
+            transfer.copy(split, size)
+            transfer.settle(TransferState.FAILED_SETTLED)
+
+        self._at(late_by, transfer, land)
+
+    def _complete(self, transfer: _Transfer, split: int, size: int, fault: Fault, notify: bytes) -> None:
+        transfer.copy(split, size)
+        if fault.kind is FaultKind.LOST_COMPLETION:
+            return
+        if fault.kind is FaultKind.CORRUPT and size:
+            transfer.corrupt(split % size)
+        transfer.settle(TransferState.DONE)
+        if notify:
+            news = Notification(transfer.owner.peer_id, notify)
+            transfer.peer.inbox += [news] * (1 + fault.duplicates_notification)
+
+    def _at(self, delay: float, transfer: _Transfer, action: Callable[[], None]) -> None:
+        def act() -> None:
+            transfer.num_events -= 1
+            if not transfer.is_cut:
+                action()
+            if transfer.is_cut:
+                self._transfers.pop(transfer, None)
+
+        transfer.num_events += 1
+        self._num_events += 1
+        heapq.heappush(self._events, _Event(self._now + delay, self._num_events, act))
+
+
+class MemoryTransport:
+    """One life of one endpoint (`DataTransport`)."""
+
+    def __init__(self, fabric: MemoryFabric, name: str, life: int) -> None:
+        self.name = name
+        self.life = life
+        self.memory: dict[str, memoryview] = {}
+        self.inbox: list[Notification] = []
+        self._fabric = fabric
+        self._peers: dict[PeerId, MemoryTransport] = {}
+
+    @property
+    def peer_id(self) -> PeerId:
+        return f"{self.name}#{self.life}"
+
+    def register(self, region: str, memory: memoryview) -> None:
+        self.memory[region] = memory.cast("B")
+
+    def descriptor(self) -> bytes:
+        return self.peer_id.encode()
+
+    def connect(self, descriptor: bytes) -> PeerId:
+        name, _, life = descriptor.decode(errors="replace").rpartition("#")
+        if not life.isdigit():
+            raise PeerError(f"{descriptor!r} is no descriptor of an endpoint")
+        peer = self._fabric.find(name, int(life))
+        self._peers[peer.peer_id] = peer
+        return peer.peer_id
+
+    def submit(
+        self, operation: Operation, peer: PeerId, runs: Sequence[CopyRun], notify: bytes = b""
+    ) -> TransferHandle:
+        if peer not in self._peers:
+            raise PeerError(f"{peer} is not connected")
+        target = self._peers[peer]
+        self._fabric.find(target.name, target.life)
+        for run in runs:
+            _check_range(self, run.local_region, run.local_offset, run.num_bytes)
+            _check_range(target, run.remote_region, run.remote_offset, run.num_bytes)
+        transfer = _Transfer(self, target, operation, tuple(runs))
+        self._fabric.begin(transfer, notify)
+        self._fabric.run()
+        return transfer
+
+    def poll(self, handle: TransferHandle) -> TransferState:
+        self._fabric.run()
+        assert isinstance(handle, _Transfer), handle
+        return handle.state
+
+    def wait(self, handles: Sequence[TransferHandle], seconds: float) -> None:
+        self._fabric.run_next(self._fabric.clock.now() + seconds)
+
+    def notifications(self) -> list[Notification]:
+        self._fabric.run()
+        news, self.inbox = self.inbox, []
+        return news
+
+    def disconnect(self, peer: PeerId) -> None:
+        target = self._peers.pop(peer, None)
+        self._fabric.settle_later([each for each in self._fabric.transfers_of(self) if each.peer is target])
+
+    def close(self) -> None:
+        for transfer in self._fabric.transfers_of(self):
+            transfer.settle(TransferState.FAILED_SETTLED)
+        self._fabric.crash(self)
+        self._peers.clear()
+
+
+def _check_range(transport: MemoryTransport, region: str, offset: int, num_bytes: int) -> None:
+    size = len(transport.memory.get(region, b""))
+    if offset < 0 or num_bytes < 0 or offset + num_bytes > size:
+        raise PeerError(f"{transport.peer_id} has no bytes [{offset}, {offset + num_bytes}) in {region!r}")

@@ -1,0 +1,1 @@
+"""A deterministic world of engines, clients and faults, in which every token can be checked."""

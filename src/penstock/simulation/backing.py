@@ -1,0 +1,199 @@
+"""What stands behind the engines of a world, and outlives them: a connector's two parts are made here.
+
+A new connector joins the simulation with one entry in `BACKINGS`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from penstock.kv_transfer.connector import SchedulerConnector, WorkerConnector
+from penstock.kv_transfer.null import NullSchedulerConnector, NullWorkerConnector
+from penstock.kv_transfer.transports.base import Operation
+from penstock.kv_transfer.transports.memory import Fault, FaultKind, MemoryFabric, MemoryTransport
+from penstock.messages.kv_cache_spec import KVCacheConfig
+from penstock.messages.kv_transfer import ShardId
+from penstock.simulation.oracle import OracleLayer
+from penstock.simulation.ranks import RankConfig
+from penstock.simulation.setup import Setup
+from penstock.simulation.store import BlockStore, Entry, Part, StorePolicy, StoreScheduler
+from penstock.simulation.store_worker import StoreWorker
+from penstock.utils.clock import ManualClock
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One life of one engine. `cache` is the whole engine's, its ranks have parts of it."""
+
+    name: str
+    life: int
+    cache: KVCacheConfig
+    ranks: RankConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A connector for one life of one engine, with a worker part for each of its ranks."""
+
+    scheduler: SchedulerConnector
+    workers: Mapping[ShardId, WorkerConnector]
+
+
+@dataclass(frozen=True, slots=True)
+class Touch:
+    """A transfer under way may write a block of an engine at any moment, or read it."""
+
+    block_id: int
+    writes: bool
+
+
+class Backing(Protocol):
+    def attach(self, site: Site) -> Parts:
+        """A new life of an engine begins; the one before it has crashed."""
+        ...
+
+    def crash(self, name: str) -> None:
+        """The engine of that name has died, with whatever was under way."""
+        ...
+
+    def restart(self) -> None:
+        """What stands behind the engines dies and comes back empty."""
+        ...
+
+    def tick(self) -> None:
+        """Time has passed."""
+        ...
+
+    def touching(self, name: str) -> Iterable[Touch]:
+        """The blocks of that engine's memory that transfers may touch from now on."""
+        ...
+
+    def check(self, contents: Callable[[int, bytes, str, int], bytes | None]) -> None:
+        """Recomputes what must be true. `contents(group, block hash, layer, head)` is what a block must hold, None for
+        a hash that no request has."""
+        ...
+
+    def check_idle(self) -> None:
+        """Nothing is left over when no request is."""
+        ...
+
+
+class NoBacking:
+    """Engines whose KV stays where it is."""
+
+    def attach(self, site: Site) -> Parts:
+        return Parts(NullSchedulerConnector(), {shard: NullWorkerConnector() for shard in site.ranks.shards})
+
+    def crash(self, name: str) -> None: ...
+
+    def restart(self) -> None: ...
+
+    def tick(self) -> None: ...
+
+    def touching(self, name: str) -> Iterable[Touch]:
+        return ()
+
+    def check(self, contents: Callable[[int, bytes, str, int], bytes | None]) -> None: ...
+
+    def check_idle(self) -> None: ...
+
+
+class StoreBacking:
+    """The block store of `simulation/store.py`, which all engines share."""
+
+    def __init__(self, world: BackingContext) -> None:
+        setup = world.setup
+        self._setup = setup
+        self._clock = world.clock
+        self._fabric = MemoryFabric(world.clock, world.fault_of, setup.drain)
+        self._store = BlockStore(self._fabric, setup.layers, setup.block_size, setup.store_places)
+        self._endpoints: dict[str, list[MemoryTransport]] = {}
+        self._strides: dict[str, int] = {}
+        self._checked: set[Entry] = set()
+
+    def attach(self, site: Site) -> Parts:
+        setup, ranks = self._setup, site.ranks
+        workers: dict[ShardId, WorkerConnector] = {}
+        shards: dict[ShardId, tuple[MemoryTransport, list[Part]]] = {}
+        for shard in ranks.shards:
+            transport = self._fabric.endpoint(f"{site.name}-{shard[0]}.{shard[1]}")
+            layers, heads = ranks.layers_of(shard[0]), ranks.heads_of(shard[1])
+            shards[shard] = transport, [(name, head) for name in _in_order(layers) for head in heads]
+            workers[shard] = StoreWorker(shard, transport, self._store, self._clock, setup.patience, setup.num_staging)
+        self._endpoints[site.name] = [transport for transport, _ in shards.values()]
+        self._strides[site.name] = self._store.part_bytes * len(ranks.heads_of(0))
+        policy = StorePolicy(
+            sync_share=setup.sync_share, direct_saves=setup.direct_saves, lookup_seconds=setup.lookup_seconds
+        )
+        life = f"{site.name}.{site.life}"
+        return Parts(StoreScheduler(self._store, site.cache, shards, policy, self._clock, life), workers)
+
+    def crash(self, name: str) -> None:
+        for transport in self._endpoints.pop(name):
+            self._fabric.crash(transport)
+            self._store.forget_saver(transport)
+        self._store.forget_reader(name)
+
+    def restart(self) -> None:
+        self._store.restart()
+
+    def tick(self) -> None:
+        self._fabric.run()
+        self._store.tick()
+
+    def touching(self, name: str) -> Iterable[Touch]:
+        for transport in self._endpoints.get(name, ()):
+            for operation, run in self._fabric.moving(transport):
+                if run.local_region != "staging":
+                    yield Touch(run.local_offset // self._strides[name], operation is Operation.READ)
+
+    def check(self, contents: Callable[[int, bytes, str, int], bytes | None]) -> None:
+        for entry in self._store.entries.values():
+            if entry.is_ready and entry not in self._checked:
+                self._checked.add(entry)
+                self._store.check_digests(entry, contents)
+
+    def check_idle(self) -> None:
+        self._store.tick()
+        self._store.check_idle()
+
+
+def _in_order(layers: tuple[OracleLayer, ...]) -> list[str]:
+    """Layer names as a cache lists them: group by group, a group's draft layers behind the others."""
+    return [layer.name for layer in sorted(layers, key=lambda layer: (layer.group, layer.is_draft))]
+
+
+class BackingContext:
+    """What a backing may use of its world: the clock, and what shall happen to each transfer."""
+
+    def __init__(self, setup: Setup, clock: ManualClock, rng: random.Random) -> None:
+        self.setup = setup
+        self.clock = clock
+        self.has_faults = True
+        self._rng = rng
+
+    def fault_of(self, operation: Operation, num_bytes: int) -> Fault:
+        """Draws the fate of a transfer."""
+        rng, faults = self._rng, self.setup.faults
+        delay = rng.uniform(0.0, faults.max_delay if rng.random() < faults.slow else 0.004)
+        kind = FaultKind.NONE
+        if self.has_faults:
+            kinds = (
+                FaultKind.DROP,
+                FaultKind.LOST_COMPLETION,
+                FaultKind.DIE,
+                FaultKind.DIE_UNSETTLED,
+                FaultKind.CORRUPT,
+            )
+            weights = (faults.drop, faults.lost_completion, faults.die, faults.die_unsettled, faults.corrupt)
+            kind = rng.choices((FaultKind.NONE, *kinds), (1 - sum(weights), *weights))[0]
+        return Fault(kind, delay, rng.random(), rng.uniform(0.0, 0.5), rng.random() < faults.repeated)
+
+
+BACKINGS: dict[str, Callable[[BackingContext], Backing]] = {
+    "none": lambda context: NoBacking(),
+    "store": StoreBacking,
+}

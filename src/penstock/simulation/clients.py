@@ -1,0 +1,154 @@
+"""Clients: which requests come when, what becomes of them, and whether every token they got is right."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+from penstock.messages.outputs import EngineOutput, FinishReason
+from penstock.messages.requests import EngineRequest
+from penstock.messages.sampling_params import SamplingParams
+from penstock.simulation.oracle import VOCAB_SIZE, Answer, Answers
+from penstock.simulation.setup import Setup
+from penstock.simulation.trace import ViolationError
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """A request in an engine. `abort_at` is a tick; `next_engine` takes over when it has ended."""
+
+    request: EngineRequest
+    answer: Answer
+    expected: list[int]
+    engine: str
+    abort_at: int
+    next_engine: str = ""
+    received: list[int] = field(default_factory=list[int])
+
+    def take(self, output: EngineOutput, policy: str) -> None:
+        """Checks what the engine has delivered. Raises ViolationError for a wrong token, end or error."""
+        name = self.request.request_id
+        self.received += output.new_token_ids
+        if self.received != self.expected[: len(self.received)]:
+            at = next(i for i, token in enumerate(self.received) if [token] != self.expected[i : i + 1])
+            raise ViolationError(f"{name} got a wrong token at position {at} of its output", name)
+        match output.finish_reason:
+            case FinishReason.STOP | FinishReason.LENGTH:
+                if self.received != self.expected:
+                    raise ViolationError(
+                        f"{name} ended after {len(self.received)} of {len(self.expected)} tokens", name
+                    )
+            case FinishReason.ERROR:
+                if policy != "fail" or "kv_load_failure_policy" not in (output.error or ""):
+                    raise ViolationError(f"{name} ended with an error: {output.error}", name)
+            case FinishReason.ABORT:
+                raise ViolationError(f"{name} was aborted by nobody", name)
+            case None:
+                pass
+
+
+class Clients:
+    """Draws requests. `names` are the engines."""
+
+    def __init__(self, setup: Setup, rng: random.Random, answers: Answers, names: list[str]) -> None:
+        self._setup = setup
+        self._traffic = setup.traffic
+        self._rng = rng
+        self._answers = answers
+        self._names = names
+        self._stems = [self._random_tokens(self._traffic.max_stem) for _ in range(self._traffic.num_stems)]
+        self._used_ids: list[str] = []
+        self._num_drawn = 0
+
+    @property
+    def is_done(self) -> bool:
+        """All requests have been drawn."""
+        return self._num_drawn >= self._traffic.num_requests
+
+    def arrivals(self, tick: int, live: dict[str, LiveRequest]) -> list[LiveRequest]:
+        """What comes in this tick."""
+        if self.is_done or self._rng.random() >= self._traffic.arrival:
+            return []
+        self._num_drawn += 1
+        return [self._draw(tick, live)]
+
+    def again(self, lost: LiveRequest, tick: int) -> LiveRequest:
+        """The same request once more, whose first attempt an engine took with it."""
+        return LiveRequest(
+            lost.request, lost.answer, lost.expected, lost.engine, self._abort_at(tick), lost.next_engine
+        )
+
+    def handed_over(self, done: LiveRequest, tick: int) -> LiveRequest:
+        """What follows a prefill in another engine: the whole request."""
+        request = self._with_output(done.request, self._traffic.max_output)
+        expected = self._expected(request, done.answer)
+        return LiveRequest(request, done.answer, expected, done.next_engine, self._abort_at(tick))
+
+    def _draw(self, tick: int, live: dict[str, LiveRequest]) -> LiveRequest:
+        rng, traffic = self._rng, self._traffic
+        prompt = tuple(self._prompt())
+        answer = self._answers.of(prompt)
+        max_tokens = min(rng.randrange(1, traffic.max_output + 1), self._setup.max_model_len - len(prompt))
+        stop: frozenset[int] = frozenset()
+        if rng.random() < traffic.stop:
+            stop = frozenset([rng.choice(answer.output(max_tokens))])
+        request = EngineRequest(
+            request_id=self._request_id(live),
+            prompt_token_ids=prompt,
+            sampling_params=SamplingParams(
+                temperature=0.0, max_tokens=max_tokens, num_speculative_tokens=rng.choice([None, None, None, 0, 2])
+            ),
+            max_tokens=max_tokens,
+            seed=0,
+            stop_token_ids=stop,
+            priority=rng.randrange(3),
+            cache_salt=rng.choice(traffic.salts),
+        )
+        engine = rng.choice(self._names)
+        if not traffic.handoff:
+            return LiveRequest(request, answer, self._expected(request, answer), engine, self._abort_at(tick))
+        request = self._with_output(request, 1)
+        other = rng.choice([name for name in self._names if name != engine])
+        return LiveRequest(request, answer, self._expected(request, answer), engine, self._abort_at(tick), other)
+
+    def _with_output(self, request: EngineRequest, max_tokens: int) -> EngineRequest:
+        most = min(max_tokens, self._setup.max_model_len - len(request.prompt_token_ids))
+        return EngineRequest(
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            sampling_params=SamplingParams(temperature=0.0, max_tokens=most),
+            max_tokens=most,
+            seed=0,
+            cache_salt=request.cache_salt,
+        )
+
+    def _prompt(self) -> list[int]:
+        rng, traffic = self._rng, self._traffic
+        stem = rng.choice(self._stems)
+        # Whole blocks, and one token more or less, are where prefix caches go wrong.
+        size = self._setup.block_size
+        length = rng.choice([rng.randrange(len(stem) + 1), rng.randrange(len(stem) // size + 1) * size])
+        suffix = rng.choice([0, 0, 1, rng.randrange(traffic.max_suffix + 1)])
+        prompt = stem[:length] + self._random_tokens(suffix)
+        return prompt or self._random_tokens(1)
+
+    def _request_id(self, live: dict[str, LiveRequest]) -> str:
+        free = [name for name in self._used_ids if name not in live]
+        if free and self._rng.random() < self._traffic.reuse:
+            return self._rng.choice(free)
+        self._used_ids.append(f"r{len(self._used_ids)}")
+        return self._used_ids[-1]
+
+    def _random_tokens(self, count: int) -> list[int]:
+        return [self._rng.randrange(VOCAB_SIZE) for _ in range(count)]
+
+    def _abort_at(self, tick: int) -> int:
+        if self._rng.random() < self._traffic.abort:
+            return tick + self._rng.randrange(30)
+        return -1
+
+    @staticmethod
+    def _expected(request: EngineRequest, answer: Answer) -> list[int]:
+        tokens = answer.output(request.max_tokens)
+        stops = [index for index, token in enumerate(tokens) if token in request.stop_token_ids]
+        return tokens[: stops[0] + 1] if stops else tokens

@@ -1,0 +1,106 @@
+"""What must be true of an engine after every step, worked out from memory, transfers and prompts alone."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterable
+
+from penstock.core.request import RequestStatus
+from penstock.messages.kv_cache_spec import NULL_BLOCK
+from penstock.simulation.backing import Touch
+from penstock.simulation.oracle import Answer
+from penstock.simulation.sim_engine import SimEngine
+from penstock.simulation.trace import ViolationError, block_name
+
+
+class Contents:
+    """What a published block must hold, by its hash: from the prompts, with hashes worked out here again."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._known: dict[bytes, tuple[Answer, int]] = {}
+
+    def add(self, answer: Answer, cache_salt: str | None, max_tokens: int) -> None:
+        """All blocks that a request may fill."""
+        tokens = answer.token_ids[: answer.num_prompt_tokens] + answer.output(max_tokens)
+        parent = hashlib.sha256(b"penstock block chain\0" + (cache_salt or "").encode()).digest()
+        for index in range(len(tokens) // self._block_size):
+            part = tokens[index * self._block_size : (index + 1) * self._block_size]
+            parent = hashlib.sha256(parent + array("q", part).tobytes()).digest()
+            self._known.setdefault(parent, (answer, index))
+
+    def find(self, group: int, block_hash: bytes, layer_name: str, head: int) -> bytes | None:
+        """What one head of one layer of that block must hold; None when no request has the hash."""
+        if block_hash not in self._known:
+            return None
+        answer, index = self._known[block_hash]
+        return answer.slots(layer_name, head, index * self._block_size, (index + 1) * self._block_size)
+
+
+def check_engine(engine: SimEngine, contents: Contents, touching: Iterable[Touch], *, everything: bool) -> None:
+    """Raises ViolationError. With `everything`, all published blocks are read again and not only the new ones."""
+    check_transfers(engine, touching)
+    check_counts(engine)
+    if everything:
+        check_published(engine, contents, engine.pool.published())
+    else:
+        check_published(engine, contents, engine.pool.newly_published)
+    engine.pool.newly_published.clear()
+
+
+def check_transfers(engine: SimEngine, touching: Iterable[Touch]) -> None:
+    """No transfer may read a block that can be handed out, or write one that anybody else can read."""
+    for touch in touching:
+        name = block_name(touch.block_id)
+        if touch.block_id == NULL_BLOCK:
+            raise ViolationError(f"a transfer of {engine.name} touches the null block", name)
+        if engine.pool.is_available(touch.block_id):
+            raise ViolationError(f"a transfer of {engine.name} touches {name}, which is free", name)
+        if touch.writes and engine.pool.is_published(touch.block_id):
+            raise ViolationError(f"a transfer of {engine.name} writes {name}, which others may read", name)
+
+
+def check_counts(engine: SimEngine) -> None:
+    """exact <= upper bound <= allocated slots, for every request that runs."""
+    for request in engine.running_requests():
+        name = request.request_id
+        if request.status is not RequestStatus.RUNNING:
+            raise ViolationError(f"{name} runs and is {request.status}", name)
+        slots = len(engine.kv.block_ids(request)[0]) * engine.kv.block_size
+        if request.num_computed_tokens > slots:
+            raise ViolationError(f"{name} counts {request.num_computed_tokens} tokens in {slots} slots", name)
+        row = engine.executor.rows.get(name)
+        if row is None or not engine.executor.is_idle or row.answer.num_prompt_tokens != request.num_prompt_tokens:
+            continue
+        exact, processed = row.num_computed, request.num_processed_tokens
+        if not processed <= exact <= request.num_computed_tokens:
+            counts = f"{processed} <= {exact} <= {request.num_computed_tokens}"
+            raise ViolationError(f"{name} has computed counts that disagree: {counts}", name)
+
+
+def check_published(engine: SimEngine, contents: Contents, blocks: Iterable[tuple[int, tuple[int, bytes]]]) -> None:
+    """What can be found in the prefix cache is, in every layer of every rank, what the prompt leads to."""
+    for block_id, (group, block_hash) in blocks:
+        name = block_name(block_id)
+        for rank in engine.executor.ranks.values():
+            for layer_name in rank.memory.layer_names(group):
+                for head in rank.heads:
+                    right = contents.find(group, block_hash, layer_name, head)
+                    if right is None:
+                        raise ViolationError(f"{name} of {engine.name} has a hash that no prompt has", name)
+                    if rank.memory.head_bytes(layer_name, block_id, head) != right:
+                        raise ViolationError(f"{name} of {engine.name} is published, and {layer_name} wrong", name)
+
+
+def check_idle(engine: SimEngine) -> None:
+    """Nothing is left over of any request: P3."""
+    pool = engine.pool
+    if pool.num_available != pool.num_usable:
+        missing = [block_name(i) for i in range(1, pool.num_usable + 1) if not pool.is_available(i)]
+        raise ViolationError(f"{engine.name} is idle and misses {len(missing)} blocks", *missing)
+    if engine.executor.rows:
+        raise ViolationError(f"{engine.name} is idle and has rows", *engine.executor.rows)
+    if engine.scheduler.connector.has_pending_work:
+        raise ViolationError(f"{engine.name} is idle and its connector is not")
+    engine.core.check_integrity()

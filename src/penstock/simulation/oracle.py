@@ -1,0 +1,204 @@
+"""Memory and a model whose every token depends on every KV slot that it reads.
+
+A slot holds, in every layer and for each of two heads, a digest of (token, position, layer, head, digest of the slot
+before). The next token is a function of the digests *read through the block table* in every layer. A wrong block, a
+stale or torn slot, a bad rewind, a lost window or a layer that did not travel therefore changes the output, and the
+right output is `continuation`, a pure function of the prompt.
+
+Memory that nobody has written is poison, never zero.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from zlib import crc32
+
+from penstock.messages.kv_cache_spec import AttachedLayer, KVCacheConfig, KVCacheGroup, KVCacheSpec
+from penstock.messages.kv_transfer import ShardId
+
+NUM_HEADS = 2
+WORD_BYTES = 4
+"""Bytes of a slot in one layer and head."""
+
+VOCAB_SIZE = 4093
+_POISON = bytes.fromhex("efbeadde")
+_MASK = 0xFFFFFFFF
+
+
+def layer_salts(layer_name: str) -> tuple[int, ...]:
+    """What tells the layer's heads from all others."""
+    return tuple(crc32(f"{layer_name}/{head}".encode()) for head in range(NUM_HEADS))
+
+
+def slot_digest(token: int, position: int, salt: int, before: int) -> int:
+    """32 bits. `before` is the digest that the slot before holds, 0 at the start."""
+    value = (before ^ (token * 0x9E3779B1 + position * 0x85EBCA77 + salt)) * 0xC2B2AE3D & _MASK
+    return value ^ (value >> 15)
+
+
+@dataclass(frozen=True, slots=True)
+class OracleLayer:
+    """`group` is its KV group; `window` is how many slots a query sees, 0 for all. A draft layer decides no token."""
+
+    name: str
+    group: int
+    window: int
+    is_draft: bool = False
+
+    def first_seen(self, position: int) -> int:
+        """The first slot that decides the token at `position`."""
+        return max(0, position - self.window) if self.window else 0
+
+
+def make_layers(windows: Sequence[int], num_layers: int, has_drafter: bool) -> tuple[OracleLayer, ...]:
+    """`num_layers` layers in each of the groups, one group per window; the drafter's layer lies in the first group."""
+    layers = [
+        OracleLayer(f"layer.{number}.{group}", group, window)
+        for number in range(num_layers)
+        for group, window in enumerate(windows)
+    ]
+    return (*layers, OracleLayer("draft.0", 0, windows[0], is_draft=True)) if has_drafter else tuple(layers)
+
+
+def cache_config(layers: Sequence[OracleLayer], num_blocks: int, block_size: int, num_heads: int) -> KVCacheConfig:
+    """The cache of a rank that has these layers and so many heads of each."""
+
+    def spec(window: int) -> KVCacheSpec:
+        # Keys and values of one 16-bit number each: WORD_BYTES a slot and head.
+        return KVCacheSpec(num_heads, 1, "bfloat16", window)
+
+    groups: dict[int, list[OracleLayer]] = {}
+    for layer in layers:
+        if not layer.is_draft:
+            groups.setdefault(layer.group, []).append(layer)
+    return KVCacheConfig(
+        num_blocks,
+        block_size,
+        tuple(KVCacheGroup(tuple(each.name for each in of), spec(of[0].window)) for _, of in sorted(groups.items())),
+        tuple(AttachedLayer(each.name, spec(each.window), each.group) for each in layers if each.is_draft),
+    )
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a prompt leads to: its tokens and their continuation, and what every slot must hold."""
+
+    layers: tuple[OracleLayer, ...]
+    num_prompt_tokens: int
+    token_ids: list[int]
+    chains: dict[tuple[str, int], array[int]] = field(default_factory=dict[tuple[str, int], "array[int]"])
+
+    def output(self, count: int) -> list[int]:
+        """The first `count` tokens behind the prompt."""
+        self._extend(self.num_prompt_tokens + count)
+        return self.token_ids[self.num_prompt_tokens : self.num_prompt_tokens + count]
+
+    def token(self, position: int) -> int:
+        self._extend(position + 1)
+        return self.token_ids[position]
+
+    def slots(self, layer_name: str, head: int, start: int, end: int) -> bytes:
+        """What the slots [start, end) must hold."""
+        self._extend(end)
+        return self._chain(layer_name, head, end)[start:end].tobytes()
+
+    def draft_checksum(self, layer: OracleLayer, position: int) -> int:
+        """Of the slots that a drafter sees when it guesses the token at `position`."""
+        checksum = 0
+        for head in range(NUM_HEADS):
+            checksum = crc32(self.slots(layer.name, head, layer.first_seen(position), position), checksum)
+        return checksum
+
+    def _extend(self, length: int) -> None:
+        for position in range(len(self.token_ids), length):
+            checksum = 0
+            for layer in self.layers:
+                for head in range(0 if layer.is_draft else NUM_HEADS):
+                    chain = self._chain(layer.name, head, position)
+                    checksum = crc32(chain[layer.first_seen(position) : position].tobytes(), checksum)
+            self.token_ids.append(checksum % VOCAB_SIZE)
+
+    def _chain(self, layer_name: str, head: int, length: int) -> array[int]:
+        chain = self.chains.setdefault((layer_name, head), array("I"))
+        salt = layer_salts(layer_name)[head] if len(chain) < length else 0
+        for position in range(len(chain), length):
+            before = chain[position - 1] if position else 0
+            chain.append(slot_digest(self.token_ids[position], position, salt, before))
+        return chain
+
+
+class Answers:
+    """The right answer to every prompt, computed once."""
+
+    def __init__(self, layers: tuple[OracleLayer, ...]) -> None:
+        self._layers = layers
+        self._answers: dict[tuple[int, ...], Answer] = {}
+
+    def of(self, prompt: tuple[int, ...]) -> Answer:
+        if prompt not in self._answers:
+            self._answers[prompt] = Answer(self._layers, len(prompt), list(prompt))
+        return self._answers[prompt]
+
+
+class OracleMemory:
+    """One rank's KV memory, a `KVCacheView`. A block of a layer is [heads of the rank, block_size] words.
+
+    As in a real cache, the j-th layer of every group lies in the same memory.
+    """
+
+    def __init__(self, config: KVCacheConfig, shard: ShardId, heads: range) -> None:
+        self.config = config
+        self.shard = shard
+        self.heads = heads
+        self.block_size = config.block_size
+        self.stride = len(heads) * config.block_size * WORD_BYTES
+        shared = [
+            bytearray(_POISON * (config.num_blocks * self.stride // WORD_BYTES)) for _ in range(config.num_tensors)
+        ]
+        self.regions: dict[str, bytearray] = {}
+        for group in config.groups:
+            self.regions.update(zip(group.layer_names, shared, strict=False))
+        for layer in config.attached:
+            self.regions[layer.name] = bytearray(_POISON * (config.num_blocks * self.stride // WORD_BYTES))
+        self.words = {name: memoryview(region).cast("I") for name, region in self.regions.items()}
+        self._names = [
+            (*group.layer_names, *(layer.name for layer in config.attached if layer.group == number))
+            for number, group in enumerate(config.groups)
+        ]
+
+    def layer_names(self, group: int) -> tuple[str, ...]:
+        return self._names[group]
+
+    def block_bytes(self, group: int) -> int:
+        return self.stride * len(self._names[group])
+
+    def layer_bytes(self, layer_name: str) -> int:
+        return self.stride
+
+    def read_block(self, group: int, block_id: int, into: memoryview) -> None:
+        for number, name in enumerate(self._names[group]):
+            self.read_layer(name, block_id, into[number * self.stride : (number + 1) * self.stride])
+
+    def write_block(self, group: int, block_id: int, data: memoryview) -> None:
+        for number, name in enumerate(self._names[group]):
+            self.write_layer(name, block_id, data[number * self.stride : (number + 1) * self.stride])
+
+    def read_layer(self, layer_name: str, block_id: int, into: memoryview) -> None:
+        into[:] = memoryview(self.regions[layer_name])[block_id * self.stride : (block_id + 1) * self.stride]
+
+    def write_layer(self, layer_name: str, block_id: int, data: memoryview) -> None:
+        memoryview(self.regions[layer_name])[block_id * self.stride : (block_id + 1) * self.stride] = data
+
+    def head_bytes(self, layer_name: str, block_id: int, head: int) -> memoryview:
+        """One head of a block of a layer, [block_size] words."""
+        start = block_id * self.stride + (head - self.heads.start) * self.block_size * WORD_BYTES
+        return memoryview(self.regions[layer_name])[start : start + self.block_size * WORD_BYTES]
+
+    def poison(self, block_ids: Iterable[int]) -> None:
+        """Nothing may read what these blocks held."""
+        filler = _POISON * (self.stride // WORD_BYTES)
+        for block_id in block_ids:
+            for region in self.regions.values():
+                region[block_id * self.stride : (block_id + 1) * self.stride] = filler

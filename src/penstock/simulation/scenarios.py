@@ -1,0 +1,317 @@
+"""The catalogue: what is set up, and which failure of the field's engines it comes from.
+
+The labels F1 to F35, C1 to C15 name reports and classes of bugs collected from the public issue trackers of serving
+engines; docs/SIMULATION.md has the list.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from penstock.simulation.setup import Faults, Setup
+from penstock.simulation.world import RunResult, World
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """`origin` is one line on the failure; `draw` makes a world's setup from a seed's randomness."""
+
+    name: str
+    origin: str
+    draw: Callable[[random.Random], Setup]
+
+
+def run_scenario(name: str, seed: int) -> RunResult:
+    """The world that scenario and seed decide, to its end."""
+    rng = random.Random(f"{name} {seed}")
+    setup = SCENARIOS[name].draw(rng)
+    return World(setup, f"{name} {seed} world").run()
+
+
+def replay_line(name: str, seed: int) -> str:
+    """The command that runs the same world again."""
+    return f"penstock simulate --scenario {name} --seed {seed}"
+
+
+def _base(rng: random.Random) -> Setup:
+    """What every scenario varies: depth, budget, room, attention, split."""
+    return Setup(
+        topologies=(rng.choice([(1, 1), (1, 1), (2, 1), (1, 2), (2, 2)]),),
+        windows=rng.choice([(0,), (0,), (0, 9), (6,)]),
+        depth=rng.choice([1, 2, 2, 3]),
+        max_num_batched_tokens=rng.choice([3, 8, 16, 40]),
+        max_num_seqs=rng.choice([2, 6]),
+        spare_blocks=rng.choice([0, 4, 30]),
+        policy=rng.choice(["fcfs", "fcfs", "priority"]),
+    )
+
+
+def _speculating(setup: Setup, rng: random.Random) -> Setup:
+    drafts = rng.choice([1, 2, 4])
+    return replace(
+        setup,
+        drafts=drafts,
+        drafts_under_load=rng.choice([drafts, drafts - 1]),
+        has_drafter=rng.random() < 0.8,
+        acceptance=rng.choice([0.0, 0.5, 0.9, 1.0]),
+        tells_gaps=rng.random() < 0.5,
+    )
+
+
+def _two(setup: Setup, rng: random.Random) -> Setup:
+    """Two engines on one store, as they are split or each in its own way."""
+    other = rng.choice([setup.topologies[0], (1, 1), (2, 1), (1, 2)])
+    setup = _traffic(setup, arrival=rng.choice([0.1, 0.3]), reset=rng.choice([0.0, 0.2]))
+    return replace(setup, topologies=(*setup.topologies, other))
+
+
+def _faulty(setup: Setup, **rates: float) -> Setup:
+    return replace(setup, faults=replace(setup.faults, **rates))
+
+
+def _traffic(setup: Setup, **changes: object) -> Setup:
+    return replace(setup, traffic=replace(setup.traffic, **changes))  # pyright: ignore[reportArgumentType]
+
+
+def _plain(rng: random.Random) -> Setup:
+    return replace(_base(rng), backing="none", prefix_caching=rng.random() < 0.7)
+
+
+def _spec_plain(rng: random.Random) -> Setup:
+    return _speculating(_plain(rng), rng)
+
+
+def _reject_all(rng: random.Random) -> Setup:
+    return replace(
+        _spec_plain(rng), acceptance=rng.choice([0.0, 0.3]), depth=rng.choice([2, 3]), drafts=4, has_drafter=True
+    )
+
+
+def _depth_of_drafts(rng: random.Random) -> Setup:
+    return replace(_spec_plain(rng), drafts=rng.choice([2, 4]), drafts_under_load=0, depth=rng.choice([1, 2, 3]))
+
+
+def _tiny_pool(rng: random.Random) -> Setup:
+    setup = _traffic(_plain(rng), num_requests=14, arrival=0.8, abort=0.3, max_output=20)
+    return replace(setup, spare_blocks=rng.choice([0, 1]), max_num_seqs=6)
+
+
+def _full_hits(rng: random.Random) -> Setup:
+    return _traffic(replace(_base(rng), backing="none"), num_stems=1, max_suffix=1, num_requests=14)
+
+
+def _tenants(rng: random.Random) -> Setup:
+    return _traffic(_two(_base(rng), rng), salts=(None, "a", "b"), num_stems=1)
+
+
+def _reuse(rng: random.Random) -> Setup:
+    setup = _traffic(_speculating(_two(_base(rng), rng), rng), reuse=0.9, abort=0.5, arrival=0.6, num_requests=14)
+    return replace(setup, direct_saves=rng.random() < 0.5, depth=rng.choice([2, 3]))
+
+
+def _rows(rng: random.Random) -> Setup:
+    setup = _traffic(_plain(rng), reuse=0.9, abort=0.5, arrival=0.8, num_requests=16, max_output=8)
+    return replace(setup, topologies=((2, rng.choice([1, 2])),), depth=rng.choice([2, 3]), max_num_seqs=2)
+
+
+def _share(rng: random.Random) -> Setup:
+    return _two(_base(rng), rng)
+
+
+def _spec_share(rng: random.Random) -> Setup:
+    return _speculating(_share(rng), rng)
+
+
+def _handoff(rng: random.Random) -> Setup:
+    return _traffic(_spec_share(rng), handoff=True, num_requests=8)
+
+
+def _sync(rng: random.Random) -> Setup:
+    return replace(_spec_share(rng), sync_share=rng.choice([0.5, 1.0]))
+
+
+def _bad_loads(rng: random.Random) -> Setup:
+    setup = _faulty(_spec_share(rng), die=0.2, corrupt=0.1, slow=0.3)
+    return replace(setup, sync_share=rng.choice([0.0, 0.5, 1.0]), max_num_batched_tokens=rng.choice([3, 16]))
+
+
+def _bad_loads_fail(rng: random.Random) -> Setup:
+    return replace(_bad_loads(rng), load_failure_policy="fail")
+
+
+def _common_prefix(rng: random.Random) -> Setup:
+    return _traffic(_faulty(_share(rng), die=0.3), num_stems=1, arrival=0.9, abort=0.4)
+
+
+def _wrong_bytes(rng: random.Random) -> Setup:
+    return replace(_faulty(_spec_share(rng), corrupt=0.4), sync_share=rng.choice([0.0, 0.5]))
+
+
+def _unsettled(rng: random.Random) -> Setup:
+    setup = _faulty(_share(rng), die_unsettled=0.3, slow=0.5)
+    return replace(setup, load_timeout=rng.choice([0.05, 0.2]), drain=rng.choice([0.0, 0.1]), spare_blocks=4)
+
+
+def _lost(rng: random.Random) -> Setup:
+    return replace(_faulty(_share(rng), drop=0.15, lost_completion=0.15), load_timeout=rng.choice([0.05, 0.2, 0.6]))
+
+
+def _late(rng: random.Random) -> Setup:
+    return _faulty(_spec_share(rng), late=0.4, slow=0.6, max_delay=0.3)
+
+
+def _overdue(rng: random.Random) -> Setup:
+    setup = _faulty(_share(rng), late=0.3, slow=0.8, max_delay=0.4)
+    return replace(setup, load_timeout=0.05, patience=1.0, spare_blocks=rng.choice([0, 4]))
+
+
+def _repeated(rng: random.Random) -> Setup:
+    return _traffic(_faulty(_spec_share(rng), repeated=0.4, late=0.2), reuse=0.7)
+
+
+def _one_shard(rng: random.Random) -> Setup:
+    setup = _faulty(_share(rng), die=0.1, drop=0.05, late=0.2)
+    topology = rng.choice([(2, 1), (1, 2), (2, 2)])
+    return replace(setup, topologies=(topology, topology))
+
+
+def _abort_loading(rng: random.Random) -> Setup:
+    setup = _traffic(_faulty(_share(rng), slow=0.9, late=0.2), abort_loading=0.15, reuse=0.5)
+    return replace(setup, spare_blocks=rng.choice([0, 4]))
+
+
+def _abort_storm(rng: random.Random) -> Setup:
+    setup = _traffic(_faulty(_spec_share(rng), slow=0.4), abort=0.9, arrival=0.9, num_requests=24, max_output=18)
+    return replace(setup, spare_blocks=0)
+
+
+def _preempt_loading(rng: random.Random) -> Setup:
+    setup = _traffic(_faulty(_share(rng), slow=0.6, die=0.1), arrival=0.8, num_requests=14, max_output=20)
+    return replace(setup, spare_blocks=rng.choice([0, 1]), sync_share=rng.choice([0.0, 0.5, 1.0]))
+
+
+def _preempt_saving(rng: random.Random) -> Setup:
+    setup = _traffic(_faulty(_share(rng), slow=0.9, die=0.1), arrival=0.8, num_requests=14, max_output=20, abort=0.3)
+    return replace(setup, spare_blocks=0, direct_saves=rng.random() < 0.5)
+
+
+def _direct(rng: random.Random) -> Setup:
+    setup = _traffic(_faulty(_spec_share(rng), slow=0.8, max_delay=0.2, die_unsettled=0.1), abort=0.3, reuse=0.5)
+    return replace(setup, direct_saves=True, spare_blocks=rng.choice([0, 4]))
+
+
+def _full_store(rng: random.Random) -> Setup:
+    setup = replace(_share(rng), store_places=rng.choice([1, 3, 6]), num_staging=rng.choice([0, 1, 2]))
+    return _faulty(setup, slow=0.9, max_delay=0.2)
+
+
+def _slow_directory(rng: random.Random) -> Setup:
+    return replace(_share(rng), lookup_seconds=rng.choice([0.03, 0.2, 5.0]), load_timeout=0.3)
+
+
+def _crash(rng: random.Random) -> Setup:
+    setup = _faulty(_spec_share(rng), crash=0.02, slow=0.5, die_unsettled=0.1)
+    return replace(setup, direct_saves=rng.random() < 0.5)
+
+
+def _old_life(rng: random.Random) -> Setup:
+    return _traffic(_faulty(_share(rng), crash=0.04, repeated=0.5, late=0.2, slow=0.6), reuse=0.7)
+
+
+def _worker_error(rng: random.Random) -> Setup:
+    return _faulty(_spec_share(rng), worker_error=0.03, slow=0.3)
+
+
+def _store_restart(rng: random.Random) -> Setup:
+    setup = _faulty(_share(rng), store_restart=0.05, slow=0.6)
+    return replace(setup, sync_share=rng.choice([0.0, 0.5]), direct_saves=rng.random() < 0.3)
+
+
+def _mixed_split(rng: random.Random) -> Setup:
+    setup = _speculating(_base(rng), rng)
+    return replace(setup, topologies=(rng.choice([(1, 1), (2, 2)]), rng.choice([(2, 1), (1, 2)])))
+
+
+def _windows(rng: random.Random) -> Setup:
+    setup = replace(_share(rng), windows=rng.choice([(6,), (0, 9), (0, 5), (4, 11)]), sync_share=rng.choice([0.0, 0.5]))
+    return _faulty(setup, die=0.1)
+
+
+def _everything(rng: random.Random) -> Setup:
+    setup = _traffic(_spec_share(rng), abort=0.3, abort_loading=0.05, reuse=0.5, salts=(None, "a"), num_requests=16)
+    setup = replace(
+        setup,
+        sync_share=rng.choice([0.0, 0.3]),
+        direct_saves=rng.random() < 0.3,
+        lookup_seconds=rng.choice([0.0, 0.05]),
+        store_places=rng.choice([4, 64]),
+        faults=Faults(
+            drop=0.05,
+            lost_completion=0.05,
+            die=0.1,
+            die_unsettled=0.1,
+            corrupt=0.1,
+            slow=0.4,
+            max_delay=0.2,
+            late=0.2,
+            repeated=0.2,
+            crash=0.005,
+            store_restart=0.005,
+        ),
+    )
+    return replace(setup, traffic=replace(setup.traffic, handoff=rng.random() < 0.5))
+
+
+_TABLE = (
+    Scenario("plain", "C2: counts on the host that run ahead of the device's; chunks, hits and preemption", _plain),
+    Scenario(
+        "drafts", "C9, F21: drafts at stops and at the last token, and counts that include the rejected", _spec_plain
+    ),
+    Scenario("rejections_of_every_length", "C2, F22: the host counts rejected drafts as computed", _reject_all),
+    Scenario(
+        "changing_draft_depth", "F22, F34: the number of drafts changes between steps, down to none", _depth_of_drafts
+    ),
+    Scenario("tiny_pool", "F12: aborts and preemptions in a pool that holds one request, without livelock", _tiny_pool),
+    Scenario("full_prefix_hits", "F24: prompts of whole blocks, found to their last token", _full_hits),
+    Scenario("tenants", "F25: the same prompt under another salt must not be found, here or in the store", _tenants),
+    Scenario("id_reuse", "F8, F23: a request takes the id of one whose results and saves are still under way", _reuse),
+    Scenario("row_reuse", "F33: a row is given on while stages still run steps of the request before", _rows),
+    Scenario("shared_store", "prefill in one engine, a hit in another", _share),
+    Scenario("shared_store_with_drafts", "C9: the drafter's layers must travel with the target's", _spec_share),
+    Scenario("handoff", "prefill here, continue there, drafts on both sides", _handoff),
+    Scenario("synchronous_loads", "F14: KV is loaded in the step that attends to it", _sync),
+    Scenario("failing_loads", "F14: first, middle or last blocks do not come; the request computes them", _bad_loads),
+    Scenario("failing_loads_policy_fail", "F14: the same, and the request ends without a wrong token", _bad_loads_fail),
+    Scenario("common_prefix_fails", "F14: many requests wait for one prefix, whose owner is aborted", _common_prefix),
+    Scenario("wrong_bytes", "F15: the transport reports success, and a byte is wrong", _wrong_bytes),
+    Scenario("unsettled_failures", "F3, F6, F10: a transfer has failed and its bytes still land", _unsettled),
+    Scenario("lost_completions", "F6: nobody ever hears of a transfer again", _lost),
+    Scenario("late_completions", "F8: completions come late and in another order", _late),
+    Scenario("overdue_loads", "F5, C7: the deadline passes, the request goes on, and then the KV comes", _overdue),
+    Scenario("repeated_completions", "F7, F9: completions come twice, also for ids that have gone", _repeated),
+    Scenario("one_of_n_shards", "F10: one rank's part fails or stays out while others succeed", _one_shard),
+    Scenario("abort_while_loading", "F8, F11: the client leaves while the KV is on its way", _abort_loading),
+    Scenario("abort_storm", "F11, F12: clients leave at every stage", _abort_storm),
+    Scenario(
+        "preemption_during_loads", "F12, F14: a pool too small for what is loaded and what runs", _preempt_loading
+    ),
+    Scenario(
+        "preemption_during_saves",
+        "F13: a block is saved and reused at once; the store must not take the new",
+        _preempt_saving,
+    ),
+    Scenario("held_blocks", "C1: a finished request's blocks are read after its end", _direct),
+    Scenario("full_store", "F16: no room in the store or for copies; saving is given up, serving is not", _full_store),
+    Scenario("slow_directory", "C7: the directory cannot tell yet, for a while or for ever", _slow_directory),
+    Scenario("crash", "F1, F4: an engine dies at any moment, its writes still landing", _crash),
+    Scenario("reports_of_an_old_life", "F2, F9: a new engine hears what the old one's workers said", _old_life),
+    Scenario("worker_error", "F18: a rank raises in the middle of a step", _worker_error),
+    Scenario("store_restart", "F2: the peer restarts under its old name, and holds other bytes", _store_restart),
+    Scenario("other_split", "F27: engines with other numbers of stages and ranks share the store", _mixed_split),
+    Scenario("sliding_windows", "C6, F14: groups that need only a part of the prefix", _windows),
+    Scenario("everything", "all of it at once", _everything),
+)
+
+SCENARIOS = {scenario.name: scenario for scenario in _TABLE}

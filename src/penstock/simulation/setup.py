@@ -1,0 +1,125 @@
+"""What a world is made of: plain numbers that a scenario draws and a seed fixes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.config.engine import SchedulerConfig
+from penstock.core.kv_cache_planning import blocks_for_one_request
+from penstock.simulation.oracle import NUM_HEADS, OracleLayer, cache_config, make_layers
+
+TICK_SECONDS = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Faults:
+    """Probabilities per transfer, per report, per tick. They end with tick `Setup.fault_ticks`.
+
+    `slow` transfers take up to `max_delay` seconds, the others a few milliseconds. `late` reports come some steps
+    later, `repeated` ones again, `crash` ends an engine, `worker_error` lets a rank raise, `store_restart` ends the
+    store.
+    """
+
+    drop: float = 0.0
+    lost_completion: float = 0.0
+    die: float = 0.0
+    die_unsettled: float = 0.0
+    corrupt: float = 0.0
+    slow: float = 0.1
+    max_delay: float = 0.1
+    late: float = 0.0
+    repeated: float = 0.0
+    crash: float = 0.0
+    worker_error: float = 0.0
+    store_restart: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Requests and their fates. `handoff`: prefilled in one engine, continued in another.
+
+    `reuse` is the share of requests that take the id of one that has ended, `abort` the share that is aborted some time
+    after its arrival, `abort_loading` the probability per tick that a request which waits for KV is. `reset` is the
+    probability per tick that an engine shall forget its prefix cache.
+    """
+
+    num_requests: int = 10
+    arrival: float = 0.3
+    num_stems: int = 2
+    max_stem: int = 30
+    max_suffix: int = 12
+    max_output: int = 14
+    abort: float = 0.1
+    abort_loading: float = 0.0
+    reuse: float = 0.1
+    salts: tuple[str | None, ...] = (None,)
+    stop: float = 0.2
+    handoff: bool = False
+    reset: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """`topologies` has (pp, tp) of every engine; `spare_blocks` is what the pool has beyond the longest request's.
+
+    `drafts` per request are proposed, by a drafter with KV of its own if `has_drafter`; `drafts_under_load` while more
+    than two requests run.
+    """
+
+    topologies: tuple[tuple[int, int], ...] = ((1, 1),)
+    windows: tuple[int, ...] = (0,)
+    depth: int = 2
+    block_size: int = 4
+    max_model_len: int = 56
+    max_num_batched_tokens: int = 16
+    max_num_seqs: int = 6
+    spare_blocks: int = 8
+    policy: str = "fcfs"
+    drafts: int = 0
+    drafts_under_load: int = 0
+    has_drafter: bool = False
+    acceptance: float = 0.7
+    tells_gaps: bool = False
+    prefix_caching: bool = True
+    backing: str = "store"
+    load_failure_policy: str = "recompute"
+    load_timeout: float = 0.6
+    patience: float = 0.3
+    drain: float = 0.05
+    sync_share: float = 0.0
+    direct_saves: bool = False
+    lookup_seconds: float = 0.0
+    store_places: int = 64
+    num_staging: int = 16
+    fault_ticks: int = 250
+    recovery_ticks: int = 1500
+    faults: Faults = Faults()
+    traffic: Traffic = Traffic()
+
+    @property
+    def layers(self) -> tuple[OracleLayer, ...]:
+        """Every stage has a layer of every group."""
+        return make_layers(self.windows, max(pp for pp, _ in self.topologies), self.has_drafter)
+
+    @property
+    def num_lookahead(self) -> int:
+        return self.drafts if self.has_drafter else 0
+
+    @property
+    def num_blocks(self) -> int:
+        """The smallest pool that planning would let an engine start with, and the spare ones."""
+        groups = cache_config(self.layers, 2, self.block_size, NUM_HEADS).groups
+        in_flight = self.depth * self.max_num_batched_tokens + self.num_lookahead
+        return 1 + blocks_for_one_request(groups, self.block_size, self.max_model_len, in_flight) + self.spare_blocks
+
+    def scheduler_config(self) -> SchedulerConfig:
+        drafts = ((2, self.drafts), (self.max_num_seqs, self.drafts_under_load)) if self.drafts else ()
+        return SchedulerConfig(
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_seqs=self.max_num_seqs,
+            max_model_len=self.max_model_len,
+            policy=self.policy,
+            max_num_in_flight=self.depth,
+            drafts=drafts,
+            num_lookahead_tokens=self.num_lookahead,
+        )

@@ -1,0 +1,166 @@
+"""One life of one engine in a world: the real core, scheduler and cache manager over an executor of oracle ranks."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from penstock.core.block_pool import BlockKey, BlockPool, Holder
+from penstock.core.kv_cache_manager import KVCacheManager
+from penstock.core.remote_kv import KVTransfer
+from penstock.core.request import Request, RequestStatus
+from penstock.core.scheduler import Scheduler
+from penstock.engine.engine_core import EngineCore
+from penstock.messages.kv_transfer import KVConnectorOutput, TransferReport
+from penstock.messages.scheduler_output import SchedulerOutput
+from penstock.simulation.backing import Parts, Site
+from penstock.simulation.oracle import NUM_HEADS, Answers, cache_config
+from penstock.simulation.ranks import RankConfig, RankExecutor
+from penstock.simulation.setup import Setup
+from penstock.simulation.trace import Trace, block_name
+from penstock.utils.clock import ManualClock
+
+_MAX_STEPS_LATE = 12
+
+
+class WatchedPool(BlockPool):
+    """The real pool, with a record of what it does."""
+
+    def __init__(self, num_blocks: int, note: Callable[..., None]) -> None:
+        super().__init__(num_blocks)
+        self._note = note
+        self._fresh: list[int] = []
+        self.newly_published: list[tuple[int, BlockKey]] = []
+
+    def allocate(self, num_blocks: int) -> list[int]:
+        block_ids = super().allocate(num_blocks)
+        self._fresh += block_ids
+        if block_ids:
+            self._note("hands out", *map(block_name, block_ids))
+        return block_ids
+
+    def take_fresh(self) -> tuple[int, ...]:
+        """What was handed out since the last call."""
+        fresh, self._fresh = tuple(self._fresh), []
+        return fresh
+
+    def publish(self, block_id: int, key: BlockKey) -> None:
+        super().publish(block_id, key)
+        self._note(f"publishes {key[1].hex()[:8]} in", block_name(block_id))
+        self.newly_published.append((block_id, key))
+
+    def hold(self, holder: Holder, block_ids: Iterable[int], writes: bool) -> None:
+        ids = list(block_ids)
+        super().hold(holder, ids, writes)
+        self._note("holds for", holder, *map(block_name, ids))
+
+    def drop(self, holder: Holder) -> None:
+        super().drop(holder)
+        self._note("ends the hold of", holder)
+
+    def published(self) -> Iterator[tuple[int, BlockKey]]:
+        """All blocks whose content can be found."""
+        return ((block_id, block.key) for block_id, block in enumerate(self._blocks) if block.key is not None)
+
+    def is_available(self, block_id: int) -> bool:
+        """It may be handed out at any moment."""
+        block = self._blocks[block_id]
+        return not block.num_owners and not block.num_holders
+
+    def is_published(self, block_id: int) -> bool:
+        return self._blocks[block_id].key is not None
+
+
+@dataclass(slots=True)
+class _Held:
+    due: int
+    report: TransferReport
+
+
+class ReportFaults:
+    """Delays, repeats and reorders what the ranks report; of a step with synchronous loads only repeats.
+
+    `old` are reports of earlier lives, which come back too.
+    """
+
+    def __init__(self, setup: Setup, rng: random.Random, old: deque[TransferReport]) -> None:
+        self._faults = setup.faults
+        self._rng = rng
+        self._old = old
+        self._held: list[_Held] = []
+        self.is_active = True
+
+    def deliver(self, plan: SchedulerOutput, output: KVConnectorOutput) -> KVConnectorOutput:
+        rng, faults = self._rng, self._faults
+        may_delay = self.is_active and not plan.kv_connector_metadata.has_sync_loads
+        reports: list[TransferReport] = []
+        for report in output.reports:
+            if may_delay and rng.random() < faults.late:
+                self._held.append(_Held(plan.step + rng.randrange(1, _MAX_STEPS_LATE), report))
+            else:
+                reports.append(report)
+        due = [held for held in self._held if held.due <= plan.step or not self.is_active]
+        self._held = [held for held in self._held if held not in due]
+        reports += [held.report for held in due]
+        if self.is_active and faults.repeated:
+            rng.shuffle(reports)
+            reports += [old for old in self._old if rng.random() < faults.repeated / 4]
+            reports += [report for report in reports if rng.random() < faults.repeated]
+        self._old.extend(output.reports)
+        return KVConnectorOutput(tuple(reports), output.counters)
+
+
+class SimEngine:
+    """`old_reports` outlive the engine."""
+
+    def __init__(
+        self,
+        site: Site,
+        parts: Parts,
+        setup: Setup,
+        answers: Answers,
+        clock: ManualClock,
+        rng: random.Random,
+        trace: Trace,
+    ) -> None:
+        self.name = site.name
+        self.life = site.life
+        label = f"{site.name}.{site.life}"
+        self.pool = WatchedPool(setup.num_blocks, lambda text, *subjects: trace.note(label, text, *subjects))
+        self.kv = KVCacheManager(site.cache, setup.prefix_caching)
+        self.kv.pool = self.pool
+        transfer = KVTransfer(parts.scheduler, setup.load_failure_policy, setup.load_timeout, clock)
+        self.scheduler = Scheduler(setup.scheduler_config(), self.kv, None, transfer)
+        self.executor = RankExecutor(site.ranks, answers, dict(parts.workers), rng, self.pool.take_fresh)
+        self.core = EngineCore(self.scheduler, self.executor, setup.depth, debug=True, clock=clock)
+
+    @property
+    def has_work(self) -> bool:
+        return self.core.has_work or self.core.has_rows_to_free or self.core.has_transfers
+
+    def running_requests(self) -> list[Request]:
+        """Those that the scheduler has admitted."""
+        return self.scheduler._running.snapshot()
+
+    def is_waiting_for_kv(self, request_id: str) -> bool:
+        request = self.scheduler._requests.get(request_id)
+        return request is not None and request.status is RequestStatus.WAITING_FOR_REMOTE_KV
+
+
+def make_site(setup: Setup, name: str, life: int, topology: tuple[int, int]) -> Site:
+    """`topology` is (pp, tp)."""
+    pp, tp = topology
+    ranks = RankConfig(
+        layers=setup.layers,
+        block_size=setup.block_size,
+        num_blocks=setup.num_blocks,
+        max_model_len=setup.max_model_len,
+        pp=pp,
+        tp=tp,
+        acceptance=setup.acceptance,
+        tells_gaps=setup.tells_gaps,
+        max_drafts_in_flight=setup.drafts * (setup.depth - 1),
+    )
+    return Site(name, life, cache_config(setup.layers, setup.num_blocks, setup.block_size, NUM_HEADS), ranks)

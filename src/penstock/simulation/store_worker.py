@@ -1,0 +1,192 @@
+"""The reference connector's worker part: one rank's bytes, to the store and back (`simulation/store.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from penstock.kv_transfer.null import NullWorkerConnector
+from penstock.kv_transfer.transports.base import (
+    CopyRun,
+    DataTransport,
+    Operation,
+    PeerId,
+    TransferHandle,
+    TransferState,
+)
+from penstock.kv_transfer.view import KVCacheView
+from penstock.messages.kv_transfer import (
+    BadRange,
+    KVConnectorMetadata,
+    KVConnectorOutput,
+    ShardId,
+    TransferId,
+    TransferReport,
+    TransferStatus,
+)
+from penstock.simulation.oracle import OracleMemory
+from penstock.simulation.store import STORE_REGION, BlockCopy, BlockStore, Part, StoreJob, StoreMetadata, digest
+from penstock.utils.clock import Clock
+from penstock.utils.errors import PeerError
+
+_STAGING = "staging"
+
+
+@dataclass(slots=True)
+class _Open:
+    """A job under way: its transfers, and the staging slots that they read."""
+
+    job: StoreJob
+    is_load: bool
+    started: float
+    handles: list[TransferHandle] = field(default_factory=list[TransferHandle])
+    staging: list[int] = field(default_factory=list[int])
+    digests: list[bytes] = field(default_factory=list[bytes])
+    peer: PeerId = ""
+    has_failed: bool = False
+    is_given_up: bool = False
+
+
+class StoreWorker(NullWorkerConnector):
+    """Gives a transfer up after `patience` seconds: then the connection goes, and everything on it settles.
+
+    `num_staging` blocks can be copied aside at once; saves beyond that fail, which costs nothing but a later hit.
+    """
+
+    def __init__(
+        self,
+        shard: ShardId,
+        transport: DataTransport,
+        store: BlockStore,
+        clock: Clock,
+        patience: float,
+        num_staging: int,
+    ) -> None:
+        self._shard = shard
+        self._transport = transport
+        self._store = store
+        self._clock = clock
+        self._patience = patience
+        self._num_staging = num_staging
+        self._free_staging: list[int] = list(range(num_staging))
+        self._metadata = StoreMetadata()
+        self._staged: dict[TransferId, _Open] = {}
+        self._open: list[_Open] = []
+        self.num_bad_digests = 0
+
+    def register_kv_caches(self, view: KVCacheView) -> None:
+        assert isinstance(view, OracleMemory), "the store's transfers go straight into the memory"
+        self._view = view
+        for name, region in view.regions.items():
+            self._transport.register(name, memoryview(region))
+        self._slot_bytes = max(view.block_bytes(group) for group in range(len(view.config.groups)))
+        self._staging_memory = bytearray(self._num_staging * self._slot_bytes)
+        self._transport.register(_STAGING, memoryview(self._staging_memory))
+
+    def begin_step(self, metadata: KVConnectorMetadata) -> None:
+        assert isinstance(metadata, StoreMetadata), metadata
+        self._metadata = metadata
+        for job in metadata.saves:
+            save = _Open(job, is_load=False, started=self._clock.now())
+            if job.is_staged:
+                self._stage(save)
+            save.digests = [digest(self._part(copy, part)) for copy in job.copies for part in self._parts(copy)]
+            self._staged[job.transfer_id] = save
+
+    def start_load_kv(self) -> None:
+        for job in self._metadata.loads:
+            load = _Open(job, is_load=True, started=self._clock.now())
+            self._submit(load, Operation.READ, [list(self._runs(copy)) for copy in job.copies])
+            self._open.append(load)
+            while job.is_sync and not self._has_settled(load):
+                self._transport.wait(load.handles, self._patience)
+
+    def wait_for_save(self) -> None:
+        # Only now is the network free of the step's own traffic.
+        for job in self._metadata.saves:
+            save = self._staged.pop(job.transfer_id)
+            if not save.has_failed:
+                slots = save.staging or [-1] * len(job.copies)
+                self._submit(
+                    save, Operation.WRITE, [list(self._runs(*each)) for each in zip(job.copies, slots, strict=True)]
+                )
+            self._open.append(save)
+
+    def get_finished(self, finished_request_ids: frozenset[str]) -> KVConnectorOutput:
+        ended = [each for each in self._open if self._has_settled(each)]
+        self._open = [each for each in self._open if each not in ended]
+        return KVConnectorOutput(tuple(self._report(each) for each in ended))
+
+    def end_step(self) -> None:
+        self._metadata = StoreMetadata()
+
+    def shutdown(self) -> None:
+        self._transport.close()
+
+    def _stage(self, save: _Open) -> None:
+        if len(save.job.copies) > len(self._free_staging):
+            save.has_failed = True
+            return
+        for copy in save.job.copies:
+            slot = self._free_staging.pop()
+            save.staging.append(slot)
+            start = slot * self._slot_bytes
+            into = memoryview(self._staging_memory)[start : start + self._view.block_bytes(copy.group)]
+            self._view.read_block(copy.group, copy.block_id, into)
+
+    def _submit(self, each: _Open, operation: Operation, runs: list[list[CopyRun]]) -> None:
+        """One transfer per block, so that some may fail while others are under way."""
+        try:
+            each.peer = self._transport.connect(each.job.store)
+            each.handles += [self._transport.submit(operation, each.peer, of_block) for of_block in runs]
+        except PeerError:
+            each.has_failed = True
+
+    def _has_settled(self, each: _Open) -> bool:
+        states = [self._transport.poll(handle) for handle in each.handles]
+        is_late = self._clock.now() - each.started >= self._patience
+        is_lost = TransferState.FAILED_UNSETTLED in states or (TransferState.PENDING in states and is_late)
+        if is_lost and not each.is_given_up:
+            each.is_given_up = True
+            self._transport.disconnect(each.peer)
+        each.has_failed = each.has_failed or any(state is TransferState.FAILED_SETTLED for state in states)
+        return all(state.is_settled for state in states)
+
+    def _report(self, each: _Open) -> TransferReport:
+        self._free_staging += each.staging
+        transfer_id = each.job.transfer_id
+        if each.is_load:
+            bad = self._find_bad(each.job)
+            status = TransferStatus.FAILED if bad else TransferStatus.DONE
+            return TransferReport(transfer_id, self._shard, status, bad)
+        if each.has_failed:
+            return TransferReport(transfer_id, self._shard, TransferStatus.FAILED)
+        return TransferReport(transfer_id, self._shard, TransferStatus.DONE, digests=tuple(each.digests))
+
+    def _find_bad(self, job: StoreJob) -> tuple[BadRange, ...]:
+        """The blocks that are not what was saved, however the transfers ended."""
+        size = self._view.block_size
+        bad = [copy for copy in job.copies if not self._is_right(copy)]
+        self.num_bad_digests += len(bad)
+        return tuple(BadRange(copy.group, copy.index * size, (copy.index + 1) * size) for copy in bad)
+
+    def _is_right(self, copy: BlockCopy) -> bool:
+        return all(digest(self._part(copy, part)) == copy.digests.get(part) for part in self._parts(copy))
+
+    def _part(self, copy: BlockCopy, part: Part) -> memoryview:
+        return self._view.head_bytes(part[0], copy.block_id, part[1])
+
+    def _parts(self, copy: BlockCopy) -> Iterator[Part]:
+        return ((name, head) for name in self._view.layer_names(copy.group) for head in self._view.heads)
+
+    def _runs(self, copy: BlockCopy, slot: int = -1) -> Iterator[CopyRun]:
+        """The parts of a block, in the engine's memory or in a staging slot, and where they belong in the store."""
+        size = self._store.part_bytes
+        for number, part in enumerate(self._parts(copy)):
+            name, head = part
+            remote = self._store.offset(copy.place, part)
+            if slot >= 0:
+                yield CopyRun(_STAGING, slot * self._slot_bytes + number * size, STORE_REGION, remote, size)
+            else:
+                local = copy.block_id * self._view.stride + (head - self._view.heads.start) * size
+                yield CopyRun(name, local, STORE_REGION, remote, size)

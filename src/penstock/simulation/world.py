@@ -1,0 +1,248 @@
+"""Engines, clients and what stands behind them, on one clock and from one seed.
+
+A tick lets clients and faults act, lets the engines take a step each in some order, moves the clock, and checks
+everything that must be true. The world ends when every request has ended and nothing is left over, or with the first
+`ViolationError`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+from penstock.messages.kv_transfer import TransferReport
+from penstock.simulation.backing import BACKINGS, BackingContext
+from penstock.simulation.clients import Clients, LiveRequest
+from penstock.simulation.invariants import Contents, check_engine, check_idle
+from penstock.simulation.oracle import Answers
+from penstock.simulation.ranks import InjectedError
+from penstock.simulation.setup import TICK_SECONDS, Setup
+from penstock.simulation.sim_engine import ReportFaults, SimEngine, make_site
+from penstock.simulation.trace import Trace, ViolationError
+from penstock.utils.clock import ManualClock
+from penstock.utils.errors import EngineDeadError, RequestError
+
+_OLD_REPORTS = 24
+_EVERYTHING_EVERY = 16
+_QUIET_SECONDS = 10.0
+
+
+@dataclass(slots=True)
+class RunResult:
+    """How a world has gone. `violation` is empty when all promises were kept; `trace` is what led to it."""
+
+    digest: str
+    num_ticks: int
+    violation: str = ""
+    trace: list[str] = field(default_factory=list[str])
+    counters: dict[str, float] = field(default_factory=dict[str, float])
+
+
+class World:
+    def __init__(self, setup: Setup, seed: str) -> None:
+        self._setup = setup
+        self._rng = random.Random(seed)
+        self._clock = ManualClock()
+        self._trace = Trace()
+        self._answers = Answers(setup.layers)
+        self._contents = Contents(setup.block_size)
+        self._context = BackingContext(setup, self._clock, random.Random(f"{seed} transport"))
+        self._backing = BACKINGS[setup.backing](self._context)
+        self._topologies = {f"engine{number}": each for number, each in enumerate(setup.topologies)}
+        self._old_reports: dict[str, deque[TransferReport]] = {}
+        self._lives: dict[str, int] = {}
+        self._engines: dict[str, SimEngine] = {}
+        self._report_faults: dict[str, ReportFaults] = {}
+        self._clients = Clients(setup, random.Random(f"{seed} clients"), self._answers, list(self._topologies))
+        self._live: dict[str, LiveRequest] = {}
+        self._waiting_again: list[LiveRequest] = []
+        self._counters: dict[str, float] = {}
+        for name in self._topologies:
+            self._start(name)
+
+    def run(self) -> RunResult:
+        """Raises nothing: what goes wrong is in the result."""
+        limit = self._setup.fault_ticks + self._setup.recovery_ticks
+        tick = 0
+        try:
+            while not self._is_over():
+                if tick == limit:
+                    raise ViolationError(f"{len(self._live)} requests have not ended", *self._live)
+                self._tick(tick)
+                tick += 1
+            self._check_end()
+        except ViolationError as violation:
+            return self._result(tick, str(violation), violation.subjects)
+        except AssertionError as error:
+            return self._result(tick, f"an assertion failed: {error}", ())
+        return self._result(tick)
+
+    def _is_over(self) -> bool:
+        everyone_is_done = self._clients.is_done and not self._live and not self._waiting_again
+        return everyone_is_done and not any(engine.has_work for engine in self._engines.values())
+
+    def _tick(self, tick: int) -> None:
+        self._trace.tick = tick
+        if tick == self._setup.fault_ticks:
+            self._context.has_faults = False
+            for faults in self._report_faults.values():
+                faults.is_active = False
+        self._act(tick)
+        names = list(self._engines)
+        self._rng.shuffle(names)
+        for name in names:
+            # An engine may be slower than the others.
+            if self._engines[name].has_work and self._rng.random() < 0.9:
+                self._step(self._engines[name], tick)
+        self._clock.advance(TICK_SECONDS)
+        self._backing.tick()
+        self._backing.check(self._contents.find)
+
+    # ---- Clients and faults ----
+
+    def _act(self, tick: int) -> None:
+        rng, faults = self._rng, self._setup.faults
+        again, self._waiting_again = self._waiting_again, []
+        for each in [*again, *self._clients.arrivals(tick, self._live)]:
+            self._submit(each)
+        for engine in self._engines.values():
+            if rng.random() < self._setup.traffic.reset and engine.core.reset_prefix_cache():
+                self._trace.note(engine.name, "forgets its prefix cache")
+        for each in list(self._live.values()):
+            if self._wants_abort(each, tick):
+                self._abort(each)
+        if self._context.has_faults:
+            for name in list(self._engines):
+                if rng.random() < faults.crash:
+                    self._crash(name, tick)
+                elif rng.random() < faults.worker_error:
+                    self._engines[name].executor.before_step = _raise
+            if rng.random() < faults.store_restart:
+                self._trace.note("world", "restarts what is behind the engines")
+                self._count("restarts_of_backing")
+                self._backing.restart()
+
+    def _submit(self, each: LiveRequest) -> None:
+        request = each.request
+        if request.request_id in self._live:
+            self._waiting_again.append(each)
+            return
+        self._contents.add(each.answer, request.cache_salt, request.max_tokens)
+        self._trace.note(each.engine, f"gets {len(request.prompt_token_ids)} tokens as", request.request_id)
+        core = self._engines[each.engine].core
+        core.add_request(request)
+        try:
+            core.add_request(request)
+        except RequestError:
+            pass
+        else:
+            raise ViolationError("two requests live under one id", request.request_id)
+        self._live[request.request_id] = each
+
+    def _wants_abort(self, each: LiveRequest, tick: int) -> bool:
+        if each.abort_at == tick:
+            return True
+        rate = self._setup.traffic.abort_loading
+        if not rate or not self._engines[each.engine].is_waiting_for_kv(each.request.request_id):
+            return False
+        return self._rng.random() < rate
+
+    def _abort(self, each: LiveRequest) -> None:
+        request_id = each.request.request_id
+        self._trace.note(each.engine, "aborts", request_id)
+        self._count("aborts")
+        self._engines[each.engine].core.abort_requests([request_id])
+        del self._live[request_id]
+
+    # ---- Engines ----
+
+    def _start(self, name: str) -> None:
+        self._lives[name] = self._lives.get(name, 0) + 1
+        site = make_site(self._setup, name, self._lives[name], self._topologies[name])
+        parts = self._backing.attach(site)
+        engine = SimEngine(site, parts, self._setup, self._answers, self._clock, self._rng, self._trace)
+        old = self._old_reports.setdefault(name, deque(maxlen=_OLD_REPORTS))
+        faults = self._report_faults[name] = ReportFaults(self._setup, self._rng, old)
+        faults.is_active = self._context.has_faults
+        engine.executor.deliver = faults.deliver
+        self._engines[name] = engine
+        self._trace.note(name, f"begins its life {site.life}")
+
+    def _crash(self, name: str, tick: int) -> None:
+        """The engine's process dies with all its requests, whose clients try again."""
+        self._trace.note(name, "dies")
+        self._count("crashes")
+        self._collect_counters(self._engines[name])
+        self._backing.crash(name)
+        for each in [each for each in self._live.values() if each.engine == name]:
+            del self._live[each.request.request_id]
+            self._waiting_again.append(self._clients.again(each, tick))
+        self._start(name)
+
+    def _step(self, engine: SimEngine, tick: int) -> None:
+        try:
+            report = engine.core.step()
+        except EngineDeadError as error:
+            if isinstance(error.__cause__, InjectedError):
+                self._crash(engine.name, tick)
+                return
+            raise ViolationError(f"{engine.name} died: {error}") from error
+        applied = engine.executor.take_applied_steps()
+        for output in report.outputs:
+            self._trace.note(
+                engine.name, f"delivers {output.new_token_ids} {output.finish_reason} to", output.request_id
+            )
+            each = self._live[output.request_id]
+            each.take(output, self._setup.load_failure_policy)
+            wrong = [engine.executor.wrong_drafts.get((step, output.request_id)) for step in applied]
+            if any(wrong):
+                raise ViolationError(
+                    f"{output.request_id} was drafted for from KV that is not its own", output.request_id
+                )
+            if output.finish_reason is not None:
+                self._finish(each, tick, failed=output.error is not None)
+        everything = self._rng.random() < 1 / _EVERYTHING_EVERY
+        check_engine(engine, self._contents, self._backing.touching(engine.name), everything=everything)
+
+    def _finish(self, each: LiveRequest, tick: int, *, failed: bool) -> None:
+        self._count("failed" if failed else "finished")
+        del self._live[each.request.request_id]
+        if each.next_engine and not failed:
+            self._waiting_again.append(self._clients.handed_over(each, tick))
+
+    # ---- The end ----
+
+    def _check_end(self) -> None:
+        for engine in self._engines.values():
+            check_engine(engine, self._contents, self._backing.touching(engine.name), everything=True)
+            check_idle(engine)
+            self._collect_counters(engine)
+        # What the dead have sent has landed by now.
+        self._clock.advance(_QUIET_SECONDS)
+        self._backing.tick()
+        self._backing.check_idle()
+
+    def _count(self, name: str, by: float = 1) -> None:
+        self._counters[name] = self._counters.get(name, 0) + by
+
+    def _collect_counters(self, engine: SimEngine) -> None:
+        stats = engine.core.stats()
+        self._count("preemptions", stats.num_preemptions)
+        self._count("prefix_hit_tokens", stats.prefix_cache_hits)
+        self._count("loads", stats.remote_kv.num_loads)
+        self._count("failed_loads", stats.remote_kv.num_failed)
+        self._count("load_timeouts", stats.remote_kv.num_timeouts)
+        self._count("loaded_tokens", stats.remote_kv.num_tokens)
+        self._count("drafts", stats.speculation.num_draft_tokens)
+        self._count("accepted_drafts", stats.speculation.num_accepted_tokens)
+        for name, value in stats.connector.items():
+            self._count(name, value)
+
+    def _result(self, tick: int, violation: str = "", subjects: tuple[str, ...] = ()) -> RunResult:
+        lines = self._trace.about(subjects) if violation else []
+        return RunResult(self._trace.digest(), tick, violation, lines, self._counters)
+
+
+def _raise(step: int) -> None:
+    raise InjectedError(f"a worker fails in step {step}")

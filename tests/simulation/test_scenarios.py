@@ -1,0 +1,76 @@
+"""The catalogue holds, a run is decided by its seed alone, and each scenario does what it is named after."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+
+from penstock.simulation.scenarios import SCENARIOS, replay_line, run_scenario
+
+# Seeds per scenario here; `penstock simulate` runs as many as one has time for.
+NUM_SEEDS = 25
+
+# What must have happened over the seeds of a scenario, or it would show nothing.
+HAPPENS = {
+    "plain": {"preemptions", "prefix_hit_tokens"},
+    "drafts": {"accepted_drafts"},
+    "rejections_of_every_length": {"drafts", "preemptions"},
+    "changing_draft_depth": {"accepted_drafts"},
+    "tiny_pool": {"preemptions", "aborts"},
+    "shared_store": {"loaded_tokens"},
+    "shared_store_with_drafts": {"loaded_tokens", "accepted_drafts"},
+    "handoff": {"loaded_tokens", "accepted_drafts"},
+    "synchronous_loads": {"loaded_tokens"},
+    "failing_loads": {"failed_loads", "loaded_tokens"},
+    "failing_loads_policy_fail": {"failed_loads", "failed"},
+    "common_prefix_fails": {"failed_loads", "aborts"},
+    "wrong_bytes": {"failed_loads"},
+    "unsettled_failures": {"failed_loads", "load_timeouts"},
+    "lost_completions": {"failed_loads", "load_timeouts"},
+    "overdue_loads": {"load_timeouts"},
+    "repeated_completions": {"store_duplicate_reports_total", "store_unknown_reports_total"},
+    "one_of_n_shards": {"failed_loads", "loaded_tokens"},
+    "abort_while_loading": {"aborts", "loads"},
+    "preemption_during_loads": {"preemptions", "loads", "failed_loads"},
+    "preemption_during_saves": {"preemptions", "loads"},
+    "slow_directory": {"load_timeouts", "loaded_tokens"},
+    "crash": {"crashes", "loaded_tokens"},
+    "reports_of_an_old_life": {"crashes", "store_stale_reports_total"},
+    "worker_error": {"crashes"},
+    "store_restart": {"restarts_of_backing"},
+    "other_split": {"loaded_tokens", "accepted_drafts"},
+    "sliding_windows": {"loaded_tokens", "failed_loads"},
+    "everything": {"crashes", "failed_loads", "loads", "preemptions", "accepted_drafts", "aborts"},
+}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_scenario(name: str) -> None:
+    happened: Counter[str] = Counter()
+    for seed in range(NUM_SEEDS):
+        result = run_scenario(name, seed)
+        trace = "\n".join(result.trace)
+        assert not result.violation, f"{result.violation}\n{trace}\n{replay_line(name, seed)}"
+        happened.update(result.counters)
+    assert happened["finished"] > NUM_SEEDS
+    missing = {what for what in HAPPENS.get(name, ()) if not happened[what]}
+    assert not missing, f"{name} shows nothing: {missing} never happened"
+
+
+_DIGESTS = """
+from penstock.simulation.scenarios import run_scenario
+print([run_scenario(name, seed).digest for name in ("everything", "tiny_pool", "crash") for seed in range(3)])
+"""
+
+
+def test_a_seed_decides_everything() -> None:
+    digests = set()
+    for hash_seed in ("0", "1", "4711"):
+        env = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        digests.add(subprocess.run([sys.executable, "-c", _DIGESTS], env=env, check=True, capture_output=True).stdout)
+    assert len(digests) == 1
+    assert run_scenario("everything", 0).digest != run_scenario("everything", 1).digest
