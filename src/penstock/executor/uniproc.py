@@ -24,7 +24,7 @@ class InlineExecutor:
         return future
 
     def shutdown(self) -> None:
-        pass
+        self._runner.shutdown()
 
 
 class ThreadExecutor:
@@ -52,3 +52,4 @@ class ThreadExecutor:
 
     def shutdown(self) -> None:
         self._thread.shutdown()
+        self._runner.shutdown()

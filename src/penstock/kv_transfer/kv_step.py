@@ -83,6 +83,10 @@ class KVStep:
             self._active.end_step()
             self.state = KVStepState.IDLE
 
+    def shutdown(self) -> None:
+        """No step will come any more."""
+        self._connectors[True].shutdown()
+
     def _advance(self, state: KVStepState) -> None:
         assert _NEXT.get(self.state) is state, f"the connector's step goes from {self.state} to {state}"
         self.state = state

@@ -143,7 +143,7 @@ class MultiScheduler:
         holders = {name for name, action in actions.items() if action is FinishAction.HOLD}
         if not holders:
             return FinishAction.FREE
-        self._holders[request.request_id] = holders
+        self._holders[request.hold_id] = holders
         return FinishAction.HOLD
 
     def set_xfer_handshake_metadata_pp_aware(self, payloads: Mapping[ShardId, HandshakePayload]) -> None:

@@ -128,6 +128,10 @@ class ModelRunner:
             return ModelRunnerOutput.with_kv_conn_output_only(moved)
         return replace(output, kv_connector_output=moved)
 
+    def shutdown(self) -> None:
+        """No step will come any more."""
+        self._kv_step.shutdown()
+
     def _sample(self, state: ExecuteModelState, grammars: GrammarOutput) -> ModelRunnerOutput:
         prompt_logprobs = self._prompt_logprobs(state)
         batch = state.batch

@@ -181,6 +181,10 @@ class OracleMemory:
         for number, name in enumerate(self._names[group]):
             self.read_layer(name, block_id, into[number * self.stride : (number + 1) * self.stride])
 
+    def block_parts(self, group: int, block_id: int) -> list[memoryview]:
+        start, end = block_id * self.stride, (block_id + 1) * self.stride
+        return [memoryview(self.regions[name])[start:end] for name in self._names[group]]
+
     def write_block(self, group: int, block_id: int, data: memoryview) -> None:
         for number, name in enumerate(self._names[group]):
             self.write_layer(name, block_id, data[number * self.stride : (number + 1) * self.stride])

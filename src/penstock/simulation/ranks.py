@@ -260,7 +260,7 @@ class RankExecutor:
 
     def shutdown(self) -> None:
         for rank in self.ranks.values():
-            rank.kv_step.connector.shutdown()
+            rank.kv_step.shutdown()
 
     def _ready(self) -> list[_Step]:
         """Steps whose next stage may run: behind the step before it, and knowing its tokens."""
