@@ -62,7 +62,7 @@ def test_every_step_is_told(sync: bool, speculative: dict[str, Any] | None, over
             assert (step.index(("load", None)) < step.index(hooks[0])) == sync
     assert bool(num_empty) == overlap, "the step that only frees rows"
     finished = [ids for step in seen for kind, ids in step if kind == "finished" and ids]
-    assert sorted(name for ids in finished for name in ids) [:2] == ["0", "1"]
+    assert sorted(name for ids in finished for name in ids)[:2] == ["0", "1"]
     llm.shutdown()
 
 

@@ -1,7 +1,4 @@
-"""What stands behind the engines of a world, and outlives them: a connector's two parts are made here.
-
-A new connector joins the simulation with one entry in `BACKINGS`.
-"""
+"""What stands behind the engines of a world, and outlives them: a connector's two parts are made here."""
 
 from __future__ import annotations
 
@@ -192,8 +189,10 @@ class BackingContext:
             kind = rng.choices((FaultKind.NONE, *kinds), (1 - sum(weights), *weights))[0]
         return Fault(kind, delay, rng.random(), rng.uniform(0.0, 0.5), rng.random() < faults.repeated)
 
+    def is_struck(self) -> bool:
+        """Whether a byte of some memory changes in this tick."""
+        return self.has_faults and self._rng.random() < self.setup.faults.corrupt / 4
 
-BACKINGS: dict[str, Callable[[BackingContext], Backing]] = {
-    "none": lambda context: NoBacking(),
-    "store": StoreBacking,
-}
+    def pick(self, count: int) -> int:
+        """A number below `count`."""
+        return self._rng.randrange(count)

@@ -264,6 +264,43 @@ def _everything(rng: random.Random) -> Setup:
     return replace(setup, traffic=replace(setup.traffic, handoff=rng.random() < 0.5))
 
 
+def _tiers(rng: random.Random) -> Setup:
+    """One engine of one rank with memory and a disk behind it, that forgets its own cache now and then."""
+    setup = _traffic(_base(rng), arrival=rng.choice([0.1, 0.3]), reset=rng.choice([0.0, 0.2]), num_requests=14)
+    return replace(
+        setup,
+        topologies=((1, 1),),
+        backing="tiers",
+        num_staging=rng.choice([2, 8, 64]),
+        store_places=rng.choice([4, 200]),
+        direct_saves=rng.random() < 0.5,
+    )
+
+
+def _tiers_with_drafts(rng: random.Random) -> Setup:
+    return _speculating(_tiers(rng), rng)
+
+
+def _small_tiers(rng: random.Random) -> Setup:
+    setup = replace(_tiers_with_drafts(rng), num_staging=rng.choice([1, 2, 3]), spare_blocks=0)
+    return _faulty(setup, slow=0.6, max_delay=0.3)
+
+
+def _wrong_tiers(rng: random.Random) -> Setup:
+    policy = rng.choice(["recompute", "fail"])
+    return replace(_faulty(_tiers_with_drafts(rng), corrupt=0.3), load_failure_policy=policy)
+
+
+def _failing_disk(rng: random.Random) -> Setup:
+    setup = replace(_tiers_with_drafts(rng), num_staging=rng.choice([2, 8]), load_timeout=0.3)
+    return _faulty(setup, drop=0.2, die=0.1, lost_completion=0.1, slow=0.5, max_delay=0.5, late=0.2, repeated=0.3)
+
+
+def _tiers_crash(rng: random.Random) -> Setup:
+    setup = _faulty(_tiers_with_drafts(rng), crash=0.03, slow=0.5, store_restart=0.02, repeated=0.3, late=0.2)
+    return _traffic(setup, reuse=0.6, abort=0.3, abort_loading=0.05)
+
+
 _TABLE = (
     Scenario("plain", "C2: counts on the host that run ahead of the device's; chunks, hits and preemption", _plain),
     Scenario(
@@ -311,6 +348,14 @@ _TABLE = (
     Scenario("store_restart", "F2: the peer restarts under its old name, and holds other bytes", _store_restart),
     Scenario("other_split", "F27: engines with other numbers of stages and ranks share the store", _mixed_split),
     Scenario("sliding_windows", "C6, F14: groups that need only a part of the prefix", _windows),
+    Scenario("offload", "KV goes to memory and to disk, and comes back", _tiers),
+    Scenario(
+        "offload_with_drafts", "C9, F13: the same with a drafter's layers, and with preemption", _tiers_with_drafts
+    ),
+    Scenario("offload_small", "F12, F16: hardly any memory behind the engine, and a slow disk", _small_tiers),
+    Scenario("offload_wrong_bytes", "F15: bits change in memory, on the way and on the disk", _wrong_tiers),
+    Scenario("offload_failing_disk", "F16: jobs fail in part, late, twice or never end", _failing_disk),
+    Scenario("offload_crash", "F2, F9: memory is lost, the disk is found again, or is empty", _tiers_crash),
     Scenario("everything", "all of it at once", _everything),
 )
 

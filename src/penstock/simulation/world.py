@@ -12,7 +12,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from penstock.messages.kv_transfer import TransferReport
-from penstock.simulation.backing import BACKINGS, BackingContext
+from penstock.simulation.backing import BackingContext
+from penstock.simulation.backings import BACKINGS
 from penstock.simulation.clients import Clients, LiveRequest
 from penstock.simulation.invariants import Contents, check_engine, check_idle
 from penstock.simulation.oracle import Answers

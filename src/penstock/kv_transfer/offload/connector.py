@@ -13,6 +13,7 @@ Options, in `kv_connector_extra_config`:
 
 from __future__ import annotations
 
+import uuid
 from pathlib import Path
 
 from penstock.kv_transfer.digest import Attestation
@@ -89,6 +90,7 @@ class OffloadingConnector:
             default_policy=OffloadPolicy(options["offload_policy"]),
             costs=LoadCostModel() if options["load_policy"] == "measured" else None,
             clock=SystemClock(),
+            epoch=uuid.uuid4().hex,
         )
 
     def make_worker_connector(self, shard: ShardId) -> OffloadingWorker:

@@ -36,7 +36,7 @@ class OffloadStore:
 
 @dataclass(frozen=True, slots=True)
 class OffloadLoad:
-    transfer_id: TransferId
+    job_id: TransferId
     blocks: tuple[LoadBlock, ...]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -43,8 +43,6 @@ from penstock.utils.clock import Clock
 from penstock.utils.errors import RequestError
 from penstock.utils.math import cdiv
 
-_ANYWHERE = frozenset({CPU_MEDIUM, STORAGE_MEDIUM})
-_IN_MEMORY = frozenset({CPU_MEDIUM})
 # Steps with fewer tokens tell nothing of what a prefill costs.
 _PREFILL_TOKENS = 64
 _PARAMS = "kv_transfer_params"
@@ -79,6 +77,7 @@ class _Offer:
 
 @dataclass(slots=True)
 class _Load:
+    transfer_id: TransferId
     index_of: dict[OffloadKey, int]
     first: int
     end: int
@@ -95,7 +94,10 @@ class _Outbox:
 
 
 class OffloadingScheduler(NullSchedulerConnector):
-    """`default_policy` is for requests that bring none; `costs` may be None to load whatever can be."""
+    """`epoch` names this life of the engine: reports of another are about transfers that nobody knows.
+
+    `default_policy` is for requests that bring none; `costs` may be None to load whatever can be.
+    """
 
     def __init__(
         self,
@@ -106,7 +108,9 @@ class OffloadingScheduler(NullSchedulerConnector):
         default_policy: OffloadPolicy,
         costs: LoadCostModel | None,
         clock: Clock,
+        epoch: str,
     ) -> None:
+        self._epoch = epoch
         self._cache = cache
         self._shards = shards
         self._manager = manager
@@ -160,35 +164,38 @@ class OffloadingScheduler(NullSchedulerConnector):
         first, most = num_computed_tokens // size, (request.num_tokens - 1) // size
         if state.max_load_blocks is not None:
             most = min(most, first + state.max_load_blocks - state.num_loaded_blocks)
-        length = self._longest(request.block_hashes, first, most, _ANYWHERE)
+        length = self._longest(request.block_hashes, first, most, self._will_be_here)
         keys = [key for _, keys in self._needed(request.block_hashes, first, length) for key in keys]
         if not keys or not self._is_worth_it(state, keys, length - first):
             return NO_MATCH
         for place, of_group in self._needed(request.block_hashes, first, length):
             self._manager.promote(of_group, place)
         if any(self._manager.lookup(key) is LookupResult.PENDING for key in keys):
-            state.promoting_since = state.promoting_since or self._clock.now()
+            if state.promoting_since is None:
+                state.promoting_since = self._clock.now()
             return PENDING
         # Where the CPU tier has no room for all of it, a shorter prefix may be there.
-        length = self._longest(request.block_hashes, first, length, _IN_MEMORY)
+        length = self._longest(request.block_hashes, first, length, self._is_here)
         return Match((length - first) * size, is_async=True) if length > first else NO_MATCH
 
-    def _longest(self, hashes: Sequence[bytes], first: int, most: int, media: frozenset[str]) -> int:
+    def _is_here(self, key: OffloadKey) -> bool:
+        return self._manager.lookup(key) is LookupResult.HIT
+
+    def _will_be_here(self, key: OffloadKey) -> bool:
+        return self._manager.lookup(key) is LookupResult.PENDING or self._manager.medium_of(key) is not None
+
+    def _longest(self, hashes: Sequence[bytes], first: int, most: int, has: Callable[[OffloadKey], bool]) -> int:
         """The largest number of blocks, `first` at least, for which every group can have what it needs."""
-
-        def has(group: int, index: int) -> bool:
-            key = (group, hashes[index])
-            return self._manager.lookup(key) is LookupResult.PENDING or self._manager.medium_of(key) in media
-
         length = most
         for group in self._full_groups:
-            length = next((i for i in range(first, length) if not has(group, i)), max(first, length))
+            missing = (index for index in range(first, length) if not has((group, hashes[index])))
+            length = next(missing, max(first, length))
         while length > first:
             missing = [
                 index
                 for group in self._sliding_groups
                 for index in range(max(first, self._first_needed(group, length)), length)
-                if not has(group, index)
+                if not has((group, hashes[index]))
             ]
             if not missing:
                 break
@@ -240,16 +247,16 @@ class OffloadingScheduler(NullSchedulerConnector):
             LoadBlock(group, block_id, chunk.chunk_id, index, chunk.digest)
             for (group, block_id, index, _), chunk in zip(placed, chunks, strict=True)
         )
-        self._outbox.loads.append(OffloadLoad(transfer_id, blocks))
+        job_id = f"{self._epoch}/load/{transfer_id}"
+        self._outbox.loads.append(OffloadLoad(job_id, blocks))
         state, now = self._requests[request.request_id], self._clock.now()
         medium = CPU_MEDIUM if state.promoting_since is None else STORAGE_MEDIUM
-        load = _Load(
-            {key: index for _, _, index, key in placed}, num_computed_tokens, end, medium, state.promoting_since or now
-        )
+        index_of = {key: index for _, _, index, key in placed}
+        since = now if state.promoting_since is None else state.promoting_since
+        self._loads[job_id] = _Load(transfer_id, index_of, num_computed_tokens, end, medium, since)
         state.promoting_since = None
         state.num_loaded_blocks += last - first
-        self._loads[transfer_id] = load
-        self._ledger.open(transfer_id, self._shards)
+        self._ledger.open(job_id, self._shards)
 
     # ---- Store ----
 
@@ -282,7 +289,7 @@ class OffloadingScheduler(NullSchedulerConnector):
         if not blocks:
             return ()
         self._num_stores += 1
-        job_id = f"store-{self._num_stores}"
+        job_id = f"{self._epoch}/store/{self._num_stores}"
         self._stores[job_id] = keys
         self._ledger.open(job_id, self._shards)
         return (OffloadStore(job_id, tuple(blocks)),)
@@ -307,7 +314,7 @@ class OffloadingScheduler(NullSchedulerConnector):
             if reports and report.transfer_id in self._stores:
                 self._on_stored(self._stores.pop(report.transfer_id), reports)
             elif reports:
-                events.append(self._on_loaded(report.transfer_id, reports))
+                events.append(self._on_loaded(self._loads.pop(report.transfer_id), reports))
         return events
 
     def _measure_step(self) -> None:
@@ -323,8 +330,7 @@ class OffloadingScheduler(NullSchedulerConnector):
             of_shards = b"".join(report.digests[index] for report in reports) if is_done else b""
             self._manager.complete_store(key, of_shards or None, is_done)
 
-    def _on_loaded(self, transfer_id: TransferId, reports: Sequence[TransferReport]) -> LoadEnded:
-        load = self._loads.pop(transfer_id)
+    def _on_loaded(self, load: _Load, reports: Sequence[TransferReport]) -> LoadEnded:
         bad = bad_ranges(reports, len(self._cache.groups), load.first, load.end)
         if self._costs is not None:
             self._costs.on_loaded(load.medium, self._num_bytes(tuple(load.index_of)), self._clock.now() - load.since)
@@ -332,7 +338,7 @@ class OffloadingScheduler(NullSchedulerConnector):
             self._num_corrupted += 1
             self._manager.mark_bad(key)
         self._manager.complete_load(tuple(load.index_of))
-        return LoadEnded(transfer_id, bad)
+        return LoadEnded(load.transfer_id, bad)
 
     def _bad_keys(self, load: _Load, bad: Sequence[BadRange]) -> Iterator[OffloadKey]:
         size = self._cache.block_size

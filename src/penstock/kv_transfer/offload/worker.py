@@ -61,7 +61,7 @@ class OffloadingWorker(NullWorkerConnector):
     def _load(self, load: OffloadLoad) -> TransferReport:
         bad = tuple(self._range(block) for block in load.blocks if not self._load_block(block))
         status = TransferStatus.FAILED if bad else TransferStatus.DONE
-        return TransferReport(load.transfer_id, self._shard, status, bad)
+        return TransferReport(load.job_id, self._shard, status, bad)
 
     def _load_block(self, block: LoadBlock) -> bool:
         self._view.write_block(block.group, block.block_id, self._chunk(block.group, block.chunk_id))
