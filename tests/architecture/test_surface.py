@@ -16,7 +16,8 @@ from tests.architecture.sources import ROOT, imports, modules
 
 ENGINE_FLAGS = {
     "--async-scheduling", "--block-size", "--device", "--dtype", "--enable-prefix-caching",
-    "--gpu-memory-utilization", "--kv-cache-memory", "--kv-transfer-config", "--load-format", "--max-model-len",
+    "--gpu-memory-utilization", "--kv-cache-memory", "--kv-events-config", "--kv-transfer-config",
+    "--load-format", "--max-model-len",
     "--max-num-batched-tokens", "--max-num-queued-requests", "--max-num-seqs", "--model", "--num-gpu-blocks-override",
     "--revision", "--scheduling-policy", "--seed", "--skip-tokenizer-init", "--speculative-config",
     "--tokenizer",

@@ -11,8 +11,10 @@ import pytest
 from penstock.config.engine import SchedulerConfig
 from penstock.core.kv_cache_manager import KVCacheManager
 from penstock.core.kv_cache_planning import blocks_for_one_request
+from penstock.core.kv_events import NullKVEventRecorder, StepKVEventRecorder
 from penstock.core.scheduler import Scheduler
 from penstock.engine.engine_core import EngineCore
+from penstock.kv_transfer.events import EventPublisher
 from penstock.messages.kv_cache_spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from penstock.messages.outputs import FinishReason
 from penstock.messages.requests import EngineRequest
@@ -23,7 +25,9 @@ BLOCK_SIZE = 4
 MAX_MODEL_LEN = 80
 
 
-def make_core(rng: random.Random, windows: tuple[int, ...], depth: int, drafts: int = 0) -> EngineCore:
+def make_core(
+    rng: random.Random, windows: tuple[int, ...], depth: int, drafts: int = 0, publisher: EventPublisher | None = None
+) -> EngineCore:
     groups = tuple(
         KVCacheGroup((f"layer.{i}",), KVCacheSpec(1, 1, "float32", window)) for i, window in enumerate(windows)
     )
@@ -40,7 +44,9 @@ def make_core(rng: random.Random, windows: tuple[int, ...], depth: int, drafts: 
     in_flight = depth * config.max_num_batched_tokens + config.num_lookahead_tokens
     smallest = 1 + blocks_for_one_request(groups, BLOCK_SIZE, MAX_MODEL_LEN, in_flight)
     cache = KVCacheConfig(smallest + rng.choice([0, 0, 3, 40]), BLOCK_SIZE, groups)
-    scheduler = Scheduler(config, KVCacheManager(cache, enable_prefix_caching=rng.random() < 0.7))
+    recorder = StepKVEventRecorder(cache) if publisher else NullKVEventRecorder()
+    kv = KVCacheManager(cache, rng.random() < 0.7, recorder)
+    scheduler = Scheduler(config, kv)
     runner = OracleRunner(
         cache.num_blocks,
         BLOCK_SIZE,
@@ -52,7 +58,7 @@ def make_core(rng: random.Random, windows: tuple[int, ...], depth: int, drafts: 
         tells_gaps=rng.random() < 0.5,
         rng=rng,
     )
-    return EngineCore(scheduler, runner, depth, debug=True)
+    return EngineCore(scheduler, runner, depth, publisher, debug=True)
 
 
 def make_request(rng: random.Random, number: int, stems: list[list[int]]) -> EngineRequest:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from penstock.config.kv_events import KVEventsConfig, parse_kv_events_config
 from penstock.config.kv_transfer import KVTransferConfig, parse_kv_transfer_config
 from penstock.config.model import ModelConfig, load_model_config
 from penstock.config.speculative import SpeculativeConfig, parse_speculative_config
@@ -52,6 +53,9 @@ class EngineArgs:
     scheduling_policy: str = _arg("fcfs", "which waiting request goes first", POLICIES)
     async_scheduling: bool = _arg(True, "schedule step n+1 while step n runs; the tokens are the same either way")
     max_num_queued_requests: int = _arg(4096, "requests in the engine beyond which new ones are refused")
+    kv_events_config: str | Mapping[str, Any] | None = _arg(
+        None, 'tell routers which KV blocks are held, as JSON such as {"enable_kv_cache_events": true}'
+    )
     kv_transfer_config: str | Mapping[str, Any] | None = _arg(
         None, 'connector that moves KV as JSON, such as {"kv_connector": "OffloadingConnector"}'
     )
@@ -124,6 +128,7 @@ class EngineConfig:
     seed: int
     max_model_len_is_explicit: bool
     speculative: SpeculativeConfig | None
+    kv_events: KVEventsConfig
     kv_transfer: KVTransferConfig | None
 
 
@@ -143,6 +148,9 @@ def resolve(args: EngineArgs, device: str) -> EngineConfig:
     speculative = None
     if args.speculative_config is not None:
         speculative = parse_speculative_config(args.speculative_config, model)
+    kv_events = parse_kv_events_config(args.kv_events_config)
+    if kv_events.is_active and not args.enable_prefix_caching:
+        raise ConfigError("kv_events_config needs enable_prefix_caching: without it no block can be found again")
     tokenizer_path = None if args.skip_tokenizer_init else Path(args.tokenizer) if args.tokenizer else model_path
     return EngineConfig(
         model=model,
@@ -169,6 +177,7 @@ def resolve(args: EngineArgs, device: str) -> EngineConfig:
         seed=args.seed,
         max_model_len_is_explicit=args.max_model_len is not None,
         speculative=speculative,
+        kv_events=kv_events,
         kv_transfer=None if args.kv_transfer_config is None else parse_kv_transfer_config(args.kv_transfer_config),
     )
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import enum
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.messages.kv_cache_spec import NULL_BLOCK
@@ -54,11 +54,18 @@ class _Hold:
     block_ids: list[int] = field(default_factory=list[int])
 
 
-class BlockPool:
-    """`num_blocks` blocks including the null block, so `num_blocks - 1` can be handed out."""
+def _tell_nobody(_: BlockKey) -> None: ...
 
-    def __init__(self, num_blocks: int) -> None:
+
+class BlockPool:
+    """`num_blocks` blocks including the null block, so `num_blocks - 1` can be handed out.
+
+    `on_removed` is told of content that no block holds any more.
+    """
+
+    def __init__(self, num_blocks: int, on_removed: Callable[[BlockKey], None] = _tell_nobody) -> None:
         assert num_blocks >= 2, num_blocks
+        self._on_removed = on_removed
         self.num_usable = num_blocks - 1
         self._blocks = [Block() for _ in range(num_blocks)]
         # What can be handed out: first blocks without content, the last freed first, then cached ones by last use.
@@ -149,13 +156,18 @@ class BlockPool:
         """How many of these blocks `acquire` would take out of the available ones."""
         return sum(block_id in self._evictable for block_id in block_ids)
 
-    def publish(self, block_id: int, key: BlockKey) -> None:
-        """Makes an owned, complete block findable. Its content must never change from now on."""
+    def publish(self, block_id: int, key: BlockKey) -> bool:
+        """Makes an owned, complete block findable; True when no other has this content.
+
+        Its content must never change from now on.
+        """
         block = self._blocks[block_id]
         assert self.state(block_id) is BlockState.OWNED, (block_id, block)
         assert block.key is None, f"block {block_id} is published twice"
         block.key = key
-        self._cached.setdefault(key, {})[block_id] = None
+        ids = self._cached.setdefault(key, {})
+        ids[block_id] = None
+        return len(ids) == 1
 
     def release(self, block_ids: Sequence[int], fence: int = 0) -> None:
         """One owner leaves these blocks, given from the head of its prompt to the tail.
@@ -242,6 +254,7 @@ class BlockPool:
             del ids[block_id]
             if not ids:
                 del self._cached[block.key]
+                self._on_removed(block.key)
             block.key = None
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 
 from penstock.core.block_pool import BlockPool
 from penstock.core.kv_cache_groups import make_group
+from penstock.core.kv_events import KVEventRecorder, NullKVEventRecorder
 from penstock.core.request import Request
 from penstock.messages.kv_cache_spec import NULL_BLOCK, KVCacheConfig
+from penstock.messages.kv_events import KVEvent
 from penstock.messages.kv_transfer import TransferId
 from penstock.messages.scheduler_output import BlockIds
 from penstock.utils.math import cdiv
@@ -29,8 +31,11 @@ class PrefixHit:
 
 
 class KVCacheManager:
-    def __init__(self, config: KVCacheConfig, enable_prefix_caching: bool) -> None:
-        self.pool = BlockPool(config.num_blocks)
+    def __init__(
+        self, config: KVCacheConfig, enable_prefix_caching: bool, recorder: KVEventRecorder | None = None
+    ) -> None:
+        self._recorder = recorder or NullKVEventRecorder()
+        self.pool = BlockPool(config.num_blocks, self._recorder.on_removed)
         self.block_size = config.block_size
         self.num_hit_tokens = 0
         self.num_queried_tokens = 0
@@ -140,12 +145,13 @@ class KVCacheManager:
         return (min([end, *bad_indices]) - first) * self.block_size
 
     def _publish(self, request: Request, first: int, end: int, bad: Set[tuple[int, int]]) -> None:
-        for index in range(first, end):
-            block_hash = request.block_hashes[index]
+        hashes = request.block_hashes
+        for block_hash in hashes[first:end]:
             self._end_computing(block_hash)
-            for number, table in enumerate(self._tables[request.request_id]):
-                if table[index] != NULL_BLOCK and (number, index) not in bad:
-                    self.pool.publish(table[index], (number, block_hash))
+        for number, table in enumerate(self._tables[request.request_id]):
+            right = (i for i in range(first, end) if table[i] != NULL_BLOCK and (number, i) not in bad)
+            stored = [i for i in right if self.pool.publish(table[i], (number, hashes[i]))]
+            self._recorder.on_stored(request, number, stored)
         self._num_published[request.request_id] = end
 
     def hold(self, transfer_id: TransferId, block_ids: BlockIds, first: int, end: int | None, writes: bool) -> None:
@@ -170,6 +176,10 @@ class KVCacheManager:
                 self._end_computing(block_hash)
         for table in tables:
             self.pool.release(table, fence)
+
+    def take_events(self) -> tuple[KVEvent, ...]:
+        """What has been stored and removed since the last call, in its order; nothing without a recorder."""
+        return self._recorder.take()
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; refused (False) while any request holds blocks."""

@@ -10,6 +10,7 @@ from penstock.config import env
 from penstock.config.engine import EngineArgs, EngineConfig, SchedulerConfig, resolve
 from penstock.core.kv_cache_manager import KVCacheManager
 from penstock.core.kv_cache_planning import attach_layers, block_bytes, group_layers, longest_request, plan_kv_cache
+from penstock.core.kv_events import NullKVEventRecorder, StepKVEventRecorder
 from penstock.core.scheduler import Scheduler
 from penstock.core.structured_output import StructuredOutputs
 from penstock.engine.engine_core import EngineCore
@@ -18,6 +19,7 @@ from penstock.engine.model_path import localise
 from penstock.engine.transfer import build_transfer
 from penstock.engine.warm_up import warm_up
 from penstock.executor.uniproc import InlineExecutor, ThreadExecutor
+from penstock.kv_transfer.events import make_event_publisher
 from penstock.messages.kv_cache_spec import KVCacheConfig
 from penstock.runner.load import KVCache, LoadedModel, allocate_kv_cache, load_model, num_blocks_in_budget
 from penstock.runner.model_runner import ModelRunner
@@ -55,9 +57,11 @@ def build_engine_core(config: EngineConfig) -> tuple[EngineCore, SchedulerConfig
         logger.warning("rejection_sample_method=synthetic takes drafts by chance: the outputs are not the model's")
     executor = InlineExecutor(runner) if limits.max_num_in_flight == 1 else ThreadExecutor(runner)
     warm_up(executor, planned, limits)
-    kv = KVCacheManager(planned, config.cache.enable_prefix_caching)
+    recorder = StepKVEventRecorder(planned) if config.kv_events.is_active else NullKVEventRecorder()
+    kv = KVCacheManager(planned, config.cache.enable_prefix_caching, recorder)
     scheduler = Scheduler(limits, kv, StructuredOutputs(make_grammar_backend(config)), transfer)
-    return EngineCore(scheduler, executor, limits.max_num_in_flight, debug=env.debug()), limits
+    publisher = make_event_publisher(config.kv_events)
+    return EngineCore(scheduler, executor, limits.max_num_in_flight, publisher, debug=env.debug()), limits
 
 
 def _plan(config: EngineConfig, loaded: LoadedModel) -> tuple[SchedulerConfig, KVCacheConfig]:

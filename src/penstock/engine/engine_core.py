@@ -8,6 +8,7 @@ from concurrent.futures import Future
 
 from penstock.core.scheduler import Scheduler
 from penstock.executor.executor import Executor
+from penstock.kv_transfer.events import EventPublisher, NullEventPublisher
 from penstock.messages.outputs import EngineOutput
 from penstock.messages.requests import EngineRequest
 from penstock.messages.runner_output import ModelRunnerOutput
@@ -33,12 +34,14 @@ class EngineCore:
         scheduler: Scheduler,
         executor: Executor,
         max_num_in_flight: int,
+        publisher: EventPublisher | None = None,
         debug: bool = False,
         clock: Clock = SystemClock(),  # noqa: B008 - it has no state
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
         self._max_num_in_flight = max_num_in_flight
+        self._publisher = publisher or NullEventPublisher()
         self._debug = debug
         self._failure: Exception | None = None
         self._in_flight: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()
@@ -82,7 +85,9 @@ class EngineCore:
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; refused (False) while requests run."""
-        return not self._in_flight and self._scheduler.kv.reset_prefix_cache()
+        is_reset = not self._in_flight and self._scheduler.kv.reset_prefix_cache()
+        self._publish_kv_events()
+        return is_reset
 
     def block_map(self, max_cells: int) -> bytes:
         """The block pool as at most `max_cells` letters (`BlockPool.map`)."""
@@ -116,6 +121,7 @@ class EngineCore:
                 break
         if self._in_flight and not processed:
             processed.append(self._process_oldest())
+        self._publish_kv_events()
         if self._debug:
             self.check_integrity()
         return self._make_report(processed)
@@ -130,6 +136,11 @@ class EngineCore:
         plan, future = self._in_flight.popleft()
         outputs = self._scheduler.update_from_output(plan, future.result())
         return plan.total_num_scheduled_tokens, outputs
+
+    def _publish_kv_events(self) -> None:
+        events = (*self._scheduler.kv.take_events(), *self._scheduler.connector.take_events())
+        if events:
+            self._publisher.publish(events)
 
     def _make_report(self, processed: list[_Processed]) -> StepReport:
         num_tokens = sum(count for count, _ in processed)
@@ -166,6 +177,7 @@ class EngineCore:
         self._executor.shutdown()
         self._scheduler.grammars.shutdown()
         self._scheduler.connector.shutdown()
+        self._publisher.shutdown()
 
     def _flush_transfers(self) -> None:
         """Steps until no KV is on its way, or too long: what a tier does not get is computed again some day."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from penstock.kv_transfer.view import KVCacheView
+from penstock.messages.kv_events import KVEvent
 from penstock.messages.kv_transfer import (
     BadRange,
     HandshakePayload,
@@ -153,6 +154,10 @@ class SchedulerConnector(Protocol):
 
     def wait(self, seconds: float) -> None:
         """Returns when something may have changed, at the latest after so many seconds."""
+        ...
+
+    def take_events(self) -> Sequence[KVEvent]:
+        """Which blocks its media have come to hold and have lost since the last call, oldest first."""
         ...
 
     def counters(self) -> Mapping[str, float]:

@@ -27,6 +27,7 @@ from penstock.kv_transfer.connector import (
 from penstock.kv_transfer.factory import Connector, ConnectorContext, make_connector
 from penstock.kv_transfer.options import read_options
 from penstock.kv_transfer.view import KVCacheView
+from penstock.messages.kv_events import KVEvent
 from penstock.messages.kv_transfer import (
     HandshakePayload,
     KVConnectorMetadata,
@@ -162,6 +163,9 @@ class MultiScheduler:
         waiting = [child for child in self._children.values() if child.has_pending_work]
         for child in waiting:
             child.wait(seconds / len(waiting))
+
+    def take_events(self) -> Sequence[KVEvent]:
+        return [event for child in self._children.values() for event in child.take_events()]
 
     def counters(self) -> Mapping[str, float]:
         return {

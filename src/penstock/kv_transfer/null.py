@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from penstock.kv_transfer.connector import NO_MATCH, ConnectorEvent, FinishAction, Match, RequestView
 from penstock.kv_transfer.view import KVCacheView
+from penstock.messages.kv_events import KVEvent
 from penstock.messages.kv_transfer import (
     NO_METADATA,
     NO_OUTPUT,
@@ -47,6 +48,9 @@ class NullSchedulerConnector:
     def set_xfer_handshake_metadata_pp_aware(self, payloads: Mapping[ShardId, HandshakePayload]) -> None: ...
 
     def wait(self, seconds: float) -> None: ...
+
+    def take_events(self) -> Sequence[KVEvent]:
+        return ()
 
     def counters(self) -> Mapping[str, float]:
         return {}

@@ -11,15 +11,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from penstock.kv_transfer.digest import Attestation
-from penstock.kv_transfer.offload import STORAGE_MEDIUM, OffloadKey
+from penstock.kv_transfer.offload import OffloadKey
 from penstock.kv_transfer.offload.manager import OffloadingManager
 from penstock.kv_transfer.offload.policies import ARCPolicy, CachePolicy, LRUPolicy
 from penstock.kv_transfer.offload.region import OffloadRegion
-from penstock.kv_transfer.offload.scheduler import OffloadingScheduler, OffloadPolicy
+from penstock.kv_transfer.offload.scheduler import OffloadingScheduler, OffloadPolicy, OffloadRules
 from penstock.kv_transfer.offload.tiers.base import EventLog, JobResult, OffloadEvent, TierStats, TransferJob
 from penstock.kv_transfer.offload.worker import OffloadingWorker
 from penstock.kv_transfer.transports.base import Operation
 from penstock.kv_transfer.transports.memory import FaultKind
+from penstock.messages.kv_events import MEDIUM_STORAGE
 from penstock.simulation.backing import BackingContext, Parts, Site, Touch
 
 _NEVER = 1e9
@@ -42,7 +43,7 @@ class _Job:
 class SimDisk:
     """A `SecondaryTierManager` of at most `num_places` files, which are handed on from one life to the next."""
 
-    medium = STORAGE_MEDIUM
+    medium = MEDIUM_STORAGE
 
     def __init__(
         self, files: dict[OffloadKey, _File], num_places: int, region: OffloadRegion, context: BackingContext
@@ -174,9 +175,11 @@ class OffloadBacking:
             cache=site.cache,
             shards=frozenset({shard}),
             manager=manager,
-            attestation=Attestation.ALL,
-            default_policy=OffloadPolicy.CHUNK_LEVEL if setup.direct_saves else OffloadPolicy.REQUEST_LEVEL,
-            costs=None,
+            rules=OffloadRules(
+                attestation=Attestation.ALL,
+                policy=OffloadPolicy.CHUNK_LEVEL if setup.direct_saves else OffloadPolicy.REQUEST_LEVEL,
+                costs=None,
+            ),
             clock=self._context.clock,
             epoch=f"{site.name}.{site.life}",
         )

@@ -5,8 +5,5 @@ A *chunk* is the place of one engine block in a tier; all chunks of an engine ha
 
 from __future__ import annotations
 
-CPU_MEDIUM = "CPU"
-STORAGE_MEDIUM = "STORAGE"
-
 OffloadKey = tuple[int, bytes]
 """(KV group, block hash). Hashes are chained, so a key stands for its whole prefix and always has the same content."""

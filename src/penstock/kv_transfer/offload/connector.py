@@ -22,7 +22,7 @@ from penstock.kv_transfer.offload.cost_model import LoadCostModel
 from penstock.kv_transfer.offload.manager import OffloadingManager
 from penstock.kv_transfer.offload.policies import ARCPolicy, CachePolicy, LRUPolicy
 from penstock.kv_transfer.offload.region import OffloadRegion
-from penstock.kv_transfer.offload.scheduler import OffloadingScheduler, OffloadPolicy
+from penstock.kv_transfer.offload.scheduler import OffloadingScheduler, OffloadPolicy, OffloadRules
 from penstock.kv_transfer.offload.tiers.disk import DiskTier, DiskTierConfig
 from penstock.kv_transfer.offload.worker import OffloadingWorker
 from penstock.kv_transfer.options import Check, is_text, read_options
@@ -86,9 +86,11 @@ class OffloadingConnector:
             cache=self._context.cache,
             shards=self._context.shards,
             manager=OffloadingManager(num_chunks, policy, tiers),
-            attestation=Attestation(options["attestation"]),
-            default_policy=OffloadPolicy(options["offload_policy"]),
-            costs=LoadCostModel() if options["load_policy"] == "measured" else None,
+            rules=OffloadRules(
+                attestation=Attestation(options["attestation"]),
+                policy=OffloadPolicy(options["offload_policy"]),
+                costs=LoadCostModel() if options["load_policy"] == "measured" else None,
+            ),
             clock=SystemClock(),
             epoch=uuid.uuid4().hex,
         )

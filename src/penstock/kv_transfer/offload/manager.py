@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from penstock.kv_transfer.offload import CPU_MEDIUM, OffloadKey
+from penstock.kv_transfer.offload import OffloadKey
 from penstock.kv_transfer.offload.policies import CachePolicy
 from penstock.kv_transfer.offload.tiers.base import (
     EventLog,
@@ -32,6 +32,7 @@ from penstock.kv_transfer.offload.tiers.base import (
     TierStats,
     TransferJob,
 )
+from penstock.messages.kv_events import MEDIUM_CPU
 
 
 class LookupResult(enum.Enum):
@@ -139,7 +140,7 @@ class OffloadingManager:
         self._next_job_id = 0
         self._num_cascading = 0
         self._num_promoting = 0
-        self._events = EventLog(CPU_MEDIUM)
+        self._events = EventLog(MEDIUM_CPU)
         self._counts: Counter[str] = Counter()
 
     def lookup(self, key: OffloadKey) -> LookupResult:
@@ -150,7 +151,7 @@ class OffloadingManager:
     def medium_of(self, key: OffloadKey) -> str | None:
         """The fastest medium that has the key now, None if none has. Changes nothing."""
         if self.lookup(key) is LookupResult.HIT:
-            return CPU_MEDIUM
+            return MEDIUM_CPU
         return next((tier.medium for tier in self._tiers if tier.lookup(key)), None)
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:

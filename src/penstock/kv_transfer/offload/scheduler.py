@@ -25,11 +25,13 @@ from penstock.kv_transfer.connector import (
 from penstock.kv_transfer.digest import Attestation
 from penstock.kv_transfer.ledger import TransferLedger, bad_ranges
 from penstock.kv_transfer.null import NullSchedulerConnector
-from penstock.kv_transfer.offload import CPU_MEDIUM, STORAGE_MEDIUM, OffloadKey
+from penstock.kv_transfer.offload import OffloadKey
 from penstock.kv_transfer.offload.cost_model import LoadCostModel
 from penstock.kv_transfer.offload.manager import LookupResult, OffloadingManager
 from penstock.kv_transfer.offload.messages import LoadBlock, OffloadLoad, OffloadMetadata, OffloadStore, StoreBlock
+from penstock.kv_transfer.offload.tiers.base import OffloadEvent
 from penstock.messages.kv_cache_spec import NULL_BLOCK, KVCacheConfig
+from penstock.messages.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored, KVEvent
 from penstock.messages.kv_transfer import (
     BadRange,
     KVConnectorOutput,
@@ -54,6 +56,15 @@ class OffloadPolicy(enum.StrEnum):
     CHUNK_LEVEL = "chunk"
     REQUEST_LEVEL = "request"
     NONE = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadRules:
+    """`policy` is for requests that bring none; `costs` is None to load whatever can be."""
+
+    attestation: Attestation
+    policy: OffloadPolicy
+    costs: LoadCostModel | None
 
 
 @dataclass(slots=True)
@@ -94,19 +105,14 @@ class _Outbox:
 
 
 class OffloadingScheduler(NullSchedulerConnector):
-    """`epoch` names this life of the engine: reports of another are about transfers that nobody knows.
-
-    `default_policy` is for requests that bring none; `costs` may be None to load whatever can be.
-    """
+    """`epoch` names this life of the engine: reports of another are about transfers that nobody knows."""
 
     def __init__(
         self,
         cache: KVCacheConfig,
         shards: frozenset[ShardId],
         manager: OffloadingManager,
-        attestation: Attestation,
-        default_policy: OffloadPolicy,
-        costs: LoadCostModel | None,
+        rules: OffloadRules,
         clock: Clock,
         epoch: str,
     ) -> None:
@@ -114,9 +120,9 @@ class OffloadingScheduler(NullSchedulerConnector):
         self._cache = cache
         self._shards = shards
         self._manager = manager
-        self._attestation = attestation
-        self._default_policy = default_policy
-        self._costs = costs
+        self._attestation = rules.attestation
+        self._default_policy = rules.policy
+        self._costs = rules.costs
         self._clock = clock
         self._ledger = TransferLedger()
         self._requests: dict[str, _Request] = {}
@@ -223,8 +229,8 @@ class OffloadingScheduler(NullSchedulerConnector):
     def _is_worth_it(self, state: _Request, keys: Sequence[OffloadKey], num_blocks: int) -> bool:
         if self._costs is None or state.promoting_since is not None:
             return True
-        media = {self._manager.medium_of(key) or CPU_MEDIUM for key in keys}
-        slowest = next((medium for medium in media if medium != CPU_MEDIUM), CPU_MEDIUM)
+        media = {self._manager.medium_of(key) or MEDIUM_CPU for key in keys}
+        slowest = next((medium for medium in media if medium != MEDIUM_CPU), MEDIUM_CPU)
         num_tokens = num_blocks * self._cache.block_size
         return self._costs.should_load(slowest, num_tokens, self._num_bytes(keys))
 
@@ -250,7 +256,7 @@ class OffloadingScheduler(NullSchedulerConnector):
         job_id = f"{self._epoch}/load/{transfer_id}"
         self._outbox.loads.append(OffloadLoad(job_id, blocks))
         state, now = self._requests[request.request_id], self._clock.now()
-        medium = CPU_MEDIUM if state.promoting_since is None else STORAGE_MEDIUM
+        medium = MEDIUM_CPU if state.promoting_since is None else MEDIUM_STORAGE
         index_of = {key: index for _, _, index, key in placed}
         since = now if state.promoting_since is None else state.promoting_since
         self._loads[job_id] = _Load(transfer_id, index_of, num_computed_tokens, end, medium, since)
@@ -352,6 +358,23 @@ class OffloadingScheduler(NullSchedulerConnector):
 
     def wait(self, seconds: float) -> None:
         self._manager.wait(seconds)
+
+    def take_events(self) -> Sequence[KVEvent]:
+        """Tiers know hashes alone: who wants a block's tokens has them from the engine's own event."""
+        return [self._event(event) for event in self._manager.take_events()]
+
+    def _event(self, event: OffloadEvent) -> KVEvent:
+        group, block_hash = event.key
+        if not event.is_stored:
+            return BlockRemoved(block_hashes=(block_hash,), group_idx=group, medium=event.medium)
+        return BlockStored(
+            block_hashes=(block_hash,),
+            parent_block_hash=None,
+            token_ids=(),
+            block_size=self._cache.block_size,
+            group_idx=group,
+            medium=event.medium,
+        )
 
     def counters(self) -> Mapping[str, float]:
         stats = asdict(self._manager.stats)

@@ -19,10 +19,11 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from penstock.kv_transfer.offload import STORAGE_MEDIUM, OffloadKey
+from penstock.kv_transfer.offload import OffloadKey
 from penstock.kv_transfer.offload.region import OffloadRegion
 from penstock.kv_transfer.offload.tiers.base import EventLog, JobResult, OffloadEvent, TierStats, TransferJob
 from penstock.kv_transfer.offload.tiers.chunk_file import ChunkFolder, VerifiedChunk
+from penstock.messages.kv_events import MEDIUM_STORAGE
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import ConfigError
 from penstock.utils.logging import get_logger
@@ -88,7 +89,7 @@ class DiskTier:
         ConfigError: the folder cannot be used, or not even one chunk fits.
     """
 
-    medium = STORAGE_MEDIUM
+    medium = MEDIUM_STORAGE
 
     def __init__(self, config: DiskTierConfig, fingerprint: bytes, region: OffloadRegion) -> None:
         self._region = region

@@ -1,0 +1,95 @@
+"""Notes which blocks enter the prefix cache and which leave it, in the order in which they do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from penstock.core.block_pool import BlockKey
+from penstock.core.request import Request
+from penstock.messages.kv_cache_spec import KVCacheConfig, KVCacheSpec
+from penstock.messages.kv_events import BlockRemoved, BlockStored, KVEvent
+
+
+class KVEventRecorder(Protocol):
+    """Belongs to the KV cache manager, which tells it of every change; `take` empties it once per step."""
+
+    def on_stored(self, request: Request, group: int, indices: Sequence[int]) -> None:
+        """Blocks of the request, by ascending index, whose content no other block of the group had."""
+        ...
+
+    def on_removed(self, key: BlockKey) -> None:
+        """The last block with this content is being overwritten."""
+        ...
+
+    def take(self) -> tuple[KVEvent, ...]:
+        """What has happened since the last call, oldest first."""
+        ...
+
+
+class NullKVEventRecorder:
+    """For an engine that nobody listens to."""
+
+    def on_stored(self, request: Request, group: int, indices: Sequence[int]) -> None: ...
+
+    def on_removed(self, key: BlockKey) -> None: ...
+
+    def take(self) -> tuple[KVEvent, ...]:
+        return ()
+
+
+class StepKVEventRecorder:
+    """Keeps the events of a step: one per run of blocks that are stored, one per group for removals in a row."""
+
+    def __init__(self, config: KVCacheConfig) -> None:
+        self._block_size = config.block_size
+        self._specs = [group.spec for group in config.groups]
+        self._events: list[KVEvent] = []
+        self._removed: dict[int, list[bytes]] = {}
+
+    def on_stored(self, request: Request, group: int, indices: Sequence[int]) -> None:
+        self._flush_removed()
+        self._events += [self._stored(request, group, *run) for run in _runs(indices)]
+
+    def on_removed(self, key: BlockKey) -> None:
+        group, block_hash = key
+        self._removed.setdefault(group, []).append(block_hash)
+
+    def take(self) -> tuple[KVEvent, ...]:
+        self._flush_removed()
+        events, self._events = tuple(self._events), []
+        return events
+
+    def _flush_removed(self) -> None:
+        """Ends a row of removals: a block stored next may be one of them again."""
+        for group, hashes in self._removed.items():
+            self._events.append(BlockRemoved(block_hashes=tuple(hashes), group_idx=group))
+        self._removed.clear()
+
+    def _stored(self, request: Request, group: int, first: int, end: int) -> BlockStored:
+        size, hashes, salt = self._block_size, request.block_hashes, request.data.cache_salt
+        window = self._specs[group].sliding_window
+        return BlockStored(
+            block_hashes=tuple(hashes[first:end]),
+            parent_block_hash=hashes[first - 1] if first else None,
+            token_ids=tuple(request.token_ids[first * size : end * size]),
+            block_size=size,
+            extra_keys=((salt,), *[None] * (end - 1)) if salt is not None and first == 0 else None,
+            group_idx=group,
+            kv_cache_spec_kind=_kind(self._specs[group]),
+            kv_cache_spec_sliding_window=window or None,
+        )
+
+
+def _kind(spec: KVCacheSpec) -> str:
+    """vLLM's name for a group's attention."""
+    return "sliding_window" if spec.sliding_window else "full_attention"
+
+
+def _runs(indices: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Ascending numbers as ranges [first, end) without gaps."""
+    first = 0
+    for place in range(1, len(indices) + 1):
+        if place == len(indices) or indices[place] != indices[place - 1] + 1:
+            yield indices[first], indices[place - 1] + 1
+            first = place

@@ -1,0 +1,254 @@
+"""Tells routers which blocks the engine holds: vLLM's KV events over ZeroMQ.
+
+Every step that changed something is one batch. The PUB socket sends it as three frames: the topic, a sequence number (8
+bytes, big-endian, from 0), and the batch in msgpack,
+
+    [time in seconds since the epoch, [event, ...], data parallel rank]
+
+with each event a map whose "type" is its name, and each block hash the last 8 bytes of the whole one as a number. The
+ROUTER socket answers a number with every batch from that number on that it still has, in the same three frames, and
+then with one whose number is -1.
+
+The first batch of an engine says AllBlocksCleared: what an earlier one at this address held is gone. Nothing here can
+block the engine or end it: batches wait in a bounded queue for a thread that sends them; when that is full the oldest
+is dropped, and when a subscriber is slow ZeroMQ drops what is for it. Either way the numbers tell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, Protocol
+
+import msgspec
+import zmq
+
+from penstock.config.kv_events import KVEventsConfig
+from penstock.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from penstock.utils import logging
+from penstock.utils.clock import SystemClock
+from penstock.utils.errors import ConfigError
+
+logger = logging.get_logger(__name__)
+
+_HASH_BYTES = 8
+_DATA_PARALLEL_RANK = 0
+_NUMBER_BYTES = 8
+_END_OF_REPLAY = (-1).to_bytes(_NUMBER_BYTES, "big", signed=True)
+_MAX_REQUEST_BYTES = 256
+_BELL_BYTES = 4096
+_LINGER_MS = 500
+_JOIN_SECONDS = 5.0
+
+
+class EventPublisher(Protocol):
+    """The engine core calls it from its own thread. Nothing may block or raise."""
+
+    def publish(self, events: Sequence[KVEvent]) -> None:
+        """What one step did to the blocks, in its order; never empty."""
+        ...
+
+    def shutdown(self) -> None:
+        """Sends what is still to be sent. Idempotent."""
+        ...
+
+
+class NullEventPublisher:
+    """Tells nobody."""
+
+    def publish(self, events: Sequence[KVEvent]) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
+def encode_batch(timestamp: float, events: Sequence[KVEvent]) -> bytes:
+    """The payload of a batch."""
+    return msgspec.msgpack.encode((timestamp, [_as_map(event) for event in events], _DATA_PARALLEL_RANK))
+
+
+# vLLM always sends these fields, and the others when they say something.
+_ALWAYS = frozenset(
+    {"block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "group_idx"}
+)
+
+
+def _as_map(event: KVEvent) -> dict[str, Any]:
+    values = {name: getattr(event, name) for name in _FIELDS[type(event)]}
+    values = {name: value for name, value in values.items() if value is not None or name in _ALWAYS}
+    if "block_hashes" in values:
+        values["block_hashes"] = [_short(block_hash) for block_hash in values["block_hashes"]]
+    if values.get("parent_block_hash") is not None:
+        values["parent_block_hash"] = _short(values["parent_block_hash"])
+    return {"type": type(event).__name__, **values}
+
+
+def _short(block_hash: bytes) -> int:
+    return int.from_bytes(block_hash[-_HASH_BYTES:], "big")
+
+
+_FIELDS = {kind: [field.name for field in fields(kind)] for kind in (BlockStored, BlockRemoved, AllBlocksCleared)}
+
+
+class ZmqEventPublisher:
+    """Binds the endpoints and starts a thread, which has the sockets for itself from then on.
+
+    Raises ConfigError when an endpoint cannot be bound. `endpoint` and `replay_endpoint` are as they were bound, the
+    latter empty without replay.
+    """
+
+    def __init__(self, config: KVEventsConfig) -> None:
+        self._clock = SystemClock()
+        self._topic = config.topic.encode()
+        self._context = zmq.Context()
+        try:
+            self._pub = _bind(self._context, zmq.PUB, "endpoint", config.endpoint, config.hwm)
+            self._replay = _make_replay(self._context, config)
+        except ConfigError:
+            self._context.destroy(linger=0)
+            raise
+        self.endpoint = _bound_endpoint(self._pub)
+        self.replay_endpoint = self._replay.endpoint
+        self._queue: deque[tuple[int, float, Sequence[KVEvent]]] = deque(maxlen=config.max_queue_size)
+        self._num_published = 0
+        self._num_taken = 0
+        self._is_closing = False
+        # Sockets of ZeroMQ belong to one thread: through this pair the engine's thread wakes the other one.
+        self._alarm, self._bell = socket.socketpair()
+        self._alarm.setblocking(False)
+        self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
+        self._thread.start()
+        logger.info("KV events on %s, replay on %s", self.endpoint, self.replay_endpoint or "no socket")
+        self.publish((AllBlocksCleared(),))
+
+    def publish(self, events: Sequence[KVEvent]) -> None:
+        # A full queue drops its oldest batch, whose number is then missing.
+        self._queue.append((self._num_published, self._clock.wall(), events))
+        self._num_published += 1
+        self._wake()
+
+    def shutdown(self) -> None:
+        self._is_closing = True
+        self._wake()
+        self._thread.join(_JOIN_SECONDS)
+        self._alarm.close()
+
+    def _wake(self) -> None:
+        # When no byte fits any more, or after the end, nobody needs waking.
+        with contextlib.suppress(OSError):
+            self._alarm.send(b"\0")
+
+    # ---- The thread ----
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._bell, zmq.POLLIN)
+        self._replay.register(poller)
+        try:
+            while not self._is_closing:
+                if self._bell.fileno() in dict(poller.poll()):
+                    self._bell.recv(_BELL_BYTES)
+                self._send_waiting()
+                self._replay.answer(self._topic)
+            self._send_waiting()
+        except zmq.ZMQError as error:
+            logger.error("KV events stop here, the engine does not: %s", error)
+        finally:
+            self._bell.close()
+            self._context.destroy(linger=_LINGER_MS)
+
+    def _send_waiting(self) -> None:
+        while self._queue:
+            number, timestamp, events = self._queue.popleft()
+            if number != self._num_taken:
+                logger.warning("%d batches of KV events were dropped: the queue was full", number - self._num_taken)
+            self._num_taken = number + 1
+            batch = (number, encode_batch(timestamp, events))
+            self._pub.send_multipart(_frames(self._topic, *batch))
+            self._replay.keep(batch)
+
+
+class _NoReplay:
+    """Nobody can ask for what was missed."""
+
+    endpoint = ""
+
+    def register(self, poller: zmq.Poller) -> None: ...
+
+    def keep(self, batch: tuple[int, bytes]) -> None: ...
+
+    def answer(self, topic: bytes) -> None: ...
+
+
+class _Replay:
+    """The latest batches, and the socket on which subscribers ask for them."""
+
+    def __init__(self, router: zmq.Socket[bytes], buffer_steps: int) -> None:
+        self.endpoint = _bound_endpoint(router)
+        self._router = router
+        self._buffer: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
+
+    def register(self, poller: zmq.Poller) -> None:
+        poller.register(self._router, zmq.POLLIN)
+
+    def keep(self, batch: tuple[int, bytes]) -> None:
+        self._buffer.append(batch)
+
+    def answer(self, topic: bytes) -> None:
+        """Answers one request, if there is one: frames [client, empty, number]."""
+        with contextlib.suppress(zmq.Again):
+            frames = self._router.recv_multipart(zmq.NOBLOCK)
+            if len(frames) != 3 or len(frames[2]) != _NUMBER_BYTES:
+                logger.debug("a request for KV events that is none, of %d frames", len(frames))
+                return
+            self._send_from(int.from_bytes(frames[2], "big"), frames[:2], topic)
+
+    def _send_from(self, number: int, route: list[bytes], topic: bytes) -> None:
+        """Sends what is there to a client; one that has left, or does not read, asks again if it likes."""
+        try:
+            for batch in self._buffer:
+                if batch[0] >= number:
+                    self._router.send_multipart([*route, *_frames(topic, *batch)], zmq.NOBLOCK)
+            self._router.send_multipart([*route, b"", _END_OF_REPLAY, b""], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            logger.debug("a replay of KV events ends early: %s", error)
+
+
+def make_event_publisher(config: KVEventsConfig) -> EventPublisher:
+    """Raises ConfigError when an endpoint cannot be bound."""
+    return ZmqEventPublisher(config) if config.is_active else NullEventPublisher()
+
+
+def _make_replay(context: zmq.Context[zmq.Socket[bytes]], config: KVEventsConfig) -> _Replay | _NoReplay:
+    if config.replay_endpoint is None:
+        return _NoReplay()
+    # A whole replay has to fit: what a ROUTER cannot queue for a client it would drop.
+    router = _bind(context, zmq.ROUTER, "replay_endpoint", config.replay_endpoint, config.buffer_steps + 1)
+    return _Replay(router, config.buffer_steps)
+
+
+def _bind(
+    context: zmq.Context[zmq.Socket[bytes]], kind: int, key: str, endpoint: str, high_water_mark: int
+) -> zmq.Socket[bytes]:
+    bound = context.socket(kind)
+    bound.set(zmq.SNDHWM, high_water_mark)
+    bound.set(zmq.IPV6, int("[" in endpoint))
+    bound.set(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)
+    if kind == zmq.ROUTER:
+        bound.set(zmq.ROUTER_MANDATORY, 1)
+    try:
+        bound.bind(endpoint)
+    except zmq.ZMQError as error:
+        raise ConfigError(f"{key}={endpoint} in kv_events_config cannot be bound: {error}") from None
+    return bound
+
+
+def _bound_endpoint(bound: zmq.Socket[bytes]) -> str:
+    return bound.get(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _frames(topic: bytes, number: int, payload: bytes) -> list[bytes]:
+    return [topic, number.to_bytes(_NUMBER_BYTES, "big"), payload]
