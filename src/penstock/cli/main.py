@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from penstock import __version__
-from penstock.cli import bench, chat, generate, serve, simulate
+from penstock.cli import bench, chat, generate, serve, simulate, verify
 from penstock.utils.errors import PenstockError
 
-COMMANDS = (serve, generate, chat, bench, simulate)
+COMMANDS = (serve, generate, chat, bench, verify, simulate)
 _MISTAKE = 2
 _INTERRUPTED = 128 + signal.SIGINT
 

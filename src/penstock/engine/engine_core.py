@@ -66,6 +66,11 @@ class EngineCore:
         return bool(self._in_flight) or self._scheduler.has_unfinished_requests
 
     @property
+    def num_in_flight(self) -> int:
+        """Steps that were launched and whose results have not been applied."""
+        return len(self._in_flight)
+
+    @property
     def has_rows_to_free(self) -> bool:
         """Whether the worker has still to be told of requests that have ended."""
         return self._failure is None and self._scheduler.has_rows_to_free

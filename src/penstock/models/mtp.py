@@ -21,7 +21,7 @@ from penstock.layers.linear import Linear
 from penstock.layers.norm import RMSNorm
 from penstock.models.interface import Model, ModelOutput
 from penstock.models.llama import LlamaForCausalLM
-from penstock.models.weights import Weights
+from penstock.models.weights import Weights, WeightSource
 from penstock.utils.errors import ConfigError
 
 
@@ -75,13 +75,23 @@ class MultiTokenPredictor:
 def build_mtp(config: ModelConfig, weights: Weights, model: Model) -> MultiTokenPredictor:
     """The checkpoint's module. Raises ConfigError when it has none."""
     assert isinstance(model, LlamaForCausalLM), type(model)
-    for layout, probe in ((_QWEN3_NEXT, "mtp.fc.weight"), (_DEEPSEEK, _deepseek_probe(config))):
+    for layout, probe in _probes(config):
         if weights.has(probe):
             return MultiTokenPredictor(config, weights, model, layout)
     raise ConfigError(
         f"{config.path} has no multi-token-prediction module (mtp.fc.weight or {_deepseek_probe(config)}): choose "
         "another method in speculative_config"
     )
+
+
+def has_mtp(config: ModelConfig, source: WeightSource) -> bool:
+    """Whether the checkpoint has a module."""
+    return any(source.has(probe) for _, probe in _probes(config))
+
+
+def _probes(config: ModelConfig) -> tuple[tuple[_Layout, str], ...]:
+    """A tensor by which each layout is known."""
+    return (_QWEN3_NEXT, "mtp.fc.weight"), (_DEEPSEEK, _deepseek_probe(config))
 
 
 def _deepseek_probe(config: ModelConfig) -> str:

@@ -1,0 +1,204 @@
+"""The rows of the matrix: what each changes in the engine's arguments, and what has to happen for it to show anything.
+
+A feature that schedules, moves or reuses KV adds its row here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from penstock.config.engine import EngineArgs, EngineConfig
+from penstock.core.kv_cache_planning import blocks_for_one_request
+from penstock.engine.verify.workload import Case
+from penstock.messages.kv_cache_spec import KVCacheGroup, KVCacheSpec
+from penstock.messages.stats import SpeculationStats
+from penstock.utils.math import cdiv
+
+_NUM_DRAFTS = 3
+# Small, and no multiple of anything: chunks end in the middle of blocks.
+_CHUNK = 29
+# More than this many tokens need not fit at once: requests wait, or are preempted.
+_MAX_POOL_TOKENS = 32_768
+_NGRAM = {"method": "ngram", "num_speculative_tokens": _NUM_DRAFTS}
+_MTP = {"method": "mtp", "num_speculative_tokens": _NUM_DRAFTS}
+# Loads whatever it has, so that what happens does not depend on the machine's speed.
+_OFFLOADING = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"load_policy": "always"}}
+# What a row takes over from the user: the model and where it runs, nothing that schedules or moves KV.
+_KEPT = (
+    "model", "tokenizer", "skip_tokenizer_init", "revision", "load_format", "dtype", "device", "seed", "block_size",
+    "max_num_seqs", "gpu_memory_utilization",
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class Seen:
+    """What happened while requests ran."""
+
+    max_running: int = 0
+    num_overlapped: int = 0
+    num_cut: int = 0
+    num_structured: int = 0
+    num_preemptions: int = 0
+    num_hit_tokens: int = 0
+    num_loaded_tokens: int = 0
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
+
+
+Sign = Callable[[Seen], tuple[str, bool]]
+"""What is to be said of something that should have happened, and whether it did."""
+
+
+def _together(seen: Seen) -> tuple[str, bool]:
+    return f"{seen.max_running} at once", seen.max_running > 1
+
+
+def _overlapped(seen: Seen) -> tuple[str, bool]:
+    return f"{seen.num_overlapped} steps overlapped", seen.num_overlapped > 0
+
+
+def _cut(seen: Seen) -> tuple[str, bool]:
+    return f"{seen.num_cut} prompts in chunks", seen.num_cut > 0
+
+
+def _hits(seen: Seen) -> tuple[str, bool]:
+    return f"{seen.num_hit_tokens} tokens found in the cache", seen.num_hit_tokens > 0
+
+
+def _loaded(seen: Seen) -> tuple[str, bool]:
+    return f"{seen.num_loaded_tokens} tokens loaded", seen.num_loaded_tokens > 0
+
+
+def _preempted(seen: Seen) -> tuple[str, bool]:
+    return f"{seen.num_preemptions} preemptions", seen.num_preemptions > 0
+
+
+def _drafted(seen: Seen) -> tuple[str, bool]:
+    """Both kinds of draft are needed: what is wrong must be taken back, and what is right kept."""
+    right, drafts = seen.speculation.num_accepted_tokens, seen.speculation.num_draft_tokens
+    return f"{right} drafts right, {drafts - right} rejected", 0 < right < drafts
+
+
+def _structured(seen: Seen) -> tuple[str, bool]:
+    return f"{seen.num_structured} grammars", seen.num_structured > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One engine. It runs the cases that `takes` chooses `repeat` times, on the cache of the time before.
+
+    One that `forgets` has nothing in its own cache when it runs them again.
+    """
+
+    name: str
+    arguments: Mapping[str, Any]
+    signs: tuple[Sign, ...]
+    repeat: int = 1
+    forgets: bool = False
+    takes: Callable[[Case], bool] = lambda case: True
+
+
+def make_rows(args: EngineArgs, config: EngineConfig, cases: Sequence[Case], has_mtp: bool) -> list[Row]:
+    """The table. `config` is the user's, resolved; the arguments of each row are whole."""
+    plain = plain_arguments(args, config, cases)
+    small = {"num_gpu_blocks_override": _small_pool(config, plain)}
+    drafters = _drafters(args, config, has_mtp)
+    best = list(drafters.values())[-1]
+    rows = [
+        Row("in company", plain, (_together,)),
+        Row("asynchronous scheduling", {**plain, "async_scheduling": True}, (_overlapped,)),
+        Row("chunked prefill", {**plain, "max_num_batched_tokens": _CHUNK}, (_cut,)),
+        Row("prefix hits", {**plain, "enable_prefix_caching": True}, (_hits,), repeat=2),
+        Row("preemption", {**plain, **small}, (_preempted,)),
+    ]
+    for name, connector in _connectors(args).items():
+        moving = {**plain, "enable_prefix_caching": True, "kv_transfer_config": connector}
+        rows += [
+            Row(f"{name}: saved, loaded", moving, (_loaded,), repeat=2, forgets=True),
+            Row(f"{name}: and preempted", {**moving, **small}, (_preempted, _loaded), repeat=2, forgets=True),
+        ]
+    rows += [
+        Row(f"drafts: {name}", {**plain, "speculative_config": each}, (_drafted,)) for name, each in drafters.items()
+    ]
+    if any(case.is_structured for case in cases):
+        drafting = {**plain, "speculative_config": best}
+        rows += [
+            Row("structured outputs", plain, (_structured,), takes=_is_structured),
+            Row("structured outputs, drafts", drafting, (_structured, _drafted), takes=_is_structured),
+        ]
+    rows.append(_everything({**plain, **small}, best))
+    return [*rows, _as_configured(args, config)]
+
+
+def _connectors(args: EngineArgs) -> dict[str, Any]:
+    """Penstock's tier in memory, and the user's own connector."""
+    connectors: dict[str, Any] = {"KV offloaded": _OFFLOADING}
+    if args.kv_transfer_config is not None:
+        connectors["kv_transfer_config"] = args.kv_transfer_config
+    return connectors
+
+
+def _drafters(args: EngineArgs, config: EngineConfig, has_mtp: bool) -> dict[str, Any]:
+    """What can guess for this model, the user's own last; one whose drafts are drawn only `_as_configured` can have."""
+    drafters: dict[str, Any] = {"ngram": _NGRAM}
+    if has_mtp:
+        drafters["mtp"] = _MTP
+    if config.speculative is not None and not config.speculative.samples_drafts:
+        drafters["as configured"] = args.speculative_config
+    return drafters
+
+
+def _everything(plain: Mapping[str, Any], drafter: Any) -> Row:
+    changes = {
+        "async_scheduling": True,
+        "enable_prefix_caching": True,
+        "speculative_config": drafter,
+        "kv_transfer_config": _OFFLOADING,
+    }
+    arguments = {**plain, **changes, "max_num_batched_tokens": _CHUNK}
+    signs = (_overlapped, _cut, _hits, _preempted, _drafted, _loaded)
+    return Row("everything at once", arguments, signs, repeat=2)
+
+
+def _as_configured(args: EngineArgs, config: EngineConfig) -> Row:
+    """The user's own arguments; only who listens to events is nothing to tokens, and may be listening elsewhere."""
+    arguments = asdict(replace(args, kv_events_config=None))
+    speculative = config.speculative
+    asked = ((_overlapped, args.async_scheduling), (_hits, args.enable_prefix_caching), (_drafted, speculative))
+    signs = (_together, *(sign for sign, is_asked in asked if is_asked))
+    if speculative is not None and speculative.samples_drafts:
+        # Drawn drafts keep the distribution of a sampled token, not the token.
+        return Row("as configured, greedy", arguments, signs, repeat=2, takes=lambda case: case.is_greedy)
+    return Row("as configured", arguments, signs, repeat=2)
+
+
+def plain_arguments(args: EngineArgs, config: EngineConfig, cases: Sequence[Case]) -> dict[str, Any]:
+    """The reference: synchronous, whole prompts, nothing cached, nothing guessed, room for all."""
+    size = config.cache.block_size
+    longest = max(case.num_tokens for case in cases)
+    num_tokens = max(longest, min(sum(case.num_tokens for case in cases), _MAX_POOL_TOKENS))
+    return {
+        **{name: getattr(args, name) for name in _KEPT},
+        "max_model_len": longest,
+        "max_num_batched_tokens": max(2048, longest),
+        "enable_prefix_caching": False,
+        "async_scheduling": False,
+        "num_gpu_blocks_override": 1 + len(_windows(config)) * (cdiv(num_tokens, size) + 2 * len(cases)),
+    }
+
+
+def _small_pool(config: EngineConfig, plain: Mapping[str, Any]) -> int:
+    """Blocks for the longest request and hardly more, so that two long ones cannot stay together."""
+    groups = tuple(KVCacheGroup((), KVCacheSpec(1, 1, config.model.dtype, window)) for window in _windows(config))
+    in_flight = 2 * plain["max_num_batched_tokens"]
+    return 2 + blocks_for_one_request(groups, config.cache.block_size, plain["max_model_len"], in_flight)
+
+
+def _windows(config: EngineConfig) -> set[int]:
+    """One KV group each."""
+    return set(config.model.layer_windows)
+
+
+def _is_structured(case: Case) -> bool:
+    return case.is_structured

@@ -1,0 +1,158 @@
+"""`penstock verify` passes on the built-in model, and finds bugs of the kinds that it is there to find."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.cli.main import main
+from penstock.config.engine import EngineArgs
+from penstock.core import request
+from penstock.core.scheduler import Scheduler
+from penstock.engine.verify.matrix import RowResult, verify
+from penstock.kernels.prepare_inputs import TokenInputs
+from penstock.runner import input_batch
+from penstock.runner.sampling import states
+
+ROWS = [
+    "plain run", "in company", "asynchronous scheduling", "chunked prefill", "prefix hits", "preemption",
+    "KV offloaded: saved, loaded", "KV offloaded: and preempted", "drafts: ngram", "drafts: mtp", "structured outputs", "structured outputs, drafts", "everything at once",
+    "as configured",
+]  # fmt: skip
+
+
+def run(last: str = "", **engine_args: Any) -> dict[str, RowResult]:
+    """The results up to the row `last`, all without it."""
+    args = EngineArgs.from_kwargs(**engine_args)
+    results = {}
+    for result in verify(args, (), max_tokens=12, is_quick=True, on_progress=lambda name, done, total: None):
+        results[result.name] = result
+        if result.name == last:
+            break
+    return results
+
+
+def test_the_built_in_model_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--quick"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:28].strip() for line in lines[1 : 1 + len(ROWS)]] == ROWS
+    assert all(" yes " in line for line in lines[1 : 1 + len(ROWS)]), "every row was meant to show something"
+    assert lines[-1].startswith("Every token agrees: ")
+
+
+def test_noise_that_depends_on_the_batch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    uniform = states.uniform
+
+    def by_batch(seeds: Any, positions: np.ndarray, purpose: Any) -> np.ndarray:
+        return uniform(seeds, positions + len(seeds) - 1, purpose)
+
+    monkeypatch.setattr(states, "uniform", by_batch)
+    assert main(["verify", "--quick", "--max-tokens", "12"]) == 1
+    written = capsys.readouterr()
+    assert "rows do not agree" in written.err
+    (described,) = [part for part in written.out.split("\n\n") if "in company: " in part]
+    assert "requests differ; the first is request" in described
+    assert "seed=" in described
+    assert "of the output: token" in described
+    assert "top_k=0" not in described, "a default need not be said"
+    assert "LLM(max_model_len=" in described
+
+
+def test_blocks_found_by_what_is_in_them_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hash that forgets what stands before its block gives other prompts' KV."""
+
+    def forgetful(chain: list[bytes], root: bytes, tokens: list[int], block_size: int) -> None:
+        for start in range(len(chain) * block_size, len(tokens) - block_size + 1, block_size):
+            chain.append(hashlib.sha256(array("q", tokens[start : start + 8]).tobytes()).digest())
+
+    monkeypatch.setattr(request, "extend_chain", forgetful)
+    results = run(last="prefix hits")
+    assert results["in company"].agrees
+    assert results["chunked prefill"].agrees
+    assert not results["prefix hits"].agrees
+
+
+def test_an_off_by_one_in_later_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    expand_tokens = input_batch.expand_tokens
+
+    def shifted(idx_mapping: Any, starts: Any, num_computed: Any, token_ids: Any, num_tokens: int) -> TokenInputs:
+        inputs = expand_tokens(idx_mapping, starts, num_computed, token_ids, num_tokens)
+        first = num_computed[inputs.rows, 0]
+        is_late = (first > 0) & (inputs.positions == first + 20)
+        inputs.input_ids[is_late] = token_ids[inputs.rows, inputs.positions - 1].long()[is_late]
+        return inputs
+
+    monkeypatch.setattr(input_batch, "expand_tokens", shifted)
+    results = run(last="chunked prefill")
+    assert results["in company"].agrees
+    difference = results["chunked prefill"].difference
+    assert difference is not None
+    assert difference.expected != difference.got
+
+
+def test_a_token_lost_at_a_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
+    rewind = Scheduler._rewind
+
+    def forgetful(self: Scheduler, victim: Any, last_step: int) -> None:
+        rewind(self, victim, last_step)
+        if victim.num_output_tokens > 2:
+            victim.token_ids[-1] = victim.token_ids[-2]
+
+    monkeypatch.setattr(Scheduler, "_rewind", forgetful)
+    results = run(last="preemption")
+    assert results["in company"].agrees
+    assert results["prefix hits"].agrees
+    assert not results["preemption"].agrees
+
+
+def test_a_row_in_which_nothing_happened_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("x\ny\n\n", encoding="utf-8")
+    assert main(["verify", "--prompts", str(prompts), "--max-tokens", "2", "--skip-tokenizer-init"]) == 2
+    assert "no tokenizer" in capsys.readouterr().err
+    assert main(["verify", "--prompts", str(prompts), "--max-tokens", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "(yes): equal, but what the row is about did not happen" in out
+    assert "drafts: ngram" in out.splitlines()[-2]
+
+
+def test_token_ids_alone_and_the_users_own_drafter() -> None:
+    head = {"method": "eagle3", "model": "demo/eagle3", "num_speculative_tokens": 2}
+    results = run(skip_tokenizer_init=True, speculative_config=head)
+    assert "structured outputs" not in results
+    assert all(result.agrees for result in results.values())
+    assert results["drafts: as configured"].arguments["speculative_config"] == head
+
+
+def test_drawn_drafts_are_compared_where_they_keep_tokens() -> None:
+    drawn = {"method": "mtp", "num_speculative_tokens": 2, "draft_sample_method": "probabilistic"}
+    results = run(speculative_config=drawn)
+    assert all(result.agrees for result in results.values())
+    assert "as configured" not in results
+    assert results["as configured, greedy"].is_shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--prompts", "./nowhere"], "--prompts nowhere cannot be read"),
+        (["--max-model-len", "8", "--prompts", "{file}"], "cannot be run"),
+        (["--speculative-config", "{synthetic}"], "changes tokens on purpose"),
+        (["--max-model-len", "999999"], "max_model_len"),
+    ],
+)
+def test_mistakes(arguments: list[str], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("one two three four five six seven eight nine ten\n", encoding="utf-8")
+    synthetic = (
+        '{"method": "ngram", "num_speculative_tokens": 1, "rejection_sample_method": "synthetic", '
+        '"synthetic_acceptance_rates": [0.5]}'
+    )
+    values = {"{file}": str(file), "{synthetic}": synthetic}
+    assert main(["verify", *(values.get(argument, argument) for argument in arguments)]) == 2
+    assert named in capsys.readouterr().err
