@@ -71,3 +71,19 @@ def test_blocks_under_computation_are_worth_waiting_for(kv: KVCacheManager) -> N
     assert kv.is_being_computed(twin, kv.find_prefix(twin))
     kv.release(first, fence=0)
     assert not kv.is_being_computed(twin, kv.find_prefix(twin))
+
+
+def test_a_load_takes_no_more_of_a_hit_than_the_window_needs() -> None:
+    """A pool of the size that planning asks for lets every request in, also one whose hit and load lie far apart."""
+    groups = (KVCacheGroup(("layer",), KVCacheSpec(1, 8, "float32", sliding_window=6)),)
+    kv = KVCacheManager(KVCacheConfig(5, BLOCK_SIZE, groups), enable_prefix_caching=True)
+    run_and_release(kv, make_request(range(16)))
+    request = make_request(range(32))
+    hit = kv.find_prefix(request)
+    assert [i != 0 for i in hit.block_ids[0]] == [False, False, True, True][: hit.num_blocks]
+    num_external = 28 - hit.num_tokens
+    block_ids = kv.admit(request, hit, num_tokens=31, num_external=num_external)
+    assert block_ids is not None, "one request does not fit"
+    assert [i != 0 for i in block_ids[0]] == [False] * 5 + [True] * 3, "behind 28 tokens the window begins in block 5"
+    kv.release(request, fence=0)
+    kv.check_integrity()

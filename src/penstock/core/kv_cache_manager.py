@@ -83,19 +83,24 @@ class KVCacheManager:
     def admit(self, request: Request, hit: PrefixHit, num_tokens: int, num_external: int = 0) -> BlockIds | None:
         """Gives a request its hit and room for `num_tokens` tokens in all; None when there are not enough blocks.
 
-        The `num_external` tokens behind the hit will be loaded: groups get no blocks for those that they do not need.
+        The `num_external` tokens behind the hit will be loaded: groups get no blocks for those that they do not need,
+        and of the hit only what is still needed behind them.
         """
         num_present = hit.num_tokens + num_external
-        starts = [max(hit.num_blocks, group.first_needed_block(num_present)) for group in self._groups]
-        starts = [min(start, num_present // self.block_size) for start in starts]
+        needed = [group.first_needed_block(num_present) for group in self._groups]
+        starts = [min(max(hit.num_blocks, first), num_present // self.block_size) for first in needed]
         num_new = sum(cdiv(num_tokens, self.block_size) - start for start in starts)
-        hit_ids = [i for ids in hit.block_ids for i in ids if i != NULL_BLOCK]
+        hits = [
+            [NULL_BLOCK] * min(first, hit.num_blocks) + list(ids[first:])
+            for first, ids in zip(needed, hit.block_ids, strict=True)
+        ]
+        hit_ids = [i for ids in hits for i in ids if i != NULL_BLOCK]
         if num_new + self.pool.num_to_take(hit_ids) > self.pool.num_available:
             return None
         # The hits of all groups are taken before anything is allocated, or one group would evict another's.
         self.pool.acquire(hit_ids)
         skipped = [[NULL_BLOCK] * (start - hit.num_blocks) for start in starts]
-        tables = tuple([*ids, *gap] for ids, gap in zip(hit.block_ids, skipped, strict=True))
+        tables = tuple([*ids, *gap] for ids, gap in zip(hits, skipped, strict=True))
         self._tables[request.request_id] = tables
         self._num_published[request.request_id] = hit.num_blocks
         if self._enable_prefix_caching:
