@@ -15,7 +15,7 @@ from penstock.simulation.trace import ViolationError
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
-    """A request in an engine. `abort_at` is a tick; `next_engine` takes over when it has ended."""
+    """A request in an engine. `abort_at` is a tick, -1 for never; `next_engine` takes over when it has ended."""
 
     request: EngineRequest
     answer: Answer
@@ -23,6 +23,7 @@ class LiveRequest:
     engine: str
     abort_at: int
     next_engine: str = ""
+    submitted_at: int = 0
     received: list[int] = field(default_factory=list[int])
 
     def take(self, output: EngineOutput, policy: str) -> None:

@@ -10,6 +10,7 @@ Memory that nobody has written is poison, never zero.
 
 from __future__ import annotations
 
+import functools
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ _POISON = bytes.fromhex("efbeadde")
 _MASK = 0xFFFFFFFF
 
 
+@functools.cache
 def layer_salts(layer_name: str) -> tuple[int, ...]:
     """What tells the layer's heads from all others."""
     return tuple(crc32(f"{layer_name}/{head}".encode()) for head in range(NUM_HEADS))

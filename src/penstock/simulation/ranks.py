@@ -44,7 +44,9 @@ class InjectedError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankConfig:
-    """`acceptance` is the share of drafts that are right. `tells_gaps`: the drafter reports where it had no idea."""
+    """`acceptance` is the share of drafts that are right. `tells_gaps`: the drafter reports where it had no idea.
+    `runs_ahead`: the host ends a step, connector included, while the device may not have begun it.
+    """
 
     layers: tuple[OracleLayer, ...]
     block_size: int
@@ -55,6 +57,7 @@ class RankConfig:
     acceptance: float = 0.0
     tells_gaps: bool = False
     max_drafts_in_flight: int = 0
+    runs_ahead: bool = False
 
     @property
     def shards(self) -> list[ShardId]:
@@ -199,7 +202,8 @@ class _Item:
 class _Step:
     plan: SchedulerOutput
     fresh_block_ids: tuple[int, ...]
-    next_stage: int = 0
+    num_launched: int = 0  # stages
+    num_computed: int = 0
     items: list[_Item] = field(default_factory=list["_Item"])
     outputs: list[KVConnectorOutput] = field(default_factory=list[KVConnectorOutput])
     result: ModelRunnerOutput = field(default_factory=ModelRunnerOutput)
@@ -255,28 +259,35 @@ class RankExecutor:
     def sample_tokens(self, grammars: GrammarOutput) -> Future[ModelRunnerOutput]:
         step = self._steps[-1]
         while (ready := self._ready()) and self._rng.random() < 0.5:
-            self._run_stage(self._rng.choice(ready))
+            self._rng.choice(ready)()
         return _Result(lambda: self._run_to_end(step))
 
     def shutdown(self) -> None:
         for rank in self.ranks.values():
             rank.kv_step.shutdown()
 
-    def _ready(self) -> list[_Step]:
-        """Steps whose next stage may run: behind the step before it, and knowing its tokens."""
-        ready: list[_Step] = []
-        reached = self._config.pp
+    def _ready(self) -> list[Callable[[], None]]:
+        """What may happen next: a stage follows the step before it, and needs to know its tokens."""
+        ready: list[Callable[[], None]] = []
+        launched = computed = self._config.pp
         for step in self._steps:
-            names = step.plan.num_scheduled_tokens
-            waits = step.next_stage == 0 and any(name in self.rows and self.rows[name].is_sampling for name in names)
-            if step.next_stage < reached and not waits:
-                ready.append(step)
-            reached = step.next_stage
+            waits = step.num_computed == 0 and any(
+                name in self.rows and self.rows[name].is_sampling for name in step.plan.num_scheduled_tokens
+            )
+            if step.num_launched < launched and (self._config.runs_ahead or not waits):
+                ready.append(lambda step=step: self._launch(step))
+            if step.num_computed < min(computed, step.num_launched) and not waits:
+                ready.append(lambda step=step: self._compute(step))
+            launched, computed = step.num_launched, step.num_computed
         return ready
 
     def _run_to_end(self, step: _Step) -> ModelRunnerOutput:
-        while step.next_stage < self._config.pp:
-            self._run_stage(self._steps[0])
+        while step in self._steps:
+            first = self._steps[0]
+            if first.num_launched < self._config.pp:
+                self._launch(first)
+            else:
+                self._compute(first)
         self._applied_steps.append(step.plan.step)
         return step.result
 
@@ -287,32 +298,55 @@ class RankExecutor:
 
     # ---- One stage of one step ----
 
-    def _run_stage(self, step: _Step) -> None:
-        stage, plan = step.next_stage, step.plan
-        ranks = [rank for shard, rank in self.ranks.items() if shard[0] == stage]
+    def _ranks_of(self, stage: int) -> list[OracleRank]:
+        return [rank for shard, rank in self.ranks.items() if shard[0] == stage]
+
+    def _launch(self, step: _Step) -> None:
+        """The host's part of a stage. Where it does not run ahead, the device's part happens within it."""
+        stage, ranks = step.num_launched, self._ranks_of(step.num_launched)
         if stage == 0:
-            self.before_step(plan.step)
+            self.before_step(step.plan.step)
         try:
             for rank in ranks:
-                rank.begin(plan, step.fresh_block_ids)
-            if stage == 0:
-                self._update_rows(plan)
-                step.items = [self._make_item(plan, name, count) for name, count in plan.num_scheduled_tokens.items()]
-            for item in step.items:
-                self._forward(ranks, item)
+                rank.begin(step.plan, step.fresh_block_ids)
+            if not self._config.runs_ahead:
+                self._forward(step, stage)
             for rank in ranks:
                 rank.kv_step.on_forward_launched()
                 step.outputs.append(rank.kv_step.collect())
-            if stage == self._config.pp - 1:
-                step.result = self._finish(ranks, step)
+            if not self._config.runs_ahead:
+                self._sample_and_draft(step, stage)
             for rank in ranks:
                 rank.kv_step.finalize()
         finally:
             for rank in ranks:
                 rank.kv_step.end()
-        step.next_stage += 1
-        if step.next_stage == self._config.pp:
+        step.num_launched += 1
+        if not self._config.runs_ahead:
+            self._end_stage(step)
+
+    def _compute(self, step: _Step) -> None:
+        """The device's part of a stage that the host has launched some time ago."""
+        self._forward(step, step.num_computed)
+        self._sample_and_draft(step, step.num_computed)
+        self._end_stage(step)
+
+    def _forward(self, step: _Step, stage: int) -> None:
+        plan = step.plan
+        if stage == 0:
+            self._update_rows(plan)
+            step.items = [self._make_item(plan, name, count) for name, count in plan.num_scheduled_tokens.items()]
+        for item in step.items:
+            self._run_layers(self._ranks_of(stage), item)
+
+    def _sample_and_draft(self, step: _Step, stage: int) -> None:
+        if stage == self._config.pp - 1:
             assert len(step.outputs) == len(self.ranks), "a rank did not answer"
+            step.result = self._finish(self._ranks_of(stage), step)
+
+    def _end_stage(self, step: _Step) -> None:
+        step.num_computed += 1
+        if step.num_computed == self._config.pp:
             self._steps.remove(step)
 
     def _update_rows(self, plan: SchedulerOutput) -> None:
@@ -359,7 +393,7 @@ class RankExecutor:
             [0] * (1 + num_drafts if row.is_sampling else 0),
         )
 
-    def _forward(self, ranks: list[OracleRank], item: _Item) -> None:
+    def _run_layers(self, ranks: list[OracleRank], item: _Item) -> None:
         first = item.end - item.num_drafts
         for layer in ranks[0].layers:
             if not layer.is_draft:

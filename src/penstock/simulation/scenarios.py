@@ -41,6 +41,7 @@ def _base(rng: random.Random) -> Setup:
         topologies=(rng.choice([(1, 1), (1, 1), (2, 1), (1, 2), (2, 2)]),),
         windows=rng.choice([(0,), (0,), (0, 9), (6,)]),
         depth=rng.choice([1, 2, 2, 3]),
+        runs_ahead=rng.random() < 0.5,
         max_num_batched_tokens=rng.choice([3, 8, 16, 40]),
         max_num_seqs=rng.choice([2, 6]),
         spare_blocks=rng.choice([0, 4, 30]),
@@ -184,7 +185,7 @@ def _abort_loading(rng: random.Random) -> Setup:
 
 def _abort_storm(rng: random.Random) -> Setup:
     setup = _traffic(_faulty(_spec_share(rng), slow=0.4), abort=0.9, arrival=0.9, num_requests=24, max_output=18)
-    return replace(setup, spare_blocks=0)
+    return replace(setup, spare_blocks=rng.choice([0, 4]), sync_share=rng.choice([0.0, 1.0, 1.0]))
 
 
 def _preempt_loading(rng: random.Random) -> Setup:
@@ -207,8 +208,13 @@ def _full_store(rng: random.Random) -> Setup:
     return _faulty(setup, slow=0.9, max_delay=0.2)
 
 
+def _stuck(rng: random.Random) -> Setup:
+    setup = _faulty(_share(rng), drop=0.3, lost_completion=0.2)
+    return replace(setup, load_timeout=0.3, patience=8.0, request_ticks=400, spare_blocks=rng.choice([4, 30]))
+
+
 def _slow_directory(rng: random.Random) -> Setup:
-    return replace(_share(rng), lookup_seconds=rng.choice([0.03, 0.2, 5.0]), load_timeout=0.3)
+    return replace(_share(rng), lookup_seconds=rng.choice([0.03, 0.2, 9.0]), load_timeout=0.3, request_ticks=400)
 
 
 def _crash(rng: random.Random) -> Setup:
@@ -325,6 +331,9 @@ _TABLE = (
     Scenario("wrong_bytes", "F15: the transport reports success, and a byte is wrong", _wrong_bytes),
     Scenario("unsettled_failures", "F3, F6, F10: a transfer has failed and its bytes still land", _unsettled),
     Scenario("lost_completions", "F6: nobody ever hears of a transfer again", _lost),
+    Scenario(
+        "stuck_transfers", "C7, F6: a transfer does not end for a long time; requests must not wait for it", _stuck
+    ),
     Scenario("late_completions", "F8: completions come late and in another order", _late),
     Scenario("overdue_loads", "F5, C7: the deadline passes, the request goes on, and then the KV comes", _overdue),
     Scenario("repeated_completions", "F7, F9: completions come twice, also for ids that have gone", _repeated),

@@ -63,12 +63,14 @@ class Setup:
     """`topologies` has (pp, tp) of every engine; `spare_blocks` is what the pool has beyond the longest request's.
 
     `drafts` per request are proposed, by a drafter with KV of its own if `has_drafter`; `drafts_under_load` while more
-    than two requests run.
+    than two requests run. A request must end within `request_ticks`, and everything else within `recovery_ticks` after
+    the last fault.
     """
 
     topologies: tuple[tuple[int, int], ...] = ((1, 1),)
     windows: tuple[int, ...] = (0,)
     depth: int = 2
+    runs_ahead: bool = False
     block_size: int = 4
     max_model_len: int = 56
     max_num_batched_tokens: int = 16
@@ -92,6 +94,7 @@ class Setup:
     store_places: int = 64
     num_staging: int = 16
     fault_ticks: int = 250
+    request_ticks: int = 1000
     recovery_ticks: int = 1500
     faults: Faults = Faults()
     traffic: Traffic = Traffic()

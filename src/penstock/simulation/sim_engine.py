@@ -161,6 +161,7 @@ def make_site(setup: Setup, name: str, life: int, topology: tuple[int, int]) -> 
         tp=tp,
         acceptance=setup.acceptance,
         tells_gaps=setup.tells_gaps,
+        runs_ahead=setup.runs_ahead,
         max_drafts_in_flight=setup.drafts * (setup.depth - 1),
     )
     return Site(name, life, cache_config(setup.layers, setup.num_blocks, setup.block_size, NUM_HEADS), ranks)

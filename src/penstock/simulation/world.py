@@ -106,11 +106,13 @@ class World:
         rng, faults = self._rng, self._setup.faults
         again, self._waiting_again = self._waiting_again, []
         for each in [*again, *self._clients.arrivals(tick, self._live)]:
-            self._submit(each)
+            self._submit(each, tick)
         for engine in self._engines.values():
             if rng.random() < self._setup.traffic.reset and engine.core.reset_prefix_cache():
                 self._trace.note(engine.name, "forgets its prefix cache")
         for each in list(self._live.values()):
+            if tick - each.submitted_at > self._setup.request_ticks:
+                raise ViolationError(f"{each.request.request_id} does not end", each.request.request_id)
             if self._wants_abort(each, tick):
                 self._abort(each)
         if self._context.has_faults:
@@ -124,7 +126,7 @@ class World:
                 self._count("restarts_of_backing")
                 self._backing.restart()
 
-    def _submit(self, each: LiveRequest) -> None:
+    def _submit(self, each: LiveRequest, tick: int) -> None:
         request = each.request
         if request.request_id in self._live:
             self._waiting_again.append(each)
@@ -139,6 +141,7 @@ class World:
             pass
         else:
             raise ViolationError("two requests live under one id", request.request_id)
+        each.submitted_at = tick
         self._live[request.request_id] = each
 
     def _wants_abort(self, each: LiveRequest, tick: int) -> bool:
@@ -197,7 +200,7 @@ class World:
             each = self._live[output.request_id]
             each.take(output, self._setup.load_failure_policy)
             wrong = [engine.executor.wrong_drafts.get((step, output.request_id)) for step in applied]
-            if any(wrong):
+            if output.new_token_ids and any(wrong):
                 raise ViolationError(
                     f"{output.request_id} was drafted for from KV that is not its own", output.request_id
                 )

@@ -1,0 +1,339 @@
+"""Bugs to plant: each is a piece of the real source exchanged for a wrong one, as a change by hand would do it."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import textwrap
+from dataclasses import dataclass
+from types import CodeType, FunctionType
+
+
+@dataclass(frozen=True)
+class Edit:
+    """`old` becomes `new` in the source of `target`, "module:Class.method"."""
+
+    target: str
+    old: str
+    new: str
+
+    def function(self) -> FunctionType:
+        module, _, path = self.target.partition(":")
+        found = importlib.import_module(f"penstock.{module}")
+        for name in path.split("."):
+            found = inspect.getattr_static(found, name)
+        return found.fget if isinstance(found, property) else found
+
+    def code(self) -> CodeType:
+        """The function's code with the bug in it; it takes the place of the real one wherever that was imported."""
+        function = self.function()
+        source = textwrap.dedent(inspect.getsource(function))
+        assert source.count(self.old) == 1, f"{self.target} no longer has {self.old!r}"
+        tree = ast.parse(source.replace(self.old, self.new))
+        assert isinstance(tree.body[0], ast.FunctionDef)
+        tree.body[0].decorator_list.clear()
+        scope: dict[str, FunctionType] = {}
+        exec(compile(tree, f"<planted in {self.target}>", "exec"), function.__globals__, scope)
+        return scope[function.__name__].__code__
+
+
+@dataclass(frozen=True)
+class Bug:
+    """`scenario` is one that catches it."""
+
+    name: str
+    scenario: str
+    edits: tuple[Edit, ...]
+
+
+def _bug(name: str, scenario: str, *edit: str) -> Bug:
+    """`edit` is target, old, new, once or several times."""
+    edits = tuple(Edit(*edit[start : start + 3]) for start in range(0, len(edit), 3))
+    return Bug(name, scenario, edits)
+
+
+BUGS = (
+    _bug(
+        "the metadata is cleared before the drafter runs",
+        "shared_store_with_drafts",
+        "kv_transfer.kv_step:KVStep.collect",
+        "return self.connector.get_finished(self._finished_request_ids)",
+        "found = self.connector.get_finished(self._finished_request_ids); self.connector.end_step(); return found",
+    ),
+    _bug(
+        "only the last rank's output is kept",
+        "one_of_n_shards",
+        "kv_transfer.aggregate:aggregate",
+        "for output in outputs:",
+        "for output in list(outputs)[-1:]:",
+    ),
+    _bug(
+        "synchronous loads begin behind the forward pass",
+        "synchronous_loads",
+        "kv_transfer.kv_step:KVStep.begin",
+        "if self._metadata.has_sync_loads:",
+        "if False:",
+        "kv_transfer.kv_step:KVStep.on_forward_launched",
+        "if not self._metadata.has_sync_loads:",
+        "if True:",
+    ),
+    _bug(
+        "completions are counted",
+        "repeated_completions",
+        "kv_transfer.ledger:TransferLedger.apply",
+        "if report.shard in entry.reports:",
+        "if report.shard in entry.reports:\n"
+        "        entry.reports[min(entry.expected - entry.reports.keys())] = report\n"
+        "    if False:",
+    ),
+    _bug(
+        "an unsettled failure counts as an end",
+        "unsettled_failures",
+        "kv_transfer.transports.base:TransferState.is_settled",
+        "return self in (TransferState.DONE, TransferState.FAILED_SETTLED)",
+        "return self is not TransferState.PENDING",
+    ),
+    _bug(
+        "the optimistic count decides what is published",
+        "plain",
+        "core.kv_cache_manager:KVCacheManager.publish",
+        "request.num_processed_tokens",
+        "request.num_computed_tokens",
+    ),
+    _bug(
+        "the optimistic count decides what leaves the window",
+        "sliding_windows",
+        "core.kv_cache_manager:KVCacheManager._release_behind_window",
+        "request.num_processed_tokens",
+        "request.num_computed_tokens",
+    ),
+    _bug(
+        "rejected drafts stay counted as computed",
+        "rejections_of_every_length",
+        "core.request:Request.on_processed",
+        "self.num_computed_tokens -= 1 + num_drafts - num_sampled",
+        "pass",
+    ),
+    _bug(
+        "the last known token is found in the cache",
+        "full_prefix_hits",
+        "core.kv_cache_manager:KVCacheManager.find_prefix",
+        "(request.num_tokens - 1) // self.block_size",
+        "request.num_tokens // self.block_size",
+    ),
+    _bug(
+        "the salt is left out of the hash",
+        "tenants",
+        "core.block_hash:root_hash",
+        '(cache_salt or "")',
+        '""',
+    ),
+    _bug(
+        "a window keeps one slot too few",
+        "sliding_windows",
+        "core.kv_cache_groups:SlidingWindowGroup.first_needed_block",
+        "num_computed_tokens - self.window + 1",
+        "num_computed_tokens - self.window + 2",
+    ),
+    _bug(
+        "a load skips one block too many behind the window",
+        "sliding_windows",
+        "core.kv_cache_manager:KVCacheManager.admit",
+        "group.first_needed_block(num_present)",
+        "group.first_needed_block(num_present + self.block_size)",
+    ),
+    _bug(
+        "results of an earlier admission are taken",
+        "tiny_pool",
+        "core.scheduler:Scheduler.update_from_output",
+        "request.admission != admissions[request_id]",
+        "False",
+    ),
+    _bug(
+        "a preempted request's blocks are free while steps are in flight",
+        "preemption_during_loads",
+        "core.scheduler:Scheduler._rewind",
+        "self.kv.release(request, last_step)",
+        "self.kv.release(request, 0)",
+    ),
+    _bug(
+        "a finished request's blocks are free while steps are in flight",
+        "abort_storm",
+        "core.scheduler:Scheduler._free",
+        "self.kv.release(request, self._step)",
+        "self.kv.release(request, 0)",
+    ),
+    _bug(
+        "a fence falls one step early",
+        "preemption_during_loads",
+        "core.scheduler:Scheduler.update_from_output",
+        "self.kv.pool.on_step_processed(plan.step)",
+        "self.kv.pool.on_step_processed(plan.step + 1)",
+    ),
+    _bug(
+        "blocks that are still read are freed",
+        "held_blocks",
+        "core.scheduler:Scheduler._free",
+        "if action is FinishAction.HOLD:",
+        "if False:",
+    ),
+    _bug(
+        "blocks that are read no more stay held",
+        "held_blocks",
+        "core.scheduler:Scheduler._apply_transfers",
+        "self.kv.drop_hold(event.transfer_id)",
+        "pass",
+    ),
+    _bug(
+        "the hold of a finished request has the name of its id",
+        "id_reuse",
+        "core.request:Request.hold_id",
+        'f"{self.request_id}/hold-{self.arrival_index}"',
+        "self.request_id",
+    ),
+    _bug(
+        "blocks with a holder become available",
+        "held_blocks",
+        "core.block_pool:BlockPool._make_available",
+        "if block.num_holders:",
+        "if False:",
+    ),
+    _bug(
+        "a deadline frees the blocks under a load",
+        "overdue_loads",
+        "core.remote_kv:RemoteKV.detach",
+        "for load in self._loads.values():",
+        "for name in [n for n, load in self._loads.items() if load.request is request and load.is_async]:\n"
+        "        del self._loads[name]\n"
+        "        self._kv.drop_hold(name)\n"
+        "    for load in self._loads.values():",
+    ),
+    _bug(
+        "a load has no deadline",
+        "stuck_transfers",
+        "core.remote_kv:RemoteKV.overdue",
+        "load.deadline <= now",
+        "False",
+    ),
+    _bug(
+        "the directory is asked for ever",
+        "slow_directory",
+        "core.remote_kv:RemoteKV.match",
+        "if self._clock.now() - since < self._timeout:",
+        "if True:",
+    ),
+    _bug(
+        "a load is tried for ever",
+        "wrong_bytes",
+        "core.remote_kv:RemoteKV.match",
+        "request.num_failed_loads >= MAX_FAILED_LOADS",
+        "False",
+    ),
+    _bug(
+        "what a load did not bring is published",
+        "failing_loads",
+        "core.remote_kv:RemoteKV.on_ended",
+        "bad = self._bad_blocks(event.bad_ranges)",
+        "bad = set()",
+    ),
+    _bug(
+        "a request goes on behind a failed synchronous load",
+        "failing_loads",
+        "core.remote_kv:RemoteKV.on_ended",
+        "return request if event.bad_ranges else None",
+        "return None",
+    ),
+    _bug(
+        "the end of a load reaches a request that has gone",
+        "abort_while_loading",
+        "core.remote_kv:RemoteKV.on_ended",
+        "if load.is_detached:",
+        "if False:",
+    ),
+    _bug(
+        "a rewound request keeps its row",
+        "failing_loads",
+        "core.scheduler:Scheduler._on_lost_kv",
+        "self._rewound_request_ids.add(request.request_id)",
+        "pass",
+    ),
+    _bug(
+        "a finished request keeps its row",
+        "row_reuse",
+        "core.scheduler:Scheduler._finish",
+        "self._finished_request_ids.add(request.request_id)",
+        "pass",
+    ),
+    _bug(
+        "a load writes into the block before it, which others read",
+        "shared_store",
+        "simulation.store:StoreScheduler.update_state_after_alloc",
+        "range(num_computed_tokens // size, end // size)",
+        "range(max(0, num_computed_tokens // size - 1), end // size)",
+    ),
+    _bug(
+        "the engine's life is left out of transfers' names",
+        "reports_of_an_old_life",
+        "simulation.store:StoreScheduler._on_wire",
+        'f"{self._life}:{transfer_id}"',
+        'f"{self._life[:-2]}:{transfer_id}"',
+        "simulation.store:StoreScheduler.update_connector_output",
+        "life != self._life",
+        "life != self._life[:-2]",
+    ),
+    _bug(
+        "the drafter's layers stay at home",
+        "shared_store_with_drafts",
+        "simulation.store_worker:StoreWorker._parts",
+        "for head in self._view.heads)",
+        'for head in self._view.heads if not name.startswith("draft"))',
+        "simulation.store:BlockStore.parts",
+        "return self._parts[group]",
+        'return frozenset(part for part in self._parts[group] if not part[0].startswith("draft"))',
+        "simulation.store:BlockStore.end_save",
+        "self._parts[entry.key[0]]",
+        "self.parts(entry.key[0])",
+        "simulation.store:BlockStore.check_digests",
+        "sorted(self._parts[group])",
+        "sorted(self.parts(group))",
+    ),
+    _bug(
+        "what has landed is not compared with its digest",
+        "wrong_bytes",
+        "simulation.store_worker:StoreWorker._is_right",
+        "return all(",
+        "return True or all(",
+    ),
+    _bug(
+        "a block is copied for its save when the step has written",
+        "preemption_during_saves",
+        "simulation.store_worker:StoreWorker.begin_step",
+        "for job in metadata.saves:",
+        "for job in ():",
+        "simulation.store_worker:StoreWorker.wait_for_save",
+        "for job in self._metadata.saves:",
+        "kept = self._metadata\n"
+        "    for job in kept.saves:\n"
+        "        save = _Open(job, is_load=False, started=self._clock.now())\n"
+        "        if job.is_staged:\n"
+        "            self._stage(save)\n"
+        "        save.digests = [digest(self._part(c, part)) for c in job.copies for part in self._parts(c)]\n"
+        "        self._staged[job.transfer_id] = save\n"
+        "    for job in self._metadata.saves:",
+    ),
+    _bug(
+        "a load never lets go of what it has read",
+        "shared_store",
+        "simulation.store:StoreScheduler._end_load",
+        "self._store.unpin(entry, self._life)",
+        "pass",
+    ),
+    _bug(
+        "a block with a part missing is taken over",
+        "one_of_n_shards",
+        "simulation.store:BlockStore.end_save",
+        "if digests.keys() == self._parts[entry.key[0]]:",
+        "if digests:",
+    ),
+)

@@ -1,0 +1,23 @@
+"""The simulation can fail: every planted bug is caught by a scenario, within a bounded number of seeds."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.simulation.scenarios import replay_line, run_scenario
+from tests.simulation.planted import BUGS, Bug
+
+MAX_SEEDS = 60
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name.replace(" ", "_"))
+def test_planted_bug_is_caught(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
+    for edit in bug.edits:
+        monkeypatch.setattr(edit.function(), "__code__", edit.code())
+    for seed in range(MAX_SEEDS):
+        result = run_scenario(bug.scenario, seed)
+        if result.violation:
+            print(f"{replay_line(bug.scenario, seed)}: {result.violation}")
+            assert result.trace
+            return
+    pytest.fail(f"{MAX_SEEDS} seeds of {bug.scenario} see nothing wrong with: {bug.name}")
