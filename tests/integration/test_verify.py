@@ -21,7 +21,8 @@ from penstock.runner.sampling import states
 
 ROWS = [
     "plain run", "in company", "asynchronous scheduling", "chunked prefill", "prefix hits", "preemption",
-    "KV offloaded: saved, loaded", "KV offloaded: and preempted", "drafts: ngram", "drafts: mtp", "structured outputs", "structured outputs, drafts", "everything at once",
+    "KV offloaded: saved, loaded", "KV offloaded: and preempted",
+    "drafts: ngram", "drafts: mtp", "structured outputs", "structured outputs, drafts", "everything at once",
     "as configured",
 ]  # fmt: skip
 

@@ -58,8 +58,8 @@ BUGS = (
         "the metadata is cleared before the drafter runs",
         "shared_store_with_drafts",
         "kv_transfer.kv_step:KVStep.collect",
-        "return self.connector.get_finished(self._finished_request_ids)",
-        "found = self.connector.get_finished(self._finished_request_ids); self.connector.end_step(); return found",
+        "return self._active.get_finished(self._finished_request_ids)",
+        "found = self._active.get_finished(self._finished_request_ids); self._active.end_step(); return found",
     ),
     _bug(
         "only the last rank's output is kept",
@@ -132,9 +132,9 @@ BUGS = (
     _bug(
         "a window keeps one slot too few",
         "sliding_windows",
-        "core.kv_cache_groups:SlidingWindowGroup.first_needed_block",
-        "num_computed_tokens - self.window + 1",
-        "num_computed_tokens - self.window + 2",
+        "messages.kv_cache_spec:KVCacheSpec.first_needed_block",
+        "num_computed_tokens - self.sliding_window + 1",
+        "num_computed_tokens - self.sliding_window + 2",
     ),
     _bug(
         "a load skips one block too many behind the window",

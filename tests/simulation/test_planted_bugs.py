@@ -17,7 +17,7 @@ def test_planted_bug_is_caught(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> Non
     for seed in range(MAX_SEEDS):
         result = run_scenario(bug.scenario, seed)
         if result.violation:
-            print(f"{replay_line(bug.scenario, seed)}: {result.violation}")
+            print(f"{replay_line(bug.scenario, seed)}: {result.violation}")  # noqa: T201 - the seed is the result
             assert result.trace
             return
     pytest.fail(f"{MAX_SEEDS} seeds of {bug.scenario} see nothing wrong with: {bug.name}")

@@ -331,9 +331,7 @@ _TABLE = (
     Scenario("wrong_bytes", "F15: the transport reports success, and a byte is wrong", _wrong_bytes),
     Scenario("unsettled_failures", "F3, F6, F10: a transfer has failed and its bytes still land", _unsettled),
     Scenario("lost_completions", "F6: nobody ever hears of a transfer again", _lost),
-    Scenario(
-        "stuck_transfers", "C7, F6: a transfer does not end for a long time; requests must not wait for it", _stuck
-    ),
+    Scenario("stuck_transfers", "C7, F6: a transfer does not end for long, and requests do not wait for it", _stuck),
     Scenario("late_completions", "F8: completions come late and in another order", _late),
     Scenario("overdue_loads", "F5, C7: the deadline passes, the request goes on, and then the KV comes", _overdue),
     Scenario("repeated_completions", "F7, F9: completions come twice, also for ids that have gone", _repeated),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.config.engine import SchedulerConfig
 from penstock.core.kv_cache_planning import blocks_for_one_request
@@ -98,6 +98,10 @@ class Setup:
     recovery_ticks: int = 1500
     faults: Faults = Faults()
     traffic: Traffic = Traffic()
+
+    def with_one_split(self) -> Setup:
+        """All engines have as many stages and ranks as the first."""
+        return replace(self, topologies=self.topologies[:1] * len(self.topologies))
 
     @property
     def layers(self) -> tuple[OracleLayer, ...]:

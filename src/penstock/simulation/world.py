@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from penstock.messages.kv_transfer import TransferReport
-from penstock.simulation.backing import BackingContext
+from penstock.simulation.backing import Backing, BackingContext
 from penstock.simulation.backings import BACKINGS
 from penstock.simulation.clients import Clients, LiveRequest
 from penstock.simulation.invariants import Contents, check_engine, check_idle
@@ -41,7 +42,11 @@ class RunResult:
 
 
 class World:
-    def __init__(self, setup: Setup, seed: str) -> None:
+    """`make_backing` stands in for the one that the setup names."""
+
+    def __init__(
+        self, setup: Setup, seed: str, make_backing: Callable[[BackingContext], Backing] | None = None
+    ) -> None:
         self._setup = setup
         self._rng = random.Random(seed)
         self._clock = ManualClock()
@@ -49,7 +54,7 @@ class World:
         self._answers = Answers(setup.layers)
         self._contents = Contents(setup.block_size)
         self._context = BackingContext(setup, self._clock, random.Random(f"{seed} transport"))
-        self._backing = BACKINGS[setup.backing](self._context)
+        self._backing = (make_backing or BACKINGS[setup.backing])(self._context)
         self._topologies = {f"engine{number}": each for number, each in enumerate(setup.topologies)}
         self._old_reports: dict[str, deque[TransferReport]] = {}
         self._lives: dict[str, int] = {}

@@ -324,8 +324,8 @@ class OffloadingScheduler(NullSchedulerConnector):
         return events
 
     def _measure_step(self) -> None:
-        num_tokens, since = self._steps.popleft()
         now = self._clock.now()
+        num_tokens, since = self._steps.popleft() if self._steps else (0, now)
         if self._costs is not None and num_tokens >= _PREFILL_TOKENS:
             self._costs.on_computed(num_tokens, now - max(since, self._last_end))
         self._last_end = now
