@@ -99,7 +99,7 @@ FAILING = {"first": 0, "middle": 2, "last": -1}
 
 @pytest.mark.parametrize("place", FAILING)
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-@pytest.mark.parametrize("speculator", ["none", "mtp"])
+@pytest.mark.parametrize("speculator", SPECULATORS)
 def test_a_block_that_does_not_come(
     plain_tokens: list[list[int]], monkeypatch: pytest.MonkeyPatch, place: str, policy: str, speculator: str
 ) -> None:
