@@ -88,6 +88,13 @@ BUGS = (
         "    if False:",
     ),
     _bug(
+        "a transfer ends with the first rank's report",
+        "one_of_n_shards",
+        "kv_transfer.ledger:TransferLedger.apply",
+        "if len(entry.reports) < len(entry.expected):",
+        "if not entry.reports:",
+    ),
+    _bug(
         "an unsettled failure counts as an end",
         "unsettled_failures",
         "kv_transfer.transports.base:TransferState.is_settled",

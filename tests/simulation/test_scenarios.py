@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 from collections import Counter
@@ -74,3 +75,15 @@ def test_a_seed_decides_everything() -> None:
         digests.add(subprocess.run([sys.executable, "-c", _DIGESTS], env=env, check=True, capture_output=True).stdout)
     assert len(digests) == 1
     assert run_scenario("everything", 0).digest != run_scenario("everything", 1).digest
+
+
+@pytest.mark.parametrize(
+    ("first_seed", "count"), [(1000, 200), (random.SystemRandom().randrange(1 << 40), 5)], ids=["fixed", "fresh"]
+)
+def test_the_whole_catalogue(first_seed: int, count: int) -> None:
+    """As a user runs it, in processes of its own; a fresh seed that finds something is in the output."""
+    command = ["simulate", "--scenario", "all", "--seed", str(first_seed), "--count", str(count), "--jobs", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock.cli.main", *command], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"penstock {' '.join(command)}\n{done.stdout}{done.stderr}"

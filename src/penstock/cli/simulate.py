@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
 from tqdm import tqdm
@@ -66,7 +67,7 @@ def _results(runs: list[Run], jobs: int) -> Iterator[tuple[Run, RunResult]]:
         for each in runs:
             yield each, run_scenario(*each)
         return
-    with ProcessPoolExecutor(jobs) as pool:
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         try:
             tasks = [runs[start : start + _SEEDS_PER_TASK] for start in range(0, len(runs), _SEEDS_PER_TASK)]
             for results in pool.map(_run_all, tasks):

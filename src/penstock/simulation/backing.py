@@ -109,17 +109,19 @@ class StoreBacking:
         self._store = BlockStore(self._fabric, setup.layers, setup.block_size, setup.store_places)
         self._endpoints: dict[str, list[MemoryTransport]] = {}
         self._strides: dict[str, int] = {}
+        self._workers: dict[str, list[StoreWorker]] = {}
         self._checked: set[Entry] = set()
 
     def attach(self, site: Site) -> Parts:
         setup, ranks = self._setup, site.ranks
-        workers: dict[ShardId, WorkerConnector] = {}
+        workers: dict[ShardId, StoreWorker] = {}
         shards: dict[ShardId, tuple[MemoryTransport, list[Part]]] = {}
         for shard in ranks.shards:
             transport = self._fabric.endpoint(f"{site.name}-{shard[0]}.{shard[1]}")
             layers, heads = ranks.layers_of(shard[0]), ranks.heads_of(shard[1])
             shards[shard] = transport, [(name, head) for name in _in_order(layers) for head in heads]
             workers[shard] = StoreWorker(shard, transport, self._store, self._clock, setup.patience, setup.num_staging)
+        self._workers[site.name] = list(workers.values())
         self._endpoints[site.name] = [transport for transport, _ in shards.values()]
         self._strides[site.name] = self._store.part_bytes * len(ranks.heads_of(0))
         policy = StorePolicy(
@@ -156,6 +158,9 @@ class StoreBacking:
     def check_idle(self) -> None:
         self._store.tick()
         self._store.check_idle()
+        for workers in self._workers.values():
+            for worker in workers:
+                worker.check_idle()
 
 
 def _in_order(layers: tuple[OracleLayer, ...]) -> list[str]:

@@ -52,7 +52,7 @@ def check_engine(engine: SimEngine, contents: Contents, touching: Iterable[Touch
 def check_transfers(engine: SimEngine, touching: Iterable[Touch]) -> None:
     """No transfer may read a block that can be handed out, or write one that anybody else can read."""
     for touch in touching:
-        name = block_name(touch.block_id)
+        name = block_name(engine.name, touch.block_id)
         if touch.block_id == NULL_BLOCK:
             raise ViolationError(f"a transfer of {engine.name} touches the null block", name)
         if engine.pool.is_available(touch.block_id):
@@ -82,22 +82,22 @@ def check_counts(engine: SimEngine) -> None:
 def check_published(engine: SimEngine, contents: Contents, blocks: Iterable[tuple[int, tuple[int, bytes]]]) -> None:
     """What can be found in the prefix cache is, in every layer of every rank, what the prompt leads to."""
     for block_id, (group, block_hash) in blocks:
-        name = block_name(block_id)
+        name = block_name(engine.name, block_id)
         for rank in engine.executor.ranks.values():
             for layer_name in rank.memory.layer_names(group):
                 for head in rank.heads:
                     right = contents.find(group, block_hash, layer_name, head)
                     if right is None:
-                        raise ViolationError(f"{name} of {engine.name} has a hash that no prompt has", name)
+                        raise ViolationError(f"{name} has a hash that no prompt has", name)
                     if rank.memory.head_bytes(layer_name, block_id, head) != right:
-                        raise ViolationError(f"{name} of {engine.name} is published, and {layer_name} wrong", name)
+                        raise ViolationError(f"{name} is published, and {layer_name} wrong", name)
 
 
 def check_idle(engine: SimEngine) -> None:
     """Nothing is left over of any request: P3."""
     pool = engine.pool
     if pool.num_available != pool.num_usable:
-        missing = [block_name(i) for i in range(1, pool.num_usable + 1) if not pool.is_available(i)]
+        missing = [block_name(engine.name, i) for i in range(1, pool.num_usable + 1) if not pool.is_available(i)]
         raise ViolationError(f"{engine.name} is idle and misses {len(missing)} blocks", *missing)
     if engine.executor.rows:
         raise ViolationError(f"{engine.name} is idle and has rows", *engine.executor.rows)

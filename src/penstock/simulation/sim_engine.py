@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from penstock.core.block_pool import BlockKey, BlockPool, Holder
@@ -19,26 +19,26 @@ from penstock.simulation.backing import Parts, Site
 from penstock.simulation.oracle import NUM_HEADS, Answers, cache_config
 from penstock.simulation.ranks import RankConfig, RankExecutor
 from penstock.simulation.setup import Setup
-from penstock.simulation.trace import Trace, block_name
+from penstock.simulation.trace import Trace, block_name, hash_name
 from penstock.utils.clock import ManualClock
 
 _MAX_STEPS_LATE = 12
 
 
 class WatchedPool(BlockPool):
-    """The real pool, with a record of what it does."""
+    """The real pool of one engine, with a record of what it does."""
 
-    def __init__(self, num_blocks: int, note: Callable[..., None]) -> None:
+    def __init__(self, num_blocks: int, engine: str, trace: Trace) -> None:
         super().__init__(num_blocks)
-        self._note = note
+        self._engine = engine
+        self._trace = trace
         self._fresh: list[int] = []
         self.newly_published: list[tuple[int, BlockKey]] = []
 
     def allocate(self, num_blocks: int) -> list[int]:
         block_ids = super().allocate(num_blocks)
         self._fresh += block_ids
-        if block_ids:
-            self._note("hands out", *map(block_name, block_ids))
+        self._note("hands out", block_ids)
         return block_ids
 
     def take_fresh(self) -> tuple[int, ...]:
@@ -48,17 +48,22 @@ class WatchedPool(BlockPool):
 
     def publish(self, block_id: int, key: BlockKey) -> None:
         super().publish(block_id, key)
-        self._note(f"publishes {key[1].hex()[:8]} in", block_name(block_id))
+        self._note("publishes", [block_id], hash_name(key[1]))
         self.newly_published.append((block_id, key))
 
     def hold(self, holder: Holder, block_ids: Iterable[int], writes: bool) -> None:
         ids = list(block_ids)
         super().hold(holder, ids, writes)
-        self._note("holds for", holder, *map(block_name, ids))
+        self._note("writes into" if writes else "reads", ids, holder)
 
     def drop(self, holder: Holder) -> None:
         super().drop(holder)
-        self._note("ends the hold of", holder)
+        self._note("is done with", (), holder)
+
+    def _note(self, text: str, block_ids: Iterable[int], *subjects: str) -> None:
+        names = [block_name(self._engine, block_id) for block_id in block_ids]
+        if names or subjects:
+            self._trace.note(self._engine, text, *subjects, *names)
 
     def published(self) -> Iterator[tuple[int, BlockKey]]:
         """All blocks whose content can be found."""
@@ -127,8 +132,7 @@ class SimEngine:
     ) -> None:
         self.name = site.name
         self.life = site.life
-        label = f"{site.name}.{site.life}"
-        self.pool = WatchedPool(setup.num_blocks, lambda text, *subjects: trace.note(label, text, *subjects))
+        self.pool = WatchedPool(setup.num_blocks, site.name, trace)
         self.kv = KVCacheManager(site.cache, setup.prefix_caching)
         self.kv.pool = self.pool
         transfer = KVTransfer(parts.scheduler, setup.load_failure_policy, setup.load_timeout, clock)

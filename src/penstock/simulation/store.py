@@ -44,7 +44,7 @@ from penstock.messages.kv_transfer import (
 )
 from penstock.messages.scheduler_output import BlockIds, SchedulerOutput
 from penstock.simulation.oracle import NUM_HEADS, WORD_BYTES, OracleLayer
-from penstock.simulation.trace import ViolationError
+from penstock.simulation.trace import ViolationError, hash_name
 from penstock.utils.clock import Clock
 
 STORE_REGION = "store"
@@ -194,15 +194,14 @@ class BlockStore:
             right = contents(group, block_hash, layer_name, head)
             found = entry.digests.get((layer_name, head))
             if right is None or found != digest(memoryview(right)):
-                raise ViolationError(
-                    f"the store took over wrong KV: group {group}, {layer_name}, {block_hash.hex()[:8]}"
-                )
+                name = hash_name(block_hash)
+                raise ViolationError(f"the store took over wrong KV: {name}, {layer_name}", name)
 
     def check_idle(self) -> None:
         assert not self._saving, f"{len(self._saving)} saves never ended"
         assert not self._quarantine, "places of the store are in quarantine for ever"
-        pinned = [entry.key for entry in self.entries.values() if entry.readers]
-        assert not pinned, f"pinned for nobody: {pinned}"
+        pinned = [entry.place for entry in self.entries.values() if entry.readers]
+        assert not pinned, f"places of the store are pinned for nobody: {pinned}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,6 +123,12 @@ class StoreWorker(NullWorkerConnector):
     def shutdown(self) -> None:
         self._transport.close()
 
+    def check_idle(self) -> None:
+        """No job is open, and nothing is copied aside for one."""
+        assert not self._open and not self._staged, f"{self._shard}: {len(self._open)} jobs, {len(self._staged)} saves"
+        free = sorted(self._free_staging)
+        assert free == list(range(self._num_staging)), f"{self._shard}: staging slots {free} are free"
+
     def _stage(self, save: _Open) -> None:
         if len(save.job.copies) > len(self._free_staging):
             save.has_failed = True

@@ -9,6 +9,7 @@ from hashlib import blake2b
 
 _KEPT = 4000
 _SHOWN = 30
+_LAST = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +49,24 @@ class Trace:
         return self._digest.hexdigest()
 
     def about(self, subjects: Iterable[str]) -> list[str]:
-        """The last events that concern one of these, or all of them when none does."""
+        """The last events that concern one of these or whatever was last named beside them; all when there is none."""
         wanted = set(subjects)
-        # A block's story is that of its requests too.
+        last = [event for event in self._events if wanted & set(event.subjects)][-_LAST:]
+        named = {name for event in last for name in event.subjects if not is_block(name)}
+        wanted |= named | {name.partition("/")[0] for name in named}
         found = [event for event in self._events if wanted & set(event.subjects)]
         return [str(event) for event in (found or list(self._events))[-_SHOWN:]]
 
 
-def block_name(block_id: int) -> str:
-    return f"b{block_id}"
+def block_name(engine: str, block_id: int) -> str:
+    """How traces call a block."""
+    return f"{engine}[{block_id}]"
+
+
+def is_block(name: str) -> bool:
+    return name.endswith("]")
+
+
+def hash_name(block_hash: bytes) -> str:
+    """How traces call what a block holds."""
+    return f"#{block_hash.hex()[:8]}"

@@ -74,7 +74,8 @@ class World:
         try:
             while not self._is_over():
                 if tick == limit:
-                    raise ViolationError(f"{len(self._live)} requests have not ended", *self._live)
+                    what = f"{len(self._live)} requests" if self._live else "transfers"
+                    raise ViolationError(f"{what} have not ended", *self._live)
                 self._tick(tick)
                 tick += 1
             self._check_end()
@@ -197,6 +198,8 @@ class World:
                 self._crash(engine.name, tick)
                 return
             raise ViolationError(f"{engine.name} died: {error}") from error
+        for event in report.events:
+            self._trace.note(engine.name, event.kind, event.request_id)
         applied = engine.executor.take_applied_steps()
         for output in report.outputs:
             self._trace.note(

@@ -1,0 +1,69 @@
+"""`penstock simulate`: what it prints, what it returns, and what it says when a promise is broken."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.cli.main import main
+from penstock.core.kv_cache_manager import KVCacheManager
+from penstock.core.request import Request
+from penstock.simulation.scenarios import SCENARIOS
+from tests.architecture.sources import ROOT
+
+
+def test_the_list_has_every_scenario(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(SCENARIOS)
+    assert all(len(line.split()) > 4 for line in lines), "a scenario without its origin"
+
+
+def test_all_scenarios_with_two_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--seed", "7", "--jobs", "2"]) == 0
+    several = capsys.readouterr().out
+    assert several.startswith(f"{len(SCENARIOS)} worlds, ")
+    assert main(["simulate", "--seed", "7"]) == 0
+    assert capsys.readouterr().out == several, "processes change what happens"
+
+
+def test_an_unknown_scenario_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--scenario", "crush"]) == 2
+    error = capsys.readouterr().err
+    assert "'crush'" in error
+    assert "'crash'" in error
+    assert "--list" in error
+
+
+@pytest.mark.parametrize("option", ["--count", "--jobs"])
+def test_counts_begin_at_one(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["simulate", option, "0"])
+    assert stop.value.code == 2
+    assert option in capsys.readouterr().err
+
+
+def test_a_violation_ends_with_the_line_that_replays_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def publish_too_much(self: KVCacheManager, request: Request) -> tuple[int, int]:
+        first = self._num_published[request.request_id]
+        end = min(request.num_computed_tokens // self.block_size, len(request.block_hashes))
+        if self._enable_prefix_caching and end > first:
+            self._publish(request, first, end, frozenset())
+        return first, max(first, end)
+
+    monkeypatch.setattr(KVCacheManager, "publish", publish_too_much)
+    assert main(["simulate", "--scenario", "plain", "--count", "20"]) == 1
+    *story, replay = capsys.readouterr().out.splitlines()
+    assert "is published, and layer." in story[0]
+    assert 1 < len(story) <= 32
+    words = replay.split()
+    assert words[:4] == ["penstock", "simulate", "--scenario", "plain"]
+    assert main(words[1:]) == 1
+    assert capsys.readouterr().out.splitlines() == [*story, replay], "the replay tells another story"
+
+
+def test_the_documentation_has_every_scenario() -> None:
+    text = (ROOT / "docs/SIMULATION.md").read_text(encoding="utf-8")
+    missing = [name for name in SCENARIOS if f"`{name}`" not in text]
+    assert not missing, missing
