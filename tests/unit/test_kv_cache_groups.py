@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from penstock.core.kv_cache_groups import FullAttentionGroup, SlidingWindowGroup
+from penstock.core.kv_cache_groups import make_group
 from penstock.core.kv_cache_planning import blocks_for_one_request, group_layers, longest_request, plan_kv_cache
 from penstock.messages.kv_cache_spec import KVCacheSpec
 from penstock.utils.errors import ConfigError
@@ -23,7 +23,7 @@ def is_usable(cached: list[bool], length: int, window: int) -> bool:
 
 @pytest.mark.parametrize("window", [0, 1, 3, 4, 5, 8, 9, 100])
 def test_longest_hit_is_the_longest_usable_prefix(window: int) -> None:
-    group = SlidingWindowGroup(window, BLOCK_SIZE) if window else FullAttentionGroup()
+    group = make_group(KVCacheSpec(1, 1, "float32", window), BLOCK_SIZE)
     rng = random.Random(window)
     for _ in range(500):
         cached = [rng.random() < 0.7 for _ in range(rng.randrange(12))]
