@@ -210,7 +210,7 @@ def _full_store(rng: random.Random) -> Setup:
 
 def _stuck(rng: random.Random) -> Setup:
     setup = _faulty(_share(rng), drop=0.3, lost_completion=0.2)
-    return replace(setup, load_timeout=0.3, patience=4.0, request_ticks=250, spare_blocks=rng.choice([4, 30]))
+    return replace(setup, load_timeout=0.3, patience=4.0, request_ticks=250, spare_blocks=150)
 
 
 def _slow_directory(rng: random.Random) -> Setup:
