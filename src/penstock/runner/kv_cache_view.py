@@ -8,7 +8,11 @@ from penstock.runner.load import KVCache
 
 
 class TorchKVCacheView:
-    """Copies between tensors and host memory; on a CPU these are plain memory copies."""
+    """Copies between tensors and host memory.
+
+    On a CPU these are plain memory copies: torch's own would wake its threads for each of them, which takes longer than
+    to copy a block of a layer.
+    """
 
     def __init__(self, cache: KVCache) -> None:
         self.config = cache.config
@@ -28,32 +32,33 @@ class TorchKVCacheView:
     def layer_bytes(self, layer_name: str) -> int:
         return self._bytes[layer_name].shape[1]
 
-    def read_block(self, group: int, block_id: int, into: memoryview) -> None:
-        host = torch.frombuffer(into, dtype=torch.uint8)
-        start = 0
-        for name in self._names[group]:
-            row = self._bytes[name][block_id]
-            host[start : start + len(row)].copy_(row)
-            start += len(row)
-
     def block_parts(self, group: int, block_id: int) -> list[memoryview]:
-        return [self._bytes[name][block_id].cpu().numpy().data for name in self._names[group]]
+        return [_host_bytes(self._bytes[name][block_id]) for name in self._names[group]]
+
+    def read_block(self, group: int, block_id: int, into: memoryview) -> None:
+        start = 0
+        for part in self.block_parts(group, block_id):
+            into[start : start + len(part)] = part
+            start += len(part)
 
     def write_block(self, group: int, block_id: int, data: memoryview) -> None:
-        host = _tensor(data)
         start = 0
         for name in self._names[group]:
-            row = self._bytes[name][block_id]
-            row.copy_(host[start : start + len(row)])
-            start += len(row)
+            end = start + self.layer_bytes(name)
+            self.write_layer(name, block_id, data[start:end])
+            start = end
 
     def read_layer(self, layer_name: str, block_id: int, into: memoryview) -> None:
-        torch.frombuffer(into, dtype=torch.uint8).copy_(self._bytes[layer_name][block_id])
+        into[:] = _host_bytes(self._bytes[layer_name][block_id])
 
     def write_layer(self, layer_name: str, block_id: int, data: memoryview) -> None:
-        self._bytes[layer_name][block_id].copy_(_tensor(data))
+        row = self._bytes[layer_name][block_id]
+        if row.device.type == "cpu":
+            _host_bytes(row)[:] = data
+        else:
+            row.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
 
-def _tensor(data: memoryview) -> torch.Tensor:
-    """The bytes as a tensor; torch takes none that may not be written."""
-    return torch.frombuffer(bytearray(data) if data.readonly else data, dtype=torch.uint8)
+def _host_bytes(row: torch.Tensor) -> memoryview:
+    """The bytes themselves on a CPU, else a copy of them."""
+    return row.cpu().numpy().data

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from penstock.kv_transfer.connector import (
@@ -27,7 +27,7 @@ from penstock.kv_transfer.ledger import TransferLedger, bad_ranges
 from penstock.kv_transfer.null import NullSchedulerConnector
 from penstock.kv_transfer.offload import OffloadKey
 from penstock.kv_transfer.offload.cost_model import LoadCostModel
-from penstock.kv_transfer.offload.manager import LookupResult, OffloadingManager
+from penstock.kv_transfer.offload.manager import LookupResult, OffloadingManager, OffloadStats
 from penstock.kv_transfer.offload.messages import LoadBlock, OffloadLoad, OffloadMetadata, OffloadStore, StoreBlock
 from penstock.kv_transfer.offload.tiers.base import OffloadEvent
 from penstock.messages.kv_cache_spec import NULL_BLOCK, KVCacheConfig
@@ -48,6 +48,7 @@ from penstock.utils.math import cdiv
 # Steps with fewer tokens tell nothing of what a prefill costs.
 _PREFILL_TOKENS = 64
 _PARAMS = "kv_transfer_params"
+_COUNTERS = tuple(each.name for each in fields(OffloadStats) if each.name != "tiers")
 
 
 class OffloadPolicy(enum.StrEnum):
@@ -377,9 +378,8 @@ class OffloadingScheduler(NullSchedulerConnector):
         )
 
     def counters(self) -> Mapping[str, float]:
-        stats = asdict(self._manager.stats)
-        del stats["tiers"]
-        return {**stats, "num_corrupted": self._num_corrupted}
+        stats = self._manager.stats
+        return {**{name: getattr(stats, name) for name in _COUNTERS}, "num_corrupted": self._num_corrupted}
 
     def reset_cache(self) -> bool:
         self._manager.reset()
