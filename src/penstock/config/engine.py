@@ -51,7 +51,9 @@ class EngineArgs:
     kv_cache_memory: int | None = _arg(None, "bytes of KV cache; by default what gpu_memory_utilization leaves")
     num_gpu_blocks_override: int | None = _arg(None, "number of KV blocks, whatever the memory says")
     scheduling_policy: str = _arg("fcfs", "which waiting request goes first", POLICIES)
-    async_scheduling: bool = _arg(True, "schedule step n+1 while step n runs; the tokens are the same either way")
+    async_scheduling: bool | None = _arg(
+        None, "schedule step n+1 while step n runs; by default where a GPU runs the steps (docs/PERFORMANCE.md)"
+    )
     max_num_queued_requests: int = _arg(4096, "requests in the engine beyond which new ones are refused")
     kv_events_config: str | Mapping[str, Any] | None = _arg(
         None, 'tell routers which KV blocks are held, as JSON such as {"enable_kv_cache_events": true}'
@@ -145,6 +147,8 @@ def resolve(args: EngineArgs, device: str) -> EngineConfig:
         raise ConfigError(
             f"max_model_len={max_model_len} is beyond the model's context of {model.max_position_embeddings} tokens"
         )
+    # On a CPU the scheduler competes with the kernels for the same cores, and overlapping costs more than it hides.
+    is_async = device != "cpu" if args.async_scheduling is None else args.async_scheduling
     speculative = None
     if args.speculative_config is not None:
         speculative = parse_speculative_config(args.speculative_config, model)
@@ -159,7 +163,7 @@ def resolve(args: EngineArgs, device: str) -> EngineConfig:
             max_num_seqs=args.max_num_seqs,
             max_model_len=max_model_len,
             policy=args.scheduling_policy,
-            max_num_in_flight=2 if args.async_scheduling else 1,
+            max_num_in_flight=2 if is_async else 1,
             max_num_queued_requests=args.max_num_queued_requests,
             drafts=() if speculative is None else speculative.drafts,
             num_lookahead_tokens=0 if speculative is None else speculative.num_lookahead_tokens,
