@@ -206,6 +206,17 @@ def test_several_connectors(plain_tokens: list[list[int]], tmp_path: Path) -> No
     llm.shutdown()
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_has_been_answered_is_saved(overlap: bool) -> None:
+    """Without waiting for another request to carry it."""
+    llm = make(offloading(), async_scheduling=overlap)
+    prompt, params = [[i % 90 + 5 for i in range(100)]], SamplingParams(temperature=0.0, max_tokens=1)
+    llm.generate(prompt, params, use_tqdm=False)
+    assert llm.reset_prefix_cache()
+    assert llm.generate(prompt, params, use_tqdm=False)[0].num_cached_tokens == 96
+    llm.shutdown()
+
+
 def test_what_a_request_says() -> None:
     llm = make(offloading())
     prompt = [{"prompt_token_ids": [i % 90 + 5 for i in range(100)]}]

@@ -188,6 +188,9 @@ class LLM:
         self._core.abort_requests(request_ids)
         while self._core.has_work:
             self._core.step()
+        if self._core.has_transfers:
+            # What a connector is to save rides with a step, and the next one may be long in coming.
+            self._core.step()
 
 
 def _is_one_prompt(prompts: Any) -> bool:
