@@ -188,8 +188,8 @@ BUGS = (
     _bug(
         "blocks that are read no more stay held",
         "held_blocks",
-        "core.scheduler:Scheduler._apply_transfers",
-        "self.kv.drop_hold(event.transfer_id)",
+        "core.remote_kv:RemoteKV.on_released",
+        "self._kv.drop_hold(event.transfer_id)",
         "pass",
     ),
     _bug(

@@ -60,7 +60,7 @@ def test_two_lives_of_a_request_id_are_held_apart() -> None:
     step()
     both = kv.pool.num_usable - kv.pool.num_available
     assert len(set(connector.held)) == 2
-    connector.to_release = [connector.held[0]]
+    connector.to_release = [connector.held[0], connector.held[0], "nobody/hold-7"]
     step()
     assert kv.pool.num_usable - kv.pool.num_available == both // 2, "one is read no more, the other still is"
     connector.to_release = [connector.held[1]]

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from penstock.core.kv_cache_manager import KVCacheManager, PrefixHit
 from penstock.core.request import Request, RequestStatus
-from penstock.kv_transfer.connector import NO_MATCH, LoadEnded, Match, SchedulerConnector
+from penstock.kv_transfer.connector import NO_MATCH, LoadEnded, Match, Released, SchedulerConnector
 from penstock.kv_transfer.null import NullSchedulerConnector
 from penstock.messages.kv_transfer import BadRange, TransferId
 from penstock.messages.scheduler_output import BlockIds
@@ -61,6 +61,7 @@ class RemoteKV:
         self._timeout = transfer.load_timeout
         self._clock = transfer.clock
         self._loads: dict[TransferId, _Load] = {}
+        self._held: set[TransferId] = set()
         self._asked_since: dict[str, float] = {}
         self._num_loads = 0
         self._num_failed = 0
@@ -130,6 +131,17 @@ class RemoteKV:
             self._num_loaded_tokens += (load.end - load.first) * self._kv.block_size
         request.num_failed_loads += bool(event.bad_ranges)
         return request if event.bad_ranges else None
+
+    def hold(self, request: Request, block_ids: BlockIds) -> None:
+        """The request has ended, and the connector goes on reading its blocks."""
+        self._held.add(request.hold_id)
+        self._kv.hold(request.hold_id, block_ids, 0, None, writes=False)
+
+    def on_released(self, event: Released) -> None:
+        """Nobody reads them any more. One that comes twice, or that nobody knows, has no effect."""
+        if event.transfer_id in self._held:
+            self._held.remove(event.transfer_id)
+            self._kv.drop_hold(event.transfer_id)
 
     def detach(self, request: Request) -> None:
         """The request ends or rewinds: what is still on its way is for nobody."""

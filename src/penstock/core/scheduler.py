@@ -250,7 +250,7 @@ class Scheduler:
         outputs: list[EngineOutput] = []
         for event in self.connector.update_connector_output(output):
             if isinstance(event, Released):
-                self.kv.drop_hold(event.transfer_id)
+                self._remote.on_released(event)
                 continue
             request = self._remote.on_ended(event)
             if request is not None:
@@ -381,7 +381,7 @@ class Scheduler:
         action = self.connector.request_finished(request, block_ids)
         if holds_blocks:
             if action is FinishAction.HOLD:
-                self.kv.hold(request.hold_id, block_ids, 0, None, writes=False)
+                self._remote.hold(request, block_ids)
             self.kv.release(request, self._step)
 
     # ---- Check ----
