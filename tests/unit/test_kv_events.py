@@ -263,7 +263,8 @@ def removed(number: int) -> BlockRemoved:
 
 
 def hash_in(frames: list[bytes]) -> int:
-    return decode(frames[2])[1][0]["block_hashes"][0]
+    """The first event's; -1 of the batch that only says that a new engine holds nothing."""
+    return decode(frames[2])[1][0].get("block_hashes", [-1])[0]
 
 
 def replay(connect: Connect, publisher: ZmqEventPublisher, first: int) -> list[list[bytes]]:
