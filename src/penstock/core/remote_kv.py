@@ -23,6 +23,7 @@ from penstock.messages.kv_transfer import BadRange, TransferId
 from penstock.messages.scheduler_output import BlockIds
 from penstock.messages.stats import RemoteKVStats
 from penstock.utils.clock import Clock, SystemClock
+from penstock.utils.math import cdiv
 
 # After so many failed loads a request is computed here: what failed twice will fail again.
 MAX_FAILED_LOADS = 2
@@ -44,7 +45,6 @@ NO_TRANSFER = KVTransfer(NullSchedulerConnector())
 @dataclass(slots=True)
 class _Load:
     request: Request
-    block_ids: BlockIds
     first: int  # blocks
     end: int
     is_async: bool
@@ -99,7 +99,6 @@ class RemoteKV:
         end = hit.num_tokens + match.num_tokens
         load = _Load(
             request=request,
-            block_ids=block_ids,
             first=hit.num_blocks,
             end=end // self._kv.block_size,
             is_async=match.is_async,
@@ -164,7 +163,7 @@ class RemoteKV:
 
     def _bad_blocks(self, ranges: Iterable[BadRange]) -> set[tuple[int, int]]:
         size = self._kv.block_size
-        return {(bad.group, index) for bad in ranges for index in range(bad.start // size, -(-bad.end // size))}
+        return {(bad.group, index) for bad in ranges for index in range(bad.start // size, cdiv(bad.end, size))}
 
     def check_integrity(self) -> None:
         for transfer_id, load in self._loads.items():

@@ -71,9 +71,13 @@ class Scheduler:
         if len(self._requests) >= self._config.max_num_queued_requests:
             raise OverloadedError(f"the engine already holds max_num_queued_requests={len(self._requests)} requests")
         request = Request(data, self._num_arrivals, self.kv.block_size)
-        self.connector.on_new_request(request)
         if data.grammar is not None:
             self.grammars.add(data.request_id, data.grammar)
+        try:
+            self.connector.on_new_request(request)
+        except RequestError:
+            self.grammars.remove(data.request_id)
+            raise
         self._num_arrivals += 1
         self._requests[data.request_id] = request
         self._waiting.add(request)

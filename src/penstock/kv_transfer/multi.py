@@ -122,7 +122,8 @@ class MultiScheduler:
         reports: dict[str, list[TransferReport]] = {name: [] for name in self._children}
         for report in output.reports:
             name, _, transfer_id = report.transfer_id.partition(_SEPARATOR)
-            reports[name].append(replace(report, transfer_id=transfer_id))
+            # One that names no child is about a transfer that nobody knows.
+            reports.get(name, []).append(replace(report, transfer_id=transfer_id))
         events: list[ConnectorEvent] = []
         for name, child in self._children.items():
             for event in child.update_connector_output(KVConnectorOutput(tuple(reports[name]))):

@@ -30,7 +30,3 @@ def read_options(
 
 def is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value)
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
