@@ -336,7 +336,9 @@ def test_a_conversation_with_the_real_engine(browser: Any) -> None:
         sync_api.expect(page.locator(".figures")).to_contain_text("12 tokens")
         page.wait_for_selector("#lanes-canvas[aria-label*='1']")
         sync_api.expect(page.locator("#count-c")).not_to_have_text("0")
-        assert page.evaluate(COUNT_PIXELS, ["lanes-canvas", "--decode"]) > 0
+        page.wait_for_function(
+            f"({COUNT_PIXELS})(['lanes-canvas', '--decode']) > 0"
+        )  # With the next frame, or the one after.
         assert sum(int(page.inner_text(f"#count-{letter}").replace(",", "")) for letter in "fcolp") == 199
         assert watched.complaints == []
         os.kill(server.core_pid, signal.SIGKILL)
