@@ -4,4 +4,9 @@ from __future__ import annotations
 
 import os
 
+import torch
+
 os.environ.setdefault("PENSTOCK_DEBUG", "1")
+if not torch.cuda.is_available():
+    # Triton looks when it is first imported: without a GPU its kernels run in its interpreter, on CPU tensors.
+    os.environ.setdefault("TRITON_INTERPRET", "1")

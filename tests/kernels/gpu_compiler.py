@@ -1,0 +1,73 @@
+"""Compiles Triton kernels for a GPU that is not there: what the interpreter cannot tell, the compiler can.
+
+    cost = compile_for_gpu("penstock.kernels.triton.rms_norm", "_rms_norm", {"x": "*bf16", "rows": "i32"}, {"H": 1024})
+
+In a process of its own: where TRITON_INTERPRET is set, kernels are functions that have nothing to compile.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+_ARCHITECTURE = 90
+
+
+@dataclass(frozen=True)
+class KernelCost:
+    registers: int  # of a thread
+    spilled_bytes: int  # of a thread
+    shared_bytes: int  # of a program
+    ptx: str
+
+
+def compile_for_gpu(
+    module: str, kernel: str, signature: Mapping[str, str], constexprs: Mapping[str, Any], **options: Any
+) -> KernelCost:
+    """For an NVIDIA H100 or H200. `signature` has Triton's names of types for all parameters but `constexprs`;
+    pointers and integers are taken as divisible by 16 where their type ends in ":16". `options`: num_warps, ..."""
+    job = json.dumps([module, kernel, dict(signature), dict(constexprs), options])
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", __spec__.name, job]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return KernelCost(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def _compile(
+    module: str, kernel: str, signature: dict[str, str], constexprs: dict[str, Any], options: dict[str, Any]
+) -> KernelCost:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    function = getattr(importlib.import_module(module), kernel)
+    names = list(function.arg_names)
+    is_aligned = {(names.index(name),): [["tt.divisibility", 16]] for name, kind in signature.items() if ":16" in kind}
+    types = {name: signature[name].removesuffix(":16") if name in signature else "constexpr" for name in names}
+    source = ASTSource(fn=function, signature=types, constexprs=constexprs, attrs=is_aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", _ARCHITECTURE, 32), options=options)
+    assembler = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(compiled.asm["ptx"])
+        file.flush()
+        command = [assembler, "-v", f"--gpu-name=sm_{_ARCHITECTURE}a", file.name, "-o", os.devnull]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spilled = re.search(r"(\d+) bytes spill stores", report)
+    registers = re.search(r"Used (\d+) registers", report)
+    assert spilled is not None, report
+    assert registers is not None, report
+    return KernelCost(int(registers[1]), int(spilled[1]), compiled.metadata.shared, compiled.asm["ptx"])
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(asdict(_compile(*json.loads(sys.argv[1])))))
