@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import random
 import subprocess
@@ -26,8 +27,9 @@ from penstock.kv_transfer.offload.tiers.disk import DiskTier, DiskTierConfig
 from penstock.utils.errors import ConfigError
 from tests.unit.offload_fakes import content, make_key
 
-CHUNK = 1000
-FILE = CHUNK + chunk_file._BEFORE_PAYLOAD
+CHUNK = 2 * chunk_file._PAGE
+HEAD = chunk_file._PAGE
+FILE = HEAD + CHUNK
 FINGERPRINT = b"\x01" * 32
 NUM_KILLS = 20
 
@@ -151,7 +153,7 @@ def test_every_damaged_file_is_found_counted_and_deleted(tmp_path: Path) -> None
     damaged = sorted(chance.sample(numbers, 6))
     # One per cent of the files: half in what stands before the payload, half in the payload.
     for place, number in enumerate(damaged):
-        offset = chance.randrange(chunk_file._BEFORE_PAYLOAD) if place % 2 else chance.randrange(FILE - CHUNK, FILE)
+        offset = chance.randrange(HEAD) if place % 2 else chance.randrange(HEAD, FILE)
         file = file_of(tmp_path, number)
         data = bytearray(file.read_bytes())
         data[offset] ^= 1 << chance.randrange(8)
@@ -166,18 +168,40 @@ def test_every_damaged_file_is_found_counted_and_deleted(tmp_path: Path) -> None
     assert disk.store(*damaged) == keys(*damaged), "the next store heals them"
 
 
+@pytest.mark.parametrize("num_bytes", [CHUNK, 1000], ids=["whole pages", "a part of one"])
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(offset=st.integers(0, FILE - 1), bit=st.integers(0, 7), cut=st.booleans())
-def test_no_single_bit_and_no_cut_goes_unseen(tmp_path: Path, offset: int, bit: int, cut: bool) -> None:
-    folder = chunk_file.ChunkFolder(tmp_path, FINGERPRINT, CHUNK)
-    key, target = make_key(1), memoryview(bytearray(CHUNK))
-    folder.write(key, memoryview(content(key, CHUNK)), None)
-    assert folder.read(key, target) is not None
+@given(place=st.floats(0, 1), bit=st.integers(0, 7), cut=st.booleans())
+def test_no_single_bit_and_no_cut_goes_unseen(
+    tmp_path: Path, num_bytes: int, place: float, bit: int, cut: bool
+) -> None:
+    folder = chunk_file.ChunkFolder(tmp_path, FINGERPRINT, num_bytes)
+    key, region = make_key(1), OffloadRegion(2, num_bytes)
+    source, target = region.chunk(0), mmap.mmap(-1, num_bytes)
+    source[:] = content(key, num_bytes)
+    folder.write(key, source, None)
+    assert folder.read(key, memoryview(target)) is not None
+    assert target[:] == source
     file = file_of(tmp_path, 1)
     data = bytearray(file.read_bytes())
+    offset = int(place * (len(data) - 1))
     data[offset] ^= 1 << bit
     file.write_bytes(data[:offset] if cut else data)
-    assert folder.read(key, target) is None
+    assert folder.read(key, memoryview(target)) is None
+
+
+def test_a_folder_without_direct_access(tmp_path: Path, monkeypatch) -> None:
+    """As on file systems in memory of older kernels, which refuse the flag."""
+    open_file = os.open
+
+    def refuse(path: Path, flags: int, *mode: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no direct access")
+        return open_file(path, flags, *mode)
+
+    monkeypatch.setattr(chunk_file.os, "open", refuse)
+    disk = Disk(tmp_path)
+    assert disk.store(1, 2) == keys(1, 2)
+    assert disk.load([1, 2]) == keys(1, 2)
 
 
 def test_the_bound_holds_at_every_moment_and_the_least_used_goes(tmp_path: Path, monkeypatch) -> None:

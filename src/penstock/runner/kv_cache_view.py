@@ -11,7 +11,7 @@ class TorchKVCacheView:
     """Copies between tensors and host memory.
 
     On a CPU these are plain memory copies: torch's own would wake its threads for each of them, which takes longer than
-    to copy a block of a layer.
+    to copy a block of a layer, and so would an index into a tensor.
     """
 
     def __init__(self, cache: KVCache) -> None:
@@ -21,7 +21,10 @@ class TorchKVCacheView:
             for number, group in enumerate(cache.config.groups)
         ]
         # [num_blocks, bytes of a block] per layer, over the same memory.
-        self._bytes = {name: tensor.view(torch.uint8).flatten(1) for name, tensor in cache.tensors.items()}
+        self._rows = {name: tensor.view(torch.uint8).flatten(1) for name, tensor in cache.tensors.items()}
+        self._num_bytes = {name: rows.shape[1] for name, rows in self._rows.items()}
+        # Where the host can see the memory: all rows one after the other.
+        self._host = {name: rows.view(-1).numpy().data for name, rows in self._rows.items() if rows.is_cpu}
 
     def layer_names(self, group: int) -> tuple[str, ...]:
         return self._names[group]
@@ -30,10 +33,10 @@ class TorchKVCacheView:
         return self.config.block_bytes(group)
 
     def layer_bytes(self, layer_name: str) -> int:
-        return self._bytes[layer_name].shape[1]
+        return self._num_bytes[layer_name]
 
     def block_parts(self, group: int, block_id: int) -> list[memoryview]:
-        return [_host_bytes(self._bytes[name][block_id]) for name in self._names[group]]
+        return [self._row(name, block_id) for name in self._names[group]]
 
     def read_block(self, group: int, block_id: int, into: memoryview) -> None:
         start = 0
@@ -44,21 +47,22 @@ class TorchKVCacheView:
     def write_block(self, group: int, block_id: int, data: memoryview) -> None:
         start = 0
         for name in self._names[group]:
-            end = start + self.layer_bytes(name)
+            end = start + self._num_bytes[name]
             self.write_layer(name, block_id, data[start:end])
             start = end
 
     def read_layer(self, layer_name: str, block_id: int, into: memoryview) -> None:
-        into[:] = _host_bytes(self._bytes[layer_name][block_id])
+        into[:] = self._row(layer_name, block_id)
 
     def write_layer(self, layer_name: str, block_id: int, data: memoryview) -> None:
-        row = self._bytes[layer_name][block_id]
-        if row.device.type == "cpu":
-            _host_bytes(row)[:] = data
+        if layer_name in self._host:
+            self._row(layer_name, block_id)[:] = data
         else:
-            row.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+            self._rows[layer_name][block_id].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
-
-def _host_bytes(row: torch.Tensor) -> memoryview:
-    """The bytes themselves on a CPU, else a copy of them."""
-    return row.cpu().numpy().data
+    def _row(self, layer_name: str, block_id: int) -> memoryview:
+        """A block's bytes themselves where the host can see them, else a copy."""
+        if layer_name not in self._host:
+            return self._rows[layer_name][block_id].cpu().numpy().data
+        start = block_id * self._num_bytes[layer_name]
+        return self._host[layer_name][start : start + self._num_bytes[layer_name]]

@@ -24,6 +24,7 @@ from penstock.kv_transfer.offload.region import OffloadRegion
 from penstock.kv_transfer.offload.tiers.base import EventLog, JobResult, OffloadEvent, TierStats, TransferJob
 from penstock.kv_transfer.offload.tiers.chunk_file import ChunkFolder, VerifiedChunk
 from penstock.messages.kv_events import MEDIUM_STORAGE
+from penstock.utils.background import give_way
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import ConfigError
 from penstock.utils.logging import get_logger
@@ -100,7 +101,7 @@ class DiskTier:
             raise ConfigError(f"capacity_bytes of the disk tier must be at least {self._folder.file_bytes}, one chunk")
         self._clock = SystemClock()
         self._loaders = ThreadPoolExecutor(config.num_threads, thread_name_prefix="kv-disk-load")
-        self._storers = ThreadPoolExecutor(config.num_threads, thread_name_prefix="kv-disk-store")
+        self._storers = ThreadPoolExecutor(config.num_threads, thread_name_prefix="kv-disk-store", initializer=give_way)
         self._done: queue.SimpleQueue[Future[_Outcome]] = queue.SimpleQueue()
         self._tasks: dict[Future[_Outcome], _Store | _Load | _Delete] = {}
         self._num_queued = 0
