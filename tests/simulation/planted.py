@@ -380,4 +380,25 @@ BUGS = (
         'f"{self._epoch}/store/{self._num_stores}"',
         'f"store/{self._num_stores}"',
     ),
+    _bug(
+        "layer hooks go to nobody",
+        "layerwise_loads",
+        "kv_transfer.kv_step:KVStep.hooks",
+        "self._connectors[self._active.layerwise]",
+        "self._connectors[False]",
+    ),
+    _bug(
+        "of several connectors the first loads what another has",
+        "several_connectors",
+        "kv_transfer.multi:MultiScheduler.update_state_after_alloc",
+        "self._children[name].update",
+        "next(iter(self._children.values())).update",
+    ),
+    _bug(
+        "of several connectors each hears the others' reports",
+        "several_connectors",
+        "kv_transfer.multi:MultiWorker.get_finished",
+        'f"{name}{_SEPARATOR}{report.transfer_id}"',
+        'f"store{_SEPARATOR}{report.transfer_id}"',
+    ),
 )

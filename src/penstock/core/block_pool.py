@@ -10,7 +10,7 @@ Every block is in one state:
 Beside its owners a block may have *holders*: transfers that read or write it, and steps in flight that may still write
 it (the fence). A block is handed out again only when it has neither owner nor holder. Owners leave through `release`,
 holders through `drop`, on their own terminal event and never because time has passed. Each hand-out increments the
-block's generation, so that whoever remembers (block, generation) can tell that a block is no longer the one it meant.
+block's generation, by which a holder knows the block that it came for.
 
 Block 0 is the null block: it belongs to nobody and is never handed out.
 """
@@ -50,8 +50,10 @@ class Block:
 
 @dataclass(slots=True)
 class _Hold:
+    """Blocks with the generation that they had when the holder came."""
+
     writes: bool
-    block_ids: list[int] = field(default_factory=list[int])
+    blocks: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
 
 
 def _tell_nobody(_: BlockKey) -> None: ...
@@ -93,9 +95,6 @@ class BlockPool:
         if block.num_owners:
             return BlockState.OWNED
         return BlockState.CACHED if block.key is not None else BlockState.FREE
-
-    def generation(self, block_id: int) -> int:
-        return self._blocks[block_id].generation
 
     def counts(self) -> dict[BlockState, int]:
         """How many blocks are in each state, the null block left out."""
@@ -206,7 +205,7 @@ class BlockPool:
             block = self._blocks[block_id]
             assert block.key is None or not writes, f"block {block_id} is published and cannot be written"
             assert self.state(block_id) is not BlockState.FREE or block.num_holders, f"block {block_id} is free"
-            hold.block_ids.append(block_id)
+            hold.blocks.append((block_id, block.generation))
             block.num_holders += 1
             block.num_writers += writes
             self._evictable.pop(block_id, None)
@@ -214,9 +213,11 @@ class BlockPool:
     def drop(self, holder: Holder) -> None:
         """The holder's transfer has ended, one way or the other."""
         hold = self._holds.pop(holder)
-        for block_id in hold.block_ids:
-            self._blocks[block_id].num_writers -= hold.writes
-        self._unhold(hold.block_ids)
+        for block_id, generation in hold.blocks:
+            block = self._blocks[block_id]
+            assert block.generation == generation, f"block {block_id} was handed out again under {holder}: {block}"
+            block.num_writers -= hold.writes
+        self._unhold(block_id for block_id, _ in hold.blocks)
 
     def clear_cache(self) -> bool:
         """Forgets all cached content. Refused (False) while any block has an owner or a holder."""
@@ -265,8 +266,9 @@ class BlockPool:
                 owners[block_id] += block_id != NULL_BLOCK
         holders = [0] * len(self._blocks)
         writers = [0] * len(self._blocks)
-        for hold in self._holds.values():
-            for block_id in hold.block_ids:
+        for holder, hold in self._holds.items():
+            for block_id, generation in hold.blocks:
+                assert self._blocks[block_id].generation == generation, f"{holder} holds a block that is another's now"
                 holders[block_id] += 1
                 writers[block_id] += hold.writes
         for ids in self._fences.values():

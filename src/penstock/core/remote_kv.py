@@ -19,6 +19,7 @@ from penstock.core.kv_cache_manager import KVCacheManager, PrefixHit
 from penstock.core.request import Request, RequestStatus
 from penstock.kv_transfer.connector import NO_MATCH, LoadEnded, Match, Released, SchedulerConnector
 from penstock.kv_transfer.null import NullSchedulerConnector
+from penstock.messages.kv_cache_spec import NULL_BLOCK
 from penstock.messages.kv_transfer import BadRange, TransferId
 from penstock.messages.scheduler_output import BlockIds
 from penstock.messages.stats import RemoteKVStats
@@ -27,6 +28,8 @@ from penstock.utils.math import cdiv
 
 # After so many failed loads a request is computed here: what failed twice will fail again.
 MAX_FAILED_LOADS = 2
+# While loads that nobody waits for hold more than this part of the pool, no other begins: requests need room to run.
+MAX_QUARANTINE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,7 @@ class _Load:
     end: int
     is_async: bool
     deadline: float
+    num_held: int  # blocks, in all groups
     is_detached: bool = False
 
 
@@ -75,7 +79,7 @@ class RemoteKV:
 
     def match(self, request: Request, hit: PrefixHit) -> Match:
         """What the connector can bring behind a hit; nothing to a request that has waited or failed too often."""
-        if not request.uses_prefix_cache or request.num_failed_loads >= MAX_FAILED_LOADS:
+        if not request.uses_prefix_cache or request.num_failed_loads >= MAX_FAILED_LOADS or self._is_quarantine_full:
             return NO_MATCH
         match = self._connector.get_num_new_matched_tokens(request, hit.num_tokens)
         if match.is_pending:
@@ -92,17 +96,23 @@ class RemoteKV:
         num_tokens = min(match.num_tokens, most) // block_size * block_size
         return Match(num_tokens, match.is_async) if num_tokens > 0 else NO_MATCH
 
+    @property
+    def _is_quarantine_full(self) -> bool:
+        lost = (load.num_held for load in self._loads.values() if load.is_detached and load.is_async)
+        return sum(lost) > MAX_QUARANTINE * self._kv.pool.num_usable
+
     def begin(self, request: Request, block_ids: BlockIds, hit: PrefixHit, match: Match) -> None:
         """The connector takes over the blocks behind the hit."""
         self._num_loads += 1
         transfer_id = f"{request.request_id}/load-{self._num_loads}"
-        end = hit.num_tokens + match.num_tokens
+        end, block_size = hit.num_tokens + match.num_tokens, self._kv.block_size
         load = _Load(
             request=request,
             first=hit.num_blocks,
-            end=end // self._kv.block_size,
+            end=end // block_size,
             is_async=match.is_async,
             deadline=self._clock.now() + self._timeout,
+            num_held=sum(i != NULL_BLOCK for table in block_ids for i in table[hit.num_blocks : end // block_size]),
         )
         self._loads[transfer_id] = load
         if match.is_async:

@@ -8,11 +8,8 @@ from penstock.messages.kv_transfer import KVConnectorOutput, TransferReport
 
 
 def aggregate(outputs: Iterable[KVConnectorOutput]) -> KVConnectorOutput:
-    """Commutative in the ranks; a report that comes twice counts once, and counters add up."""
+    """Commutative in the ranks; a report that comes twice counts once."""
     reports: dict[TransferReport, None] = {}
-    counters: dict[str, float] = {}
     for output in outputs:
         reports.update(dict.fromkeys(output.reports))
-        for name, value in output.counters.items():
-            counters[name] = counters.get(name, 0) + value
-    return KVConnectorOutput(tuple(reports), counters)
+    return KVConnectorOutput(tuple(reports))

@@ -37,7 +37,7 @@ from penstock.messages.kv_transfer import (
     TransferReport,
 )
 from penstock.messages.scheduler_output import BlockIds, SchedulerOutput
-from penstock.utils.errors import ConfigError
+from penstock.utils.errors import ConfigError, RequestError
 
 _SEPARATOR = "\n"
 """Between a child's name and its transfer id: no name can hold it."""
@@ -91,8 +91,15 @@ class MultiScheduler:
         self._holders: dict[TransferId, set[str]] = {}
 
     def on_new_request(self, request: RequestView) -> None:
+        told: list[SchedulerConnector] = []
         for child in self._children.values():
-            child.on_new_request(request)
+            try:
+                child.on_new_request(request)
+            except RequestError:
+                for other in told:
+                    other.request_finished(request, ())
+                raise
+            told.append(child)
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
         return self._first_match(request, num_computed_tokens)[1]
@@ -217,14 +224,12 @@ class MultiWorker:
 
     def get_finished(self, finished_request_ids: frozenset[str]) -> KVConnectorOutput:
         reports: list[TransferReport] = []
-        counters: dict[str, float] = {}
         for name, part in self._children.items():
             output = part.get_finished(finished_request_ids)
             reports += (
                 replace(report, transfer_id=f"{name}{_SEPARATOR}{report.transfer_id}") for report in output.reports
             )
-            counters.update((f"{name}.{key}", value) for key, value in output.counters.items())
-        return KVConnectorOutput(tuple(reports), counters)
+        return KVConnectorOutput(tuple(reports))
 
     def wait_for_save(self) -> None:
         self._each(lambda part: part.wait_for_save())

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 TransferId = str
 """Names one transfer for ever; a second attempt is another transfer."""
@@ -43,14 +42,13 @@ class TransferReport:
 
 @dataclass(frozen=True, slots=True)
 class KVConnectorOutput:
-    """What a rank's connector has to say about a step: terminal events, and counters to add up."""
+    """What a rank's connector has to say about a step: the transfers that have ended."""
 
     reports: tuple[TransferReport, ...] = ()
-    counters: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def is_empty(self) -> bool:
-        return not self.reports and not self.counters
+        return not self.reports
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from penstock.simulation.oracle import OracleLayer
 from penstock.simulation.ranks import RankConfig
 from penstock.simulation.setup import Setup
 from penstock.simulation.store import BlockStore, Entry, Part, StorePolicy, StoreScheduler
-from penstock.simulation.store_worker import StoreWorker
+from penstock.simulation.store_worker import LayerwiseStoreWorker, StoreWorker
 from penstock.utils.clock import ManualClock
 
 
@@ -115,12 +115,13 @@ class StoreBacking:
     def attach(self, site: Site) -> Parts:
         setup, ranks = self._setup, site.ranks
         workers: dict[ShardId, StoreWorker] = {}
+        make_worker = LayerwiseStoreWorker if setup.layerwise else StoreWorker
         shards: dict[ShardId, tuple[MemoryTransport, list[Part]]] = {}
         for shard in ranks.shards:
             transport = self._fabric.endpoint(f"{site.name}-{shard[0]}.{shard[1]}")
             layers, heads = ranks.layers_of(shard[0]), ranks.heads_of(shard[1])
             shards[shard] = transport, [(name, head) for name in _in_order(layers) for head in heads]
-            workers[shard] = StoreWorker(shard, transport, self._store, self._clock, setup.patience, setup.num_staging)
+            workers[shard] = make_worker(shard, transport, self._store, self._clock, setup.patience, setup.num_staging)
         self._workers[site.name] = list(workers.values())
         self._endpoints[site.name] = [transport for transport, _ in shards.values()]
         self._strides[site.name] = self._store.part_bytes * len(ranks.heads_of(0))

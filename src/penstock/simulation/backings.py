@@ -2,13 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-from penstock.simulation.backing import Backing, BackingContext, NoBacking, StoreBacking
+from penstock.kv_transfer.multi import MultiScheduler, MultiWorker
+from penstock.simulation.backing import Backing, BackingContext, NoBacking, Parts, Site, StoreBacking, Touch
 from penstock.simulation.tiers import OffloadBacking
+
+
+class SeveralBackings:
+    """Tiers of its own and the shared store behind every engine, joined by the real `MultiConnector`'s parts."""
+
+    def __init__(self, context: BackingContext) -> None:
+        self._children: dict[str, Backing] = {"tiers": OffloadBacking(context), "store": StoreBacking(context)}
+
+    def attach(self, site: Site) -> Parts:
+        parts = {name: child.attach(site) for name, child in self._children.items()}
+        workers = {
+            shard: MultiWorker({name: each.workers[shard] for name, each in parts.items()})
+            for shard in site.ranks.shards
+        }
+        return Parts(MultiScheduler({name: each.scheduler for name, each in parts.items()}), workers)
+
+    def crash(self, name: str) -> None:
+        for child in self._children.values():
+            child.crash(name)
+
+    def restart(self) -> None:
+        for child in self._children.values():
+            child.restart()
+
+    def tick(self) -> None:
+        for child in self._children.values():
+            child.tick()
+
+    def touching(self, name: str) -> Iterable[Touch]:
+        return (touch for child in self._children.values() for touch in child.touching(name))
+
+    def check(self, contents: Callable[[int, bytes, str, int], bytes | None]) -> None:
+        for child in self._children.values():
+            child.check(contents)
+
+    def check_idle(self) -> None:
+        for child in self._children.values():
+            child.check_idle()
+
 
 BACKINGS: dict[str, Callable[[BackingContext], Backing]] = {
     "none": lambda context: NoBacking(),
     "store": StoreBacking,
     "tiers": OffloadBacking,
+    "several": SeveralBackings,
 }

@@ -336,8 +336,7 @@ class RankExecutor:
         if stage == 0:
             self._update_rows(plan)
             step.items = [self._make_item(plan, name, count) for name, count in plan.num_scheduled_tokens.items()]
-        for item in step.items:
-            self._run_layers(self._ranks_of(stage), item)
+        self._run_layers(self._ranks_of(stage), step.items)
 
     def _sample_and_draft(self, step: _Step, stage: int) -> None:
         if stage == self._config.pp - 1:
@@ -393,13 +392,19 @@ class RankExecutor:
             [0] * (1 + num_drafts if row.is_sampling else 0),
         )
 
-    def _run_layers(self, ranks: list[OracleRank], item: _Item) -> None:
-        first = item.end - item.num_drafts
+    def _run_layers(self, ranks: list[OracleRank], items: list[_Item]) -> None:
         for layer in ranks[0].layers:
-            if not layer.is_draft:
+            if layer.is_draft:
+                continue
+            for rank in ranks:
+                rank.kv_step.hooks.wait_for_layer_load(layer.name)
+            for item in items:
+                first = item.end - item.num_drafts
                 self._write(ranks, layer, item.table, item.start, item.tokens)
                 for index, before in enumerate(item.checksums):
                     item.checksums[index] = self._checksum(ranks, layer, item.table, first + index, before)
+            for rank in ranks:
+                rank.kv_step.hooks.save_kv_layer(layer.name)
 
     def _write(
         self, ranks: list[OracleRank], layer: OracleLayer, table: Table, start: int, tokens: Sequence[int]

@@ -307,6 +307,25 @@ def _tiers_crash(rng: random.Random) -> Setup:
     return _traffic(setup, reuse=0.6, abort=0.3, abort_loading=0.05)
 
 
+def _layerwise(rng: random.Random) -> Setup:
+    # Every layer is a transfer of its own, and one that fails is enough.
+    setup = _faulty(_spec_share(rng), die=0.02, corrupt=0.01, slow=0.4)
+    setup = replace(setup, sync_share=rng.choice([0.5, 1.0]), layerwise=True, runs_ahead=False)
+    return replace(setup, load_failure_policy=rng.choice(["recompute", "fail"]))
+
+
+def _several(rng: random.Random) -> Setup:
+    """Two engines of one rank, each with tiers of its own, and a store that they share."""
+    setup = replace(_tiers_with_drafts(rng), topologies=((1, 1), (1, 1)), backing="several")
+    return replace(setup, num_staging=rng.choice([4, 16]), sync_share=rng.choice([0.0, 0.5]))
+
+
+def _failing_several(rng: random.Random) -> Setup:
+    faults = {"die": 0.1, "die_unsettled": 0.1, "corrupt": 0.1, "drop": 0.05, "slow": 0.4, "max_delay": 0.2}
+    setup = _faulty(_several(rng), late=0.2, repeated=0.3, crash=0.01, **faults)
+    return _traffic(replace(setup, load_timeout=0.3), reuse=0.5, abort=0.3, abort_loading=0.05)
+
+
 _TABLE = (
     Scenario("plain", "C2: counts on the host that run ahead of the device's; chunks, hits and preemption", _plain),
     Scenario(
@@ -363,6 +382,9 @@ _TABLE = (
     Scenario("offload_wrong_bytes", "F15: bits change in memory, on the way and on the disk", _wrong_tiers),
     Scenario("offload_failing_disk", "F16: jobs fail in part, late, twice or never end", _failing_disk),
     Scenario("offload_crash", "F2, F9: memory is lost, the disk is found again, or is empty", _tiers_crash),
+    Scenario("layerwise_loads", "F14: layers come one by one while the step runs, or do not come", _layerwise),
+    Scenario("several_connectors", "one connector loads, all of them save, and ids do not meet", _several),
+    Scenario("several_connectors_fail", "C1, F7, F9: the same, where each fails in its own way", _failing_several),
     Scenario("everything", "all of it at once", _everything),
 )
 

@@ -64,7 +64,7 @@ class Setup:
 
     `drafts` per request are proposed, by a drafter with KV of its own if `has_drafter`; `drafts_under_load` while more
     than two requests run. A request must end within `request_ticks`, and everything else within `recovery_ticks` after
-    the last fault.
+    the last fault. `layerwise` loads are awaited layer by layer, by a host that does not run ahead.
     """
 
     topologies: tuple[tuple[int, int], ...] = ((1, 1),)
@@ -89,6 +89,7 @@ class Setup:
     patience: float = 0.3
     drain: float = 0.05
     sync_share: float = 0.0
+    layerwise: bool = False
     direct_saves: bool = False
     lookup_seconds: float = 0.0
     store_places: int = 64

@@ -114,7 +114,7 @@ class ReportFaults:
             reports += [old for old in self._old if rng.random() < faults.repeated / 4]
             reports += [report for report in reports if rng.random() < faults.repeated]
         self._old.extend(output.reports)
-        return KVConnectorOutput(tuple(reports), output.counters)
+        return KVConnectorOutput(tuple(reports))
 
 
 class SimEngine:

@@ -96,10 +96,17 @@ class StoreWorker(NullWorkerConnector):
     def start_load_kv(self) -> None:
         for job in self._metadata.loads:
             load = _Open(job, is_load=True, started=self._clock.now())
-            self._submit(load, Operation.READ, [list(self._runs(copy)) for copy in job.copies])
+            self._begin(load)
             self._open.append(load)
-            while job.is_sync and not self._has_settled(load):
-                self._transport.wait(load.handles, self._patience)
+            if job.is_sync:
+                self._await(load)
+
+    def _begin(self, load: _Open) -> None:
+        self._submit(load, Operation.READ, [list(self._runs(copy)) for copy in load.job.copies])
+
+    def _await(self, load: _Open) -> None:
+        """A load that the step itself needs has begun."""
+        self._wait(load, load.handles)
 
     def wait_for_save(self) -> None:
         # Only now is the network free of the step's own traffic.
@@ -147,6 +154,10 @@ class StoreWorker(NullWorkerConnector):
             each.handles += [self._transport.submit(operation, each.peer, of_block) for of_block in runs]
         except PeerError:
             each.has_failed = True
+
+    def _wait(self, each: _Open, handles: list[TransferHandle]) -> None:
+        while not (self._has_settled(each) or all(self._transport.poll(handle).is_settled for handle in handles)):
+            self._transport.wait(handles, self._patience)
 
     def _has_settled(self, each: _Open) -> bool:
         states = [self._transport.poll(handle) for handle in each.handles]
@@ -196,3 +207,38 @@ class StoreWorker(NullWorkerConnector):
             else:
                 local = copy.block_id * self._view.stride + (head - self._view.heads.start) * size
                 yield CopyRun(name, local, STORE_REGION, remote, size)
+
+
+class LayerwiseStoreWorker(StoreWorker):
+    """Waits for a step's own loads layer by layer while it runs, and for the drafter's layers before it drafts."""
+
+    layerwise = True
+
+    def register_kv_caches(self, view: KVCacheView) -> None:
+        super().register_kv_caches(view)
+        self._awaited: list[tuple[_Open, dict[str, list[TransferHandle]]]] = []
+        self._of_layer: dict[str, list[TransferHandle]] = {}
+
+    def _begin(self, load: _Open) -> None:
+        self._of_layer = {}
+        for copy in load.job.copies:
+            for name in self._view.layer_names(copy.group):
+                start = len(load.handles)
+                self._submit(load, Operation.READ, [[run for run in self._runs(copy) if run.local_region == name]])
+                self._of_layer.setdefault(name, []).extend(load.handles[start:])
+
+    def _await(self, load: _Open) -> None:
+        self._awaited.append((load, self._of_layer))
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        for load, of_layer in self._awaited:
+            self._wait(load, of_layer.get(layer_name, []))
+
+    def get_finished(self, finished_request_ids: frozenset[str]) -> KVConnectorOutput:
+        for load, _ in self._awaited:
+            self._wait(load, load.handles)
+        return super().get_finished(finished_request_ids)
+
+    def end_step(self) -> None:
+        super().end_step()
+        self._awaited.clear()

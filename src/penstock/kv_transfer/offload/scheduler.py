@@ -174,6 +174,7 @@ class OffloadingScheduler(NullSchedulerConnector):
         length = self._longest(request.block_hashes, first, most, self._will_be_here)
         keys = [key for _, keys in self._needed(request.block_hashes, first, length) for key in keys]
         if not keys or not self._is_worth_it(state, keys, length - first):
+            state.promoting_since = None
             return NO_MATCH
         for place, of_group in self._needed(request.block_hashes, first, length):
             self._manager.promote(of_group, place)
@@ -183,7 +184,10 @@ class OffloadingScheduler(NullSchedulerConnector):
             return PENDING
         # Where the CPU tier has no room for all of it, a shorter prefix may be there.
         length = self._longest(request.block_hashes, first, length, self._is_here)
-        return Match((length - first) * size, is_async=True) if length > first else NO_MATCH
+        if length == first:
+            state.promoting_since = None
+            return NO_MATCH
+        return Match((length - first) * size, is_async=True)
 
     def _is_here(self, key: OffloadKey) -> bool:
         return self._manager.lookup(key) is LookupResult.HIT
