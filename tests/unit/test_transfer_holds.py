@@ -1,0 +1,135 @@
+"""What a connector reads or writes without a request to wait for it: held under a name that comes only once, bounded,
+and taken back when a request is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from penstock.config.engine import SchedulerConfig
+from penstock.core.kv_cache_manager import KVCacheManager
+from penstock.core.remote_kv import KVTransfer
+from penstock.core.scheduler import Scheduler
+from penstock.kv_transfer.connector import ConnectorEvent, FinishAction, Match, Released, RequestView
+from penstock.kv_transfer.multi import MultiScheduler
+from penstock.kv_transfer.null import NullSchedulerConnector
+from penstock.messages.kv_cache_spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
+from penstock.messages.kv_transfer import KVConnectorOutput
+from penstock.messages.requests import EngineRequest
+from penstock.messages.runner_output import ModelRunnerOutput
+from penstock.messages.sampling_params import SamplingParams
+from penstock.messages.scheduler_output import BlockIds
+from penstock.utils.clock import ManualClock
+from penstock.utils.errors import RequestError
+
+
+class HoldingConnector(NullSchedulerConnector):
+    """Reads the blocks of every request for as long as the test wants."""
+
+    def __init__(self) -> None:
+        self.held: list[str] = []
+        self.to_release: list[str] = []
+
+    def request_finished(self, request: RequestView, block_ids: BlockIds) -> FinishAction:
+        self.held.append(request.hold_id)
+        return FinishAction.HOLD
+
+    def update_connector_output(self, output: KVConnectorOutput) -> Sequence[ConnectorEvent]:
+        released, self.to_release = self.to_release, []
+        return [Released(hold_id) for hold_id in released]
+
+
+def make_kv(num_blocks: int) -> KVCacheManager:
+    cache = KVCacheConfig(num_blocks, 4, (KVCacheGroup(("layer.0",), KVCacheSpec(1, 1, "float32")),))
+    return KVCacheManager(cache, enable_prefix_caching=True)
+
+
+def make_request(request_id: str, first_token: int, num_tokens: int = 4) -> EngineRequest:
+    prompt = tuple(range(first_token, first_token + num_tokens))
+    return EngineRequest(
+        request_id=request_id, prompt_token_ids=prompt, sampling_params=SamplingParams(), max_tokens=4, seed=0
+    )
+
+
+CONFIG = SchedulerConfig(max_num_batched_tokens=16, max_num_seqs=4, max_model_len=20)
+
+
+def test_two_lives_of_a_request_id_are_held_apart() -> None:
+    connector, kv = HoldingConnector(), make_kv(10)
+    scheduler = Scheduler(CONFIG, kv, None, KVTransfer(connector))
+
+    def run_and_abort(first_token: int) -> None:
+        scheduler.add_request(make_request("again", first_token))
+        plan = scheduler.schedule()
+        scheduler.update_from_output(plan, ModelRunnerOutput(sampled_token_ids={"again": (1,)}))
+        scheduler.abort_requests(["again"])
+
+    def step() -> None:
+        scheduler.update_from_output(scheduler.schedule(), ModelRunnerOutput())
+
+    run_and_abort(0)
+    run_and_abort(100)
+    step()
+    both = kv.pool.num_usable - kv.pool.num_available
+    assert len(set(connector.held)) == 2
+    connector.to_release = [connector.held[0], connector.held[0], "nobody/hold-7"]
+    step()
+    assert kv.pool.num_usable - kv.pool.num_available == both // 2, "one is read no more, the other still is"
+    connector.to_release = [connector.held[1]]
+    step()
+    assert kv.pool.num_available == kv.pool.num_usable
+    scheduler.check_integrity()
+
+
+class LosingConnector(NullSchedulerConnector):
+    """Promises everything, and no load ever ends."""
+
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
+        return Match((request.num_tokens - 1 - num_computed_tokens) // 4 * 4, is_async=True)
+
+    def update_state_after_alloc(self, *_: object) -> None: ...
+
+
+def test_no_load_begins_while_lost_ones_hold_a_quarter_of_the_pool() -> None:
+    clock, kv = ManualClock(), make_kv(41)
+    scheduler = Scheduler(CONFIG, kv, None, KVTransfer(LosingConnector(), load_timeout=1.0, clock=clock))
+    plan = None
+    for number in range(8):
+        scheduler.add_request(make_request(f"r{number}", 100 * number, num_tokens=13))
+        plan = scheduler.schedule()
+        sampled = dict.fromkeys(plan.num_scheduled_tokens, (1,))
+        scheduler.update_from_output(plan, ModelRunnerOutput(sampled_token_ids=sampled))
+        if plan.num_scheduled_tokens:
+            break
+        scheduler.abort_requests([f"r{number}"])
+    lost = kv.pool.num_usable - kv.pool.num_available - 4
+    assert plan is not None
+    assert dict(plan.num_scheduled_tokens) == {"r4": 13}, "the fifth computes what it could have loaded"
+    assert lost == 4 * 3, "each lost load wrote three blocks"
+    scheduler.check_integrity()
+
+
+class PickyConnector(NullSchedulerConnector):
+    def __init__(self, refuses: bool) -> None:
+        self._refuses = refuses
+        self.requests: set[str] = set()
+
+    def on_new_request(self, request: RequestView) -> None:
+        if self._refuses:
+            raise RequestError("not this one")
+        self.requests.add(request.request_id)
+
+    def request_finished(self, request: RequestView, block_ids: BlockIds) -> FinishAction:
+        assert not block_ids
+        self.requests.remove(request.request_id)
+        return FinishAction.FREE
+
+
+def test_what_one_of_several_connectors_refuses_stays_with_none() -> None:
+    children = {"first": PickyConnector(False), "second": PickyConnector(True), "third": PickyConnector(False)}
+    scheduler = Scheduler(CONFIG, make_kv(10), None, KVTransfer(MultiScheduler(children)))
+    with pytest.raises(RequestError, match="not this one"):
+        scheduler.add_request(make_request("r", 0))
+    assert not any(child.requests for child in children.values())
+    assert not scheduler.has_unfinished_requests
