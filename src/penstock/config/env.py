@@ -1,6 +1,7 @@
 """Every environment variable that Penstock reads: this is the only file that touches `os.environ`.
 
-PENSTOCK_CPU_ISA     force a CPU instruction set: amx, avx512, avx2, generic, or torch for the reference kernels
+PENSTOCK_CPU_ISA     force a CPU instruction set: amx, avx512, avx2, generic, torch for the reference kernels, or
+                     triton for the kernels of a GPU in Triton's interpreter
 PENSTOCK_LOG_LEVEL   DEBUG, INFO, WARNING (default) or ERROR
 PENSTOCK_API_KEY     keys that `penstock serve` asks its clients for, separated by commas
 PENSTOCK_DEBUG       1 poisons KV blocks and checks the integrity of all derived state after every step

@@ -41,6 +41,8 @@ class KVCacheManager:
         self.num_queried_tokens = 0
         self._enable_prefix_caching = enable_prefix_caching
         self._groups = [make_group(group.spec, config.block_size) for group in config.groups]
+        self._has_windows = any(group.spec.sliding_window for group in config.groups)
+        self._no_blocks: BlockIds = ((),) * len(config.groups)
         self._tables: dict[str, tuple[list[int], ...]] = {}
         self._num_published: dict[str, int] = {}
         self._being_computed: Counter[bytes] = Counter()
@@ -117,8 +119,11 @@ class KVCacheManager:
     def grow(self, request: Request, num_tokens: int) -> BlockIds | None:
         """Room for `num_tokens` tokens in all; returns the new blocks, None when there are not enough."""
         tables = self._tables[request.request_id]
-        self._release_behind_window(request, tables)
-        num_new = max(0, cdiv(num_tokens, self.block_size) - len(tables[0]))
+        if self._has_windows:
+            self._release_behind_window(request, tables)
+        num_new = cdiv(num_tokens, self.block_size) - len(tables[0])
+        if num_new <= 0:
+            return self._no_blocks
         if num_new * len(self._groups) > self.pool.num_available:
             return None
         return self._extend(tables, num_tokens)

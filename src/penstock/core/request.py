@@ -165,7 +165,8 @@ class Request:
 
     def append_output(self, token_id: int) -> None:
         self.token_ids.append(token_id)
-        self._extend_hashes()
+        if len(self.token_ids) % self._block_size == 0:
+            self._extend_hashes()
 
     def _extend_hashes(self) -> None:
         extend_chain(self.block_hashes, self._root_hash, self.token_ids, self._block_size)

@@ -47,12 +47,12 @@ def library() -> NativeLibrary | None:
     Raises `ConfigError` where `PENSTOCK_CPU_ISA` forces a set that is not available.
     """
     forced = env.cpu_isa()
-    if forced == "torch":
+    if forced in ("torch", "triton"):
         return None
     sets = instruction_sets()
     if forced and forced not in sets:
         raise ConfigError(
-            f"PENSTOCK_CPU_ISA={forced} is not available here; choose one of: {', '.join(('torch', *sets))}"
+            f"PENSTOCK_CPU_ISA={forced} is not available here; choose one of: {', '.join(('torch', 'triton', *sets))}"
         )
     return library_for(forced or sets[0]) if sets else None
 

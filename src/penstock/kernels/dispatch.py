@@ -1,0 +1,25 @@
+"""Which implementation the wrappers of this folder take: by a tensor's device, native on a CPU and Triton on a GPU.
+
+`PENSTOCK_CPU_ISA=triton` takes Triton's kernels on a CPU too, where they run in Triton's interpreter: slow, and the way
+to try the path of a GPU without one.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from penstock.config import env
+
+INTERPRETED = "triton"
+
+
+def uses_triton(tensor: torch.Tensor) -> bool:
+    return not tensor.is_cpu or is_interpreted()
+
+
+@functools.cache
+def is_interpreted() -> bool:
+    """Whether a CPU stands in for a GPU in this process."""
+    return env.cpu_isa() == INTERPRETED
