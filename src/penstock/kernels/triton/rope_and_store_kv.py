@@ -122,11 +122,9 @@ def _rope_and_store_kv(
             in_head = rest_place < head_dim
             rest = _normed(rest, scale, q_norm_ptr, k_norm_ptr, rest_place, in_head, is_q, is_normed)
 
-    wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
-    turned_first = (wide_first * cos - wide_second * sin).to(first.dtype)
-    turned_second = (wide_second * cos + wide_first * sin).to(first.dtype)
-    first = tl.where(is_rotated, turned_first, first)
-    second = tl.where(is_rotated, turned_second, second)
+    turned = first.to(tl.float32) * cos - second.to(tl.float32) * sin
+    second = _where(is_rotated, second.to(tl.float32) * cos + first.to(tl.float32) * sin, second)
+    first = _where(is_rotated, turned, first)
 
     is_v = head >= num_heads + num_kv_heads
     kv_head = head - num_heads - tl.where(is_v, num_kv_heads, 0)
@@ -135,13 +133,21 @@ def _rope_and_store_kv(
     is_stored = is_head & ~is_q & (slot >= 0)
     # q is rotated in place: everyone must have read before anyone writes.
     tl.debug_barrier()
-    tl.store(source + place, first, mask=in_half & is_q)
-    tl.store(source + half + place, second, mask=in_half & is_q)
-    tl.store(target + place, first, mask=in_half & is_stored)
-    tl.store(target + half + place, second, mask=in_half & is_stored)
+    _store(first, source, target, place, in_half & is_q, in_half & is_stored)
+    _store(second, source, target, half + place, in_half & is_q, in_half & is_stored)
     if rest_tile > 0:
-        tl.store(source + rest_place, rest, mask=in_rest & is_q)
-        tl.store(target + rest_place, rest, mask=in_rest & is_stored)
+        _store(rest, source, target, rest_place, in_rest & is_q, in_rest & is_stored)
+
+
+@triton.jit
+def _where(condition, wide, narrow):
+    return tl.where(condition, wide.to(narrow.dtype), narrow)
+
+
+@triton.jit
+def _store(tile, source, target, place, to_source, to_target):
+    tl.store(source + place, tile, mask=to_source)
+    tl.store(target + place, tile, mask=to_target)
 
 
 @triton.jit
