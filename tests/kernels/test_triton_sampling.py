@@ -6,6 +6,8 @@ import importlib
 import inspect
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -16,12 +18,20 @@ from hypothesis import strategies as st
 
 from penstock.kernels.triton.sampling import noise as device_noise
 from penstock.kernels.triton.sampling.draw import sample
+from penstock.kernels.triton.sampling.logprobs import chosen_logprobs
+from penstock.kernels.triton.sampling.penalties import PenaltyTables, apply_bitmask, apply_penalties
 from penstock.kernels.triton.sampling.tiles import SamplingTables, Workspace
+from penstock.kernels.triton.sampling.verify import accept_or_resample, verify
 from penstock.messages.requests import EngineRequest
 from penstock.messages.sampling_params import SamplingParams
 from penstock.runner.sampling import sampler
+from penstock.runner.sampling.bitmask import apply_bitmask as apply_bitmask_reference
+from penstock.runner.sampling.logprobs import token_logprobs
 from penstock.runner.sampling.noise import Purpose, uniform
+from penstock.runner.sampling.penalties import apply_penalties as apply_penalties_reference
 from penstock.runner.sampling.states import SamplingBatch
+from penstock.runner.speculation.rejection import accept_or_resample as accept_or_resample_reference
+from penstock.runner.speculation.verify import verify as verify_reference
 from tests.kernels.gpu_compiler import KernelCost, compile_for_gpu
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -228,6 +238,128 @@ def test_equal_logits_are_kept_together() -> None:
 def test_a_vocabulary_of_a_real_model() -> None:
     params = ({"temperature": 0.0}, {"temperature": 0.8}, {"top_k": 20, "top_p": 0.95, "temperature": 0.6})
     check_truncation((3 * torch.randn(3, 151_936)).bfloat16(), params)
+
+
+def penalty_case(num_rows: int, params: Sequence[dict[str, Any]], longest: int, vocab_size: int) -> Case:
+    case = Case([params[index % len(params)] for index in range(num_rows)])
+    tokens = torch.randint(0, vocab_size, (MAX_REQS, longest), dtype=torch.int32)
+    tokens[:, ::3] = 5
+    case.positions = torch.randint(1, longest, (num_rows,))
+    prompts = [tuple(range(int(case.positions[index]) // 2 + 1)) for index in range(num_rows)]
+    requests = [
+        replace(each, prompt_token_ids=prompt) for each, prompt in zip(case.batch.requests, prompts, strict=True)
+    ]
+    case.batch = replace(
+        case.batch,
+        requests=requests,
+        positions=case.positions,
+        positions_np=case.positions.numpy(),
+        token_ids=tokens,
+    )
+    return case
+
+
+def test_penalties() -> None:
+    vocab_size = 3000
+    every = (
+        {"repetition_penalty": 1.3},
+        {},
+        {"presence_penalty": 0.7},
+        {"frequency_penalty": -0.2},
+        {"repetition_penalty": 0.8, "presence_penalty": -1.0, "frequency_penalty": 0.3},
+    )
+    case = penalty_case(9, every, 2500, vocab_size)
+    params = dict(zip(case.rows.tolist(), (each.sampling_params for each in case.batch.requests), strict=True))
+    known = [params.get(row, SamplingParams(max_tokens=None)) for row in range(MAX_REQS)]
+    prompt_len = torch.zeros(MAX_REQS, dtype=torch.int64)
+    prompt_len[case.rows] = torch.tensor([len(each.prompt_token_ids) for each in case.batch.requests])
+    tables = PenaltyTables(
+        repetition=torch.tensor([each.repetition_penalty for each in known]),
+        presence=torch.tensor([each.presence_penalty for each in known]),
+        frequency=torch.tensor([each.frequency_penalty for each in known]),
+        prompt_len=prompt_len,
+    )
+    logits = torch.randn(10, vocab_size)
+    expected = logits.clone()
+    apply_penalties_reference(expected[:9], case.batch)
+    rows, positions = torch.cat((case.rows, torch.tensor([-1]))), torch.cat((case.positions, torch.tensor([99])))
+    apply_penalties(logits, rows, positions, case.batch.token_ids, tables)
+    torch.testing.assert_close(logits, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("vocab_size", [100, 5001])
+def test_bitmasks(vocab_size: int) -> None:
+    words = -(-vocab_size // 32)
+    masks = np.random.default_rng(0).integers(-(2**31), 2**31, (3, words)).astype(np.int32)
+    case = Case([{}] * 4)
+    batch = replace(case.batch, bitmasks={2: masks[0], 0: masks[1]})
+    logits = torch.randn(4, vocab_size)
+    expected = logits.clone()
+    apply_bitmask_reference(expected, batch)
+    apply_bitmask(logits, torch.tensor([2, 0, -1]), torch.from_numpy(masks))
+    assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab_size", [9, 9001])
+def test_logprobs(dtype: torch.dtype, vocab_size: int) -> None:
+    logits = (3 * torch.randn(6, vocab_size)).to(dtype)
+    logits[1, 3] = -math.inf
+    chosen = torch.tensor([0, 3, 1, vocab_size - 1, 2, int(logits[5].argmax())])
+    found = chosen_logprobs(logits, chosen)
+    expected = token_logprobs(logits, chosen, [0] * 6)
+    assert found.ranks.tolist() == [each.rank for each in expected]
+    torch.testing.assert_close(found.logprobs, torch.tensor([each.logprobs[0] for each in expected]))
+    torch.testing.assert_close(found.logsumexp, logits.float().logsumexp(-1))
+    assert torch.equal(chosen_logprobs(logits[4:5], chosen[4:5]).logprobs, found.logprobs[4:5])
+    logits[0, vocab_size // 2] = math.nan
+    assert chosen_logprobs(logits, chosen).logprobs.isnan().tolist() == [True, *[False] * 5]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    windows=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=MAX_REQS),
+    padding=st.integers(0, 2),
+    random=st.randoms(use_true_random=False),
+)
+def test_verify_accepts_the_run_of_right_drafts(windows: list[tuple[int, int]], padding: int, random: Random) -> None:
+    max_num_drafts = 5
+    rows = torch.tensor(random.sample(range(MAX_REQS), len(windows)))
+    drafts = torch.full((MAX_REQS, max_num_drafts), 3)
+    num_drafts = np.array([count for count, _ in windows])
+    starts = torch.tensor([0, *(num_drafts + 1)]).cumsum(0).int()
+    sampled = torch.randint(0, 3, (int(starts[-1]),))
+    for index, (count, right) in enumerate(windows):
+        row, start = rows[index], starts[index]
+        drafts[row, : min(right, count)] = sampled[start : start + min(right, count)]
+        if random.random() < 0.3:
+            drafts[row, random.randrange(max_num_drafts)] = -1
+    expected = verify_reference(sampled, drafts, rows, num_drafts)
+    padded = torch.cat((rows, torch.full((padding,), -1)))
+    found = torch.full((2, len(padded)), -9)
+    verify(sampled, drafts, padded, torch.cat((starts, starts[-1:].expand(padding))), *found)
+    assert found[0].tolist() == expected.num_accepted.tolist() + [0] * padding
+    assert found[1].tolist() == expected.num_real_drafts.tolist() + [0] * padding
+
+
+@pytest.mark.parametrize("vocab_size", [5, 9001])
+def test_accept_or_resample(vocab_size: int) -> None:
+    count = 24
+    target, draft = ((2 * torch.randn(count, vocab_size)).softmax(-1) for _ in range(2))
+    drafts = draft.multinomial(1)[:, 0]
+    accept, resample = torch.rand((2, count), dtype=torch.float64)
+    draft[0] = target[0]
+    draft[1] = math.nan
+    draft[2, drafts[2]] = 0.0
+    draft[3], accept[3] = target[3], 0.999
+    resample[4], resample[5] = 0.0, 1 - 2.0**-53
+    target[5, vocab_size - 3 :] = 0.0
+    expected = accept_or_resample_reference(target, draft, drafts, accept, resample)
+    found = accept_or_resample(target, draft, drafts, accept, resample)
+    assert found.tolist() == expected.tolist()
+    assert (found != drafts).any()
+    assert (found == drafts).any()
+    assert accept_or_resample(target[7:8], draft[7:8], drafts[7:8], accept[7:8], resample[7:8]) == found[7]
 
 
 POINTERS = {
