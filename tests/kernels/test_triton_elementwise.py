@@ -108,7 +108,6 @@ def test_rope_and_store_kv(dtype: torch.dtype, norms: str, head_dim: int, rotary
 @pytest.mark.parametrize(
     ("kernel", "constexprs", "num_warps"),
     [
-        ("rms_norm", {"hidden": 1024, "block": 1024, "adds": True}, 4),
         ("rms_norm", {"hidden": 12288, "block": 16384, "adds": True}, 16),
         ("silu_and_mul", {"width": 3072, "block": 1024}, 4),
         ("rope_and_store_kv", {"head_dim": 128, "half": 64, "half_tile": 64, "rest_tile": 0}, 4),

@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-_TILE = 2048  # of the vocabulary, and bins of a histogram
-_TOKENS = 1024  # counted at a time
+_TILE = 1024  # of the vocabulary, and bins of a histogram: more of them take too many registers
+_TOKENS = 512  # counted at a time
 _WARPS = 4
 _MASK_TILE = 4096
 _BITS = 32  # of a word
