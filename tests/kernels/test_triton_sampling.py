@@ -248,6 +248,16 @@ def test_flat_rows_do_not_fit_and_are_exact_all_the_same() -> None:
     assert (workspace.num_candidates < 0).all()
 
 
+def test_candidates_of_many_tiles_are_packed_in_order() -> None:
+    logits = torch.randn(2, 20_000)
+    workspace = check_truncation(logits, ({"top_k": 3}, {"top_k": 1500, "top_p": 0.9}))
+    small, large = workspace.num_candidates.tolist()
+    assert 3 <= small <= 1024 < large <= 8192, "both ways are taken"
+    for index, count in enumerate((small, large)):
+        found = workspace.candidates[index, :count]
+        assert torch.equal(found, logits[index][logits[index] >= found.min()])
+
+
 def test_equal_logits_are_kept_together() -> None:
     logits = torch.zeros(3, 5000)
     logits[:, :10] = 4.0

@@ -19,6 +19,7 @@ import triton.language as tl
 from penstock.kernels.triton.sampling.tiles import TILE, TILE_WARPS, load_tile, mass_of, padded_tiles
 
 _MERGE_WARPS = 1
+_TILE_DTYPES = (torch.float32, torch.float32, torch.int32)  # of a tile: maximum, sum of exponents, larger logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,21 +37,27 @@ def chosen_logprobs(
     num_rows, vocab_size = logits.shape
     assert chosen.shape == (num_rows,) and logits.stride(1) == 1, f"{chosen.shape} for {logits.shape} logits"
     num_tiles = triton.cdiv(vocab_size, TILE)
-    tiles = logits.new_empty((3, num_rows, num_tiles), dtype=torch.float32)
-    found = logits.new_empty((2, num_rows), dtype=torch.float32)
+    tiles = [logits.new_empty((num_rows, num_tiles), dtype=dtype) for dtype in _TILE_DTYPES]
+    logsumexp, logprobs = (logits.new_empty(num_rows, dtype=torch.float32) for _ in range(2))
     ranks = torch.empty_like(chosen)
     shape = (vocab_size, logits.stride(0))
     _measure_tiles[(num_rows, num_tiles)](logits, chosen, *tiles, *shape, TILE, num_warps=TILE_WARPS)
     _merge_tiles[(num_rows,)](
-        logits, chosen, *tiles, *found, ranks, *shape, num_tiles, padded_tiles(num_tiles), num_warps=_MERGE_WARPS
+        logits,
+        chosen,
+        *tiles,
+        logsumexp,
+        logprobs,
+        ranks,
+        *shape,
+        num_tiles,
+        padded_tiles(num_tiles),
+        num_warps=_MERGE_WARPS,
     )
-    return ChosenLogprobs(found[0], found[1], ranks)
+    return ChosenLogprobs(logsumexp, logprobs, ranks)
 
 
-_ANY_ALIGNMENT = ["chosen_ptr", "tile_max_ptr", "tile_sum_ptr", "tile_count_ptr", "logsumexp_ptr", "logprobs_ptr"]
-
-
-@triton.jit(do_not_specialize_on_alignment=_ANY_ALIGNMENT)
+@triton.jit(do_not_specialize_on_alignment=["chosen_ptr"])
 def _measure_tiles(
     logits_ptr,
     chosen_ptr,
@@ -71,10 +78,10 @@ def _measure_tiles(
     total = tl.sum(mass_of(logits, best, -float("inf")), 0)
     tl.store(tile_max_ptr + target, best)
     tl.store(tile_sum_ptr + target, tl.where(has_nan, float("nan"), total))
-    tl.store(tile_count_ptr + target, tl.sum((logits > of_chosen).to(tl.int32), 0).to(tl.float32))
+    tl.store(tile_count_ptr + target, tl.sum((logits > of_chosen).to(tl.int32), 0))
 
 
-@triton.jit(do_not_specialize_on_alignment=_ANY_ALIGNMENT)
+@triton.jit(do_not_specialize_on_alignment=["chosen_ptr"])
 def _merge_tiles(
     logits_ptr,
     chosen_ptr,
@@ -94,7 +101,7 @@ def _merge_tiles(
     source, is_tile = index * num_tiles + number, number < num_tiles
     maxima = tl.load(tile_max_ptr + source, mask=is_tile, other=-float("inf"))
     sums = tl.load(tile_sum_ptr + source, mask=is_tile, other=0.0)
-    counts = tl.load(tile_count_ptr + source, mask=is_tile, other=0.0)
+    counts = tl.load(tile_count_ptr + source, mask=is_tile, other=0)
     best = tl.max(maxima, 0)
     scales = tl.where(maxima > -float("inf"), tl.exp(maxima - best), 0.0)
     total = tl.sum(sums.to(tl.float64) * scales, 0)

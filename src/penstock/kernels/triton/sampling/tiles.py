@@ -22,7 +22,7 @@ class SamplingTables:
     top_k: torch.Tensor  # int32; 0 keeps all
     top_p: torch.Tensor  # float32; 1 keeps all
     log_min_p: torch.Tensor  # float32; minus infinity keeps all
-    seed: torch.Tensor  # int64
+    seed: torch.Tensor  # int64: the bits of a 64-bit seed
 
 
 @dataclass(frozen=True, slots=True)

@@ -109,9 +109,11 @@ def _accept_or_resample(
     of_draft = tl.load(draft_ptr + start + token).to(tl.float64)
     is_accepted = (of_draft > 0) & (tl.load(accept_ptr + index) * of_draft < of_target)
     if not is_accepted:
-        has_residual = _total(target_ptr, draft_ptr, start, True, vocab, tile) > 0
+        total = _total(target_ptr, draft_ptr, start, True, vocab, tile)
         # Nothing may be left of equal distributions but for a rounding, or where the drafter's is NaN.
-        total = _total(target_ptr, draft_ptr, start, has_residual, vocab, tile)
+        has_residual = total > 0
+        if not has_residual:
+            total = _total(target_ptr, draft_ptr, start, False, vocab, tile)
         goal = tl.load(resample_ptr + index) * total
         goal = tl.minimum(goal, total * (1.0 - 1.0 / 9007199254740992.0))
         token = _draw(target_ptr, draft_ptr, start, has_residual, goal, vocab, tile)
