@@ -1,0 +1,243 @@
+"""From state rows to the flat inputs of a step and back, without a word to the CPU.
+
+`prepare_inputs` does in one launch what `penstock.kernels.prepare_inputs` and the gathering of block tables do, into
+buffers that the caller owns, and `finish_step` leaves a step's tokens and counts where the next one reads them. Their
+grids follow from shapes alone, so both can live in a CUDA graph that is replayed with other requests in the buffers.
+
+Padding, in the step's snapshot: `idx_mapping` -1, the tail of `query_start_loc` is the number of tokens. It becomes:
+
+    of requests   seq_lens 0, block row 0 (the null block throughout)
+    of tokens     row -1, position 0, input id 0, slot -1
+
+A program owns one request (one more owns the padding tokens) and either its tokens or one KV group's blocks and slots.
+All results are integers and exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK = 1024  # tokens, or entries of a block table, at a time
+_WARPS = 4
+_FINISH_BLOCK = 16  # windows are short: a token and its drafts
+_FINISH_WARPS = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What a step's forward pass reads, with one row per padded request and token. Views of larger buffers will do."""
+
+    rows: torch.Tensor  # [T] int64: the state row of each token
+    positions: torch.Tensor  # [T] int64
+    input_ids: torch.Tensor  # [T] int64
+    seq_lens: torch.Tensor  # [R] int32
+    block_tables: torch.Tensor  # [G, R, max_blocks] int32, the last dimension contiguous; a row is as long as it needs
+    slot_mapping: torch.Tensor  # [G, T] int64, the last dimension contiguous
+
+
+def prepare_inputs(
+    idx_mapping: torch.Tensor,  # [R] int64
+    query_start_loc: torch.Tensor,  # [R + 1] int32
+    num_computed: torch.Tensor,  # [max_num_reqs, 1] int64
+    token_ids: torch.Tensor,  # [max_num_reqs, width] int32
+    block_tables: torch.Tensor,  # [G, max_num_reqs, max_blocks] int32
+    block_size: int,
+    out: StepInputs,
+) -> None:
+    """Writes all of `out`, but for what block rows hold behind the blocks of their request."""
+    num_reqs, num_tokens = len(idx_mapping), len(out.positions)
+    num_groups, _, max_blocks = block_tables.shape
+    assert query_start_loc.shape == (num_reqs + 1,), f"{tuple(query_start_loc.shape)} for {num_reqs} requests"
+    assert out.rows.shape == out.input_ids.shape == (num_tokens,), f"{out.rows.shape} {out.input_ids.shape}"
+    assert out.slot_mapping.shape == (num_groups, num_tokens), f"{out.slot_mapping.shape} {num_groups} {num_tokens}"
+    assert out.block_tables.shape == (num_groups, num_reqs, max_blocks), f"{out.block_tables.shape} {num_reqs}"
+    assert out.seq_lens.shape == (num_reqs,), f"{out.seq_lens.shape} {num_reqs}"
+    assert out.block_tables.stride(2) == out.slot_mapping.stride(1) == 1, f"{out.block_tables.stride()}"
+    assert num_computed.is_contiguous() and token_ids.stride(1) == 1 and block_tables.is_contiguous(), "strides"
+    _prepare_inputs[(num_reqs + 1, num_groups + 1)](
+        idx_mapping,
+        query_start_loc,
+        num_computed,
+        token_ids,
+        block_tables,
+        out.rows,
+        out.positions,
+        out.input_ids,
+        out.seq_lens,
+        out.block_tables,
+        out.slot_mapping,
+        num_reqs,
+        num_tokens,
+        token_ids.stride(0),
+        block_tables.stride(0),
+        out.block_tables.stride(0),
+        out.block_tables.stride(1),
+        out.slot_mapping.stride(0),
+        max_blocks,
+        block_size,
+        _BLOCK,
+        num_warps=_WARPS,
+    )
+
+
+def finish_step(
+    sampled: torch.Tensor,  # [num_logits] int64, window after window
+    logits_start_loc: torch.Tensor,  # [R + 1] int32: request r owns rows logits_start_loc[r] .. [r + 1] of `sampled`
+    num_accepted: torch.Tensor,  # [R] int64: drafts that stand; read where a window has drafts
+    idx_mapping: torch.Tensor,  # [R] int64, -1 for padding
+    seq_lens: torch.Tensor,  # [R] int32: computed with this step's tokens
+    num_computed: torch.Tensor,  # [max_num_reqs, 1] int64, written
+    token_ids: torch.Tensor,  # [max_num_reqs, width] int32, written
+) -> None:
+    """Counts each request's step as computed but for its rejected drafts, and stores what was sampled.
+
+    A window of n rows (none for a request that does not sample) stands for the last n tokens of its request, so row j
+    was sampled for position seq_len - n + 1 + j; n - 1 of them are drafts.
+    """
+    num_reqs = len(idx_mapping)
+    assert logits_start_loc.shape == (num_reqs + 1,), f"{tuple(logits_start_loc.shape)} for {num_reqs} requests"
+    assert num_accepted.shape == seq_lens.shape == (num_reqs,), f"{num_accepted.shape} {seq_lens.shape} {num_reqs}"
+    assert num_computed.is_contiguous() and token_ids.stride(1) == 1, "strides"
+    _finish_step[(num_reqs,)](
+        sampled,
+        logits_start_loc,
+        num_accepted,
+        idx_mapping,
+        seq_lens,
+        num_computed,
+        token_ids,
+        token_ids.stride(0),
+        _FINISH_BLOCK,
+        num_warps=_FINISH_WARPS,
+    )
+
+
+# Buffers are cut to a step's size and strides follow from limits that users set: neither may compile anew.
+@triton.jit(
+    do_not_specialize=[
+        "num_reqs", "num_tokens", "token_stride", "table_group_stride", "out_group_stride", "out_row_stride",
+        "slot_group_stride", "max_blocks",
+    ],
+    do_not_specialize_on_alignment=[
+        "idx_mapping_ptr", "starts_ptr", "rows_ptr", "positions_ptr", "input_ids_ptr", "seq_lens_ptr", "out_tables_ptr",
+        "slots_ptr",
+    ],
+)  # fmt: skip
+def _prepare_inputs(
+    idx_mapping_ptr,
+    starts_ptr,
+    num_computed_ptr,
+    token_ids_ptr,
+    tables_ptr,
+    rows_ptr,
+    positions_ptr,
+    input_ids_ptr,
+    seq_lens_ptr,
+    out_tables_ptr,
+    slots_ptr,
+    num_reqs,
+    num_tokens,
+    token_stride,
+    table_group_stride,
+    out_group_stride,
+    out_row_stride,
+    slot_group_stride,
+    max_blocks,
+    block_size: tl.constexpr,
+    block: tl.constexpr,
+):
+    request = tl.program_id(0)
+    group = tl.program_id(1).to(tl.int64) - 1  # -1 are the tokens themselves
+    start = tl.load(starts_ptr + request)
+    place = tl.arange(0, block)
+    if request == num_reqs:
+        slots = slots_ptr + group * slot_group_stride
+        _pad_tokens(rows_ptr, positions_ptr, input_ids_ptr, slots, start, num_tokens, group < 0, block)
+    else:
+        row = tl.load(idx_mapping_ptr + request)
+        length = tl.load(starts_ptr + request + 1) - start
+        is_padding = row < 0
+        first = tl.load(num_computed_ptr + row, mask=row >= 0, other=0)
+        seq_len = tl.where(is_padding, 0, first + length)
+        if group < 0:
+            tl.store(seq_lens_ptr + request, seq_len.to(tl.int32))
+            offset = tl.zeros_like(start)
+            while offset < length:
+                is_token = offset + place < length
+                position = first + offset + place
+                token = tl.load(token_ids_ptr + row * token_stride + position, mask=is_token, other=0)
+                tl.store(rows_ptr + start + offset + place, tl.zeros_like(position) + row, mask=is_token)
+                tl.store(positions_ptr + start + offset + place, position, mask=is_token)
+                tl.store(input_ids_ptr + start + offset + place, token.to(tl.int64), mask=is_token)
+                offset += block
+        else:
+            table = tables_ptr + group * table_group_stride + row * max_blocks
+            offset = tl.zeros_like(start)
+            while offset < length:
+                is_token = offset + place < length
+                position = first + offset + place
+                block_id = tl.load(table + position // block_size, mask=is_token, other=0).to(tl.int64)
+                slot = block_id * block_size + position % block_size
+                tl.store(slots_ptr + group * slot_group_stride + start + offset + place, slot, mask=is_token)
+                offset += block
+            target = out_tables_ptr + group * out_group_stride + request.to(tl.int64) * out_row_stride
+            num_blocks = tl.where(is_padding, max_blocks, (seq_len + block_size - 1) // block_size)
+            offset = tl.zeros_like(start)
+            while offset < num_blocks:
+                is_entry = offset + place < num_blocks
+                entry = tl.load(table + offset + place, mask=is_entry & (row >= 0), other=0)
+                tl.store(target + offset + place, entry, mask=is_entry)
+                offset += block
+
+
+@triton.jit
+def _pad_tokens(rows_ptr, positions_ptr, input_ids_ptr, slots_ptr, start, num_tokens, is_tokens, block: tl.constexpr):
+    offset = start
+    while offset < num_tokens:
+        place = offset + tl.arange(0, block)
+        is_token = place < num_tokens
+        nothing = tl.zeros([block], tl.int64)
+        if is_tokens:
+            tl.store(rows_ptr + place, nothing - 1, mask=is_token)
+            tl.store(positions_ptr + place, nothing, mask=is_token)
+            tl.store(input_ids_ptr + place, nothing, mask=is_token)
+        else:
+            tl.store(slots_ptr + place, nothing - 1, mask=is_token)
+        offset += block
+
+
+@triton.jit(
+    do_not_specialize=["token_stride"],
+    do_not_specialize_on_alignment=["sampled_ptr", "starts_ptr", "num_accepted_ptr", "idx_mapping_ptr", "seq_lens_ptr"],
+)
+def _finish_step(
+    sampled_ptr,
+    starts_ptr,
+    num_accepted_ptr,
+    idx_mapping_ptr,
+    seq_lens_ptr,
+    num_computed_ptr,
+    token_ids_ptr,
+    token_stride,
+    block: tl.constexpr,
+):
+    request = tl.program_id(0)
+    row = tl.load(idx_mapping_ptr + request)
+    if row >= 0:
+        start = tl.load(starts_ptr + request)
+        window = tl.load(starts_ptr + request + 1) - start
+        seq_len = tl.load(seq_lens_ptr + request).to(tl.int64)
+        num_drafts = tl.maximum(window - 1, 0)
+        num_accepted = tl.load(num_accepted_ptr + request, mask=num_drafts > 0, other=0)
+        tl.store(num_computed_ptr + row, seq_len - num_drafts + num_accepted)
+        target = token_ids_ptr + row * token_stride + seq_len - window + 1
+        offset = tl.zeros_like(start)
+        while offset < window:
+            place = offset + tl.arange(0, block)
+            token = tl.load(sampled_ptr + start + place, mask=place < window, other=0)
+            tl.store(target + place, token.to(tl.int32), mask=place < window)
+            offset += block

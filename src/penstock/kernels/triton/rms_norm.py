@@ -1,0 +1,80 @@
+"""RMS normalisation of rows, alone or fused with the addition to the residual stream: one program per row.
+
+    out = weight * round(x / sqrt(mean(x^2) + eps))
+
+x, residual and out are [T, H], weight is [H]. Roundings as in `penstock.kernels.rms_norm`; the sum of squares has its
+own order, so the last bit of the quotient may differ. A row's bits depend on that row, H and the dtype alone: neither
+T nor the other rows have a part in how it is added up.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_ELEMENTS_PER_THREAD = 8  # what one load of 16 bytes brings in 16-bit dtypes
+_MAX_WARPS = 16
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
+    """[T, H]: the normalised rows of `x`, in `out` where it is given."""
+    return _launch(x, x, weight, eps, out, adds=False)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[T, H]: the normalised rows of `residual + x`, a sum that is rounded to the dtype and left in `residual`.
+
+    `out` may be `x` itself.
+    """
+    assert residual.shape == x.shape and residual.dtype == x.dtype, f"{residual.shape} {residual.dtype} for {x.shape}"
+    assert residual.is_contiguous(), f"residual has strides {residual.stride()}"
+    return _launch(x, residual, weight, eps, out, adds=True)
+
+
+def _launch(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor | None,
+    adds: bool,
+) -> torch.Tensor:
+    assert x.dim() == 2 and weight.shape == x.shape[1:], f"x is {tuple(x.shape)}, weight is {tuple(weight.shape)}"
+    assert weight.dtype == x.dtype, f"x is {x.dtype}, weight is {weight.dtype}"
+    assert x.is_contiguous() and weight.is_contiguous(), f"x has strides {x.stride()}, weight {weight.stride()}"
+    out = torch.empty_like(x) if out is None else out
+    assert out.shape == x.shape and out.dtype == x.dtype and out.is_contiguous(), f"{out.shape} {out.stride()}"
+    rows, hidden = x.shape
+    block = triton.next_power_of_2(hidden)
+    num_warps = min(max(block // (32 * _ELEMENTS_PER_THREAD), 1), _MAX_WARPS)
+    _rms_norm[(rows,)](x, residual, weight, out, eps, hidden, block, adds, num_warps=num_warps)
+    return out
+
+
+@triton.jit
+def _rms_norm(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    eps,
+    hidden: tl.constexpr,
+    block: tl.constexpr,
+    adds: tl.constexpr,
+):
+    start = tl.program_id(0).to(tl.int64) * hidden
+    place = tl.arange(0, block)
+    is_inside = place < hidden
+    weight = tl.load(weight_ptr + place, mask=is_inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + start + place, mask=is_inside, other=0.0)
+    if adds:
+        residual = tl.load(residual_ptr + start + place, mask=is_inside, other=0.0)
+        x = (residual.to(tl.float32) + x.to(tl.float32)).to(x.dtype)
+        tl.store(residual_ptr + start + place, x, mask=is_inside)
+    wide = x.to(tl.float32)
+    scale = 1.0 / tl.sqrt_rn(tl.sum(wide * wide) / hidden + eps)
+    quotient = (wide * scale).to(x.dtype)
+    tl.store(out_ptr + start + place, (weight * quotient.to(tl.float32)).to(x.dtype), mask=is_inside)

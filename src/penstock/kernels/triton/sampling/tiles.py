@@ -1,0 +1,103 @@
+"""How a row of logits is shared out, and what the programs of a row leave for one another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+TILE = 4096  # logits per program; part of the result, as a tile's sum is rounded
+TILE_WARPS = 4
+CAPACITY = 8192  # candidates of a truncated row that one program can hold
+NUM_CUTS = 8  # places at which a truncated row's distribution is measured
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingTables:
+    """Sampling parameters by state row, each [max_num_reqs] or [max_num_reqs, 1]."""
+
+    temperature: torch.Tensor  # float32; 0 is greedy
+    top_k: torch.Tensor  # int32; 0 keeps all
+    top_p: torch.Tensor  # float32; 1 keeps all
+    log_min_p: torch.Tensor  # float32; minus infinity keeps all
+    seed: torch.Tensor  # int64: the bits of a 64-bit seed
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Scratch of one sampling at a time; holds nothing between launches of different steps."""
+
+    tile_max: torch.Tensor  # [max_rows, num_tiles] float32: NaN where the tile holds one
+    tile_best: torch.Tensor  # [max_rows, num_tiles] int32: the first token of tile_max
+    tile_sum: torch.Tensor  # [max_rows, num_tiles] float32: of exp((logit - tile_max) / temperature) over kept tokens
+    threshold: torch.Tensor  # [max_rows] float32: logits / temperature below it are not drawn
+    cut_count: torch.Tensor  # [max_rows, num_tiles, NUM_CUTS] int32: logits above each cut
+    cut_sum: torch.Tensor  # [max_rows, num_tiles, NUM_CUTS + 1] float32: their mass, and that of the tile
+    num_candidates: torch.Tensor  # [max_rows] int32: -1 where they do not fit
+    candidates: (
+        torch.Tensor
+    )  # [max_rows, CAPACITY] float32: the largest logits / temperature, in the vocabulary's order
+
+    @classmethod
+    def allocate(cls, max_rows: int, vocab_size: int, device: torch.device) -> Workspace:
+        """For up to `max_rows` rows of `vocab_size` logits: 32 KiB and 84 bytes per tile for each of them."""
+        num_tiles = triton.cdiv(vocab_size, TILE)
+
+        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.empty((max_rows, *shape), dtype=dtype, device=device)
+
+        return cls(
+            tile_max=empty(num_tiles),
+            tile_best=empty(num_tiles, dtype=torch.int32),
+            tile_sum=empty(num_tiles),
+            threshold=empty(),
+            cut_count=empty(num_tiles, NUM_CUTS, dtype=torch.int32),
+            cut_sum=empty(num_tiles, NUM_CUTS + 1),
+            num_candidates=empty(dtype=torch.int32),
+            candidates=empty(CAPACITY),
+        )
+
+
+def padded_tiles(num_tiles: int) -> int:
+    """How many tiles' results a program takes at once that takes those of a row."""
+    return max(triton.next_power_of_2(num_tiles), 16)
+
+
+def check_logits(logits: torch.Tensor, rows: torch.Tensor, workspace: Workspace) -> None:
+    num_rows, vocab_size = logits.shape
+    assert rows.shape == (num_rows,) and rows.dtype == torch.int64, f"{rows.shape} {rows.dtype} for {num_rows} rows"
+    assert logits.stride(1) == 1, f"logits have strides {logits.stride()}"
+    max_rows, num_tiles = workspace.tile_max.shape
+    assert num_rows <= max_rows and num_tiles == triton.cdiv(vocab_size, TILE), (
+        f"a workspace of {max_rows} rows and {num_tiles} tiles for {tuple(logits.shape)} logits"
+    )
+
+
+@triton.jit
+def load_tile(logits_ptr, index, number, vocab: tl.constexpr, stride: tl.constexpr, tile: tl.constexpr):
+    """[tile] float32: a tile of logits, minus infinity behind the vocabulary."""
+    place = number * tile + tl.arange(0, tile)
+    return tl.load(logits_ptr + index.to(tl.int64) * stride + place, mask=place < vocab, other=-float("inf")).to(
+        tl.float32
+    )
+
+
+@triton.jit
+def mass_of(scaled, scaled_max, threshold):
+    """exp(scaled - scaled_max), and nothing below the threshold, of NaN, or where all is forbidden."""
+    is_kept = (scaled >= threshold) & (scaled > -float("inf"))
+    return tl.where(is_kept, tl.exp(scaled - scaled_max), 0.0)
+
+
+@triton.jit
+def best_of_row(tile_max_ptr, index, num_tiles: tl.constexpr, all_tiles: tl.constexpr):
+    """(maxima [all_tiles], the row's maximum, its first tile, whether the row is finite where it matters)."""
+    place = tl.arange(0, all_tiles)
+    maxima = tl.load(tile_max_ptr + index * num_tiles + place, mask=place < num_tiles, other=-float("inf"))
+    has_nan = tl.max((maxima != maxima).to(tl.int32), 0) > 0
+    maxima = tl.where(maxima == maxima, maxima, -float("inf"))
+    best, number = tl.max(maxima, 0, return_indices=True)
+    is_valid = (not has_nan) & (best > -float("inf")) & (best < float("inf"))
+    return maxima, best, number, is_valid

@@ -1,0 +1,37 @@
+"""The gated activation of a feed-forward layer: out = silu(gate) * up, with silu(g) = g / (1 + exp(-g)).
+
+gate_up [T, 2I] holds gate and up side by side, out is [T, I]. float32 throughout, rounded to the dtype once, after the
+product. Every element stands alone: nothing else in the batch can change its bits.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK = 1024  # elements of out per program
+_WARPS = 4
+
+
+def silu_and_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """[T, 2I], gate and up side by side, -> [T, I], in `out` where it is given."""
+    assert gate_up.dim() == 2 and gate_up.shape[1] % 2 == 0, f"gate_up is {tuple(gate_up.shape)}, not [T, 2I]"
+    assert gate_up.is_contiguous(), f"gate_up has strides {gate_up.stride()}"
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty((rows, width)) if out is None else out
+    assert out.shape == (rows, width) and out.dtype == gate_up.dtype and out.is_contiguous(), f"{out.shape}"
+    _silu_and_mul[(rows, triton.cdiv(width, _BLOCK))](gate_up, out, width, _BLOCK, num_warps=_WARPS)
+    return out
+
+
+@triton.jit
+def _silu_and_mul(gate_up_ptr, out_ptr, width: tl.constexpr, block: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.program_id(1) * block + tl.arange(0, block)
+    is_inside = place < width
+    start = gate_up_ptr + row * (2 * width)
+    gate = tl.load(start + place, mask=is_inside, other=0.0).to(tl.float32)
+    up = tl.load(start + width + place, mask=is_inside, other=0.0).to(tl.float32)
+    silu = gate / (1.0 + tl.exp(-gate))
+    tl.store(out_ptr + row * width + place, (silu * up).to(out_ptr.dtype.element_ty), mask=is_inside)
