@@ -1,4 +1,4 @@
-"""Triton's interpreter turns a loop's bounds into integers as NumPy 2.4 does not allow any more: arrays of one element."""
+"""Triton's interpreter makes integers of loop bounds, arrays of one element, which NumPy 2.4 no longer allows."""
 
 from __future__ import annotations
 

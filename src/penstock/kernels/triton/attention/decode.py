@@ -19,10 +19,11 @@ from penstock.kernels.triton.attention.splits import (
     finish_split,
     first_ids,
     merge_parts,
-    place_of_rows,
+    rows_of_tile,
     seen_splits,
     zero_padding,
 )
+from penstock.kernels.triton.attention.tiles import BATCH
 
 
 def launch_decode(
@@ -93,7 +94,9 @@ def launch_decode(
         )
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_reqs", "table_stride", "max_splits"])
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_reqs", "table_stride", "max_splits"], do_not_specialize_on_alignment=BATCH
+)
 def _decode(
     q_ptr,
     cache_ptr,
@@ -137,7 +140,7 @@ def _decode(
     if index < first or index > last or tile * tile_rows >= count * group:
         return
 
-    query, head, place, is_row = place_of_rows(start, count, tile, kv_head, tile_rows, tile_rows, group, num_kv_heads)
+    query, head, is_row = rows_of_tile(count, tile, kv_head, tile_rows, tile_rows, group)
     column = tl.arange(0, dim_tile)
     source = (start + query).to(tl.int64) * q_stride + head * head_dim
     is_inside = is_row[:, None] & (column < head_dim)[None, :]
@@ -156,7 +159,7 @@ def _decode(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["max_splits"])
+@triton.jit(do_not_specialize=["max_splits"], do_not_specialize_on_alignment=BATCH[1:])
 def _merge(
     starts_ptr,
     seq_lens_ptr,
@@ -179,7 +182,6 @@ def _merge(
     count = tl.load(starts_ptr + request + 1) - start
     first, last = seen_splits(tl.load(seq_lens_ptr + request), count, window, split)
     if first < last:
-        _, _, place, is_row = place_of_rows(
-            start, count, tile, tl.program_id(1), merge_rows, tile_rows, group, num_kv_heads
-        )  # fmt: skip
+        query, head, is_row = rows_of_tile(count, tile, tl.program_id(1), merge_rows, tile_rows, group)
+        place = (start + query).to(tl.int64) * (group * num_kv_heads) + head
         merge_parts(parts_ptr, stats_ptr, out_ptr, place, is_row, first, last, max_splits, head_dim, dim_tile)

@@ -1,6 +1,6 @@
 """`decode` with what stands before it fused in: norms of query and key heads, rotation, the store of keys and values.
 
-The input is the row of the projection itself, [T, (Hq + 2 Hkv) * D]: what `rope_and_store_kv` and then `paged_attention`
+The input is the row of the projection itself, [T, (Hq + 2 Hkv) * D]: what `rope_and_store_kv`, then `paged_attention`
 would be given. Every program norms and rotates its own queries; those whose split holds a new position also store its
 key and value, and read them back, as every other key, behind a barrier: no other program looks at that position, or it
 has stored the same bytes there. Requests have at most `max_query_len` queries each, at consecutive positions that end
@@ -8,8 +8,8 @@ at seq_lens.
 
 Norm and rotation round where `rope_and_store_kv` does: the quotient of the norm, its product with the weight, and the
 rotated value, each to the dtype. Squares are added up in another order, so that the two agree within a rounding and
-not in their bits: a deterministic plan, whose prefill goes through `rope_and_store_kv`, has no place for this kernel. For
-any number of queries a request and any batch the bits are the same.
+not in their bits: a deterministic plan, whose prefill goes through `rope_and_store_kv`, has no place for this kernel.
+For any number of queries a request and any batch the bits are the same, as long as tile and split are.
 
 With `pdl` the launch overlaps the end of the kernel before (programmatic dependent launch): before its wait a program
 reads the batch's metadata, block ids and angles, so what writes these must not be one of the kernels that may still
@@ -28,10 +28,11 @@ from penstock.kernels.triton.attention.splits import (
     attend_split,
     finish_split,
     first_ids,
-    place_of_rows,
+    rows_of_tile,
     seen_splits,
     zero_padding,
 )
+from penstock.kernels.triton.attention.tiles import BATCH
 
 
 def launch_decode_fused(
@@ -169,7 +170,9 @@ def _store_new(
     tl.store(target + num_kv_heads * block_size * head_dim, v, mask=is_inside)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_reqs", "table_stride", "max_splits"])
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_reqs", "table_stride", "max_splits"], do_not_specialize_on_alignment=BATCH
+)
 def _decode_fused(
     qkv_ptr, cache_ptr, box, cos_sin_ptr, q_norm_ptr, k_norm_ptr, table_ptr, starts_ptr, seq_lens_ptr, out_ptr,
     parts_ptr, stats_ptr, counters_ptr, eps, scale, num_tokens, num_reqs, table_stride, max_splits,
@@ -197,7 +200,7 @@ def _decode_fused(
 
     row_table_ptr = table_ptr + request.to(tl.int64) * table_stride
     ids = first_ids(row_table_ptr, count, seq_len, index, window, tile_keys, split, block_size)
-    query, head, _, is_row = place_of_rows(start, count, tile, kv_head, merge_rows, tile_rows, group, num_kv_heads)
+    query, head, is_row = rows_of_tile(count, tile, kv_head, merge_rows, tile_rows, group)
     cos, sin = _angles(cos_sin_ptr, oldest + query, is_row, rotary_dim, dim_tile)
     if pdl:
         tl.extra.cuda.gdc_wait()

@@ -14,7 +14,7 @@ Workspace: 4 * (head_dim + 2) bytes for every split of every row that decode can
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -23,7 +23,7 @@ from penstock.utils.errors import ConfigError
 
 MAX_DECODE_QUERY_LEN = 8
 _MAX_HEAD_DIM, _MAX_GROUP, _MIN_BLOCK_SIZE = 256, 16, 16
-_MIN_TMA_BLOCK_SIZE = 64
+_MIN_TMA_BLOCK_SIZE = 64  # below, boxes are too small to be faster than copies of 16 bytes
 # More splits than this are not worth their merge: a deterministic split grows with max_model_len.
 _MAX_DETERMINISTIC_SPLITS = 64
 
@@ -100,21 +100,41 @@ class _Choice:
     keys: int
     warps: int
     stages: int
+    use_tma: bool = False  # where a tile of keys lies in one block
+
+
+@dataclass(frozen=True, slots=True)
+class _Tuning:
+    """For heads of one size and dtype."""
+
+    prefill: PrefillTile
+    decode: tuple[_Choice, ...]  # the first that fits
+    deterministic: _Choice
+    max_decode_rows: int = 32
 
 
 _ANY = 1 << 30
-_DECODE = (
-    _Choice(8, 1024, split=64, keys=64, warps=4, stages=2),
-    _Choice(8, 8192, split=128, keys=32, warps=1, stages=3),
-    _Choice(_ANY, _ANY, split=512, keys=32, warps=1, stages=3),
+_NARROW = _Tuning(  # 16 bits, up to 128 wide
+    prefill=PrefillTile(rows=64, keys=64, warps=4, stages=3),
+    decode=(
+        _Choice(8, 1024, split=64, keys=64, warps=4, stages=2),
+        _Choice(8, 8192, split=128, keys=32, warps=1, stages=3),
+        _Choice(_ANY, _ANY, split=512, keys=32, warps=1, stages=3),
+    ),
+    deterministic=_Choice(_ANY, _ANY, split=128, keys=32, warps=1, stages=3),
 )
-# Wide heads, and float32: a tile has twice the registers, and float32 no tensor core.
-_WIDE_DECODE = (_Choice(_ANY, _ANY, split=256, keys=32, warps=4, stages=2),)
-_PREFILL = PrefillTile(rows=64, keys=64, warps=4, stages=3)
-_WIDE_PREFILL = PrefillTile(rows=64, keys=32, warps=4, stages=2)
-_FLOAT32_PREFILL = PrefillTile(rows=16, keys=32, warps=4, stages=2)
-_DETERMINISTIC = _Choice(_ANY, _ANY, split=128, keys=32, warps=1, stages=3)
-_WIDE_DETERMINISTIC = _Choice(_ANY, _ANY, split=128, keys=32, warps=4, stages=2)
+_WIDE = _Tuning(  # 16 bits, up to 256 wide
+    prefill=PrefillTile(rows=64, keys=32, warps=4, stages=2),
+    decode=(_Choice(_ANY, _ANY, split=256, keys=32, warps=4, stages=2),),
+    deterministic=_Choice(_ANY, _ANY, split=128, keys=32, warps=4, stages=2),
+    max_decode_rows=16,
+)
+_FLOAT32 = _Tuning(  # without tensor cores, for tests
+    prefill=PrefillTile(rows=16, keys=16, warps=4, stages=2),
+    decode=(_Choice(_ANY, _ANY, split=256, keys=16, warps=4, stages=2),),
+    deterministic=_Choice(_ANY, _ANY, split=128, keys=16, warps=4, stages=2),
+    max_decode_rows=16,
+)
 _DETERMINISTIC_ROWS = 16
 
 
@@ -133,22 +153,22 @@ class AttentionPlanner:
         _check(shape, limits)
         self._shape, self._limits, self._deterministic = shape, limits, deterministic
         self._merges, self._pdl = merges, pdl
-        self._is_wide = shape.head_dim > 128 or shape.dtype == torch.float32
-        rows, row_tiles = self._rows(limits.max_decode_query_len)
+        narrow = _NARROW if shape.head_dim <= 128 else _WIDE
+        self._tuning = _FLOAT32 if shape.dtype == torch.float32 else narrow
+        _, row_tiles = self._rows(limits.max_decode_query_len)
         parts = max(self._num_parts(choice) for choice in self._choices())
         self._workspace = Workspace(
             torch.empty(parts * shape.head_dim, dtype=torch.float32, device=device),
             torch.empty(parts * 2, dtype=torch.float32, device=device),
             torch.zeros(limits.max_num_reqs * row_tiles * shape.num_kv_heads, dtype=torch.int32, device=device),
         )
-        assert rows * row_tiles >= limits.max_decode_query_len * shape.group, f"{row_tiles} tiles of {rows} rows"
 
     @property
     def workspace_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in (self._workspace.parts, self._workspace.stats, self._workspace.counters))
 
     def plan(self, num_reqs: int, max_query_len: int, max_seq_len: int) -> AttentionPlan:
-        """Of a step whose requests have up to `max_query_len` queries and `max_seq_len` positions, upper bounds both.
+        """The plan of a step of so many requests, with upper bounds of their numbers of queries and of their seq_lens.
 
         Decode is what has at most `max_decode_query_len` queries a request.
         """
@@ -165,42 +185,40 @@ class AttentionPlanner:
         if self._deterministic:
             choice = self._choices()[0]
             return PrefillTile(_DETERMINISTIC_ROWS, choice.keys, choice.warps, choice.stages, choice.split)
-        if self._shape.dtype == torch.float32:
-            return _FLOAT32_PREFILL
-        tile = _WIDE_PREFILL if self._is_wide else _PREFILL
-        if not self._has_boxes(_MIN_TMA_BLOCK_SIZE):
-            return tile
-        return PrefillTile(tile.rows, tile.keys, tile.warps, tile.stages, use_tma=True)
+        tile = self._tuning.prefill
+        use_tma = self._has_boxes(tile.keys) and self._shape.block_size >= _MIN_TMA_BLOCK_SIZE
+        return replace(tile, use_tma=use_tma and self._tuning is not _FLOAT32)
 
     def _decode_tile(self, num_reqs: int, max_query_len: int, max_seq_len: int) -> DecodeTile:
         choice = next(c for c in self._choices() if num_reqs <= c.max_num_reqs and max_seq_len <= c.max_seq_len)
         rows, row_tiles = self._rows(max_query_len)
+        merge_rows = min(triton.next_power_of_2(max_query_len * self._shape.group), rows)
         return DecodeTile(
             rows=rows,
             row_tiles=row_tiles,
-            merge_rows=min(triton.next_power_of_2(max_query_len * self._shape.group), rows),
+            merge_rows=merge_rows,
             max_query_len=max_query_len,
             keys=choice.keys,
             split=choice.split,
             max_splits=triton.cdiv(max_seq_len, choice.split),
-            warps=choice.warps if rows == 16 else max(choice.warps, 2),
+            warps=choice.warps if self._deterministic else max(choice.warps, _min_warps(merge_rows)),
             stages=choice.stages,
-            use_tma=self._has_boxes(choice.keys) and not self._deterministic and choice.warps == 1,
+            use_tma=choice.use_tma and self._has_boxes(choice.keys),
             merges=self._merges,
             pdl=self._pdl,
         )
 
     def _choices(self) -> tuple[_Choice, ...]:
         if not self._deterministic:
-            return _WIDE_DECODE if self._is_wide else _DECODE
-        choice = _WIDE_DETERMINISTIC if self._is_wide else _DETERMINISTIC
+            return self._tuning.decode
+        choice = self._tuning.deterministic
         longest = triton.next_power_of_2(triton.cdiv(self._limits.max_model_len, _MAX_DETERMINISTIC_SPLITS))
-        return (_Choice(_ANY, _ANY, max(choice.split, longest), choice.keys, choice.warps, choice.stages),)
+        return (replace(choice, split=max(choice.split, longest)),)
 
     def _rows(self, max_query_len: int) -> tuple[int, int]:
         """(rows of a tile, tiles) for the queries of one request and KV head."""
         needed = max_query_len * self._shape.group
-        rows = 16 if needed <= 16 or self._deterministic else 32
+        rows = 16 if needed <= 16 or self._deterministic else self._tuning.max_decode_rows
         return rows, triton.cdiv(needed, rows)
 
     def _has_boxes(self, keys: int) -> bool:
@@ -214,6 +232,13 @@ class AttentionPlanner:
         requests = min(choice.max_num_reqs, limits.max_num_reqs)
         splits = triton.cdiv(min(choice.max_seq_len, limits.max_model_len), choice.split)
         return requests * limits.max_decode_query_len * self._shape.num_heads * splits
+
+
+def _min_warps(rows: int) -> int:
+    """Rows that are normed and rotated in the registers of too few warps spill."""
+    if rows <= 4:
+        return 1
+    return 2 if rows <= 16 else 4
 
 
 def _check(shape: AttentionShape, limits: AttentionLimits) -> None:

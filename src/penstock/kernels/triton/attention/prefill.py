@@ -8,9 +8,8 @@ which are written as zeros. Requests are taken from the last to the first, their
 shortest.
 
 With split = 0 a row is one walk over its positions; else it is the merge, from first to last, of the walks over
-[0, split), [split, 2 split), ..., which is what the decode kernel computes: the same bits where tile_keys and split are
-the same and tensor cores are used through mma.sync, by tiles of 16 rows a warp (`penstock.kernels.triton.attention.tiles`
-says why). A row's bits never depend on its tile, chunk or batch.
+[0, split), [split, 2 split), ..., which is what the decode kernel computes: the same bits, where the tile is the same
+(`penstock.kernels.triton.attention.tiles` says why). A row's bits never depend on its chunk or batch.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import triton
 import triton.language as tl
 
 from penstock.kernels.triton.attention.plan import PrefillTile
-from penstock.kernels.triton.attention.tiles import fresh_state, merge, walk_phases
+from penstock.kernels.triton.attention.tiles import BATCH, fresh_state, merge, walk_phases
 
 
 def launch_prefill(
@@ -83,7 +82,7 @@ def _find_request(starts_ptr, tile, num_reqs, queries: tl.constexpr):
     return low
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_reqs", "table_stride"])
+@triton.jit(do_not_specialize=["num_tokens", "num_reqs", "table_stride"], do_not_specialize_on_alignment=BATCH)
 def _prefill(
     q_ptr,
     cache_ptr,
@@ -154,7 +153,8 @@ def _prefill(
             part_acc, part_best, part_mass = fresh_state(tile_rows, dim_tile)
             part_acc, part_best, part_mass = walk_phases(
                 part_acc, part_best, part_mass, q, before + query, keys_ptr, box, kv_head, row_table_ptr, oldest, end,
-                oldest + 1, low, low + split, scale, num_kv_heads, head_dim, block_size, window, tile_keys, use_tma, precision,
+                oldest + 1, low, low + split, scale,
+                num_kv_heads, head_dim, block_size, window, tile_keys, use_tma, precision,
             )  # fmt: skip
             acc, best, mass = merge(acc, best, mass, part_acc, part_best, part_mass)
     tl.store(target, (acc / mass[:, None]).to(out_ptr.dtype.element_ty), mask=is_inside)

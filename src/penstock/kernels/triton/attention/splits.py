@@ -90,16 +90,11 @@ def attend_split(
 
 
 @triton.jit
-def place_of_rows(
-    start, count, tile, kv_head, rows: tl.constexpr, tile_rows: tl.constexpr, group: tl.constexpr,
-    num_kv_heads: tl.constexpr,
-):  # fmt: skip
-    """(query, head, row of [T, Hq], whether there is such a query) of the first `rows` rows of a tile."""
+def rows_of_tile(count, tile, kv_head, rows: tl.constexpr, tile_rows: tl.constexpr, group: tl.constexpr):
+    """(query, head, whether there is such a query) of the first `rows` rows of a tile."""
     row = tile * tile_rows + tl.arange(0, rows)
     query = row // group
-    head = kv_head * group + row % group
-    place = (start + query).to(tl.int64) * (group * num_kv_heads) + head
-    return query, head, place, query < count
+    return query, kv_head * group + row % group, query < count
 
 
 @triton.jit
@@ -132,7 +127,7 @@ def merge_parts(
     column = tl.arange(0, dim_tile)
     is_inside = is_row[:, None] & (column < head_dim)[None, :]
     acc, best, mass = fresh_state(place.shape[0], dim_tile)
-    for index in tl.range(first, last + 1, loop_unroll_factor=4):
+    for index in tl.range(first, last + 1, loop_unroll_factor=4 if place.shape[0] <= 4 else 1):
         slot = place * max_splits + index
         part_acc = tl.load(parts_ptr + (slot * head_dim)[:, None] + column[None, :], mask=is_inside, other=0.0)
         part_best = tl.load(stats_ptr + slot * 2, mask=is_row, other=0.0)
@@ -165,9 +160,9 @@ def finish_split(
     merges: tl.constexpr,
 ):
     """Writes the rows, or leaves their state and merges the splits if this one is the last that was missing."""
-    _, _, place, is_row = place_of_rows(
-        start, count, tile, kv_head, acc.shape[0], acc.shape[0], group, num_kv_heads
-    )  # fmt: skip
+    num_heads: tl.constexpr = group * num_kv_heads
+    query, head, is_row = rows_of_tile(count, tile, kv_head, acc.shape[0], acc.shape[0], group)
+    place = (start + query).to(tl.int64) * num_heads + head
     if first == last:
         write_rows(out_ptr, place, is_row, acc, mass, head_dim)
     else:
@@ -177,11 +172,10 @@ def finish_split(
             arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
             if arrived == last - first:
                 tl.store(counter_ptr, 0)
-                _, _, place, is_row = place_of_rows(
-                    start, count, tile, kv_head, merge_rows, acc.shape[0], group, num_kv_heads
-                )  # fmt: skip
+                query_here, head_here, is_here = rows_of_tile(count, tile, kv_head, merge_rows, acc.shape[0], group)
+                place_here = (start + query_here).to(tl.int64) * num_heads + head_here
                 merge_parts(
-                    parts_ptr, stats_ptr, out_ptr, place, is_row, first, last, max_splits, head_dim, acc.shape[1]
+                    parts_ptr, stats_ptr, out_ptr, place_here, is_here, first, last, max_splits, head_dim, acc.shape[1]
                 )  # fmt: skip
 
 

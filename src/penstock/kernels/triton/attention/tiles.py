@@ -8,15 +8,20 @@ z = scale * log2(e) * (q . k) (Milakov and Gimelshein 2018, arXiv:1805.02867, in
 
 The result is acc / mass. Two such states of disjoint positions are merged by the same formula (`merge`).
 
-What a row's bits depend on. Written out, with fused multiply-adds where they are wanted and compiled without any other
-contraction (`enable_fp_fusion=False`), every elementwise operation has one rounding that the source tells; a maximum
-has none. What is left are two sums in an order of the hardware's: the products of `tl.dot`, which for a tensor core
-instruction of one shape is a function of the row's and the column's numbers alone, and `sum weights`, which goes over
-the registers of a thread and then over the four threads that share a row of an accumulator. Both are the same for
-every row of a tile, whatever the other rows are, and for tiles of 16, 32, ... rows whose warps lie along the rows, as
-Triton lays them where a product feeds a product. A tile that a row does not see changes nothing: its weights are exact
-zeros, and kept is exp2(0) = 1. So the bits of a row are given by `tile_keys`, by the positions where its states are
-merged and by the instruction, not by the number of rows in a tile, by the batch, by masks or by where blocks lie.
+What a row's bits depend on. Every elementwise operation has the one rounding that the source tells: fused multiply-adds
+are written where they are wanted, and kernels are compiled without any other contraction (`enable_fp_fusion=False`). A
+maximum has no rounding. What is left are two sums in an order of the compiler's and the hardware's. The products of
+`tl.dot`: a tensor core instruction computes an element from its row, its column and what was there before, in the same
+way at every place of its tile, and the instructions of an element follow one another along the summed dimension. And
+`sum weights`: first over the registers of a thread, then over the threads and warps that share a row. Both are given
+by the shape of the tile, the number of warps and the dtype, which give the layout of the accumulator, and are the same
+for every row of it. A tile of which a row sees nothing changes nothing: its weights are exact zeros, and kept is
+exp2(0) = 1; a mask that hides nothing does not either.
+
+So the bits of a row depend on what it sees, on tile rows and keys, on warps, and on where its states are merged; not on
+its place in the tile, nor on the other rows, the batch, the chunk, or where blocks lie. Fast plans keep this within a
+plan. A deterministic plan has 16 rows, one `keys`, one number of warps and one `split` in prefill and decode, and so
+one result for a row, whoever computes it. tests/kernels/test_triton_attention_gpu.py holds this on a GPU.
 
 Masked keys and values are not loaded, their places are zeros: what no row sees may be NaN.
 """
@@ -25,6 +30,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+BATCH = ["table_ptr", "starts_ptr", "seq_lens_ptr"]
+"""Arguments of kernels that may be views into larger buffers, of any alignment: no kernel is compiled for one."""
 
 
 @triton.jit
@@ -78,13 +86,31 @@ def _attend_tile(
 
 @triton.jit
 def block_ids(table_ptr, start, end, tile_keys: tl.constexpr, block_size: tl.constexpr):
-    """The id of a tile's only block, or one for each of its positions; those from `end` on are the last one's."""
-    last = tl.maximum(end - 1, 0)
-    if tile_keys <= block_size:
-        ids = tl.load(table_ptr + tl.minimum(start, last) // block_size)
-    else:
-        ids = tl.load(table_ptr + tl.minimum(start + tl.arange(0, tile_keys), last) // block_size)
-    return ids
+    """The ids of a tile's blocks, four at most; for places that are not in the tile, or from `end` on, some other's."""
+    tl.static_assert(tile_keys <= 4 * block_size)
+    index = start // block_size
+    last = tl.maximum(end - 1, 0) // block_size
+    first_id = tl.load(table_ptr + tl.minimum(index, last))
+    second_id, third_id, fourth_id = first_id, first_id, first_id
+    if tile_keys > block_size:
+        second_id = tl.load(table_ptr + tl.minimum(index + 1, last))
+    if tile_keys > 2 * block_size:
+        third_id = tl.load(table_ptr + tl.minimum(index + 2, last))
+        fourth_id = tl.load(table_ptr + tl.minimum(index + 3, last))
+    return first_id, second_id, third_id, fourth_id
+
+
+@triton.jit
+def _id_of_key(ids, place, tile_keys: tl.constexpr, block_size: tl.constexpr):
+    """The block of every place in a tile: scalars and selects, as a load of its own for each would cost registers."""
+    first_id, second_id, third_id, fourth_id = ids
+    block = place // block_size
+    own = first_id
+    if tile_keys > block_size:
+        own = tl.where(block == 0, first_id, second_id)
+    if tile_keys > 2 * block_size:
+        own = tl.where(block < 2, own, tl.where(block == 2, third_id, fourth_id))
+    return own
 
 
 @triton.jit
@@ -122,11 +148,12 @@ def walk(
         next_ids = block_ids(table_ptr, start + tile_keys, high, tile_keys, block_size)
         keys = start + place
         if use_tma:
-            row = (ids * (2 * num_kv_heads) + kv_head) * block_size + start % block_size
+            row = (ids[0] * (2 * num_kv_heads) + kv_head) * block_size + start % block_size
             k = box.load([row, 0])
             v = box.load([row + num_kv_heads * block_size, 0])
         else:
-            source = keys_ptr + ids.to(tl.int64) * (2 * plane) + (keys % block_size) * head_dim
+            own = _id_of_key(ids, place, tile_keys, block_size)
+            source = keys_ptr + own.to(tl.int64) * (2 * plane) + (keys % block_size) * head_dim
             source = source[:, None] + column[None, :]
             if is_masked:
                 is_there = ((keys >= first) & (keys < high))[:, None] & in_head[None, :]
