@@ -42,9 +42,6 @@ def launch_decode(
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv_cache.shape[2:4]
     num_reqs = seq_lens.shape[0]
-    group = num_heads // num_kv_heads
-    constants = (group, num_kv_heads, head_dim, triton.next_power_of_2(head_dim))
-    options = {"num_warps": tile.warps, "enable_fp_fusion": False}
     _decode[(num_reqs * tile.row_tiles, num_kv_heads, tile.max_splits)](
         q,
         kv_cache,
@@ -62,7 +59,10 @@ def launch_decode(
         block_table.stride(0),
         tile.max_splits,
         q.stride(0),
-        *constants,
+        num_heads // num_kv_heads,
+        num_kv_heads,
+        head_dim,
+        triton.next_power_of_2(head_dim),
         block_size,
         sliding_window,
         tile.rows,
@@ -73,62 +73,58 @@ def launch_decode(
         tile.use_tma,
         tile.merges,
         "ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=tile.warps,
         num_stages=tile.stages,
-        **options,
+        enable_fp_fusion=False,
     )
-    if not tile.merges and tile.max_splits > 1:
-        _merge[(num_reqs * tile.row_tiles, num_kv_heads)](
-            query_start_loc,
-            seq_lens,
-            out,
-            workspace.parts,
-            workspace.stats,
-            tile.max_splits,
-            *constants,
-            sliding_window,
-            tile.rows,
-            tile.row_tiles,
-            tile.merge_rows,
-            tile.split,
-            **options,
-        )
+    launch_merge(query_start_loc, seq_lens, head_dim, num_kv_heads, sliding_window, tile, workspace, out)
+
+
+def launch_merge(
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    head_dim: int,
+    num_kv_heads: int,
+    sliding_window: int,
+    tile: DecodeTile,
+    workspace: Workspace,
+    out: torch.Tensor,  # [T, Hq * D], written
+) -> None:
+    """What is left to do after the splits, where they do not merge themselves."""
+    if tile.merges or tile.max_splits == 1:
+        return
+    _merge[(seq_lens.shape[0] * tile.row_tiles, num_kv_heads)](
+        query_start_loc,
+        seq_lens,
+        out,
+        workspace.parts,
+        workspace.stats,
+        tile.max_splits,
+        out.shape[1] // (num_kv_heads * head_dim),
+        num_kv_heads,
+        head_dim,
+        triton.next_power_of_2(head_dim),
+        sliding_window,
+        tile.rows,
+        tile.row_tiles,
+        tile.merge_rows,
+        tile.split,
+        num_warps=tile.warps,
+        enable_fp_fusion=False,
+    )
 
 
 @triton.jit(
     do_not_specialize=["num_tokens", "num_reqs", "table_stride", "max_splits"], do_not_specialize_on_alignment=BATCH
 )
 def _decode(
-    q_ptr,
-    cache_ptr,
-    box,
-    table_ptr,
-    starts_ptr,
-    seq_lens_ptr,
-    out_ptr,
-    parts_ptr,
-    stats_ptr,
-    counters_ptr,
-    scale,
-    num_tokens,
-    num_reqs,
-    table_stride,
-    max_splits,
-    q_stride,
-    group: tl.constexpr,
-    num_kv_heads: tl.constexpr,
-    head_dim: tl.constexpr,
-    dim_tile: tl.constexpr,
-    block_size: tl.constexpr,
-    window: tl.constexpr,
-    tile_rows: tl.constexpr,
-    row_tiles: tl.constexpr,
-    merge_rows: tl.constexpr,
-    tile_keys: tl.constexpr,
-    split: tl.constexpr,
-    use_tma: tl.constexpr,
-    merges: tl.constexpr,
-    precision: tl.constexpr,
-):
+    q_ptr, cache_ptr, box, table_ptr, starts_ptr, seq_lens_ptr, out_ptr, parts_ptr, stats_ptr, counters_ptr, scale,
+    num_tokens, num_reqs, table_stride, max_splits, q_stride,
+    group: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr, dim_tile: tl.constexpr,
+    block_size: tl.constexpr, window: tl.constexpr, tile_rows: tl.constexpr, row_tiles: tl.constexpr,
+    merge_rows: tl.constexpr, tile_keys: tl.constexpr, split: tl.constexpr, use_tma: tl.constexpr,
+    merges: tl.constexpr, precision: tl.constexpr,
+):  # fmt: skip
     request, tile = tl.program_id(0) // row_tiles, tl.program_id(0) % row_tiles
     kv_head, index = tl.program_id(1), tl.program_id(2)
     start = tl.load(starts_ptr + request)
@@ -161,22 +157,11 @@ def _decode(
 
 @triton.jit(do_not_specialize=["max_splits"], do_not_specialize_on_alignment=BATCH[1:])
 def _merge(
-    starts_ptr,
-    seq_lens_ptr,
-    out_ptr,
-    parts_ptr,
-    stats_ptr,
-    max_splits,
-    group: tl.constexpr,
-    num_kv_heads: tl.constexpr,
-    head_dim: tl.constexpr,
-    dim_tile: tl.constexpr,
-    window: tl.constexpr,
-    tile_rows: tl.constexpr,
-    row_tiles: tl.constexpr,
-    merge_rows: tl.constexpr,
+    starts_ptr, seq_lens_ptr, out_ptr, parts_ptr, stats_ptr, max_splits,
+    group: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr, dim_tile: tl.constexpr,
+    window: tl.constexpr, tile_rows: tl.constexpr, row_tiles: tl.constexpr, merge_rows: tl.constexpr,
     split: tl.constexpr,
-):
+):  # fmt: skip
     request, tile = tl.program_id(0) // row_tiles, tl.program_id(0) % row_tiles
     start = tl.load(starts_ptr + request)
     count = tl.load(starts_ptr + request + 1) - start

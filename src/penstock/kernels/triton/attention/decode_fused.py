@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
+from penstock.kernels.triton.attention.decode import launch_merge
 from penstock.kernels.triton.attention.plan import DecodeTile, Workspace
 from penstock.kernels.triton.attention.splits import (
     attend_split,
@@ -99,6 +100,7 @@ def launch_decode_fused(
         enable_fp_fusion=False,
         **options,
     )
+    launch_merge(query_start_loc, seq_lens, head_dim, num_kv_heads, sliding_window, tile, workspace, out)
 
 
 @triton.jit

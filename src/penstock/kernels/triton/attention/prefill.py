@@ -84,30 +84,12 @@ def _find_request(starts_ptr, tile, num_reqs, queries: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tokens", "num_reqs", "table_stride"], do_not_specialize_on_alignment=BATCH)
 def _prefill(
-    q_ptr,
-    cache_ptr,
-    box,
-    table_ptr,
-    starts_ptr,
-    seq_lens_ptr,
-    out_ptr,
-    scale,
-    num_tokens,
-    num_reqs,
-    table_stride,
-    q_stride,
-    group: tl.constexpr,
-    num_kv_heads: tl.constexpr,
-    head_dim: tl.constexpr,
-    dim_tile: tl.constexpr,
-    block_size: tl.constexpr,
-    window: tl.constexpr,
-    tile_rows: tl.constexpr,
-    tile_keys: tl.constexpr,
-    split: tl.constexpr,
-    use_tma: tl.constexpr,
-    precision: tl.constexpr,
-):
+    q_ptr, cache_ptr, box, table_ptr, starts_ptr, seq_lens_ptr, out_ptr, scale,
+    num_tokens, num_reqs, table_stride, q_stride,
+    group: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr, dim_tile: tl.constexpr,
+    block_size: tl.constexpr, window: tl.constexpr, tile_rows: tl.constexpr, tile_keys: tl.constexpr,
+    split: tl.constexpr, use_tma: tl.constexpr, precision: tl.constexpr,
+):  # fmt: skip
     queries: tl.constexpr = tile_rows // group
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -157,4 +139,5 @@ def _prefill(
                 num_kv_heads, head_dim, block_size, window, tile_keys, use_tma, precision,
             )  # fmt: skip
             acc, best, mass = merge(acc, best, mass, part_acc, part_best, part_mass)
-    tl.store(target, (acc / mass[:, None]).to(out_ptr.dtype.element_ty), mask=is_inside)
+    out = acc / tl.where(is_row, mass, 1.0)[:, None]
+    tl.store(target, out.to(out_ptr.dtype.element_ty), mask=is_inside)

@@ -101,7 +101,8 @@ def rows_of_tile(count, tile, kv_head, rows: tl.constexpr, tile_rows: tl.constex
 def write_rows(out_ptr, place, is_row, acc, mass, head_dim: tl.constexpr):
     column = tl.arange(0, acc.shape[1])
     target = out_ptr + (place * head_dim)[:, None] + column[None, :]
-    values = (acc / mass[:, None]).to(out_ptr.dtype.element_ty)
+    # A row of the tile that is no query may have seen nothing.
+    values = (acc / tl.where(is_row, mass, 1.0)[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(target, values, mask=is_row[:, None] & (column < head_dim)[None, :])
 
 
