@@ -1,0 +1,172 @@
+"""Attention of decode and verify rows over splits of the context: few queries a request, however long its context.
+
+Grid (R * row tiles, Hkv, max_splits): see `penstock.kernels.triton.attention.splits`. The queries of a request and the
+heads that share a KV head are packed into tiles of 16 or 32 rows, padded where there are fewer. Any request of up to
+`max_query_len` queries will do; one without queries writes nothing. Rows behind the last request become zeros.
+
+A row's bits depend on its own q, on the keys and values that it sees, and on the plan's tile and split.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from penstock.kernels.triton.attention.plan import DecodeTile, Workspace
+from penstock.kernels.triton.attention.splits import (
+    attend_split,
+    finish_split,
+    first_ids,
+    merge_parts,
+    rows_of_tile,
+    seen_splits,
+    zero_padding,
+)
+from penstock.kernels.triton.attention.tiles import BATCH
+
+
+def launch_decode(
+    q: torch.Tensor,  # [T, Hq, D]
+    kv_cache: torch.Tensor,  # [num_blocks, 2, Hkv, block_size, D]
+    box: object,  # a TensorDescriptor of the cache's rows, or the cache where the tile has no use_tma
+    block_table: torch.Tensor,  # [R, max_blocks] int32
+    query_start_loc: torch.Tensor,  # [R + 1] int32
+    seq_lens: torch.Tensor,  # [R] int32
+    scale: float,  # times log2(e)
+    sliding_window: int,
+    tile: DecodeTile,
+    workspace: Workspace,
+    out: torch.Tensor,  # [T, Hq * D], written
+) -> None:
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads, block_size = kv_cache.shape[2:4]
+    num_reqs = seq_lens.shape[0]
+    _decode[(num_reqs * tile.row_tiles, num_kv_heads, tile.max_splits)](
+        q,
+        kv_cache,
+        box,
+        block_table,
+        query_start_loc,
+        seq_lens,
+        out,
+        workspace.parts,
+        workspace.stats,
+        workspace.counters,
+        scale,
+        num_tokens,
+        num_reqs,
+        block_table.stride(0),
+        tile.max_splits,
+        q.stride(0),
+        num_heads // num_kv_heads,
+        num_kv_heads,
+        head_dim,
+        triton.next_power_of_2(head_dim),
+        block_size,
+        sliding_window,
+        tile.rows,
+        tile.row_tiles,
+        tile.merge_rows,
+        tile.keys,
+        tile.split,
+        tile.use_tma,
+        tile.merges,
+        "ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        enable_fp_fusion=False,
+    )
+    launch_merge(query_start_loc, seq_lens, head_dim, num_kv_heads, sliding_window, tile, workspace, out)
+
+
+def launch_merge(
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    head_dim: int,
+    num_kv_heads: int,
+    sliding_window: int,
+    tile: DecodeTile,
+    workspace: Workspace,
+    out: torch.Tensor,  # [T, Hq * D], written
+) -> None:
+    """What is left to do after the splits, where they do not merge themselves."""
+    if tile.merges or tile.max_splits == 1:
+        return
+    _merge[(seq_lens.shape[0] * tile.row_tiles, num_kv_heads)](
+        query_start_loc,
+        seq_lens,
+        out,
+        workspace.parts,
+        workspace.stats,
+        tile.max_splits,
+        out.shape[1] // (num_kv_heads * head_dim),
+        num_kv_heads,
+        head_dim,
+        triton.next_power_of_2(head_dim),
+        sliding_window,
+        tile.rows,
+        tile.row_tiles,
+        tile.merge_rows,
+        tile.split,
+        num_warps=tile.warps,
+        enable_fp_fusion=False,
+    )
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_reqs", "table_stride", "max_splits"], do_not_specialize_on_alignment=BATCH
+)
+def _decode(
+    q_ptr, cache_ptr, box, table_ptr, starts_ptr, seq_lens_ptr, out_ptr, parts_ptr, stats_ptr, counters_ptr, scale,
+    num_tokens, num_reqs, table_stride, max_splits, q_stride,
+    group: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr, dim_tile: tl.constexpr,
+    block_size: tl.constexpr, window: tl.constexpr, tile_rows: tl.constexpr, row_tiles: tl.constexpr,
+    merge_rows: tl.constexpr, tile_keys: tl.constexpr, split: tl.constexpr, use_tma: tl.constexpr,
+    merges: tl.constexpr, precision: tl.constexpr,
+):  # fmt: skip
+    request, tile = tl.program_id(0) // row_tiles, tl.program_id(0) % row_tiles
+    kv_head, index = tl.program_id(1), tl.program_id(2)
+    start = tl.load(starts_ptr + request)
+    count = tl.load(starts_ptr + request + 1) - start
+    seq_len = tl.load(seq_lens_ptr + request)
+    first, last = seen_splits(seq_len, count, window, split)
+    if index == 0 and tile == 0:
+        zero_padding(out_ptr, starts_ptr, request, kv_head, num_reqs, num_tokens, group * head_dim)
+    if index < first or index > last or tile * tile_rows >= count * group:
+        return
+
+    query, head, is_row = rows_of_tile(count, tile, kv_head, tile_rows, tile_rows, group)
+    column = tl.arange(0, dim_tile)
+    source = (start + query).to(tl.int64) * q_stride + head * head_dim
+    is_inside = is_row[:, None] & (column < head_dim)[None, :]
+    q = tl.load(q_ptr + source[:, None] + column[None, :], mask=is_inside, other=0.0)
+    row_table_ptr = table_ptr + request.to(tl.int64) * table_stride
+    acc, best, mass = attend_split(
+        q, seq_len - count + query, count, seq_len, index, cache_ptr + kv_head * (block_size * head_dim), box, kv_head,
+        row_table_ptr, first_ids(row_table_ptr, count, seq_len, index, window, tile_keys, split, block_size),
+        seq_len - count + 1, scale,
+        num_kv_heads, head_dim, block_size, window, tile_keys, split, use_tma, precision,
+    )  # fmt: skip
+    counter_ptr = counters_ptr + tl.program_id(0) * num_kv_heads + kv_head
+    finish_split(
+        acc, best, mass, out_ptr, parts_ptr, stats_ptr, counter_ptr, start, count, tile, kv_head, index, first, last,
+        max_splits, group, num_kv_heads, head_dim, merge_rows, merges,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["max_splits"], do_not_specialize_on_alignment=BATCH[1:])
+def _merge(
+    starts_ptr, seq_lens_ptr, out_ptr, parts_ptr, stats_ptr, max_splits,
+    group: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr, dim_tile: tl.constexpr,
+    window: tl.constexpr, tile_rows: tl.constexpr, row_tiles: tl.constexpr, merge_rows: tl.constexpr,
+    split: tl.constexpr,
+):  # fmt: skip
+    request, tile = tl.program_id(0) // row_tiles, tl.program_id(0) % row_tiles
+    start = tl.load(starts_ptr + request)
+    count = tl.load(starts_ptr + request + 1) - start
+    first, last = seen_splits(tl.load(seq_lens_ptr + request), count, window, split)
+    if first < last:
+        query, head, is_row = rows_of_tile(count, tile, tl.program_id(1), merge_rows, tile_rows, group)
+        place = (start + query).to(tl.int64) * (group * num_kv_heads) + head
+        merge_parts(parts_ptr, stats_ptr, out_ptr, place, is_row, first, last, max_splits, head_dim, dim_tile)

@@ -1,0 +1,257 @@
+"""Which attention kernel a step takes, in what tiles, and the memory that it needs.
+
+An `AttentionPlanner` is made once for an engine: it holds the workspace of the largest step. It makes the plan of a
+step, or of a captured graph, from what the CPU knows: how many requests, at most how many queries and how long a
+context each. A plan is data: launches with one plan have one grid, whatever the device's lengths are.
+
+The constants are what to tune, and nothing else is. Fast plans choose tile and split by batch and context, so a row's
+bits may differ between batch sizes, and between prefill and decode. A deterministic planner has one tile, one number
+of warps and one split for everything that it plans: a row's bits are the same in prefill, chunks, decode and
+verification (`penstock.kernels.triton.attention.tiles` says why).
+
+Workspace: 4 * (head_dim + 2) bytes for every split of every row that decode can have, `workspace_bytes` in all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+
+from penstock.utils.errors import ConfigError
+
+MAX_DECODE_QUERY_LEN = 8
+_MAX_HEAD_DIM, _MAX_GROUP, _MIN_BLOCK_SIZE = 256, 16, 16
+_MIN_TMA_BLOCK_SIZE = 64  # below, boxes are too small to be faster than copies of 16 bytes
+# More splits than this are not worth their merge: a deterministic split grows with max_model_len.
+_MAX_DETERMINISTIC_SPLITS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+
+    @property
+    def group(self) -> int:
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLimits:
+    max_num_reqs: int
+    max_model_len: int
+    max_decode_query_len: int = 1  # 1 + K with K draft tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTile:
+    rows: int  # queries x heads of a program
+    keys: int
+    warps: int
+    stages: int
+    split: int = 0  # 0: a row is one walk
+    use_tma: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTile:
+    rows: int  # of a program, padding included
+    row_tiles: int  # programs for the rows of one request and KV head
+    merge_rows: int  # rows of a program that can be there at all, rounded up to a power of two
+    max_query_len: int
+    keys: int
+    split: int
+    max_splits: int
+    warps: int
+    stages: int
+    use_tma: bool = False
+    merges: bool = True  # the last program of a request merges; else a kernel behind
+    pdl: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Of one stream: launches that overlap would share it."""
+
+    parts: torch.Tensor  # [rows * max_splits * head_dim] float32
+    stats: torch.Tensor  # [rows * max_splits * 2] float32: running maximum and sum
+    counters: torch.Tensor  # [max_num_reqs * row_tiles * num_kv_heads] int32, zero between launches
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    tile: PrefillTile | DecodeTile
+    workspace: Workspace
+    deterministic: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """Of split and tile, for up to so many requests with up to so long contexts."""
+
+    max_num_reqs: int
+    max_seq_len: int
+    split: int
+    keys: int
+    warps: int
+    stages: int
+    use_tma: bool = False  # where a tile of keys lies in one block
+
+
+@dataclass(frozen=True, slots=True)
+class _Tuning:
+    """For heads of one size and dtype."""
+
+    prefill: PrefillTile
+    decode: tuple[_Choice, ...]  # the first that fits
+    deterministic: _Choice
+    max_decode_rows: int = 32
+
+
+_ANY = 1 << 30
+_NARROW = _Tuning(  # 16 bits, up to 128 wide
+    prefill=PrefillTile(rows=64, keys=64, warps=4, stages=3),
+    decode=(
+        _Choice(8, 1024, split=64, keys=64, warps=4, stages=2),
+        _Choice(8, 8192, split=128, keys=32, warps=1, stages=3),
+        _Choice(_ANY, _ANY, split=512, keys=32, warps=1, stages=3),
+    ),
+    deterministic=_Choice(_ANY, _ANY, split=128, keys=32, warps=1, stages=3),
+)
+_WIDE = _Tuning(  # 16 bits, up to 256 wide
+    prefill=PrefillTile(rows=64, keys=32, warps=4, stages=2),
+    decode=(_Choice(_ANY, _ANY, split=256, keys=32, warps=4, stages=2),),
+    deterministic=_Choice(_ANY, _ANY, split=128, keys=32, warps=4, stages=2),
+    max_decode_rows=16,
+)
+_FLOAT32 = _Tuning(  # without tensor cores, for tests
+    prefill=PrefillTile(rows=16, keys=16, warps=4, stages=2),
+    decode=(_Choice(_ANY, _ANY, split=256, keys=16, warps=4, stages=2),),
+    deterministic=_Choice(_ANY, _ANY, split=128, keys=16, warps=4, stages=2),
+    max_decode_rows=16,
+)
+_DETERMINISTIC_ROWS = 16
+
+
+class AttentionPlanner:
+    """Raises ConfigError for shapes that the kernels do not have."""
+
+    def __init__(
+        self,
+        shape: AttentionShape,
+        limits: AttentionLimits,
+        device: torch.device | str,
+        deterministic: bool = False,
+        merges: bool = True,
+        pdl: bool = False,
+    ) -> None:
+        _check(shape, limits)
+        self._shape, self._limits, self._deterministic = shape, limits, deterministic
+        self._merges, self._pdl = merges, pdl
+        narrow = _NARROW if shape.head_dim <= 128 else _WIDE
+        self._tuning = _FLOAT32 if shape.dtype == torch.float32 else narrow
+        _, row_tiles = self._rows(limits.max_decode_query_len)
+        parts = max(self._num_parts(choice) for choice in self._choices())
+        self._workspace = Workspace(
+            torch.empty(parts * shape.head_dim, dtype=torch.float32, device=device),
+            torch.empty(parts * 2, dtype=torch.float32, device=device),
+            torch.zeros(limits.max_num_reqs * row_tiles * shape.num_kv_heads, dtype=torch.int32, device=device),
+        )
+
+    @property
+    def workspace_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (self._workspace.parts, self._workspace.stats, self._workspace.counters))
+
+    def plan(self, num_reqs: int, max_query_len: int, max_seq_len: int) -> AttentionPlan:
+        """The plan of a step of so many requests, with upper bounds of their numbers of queries and of their seq_lens.
+
+        Decode is what has at most `max_decode_query_len` queries a request.
+        """
+        limits = self._limits
+        assert 0 < max_seq_len <= limits.max_model_len, f"{max_seq_len} positions of {limits.max_model_len}"
+        if max_query_len > limits.max_decode_query_len:
+            return AttentionPlan(self._prefill_tile(), self._workspace, self._deterministic)
+        assert 0 < num_reqs <= limits.max_num_reqs, f"{num_reqs} requests of {limits.max_num_reqs}"
+        return AttentionPlan(
+            self._decode_tile(num_reqs, max_query_len, max_seq_len), self._workspace, self._deterministic
+        )
+
+    def _prefill_tile(self) -> PrefillTile:
+        if self._deterministic:
+            choice = self._choices()[0]
+            return PrefillTile(_DETERMINISTIC_ROWS, choice.keys, choice.warps, choice.stages, choice.split)
+        tile = self._tuning.prefill
+        use_tma = self._has_boxes(tile.keys) and self._shape.block_size >= _MIN_TMA_BLOCK_SIZE
+        return replace(tile, use_tma=use_tma and self._tuning is not _FLOAT32)
+
+    def _decode_tile(self, num_reqs: int, max_query_len: int, max_seq_len: int) -> DecodeTile:
+        choice = next(c for c in self._choices() if num_reqs <= c.max_num_reqs and max_seq_len <= c.max_seq_len)
+        rows, row_tiles = self._rows(max_query_len)
+        merge_rows = min(triton.next_power_of_2(max_query_len * self._shape.group), rows)
+        return DecodeTile(
+            rows=rows,
+            row_tiles=row_tiles,
+            merge_rows=merge_rows,
+            max_query_len=max_query_len,
+            keys=choice.keys,
+            split=choice.split,
+            max_splits=triton.cdiv(max_seq_len, choice.split),
+            warps=choice.warps if self._deterministic else max(choice.warps, _min_warps(merge_rows)),
+            stages=choice.stages,
+            use_tma=choice.use_tma and self._has_boxes(choice.keys),
+            merges=self._merges,
+            pdl=self._pdl,
+        )
+
+    def _choices(self) -> tuple[_Choice, ...]:
+        if not self._deterministic:
+            return self._tuning.decode
+        choice = self._tuning.deterministic
+        longest = triton.next_power_of_2(triton.cdiv(self._limits.max_model_len, _MAX_DETERMINISTIC_SPLITS))
+        return (replace(choice, split=max(choice.split, longest)),)
+
+    def _rows(self, max_query_len: int) -> tuple[int, int]:
+        """(rows of a tile, tiles) for the queries of one request and KV head."""
+        needed = max_query_len * self._shape.group
+        rows = 16 if needed <= 16 or self._deterministic else self._tuning.max_decode_rows
+        return rows, triton.cdiv(needed, rows)
+
+    def _has_boxes(self, keys: int) -> bool:
+        """Whether a tile of so many keys lies in one block, as a box that TMA can load."""
+        head_dim = self._shape.head_dim
+        return self._shape.block_size >= keys and head_dim == triton.next_power_of_2(head_dim)
+
+    def _num_parts(self, choice: _Choice) -> int:
+        """States of rows that the workspace holds at most: one for every row and split."""
+        limits = self._limits
+        requests = min(choice.max_num_reqs, limits.max_num_reqs)
+        splits = triton.cdiv(min(choice.max_seq_len, limits.max_model_len), choice.split)
+        return requests * limits.max_decode_query_len * self._shape.num_heads * splits
+
+
+def _min_warps(rows: int) -> int:
+    """Rows that are normed and rotated in the registers of too few warps spill."""
+    if rows <= 4:
+        return 1
+    return 2 if rows <= 16 else 4
+
+
+def _check(shape: AttentionShape, limits: AttentionLimits) -> None:
+    if shape.block_size < _MIN_BLOCK_SIZE or shape.block_size & (shape.block_size - 1):
+        raise ConfigError(f"block_size is {shape.block_size}; on a GPU it is a power of two, {_MIN_BLOCK_SIZE} or more")
+    if shape.head_dim % 16 or not 0 < shape.head_dim <= _MAX_HEAD_DIM:
+        raise ConfigError(f"head_dim is {shape.head_dim}; on a GPU it is a multiple of 16 up to {_MAX_HEAD_DIM}")
+    if shape.num_heads % shape.num_kv_heads or shape.group > _MAX_GROUP:
+        raise ConfigError(
+            f"num_attention_heads is {shape.num_heads} for {shape.num_kv_heads} num_key_value_heads; "
+            f"on a GPU up to {_MAX_GROUP} heads share a KV head"
+        )
+    if not 0 < limits.max_decode_query_len <= MAX_DECODE_QUERY_LEN:
+        raise ConfigError(
+            f"num_speculative_tokens is {limits.max_decode_query_len - 1}; on a GPU it is below {MAX_DECODE_QUERY_LEN}"
+        )

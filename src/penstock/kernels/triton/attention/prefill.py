@@ -1,0 +1,143 @@
+"""Attention of whole prompts, chunks and mixed batches: a program takes a tile of queries of one KV head.
+
+The heads that share a KV head lie in the rows of a tile side by side: of `group` heads, row i is query i // group of
+the tile, head i % group, and a tile has tile_rows // group queries. The grid is (tiles, Hkv) with as many tiles as
+any split of `num_tokens` rows into `num_reqs` requests can need; a program finds its request by a binary search in
+query_start_loc, so the CPU knows shapes only. Rows behind the last request are the queries of a request of their own,
+which are written as zeros. Requests are taken from the last to the first, their tiles from the longest to the
+shortest.
+
+With split = 0 a row is one walk over its positions; else it is the merge, from first to last, of the walks over
+[0, split), [split, 2 split), ..., which is what the decode kernel computes: the same bits, where the tile is the same
+(`penstock.kernels.triton.attention.tiles` says why). A row's bits never depend on its chunk or batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from penstock.kernels.triton.attention.plan import PrefillTile
+from penstock.kernels.triton.attention.tiles import BATCH, fresh_state, merge, walk_phases
+
+
+def launch_prefill(
+    q: torch.Tensor,  # [T, Hq, D]
+    kv_cache: torch.Tensor,  # [num_blocks, 2, Hkv, block_size, D]
+    box: object,  # a TensorDescriptor of the cache's rows, or the cache where the tile has no use_tma
+    block_table: torch.Tensor,  # [R, max_blocks] int32
+    query_start_loc: torch.Tensor,  # [R + 1] int32
+    seq_lens: torch.Tensor,  # [R] int32
+    scale: float,  # times log2(e)
+    sliding_window: int,
+    tile: PrefillTile,
+    out: torch.Tensor,  # [T, Hq * D], written
+) -> None:
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads, block_size = kv_cache.shape[2:4]
+    num_reqs = seq_lens.shape[0]
+    group = num_heads // num_kv_heads
+    tiles = num_tokens // (tile.rows // group) + num_reqs + 1
+    _prefill[(tiles, num_kv_heads)](
+        q,
+        kv_cache,
+        box,
+        block_table,
+        query_start_loc,
+        seq_lens,
+        out,
+        scale,
+        num_tokens,
+        num_reqs,
+        block_table.stride(0),
+        q.stride(0),
+        group,
+        num_kv_heads,
+        head_dim,
+        triton.next_power_of_2(head_dim),
+        block_size,
+        sliding_window,
+        tile.rows,
+        tile.keys,
+        tile.split,
+        tile.use_tma,
+        "ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        enable_fp_fusion=False,
+    )
+
+
+@triton.jit
+def _find_request(starts_ptr, tile, num_reqs, queries: tl.constexpr):
+    """The request r, or num_reqs, with start[r] // queries + r <= tile < start[r + 1] // queries + r + 1."""
+    low = 0
+    high = num_reqs + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        is_right = tl.load(starts_ptr + middle) // queries + middle <= tile
+        low = tl.where(is_right, middle, low)
+        high = tl.where(is_right, high, middle)
+    return low
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_reqs", "table_stride"], do_not_specialize_on_alignment=BATCH)
+def _prefill(
+    q_ptr, cache_ptr, box, table_ptr, starts_ptr, seq_lens_ptr, out_ptr, scale,
+    num_tokens, num_reqs, table_stride, q_stride,
+    group: tl.constexpr, num_kv_heads: tl.constexpr, head_dim: tl.constexpr, dim_tile: tl.constexpr,
+    block_size: tl.constexpr, window: tl.constexpr, tile_rows: tl.constexpr, tile_keys: tl.constexpr,
+    split: tl.constexpr, use_tma: tl.constexpr, precision: tl.constexpr,
+):  # fmt: skip
+    queries: tl.constexpr = tile_rows // group
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1)
+    request = _find_request(starts_ptr, tile, num_reqs, queries)
+    start = tl.load(starts_ptr + request)
+    is_padding = request == num_reqs
+    behind = tl.load(starts_ptr + request + 1, mask=request < num_reqs, other=0)
+    count = tl.where(is_padding, num_tokens, behind) - start
+    first_query = (tile - start // queries - request) * queries
+    if first_query >= count:
+        return
+
+    row = tl.arange(0, tile_rows)
+    query = first_query + row // group
+    is_row = (row < queries * group) & (query < count)
+    token = (start + query).to(tl.int64)
+    head = kv_head * group + row % group
+    column = tl.arange(0, dim_tile)
+    is_inside = is_row[:, None] & (column < head_dim)[None, :]
+    target = out_ptr + ((token * (group * num_kv_heads) + head) * head_dim)[:, None] + column[None, :]
+    if is_padding:
+        tl.store(target, tl.zeros([tile_rows, dim_tile], out_ptr.dtype.element_ty), mask=is_inside)
+        return
+
+    q = tl.load(q_ptr + (token * q_stride + head * head_dim)[:, None] + column[None, :], mask=is_inside, other=0.0)
+    before = tl.load(seq_lens_ptr + request) - count
+    oldest = before + first_query
+    end = before + tl.minimum(first_query + queries, count)
+    keys_ptr = cache_ptr + kv_head * (block_size * head_dim)
+    row_table_ptr = table_ptr + request.to(tl.int64) * table_stride
+    acc, best, mass = fresh_state(tile_rows, dim_tile)
+    if split == 0:
+        acc, best, mass = walk_phases(
+            acc, best, mass, q, before + query, keys_ptr, box, kv_head, row_table_ptr, oldest, end, oldest + 1,
+            0, end, scale,
+            num_kv_heads, head_dim, block_size, window, tile_keys, use_tma, precision,
+        )  # fmt: skip
+    else:
+        seen = 0
+        if window > 0:
+            seen = tl.maximum(oldest - window + 1, 0) // split * split
+        for low in tl.range(seen, end, split):
+            part_acc, part_best, part_mass = fresh_state(tile_rows, dim_tile)
+            part_acc, part_best, part_mass = walk_phases(
+                part_acc, part_best, part_mass, q, before + query, keys_ptr, box, kv_head, row_table_ptr, oldest, end,
+                oldest + 1, low, low + split, scale,
+                num_kv_heads, head_dim, block_size, window, tile_keys, use_tma, precision,
+            )  # fmt: skip
+            acc, best, mass = merge(acc, best, mass, part_acc, part_best, part_mass)
+    out = acc / tl.where(is_row, mass, 1.0)[:, None]
+    tl.store(target, out.to(out_ptr.dtype.element_ty), mask=is_inside)

@@ -1,0 +1,191 @@
+"""What the kernels of decode and verify rows share: who attends to what, and the merge of a request's splits.
+
+A program takes up to `tile_rows` rows (queries x heads of one KV head) of one request and one split of its positions,
+[split * s, split * (s + 1)); programs of splits that no query sees end at once. The only program of a request writes
+its rows; of several, each leaves (acc, best, mass) in the workspace, and they are merged from the first split to the
+last: by the program that arrives last, as a counter tells, or by a kernel of its own. Who merges changes no bit.
+
+The counter is added to with release and acquire at the scope of the GPU: what a program left before, behind a barrier
+of its warps, is seen by whoever counts after it. The last one sets it to zero again for the next launch or replay.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from penstock.kernels.triton.attention.tiles import block_ids, fresh_state, merge, walk, walk_phases
+
+
+@triton.jit
+def seen_splits(seq_len, count, window: tl.constexpr, split: tl.constexpr):
+    """The first and the last split that the last `count` of seq_len positions see; the last is -1 for padding."""
+    first = 0
+    if window > 0:
+        first = tl.maximum(seq_len - count - window + 1, 0) // split
+    last = tl.where(count > 0, (seq_len + split - 1) // split, 0) - 1
+    return first, last
+
+
+@triton.jit
+def _bounds(count, seq_len, index, window: tl.constexpr, tile_keys: tl.constexpr, split: tl.constexpr):
+    """Of what the queries see of a split: where its first tile begins, its end, and the first position itself."""
+    low = index * split
+    first = low
+    if window > 0:
+        first = tl.maximum(seq_len - count - window + 1, low)
+        low = first // tile_keys * tile_keys
+    return low, tl.minimum((index + 1) * split, seq_len), first
+
+
+@triton.jit
+def first_ids(
+    table_ptr, count, seq_len, index,
+    window: tl.constexpr, tile_keys: tl.constexpr, split: tl.constexpr, block_size: tl.constexpr,
+):  # fmt: skip
+    """The block ids of the first tile of a split."""
+    low, high, _ = _bounds(count, seq_len, index, window, tile_keys, split)
+    return block_ids(table_ptr, low, high, tile_keys, block_size)
+
+
+@triton.jit
+def attend_split(
+    q,  # [tile_rows, dim_tile]
+    position,  # [tile_rows] int32
+    count,  # queries of the request
+    seq_len,
+    index,  # of the split
+    keys_ptr,
+    box,
+    kv_head,
+    table_ptr,  # the request's row
+    ids,  # first_ids of the split
+    whole,  # keys from this position on are never read by TMA
+    scale,
+    num_kv_heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    block_size: tl.constexpr,
+    window: tl.constexpr,
+    tile_keys: tl.constexpr,
+    split: tl.constexpr,
+    use_tma: tl.constexpr,
+    precision: tl.constexpr,
+):
+    """The state of the rows after one split."""
+    acc, best, mass = fresh_state(q.shape[0], q.shape[1])
+    low = index * split
+    if use_tma:
+        acc, best, mass = walk_phases(
+            acc, best, mass, q, position, keys_ptr, box, kv_head, table_ptr, seq_len - count, seq_len,
+            whole, low, low + split, scale, num_kv_heads, head_dim, block_size, window, tile_keys, use_tma, precision,
+        )  # fmt: skip
+    else:
+        # One loop, masked throughout: it is the loads that take time, and one loop keeps them in flight to its end.
+        low, high, first = _bounds(count, seq_len, index, window, tile_keys, split)
+        acc, best, mass = walk(
+            acc, best, mass, q, position, keys_ptr, box, kv_head, table_ptr, ids, low, high, first, scale,
+            num_kv_heads, head_dim, block_size, window, tile_keys, True, False, precision,
+        )  # fmt: skip
+    return acc, best, mass
+
+
+@triton.jit
+def rows_of_tile(count, tile, kv_head, rows: tl.constexpr, tile_rows: tl.constexpr, group: tl.constexpr):
+    """(query, head, whether there is such a query) of the first `rows` rows of a tile."""
+    row = tile * tile_rows + tl.arange(0, rows)
+    query = row // group
+    return query, kv_head * group + row % group, query < count
+
+
+@triton.jit
+def write_rows(out_ptr, place, is_row, acc, mass, head_dim: tl.constexpr):
+    column = tl.arange(0, acc.shape[1])
+    target = out_ptr + (place * head_dim)[:, None] + column[None, :]
+    # A row of the tile that is no query may have seen nothing.
+    values = (acc / tl.where(is_row, mass, 1.0)[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(target, values, mask=is_row[:, None] & (column < head_dim)[None, :])
+
+
+@triton.jit
+def leave_part(
+    parts_ptr, stats_ptr, place, is_row, index, max_splits, acc, best, mass, head_dim: tl.constexpr
+):  # fmt: skip
+    """Writes the state of one split to the workspace: parts [T * Hq, max_splits, D], stats [T * Hq, max_splits, 2]."""
+    column = tl.arange(0, acc.shape[1])
+    slot = place * max_splits + index
+    target = parts_ptr + (slot * head_dim)[:, None] + column[None, :]
+    tl.store(target, acc, mask=is_row[:, None] & (column < head_dim)[None, :])
+    tl.store(stats_ptr + slot * 2, best, mask=is_row)
+    tl.store(stats_ptr + slot * 2 + 1, mass, mask=is_row)
+
+
+@triton.jit
+def merge_parts(
+    parts_ptr, stats_ptr, out_ptr, place, is_row, first, last, max_splits,
+    head_dim: tl.constexpr, dim_tile: tl.constexpr,
+):  # fmt: skip
+    """Merges the states of splits `first` to `last` in this order, and writes the rows."""
+    column = tl.arange(0, dim_tile)
+    is_inside = is_row[:, None] & (column < head_dim)[None, :]
+    acc, best, mass = fresh_state(place.shape[0], dim_tile)
+    for index in tl.range(first, last + 1, loop_unroll_factor=4 if place.shape[0] <= 4 else 1):
+        slot = place * max_splits + index
+        part_acc = tl.load(parts_ptr + (slot * head_dim)[:, None] + column[None, :], mask=is_inside, other=0.0)
+        part_best = tl.load(stats_ptr + slot * 2, mask=is_row, other=0.0)
+        part_mass = tl.load(stats_ptr + slot * 2 + 1, mask=is_row, other=1.0)
+        acc, best, mass = merge(acc, best, mass, part_acc, part_best, part_mass)
+    write_rows(out_ptr, place, is_row, acc, mass, head_dim)
+
+
+@triton.jit
+def finish_split(
+    acc,
+    best,
+    mass,
+    out_ptr,
+    parts_ptr,
+    stats_ptr,
+    counter_ptr,  # of this tile of rows
+    start,
+    count,
+    tile,
+    kv_head,
+    index,
+    first,
+    last,
+    max_splits,
+    group: tl.constexpr,
+    num_kv_heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    merge_rows: tl.constexpr,  # rows of the tile that can be there at all
+    merges: tl.constexpr,
+):
+    """Writes the rows, or leaves their state and merges the splits if this one is the last that was missing."""
+    num_heads: tl.constexpr = group * num_kv_heads
+    query, head, is_row = rows_of_tile(count, tile, kv_head, acc.shape[0], acc.shape[0], group)
+    place = (start + query).to(tl.int64) * num_heads + head
+    if first == last:
+        write_rows(out_ptr, place, is_row, acc, mass, head_dim)
+    else:
+        leave_part(parts_ptr, stats_ptr, place, is_row, index, max_splits, acc, best, mass, head_dim)
+        if merges:
+            tl.debug_barrier()
+            arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
+            if arrived == last - first:
+                tl.store(counter_ptr, 0)
+                query_here, head_here, is_here = rows_of_tile(count, tile, kv_head, merge_rows, acc.shape[0], group)
+                place_here = (start + query_here).to(tl.int64) * num_heads + head_here
+                merge_parts(
+                    parts_ptr, stats_ptr, out_ptr, place_here, is_here, first, last, max_splits, head_dim, acc.shape[1]
+                )  # fmt: skip
+
+
+@triton.jit
+def zero_padding(out_ptr, starts_ptr, request, kv_head, num_reqs, num_tokens, row_dim: tl.constexpr):
+    """Zeros a KV head's part, `row_dim` wide, of every num_reqs-th row behind the last request's."""
+    column = tl.arange(0, triton.next_power_of_2(row_dim))
+    values = tl.zeros([triton.next_power_of_2(row_dim)], out_ptr.dtype.element_ty)
+    first = (tl.load(starts_ptr + num_reqs) + request).to(tl.int64)
+    for token in tl.range(first, num_tokens, num_reqs):
+        target = out_ptr + (token * tl.num_programs(1) + kv_head) * row_dim
+        tl.store(target + column, values, mask=column < row_dim)

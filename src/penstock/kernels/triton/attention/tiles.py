@@ -1,0 +1,226 @@
+"""The walk over tiles of keys that every attention kernel takes, and the arithmetic of a row.
+
+A row is one query of one head. Over tiles of `tile_keys` positions, which begin at multiples of `tile_keys`, and with
+z = scale * log2(e) * (q . k) (Milakov and Gimelshein 2018, arXiv:1805.02867, in powers of two):
+
+    best' = max(best, max z)    kept = exp2(best - best')    weights = exp2(z - best')
+    mass' = mass * kept + sum weights    acc' = acc * kept + weights @ v
+
+The result is acc / mass. Two such states of disjoint positions are merged by the same formula (`merge`).
+
+What a row's bits depend on. Every elementwise operation has the one rounding that the source tells: fused multiply-adds
+are written where they are wanted, and kernels are compiled without any other contraction (`enable_fp_fusion=False`). A
+maximum has no rounding. What is left are two sums in an order of the compiler's and the hardware's. The products of
+`tl.dot`: a tensor core instruction computes an element from its row, its column and what was there before, in the same
+way at every place of its tile, and the instructions of an element follow one another along the summed dimension. And
+`sum weights`: first over the registers of a thread, then over the threads and warps that share a row. Both are given
+by the shape of the tile, the number of warps and the dtype, which give the layout of the accumulator, and are the same
+for every row of it. A tile of which a row sees nothing changes nothing: its weights are exact zeros, and kept is
+exp2(0) = 1; a mask that hides nothing does not either.
+
+So the bits of a row depend on what it sees, on tile rows and keys, on warps, and on where its states are merged; not on
+its place in the tile, nor on the other rows, the batch, the chunk, or where blocks lie. Fast plans keep this within a
+plan. A deterministic plan has 16 rows, one `keys`, one number of warps and one `split` in prefill and decode, and so
+one result for a row, whoever computes it. tests/kernels/test_triton_attention_gpu.py holds this on a GPU.
+
+Masked keys and values are not loaded, their places are zeros: what no row sees may be NaN.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+BATCH = ["table_ptr", "starts_ptr", "seq_lens_ptr"]
+"""Arguments of kernels that may be views into larger buffers, of any alignment: no kernel is compiled for one."""
+
+
+@triton.jit
+def fresh_state(rows: tl.constexpr, dim_tile: tl.constexpr):
+    """The state (acc, best, mass) of rows that have seen nothing."""
+    acc = tl.zeros([rows, dim_tile], tl.float32)
+    best = tl.full([rows], float("-inf"), tl.float32)
+    mass = tl.zeros([rows], tl.float32)
+    return acc, best, mass
+
+
+@triton.jit
+def merge(acc, best, mass, part_acc, part_best, part_mass):
+    """The state of what either state has seen."""
+    new_best = tl.maximum(best, part_best)
+    # A row that has seen nothing yet keeps weights of zero instead of inf - inf.
+    finite = tl.where(new_best == float("-inf"), 0.0, new_best)
+    kept = tl.exp2(best - finite)
+    added = tl.exp2(part_best - finite)
+    acc = tl.fma(part_acc, added[:, None], acc * kept[:, None])
+    mass = tl.fma(part_mass, added, mass * kept)
+    return acc, new_best, mass
+
+
+@triton.jit
+def _attend_tile(
+    q,  # [rows, dim_tile]
+    k,  # [tile_keys, dim_tile]
+    v,  # [tile_keys, dim_tile]
+    acc,
+    best,
+    mass,
+    scale,  # of q . k, times log2(e)
+    is_seen,  # [rows, tile_keys], read where is_masked
+    is_masked: tl.constexpr,
+    precision: tl.constexpr,
+):
+    scores = tl.dot(q, tl.trans(k), input_precision=precision)
+    if is_masked:
+        scores = tl.where(is_seen, scores, float("-inf"))
+    new_best = tl.maximum(best, tl.max(scores, 1) * scale)
+    finite = new_best
+    if is_masked:
+        finite = tl.where(new_best == float("-inf"), 0.0, new_best)
+    weights = tl.exp2(tl.fma(scores, scale, -finite[:, None]))
+    kept = tl.exp2(best - finite)
+    mass = tl.fma(mass, kept, tl.sum(weights, 1))
+    acc = tl.dot(weights.to(v.dtype), v, acc * kept[:, None], input_precision=precision)
+    return acc, new_best, mass
+
+
+@triton.jit
+def block_ids(table_ptr, start, end, tile_keys: tl.constexpr, block_size: tl.constexpr):
+    """The ids of a tile's blocks, four at most; for places that are not in the tile, or from `end` on, some other's."""
+    tl.static_assert(tile_keys <= 4 * block_size)
+    index = start // block_size
+    last = tl.maximum(end - 1, 0) // block_size
+    first_id = tl.load(table_ptr + tl.minimum(index, last))
+    second_id, third_id, fourth_id = first_id, first_id, first_id
+    if tile_keys > block_size:
+        second_id = tl.load(table_ptr + tl.minimum(index + 1, last))
+    if tile_keys > 2 * block_size:
+        third_id = tl.load(table_ptr + tl.minimum(index + 2, last))
+        fourth_id = tl.load(table_ptr + tl.minimum(index + 3, last))
+    return first_id, second_id, third_id, fourth_id
+
+
+@triton.jit
+def _id_of_key(ids, place, tile_keys: tl.constexpr, block_size: tl.constexpr):
+    """The block of every place in a tile: scalars and selects, as a load of its own for each would cost registers."""
+    first_id, second_id, third_id, fourth_id = ids
+    block = place // block_size
+    own = first_id
+    if tile_keys > block_size:
+        own = tl.where(block == 0, first_id, second_id)
+    if tile_keys > 2 * block_size:
+        own = tl.where(block < 2, own, tl.where(block == 2, third_id, fourth_id))
+    return own
+
+
+@triton.jit
+def walk(
+    acc,
+    best,
+    mass,
+    q,  # [rows, dim_tile]
+    position,  # [rows] int32: where each query stands
+    keys_ptr,  # the first key of this KV head in block 0
+    box,  # descriptor of the cache's rows, read where use_tma
+    kv_head,
+    table_ptr,  # the request's row of the block table
+    ids,  # block_ids of the tile at `low`
+    low,
+    high,
+    first,  # the first position that is loaded; tiles begin at `low`, a multiple of tile_keys
+    scale,
+    num_kv_heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    block_size: tl.constexpr,
+    window: tl.constexpr,
+    tile_keys: tl.constexpr,
+    is_masked: tl.constexpr,  # else every row sees all positions in [low, high), whole tiles
+    use_tma: tl.constexpr,  # whole tiles of one block each
+    precision: tl.constexpr,
+):
+    """The state after the tiles of [low, high)."""
+    plane: tl.constexpr = num_kv_heads * block_size * head_dim  # elements from a key to its value
+    place = tl.arange(0, tile_keys)
+    column = tl.arange(0, acc.shape[1])
+    in_head = column < head_dim
+    # The ids of the next tile are on their way while this one is attended to: keys never wait for the table.
+    for start in tl.range(low, high, tile_keys):
+        next_ids = block_ids(table_ptr, start + tile_keys, high, tile_keys, block_size)
+        keys = start + place
+        if use_tma:
+            row = (ids[0] * (2 * num_kv_heads) + kv_head) * block_size + start % block_size
+            k = box.load([row, 0])
+            v = box.load([row + num_kv_heads * block_size, 0])
+        else:
+            own = _id_of_key(ids, place, tile_keys, block_size)
+            source = keys_ptr + own.to(tl.int64) * (2 * plane) + (keys % block_size) * head_dim
+            source = source[:, None] + column[None, :]
+            if is_masked:
+                is_there = ((keys >= first) & (keys < high))[:, None] & in_head[None, :]
+                k = tl.load(source, mask=is_there, other=0.0)
+                v = tl.load(source + plane, mask=is_there, other=0.0)
+            elif head_dim != column.shape[0]:
+                k = tl.load(source, mask=in_head[None, :], other=0.0)
+                v = tl.load(source + plane, mask=in_head[None, :], other=0.0)
+            else:
+                k = tl.load(source)
+                v = tl.load(source + plane)
+        is_seen = keys[None, :] <= position[:, None]
+        if window > 0:
+            is_seen &= keys[None, :] > position[:, None] - window
+        acc, best, mass = _attend_tile(q, k, v, acc, best, mass, scale, is_seen, is_masked, precision)
+        ids = next_ids
+    return acc, best, mass
+
+
+@triton.jit
+def walk_phases(
+    acc,
+    best,
+    mass,
+    q,
+    position,
+    keys_ptr,
+    box,
+    kv_head,
+    table_ptr,
+    oldest,  # the position of the first query of the tile
+    end,  # behind that of the last one
+    whole,  # tiles that end here are seen whole, at most oldest + 1; keys from here on are never read by TMA
+    low,  # what part of the positions to walk: multiples of tile_keys
+    high,
+    scale,
+    num_kv_heads: tl.constexpr,
+    head_dim: tl.constexpr,
+    block_size: tl.constexpr,
+    window: tl.constexpr,
+    tile_keys: tl.constexpr,
+    use_tma: tl.constexpr,
+    precision: tl.constexpr,
+):
+    """`walk` over what the queries see of [low, high), with masks only where some query does not see all of a tile."""
+    first = 0
+    inner = low
+    if window > 0:
+        first = tl.maximum(oldest - window + 1, 0)
+        low = tl.maximum(low, first // tile_keys * tile_keys)
+        inner = tl.cdiv(tl.maximum(end - window, 0), tile_keys) * tile_keys
+        inner = tl.minimum(tl.maximum(inner, low), tl.minimum(end, high))
+        acc, best, mass = walk(
+            acc, best, mass, q, position, keys_ptr, box, kv_head, table_ptr,
+            block_ids(table_ptr, low, inner, tile_keys, block_size), low, inner, first, scale,
+            num_kv_heads, head_dim, block_size, window, tile_keys, True, False, precision,
+        )  # fmt: skip
+    end = tl.minimum(end, high)
+    outer = tl.minimum(tl.maximum(whole // tile_keys * tile_keys, inner), high)
+    acc, best, mass = walk(
+        acc, best, mass, q, position, keys_ptr, box, kv_head, table_ptr,
+        block_ids(table_ptr, inner, outer, tile_keys, block_size), inner, outer, first, scale,
+        num_kv_heads, head_dim, block_size, window, tile_keys, False, use_tma, precision,
+    )  # fmt: skip
+    acc, best, mass = walk(
+        acc, best, mass, q, position, keys_ptr, box, kv_head, table_ptr,
+        block_ids(table_ptr, outer, end, tile_keys, block_size), outer, end, first, scale,
+        num_kv_heads, head_dim, block_size, window, tile_keys, True, False, precision,
+    )  # fmt: skip
+    return acc, best, mass
