@@ -104,7 +104,7 @@ class DecodeWeight:
         }
         num_rows = triton.cdiv(self.n, tile.rows)
         if num_tokens == 1:
-            gemv[(num_rows,)](x, plan.weight, **arguments, **shared)
+            gemv[(num_rows,)](x, plan.weight, **arguments, STAGES=tile.stages, **shared)
             return
         num_token_tiles = triton.cdiv(num_tokens, tile.tokens)
         partials = None

@@ -57,11 +57,10 @@ def load_rows(matrix, rows, column, K: tl.constexpr, DEPTH: tl.constexpr):
 
 
 @triton.jit
-def load_squares(squares, tokens, num_tokens, PARTS: tl.constexpr):
+def load_squares(squares, tokens, PARTS: tl.constexpr):
     """[len(tokens), at least PARTS] float32: the sums of squares of the parts of each token's row."""
     parts = tl.arange(0, triton.next_power_of_2(PARTS))
-    mask = (tokens[:, None] < num_tokens) & (parts[None, :] < PARTS)
-    return tl.load(squares + tokens[:, None] * PARTS + parts[None, :], mask=mask, other=0.0)
+    return tl.load(squares + tokens[:, None] * PARTS + parts[None, :], mask=parts[None, :] < PARTS, other=0.0)
 
 
 @triton.jit

@@ -30,7 +30,7 @@ from penstock.kernels.triton.linear.device import (
 def gemv(
     x, weight, squares, bias, old_residual, gain, residual, out, side, side_ids, eps,
     N: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
-    EPILOGUE: tl.constexpr, STORES: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, EPILOGUE: tl.constexpr, STORES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token; grid [tiles of N]. N counts the outputs: a silu weight has 2 N rows, the gate's first."""
     begin_early(PDL)
@@ -49,15 +49,20 @@ def gemv(
     if EPILOGUE == "residual":
         old = tl.load(old_residual + outputs[None, :], mask=outputs[None, :] < N, other=0.0)
     token = tl.arange(0, 1)
-    sums_of_squares = load_squares(squares, token, 1, PARTS) if PARTS > 0 else 0.0
+    sums_of_squares = load_squares(squares, token, PARTS) if PARTS > 0 else 0.0
     inputs = load_rows(x, token.to(tl.int64), 0, K, DEPTH)
     products = tl.zeros(tile.shape, tl.float32)
     for column in tl.range(DEPTH, K, DEPTH):
-        next_tile = load_rows(weight, rows.to(tl.int64), column, K, DEPTH)
-        next_inputs = load_rows(x, token.to(tl.int64), column, K, DEPTH)
-        products += tile.to(tl.float32) * inputs.to(tl.float32)
-        tile = next_tile
-        inputs = next_inputs
+        if STAGES > 1:
+            next_tile = load_rows(weight, rows.to(tl.int64), column, K, DEPTH)
+            next_inputs = load_rows(x, token.to(tl.int64), column, K, DEPTH)
+            products += tile.to(tl.float32) * inputs.to(tl.float32)
+            tile = next_tile
+            inputs = next_inputs
+        else:
+            products += tile.to(tl.float32) * inputs.to(tl.float32)
+            tile = load_rows(weight, rows.to(tl.int64), column, K, DEPTH)
+            inputs = load_rows(x, token.to(tl.int64), column, K, DEPTH)
     products += tile.to(tl.float32) * inputs.to(tl.float32)
     acc = tl.sum(products, axis=1)
     if PARTS > 0:
@@ -92,9 +97,10 @@ def gemm(
     gains = tl.load(gain + outputs, mask=outputs < N, other=0.0) if EPILOGUE == "residual" else 0.0
     wait_for_inputs(PDL)
     tokens = first_token + tl.arange(0, TOKENS)
+    # Beyond the last token it is computed once more: what stands for it is as harmless as any.
     token_rows = tl.minimum(tokens, num_tokens - 1).to(tl.int64)
     first_inputs = load_rows(x, token_rows, begin, K, DEPTH)
-    sums_of_squares = load_squares(squares, tokens, num_tokens, PARTS) if PARTS > 0 else 0.0
+    sums_of_squares = load_squares(squares, token_rows, PARTS) if PARTS > 0 else 0.0
     old = 0.0
     if EPILOGUE == "residual":
         places = token_rows[:, None] * N + outputs[None, :]

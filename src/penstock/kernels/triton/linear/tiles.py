@@ -14,7 +14,8 @@ import triton
 MAX_TOKENS = 64
 BUCKETS = (1, 16, 32, 64)  # the numbers of tokens that tiles are chosen for: the smallest that holds the batch
 
-_LARGE = 32 << 20  # bytes of a weight that outweigh the start of a kernel: from a model of about 8B on
+_LARGE = 24 << 20  # bytes of a weight that outweigh the start of a kernel: from a model of about 8B on
+_LONG = 4096  # elements of a row that one token's tile does not hold at once
 
 
 class Role(Enum):
@@ -39,15 +40,21 @@ class Tile:
         return f"{self.rows}x{self.tokens}x{self.depth}{split} w{self.warps} s{self.stages}"
 
 
-# One token: every thread multiplies and adds by itself.
+# One token: every thread multiplies and adds by itself. Two stages where a program has its processor for itself.
 _GEMV = {
-    Role.QKV: Tile(8, 1, 1024, 8),
-    Role.OUT: Tile(4, 1, 1024, 4),
-    Role.GATE_UP: Tile(8, 1, 1024, 8),
-    Role.DOWN: Tile(8, 1, 1024, 8),
+    Role.QKV: Tile(8, 1, 1024, 8, stages=2),
+    Role.OUT: Tile(4, 1, 1024, 4, stages=2),
+    Role.GATE_UP: Tile(8, 1, 1024, 8, stages=2),
+    Role.DOWN: Tile(8, 1, 1024, 8, stages=2),
     Role.HEAD: Tile(16, 1, 1024, 8),
 }
-_GEMV_LARGE = {**_GEMV, Role.QKV: Tile(16, 1, 512, 4), Role.OUT: Tile(16, 1, 512, 4)}
+# For long rows less at a time, so that two programs share a processor and one's end hides behind the other's reads.
+_GEMV_LONG = {
+    **_GEMV,
+    Role.QKV: Tile(16, 1, 512, 4),
+    Role.GATE_UP: Tile(8, 1, 512, 8),
+    Role.HEAD: Tile(16, 1, 512, 8),
+}
 
 # Up to 16 tokens: one tile of tokens, the narrowest that tensor cores have for weights on their long side.
 _GEMM_16 = {
@@ -73,13 +80,13 @@ MATMUL = Tile(128, 64, 64, 4, stages=4)
 def choose(role: Role, bucket: int, shape: tuple[int, int], itemsize: int) -> Tile:
     """The tile for a weight of `shape` [N, K] with elements of `itemsize` bytes and at most `bucket` tokens."""
     n, k = shape
-    is_large = n * k * itemsize > _LARGE
     if bucket == 1:
-        tile = (_GEMV_LARGE if is_large else _GEMV)[role]
+        tile = (_GEMV_LONG if k >= _LONG else _GEMV)[role]
         return replace(tile, depth=min(tile.depth, triton.next_power_of_2(k)))
     tile = (_GEMM_16 if bucket == 16 else _GEMM_64)[role]
-    if is_large and bucket == 64:
-        tile = replace(tile, tokens=64, stages=min(tile.stages, 4))
+    if bucket == 64 and n * k * itemsize > _LARGE:
+        # Shared memory holds three steps of two tiles of a weight, or four of one.
+        tile = replace(tile, tokens=64, stages=3 if role is Role.GATE_UP else 4)
     tile = replace(tile, tokens=min(tile.tokens, bucket))
     tile = _fit(tile, k, itemsize)
     # Parts of a split are equally long, and so long that adding them up is the lesser work.
