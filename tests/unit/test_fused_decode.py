@@ -115,7 +115,7 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_of_a_few_steps(name: str, num_requests: int) -> None:
     model = make(MODELS[name])
-    fused = FusedDecoder(model, Device(tma=num_requests == 2))
+    fused = FusedDecoder(model, Device.of(ON) if ON.type == "cuda" else Device(tma=num_requests == 2))
     assert fused.kv_cache_specs is model.kv_cache_specs
     lengths = [5 + i for i in range(num_requests)]
     caches, ids = prefilled(model, lengths)

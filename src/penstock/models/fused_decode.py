@@ -1,11 +1,11 @@
-"""A Llama-like decoder's forward pass for few tokens, as `penstock.kernels.triton.linear` multiplies: five kernels a layer.
+"""A Llama-like decoder's forward pass for few tokens by `penstock.kernels.triton.linear`: five kernels a layer.
 
         ids -> prepare -> [ qkv -> attend -> out, + -> gate_up, silu -> down, + ] x layers -> norm -> logits, or greedy
 
-It stands beside the model that it is made from, reads that model's own weights and KV cache, and returns what that model
-returns but for rounding: a norm's gain is applied before its division, and a sum is rounded once where the model rounds
-it between two layers. Which of the two ran is therefore visible in last bits; within 2 to 16 tokens, 17 to 32, and 33 to
-64, a row's bits do not depend on the others. For larger batches the model's own forward is the better one.
+It stands beside the model that it is made from, reads that model's own weights and KV cache, and returns what that
+model returns but for rounding: a norm's gain is applied before its division, and a sum is rounded once where the model
+rounds it between two layers. Which of the two ran is therefore visible in last bits; within 2 to 16 tokens, 17 to 32,
+and 33 to 64, a row's bits do not depend on the others. For larger batches the model's own forward is the better one.
 
 What a pass computes lies in tensors that torch allocates for it: a `ModelOutput` outlives the pass, and in a CUDA graph
 the graph's own pool gives the fixed addresses.
@@ -55,9 +55,8 @@ class FusedDecoder:
         self._head = self._weight(Role.HEAD, model.head.dense_weight())
         self._aux_layers = model.aux_layers
         next_norms = [*(layer.input_norm for layer in model.layers[1:]), model.norm]
-        self._layers = [
-            self._layer(layer, norm.weight) for layer, norm in zip(model.layers, next_norms, strict=True)
-        ]  # fmt: skip
+        pairs = zip(model.layers, next_norms, strict=True)
+        self._layers = [self._layer(layer, norm.weight) for layer, norm in pairs]
 
     @staticmethod
     def supports(model: Model) -> str:

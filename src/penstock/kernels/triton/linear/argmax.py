@@ -14,18 +14,18 @@ _BEYOND = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def argmax(best, best_ids, value, token_id, PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """`best` [T, PARTS] float32 and `best_ids` [T, PARTS] int32 -> `value` [T] float32, `token_id` [T] int64."""
-    begin_early(PDL)
-    wait_for_inputs(PDL)
+def argmax(best, best_ids, value, token_id, num_parts: tl.constexpr, block: tl.constexpr, pdl: tl.constexpr):
+    """`best` float32 and `best_ids` int32, both [T, num_parts], -> `value` [T] float32, `token_id` [T] int64."""
+    begin_early(pdl)
+    wait_for_inputs(pdl)
     row = tl.program_id(0).to(tl.int64)
-    high = tl.full([BLOCK], float("-inf"), tl.float32)
-    first = tl.full([BLOCK], _BEYOND, tl.int32)
-    nans = tl.zeros([BLOCK], tl.int32)
-    for start in tl.range(0, PARTS, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        values = tl.load(best + row * PARTS + place, mask=place < PARTS, other=float("-inf"))
-        ids = tl.load(best_ids + row * PARTS + place, mask=place < PARTS, other=_BEYOND)
+    high = tl.full([block], float("-inf"), tl.float32)
+    first = tl.full([block], _BEYOND, tl.int32)
+    nans = tl.zeros([block], tl.int32)
+    for start in tl.range(0, num_parts, block):
+        place = start + tl.arange(0, block)
+        values = tl.load(best + row * num_parts + place, mask=place < num_parts, other=float("-inf"))
+        ids = tl.load(best_ids + row * num_parts + place, mask=place < num_parts, other=_BEYOND)
         is_nan = values != values
         nans |= is_nan.to(tl.int32)
         values = tl.where(is_nan, float("inf"), values)

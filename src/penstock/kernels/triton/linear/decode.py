@@ -90,21 +90,21 @@ class DecodeWeight:
         tile, arguments = plan.tile, {**_ABSENT, **operands}
         squares = arguments["squares"]
         shared = {
-            "N": self.n,
-            "K": self.k,
-            "PARTS": 0 if squares is None else squares.shape[1],
-            "ROWS": tile.rows,
-            "DEPTH": tile.depth,
-            "EPILOGUE": epilogue,
-            "STORES": stores,
-            "PDL": self.device.pdl,
+            "n": self.n,
+            "k": self.k,
+            "num_parts": 0 if squares is None else squares.shape[1],
+            "tile_rows": tile.rows,
+            "depth": tile.depth,
+            "epilogue": epilogue,
+            "stores": stores,
+            "pdl": self.device.pdl,
             "num_warps": tile.warps,
             "num_stages": tile.stages,
             **self.device.options,
         }
         num_rows = triton.cdiv(self.n, tile.rows)
         if num_tokens == 1:
-            gemv[(num_rows,)](x, plan.weight, **arguments, STAGES=tile.stages, **shared)
+            gemv[(num_rows,)](x, plan.weight, **arguments, stages=tile.stages, **shared)
             return
         num_token_tiles = triton.cdiv(num_tokens, tile.tokens)
         partials = None
@@ -112,9 +112,17 @@ class DecodeWeight:
             size = num_token_tiles * num_rows * tile.split * tile.tokens * tile.rows
             partials = torch.empty(size, dtype=torch.float32, device=x.device)
         gemm[(num_token_tiles, num_rows, tile.split)](
-            x, plan.weight, **arguments, partials=partials, counters=self._counters, num_tokens=num_tokens,
-            TOKENS=tile.tokens, SPLIT=tile.split, TMA=plan.uses_tma, **shared,
-        )  # fmt: skip
+            x,
+            plan.weight,
+            **arguments,
+            partials=partials,
+            counters=self._counters,
+            num_tokens=num_tokens,
+            tile_tokens=tile.tokens,
+            split=tile.split,
+            tma=plan.uses_tma,
+            **shared,
+        )
 
     def _plan_of(self, num_tokens: int) -> _Plan:
         return self._plans[next(bucket for bucket in BUCKETS if num_tokens <= bucket)]
@@ -130,7 +138,9 @@ class DecodeWeight:
         return triton.cdiv(self.n, tile.rows) * triton.cdiv(bucket, tile.tokens)
 
 
-_ABSENT = dict.fromkeys(("squares", "bias", "old_residual", "gain", "residual", "out", "side", "side_ids")) | {"eps": 0.0}
+_ABSENT = dict.fromkeys(("squares", "bias", "old_residual", "gain", "residual", "out", "side", "side_ids")) | {
+    "eps": 0.0
+}
 
 
 def prepare(ids: torch.Tensor, table: torch.Tensor, gain: torch.Tensor, device: Device) -> Stream:
@@ -141,9 +151,18 @@ def prepare(ids: torch.Tensor, table: torch.Tensor, gain: torch.Tensor, device: 
     block = triton.next_power_of_2(hidden)
     num_warps = min(max(block // 256, 1), 16)
     prepare_kernel[(ids.shape[0],)](
-        ids, table, gain, stream.residual, stream.scaled, stream.squares, vocab, hidden, block, device.pdl,
+        ids,
+        table,
+        gain,
+        stream.residual,
+        stream.scaled,
+        stream.squares,
+        vocab,
+        hidden,
+        block,
+        device.pdl,
         num_warps=num_warps,
-    )  # fmt: skip
+    )
     return stream
 
 

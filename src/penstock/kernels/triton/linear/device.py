@@ -18,66 +18,75 @@ import triton.language as tl
 
 
 @triton.jit
-def begin_early(PDL: tl.constexpr):
+def begin_early(pdl: tl.constexpr):
     """Lets the next kernel start while this one runs: it may read weights, and waits before it reads anything else."""
-    if PDL:
+    if pdl:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
-def wait_for_inputs(PDL: tl.constexpr):
+def wait_for_inputs(pdl: tl.constexpr):
     """From here on everything that kernels before this one wrote is there. Every program must come here: a kernel is
     over for those behind it when all its programs are, and that is how they know that its own inputs were there."""
-    if PDL:
+    if pdl:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
-def load_weight(weight, row, column, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,
-                TMA: tl.constexpr):  # fmt: skip
-    """[ROWS, DEPTH] from (row, column) on. Past K stand zeros; past N stands anything finite."""
-    if TMA:
+def load_weight(
+    weight,
+    row,
+    column,
+    n: tl.constexpr,
+    k: tl.constexpr,
+    tile_rows: tl.constexpr,
+    depth: tl.constexpr,
+    tma: tl.constexpr,
+):
+    """[tile_rows, depth] of a weight [n, k], from (row, column) on. Past k stand zeros."""
+    if tma:
         tile = weight.load([row, column])
     else:
-        rows = tl.minimum(row + tl.arange(0, ROWS), N - 1).to(tl.int64)
-        tile = load_rows(weight, rows, column, K, DEPTH)
+        rows = tl.minimum(row + tl.arange(0, tile_rows), n - 1).to(tl.int64)
+        tile = load_rows(weight, rows, column, k, depth)
     return tile
 
 
 @triton.jit
-def load_rows(matrix, rows, column, K: tl.constexpr, DEPTH: tl.constexpr):
-    """[len(rows), DEPTH] of a matrix with K columns, from `column` on, zeros past K; `rows` are int64."""
-    columns = column + tl.arange(0, DEPTH)
-    places = matrix + rows[:, None] * K + columns[None, :]
-    if K % DEPTH == 0:
+def load_rows(matrix, rows, column, k: tl.constexpr, depth: tl.constexpr):
+    """[len(rows), depth] of a matrix with k columns, from `column` on, zeros past k; `rows` are int64."""
+    columns = column + tl.arange(0, depth)
+    places = matrix + rows[:, None] * k + columns[None, :]
+    if k % depth == 0:
         tile = tl.load(places)
     else:
-        tile = tl.load(places, mask=columns[None, :] < K, other=0.0)
+        tile = tl.load(places, mask=columns[None, :] < k, other=0.0)
     return tile
 
 
 @triton.jit
-def load_squares(squares, tokens, PARTS: tl.constexpr):
-    """[len(tokens), at least PARTS] float32: the sums of squares of the parts of each token's row."""
-    parts = tl.arange(0, triton.next_power_of_2(PARTS))
-    return tl.load(squares + tokens[:, None] * PARTS + parts[None, :], mask=parts[None, :] < PARTS, other=0.0)
+def load_squares(squares, tokens, num_parts: tl.constexpr):
+    """[len(tokens), at least num_parts] float32: the sums of squares of the parts of each token's row."""
+    parts = tl.arange(0, triton.next_power_of_2(num_parts))
+    return tl.load(squares + tokens[:, None] * num_parts + parts[None, :], mask=parts[None, :] < num_parts, other=0.0)
 
 
 @triton.jit
-def inverse_rms(squares, eps, WIDTH: tl.constexpr):
-    """[tokens] float32: 1 / sqrt(mean(x^2) + eps) of rows of WIDTH elements."""
-    return 1.0 / tl.sqrt_rn(tl.sum(squares, axis=1) / WIDTH + eps)
+def inverse_rms(squares, eps, width: tl.constexpr):
+    """[tokens] float32: 1 / sqrt(mean(x^2) + eps) of rows of `width` elements."""
+    return 1.0 / tl.sqrt_rn(tl.sum(squares, axis=1) / width + eps)
 
 
 @triton.jit
-def add_residual(acc, old, gain, residual, scaled, squares, places, is_there, tokens, num_tokens, part,
-                 PARTS: tl.constexpr):  # fmt: skip
+def add_residual(
+    acc, old, gain, residual, scaled, squares, places, is_there, tokens, num_tokens, part, num_parts: tl.constexpr
+):
     """`old` [tokens, rows] of the stream and `gain` [rows], loaded while the sums were not there yet."""
     stream = (old.to(tl.float32) + acc).to(residual.dtype.element_ty)
     tl.store(residual + places, stream, mask=is_there)
     wide = tl.where(is_there, stream.to(tl.float32), 0.0)
     tl.store(scaled + places, (wide * gain.to(tl.float32)[None, :]).to(scaled.dtype.element_ty), mask=is_there)
-    tl.store(squares + tokens * PARTS + part, tl.sum(wide * wide, axis=1), mask=tokens < num_tokens)
+    tl.store(squares + tokens * num_parts + part, tl.sum(wide * wide, axis=1), mask=tokens < num_tokens)
 
 
 @triton.jit
@@ -86,38 +95,69 @@ def store_silu(gate, up, out, places, is_there):
 
 
 @triton.jit
-def store_argmax(acc, out, best, best_ids, places, is_there, first_row, tokens, num_tokens, part,
-                 PARTS: tl.constexpr, STORES: tl.constexpr):  # fmt: skip
+def store_argmax(
+    acc,
+    out,
+    best,
+    best_ids,
+    places,
+    is_there,
+    first_row,
+    tokens,
+    num_tokens,
+    part,
+    num_parts: tl.constexpr,
+    stores: tl.constexpr,
+):
     """NaN counts as the highest, as it does for torch.max."""
     logits = acc.to(out.dtype.element_ty)
-    if STORES:
+    if stores:
         tl.store(out + places, logits, mask=is_there)
     wide = tl.where(is_there, logits.to(tl.float32), float("-inf"))
     is_nan = wide != wide
     value, index = tl.max(tl.where(is_nan, float("inf"), wide), axis=1, return_indices=True)
     value = tl.where(tl.max(is_nan.to(tl.int32), axis=1) > 0, float("nan"), value)
-    tl.store(best + tokens * PARTS + part, value, mask=tokens < num_tokens)
-    tl.store(best_ids + tokens * PARTS + part, first_row + index, mask=tokens < num_tokens)
+    tl.store(best + tokens * num_parts + part, value, mask=tokens < num_tokens)
+    tl.store(best_ids + tokens * num_parts + part, first_row + index, mask=tokens < num_tokens)
 
 
 @triton.jit
-def finish(acc, up, old, gain, bias, residual, out, side, side_ids, first_row, first_token, num_tokens,
-           N: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, EPILOGUE: tl.constexpr, STORES: tl.constexpr):  # fmt: skip
-    """What follows the sums `acc` (and `up`), [TOKENS, ROWS], of the outputs from `first_row` on; `side` takes what a
-    tile tells of itself: squares, or the highest."""
-    tokens = first_token + tl.arange(0, TOKENS)
-    rows = first_row + tl.arange(0, ROWS)
-    is_there = (tokens < num_tokens)[:, None] & (rows < N)[None, :]
-    places = tokens.to(tl.int64)[:, None] * N + rows[None, :]
-    parts: tl.constexpr = (N + ROWS - 1) // ROWS
-    part = first_row // ROWS
-    if EPILOGUE == "residual":
+def finish(
+    acc,
+    up,
+    old,
+    gain,
+    bias,
+    residual,
+    out,
+    side,
+    side_ids,
+    first_row,
+    first_token,
+    num_tokens,
+    n: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_tokens: tl.constexpr,
+    epilogue: tl.constexpr,
+    stores: tl.constexpr,
+):
+    """What follows the sums `acc` (and `up`), [tile_tokens, tile_rows], of the outputs from `first_row` on.
+
+    `side` takes what a tile tells of itself: squares, or the highest.
+    """
+    tokens = first_token + tl.arange(0, tile_tokens)
+    rows = first_row + tl.arange(0, tile_rows)
+    is_there = (tokens < num_tokens)[:, None] & (rows < n)[None, :]
+    places = tokens.to(tl.int64)[:, None] * n + rows[None, :]
+    parts: tl.constexpr = (n + tile_rows - 1) // tile_rows
+    part = first_row // tile_rows
+    if epilogue == "residual":
         add_residual(acc, old, gain, residual, out, side, places, is_there, tokens, num_tokens, part, parts)
-    elif EPILOGUE == "silu":
+    elif epilogue == "silu":
         store_silu(acc, up, out, places, is_there)
-    elif EPILOGUE == "argmax":
-        store_argmax(acc, out, side, side_ids, places, is_there, first_row, tokens, num_tokens, part, parts, STORES)
+    elif epilogue == "argmax":
+        store_argmax(acc, out, side, side_ids, places, is_there, first_row, tokens, num_tokens, part, parts, stores)
     else:
         if bias is not None:
-            acc += tl.load(bias + rows, mask=rows < N, other=0.0).to(tl.float32)[None, :]
+            acc += tl.load(bias + rows, mask=rows < n, other=0.0).to(tl.float32)[None, :]
         tl.store(out + places, acc.to(out.dtype.element_ty), mask=is_there)

@@ -43,36 +43,57 @@ class Matmul:
         num_programs = triton.cdiv(num_tokens, tile.tokens) * triton.cdiv(self._n, tile.rows)
         if num_programs:
             matmul[(num_programs,)](
-                x, self._weight, self._bias, out, num_tokens, self._n, self._k,
-                tile.rows, tile.tokens, tile.depth, _GROUP, self._tma,
-                num_warps=tile.warps, num_stages=tile.stages,
-            )  # fmt: skip
+                x,
+                self._weight,
+                self._bias,
+                out,
+                num_tokens,
+                self._n,
+                self._k,
+                tile.rows,
+                tile.tokens,
+                tile.depth,
+                _GROUP,
+                self._tma,
+                num_warps=tile.warps,
+                num_stages=tile.stages,
+            )
         return out
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def matmul(
-    x, weight, bias, out, num_tokens, N: tl.constexpr, K: tl.constexpr,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
-    """Grid [tiles], GROUP tiles of tokens after each other on each tile of the weight."""
+    x,
+    weight,
+    bias,
+    out,
+    num_tokens,
+    n: tl.constexpr,
+    k: tl.constexpr,
+    tile_rows: tl.constexpr,
+    tile_tokens: tl.constexpr,
+    depth: tl.constexpr,
+    group_tiles: tl.constexpr,
+    tma: tl.constexpr,
+):
+    """Grid [tiles], `group_tiles` tiles of tokens after each other on each tile of the weight."""
     program = tl.program_id(0)
-    row_tiles: tl.constexpr = (N + ROWS - 1) // ROWS
-    group = program // (GROUP * row_tiles)
-    group_size = tl.minimum(tl.cdiv(num_tokens, TOKENS) - group * GROUP, GROUP)
-    place = program % (GROUP * row_tiles)
-    first_token = (group * GROUP + place % group_size) * TOKENS
-    first_row = place // group_size * ROWS
-    tokens = first_token + tl.arange(0, TOKENS)
+    row_tiles: tl.constexpr = (n + tile_rows - 1) // tile_rows
+    group = program // (group_tiles * row_tiles)
+    group_size = tl.minimum(tl.cdiv(num_tokens, tile_tokens) - group * group_tiles, group_tiles)
+    place = program % (group_tiles * row_tiles)
+    first_token = (group * group_tiles + place % group_size) * tile_tokens
+    first_row = place // group_size * tile_rows
+    tokens = first_token + tl.arange(0, tile_tokens)
     token_rows = tl.minimum(tokens, num_tokens - 1).to(tl.int64)
-    acc = tl.zeros([ROWS, TOKENS], tl.float32)
-    for column in tl.range(0, K, DEPTH):
-        inputs = tl.trans(load_rows(x, token_rows, column, K, DEPTH))
-        tile = load_weight(weight, first_row, column, N, K, ROWS, DEPTH, TMA)
+    acc = tl.zeros([tile_rows, tile_tokens], tl.float32)
+    for column in tl.range(0, k, depth):
+        inputs = tl.trans(load_rows(x, token_rows, column, k, depth))
+        tile = load_weight(weight, first_row, column, n, k, tile_rows, depth, tma)
         acc = tl.dot(tile, inputs, acc, input_precision="ieee")
-    rows = first_row + tl.arange(0, ROWS)
+    rows = first_row + tl.arange(0, tile_rows)
     y = tl.trans(acc)
     if bias is not None:
-        y += tl.load(bias + rows, mask=rows < N, other=0.0).to(tl.float32)[None, :]
-    is_there = (tokens < num_tokens)[:, None] & (rows < N)[None, :]
-    tl.store(out + tokens.to(tl.int64)[:, None] * N + rows[None, :], y.to(out.dtype.element_ty), mask=is_there)
+        y += tl.load(bias + rows, mask=rows < n, other=0.0).to(tl.float32)[None, :]
+    is_there = (tokens < num_tokens)[:, None] & (rows < n)[None, :]
+    tl.store(out + tokens.to(tl.int64)[:, None] * n + rows[None, :], y.to(out.dtype.element_ty), mask=is_there)

@@ -19,18 +19,26 @@ from penstock.kernels.triton.linear.device import begin_early
 
 @triton.jit
 def prepare(
-    ids, table, gain, x, scaled, squares, VOCAB: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """`ids` [T] int64, `table` [VOCAB, HIDDEN], `gain` [HIDDEN] -> `x` and `scaled` [T, HIDDEN], `squares` [T, 1]."""
-    begin_early(PDL)
+    ids,
+    table,
+    gain,
+    x,
+    scaled,
+    squares,
+    vocab: tl.constexpr,
+    hidden: tl.constexpr,
+    block: tl.constexpr,
+    pdl: tl.constexpr,
+):
+    """`ids` [T] int64, `table` [vocab, hidden], `gain` [hidden] -> `x` and `scaled` [T, hidden], `squares` [T, 1]."""
+    begin_early(pdl)
     token = tl.program_id(0)
-    place = tl.arange(0, BLOCK)
-    is_inside = place < HIDDEN
-    row = tl.minimum(tl.maximum(tl.load(ids + token), 0), VOCAB - 1).to(tl.int64)
-    values = tl.load(table + row * HIDDEN + place, mask=is_inside, other=0.0)
+    place = tl.arange(0, block)
+    is_inside = place < hidden
+    row = tl.minimum(tl.maximum(tl.load(ids + token), 0), vocab - 1).to(tl.int64)
+    values = tl.load(table + row * hidden + place, mask=is_inside, other=0.0)
     gains = tl.load(gain + place, mask=is_inside, other=0.0)
-    start = token.to(tl.int64) * HIDDEN
+    start = token.to(tl.int64) * hidden
     tl.store(x + start + place, values, mask=is_inside)
     wide = values.to(tl.float32)
     tl.store(scaled + start + place, (wide * gains.to(tl.float32)).to(scaled.dtype.element_ty), mask=is_inside)
