@@ -170,3 +170,15 @@ def test_matrix_products_of_torch_between_calls_change_nothing() -> None:
             values(rows, 512, dtype=torch.bfloat16, seed=3), values(640, 512, dtype=torch.bfloat16, seed=4)
         )
         assert torch.equal(layer(x), expected)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("k", "n"), SHAPES)
+def test_hands_out_the_weight_that_it_packed(isa: str, dtype: torch.dtype, k: int, n: int) -> None:
+    weight, bias = values(n, k, dtype=dtype, seed=0), values(n, dtype=dtype, seed=2)
+    layer = make(isa, weight, bias)
+    assert torch.equal(layer.dense_weight(), weight)
+    # The bias that stood aside is there again.
+    x = values(3, k, dtype=dtype, seed=1)
+    assert torch.equal(layer(x), make(isa, weight, bias)(x))

@@ -11,8 +11,8 @@ bfloat16 with AVX512 or AMX); the caller may drop the original. Threads are torc
 
 from __future__ import annotations
 
+import copy
 import ctypes
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -49,7 +49,7 @@ class PackedLinear:
         assert bias is None or bias.shape == (self.out_features,), f"{bias.shape} for {self.out_features} outputs"
         weight = weight.detach().contiguous()
         if native is None:
-            self._into: Callable[[torch.Tensor, torch.Tensor], None] = _TorchLinear(weight, bias)
+            self._into: _NativeLinear | _TorchLinear = _TorchLinear(weight, bias)
         else:
             self._into = _NativeLinear(native, weight, bias)
 
@@ -58,6 +58,13 @@ class PackedLinear:
         out = x.new_empty((x.shape[0], self.out_features))
         self.into(x, out)
         return out
+
+    def dense_weight(self) -> torch.Tensor:
+        """[out_features, in_features]: a copy of what was packed, its denormal numbers perhaps as zeros."""
+        identity = torch.eye(self.in_features, dtype=self.dtype)
+        out = identity.new_empty((self.in_features, self.out_features))
+        self._into.without_bias()(identity, out)
+        return out.T.contiguous()
 
     def into(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """Writes the product to `out`, [rows, out_features], which must not overlap `x`."""
@@ -101,6 +108,15 @@ class _NativeLinear:
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
         self._run(self._address, x.data_ptr(), out.data_ptr(), x.shape[0], torch.get_num_threads())
 
+    def without_bias(self) -> _NativeLinear:
+        """The same weight, which is shared, and nothing added."""
+        plain = copy.copy(self)
+        plain._bias = None
+        plain._descriptor = _Descriptor.from_buffer_copy(self._descriptor)
+        plain._descriptor.bias = None
+        plain._address = ctypes.addressof(plain._descriptor)
+        return plain
+
 
 class _TorchLinear:
     """The reference: `F.linear` on tiles of always the same shape, each at the same alignment.
@@ -124,3 +140,8 @@ class _TorchLinear:
             tile = x.new_zeros((self._tile_rows, x.shape[1]))
             tile[: part.shape[0]] = part
             out[first : first + self._tile_rows] = F.linear(tile, self._weight, self._bias)[: part.shape[0]]
+
+    def without_bias(self) -> _TorchLinear:
+        plain = copy.copy(self)
+        plain._bias = None
+        return plain

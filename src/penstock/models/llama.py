@@ -102,18 +102,18 @@ class LlamaForCausalLM:
         tied = config.tie_word_embeddings
         self.head = Linear(self.embedding.weight if tied else weights.tensor("lm_head.weight", vocab, hidden))
         self.kv_cache_specs = {layer.attention.attend.name: layer.attention.attend.spec for layer in self.layers}
-        self._aux_layers = aux_layers
+        self.aux_layers = aux_layers
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> ModelOutput:
         residual = self.embedding(input_ids)
         x = torch.zeros_like(residual)
         kept = [residual[:, :0]]  # what is left where nobody asked
         for number, layer in enumerate(self.layers):
-            if number in self._aux_layers:
+            if number in self.aux_layers:
                 kept.append(residual + x)
             x = layer(x, residual, positions, context)
         hidden = self.norm.add(x, residual)
-        if len(self.layers) in self._aux_layers:
+        if len(self.layers) in self.aux_layers:
             kept.append(residual)
         return ModelOutput(hidden, torch.cat(kept, -1))
 

@@ -1,0 +1,12 @@
+"""Linear layers on a GPU: the fused ones of a small decode step, and one whose bits do not depend on the batch.
+
+    tiles      the sizes that may be tuned, in one table
+    decode     what a decode step of a Llama-like layer launches: y = x @ W.T with what stands before and behind it
+    prepare    the embedding at the head of the step
+    argmax     the greedy token, from what the vocabulary's tiles leave
+    matmul     y = x @ W.T for any number of rows, every row in one order
+
+A decode step never normalises. Whoever writes the residual stream x also writes x * gain, rounded, and sums of squares
+of its part of the row (`Stream`); whoever multiplies it by a weight scales its sums by 1 / rms at the end, as that
+factor is the same for all of a row. Normalising inside of the product's loop would cost three times the product.
+"""

@@ -1,0 +1,166 @@
+"""The two products of a decode step, y = x @ W.T: one token by one thread's arithmetic, more by tensor cores.
+
+W is [N, K], row-major, in bfloat16, float16 or float32; x is [T, K] of the same dtype; sums are float32. Where x is
+`scaled` of a stream, whose squares come in `num_parts`, sums are divided by the stream's rms. The weight stands on the
+long side of the tensor core's tile ("swapped"), so that few tokens waste little of it.
+
+A program reads its first tile of the weight before it waits for the kernels before it. Tensor cores add that tile last:
+its input cannot be there before those of the tiles behind it are on their way.
+
+A row's bits depend on its own numbers and on the tile alone, so on the bucket of T, not on T or the neighbours.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from penstock.kernels.triton.linear.device import (
+    begin_early,
+    finish,
+    inverse_rms,
+    load_rows,
+    load_squares,
+    load_weight,
+    wait_for_inputs,
+)
+
+
+@triton.jit
+def gemv(
+    x, weight, squares, bias, old_residual, gain, residual, out, side, side_ids, eps,
+    n: tl.constexpr, k: tl.constexpr, num_parts: tl.constexpr, tile_rows: tl.constexpr, depth: tl.constexpr,
+    stages: tl.constexpr, epilogue: tl.constexpr, stores: tl.constexpr, pdl: tl.constexpr,
+):  # fmt: skip
+    """One token; grid [tiles of n]. n counts the outputs: a silu weight has 2 n rows, the gate's first."""
+    begin_early(pdl)
+    first_row = tl.program_id(0) * tile_rows
+    if epilogue == "silu":
+        # Gate and up of an output stand side by side in the tile, to be told apart by a reshape.
+        place = tl.arange(0, 2 * tile_rows)
+        rows = tl.minimum(first_row + place // 2, n - 1) + (place % 2) * n
+    else:
+        rows = tl.minimum(first_row + tl.arange(0, tile_rows), n - 1)
+    tile = load_rows(weight, rows.to(tl.int64), 0, k, depth)
+    outputs = first_row + tl.arange(0, tile_rows)
+    gains = tl.load(gain + outputs, mask=outputs < n, other=0.0) if epilogue == "residual" else 0.0
+    wait_for_inputs(pdl)
+    old = 0.0
+    if epilogue == "residual":
+        old = tl.load(old_residual + outputs[None, :], mask=outputs[None, :] < n, other=0.0)
+    token = tl.arange(0, 1)
+    sums_of_squares = load_squares(squares, token, num_parts) if num_parts > 0 else 0.0
+    inputs = load_rows(x, token.to(tl.int64), 0, k, depth)
+    products = tl.zeros(tile.shape, tl.float32)
+    for column in tl.range(depth, k, depth):
+        if stages > 1:
+            next_tile = load_rows(weight, rows.to(tl.int64), column, k, depth)
+            next_inputs = load_rows(x, token.to(tl.int64), column, k, depth)
+            products += tile.to(tl.float32) * inputs.to(tl.float32)
+            tile = next_tile
+            inputs = next_inputs
+        else:
+            products += tile.to(tl.float32) * inputs.to(tl.float32)
+            tile = load_rows(weight, rows.to(tl.int64), column, k, depth)
+            inputs = load_rows(x, token.to(tl.int64), column, k, depth)
+    products += tile.to(tl.float32) * inputs.to(tl.float32)
+    acc = tl.sum(products, axis=1)
+    if num_parts > 0:
+        acc *= tl.sum(inverse_rms(sums_of_squares, eps, k))
+    up = 0.0
+    if epilogue == "silu":
+        acc, up = tl.split(tl.reshape(acc, [tile_rows, 2]))
+        up = up[None, :]
+    finish(acc[None, :], up, old, gains, bias, residual, out, side, side_ids, first_row, 0, 1,
+           n, tile_rows, 1, epilogue, stores)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def gemm(
+    x, weight, squares, bias, old_residual, gain, residual, out, side, side_ids, eps, partials, counters, num_tokens,
+    n: tl.constexpr, k: tl.constexpr, num_parts: tl.constexpr, tile_rows: tl.constexpr, tile_tokens: tl.constexpr,
+    depth: tl.constexpr, split: tl.constexpr, epilogue: tl.constexpr, stores: tl.constexpr, tma: tl.constexpr,
+    pdl: tl.constexpr,
+):  # fmt: skip
+    """Any number of tokens; grid [tiles of tokens, tiles of n, split], `split` dividing the steps of k. n as above."""
+    begin_early(pdl)
+    first_token = tl.program_id(0) * tile_tokens
+    first_row = tl.program_id(1) * tile_rows
+    tl.static_assert(split == 1 or epilogue == "residual", "only what ends in the stream is added up across programs")
+    steps: tl.constexpr = (k + depth - 1) // depth // split
+    begin = tl.program_id(2) * (steps * depth)
+    pair: tl.constexpr = epilogue == "silu"
+    height: tl.constexpr = 2 * n if pair else n
+    first_tile = load_weight(weight, first_row, begin, height, k, tile_rows, depth, tma)
+    second_tile = load_weight(weight, n + first_row, begin, height, k, tile_rows, depth, tma) if pair else first_tile
+    outputs = first_row + tl.arange(0, tile_rows)
+    gains = tl.load(gain + outputs, mask=outputs < n, other=0.0) if epilogue == "residual" else 0.0
+    wait_for_inputs(pdl)
+    tokens = first_token + tl.arange(0, tile_tokens)
+    # Beyond the last token it is computed once more: what stands for it is as harmless as any.
+    token_rows = tl.minimum(tokens, num_tokens - 1).to(tl.int64)
+    first_inputs = load_rows(x, token_rows, begin, k, depth)
+    sums_of_squares = load_squares(squares, token_rows, num_parts) if num_parts > 0 else 0.0
+    old = 0.0
+    if epilogue == "residual":
+        places = token_rows[:, None] * n + outputs[None, :]
+        old = tl.load(old_residual + places, mask=outputs[None, :] < n, other=0.0)
+    acc = tl.zeros([tile_rows, tile_tokens], tl.float32)
+    up = acc
+    for step in tl.range(1, steps):
+        column = begin + step * depth
+        inputs = tl.trans(load_rows(x, token_rows, column, k, depth))
+        tile = load_weight(weight, first_row, column, height, k, tile_rows, depth, tma)
+        acc = tl.dot(tile, inputs, acc, input_precision="ieee")
+        if pair:
+            tile = load_weight(weight, n + first_row, column, height, k, tile_rows, depth, tma)
+            up = tl.dot(tile, inputs, up, input_precision="ieee")
+    acc = tl.trans(tl.dot(first_tile, tl.trans(first_inputs), acc, input_precision="ieee"))
+    if pair:
+        up = tl.trans(tl.dot(second_tile, tl.trans(first_inputs), up, input_precision="ieee"))
+    if split > 1:
+        tile_id = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        is_last = share_sums(acc, partials, counters, tile_id, tile_rows, tile_tokens, split)
+        if is_last:
+            acc = gather_sums(partials, tile_id, tile_rows, tile_tokens, split)
+            finish(acc, up, old, gains, bias, residual, out, side, side_ids, first_row, first_token, num_tokens,
+                   n, tile_rows, tile_tokens, epilogue, stores)  # fmt: skip
+    else:
+        if num_parts > 0:
+            scale = inverse_rms(sums_of_squares, eps, k)[:, None]
+            acc *= scale
+            if pair:
+                up *= scale
+        finish(acc, up, old, gains, bias, residual, out, side, side_ids, first_row, first_token, num_tokens,
+               n, tile_rows, tile_tokens, epilogue, stores)  # fmt: skip
+
+
+@triton.jit
+def places_of_sums(tile_id, tile_rows: tl.constexpr, tile_tokens: tl.constexpr):
+    return (tile_id * tile_tokens + tl.arange(0, tile_tokens))[:, None] * tile_rows + tl.arange(0, tile_rows)[None, :]
+
+
+@triton.jit
+def share_sums(
+    acc, partials, counters, tile_id, tile_rows: tl.constexpr, tile_tokens: tl.constexpr, split: tl.constexpr
+):
+    """Leaves this part's sums where others find them, and tells whether all the other parts have done so already."""
+    part = tl.program_id(2)
+    tl.store(partials + places_of_sums(tile_id * split + part, tile_rows, tile_tokens), acc)
+    # All threads have stored before one of them says so.
+    tl.debug_barrier()
+    is_last = tl.atomic_add(counters + tile_id, 1, sem="acq_rel", scope="gpu") == split - 1
+    if is_last:
+        # For the next launch: nobody else looks at it any more.
+        tl.store(counters + tile_id, 0)
+    return is_last
+
+
+@triton.jit
+def gather_sums(partials, tile_id, tile_rows: tl.constexpr, tile_tokens: tl.constexpr, split: tl.constexpr):
+    """[tile_tokens, tile_rows]: all parts' sums, in the order of the parts whoever came last."""
+    acc = tl.zeros([tile_tokens, tile_rows], tl.float32)
+    for part in tl.static_range(split):
+        places = places_of_sums(tile_id * split + part, tile_rows, tile_tokens)
+        acc += tl.load(partials + places, cache_modifier=".cg")
+    return acc

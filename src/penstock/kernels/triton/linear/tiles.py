@@ -1,0 +1,105 @@
+"""The sizes of tiles, all in one place: by role, number of tokens and weight. Measured on an H200 where a row says so.
+
+A tile of a product is `rows` of the weight by `tokens` of the input, walked along K in steps of `depth`; K may be cut
+into `split` parts whose sums are added up by whoever comes last. `stages` is how many steps are on their way at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import triton
+
+MAX_TOKENS = 64
+BUCKETS = (1, 16, 32, 64)  # the numbers of tokens that tiles are chosen for: the smallest that holds the batch
+
+_LARGE = 24 << 20  # bytes of a weight that outweigh the start of a kernel: from a model of about 8B on
+_LONG = 4096  # elements of a row that one token's tile does not hold at once
+
+
+class Role(Enum):
+    QKV = "qkv"
+    OUT = "out"
+    GATE_UP = "gate_up"  # two tiles of `rows`, the gate's and the up's
+    DOWN = "down"
+    HEAD = "head"
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    rows: int
+    tokens: int
+    depth: int
+    warps: int
+    stages: int = 1
+    split: int = 1
+
+    def __str__(self) -> str:
+        split = f"/{self.split}" if self.split > 1 else ""
+        return f"{self.rows}x{self.tokens}x{self.depth}{split} w{self.warps} s{self.stages}"
+
+
+# One token: every thread multiplies and adds by itself. Two stages where a program has its processor for itself.
+_GEMV = {
+    Role.QKV: Tile(8, 1, 1024, 8, stages=2),
+    Role.OUT: Tile(4, 1, 1024, 4, stages=2),
+    Role.GATE_UP: Tile(8, 1, 1024, 8, stages=2),
+    Role.DOWN: Tile(8, 1, 1024, 8, stages=2),
+    Role.HEAD: Tile(16, 1, 1024, 8),
+}
+# For long rows less at a time, so that two programs share a processor and one's end hides behind the other's reads.
+_GEMV_LONG = {
+    **_GEMV,
+    Role.QKV: Tile(16, 1, 512, 4),
+    Role.GATE_UP: Tile(8, 1, 512, 8),
+    Role.HEAD: Tile(16, 1, 512, 8),
+}
+
+# Up to 16 tokens: one tile of tokens, the narrowest that tensor cores have for weights on their long side.
+_GEMM_16 = {
+    Role.QKV: Tile(64, 16, 128, 4, stages=6),
+    Role.OUT: Tile(64, 16, 128, 4, stages=4, split=4),
+    Role.GATE_UP: Tile(64, 16, 128, 4, stages=4),
+    Role.DOWN: Tile(64, 16, 128, 4, stages=4, split=4),
+    Role.HEAD: Tile(64, 16, 128, 4, stages=3),
+}
+# Up to 64: two tiles of 32 tokens beat one of 64 where the weight is small, as twice as many programs read it.
+_GEMM_64 = {
+    Role.QKV: Tile(64, 32, 128, 4, stages=6),
+    Role.OUT: Tile(64, 32, 128, 4, stages=6),
+    Role.GATE_UP: Tile(64, 32, 128, 4, stages=4),
+    Role.DOWN: Tile(64, 32, 128, 4, stages=6),
+    Role.HEAD: Tile(64, 64, 128, 4, stages=4),
+}
+
+# Every product of `matmul`, whatever its size: another depth would give other bits.
+MATMUL = Tile(128, 64, 64, 4, stages=4)
+
+
+def choose(role: Role, bucket: int, shape: tuple[int, int], itemsize: int) -> Tile:
+    """The tile for a weight of `shape` [N, K] with elements of `itemsize` bytes and at most `bucket` tokens."""
+    n, k = shape
+    if bucket == 1:
+        tile = (_GEMV_LONG if k >= _LONG else _GEMV)[role]
+        return replace(tile, depth=min(tile.depth, triton.next_power_of_2(k)))
+    tile = (_GEMM_16 if bucket == 16 else _GEMM_64)[role]
+    if bucket == 64 and n * k * itemsize > _LARGE:
+        # Shared memory holds three steps of two tiles of a weight, or four of one.
+        tile = replace(tile, tokens=64, stages=3 if role is Role.GATE_UP else 4)
+    tile = replace(tile, tokens=min(tile.tokens, bucket))
+    tile = _fit(tile, k, itemsize)
+    # Parts of a split are equally long, and so long that adding them up is the lesser work.
+    steps = triton.cdiv(k, tile.depth)
+    return tile if steps % tile.split == 0 and steps >= 4 * tile.split else replace(tile, split=1)
+
+
+def fixed(k: int, itemsize: int) -> Tile:
+    """The tile of `matmul` for a weight of K = `k`: nothing else may have a part in it."""
+    return _fit(MATMUL, k, itemsize)
+
+
+def _fit(tile: Tile, k: int, itemsize: int) -> Tile:
+    """Less depth for a short K, and for float32, which no tensor core multiplies as it is."""
+    depth = min(tile.depth, max(triton.next_power_of_2(k), 16))
+    return replace(tile, depth=depth) if itemsize == 2 else replace(tile, depth=min(depth, 32), stages=2)

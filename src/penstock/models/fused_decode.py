@@ -1,0 +1,112 @@
+"""A Llama-like decoder's forward pass for few tokens by `penstock.kernels.triton.linear`: five kernels a layer.
+
+        ids -> prepare -> [ qkv -> attend -> out, + -> gate_up, silu -> down, + ] x layers -> norm -> logits, or greedy
+
+It stands beside the model that it is made from, reads that model's own weights and KV cache, and returns what that
+model returns but for rounding: a norm's gain is applied before its division, and a sum is rounded once where the model
+rounds it between two layers. Which of the two ran is therefore visible in last bits; within 2 to 16 tokens, 17 to 32,
+and 33 to 64, a row's bits do not depend on the others. For larger batches the model's own forward is the better one.
+
+What a pass computes lies in tensors that torch allocates for it: a `ModelOutput` outlives the pass, and in a CUDA graph
+the graph's own pool gives the fixed addresses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from penstock.attention.metadata import ForwardContext
+from penstock.kernels.triton.linear import decode
+from penstock.kernels.triton.linear.tiles import MAX_TOKENS, Role
+from penstock.layers.attention import PagedAttention
+from penstock.models.interface import Model, ModelOutput
+from penstock.models.llama import LlamaDecoderLayer, LlamaForCausalLM
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    qkv: decode.DecodeWeight
+    attend: PagedAttention
+    out: decode.DecodeWeight
+    post_gain: torch.Tensor  # [H]: of the norm behind `out`
+    gate_up: decode.DecodeWeight
+    down: decode.DecodeWeight
+    next_gain: torch.Tensor  # [H]: of the norm behind `down`, the next layer's or the last
+
+
+class FusedDecoder:
+    """A `Model` for at most `max_tokens` tokens. Its passes must follow each other on one stream."""
+
+    max_tokens = MAX_TOKENS
+
+    def __init__(self, model: LlamaForCausalLM, device: decode.Device | None = None) -> None:
+        """`device`: what the kernels may use, by default what they find. `supports` must have said yes."""
+        reason = self.supports(model)
+        assert not reason, reason
+        self.kv_cache_specs = model.kv_cache_specs
+        self._device = decode.Device.of(model.embedding.weight.device) if device is None else device
+        self._embedding = model.embedding.weight
+        self._first_gain = model.layers[0].input_norm.weight
+        self._norm = model.norm
+        self._head = self._weight(Role.HEAD, model.head.dense_weight())
+        self._aux_layers = model.aux_layers
+        next_norms = [*(layer.input_norm for layer in model.layers[1:]), model.norm]
+        pairs = zip(model.layers, next_norms, strict=True)
+        self._layers = [self._layer(layer, norm.weight) for layer, norm in pairs]
+
+    @staticmethod
+    def supports(model: Model) -> str:
+        """Why the model cannot be decoded so; empty when it can."""
+        if not isinstance(model, LlamaForCausalLM):
+            return f"{type(model).__name__} is not of Llama's family"
+        if model.embedding.weight.dtype not in _DTYPES:
+            return f"weights are {model.embedding.weight.dtype}"
+        linears = [x for layer in model.layers for x in (layer.attention.out, layer.mlp.gate_up, layer.mlp.down)]
+        if any(linear.bias is not None for linear in linears):
+            return "there are biases behind the attention or in the MLP"
+        return ""
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> ModelOutput:
+        """As `Model.forward`, for 1 to `max_tokens` tokens."""
+        stream = decode.prepare(input_ids, self._embedding, self._first_gain, self._device)
+        kept = [stream.residual[:, :0]]  # what is left where nobody asked
+        eps = self._norm.eps
+        for number, layer in enumerate(self._layers):
+            if number in self._aux_layers:
+                kept.append(stream.residual)
+            qkv = decode.linear_normed(layer.qkv, stream, eps)
+            attended = layer.attend(qkv, positions, context)
+            stream = decode.linear_residual(layer.out, attended, stream, layer.post_gain)
+            inner = decode.linear_silu(layer.gate_up, stream, eps)
+            stream = decode.linear_residual(layer.down, inner, stream, layer.next_gain)
+        if len(self._layers) in self._aux_layers:
+            kept.append(stream.residual)
+        return ModelOutput(self._norm(stream.residual), torch.cat(kept, -1))
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As `Model.compute_logits`, for 1 to `max_tokens` rows."""
+        return decode.linear(self._head, hidden)
+
+    def compute_best(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `compute_logits(hidden).max(-1)` returns, values as float32, while no logits are stored."""
+        _, values, token_ids = decode.linear_argmax(self._head, hidden)
+        return values, token_ids
+
+    def _layer(self, layer: LlamaDecoderLayer, next_gain: torch.Tensor) -> _Layer:
+        attention, mlp = layer.attention, layer.mlp
+        return _Layer(
+            self._weight(Role.QKV, attention.qkv.dense_weight(), attention.qkv.bias),
+            attention.attend,
+            self._weight(Role.OUT, attention.out.dense_weight()),
+            layer.post_norm.weight,
+            self._weight(Role.GATE_UP, mlp.gate_up.dense_weight()),
+            self._weight(Role.DOWN, mlp.down.dense_weight()),
+            next_gain,
+        )
+
+    def _weight(self, role: Role, weight: torch.Tensor, bias: torch.Tensor | None = None) -> decode.DecodeWeight:
+        return decode.DecodeWeight(role, weight, bias, self._device)

@@ -1,0 +1,172 @@
+"""What the products cost on a GPU, told by the compiler: registers, spills, shared memory, the instructions meant."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import triton
+
+from penstock.kernels.triton.linear.tiles import Role, Tile, choose, fixed
+from tests.kernels.gpu_compiler import KernelCost, compile_for_gpu
+
+PACKAGE = "penstock.kernels.triton.linear"
+MOST_SHARED_BYTES = 227 << 10
+# [N, K] of the weights, gate and up stacked.
+MODELS = {
+    "Qwen3-0.6B": {
+        Role.QKV: (4096, 1024),
+        Role.OUT: (1024, 2048),
+        Role.GATE_UP: (6144, 1024),
+        Role.DOWN: (1024, 3072),
+        Role.HEAD: (151936, 1024),
+    },
+    "Qwen3-8B": {
+        Role.QKV: (6144, 4096),
+        Role.OUT: (4096, 4096),
+        Role.GATE_UP: (24576, 4096),
+        Role.DOWN: (4096, 12288),
+        Role.HEAD: (151936, 4096),
+    },
+    "small": {
+        Role.OUT: (256, 256),
+        Role.GATE_UP: (1536, 256),
+        Role.DOWN: (256, 768),
+    },
+}
+EPILOGUES = {
+    Role.QKV: "plain",
+    Role.OUT: "residual",
+    Role.GATE_UP: "silu",
+    Role.DOWN: "residual",
+    Role.HEAD: "argmax",
+}
+WRITERS = {Role.QKV: Role.DOWN, Role.GATE_UP: Role.OUT}  # of the streams that these read
+OPERANDS = (
+    "x", "weight", "squares", "bias", "old_residual", "gain", "residual", "out", "side", "side_ids", "eps",
+    "partials", "counters", "num_tokens",
+)  # fmt: skip
+
+
+def tile_of(model: str, role: Role, bucket: int, itemsize: int = 2) -> Tile:
+    return choose(role, bucket, MODELS[model][role], itemsize)
+
+
+def compile_product(
+    model: str, role: Role, bucket: int, tma: bool = True, pdl: bool = True, dtype: str = "bf16"
+) -> KernelCost:
+    """The kernel as `DecodeWeight.launch` launches it."""
+    itemsize = 4 if dtype == "fp32" else 2
+    tile = tile_of(model, role, bucket, itemsize)
+    height, k = MODELS[model][role]
+    epilogue, values, floats = EPILOGUES[role], f"*{dtype}:16", "*fp32:16"
+    parts = triton.cdiv(k, tile_of(model, WRITERS[role], bucket, itemsize).rows) if role in WRITERS else 0
+    types = {"x": values, "weight": values, "out": values, "eps": "fp32"}
+    if parts:
+        types["squares"] = floats
+    if epilogue == "residual":
+        types |= {"old_residual": values, "gain": values, "residual": values, "side": floats}
+    if epilogue == "argmax":
+        types |= {"side": floats, "side_ids": "*i32:16"}
+    constants: dict[str, Any] = {
+        "n": height // 2 if role is Role.GATE_UP else height, "k": k, "num_parts": parts, "tile_rows": tile.rows,
+        "depth": tile.depth, "epilogue": epilogue, "stores": False, "pdl": pdl,
+    }  # fmt: skip
+    names = OPERANDS
+    if bucket == 1:
+        names = OPERANDS[: -len(("partials", "counters", "num_tokens"))]
+        constants["stages"] = tile.stages
+    else:
+        if tma:
+            types["weight"] = f"tensordesc<{dtype}[{tile.rows},{tile.depth}]>"
+        if tile.split > 1:
+            types["partials"] = floats
+        types |= {"counters": "*i32:16", "num_tokens": "i32"}
+        constants |= {"tile_tokens": tile.tokens, "split": tile.split, "tma": tma}
+    signature = {name: types[name] for name in names if name in types}
+    constants |= {name: None for name in names if name not in types}
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    kernel = "gemv" if bucket == 1 else "gemm"
+    return compile_for_gpu(f"{PACKAGE}.products", kernel, signature, constants, **options)
+
+
+def assert_fits(cost: KernelCost) -> None:
+    assert cost.spilled_bytes == 0
+    assert cost.shared_bytes < MOST_SHARED_BYTES
+
+
+@pytest.mark.parametrize("role", Role)
+@pytest.mark.parametrize(
+    ("model", "bucket"),
+    [("Qwen3-0.6B", 1), ("Qwen3-0.6B", 16), ("Qwen3-0.6B", 64), ("Qwen3-8B", 1), ("Qwen3-8B", 64)],
+)
+def test_products(model: str, bucket: int, role: Role) -> None:
+    cost = compile_product(model, role, bucket)
+    assert_fits(cost)
+    before, separator, after = cost.ptx.partition("griddepcontrol.wait")
+    assert separator
+    assert before.count("griddepcontrol.launch_dependents") == 1
+    # Nothing of other kernels is read before the wait, and nothing written; of the weight, the first tile is.
+    assert not any(word in before for word in ("st.global", "atom.", "cp.async.cg"))
+    if bucket == 1:
+        assert "ld.global.v4" in before
+        assert "mma" not in cost.ptx
+    else:
+        assert before.count("cp.async.bulk.tensor") == (2 if role is Role.GATE_UP else 1)
+        assert ("ld.global" in before) == (EPILOGUES[role] == "residual"), "a gain is read early, x is not"
+        assert "cp.async.bulk.tensor" in after
+        assert "cp.async.cg" in after
+        assert "wgmma.mma_async.sync.aligned.m64" in after
+        assert ("atom.global.gpu.acq_rel" in after) == (tile_of(model, role, bucket).split > 1)
+
+
+@pytest.mark.parametrize(("role", "bucket"), [(Role.DOWN, 1), (Role.GATE_UP, 32), (Role.DOWN, 16)])
+def test_products_without_what_came_with_hopper(role: Role, bucket: int) -> None:
+    cost = compile_product("Qwen3-8B", role, bucket, tma=False, pdl=False)
+    assert_fits(cost)
+    assert not any(word in cost.ptx for word in ("griddepcontrol", "cp.async.bulk"))
+
+
+@pytest.mark.parametrize("bucket", [1, 64])
+def test_products_of_a_small_model(bucket: int) -> None:
+    assert_fits(compile_product("small", Role.GATE_UP, bucket))
+
+
+def test_products_of_float32() -> None:
+    assert_fits(compile_product("small", Role.DOWN, 16, dtype="fp32"))
+
+
+@pytest.mark.parametrize("tma", [False, True])
+def test_matmul(tma: bool) -> None:
+    tile = fixed(4096, 2)
+    assert tile == replace(tile, split=1), "a split sum is added up in another order"
+    signature = {
+        "x": "*bf16:16",
+        "weight": f"tensordesc<bf16[{tile.rows},{tile.depth}]>" if tma else "*bf16:16",
+        "bias": "*bf16:16",
+        "out": "*bf16:16",
+        "num_tokens": "i32",
+    }
+    sizes = {"tile_rows": tile.rows, "tile_tokens": tile.tokens, "depth": tile.depth}
+    constants = {"n": 6144, "k": 4096, **sizes, "group_tiles": 16, "tma": tma}
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    cost = compile_for_gpu(f"{PACKAGE}.matmul", "matmul", signature, constants, **options)
+    assert_fits(cost)
+    assert "wgmma.mma_async.sync.aligned.m64n64k16" in cost.ptx
+    assert ("cp.async.bulk.tensor" in cost.ptx) == tma
+
+
+def test_prepare_and_argmax() -> None:
+    values, floats = "*bf16:16", "*fp32:16"
+    signature = {"ids": "*i64:16", **dict.fromkeys(("table", "gain", "x", "scaled"), values), "squares": floats}
+    constants = {"vocab": 151936, "hidden": 4096, "block": 4096, "pdl": True}
+    cost = compile_for_gpu(f"{PACKAGE}.prepare", "prepare", signature, constants, num_warps=16)
+    assert_fits(cost)
+    assert "griddepcontrol.wait" not in cost.ptx, "it is not launched early"
+    signature = {"best": floats, "best_ids": "*i32:16", "value": floats, "token_id": "*i64:16"}
+    cost = compile_for_gpu(
+        f"{PACKAGE}.argmax", "argmax", signature, {"num_parts": 9496, "block": 4096, "pdl": True}, num_warps=8
+    )
+    assert_fits(cost)
+    assert "ld.global" not in cost.ptx.partition("griddepcontrol.wait")[0]

@@ -1,0 +1,158 @@
+"""`FusedDecoder` beside the model that it is made from: the same numbers but for rounding, and the same tokens."""
+
+from __future__ import annotations
+
+import copy
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.attention.metadata import AttentionMetadata, ForwardContext
+from penstock.config.model import ModelConfig, RopeConfig
+from penstock.kernels.triton.linear.decode import Device
+from penstock.models.fused_decode import FusedDecoder
+from penstock.models.interface import Model, ModelOutput
+from penstock.models.llama import LlamaForCausalLM
+from penstock.models.registry import build_model
+from penstock.models.weights import Weights
+
+ON = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+VOCAB, BLOCK, BLOCKS_EACH = 101, 16, 2
+CONFIG = ModelConfig(
+    path=Path("nowhere"),
+    model_type="llama",
+    architecture="",
+    dtype="float32",
+    vocab_size=VOCAB,
+    hidden_size=72,
+    intermediate_size=40,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=24,
+    rms_norm_eps=1e-5,
+    rope=RopeConfig(1e4, "default", {}),
+    max_position_embeddings=64,
+    tie_word_embeddings=False,
+    attention_bias=False,
+    mlp_bias=False,
+    layer_windows=(0, 0),
+)
+MODELS = {
+    "llama": CONFIG,
+    "mistral": replace(CONFIG, model_type="mistral", layer_windows=(7, 7)),
+    "qwen2": replace(CONFIG, model_type="qwen2", tie_word_embeddings=True),
+    "qwen3": replace(CONFIG, model_type="qwen3", head_dim=16),
+}
+
+
+class RandomSource:
+    """Every tensor random, biases and gains too: a forgotten one would show."""
+
+    def read(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+        random = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        values = torch.randn(*shape, generator=random)
+        return values * shape[-1] ** -0.5 if len(shape) > 1 else values * 0.3 + (not name.endswith("bias"))
+
+    def has(self, name: str) -> bool:
+        return True
+
+    def close(self) -> None: ...
+
+
+def make(config: ModelConfig, aux_layers: tuple[int, ...] = ()) -> LlamaForCausalLM:
+    model = build_model(config, Weights(RandomSource(), torch.float32, ON), aux_layers)
+    assert isinstance(model, LlamaForCausalLM)
+    return model
+
+
+def caches_of(model: Model, num_requests: int) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.full((1 + BLOCKS_EACH * num_requests, 2, s.num_kv_heads, BLOCK, s.head_size), torch.nan, device=ON)
+        for name, s in model.kv_cache_specs.items()
+    }
+
+
+def context_of(caches: dict[str, torch.Tensor], lengths: Sequence[int], counts: Sequence[int]) -> ForwardContext:
+    """Requests with `lengths` tokens in all, of which the last `counts` are this step's."""
+    table = 1 + torch.arange(BLOCKS_EACH * len(lengths), dtype=torch.int32).view(len(lengths), BLOCKS_EACH)
+    places = [torch.arange(n - c, n) for n, c in zip(lengths, counts, strict=True)]
+    slots = [table[r].long()[p // BLOCK] * BLOCK + p % BLOCK for r, p in enumerate(places)]
+    metadata = AttentionMetadata(
+        query_start_loc=torch.tensor([0, *torch.tensor(counts).cumsum(0)], dtype=torch.int32, device=ON),
+        seq_lens=torch.tensor(lengths, dtype=torch.int32, device=ON),
+        block_table=table.to(ON),
+        slot_mapping=torch.cat(slots).to(ON),
+    )
+    return ForwardContext(dict.fromkeys(caches, metadata), caches)
+
+
+def step(
+    model: Model, caches: dict[str, torch.Tensor], ids: torch.Tensor, lengths: Sequence[int], counts: Sequence[int]
+) -> ModelOutput:
+    positions = torch.cat([torch.arange(n - c, n) for n, c in zip(lengths, counts, strict=True)]).to(ON)
+    return model.forward(ids, positions, context_of(caches, lengths, counts))
+
+
+def prefilled(model: Model, lengths: Sequence[int]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Caches that hold random prompts of these lengths, and the tokens that follow them."""
+    caches = caches_of(model, len(lengths))
+    ids = torch.randint(VOCAB, (sum(lengths),), generator=torch.Generator().manual_seed(1)).to(ON)
+    hidden = step(model, caches, ids, lengths, lengths).hidden
+    last = torch.tensor(lengths).cumsum(0).to(ON) - 1
+    return caches, model.compute_logits(hidden[last]).argmax(-1)
+
+
+def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(got, expected, atol=3e-5, rtol=3e-5)
+
+
+@pytest.mark.parametrize("num_requests", [1, 2, 17])
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_of_a_few_steps(name: str, num_requests: int) -> None:
+    model = make(MODELS[name])
+    fused = FusedDecoder(model, Device.of(ON) if ON.type == "cuda" else Device(tma=num_requests == 2))
+    assert fused.kv_cache_specs is model.kv_cache_specs
+    lengths = [5 + i for i in range(num_requests)]
+    caches, ids = prefilled(model, lengths)
+    fused_caches = copy.deepcopy(caches)
+    for _ in range(2):
+        lengths = [length + 1 for length in lengths]
+        expected = step(model, caches, ids, lengths, [1] * num_requests)
+        got = step(fused, fused_caches, ids, lengths, [1] * num_requests)
+        assert_close(got.hidden, expected.hidden)
+        assert got.aux_hidden.shape == expected.aux_hidden.shape == (num_requests, 0)
+        logits = model.compute_logits(expected.hidden)
+        assert_close(fused.compute_logits(got.hidden), logits)
+        values, ids = fused.compute_best(got.hidden)
+        assert torch.equal(ids, logits.argmax(-1))
+        assert_close(values, logits.amax(-1))
+    for layer, cache in caches.items():
+        torch.testing.assert_close(fused_caches[layer], cache, atol=3e-5, rtol=3e-5, equal_nan=True)
+
+
+def test_rows_that_verify_drafts_and_hand_out_their_streams() -> None:
+    model = make(MODELS["qwen3"], aux_layers=(0, 1, 2))
+    caches, ids = prefilled(model, [4, 9])
+    fused_caches = copy.deepcopy(caches)
+    ids = torch.cat((ids[:1], torch.tensor([7, 8], device=ON), ids[1:], torch.tensor([9], device=ON)))
+    expected = step(model, caches, ids, [7, 11], [3, 2])
+    got = step(FusedDecoder(model, Device()), fused_caches, ids, [7, 11], [3, 2])
+    assert_close(got.hidden, expected.hidden)
+    assert_close(got.aux_hidden, expected.aux_hidden)
+    assert got.aux_hidden.shape == (5, 3 * 72)
+
+
+@pytest.mark.parametrize("config", [replace(CONFIG, attention_bias=True), replace(CONFIG, mlp_bias=True)])
+def test_biases_that_it_does_not_add(config: ModelConfig) -> None:
+    assert "biases" in FusedDecoder.supports(make(config))
+
+
+def test_supports() -> None:
+    model = make(CONFIG)
+    assert FusedDecoder.supports(model) == ""
+    assert "FusedDecoder is not of Llama's family" in FusedDecoder.supports(FusedDecoder(model, Device()))
