@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from penstock.attention.metadata import AttentionMetadata, ForwardContext
+from penstock.attention.native import NativeAttention
 from penstock.config.eagle3 import load_eagle3_config
 from penstock.config.model import ModelConfig, RopeConfig
 from penstock.models.eagle3 import Eagle3Head
@@ -114,8 +115,10 @@ def of_tokens(caches: dict[str, torch.Tensor], positions: torch.Tensor) -> Forwa
         seq_lens=positions[-1:].to(torch.int32) + 1,
         block_table=torch.tensor([[5, 3, 1, 2]], dtype=torch.int32),
         slot_mapping=torch.tensor([5, 3, 1, 2])[positions // 16] * 16 + positions % 16,
+        max_query_len=len(positions),
+        max_seq_len=64,
     )
-    return ForwardContext(dict.fromkeys(caches, metadata), caches)
+    return ForwardContext(dict.fromkeys(caches, metadata), caches, NativeAttention())
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

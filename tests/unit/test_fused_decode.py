@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from penstock.attention.metadata import AttentionMetadata, ForwardContext
+from penstock.attention.select import EngineLimits, make_attention
 from penstock.config.model import ModelConfig, RopeConfig
 from penstock.kernels.triton.linear.decode import Device
 from penstock.models.fused_decode import FusedDecoder
@@ -87,8 +88,11 @@ def context_of(caches: dict[str, torch.Tensor], lengths: Sequence[int], counts: 
         seq_lens=torch.tensor(lengths, dtype=torch.int32, device=ON),
         block_table=table.to(ON),
         slot_mapping=torch.cat(slots).to(ON),
+        max_query_len=max(counts),
+        max_seq_len=max(lengths),
     )
-    return ForwardContext(dict.fromkeys(caches, metadata), caches)
+    attention = make_attention(torch.device(ON), EngineLimits(len(lengths), BLOCKS_EACH * BLOCK, 1))
+    return ForwardContext(dict.fromkeys(caches, metadata), caches, attention)
 
 
 def step(

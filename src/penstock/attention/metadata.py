@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+
+if TYPE_CHECKING:
+    from penstock.attention.backend import AttentionBackend
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,6 +19,8 @@ class AttentionMetadata:
     seq_lens: torch.Tensor  # [num_reqs] int32: tokens in the cache once this step's are stored
     block_table: torch.Tensor  # [num_reqs, max_blocks] int32
     slot_mapping: torch.Tensor  # [num_tokens] int64: block_id * block_size + offset, where a token's KV is stored
+    max_query_len: int  # of a request, an upper bound
+    max_seq_len: int  # an upper bound
 
 
 class LayerHooks(Protocol):
@@ -41,4 +46,5 @@ class ForwardContext:
 
     metadata: dict[str, AttentionMetadata]
     kv_caches: dict[str, torch.Tensor]  # each [num_blocks, 2, num_kv_heads, block_size, head_size]
+    attention: AttentionBackend
     hooks: LayerHooks = NO_HOOKS

@@ -11,9 +11,11 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 
+from penstock.kernels.dispatch import uses_triton
 from penstock.kernels.native import DTYPE_CODES, NativeLibrary, library
 
 
@@ -24,7 +26,9 @@ def rms_norm(
 ) -> torch.Tensor:
     """[T, H]: the normalised rows of `x`."""
     _check(x, weight)
-    native = library() if x.is_cpu else None
+    if uses_triton(x):
+        return _triton().rms_norm(x, weight, eps)
+    native = library()
     if native is None:
         return rms_norm_reference(x, weight, eps)
     out = torch.empty_like(x)
@@ -44,7 +48,9 @@ def add_rms_norm(
     _check(x, weight)
     assert residual.shape == x.shape and residual.dtype == x.dtype, f"{residual.shape} {residual.dtype} for {x.shape}"
     assert residual.is_contiguous(), f"residual has strides {residual.stride()}"
-    native = library() if x.is_cpu else None
+    if uses_triton(x):
+        return _triton().add_rms_norm(x, residual, weight, eps)
+    native = library()
     if native is None:
         return add_rms_norm_reference(x, residual, weight, eps)
     out = torch.empty_like(x)
@@ -70,6 +76,13 @@ def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
     assert x.dtype in DTYPE_CODES and weight.dtype == x.dtype, f"x is {x.dtype}, weight is {weight.dtype}"
     assert x.dim() == 2 and weight.shape == x.shape[1:], f"x is {tuple(x.shape)}, weight is {tuple(weight.shape)}"
     assert x.is_contiguous() and weight.is_contiguous(), f"x has strides {x.stride()}, weight {weight.stride()}"
+
+
+@functools.cache
+def _triton() -> ModuleType:
+    from penstock.kernels.triton import rms_norm as module
+
+    return module
 
 
 @functools.cache

@@ -13,9 +13,11 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 
+from penstock.kernels.dispatch import uses_triton
 from penstock.kernels.native import DTYPE_CODES, NativeLibrary, library
 from penstock.kernels.rms_norm import rms_norm_reference
 
@@ -41,8 +43,11 @@ def rope_and_store_kv(
         assert norm is None or (norm.shape == (head_dim,) and norm.dtype == qkv.dtype and norm.is_contiguous()), (
             f"norm weight is {tuple(norm.shape)} {norm.dtype} for {head_dim} {qkv.dtype}"
         )
-    native = library() if qkv.is_cpu else None
     arguments = (qkv, num_heads, num_kv_heads, cos_sin, positions, kv_cache, slot_mapping, q_norm, k_norm, eps)
+    if uses_triton(qkv):
+        _triton().rope_and_store_kv(*arguments)
+        return
+    native = library()
     if native is None:
         rope_and_store_kv_reference(*arguments)
         return
@@ -130,6 +135,13 @@ def _check(
     assert positions.dtype == slot_mapping.dtype == torch.int64, f"{positions.dtype} and {slot_mapping.dtype}"
     for tensor in (qkv, cos_sin, positions, kv_cache, slot_mapping):
         assert tensor.is_contiguous(), f"{tuple(tensor.shape)} has strides {tensor.stride()}"
+
+
+@functools.cache
+def _triton() -> ModuleType:
+    from penstock.kernels.triton import rope_and_store_kv as module
+
+    return module
 
 
 @functools.cache

@@ -8,10 +8,12 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 
+from penstock.kernels.dispatch import uses_triton
 from penstock.kernels.native import DTYPE_CODES, NativeLibrary, library
 
 
@@ -20,7 +22,9 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     assert gate_up.dtype in DTYPE_CODES, f"gate_up is {gate_up.dtype}"
     assert gate_up.dim() == 2 and gate_up.shape[1] % 2 == 0, f"gate_up is {tuple(gate_up.shape)}, not [T, 2I]"
     assert gate_up.is_contiguous(), f"gate_up has strides {gate_up.stride()}"
-    native = library() if gate_up.is_cpu else None
+    if uses_triton(gate_up):
+        return _triton().silu_and_mul(gate_up)
+    native = library()
     if native is None:
         return silu_and_mul_reference(gate_up)
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
@@ -32,6 +36,13 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 def silu_and_mul_reference(gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.float().chunk(2, dim=-1)
     return (F.silu(gate) * up).to(gate_up.dtype)
+
+
+@functools.cache
+def _triton() -> ModuleType:
+    from penstock.kernels.triton import silu_and_mul as module
+
+    return module
 
 
 @functools.cache

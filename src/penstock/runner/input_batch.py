@@ -34,6 +34,11 @@ class InputBatch:
     num_blocks_np: tuple[np.ndarray, ...]  # per group [num_reqs] int64
 
     @property
+    def max_seq_len(self) -> int:
+        """Of any request, an upper bound."""
+        return int((self.num_computed_np + self.query_lens_np).max())
+
+    @property
     def has_drafts(self) -> bool:
         """Whether any request verifies drafts in this step."""
         return len(self.logits_request_np) > len(self.sampling_np)
@@ -97,6 +102,8 @@ def make_attention_metadata(batch: InputBatch, blocks: BlockTables) -> list[Atte
             seq_lens=batch.seq_lens,
             block_table=table[batch.idx_mapping, : int(num_blocks.max())],
             slot_mapping=slot_mapping(table, batch.tokens, blocks.block_size),
+            max_query_len=int(batch.query_lens_np.max()),
+            max_seq_len=batch.max_seq_len,
         )
         for table, num_blocks in zip(blocks.tables, batch.num_blocks_np, strict=True)
     ]

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from penstock.attention.metadata import ForwardContext
+from penstock.attention.select import EngineLimits, make_attention
 from penstock.config.engine import SchedulerConfig
 from penstock.config.speculative import SpeculativeConfig
 from penstock.kernels.prepare_inputs import store_sampled
@@ -87,7 +88,9 @@ class ModelRunner:
         )
         self._layers_of_group = [group.layer_names for group in groups]
         picker, self._verifier = make_verification(loaded, speculative, self._states.drafts, self._sampling)
-        self._speculator = make_speculator(loaded, cache, config, speculative, self._blocks, picker)
+        limits = EngineLimits(config.max_num_seqs, config.max_model_len, 1 + config.max_num_drafts)
+        self._attention = make_attention(loaded.device, limits)
+        self._speculator = make_speculator(loaded, cache, config, speculative, self._blocks, self._attention, picker)
         self._parked: ExecuteModelState | None = None
         self._kv_step = KVStep(connector)
         connector.register_kv_caches(TorchKVCacheView(cache))
@@ -219,7 +222,7 @@ class ModelRunner:
     def _make_context(self, batch: InputBatch) -> ForwardContext:
         metadata = make_attention_metadata(batch, self._blocks)
         by_layer = {name: view for names, view in zip(self._layers_of_group, metadata, strict=True) for name in names}
-        return ForwardContext(by_layer, self._cache.tensors, self._kv_step.hooks)
+        return ForwardContext(by_layer, self._cache.tensors, self._attention, self._kv_step.hooks)
 
     def _make_sampling_batch(self, batch: InputBatch, grammars: GrammarOutput) -> SamplingBatch:
         index = batch.sampling_np[batch.logits_request_np]

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
+from penstock.attention.backend import AttentionBackend
 from penstock.attention.metadata import AttentionMetadata, ForwardContext
 from penstock.kernels.prepare_inputs import TokenInputs, slot_mapping
 from penstock.models.interface import DraftHead, Model
@@ -23,8 +24,14 @@ class DraftCache:
     """The drafter's layers on the target's block tables."""
 
     def __init__(
-        self, tensors: dict[str, torch.Tensor], groups: Mapping[str, int], blocks: BlockTables, max_model_len: int
+        self,
+        tensors: dict[str, torch.Tensor],
+        groups: Mapping[str, int],
+        blocks: BlockTables,
+        attention: AttentionBackend,
+        max_model_len: int,
     ) -> None:
+        self._attention = attention
         self._tensors = tensors  # by the drafter's own layer names
         self._groups = groups  # layer name -> KV group
         self._blocks = blocks
@@ -35,8 +42,13 @@ class DraftCache:
         metadata = make_attention_metadata(step.batch, self._blocks)
         return self._context(metadata)
 
-    def of_positions(self, rows: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, ForwardContext]:
-        """For one token per row; positions are held inside the longest request, behind which no draft is ever used."""
+    def of_positions(
+        self, rows: torch.Tensor, positions: torch.Tensor, max_seq_len: int
+    ) -> tuple[torch.Tensor, ForwardContext]:
+        """For one token per row; positions are held inside the longest request, behind which no draft is ever used.
+
+        `max_seq_len` is an upper bound of what they are the last of.
+        """
         positions = positions.clamp(max=self._last_position)
         starts = torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device)
         inputs = TokenInputs(rows, positions, positions)
@@ -46,13 +58,16 @@ class DraftCache:
                 seq_lens=(positions + 1).to(torch.int32),
                 block_table=table[rows],
                 slot_mapping=slot_mapping(table, inputs, self._blocks.block_size),
+                max_query_len=1,
+                max_seq_len=min(max_seq_len, self._last_position + 1),
             )
             for table in self._blocks.tables
         ]
         return positions, self._context(metadata)
 
     def _context(self, metadata: list[AttentionMetadata]) -> ForwardContext:
-        return ForwardContext({name: metadata[group] for name, group in self._groups.items()}, self._tensors)
+        by_layer = {name: metadata[group] for name, group in self._groups.items()}
+        return ForwardContext(by_layer, self._tensors, self._attention)
 
 
 class DraftModelSpeculator:
@@ -72,7 +87,9 @@ class DraftModelSpeculator:
         drafts: list[torch.Tensor] = []
         last = step.token_ids[step.rows, step.num_computed].long()
         for index in range(num_drafts if len(step.rows) else 0):
-            positions, context = self._cache.of_positions(step.rows, step.num_computed + index)
+            positions, context = self._cache.of_positions(
+                step.rows, step.num_computed + index, step.batch.max_seq_len + num_drafts
+            )
             hidden = self._model.forward(last, positions, context).hidden
             last = pick(self._model.compute_logits(hidden), index)
             drafts.append(last)
@@ -102,7 +119,9 @@ class HeadSpeculator:
             hidden = hidden[starts + step.num_computed - 1 - first]
             drafts.append(pick(head.compute_logits(hidden), 0))
         for index in range(1, num_drafts if len(step.rows) else 0):
-            positions, context = self._cache.of_positions(step.rows, step.num_computed - 1 + index)
+            positions, context = self._cache.of_positions(
+                step.rows, step.num_computed - 1 + index, step.batch.max_seq_len + num_drafts
+            )
             hidden = head.forward(hidden, drafts[-1], positions, context)
             drafts.append(pick(head.compute_logits(hidden), index))
         return _stack(drafts, step, num_drafts)

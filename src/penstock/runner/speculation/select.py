@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from penstock.attention.backend import AttentionBackend
 from penstock.config.engine import SchedulerConfig
 from penstock.config.speculative import SpeculativeConfig
 from penstock.models.eagle3 import Eagle3Head
@@ -26,9 +27,10 @@ def make_speculator(
     config: SchedulerConfig,
     speculative: SpeculativeConfig | None,
     blocks: BlockTables,
+    attention: AttentionBackend,
     picker: Picker,
 ) -> Speculator:
-    """`blocks` are the runner's tables, which the drafter's layers share."""
+    """`blocks` and `attention` are the runner's, which the drafter's layers share."""
     if speculative is None:
         return NullSpeculator()
     if loaded.drafter is None:
@@ -38,6 +40,7 @@ def make_speculator(
         {name: cache.tensors[layer.name] for name, layer in names.items()},
         {name: layer.group for name, layer in names.items()},
         blocks,
+        attention,
         config.max_model_len,
     )
     if isinstance(loaded.drafter, MultiTokenPredictor | Eagle3Head):

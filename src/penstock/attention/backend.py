@@ -1,0 +1,45 @@
+"""What computes attention on the paged KV cache: one backend per engine, chosen when it is built.
+
+Contract: a call rotates the queries and keys of its tokens, stores their keys and values, and then attends; it waits
+for nothing. Threading: the runner's thread. A row's result must not depend on the other rows of the call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from penstock.attention.metadata import AttentionMetadata
+from penstock.messages.kv_cache_spec import KVCacheSpec
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionHeads:
+    """What does not change of a layer: heads, rotation, and the norms that some models have on queries and keys."""
+
+    spec: KVCacheSpec
+    num_heads: int
+    scale: float
+    rotary: torch.Tensor  # [max_position, head_size] float32: cos, sin
+    q_norm: torch.Tensor | None = None  # [head_size]
+    k_norm: torch.Tensor | None = None  # [head_size]
+    eps: float = 1e-6
+
+
+class AttentionBackend(Protocol):
+    def attend(
+        self,
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        heads: AttentionHeads,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """[num_tokens, (num_heads + 2 * num_kv_heads) * head_size] -> [num_tokens, num_heads * head_size].
+
+        `positions` is [num_tokens] int64, `kv_cache` [num_blocks, 2, num_kv_heads, block_size, head_size]. `qkv` may be
+        overwritten.
+        """
+        ...

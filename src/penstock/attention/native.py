@@ -1,0 +1,49 @@
+"""Attention on a CPU, by the native kernels or their torch references."""
+
+from __future__ import annotations
+
+import torch
+
+from penstock.attention.backend import AttentionHeads
+from penstock.attention.metadata import AttentionMetadata
+from penstock.kernels.paged_attention import paged_attention
+from penstock.kernels.rope_and_store_kv import rope_and_store_kv
+
+
+class NativeAttention:
+    def attend(
+        self,
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        heads: AttentionHeads,
+        kv_cache: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """See `AttentionBackend.attend`."""
+        rope_and_store_kv(
+            qkv,
+            heads.num_heads,
+            heads.spec.num_kv_heads,
+            heads.rotary,
+            positions,
+            kv_cache,
+            metadata.slot_mapping,
+            heads.q_norm,
+            heads.k_norm,
+            heads.eps,
+        )
+        return paged_attention(
+            queries_of(qkv, heads),
+            kv_cache,
+            metadata.block_table,
+            metadata.query_start_loc,
+            metadata.seq_lens,
+            heads.scale,
+            heads.spec.sliding_window,
+        )
+
+
+def queries_of(qkv: torch.Tensor, heads: AttentionHeads) -> torch.Tensor:
+    """[num_tokens, num_heads, head_size]: a view of `qkv`."""
+    size = heads.spec.head_size
+    return qkv[:, : heads.num_heads * size].unflatten(1, (heads.num_heads, size))
