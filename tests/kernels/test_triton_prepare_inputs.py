@@ -9,7 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.kernels.prepare_inputs import expand_tokens, slot_mapping
-from penstock.kernels.triton.prepare_inputs import StepInputs, finish_step, prepare_inputs
+from penstock.kernels.triton.prepare_inputs import (
+    SamplingInputs,
+    StepInputs,
+    finish_step,
+    prepare_inputs,
+    prepare_sampling,
+)
 from penstock.kernels.triton.staged_writes import StagedWrites, scatter_staged
 from tests.kernels.gpu_compiler import compile_for_gpu
 
@@ -82,6 +88,36 @@ def test_prepares_what_the_torch_operations_do(
             assert torch.equal(gathered[index, :num_blocks], table[row, :num_blocks])
             assert (gathered[index, num_blocks:] == GARBAGE).all()
         assert (gathered[len(rows) :] == 0).all()
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    steps=st.lists(st.integers(1, 40).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n))), max_size=ROWS),
+    padding_reqs=st.integers(0, 2),
+    padding_logits=st.integers(0, 20),
+)
+def test_rows_of_logits_are_the_last_tokens_of_their_requests(
+    steps: list[tuple[int, int]], padding_reqs: int, padding_logits: int
+) -> None:
+    State()
+    rows = torch.randperm(ROWS)[: len(steps)]
+    seq_lens = [50 + 10 * index for index in range(len(steps))]
+    query_starts = torch.tensor([0, *(length for length, _ in steps)]).cumsum(0).int()
+    starts = torch.tensor([0, *(window for _, window in steps)]).cumsum(0).int()
+    expected = [
+        (int(rows[index]), seq_lens[index] - behind, int(query_starts[index + 1]) - 1 - behind)
+        for index, (_, window) in enumerate(steps)
+        for behind in reversed(range(window))
+    ]
+    found = torch.full((3, len(expected) + padding_logits), GARBAGE)
+    prepare_sampling(
+        torch.cat((rows, torch.full((padding_reqs,), -1))),
+        torch.cat((query_starts, query_starts[-1:].expand(padding_reqs))),
+        torch.cat((starts, starts[-1:].expand(padding_reqs))),
+        torch.tensor([*seq_lens, *[0] * padding_reqs], dtype=torch.int32),
+        SamplingInputs(*found),
+    )
+    assert found.T.tolist() == [list(each) for each in expected] + [[-1, 0, 0]] * padding_logits
 
 
 @settings(max_examples=30, deadline=None)
