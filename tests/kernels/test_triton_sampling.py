@@ -101,6 +101,13 @@ class Case:
         )
         return token_ids, is_valid, workspace
 
+    def alone(self, index: int) -> Case:
+        """One of the rows in a batch of its own."""
+        case = Case([])
+        case.tables, case.truncates = self.tables, self.truncates
+        case.rows, case.positions = self.rows[index : index + 1], self.positions[index : index + 1]
+        return case
+
     def kept(self, logits: torch.Tensor) -> torch.Tensor:
         """What the reference leaves of [n, vocab_size] logits."""
         scaled = logits.float() / self.batch.temperatures(range(len(logits)))
@@ -141,10 +148,7 @@ def test_greedy_and_random_rows_get_the_tokens_of_the_reference(dtype: torch.dty
     assert token_ids.tolist() == expected.token_ids.tolist()
     assert is_valid.all()
     for index in range(8):
-        alone = Case([])
-        alone.tables, alone.truncates = case.tables, False
-        alone.rows, alone.positions = case.rows[index : index + 1], case.positions[index : index + 1]
-        assert alone.sample(logits[index : index + 1])[0] == token_ids[index]
+        assert case.alone(index).sample(logits[index : index + 1])[0] == token_ids[index]
 
 
 def test_the_first_of_equal_logits_is_greedy() -> None:
@@ -202,7 +206,10 @@ TRUNCATIONS: tuple[dict[str, Any], ...] = (
 
 
 def check_truncation(logits: torch.Tensor, params: Sequence[dict[str, Any]]) -> Workspace:
-    case = Case(params)
+    return check_case(Case(params), logits)
+
+
+def check_case(case: Case, logits: torch.Tensor) -> Workspace:
     token_ids, is_valid, workspace = case.sample(logits)
     scaled = logits.float() / case.batch.temperatures(range(len(logits)))
     kept = (scaled >= workspace.threshold[:, None]) & (scaled > -math.inf)
@@ -250,12 +257,17 @@ def test_flat_rows_do_not_fit_and_are_exact_all_the_same() -> None:
 
 def test_candidates_of_many_tiles_are_packed_in_order() -> None:
     logits = torch.randn(2, 20_000)
-    workspace = check_truncation(logits, ({"top_k": 3}, {"top_k": 1500, "top_p": 0.9}))
+    case = Case(({"top_k": 3}, {"top_k": 1500, "top_p": 0.9}))
+    workspace = check_case(case, logits)
     small, large = workspace.num_candidates.tolist()
     assert 3 <= small <= 1024 < large <= 8192, "both ways are taken"
     for index, count in enumerate((small, large)):
         found = workspace.candidates[index, :count]
         assert torch.equal(found, logits[index][logits[index] >= found.min()])
+        token_ids, _, own = case.alone(index).sample(logits[index : index + 1])
+        assert own.threshold == workspace.threshold[index]
+        assert torch.equal(own.tile_sum[0], workspace.tile_sum[index])
+        assert token_ids == case.sample(logits)[0][index]
 
 
 def test_equal_logits_are_kept_together() -> None:
