@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -22,6 +24,14 @@ from tests.kernels.gpu_compiler import compile_for_gpu
 BLOCK_SIZE, MAX_BLOCKS, ROWS = 8, 200, 9
 WIDTH = BLOCK_SIZE * MAX_BLOCKS + 1
 GARBAGE = -77
+
+
+@pytest.fixture(autouse=True)
+def device() -> Iterator[None]:
+    """Tensors lie on the GPU where there is one, and the kernels run there."""
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        yield
 
 
 class State:
@@ -169,9 +179,9 @@ def test_staged_writes_land_in_their_tables(data: st.DataObject) -> None:
                 writes.write(table, row, start, values)
                 copy[row, start : start + len(values)] = torch.tensor(values, dtype=table.dtype)
         packed = writes.take()
-        scatter_staged(torch.from_numpy(np.concatenate((packed, np.zeros((5, 2), dtype=np.int64)))))
+        scatter_staged(torch.tensor(np.concatenate((packed, np.zeros((5, 2), dtype=np.int64)))))
         for table, copy in zip(tables, expected, strict=True):
-            assert table.numpy().tobytes() == copy.numpy().tobytes()
+            assert table.cpu().numpy().tobytes() == copy.cpu().numpy().tobytes()
     assert len(writes.take()) == 0
 
 

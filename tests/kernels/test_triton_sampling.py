@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -67,7 +67,7 @@ class Case:
             for index, each in enumerate(every)
         ]
         tokens = torch.zeros((MAX_REQS, 8), dtype=torch.int32)
-        self.batch = SamplingBatch(requests, self.positions.numpy(), self.rows, self.positions, tokens, {})
+        self.batch = SamplingBatch(requests, self.positions.cpu().numpy(), self.rows, self.positions, tokens, {})
         by_row = dict(zip(self.rows.tolist(), every, strict=True))
         padded = [by_row.get(row, known) for row in range(MAX_REQS)]
         self.tables = SamplingTables(
@@ -117,8 +117,11 @@ class Case:
 
 
 @pytest.fixture(autouse=True)
-def seed() -> None:
+def device() -> Iterator[None]:
+    """Tensors lie on the GPU where there is one, and the kernels run there."""
     torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        yield
 
 
 @settings(max_examples=60, deadline=None)
@@ -131,9 +134,9 @@ def test_noise_is_that_of_the_cpu(seeds: list[int], purpose: Purpose, data: st.D
     rows = torch.randperm(len(seeds))
     first = data.draw(st.integers(0, 2**40))
     positions = torch.arange(first, first + len(seeds))
-    expected = uniform([seeds[row] for row in rows], positions.numpy(), purpose)
+    expected = uniform([seeds[row] for row in rows], positions.cpu().numpy(), purpose)
     table = torch.tensor(seeds)
-    assert np.array_equal(device_noise.uniform(table, rows, positions, int(purpose)).numpy(), expected)
+    assert np.array_equal(device_noise.uniform(table, rows, positions, int(purpose)).cpu().numpy(), expected)
     rows[0] = -1
     assert device_noise.uniform(table, rows, positions, int(purpose))[0] == 0
 
@@ -297,7 +300,7 @@ def penalty_case(num_rows: int, params: Sequence[dict[str, Any]], longest: int, 
         case.batch,
         requests=requests,
         positions=case.positions,
-        positions_np=case.positions.numpy(),
+        positions_np=case.positions.cpu().numpy(),
         token_ids=tokens,
     )
     return case
@@ -340,7 +343,7 @@ def test_bitmasks(vocab_size: int) -> None:
     logits = torch.randn(4, vocab_size)
     expected = logits.clone()
     apply_bitmask_reference(expected, batch)
-    apply_bitmask(logits, torch.tensor([2, 0, -1]), torch.from_numpy(masks))
+    apply_bitmask(logits, torch.tensor([2, 0, -1]), torch.tensor(masks))
     assert torch.equal(logits, expected)
 
 
