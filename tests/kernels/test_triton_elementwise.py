@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -18,8 +20,11 @@ EPS = 1e-6
 
 
 @pytest.fixture(autouse=True)
-def seed() -> None:
+def device() -> Iterator[None]:
+    """Tensors lie on the GPU where there is one, and the kernels run there."""
     torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        yield
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, roundings: int) -> None:

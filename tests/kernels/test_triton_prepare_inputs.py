@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 import torch
@@ -9,13 +11,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.kernels.prepare_inputs import expand_tokens, slot_mapping
-from penstock.kernels.triton.prepare_inputs import StepInputs, finish_step, prepare_inputs
+from penstock.kernels.triton.prepare_inputs import (
+    SamplingInputs,
+    StepInputs,
+    finish_step,
+    prepare_inputs,
+    prepare_sampling,
+)
 from penstock.kernels.triton.staged_writes import StagedWrites, scatter_staged
 from tests.kernels.gpu_compiler import compile_for_gpu
 
 BLOCK_SIZE, MAX_BLOCKS, ROWS = 8, 200, 9
 WIDTH = BLOCK_SIZE * MAX_BLOCKS + 1
 GARBAGE = -77
+
+
+@pytest.fixture(autouse=True)
+def device() -> Iterator[None]:
+    """Tensors lie on the GPU where there is one, and the kernels run there."""
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        yield
 
 
 class State:
@@ -86,6 +102,36 @@ def test_prepares_what_the_torch_operations_do(
 
 @settings(max_examples=30, deadline=None)
 @given(
+    steps=st.lists(st.integers(1, 40).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n))), max_size=ROWS),
+    padding_reqs=st.integers(0, 2),
+    padding_logits=st.integers(0, 20),
+)
+def test_rows_of_logits_are_the_last_tokens_of_their_requests(
+    steps: list[tuple[int, int]], padding_reqs: int, padding_logits: int
+) -> None:
+    State()
+    rows = torch.randperm(ROWS)[: len(steps)]
+    seq_lens = [50 + 10 * index for index in range(len(steps))]
+    query_starts = torch.tensor([0, *(length for length, _ in steps)]).cumsum(0).int()
+    starts = torch.tensor([0, *(window for _, window in steps)]).cumsum(0).int()
+    expected = [
+        (int(rows[index]), seq_lens[index] - behind, int(query_starts[index + 1]) - 1 - behind)
+        for index, (_, window) in enumerate(steps)
+        for behind in reversed(range(window))
+    ]
+    found = torch.full((3, len(expected) + padding_logits), GARBAGE)
+    prepare_sampling(
+        torch.cat((rows, torch.full((padding_reqs,), -1))),
+        torch.cat((query_starts, query_starts[-1:].expand(padding_reqs))),
+        torch.cat((starts, starts[-1:].expand(padding_reqs))),
+        torch.tensor([*seq_lens, *[0] * padding_reqs], dtype=torch.int32),
+        SamplingInputs(*found),
+    )
+    assert found.T.tolist() == [list(each) for each in expected] + [[-1, 0, 0]] * padding_logits
+
+
+@settings(max_examples=30, deadline=None)
+@given(
     windows=st.lists(
         st.integers(0, 20).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, max(n - 1, 0)))), max_size=ROWS
     ),
@@ -133,9 +179,9 @@ def test_staged_writes_land_in_their_tables(data: st.DataObject) -> None:
                 writes.write(table, row, start, values)
                 copy[row, start : start + len(values)] = torch.tensor(values, dtype=table.dtype)
         packed = writes.take()
-        scatter_staged(torch.from_numpy(np.concatenate((packed, np.zeros((5, 2), dtype=np.int64)))))
+        scatter_staged(torch.tensor(np.concatenate((packed, np.zeros((5, 2), dtype=np.int64)))))
         for table, copy in zip(tables, expected, strict=True):
-            assert table.numpy().tobytes() == copy.numpy().tobytes()
+            assert table.cpu().numpy().tobytes() == copy.cpu().numpy().tobytes()
     assert len(writes.take()) == 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -67,7 +67,7 @@ class Case:
             for index, each in enumerate(every)
         ]
         tokens = torch.zeros((MAX_REQS, 8), dtype=torch.int32)
-        self.batch = SamplingBatch(requests, self.positions.numpy(), self.rows, self.positions, tokens, {})
+        self.batch = SamplingBatch(requests, self.positions.cpu().numpy(), self.rows, self.positions, tokens, {})
         by_row = dict(zip(self.rows.tolist(), every, strict=True))
         padded = [by_row.get(row, known) for row in range(MAX_REQS)]
         self.tables = SamplingTables(
@@ -101,6 +101,13 @@ class Case:
         )
         return token_ids, is_valid, workspace
 
+    def alone(self, index: int) -> Case:
+        """One of the rows in a batch of its own."""
+        case = Case([])
+        case.tables, case.truncates = self.tables, self.truncates
+        case.rows, case.positions = self.rows[index : index + 1], self.positions[index : index + 1]
+        return case
+
     def kept(self, logits: torch.Tensor) -> torch.Tensor:
         """What the reference leaves of [n, vocab_size] logits."""
         scaled = logits.float() / self.batch.temperatures(range(len(logits)))
@@ -110,8 +117,11 @@ class Case:
 
 
 @pytest.fixture(autouse=True)
-def seed() -> None:
+def device() -> Iterator[None]:
+    """Tensors lie on the GPU where there is one, and the kernels run there."""
     torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        yield
 
 
 @settings(max_examples=60, deadline=None)
@@ -124,9 +134,9 @@ def test_noise_is_that_of_the_cpu(seeds: list[int], purpose: Purpose, data: st.D
     rows = torch.randperm(len(seeds))
     first = data.draw(st.integers(0, 2**40))
     positions = torch.arange(first, first + len(seeds))
-    expected = uniform([seeds[row] for row in rows], positions.numpy(), purpose)
+    expected = uniform([seeds[row] for row in rows], positions.cpu().numpy(), purpose)
     table = torch.tensor(seeds)
-    assert np.array_equal(device_noise.uniform(table, rows, positions, int(purpose)).numpy(), expected)
+    assert np.array_equal(device_noise.uniform(table, rows, positions, int(purpose)).cpu().numpy(), expected)
     rows[0] = -1
     assert device_noise.uniform(table, rows, positions, int(purpose))[0] == 0
 
@@ -141,10 +151,7 @@ def test_greedy_and_random_rows_get_the_tokens_of_the_reference(dtype: torch.dty
     assert token_ids.tolist() == expected.token_ids.tolist()
     assert is_valid.all()
     for index in range(8):
-        alone = Case([])
-        alone.tables, alone.truncates = case.tables, False
-        alone.rows, alone.positions = case.rows[index : index + 1], case.positions[index : index + 1]
-        assert alone.sample(logits[index : index + 1])[0] == token_ids[index]
+        assert case.alone(index).sample(logits[index : index + 1])[0] == token_ids[index]
 
 
 def test_the_first_of_equal_logits_is_greedy() -> None:
@@ -202,7 +209,10 @@ TRUNCATIONS: tuple[dict[str, Any], ...] = (
 
 
 def check_truncation(logits: torch.Tensor, params: Sequence[dict[str, Any]]) -> Workspace:
-    case = Case(params)
+    return check_case(Case(params), logits)
+
+
+def check_case(case: Case, logits: torch.Tensor) -> Workspace:
     token_ids, is_valid, workspace = case.sample(logits)
     scaled = logits.float() / case.batch.temperatures(range(len(logits)))
     kept = (scaled >= workspace.threshold[:, None]) & (scaled > -math.inf)
@@ -250,12 +260,17 @@ def test_flat_rows_do_not_fit_and_are_exact_all_the_same() -> None:
 
 def test_candidates_of_many_tiles_are_packed_in_order() -> None:
     logits = torch.randn(2, 20_000)
-    workspace = check_truncation(logits, ({"top_k": 3}, {"top_k": 1500, "top_p": 0.9}))
+    case = Case(({"top_k": 3}, {"top_k": 1500, "top_p": 0.9}))
+    workspace = check_case(case, logits)
     small, large = workspace.num_candidates.tolist()
     assert 3 <= small <= 1024 < large <= 8192, "both ways are taken"
     for index, count in enumerate((small, large)):
         found = workspace.candidates[index, :count]
         assert torch.equal(found, logits[index][logits[index] >= found.min()])
+        token_ids, _, own = case.alone(index).sample(logits[index : index + 1])
+        assert own.threshold == workspace.threshold[index]
+        assert torch.equal(own.tile_sum[0], workspace.tile_sum[index])
+        assert token_ids == case.sample(logits)[0][index]
 
 
 def test_equal_logits_are_kept_together() -> None:
@@ -285,7 +300,7 @@ def penalty_case(num_rows: int, params: Sequence[dict[str, Any]], longest: int, 
         case.batch,
         requests=requests,
         positions=case.positions,
-        positions_np=case.positions.numpy(),
+        positions_np=case.positions.cpu().numpy(),
         token_ids=tokens,
     )
     return case
@@ -328,7 +343,7 @@ def test_bitmasks(vocab_size: int) -> None:
     logits = torch.randn(4, vocab_size)
     expected = logits.clone()
     apply_bitmask_reference(expected, batch)
-    apply_bitmask(logits, torch.tensor([2, 0, -1]), torch.from_numpy(masks))
+    apply_bitmask(logits, torch.tensor([2, 0, -1]), torch.tensor(masks))
     assert torch.equal(logits, expected)
 
 

@@ -1,13 +1,16 @@
 """From state rows to the flat inputs of a step and back, without a word to the CPU.
 
 `prepare_inputs` does in one launch what `penstock.kernels.prepare_inputs` and the gathering of block tables do, into
-buffers that the caller owns, and `finish_step` leaves a step's tokens and counts where the next one reads them. Their
-grids follow from shapes alone, so both can live in a CUDA graph that is replayed with other requests in the buffers.
+buffers that the caller owns, `prepare_sampling` tells which of the tokens sample, and `finish_step` leaves a step's
+tokens and counts where the next one reads them. Their grids follow from shapes alone, so all can live in a CUDA graph
+that is replayed with other requests in the buffers.
 
-Padding, in the step's snapshot: `idx_mapping` -1, the tail of `query_start_loc` is the number of tokens. It becomes:
+Padding, in the step's snapshot: `idx_mapping` -1, the tails of `query_start_loc` and `logits_start_loc` are the numbers
+of tokens and of logits. It becomes:
 
     of requests   seq_lens 0, block row 0 (the null block throughout)
     of tokens     row -1, position 0, input id 0, slot -1
+    of logits     row -1, position 0, index 0
 
 A program owns one request (one more owns the padding tokens) and either its tokens or one KV group's blocks and slots.
 All results are integers and exact.
@@ -23,8 +26,8 @@ import triton.language as tl
 
 _BLOCK = 1024  # tokens, or entries of a block table, at a time
 _WARPS = 4
-_FINISH_BLOCK = 16  # windows are short: a token and its drafts
-_FINISH_WARPS = 1
+_WINDOW_BLOCK = 16  # rows of logits of a request at a time: a token and its drafts
+_WINDOW_WARPS = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,15 @@ class StepInputs:
     seq_lens: torch.Tensor  # [R] int32
     block_tables: torch.Tensor  # [G, R, max_blocks] int32, the last dimension contiguous; a row is as long as it needs
     slot_mapping: torch.Tensor  # [G, T] int64, the last dimension contiguous
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingInputs:
+    """What is known of each row of logits before there are any, padding included."""
+
+    rows: torch.Tensor  # [L] int64: state rows
+    positions: torch.Tensor  # [L] int64: where the sampled token will stand
+    indices: torch.Tensor  # [L] int64: of the token of the step whose hidden state makes the logits
 
 
 def prepare_inputs(
@@ -84,6 +96,34 @@ def prepare_inputs(
     )
 
 
+def prepare_sampling(
+    idx_mapping: torch.Tensor,  # [R] int64
+    query_start_loc: torch.Tensor,  # [R + 1] int32
+    logits_start_loc: torch.Tensor,  # [R + 1] int32: request r owns rows logits_start_loc[r] .. [r + 1] of the logits
+    seq_lens: torch.Tensor,  # [R] int32
+    out: SamplingInputs,
+) -> None:
+    """Writes all of `out`. A window of n rows (none for a request that does not sample) is its request's last n tokens:
+    the last one that is known, then the drafts."""
+    num_reqs, num_logits = len(idx_mapping), len(out.rows)
+    assert query_start_loc.shape == logits_start_loc.shape == (num_reqs + 1,), f"{logits_start_loc.shape} {num_reqs}"
+    assert seq_lens.shape == (num_reqs,), f"{tuple(seq_lens.shape)} for {num_reqs} requests"
+    assert out.positions.shape == out.indices.shape == (num_logits,), f"{out.positions.shape} {out.indices.shape}"
+    _prepare_sampling[(num_reqs + 1,)](
+        idx_mapping,
+        query_start_loc,
+        logits_start_loc,
+        seq_lens,
+        out.rows,
+        out.positions,
+        out.indices,
+        num_reqs,
+        num_logits,
+        _WINDOW_BLOCK,
+        num_warps=_WINDOW_WARPS,
+    )
+
+
 def finish_step(
     sampled: torch.Tensor,  # [num_logits] int64, window after window
     logits_start_loc: torch.Tensor,  # [R + 1] int32: request r owns rows logits_start_loc[r] .. [r + 1] of `sampled`
@@ -93,11 +133,8 @@ def finish_step(
     num_computed: torch.Tensor,  # [max_num_reqs, 1] int64, written
     token_ids: torch.Tensor,  # [max_num_reqs, width] int32, written
 ) -> None:
-    """Counts each request's step as computed but for its rejected drafts, and stores what was sampled.
-
-    A window of n rows (none for a request that does not sample) stands for the last n tokens of its request, so row j
-    was sampled for position seq_len - n + 1 + j; n - 1 of them are drafts.
-    """
+    """Counts each request's step as computed but for its rejected drafts, and stores what was sampled in windows as
+    `prepare_sampling` has them."""
     num_reqs = len(idx_mapping)
     assert logits_start_loc.shape == (num_reqs + 1,), f"{tuple(logits_start_loc.shape)} for {num_reqs} requests"
     assert num_accepted.shape == seq_lens.shape == (num_reqs,), f"{num_accepted.shape} {seq_lens.shape} {num_reqs}"
@@ -111,8 +148,8 @@ def finish_step(
         num_computed,
         token_ids,
         token_ids.stride(0),
-        _FINISH_BLOCK,
-        num_warps=_FINISH_WARPS,
+        _WINDOW_BLOCK,
+        num_warps=_WINDOW_WARPS,
     )
 
 
@@ -207,6 +244,43 @@ def _pad_tokens(rows_ptr, positions_ptr, input_ids_ptr, slots_ptr, start, num_to
             tl.store(input_ids_ptr + place, nothing, mask=is_token)
         else:
             tl.store(slots_ptr + place, nothing - 1, mask=is_token)
+        offset += block
+
+
+@triton.jit(
+    do_not_specialize=["num_reqs", "num_logits"],
+    do_not_specialize_on_alignment=[
+        "idx_mapping_ptr", "query_starts_ptr", "starts_ptr", "seq_lens_ptr", "rows_ptr", "positions_ptr", "indices_ptr",
+    ],
+)  # fmt: skip
+def _prepare_sampling(
+    idx_mapping_ptr,
+    query_starts_ptr,
+    starts_ptr,
+    seq_lens_ptr,
+    rows_ptr,
+    positions_ptr,
+    indices_ptr,
+    num_reqs,
+    num_logits,
+    block: tl.constexpr,
+):
+    request = tl.program_id(0)
+    is_request = request < num_reqs
+    start = tl.load(starts_ptr + request)
+    end = tl.load(starts_ptr + request + 1, mask=is_request, other=0)
+    end = tl.where(is_request, end, num_logits)
+    row = tl.load(idx_mapping_ptr + request, mask=is_request, other=-1)
+    # The last row of a window is the last token of its request, and samples what will stand behind it.
+    last_index = tl.load(query_starts_ptr + request + 1, mask=is_request, other=0).to(tl.int64) - 1
+    last_position = tl.load(seq_lens_ptr + request, mask=is_request, other=0).to(tl.int64)
+    offset = start
+    while offset < end:
+        place = offset + tl.arange(0, block)
+        behind = (end - 1 - place).to(tl.int64)
+        tl.store(rows_ptr + place, tl.zeros_like(behind) + row, mask=place < end)
+        tl.store(positions_ptr + place, tl.where(is_request, last_position - behind, 0), mask=place < end)
+        tl.store(indices_ptr + place, tl.where(is_request, last_index - behind, 0), mask=place < end)
         offset += block
 
 

@@ -179,9 +179,9 @@ def _collect(
             if number == 0:
                 found = tl.sum(tl.where(cut_numbers == chosen, count, 0), 0)
                 tl.store(num_candidates_ptr + index, tl.where(chosen < num_cuts, found, -1))
-            if chosen < num_cuts:
-                is_before = (cut_numbers[None, :] == chosen) & (numbers[:, None] < number)
-                start = tl.sum(tl.sum(tl.where(is_before, counts, 0), 1), 0)
+            above_cut = tl.sum(tl.where(cut_numbers[None, :] == chosen, counts, 0), 1)
+            if tl.sum(tl.where(numbers == number, above_cut, 0), 0) > 0:
+                start = tl.sum(tl.where(numbers < number, above_cut, 0), 0)
                 cut = tl.max(tl.where(cut_numbers == chosen, cuts, -float("inf")), 0)
                 scaled = tl.div_rn(load_tile(logits_ptr, index, number, vocab, stride, tile), temperature)
                 is_above = scaled >= cut

@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 
 from penstock.kernels.triton.sampling.draw import first_above
+from penstock.kernels.triton.sampling.tiles import padded_tiles
 
 _DRAFTS_WARPS = 1
-_TILE = 4096
+_TILE = 4096  # of the vocabulary, summed at a time
 _WARPS = 8
 
 
@@ -59,7 +60,18 @@ def accept_or_resample(
     assert target.is_contiguous() and draft.is_contiguous(), f"strides are {target.stride()} and {draft.stride()}"
     assert drafts.shape == accept.shape == resample.shape == (num_rows,), f"{drafts.shape} for {num_rows} rows"
     out = torch.empty_like(drafts) if out is None else out
-    _accept_or_resample[(num_rows,)](target, draft, drafts, accept, resample, out, vocab_size, _TILE, num_warps=_WARPS)
+    _accept_or_resample[(num_rows,)](
+        target,
+        draft,
+        drafts,
+        accept,
+        resample,
+        out,
+        vocab_size,
+        _TILE,
+        padded_tiles(triton.cdiv(vocab_size, _TILE)),
+        num_warps=_WARPS,
+    )
     return out
 
 
@@ -101,6 +113,7 @@ def _accept_or_resample(
     out_ptr,
     vocab: tl.constexpr,
     tile: tl.constexpr,
+    all_tiles: tl.constexpr,
 ):
     index = tl.program_id(0)
     start = index.to(tl.int64) * vocab
@@ -109,14 +122,18 @@ def _accept_or_resample(
     of_draft = tl.load(draft_ptr + start + token).to(tl.float64)
     is_accepted = (of_draft > 0) & (tl.load(accept_ptr + index) * of_draft < of_target)
     if not is_accepted:
-        total = _total(target_ptr, draft_ptr, start, True, vocab, tile)
+        sums = _sum_tiles(target_ptr, draft_ptr, start, True, vocab, tile, all_tiles)
         # Nothing may be left of equal distributions but for a rounding, or where the drafter's is NaN.
-        has_residual = total > 0
+        has_residual = tl.sum(sums, 0) > 0
         if not has_residual:
-            total = _total(target_ptr, draft_ptr, start, False, vocab, tile)
-        goal = tl.load(resample_ptr + index) * total
-        goal = tl.minimum(goal, total * (1.0 - 1.0 / 9007199254740992.0))
-        token = _draw(target_ptr, draft_ptr, start, has_residual, goal, vocab, tile)
+            sums = _sum_tiles(target_ptr, draft_ptr, start, False, vocab, tile, all_tiles)
+        cdf = tl.cumsum(sums, 0)
+        total = tl.max(cdf, 0)
+        goal = tl.minimum(tl.load(resample_ptr + index) * total, total * (1.0 - 1.0 / 9007199254740992.0))
+        number = first_above(cdf, sums, goal, all_tiles)
+        before = tl.max(tl.where(tl.arange(0, all_tiles) < number, cdf, 0.0), 0)
+        masses = _load_residual(target_ptr, draft_ptr, start, number * tile, has_residual, vocab, tile)
+        token = (number * tile + first_above(tl.cumsum(masses, 0), masses, goal - before, tile)).to(tl.int64)
     tl.store(out_ptr + index, token)
 
 
@@ -131,26 +148,12 @@ def _load_residual(target_ptr, draft_ptr, start, offset, has_residual, vocab: tl
 
 
 @triton.jit
-def _total(target_ptr, draft_ptr, start, has_residual, vocab: tl.constexpr, tile: tl.constexpr):
-    total = tl.zeros([], tl.float64)
-    for offset in range(0, vocab, tile):
-        total += tl.sum(_load_residual(target_ptr, draft_ptr, start, offset, has_residual, vocab, tile), 0)
-    return total
-
-
-@triton.jit
-def _draw(target_ptr, draft_ptr, start, has_residual, goal, vocab: tl.constexpr, tile: tl.constexpr):
-    """int64: the first token whose cumulative mass exceeds the goal."""
-    token = tl.zeros([], tl.int64)
-    before = tl.zeros([], tl.float64)
-    is_found = before > 0
+def _sum_tiles(
+    target_ptr, draft_ptr, start, has_residual, vocab: tl.constexpr, tile: tl.constexpr, all_tiles: tl.constexpr
+):
+    """[all_tiles] float64: the mass of each tile, 0 behind the vocabulary."""
+    sums = tl.zeros([all_tiles], tl.float64)
     for offset in range(0, vocab, tile):
         masses = _load_residual(target_ptr, draft_ptr, start, offset, has_residual, vocab, tile)
-        after = before + tl.sum(masses, 0)
-        # Until the goal is met, the last token with any mass is the best that there is.
-        is_nearer = (not is_found) & (after > before)
-        place = offset + first_above(tl.cumsum(masses, 0), masses, goal - before, tile)
-        token = tl.where(is_nearer, place.to(tl.int64), token)
-        is_found = is_found | (after > goal)
-        before = after
-    return token
+        sums = tl.where(tl.arange(0, all_tiles) == offset // tile, tl.sum(masses, 0), sums)
+    return sums
