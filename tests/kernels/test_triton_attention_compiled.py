@@ -125,7 +125,7 @@ def test_fused_decode_waits_before_it_reads_the_projection(
     ptx = decode(heads, 16, batch, query_len, fused=True).ptx
     assert ptx.index("griddepcontrol.launch_dependents") < ptx.index("ld.global")
     assert ptx.count("griddepcontrol.wait") == 2
-    assert ptx.rindex("griddepcontrol.wait") < ptx.index("cp.async")
+    assert ptx.index("prefetch.global.L2") < ptx.rindex("griddepcontrol.wait") < ptx.index("cp.async")
     assert INSTRUCTION in ptx
 
 
