@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import Any
 
-from triton import knobs
-
-if knobs.runtime.interpret:
+if importlib.util.find_spec("triton") and importlib.import_module("triton").knobs.runtime.interpret:
     _interpreter = importlib.import_module("triton.runtime.interpreter")
     _patch_lang_tensor = _interpreter._patch_lang_tensor
 

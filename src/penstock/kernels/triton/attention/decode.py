@@ -130,9 +130,10 @@ def _decode(
     start = tl.load(starts_ptr + request)
     count = tl.load(starts_ptr + request + 1) - start
     seq_len = tl.load(seq_lens_ptr + request)
+    end = tl.load(starts_ptr + num_reqs)
     first, last = seen_splits(seq_len, count, window, split)
     if index == 0 and tile == 0:
-        zero_padding(out_ptr, starts_ptr, request, kv_head, num_reqs, num_tokens, group * head_dim)
+        zero_padding(out_ptr, end, request, kv_head, num_reqs, num_tokens, group * head_dim)
     if index < first or index > last or tile * tile_rows >= count * group:
         return
 

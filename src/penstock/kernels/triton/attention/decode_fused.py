@@ -12,9 +12,9 @@ not in their bits: a deterministic plan, whose prefill goes through `rope_and_st
 For any number of queries a request and any batch the bits are the same, as long as tile and split are.
 
 With `pdl` the launch overlaps the end of the kernel before (programmatic dependent launch): before its wait a program
-reads the batch's metadata, block ids and angles, so what writes these must not be one of the kernels that may still
-be running; the first kernel behind it is launched without PDL. Every program waits, the idle ones too, as whoever
-waits for this kernel relies on that.
+reads the batch's metadata, block ids and angles, and has its first tile brought to the L2 cache. What writes these
+must not be one of the kernels that may still be running: the first kernel behind it is launched without PDL. Every
+program waits, the idle ones too, as whoever waits for this kernel relies on that.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from penstock.kernels.triton.attention.splits import (
     attend_split,
     finish_split,
     first_ids,
+    prefetch_split,
     rows_of_tile,
     seen_splits,
     zero_padding,
@@ -191,23 +192,28 @@ def _decode_fused(
     start = tl.load(starts_ptr + request)
     count = tl.load(starts_ptr + request + 1) - start
     seq_len = tl.load(seq_lens_ptr + request)
+    end = tl.load(starts_ptr + num_reqs)
     oldest = seq_len - count
     first, last = seen_splits(seq_len, count, window, split)
     if index < first or index > last or tile * tile_rows >= count * group:
         if pdl:
             tl.extra.cuda.gdc_wait()
         if index == 0 and tile == 0:
-            zero_padding(out_ptr, starts_ptr, request, kv_head, num_reqs, num_tokens, group * head_dim)
+            zero_padding(out_ptr, end, request, kv_head, num_reqs, num_tokens, group * head_dim)
         return
 
     row_table_ptr = table_ptr + request.to(tl.int64) * table_stride
     ids = first_ids(row_table_ptr, count, seq_len, index, window, tile_keys, split, block_size)
     query, head, is_row = rows_of_tile(count, tile, kv_head, merge_rows, tile_rows, group)
     cos, sin = _angles(cos_sin_ptr, oldest + query, is_row, rotary_dim, dim_tile)
+    keys_ptr = cache_ptr + kv_head * (block_size * head_dim)
     if pdl:
+        prefetch_split(
+            keys_ptr, ids, count, seq_len, index, num_kv_heads, head_dim, block_size, window, tile_keys, split
+        )  # fmt: skip
         tl.extra.cuda.gdc_wait()
     if index == 0 and tile == 0:
-        zero_padding(out_ptr, starts_ptr, request, kv_head, num_reqs, num_tokens, group * head_dim)
+        zero_padding(out_ptr, end, request, kv_head, num_reqs, num_tokens, group * head_dim)
     if (index + 1) * split > oldest:
         _store_new(
             qkv_ptr, cache_ptr, cos_sin_ptr, k_norm_ptr, eps, row_table_ptr, start, count, oldest, index, kv_head,
@@ -222,8 +228,8 @@ def _decode_fused(
     position = oldest + (tile * tile_rows + tl.arange(0, tile_rows) % merge_rows) // group
     tl.debug_barrier()
     acc, best, mass = attend_split(
-        q, position, count, seq_len, index, cache_ptr + kv_head * (block_size * head_dim), box, kv_head, row_table_ptr,
-        ids, oldest, scale, num_kv_heads, head_dim, block_size, window, tile_keys, split, use_tma, precision,
+        q, position, count, seq_len, index, keys_ptr, box, kv_head, row_table_ptr, ids, oldest, scale,
+        num_kv_heads, head_dim, block_size, window, tile_keys, split, use_tma, precision,
     )  # fmt: skip
     counter_ptr = counters_ptr + tl.program_id(0) * num_kv_heads + kv_head
     finish_split(

@@ -121,10 +121,10 @@ _NARROW = _Tuning(  # 16 bits, up to 128 wide
         _Choice(8, 8192, split=128, keys=32, warps=1, stages=3),
         _Choice(_ANY, _ANY, split=512, keys=32, warps=1, stages=3),
     ),
-    deterministic=_Choice(_ANY, _ANY, split=128, keys=32, warps=1, stages=3),
+    deterministic=_Choice(_ANY, _ANY, split=128, keys=16, warps=1, stages=4),
 )
 _WIDE = _Tuning(  # 16 bits, up to 256 wide
-    prefill=PrefillTile(rows=64, keys=32, warps=4, stages=2),
+    prefill=PrefillTile(rows=128, keys=32, warps=8, stages=2),
     decode=(_Choice(_ANY, _ANY, split=256, keys=32, warps=4, stages=2),),
     deterministic=_Choice(_ANY, _ANY, split=128, keys=32, warps=4, stages=2),
     max_decode_rows=16,

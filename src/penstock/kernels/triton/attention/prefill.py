@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from penstock.kernels.triton.attention.plan import PrefillTile
+from penstock.kernels.triton.attention.splits import attend_split, first_ids, seen_splits
 from penstock.kernels.triton.attention.tiles import BATCH, fresh_state, merge, walk_phases
 
 
@@ -128,15 +129,12 @@ def _prefill(
             num_kv_heads, head_dim, block_size, window, tile_keys, use_tma, precision,
         )  # fmt: skip
     else:
-        seen = 0
-        if window > 0:
-            seen = tl.maximum(oldest - window + 1, 0) // split * split
-        for low in tl.range(seen, end, split):
-            part_acc, part_best, part_mass = fresh_state(tile_rows, dim_tile)
-            part_acc, part_best, part_mass = walk_phases(
-                part_acc, part_best, part_mass, q, before + query, keys_ptr, box, kv_head, row_table_ptr, oldest, end,
-                oldest + 1, low, low + split, scale,
-                num_kv_heads, head_dim, block_size, window, tile_keys, use_tma, precision,
+        first, last = seen_splits(end, end - oldest, window, split)
+        for index in tl.range(first, last + 1):
+            ids = first_ids(row_table_ptr, end - oldest, end, index, window, tile_keys, split, block_size)
+            part_acc, part_best, part_mass = attend_split(
+                q, before + query, end - oldest, end, index, keys_ptr, box, kv_head, row_table_ptr, ids, oldest + 1,
+                scale, num_kv_heads, head_dim, block_size, window, tile_keys, split, use_tma, precision,
             )  # fmt: skip
             acc, best, mass = merge(acc, best, mass, part_acc, part_best, part_mass)
     out = acc / tl.where(is_row, mass, 1.0)[:, None]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from penstock.kernels.triton.attention.tiles import block_ids, fresh_state, merge, walk, walk_phases
+from penstock.kernels.triton.attention.tiles import block_ids, fresh_state, id_of_key, merge, walk, walk_phases
 
 
 @triton.jit
@@ -46,6 +46,25 @@ def first_ids(
     """The block ids of the first tile of a split."""
     low, high, _ = _bounds(count, seq_len, index, window, tile_keys, split)
     return block_ids(table_ptr, low, high, tile_keys, block_size)
+
+
+@triton.jit
+def prefetch_split(
+    keys_ptr, ids, count, seq_len, index, num_kv_heads: tl.constexpr, head_dim: tl.constexpr,
+    block_size: tl.constexpr, window: tl.constexpr, tile_keys: tl.constexpr, split: tl.constexpr,
+):  # fmt: skip
+    """Asks for the first tile of a split, keys and values, to be brought to the L2 cache. Changes nothing else."""
+    low, high, _ = _bounds(count, seq_len, index, window, tile_keys, split)
+    plane: tl.constexpr = num_kv_heads * block_size * head_dim
+    line: tl.constexpr = 1024 // keys_ptr.dtype.element_ty.primitive_bitwidth  # elements in 128 bytes
+    row = id_of_key(ids, tl.arange(0, tile_keys), tile_keys, block_size).to(tl.int64) * (2 * plane)
+    row += (tl.minimum(low + tl.arange(0, tile_keys), high - 1) % block_size) * head_dim
+    lines = row[:, None] + (tl.arange(0, triton.next_power_of_2(triton.cdiv(head_dim, line))) * line)[None, :]
+    for side in tl.static_range(2):
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; // dummy $0", "=r,l", [keys_ptr + lines + side * plane],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -181,11 +200,10 @@ def finish_split(
 
 
 @triton.jit
-def zero_padding(out_ptr, starts_ptr, request, kv_head, num_reqs, num_tokens, row_dim: tl.constexpr):
-    """Zeros a KV head's part, `row_dim` wide, of every num_reqs-th row behind the last request's."""
+def zero_padding(out_ptr, end, request, kv_head, num_reqs, num_tokens, row_dim: tl.constexpr):
+    """Zeros a KV head's part, `row_dim` wide, of every num_reqs-th row from `end`, where the last request's end."""
     column = tl.arange(0, triton.next_power_of_2(row_dim))
     values = tl.zeros([triton.next_power_of_2(row_dim)], out_ptr.dtype.element_ty)
-    first = (tl.load(starts_ptr + num_reqs) + request).to(tl.int64)
-    for token in tl.range(first, num_tokens, num_reqs):
+    for token in tl.range((end + request).to(tl.int64), num_tokens, num_reqs):
         target = out_ptr + (token * tl.num_programs(1) + kv_head) * row_dim
         tl.store(target + column, values, mask=column < row_dim)

@@ -101,7 +101,7 @@ def block_ids(table_ptr, start, end, tile_keys: tl.constexpr, block_size: tl.con
 
 
 @triton.jit
-def _id_of_key(ids, place, tile_keys: tl.constexpr, block_size: tl.constexpr):
+def id_of_key(ids, place, tile_keys: tl.constexpr, block_size: tl.constexpr):
     """The block of every place in a tile: scalars and selects, as a load of its own for each would cost registers."""
     first_id, second_id, third_id, fourth_id = ids
     block = place // block_size
@@ -152,7 +152,7 @@ def walk(
             k = box.load([row, 0])
             v = box.load([row + num_kv_heads * block_size, 0])
         else:
-            own = _id_of_key(ids, place, tile_keys, block_size)
+            own = id_of_key(ids, place, tile_keys, block_size)
             source = keys_ptr + own.to(tl.int64) * (2 * plane) + (keys % block_size) * head_dim
             source = source[:, None] + column[None, :]
             if is_masked:
