@@ -83,7 +83,7 @@ def compile_product(
         if tile.split > 1:
             types["partials"] = floats
         types |= {"counters": "*i32:16", "num_tokens": "i32"}
-        constants |= {"tile_tokens": tile.tokens, "split": tile.split, "tma": tma}
+        constants |= {"tile_tokens": tile.tokens, "split": tile.split, "early": tile.early, "tma": tma}
     signature = {name: types[name] for name in names if name in types}
     constants |= {name: None for name in names if name not in types}
     options = {"num_warps": tile.warps, "num_stages": tile.stages}

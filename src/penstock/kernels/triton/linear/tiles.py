@@ -34,10 +34,12 @@ class Tile:
     warps: int
     stages: int = 1
     split: int = 1
+    early: bool = True  # whether tensor cores' first step of the weight is read before the inputs are there
 
     def __str__(self) -> str:
         split = f"/{self.split}" if self.split > 1 else ""
-        return f"{self.rows}x{self.tokens}x{self.depth}{split} w{self.warps} s{self.stages}"
+        late = "" if self.early else " late"
+        return f"{self.rows}x{self.tokens}x{self.depth}{split} w{self.warps} s{self.stages}{late}"
 
 
 # One token: every thread multiplies and adds by itself. Two stages where a program has its processor for itself.
@@ -100,6 +102,8 @@ def fixed(k: int, itemsize: int) -> Tile:
 
 
 def _fit(tile: Tile, k: int, itemsize: int) -> Tile:
-    """Less depth for a short K, and for float32, which no tensor core multiplies as it is."""
+    """Less depth for a short K, and little at a time for float32, which no tensor core multiplies as it is."""
     depth = min(tile.depth, max(triton.next_power_of_2(k), 16))
-    return replace(tile, depth=depth) if itemsize == 2 else replace(tile, depth=min(depth, 32), stages=2)
+    if itemsize == 2:
+        return replace(tile, depth=depth)
+    return replace(tile, depth=min(depth, 32), stages=2, early=False)
