@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from penstock.kernels.triton.linear import decode
+from penstock.kernels.triton.linear.argmax import argmax
 from penstock.kernels.triton.linear.decode import DecodeWeight, Device, Stream
 from penstock.kernels.triton.linear.matmul import Matmul
 from penstock.kernels.triton.linear.tiles import BUCKETS, Role, choose
@@ -183,3 +184,31 @@ def test_matmul(dtype: torch.dtype, k: int, n: int, tma: bool, with_bias: bool) 
 def test_matmul_goes_through_all_groups_of_tiles() -> None:
     x, w = values(64 * 17 + 3, 16, dtype=torch.float32), weight_of(200, 16, torch.float32)
     check(Matmul(w)(x), x.double() @ w.double().T)
+
+
+@pytest.mark.parametrize("epilogue", ["silu", "residual"])
+def test_tensor_cores_that_read_no_tile_early(epilogue: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "choose", lambda *args: replace(choose(*args), early=False))
+    w, stream = weight_of(72, 296, F16), stream_of(5, 296, F16)
+    if epilogue == "silu":
+        gate, up = (normed(stream) @ w.double().T).chunk(2, 1)
+        y = decode.linear_silu(DecodeWeight(Role.GATE_UP, w, None, PLAIN), stream, EPS)
+        check(y, torch.nn.functional.silu(gate) * up)
+    else:
+        old = stream_of(5, 72, F16)
+        new = decode.linear_residual(DecodeWeight(Role.DOWN, w, None, PLAIN), stream.scaled, old, w[:, 0].contiguous())
+        check(new.residual, old.residual.double() + stream.scaled.double() @ w.double().T)
+
+
+def test_argmax_of_more_parts_than_it_looks_at_together() -> None:
+    best = torch.zeros(4, 100, device=ON)
+    best[0, 40] = best[0, 70] = best[0, 75] = 1
+    best[1, 99] = 1
+    best[2] = -torch.inf
+    best[3, 90], best[3, 10] = torch.nan, torch.inf
+    ids = torch.arange(0, 1000, 10, dtype=torch.int32, device=ON).repeat(4, 1)
+    value, token_id = torch.empty(4, device=ON), torch.empty(4, dtype=torch.int64, device=ON)
+    argmax[(4,)](best, ids, value, token_id, 100, 32, False)
+    assert token_id.tolist()[:3] == [400, 990, 0]
+    assert value.tolist()[:3] == [1, 1, -torch.inf]
+    assert value[3].isnan()

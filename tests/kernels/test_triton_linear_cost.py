@@ -83,7 +83,7 @@ def compile_product(
         if tile.split > 1:
             types["partials"] = floats
         types |= {"counters": "*i32:16", "num_tokens": "i32"}
-        constants |= {"tile_tokens": tile.tokens, "split": tile.split, "tma": tma}
+        constants |= {"tile_tokens": tile.tokens, "split": tile.split, "early": tile.early, "tma": tma}
     signature = {name: types[name] for name in names if name in types}
     constants |= {name: None for name in names if name not in types}
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
@@ -137,15 +137,13 @@ def test_products_of_float32() -> None:
     assert_fits(compile_product("small", Role.DOWN, 16, dtype="fp32"))
 
 
-@pytest.mark.parametrize("tma", [False, True])
-def test_matmul(tma: bool) -> None:
-    tile = fixed(4096, 2)
+@pytest.mark.parametrize(("dtype", "tma"), [("bf16", False), ("bf16", True), ("fp32", True)])
+def test_matmul(dtype: str, tma: bool) -> None:
+    tile = fixed(4096, 4 if dtype == "fp32" else 2)
     assert tile == replace(tile, split=1), "a split sum is added up in another order"
     signature = {
-        "x": "*bf16:16",
-        "weight": f"tensordesc<bf16[{tile.rows},{tile.depth}]>" if tma else "*bf16:16",
-        "bias": "*bf16:16",
-        "out": "*bf16:16",
+        **dict.fromkeys(("x", "bias", "out"), f"*{dtype}:16"),
+        "weight": f"tensordesc<{dtype}[{tile.rows},{tile.depth}]>" if tma else f"*{dtype}:16",
         "num_tokens": "i32",
     }
     sizes = {"tile_rows": tile.rows, "tile_tokens": tile.tokens, "depth": tile.depth}
@@ -153,7 +151,7 @@ def test_matmul(tma: bool) -> None:
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
     cost = compile_for_gpu(f"{PACKAGE}.matmul", "matmul", signature, constants, **options)
     assert_fits(cost)
-    assert "wgmma.mma_async.sync.aligned.m64n64k16" in cost.ptx
+    assert ("wgmma.mma_async.sync.aligned.m64n64k16" in cost.ptx) == (dtype == "bf16")
     assert ("cp.async.bulk.tensor" in cost.ptx) == tma
 
 

@@ -119,6 +119,7 @@ class DecodeWeight:
             counters=self._counters,
             num_tokens=num_tokens,
             tile_tokens=tile.tokens,
+            early=tile.early,
             split=tile.split,
             tma=plan.uses_tma,
             **shared,

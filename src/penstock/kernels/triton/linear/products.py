@@ -4,8 +4,8 @@ W is [N, K], row-major, in bfloat16, float16 or float32; x is [T, K] of the same
 `scaled` of a stream, whose squares come in `num_parts`, sums are divided by the stream's rms. The weight stands on the
 long side of the tensor core's tile ("swapped"), so that few tokens waste little of it.
 
-A program reads its first tile of the weight before it waits for the kernels before it. Tensor cores add that tile last:
-its input cannot be there before those of the tiles behind it are on their way.
+A program reads its first tile of the weight before it waits for the kernels before it. Tensor cores add that tile last,
+so that those behind it are on their way before its input is needed; without `early` they begin with it, after the wait.
 
 A row's bits depend on its own numbers and on the tile alone, so on the bucket of T, not on T or the neighbours.
 """
@@ -79,8 +79,8 @@ def gemv(
 def gemm(
     x, weight, squares, bias, old_residual, gain, residual, out, side, side_ids, eps, partials, counters, num_tokens,
     n: tl.constexpr, k: tl.constexpr, num_parts: tl.constexpr, tile_rows: tl.constexpr, tile_tokens: tl.constexpr,
-    depth: tl.constexpr, split: tl.constexpr, epilogue: tl.constexpr, stores: tl.constexpr, tma: tl.constexpr,
-    pdl: tl.constexpr,
+    depth: tl.constexpr, split: tl.constexpr, early: tl.constexpr, epilogue: tl.constexpr, stores: tl.constexpr,
+    tma: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
     """Any number of tokens; grid [tiles of tokens, tiles of n, split], `split` dividing the steps of k. n as above."""
     begin_early(pdl)
@@ -90,16 +90,16 @@ def gemm(
     steps: tl.constexpr = (k + depth - 1) // depth // split
     begin = tl.program_id(2) * (steps * depth)
     pair: tl.constexpr = epilogue == "silu"
-    height: tl.constexpr = 2 * n if pair else n
-    first_tile = load_weight(weight, first_row, begin, height, k, tile_rows, depth, tma)
-    second_tile = load_weight(weight, n + first_row, begin, height, k, tile_rows, depth, tma) if pair else first_tile
+    if early:
+        first_tile, first_up_tile = load_tiles(weight, first_row, begin, n, k, tile_rows, depth, tma, pair)
     outputs = first_row + tl.arange(0, tile_rows)
     gains = tl.load(gain + outputs, mask=outputs < n, other=0.0) if epilogue == "residual" else 0.0
     wait_for_inputs(pdl)
     tokens = first_token + tl.arange(0, tile_tokens)
     # Beyond the last token it is computed once more: what stands for it is as harmless as any.
     token_rows = tl.minimum(tokens, num_tokens - 1).to(tl.int64)
-    first_inputs = load_rows(x, token_rows, begin, k, depth)
+    if early:
+        first_inputs = tl.trans(load_rows(x, token_rows, begin, k, depth))
     sums_of_squares = load_squares(squares, token_rows, num_parts) if num_parts > 0 else 0.0
     old = 0.0
     if epilogue == "residual":
@@ -107,17 +107,14 @@ def gemm(
         old = tl.load(old_residual + places, mask=outputs[None, :] < n, other=0.0)
     acc = tl.zeros([tile_rows, tile_tokens], tl.float32)
     up = acc
-    for step in tl.range(1, steps):
+    for step in tl.range(1 if early else 0, steps):
         column = begin + step * depth
         inputs = tl.trans(load_rows(x, token_rows, column, k, depth))
-        tile = load_weight(weight, first_row, column, height, k, tile_rows, depth, tma)
-        acc = tl.dot(tile, inputs, acc, input_precision="ieee")
-        if pair:
-            tile = load_weight(weight, n + first_row, column, height, k, tile_rows, depth, tma)
-            up = tl.dot(tile, inputs, up, input_precision="ieee")
-    acc = tl.trans(tl.dot(first_tile, tl.trans(first_inputs), acc, input_precision="ieee"))
-    if pair:
-        up = tl.trans(tl.dot(second_tile, tl.trans(first_inputs), up, input_precision="ieee"))
+        tile, up_tile = load_tiles(weight, first_row, column, n, k, tile_rows, depth, tma, pair)
+        acc, up = add_products(acc, up, tile, up_tile, inputs, pair)
+    if early:
+        acc, up = add_products(acc, up, first_tile, first_up_tile, first_inputs, pair)
+    acc, up = tl.trans(acc), tl.trans(up)
     if split > 1:
         tile_id = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         is_last = share_sums(acc, partials, counters, tile_id, tile_rows, tile_tokens, split)
@@ -129,10 +126,30 @@ def gemm(
         if num_parts > 0:
             scale = inverse_rms(sums_of_squares, eps, k)[:, None]
             acc *= scale
-            if pair:
-                up *= scale
+            up *= scale
         finish(acc, up, old, gains, bias, residual, out, side, side_ids, first_row, first_token, num_tokens,
                n, tile_rows, tile_tokens, epilogue, stores)  # fmt: skip
+
+
+@triton.jit
+def load_tiles(weight, row, column, n: tl.constexpr, k: tl.constexpr, tile_rows: tl.constexpr, depth: tl.constexpr,
+               tma: tl.constexpr, pair: tl.constexpr):  # fmt: skip
+    """[tile_rows, depth] of the weight and, of a pair with n rows each, of its other half."""
+    if pair:
+        tile = load_weight(weight, row, column, 2 * n, k, tile_rows, depth, tma)
+        up_tile = load_weight(weight, n + row, column, 2 * n, k, tile_rows, depth, tma)
+    else:
+        tile = load_weight(weight, row, column, n, k, tile_rows, depth, tma)
+        up_tile = tile
+    return tile, up_tile
+
+
+@triton.jit
+def add_products(acc, up, tile, up_tile, inputs, pair: tl.constexpr):
+    acc = tl.dot(tile, inputs, acc, input_precision="ieee")
+    if pair:
+        up = tl.dot(up_tile, inputs, up, input_precision="ieee")
+    return acc, up
 
 
 @triton.jit

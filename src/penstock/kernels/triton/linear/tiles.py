@@ -1,7 +1,10 @@
-"""The sizes of tiles, all in one place: by role, number of tokens and weight. Measured on an H200 where a row says so.
+"""The sizes of tiles, all in one place: by role, number of tokens and weight.
 
 A tile of a product is `rows` of the weight by `tokens` of the input, walked along K in steps of `depth`; K may be cut
 into `split` parts whose sums are added up by whoever comes last. `stages` is how many steps are on their way at a time.
+
+The values were found on an H200, on the shapes of Qwen3-0.6B and 8B in bfloat16, for other kernels of the same make;
+those marked with * were not, and are guesses.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import triton
 MAX_TOKENS = 64
 BUCKETS = (1, 16, 32, 64)  # the numbers of tokens that tiles are chosen for: the smallest that holds the batch
 
-_LARGE = 24 << 20  # bytes of a weight that outweigh the start of a kernel: from a model of about 8B on
+_LARGE = 24 << 20  # bytes of a weight from which on it is read once rather than by two tiles of tokens *
 _LONG = 4096  # elements of a row that one token's tile does not hold at once
 
 
@@ -34,10 +37,12 @@ class Tile:
     warps: int
     stages: int = 1
     split: int = 1
+    early: bool = True  # whether tensor cores' first step of the weight is read before the inputs are there
 
     def __str__(self) -> str:
         split = f"/{self.split}" if self.split > 1 else ""
-        return f"{self.rows}x{self.tokens}x{self.depth}{split} w{self.warps} s{self.stages}"
+        late = "" if self.early else " late"
+        return f"{self.rows}x{self.tokens}x{self.depth}{split} w{self.warps} s{self.stages}{late}"
 
 
 # One token: every thread multiplies and adds by itself. Two stages where a program has its processor for itself.
@@ -52,8 +57,8 @@ _GEMV = {
 _GEMV_LONG = {
     **_GEMV,
     Role.QKV: Tile(16, 1, 512, 4),
-    Role.GATE_UP: Tile(8, 1, 512, 8),
-    Role.HEAD: Tile(16, 1, 512, 8),
+    Role.GATE_UP: Tile(8, 1, 512, 8),  # *
+    Role.HEAD: Tile(16, 1, 512, 8),  # *
 }
 
 # Up to 16 tokens: one tile of tokens, the narrowest that tensor cores have for weights on their long side.
@@ -68,12 +73,12 @@ _GEMM_16 = {
 _GEMM_64 = {
     Role.QKV: Tile(64, 32, 128, 4, stages=6),
     Role.OUT: Tile(64, 32, 128, 4, stages=6),
-    Role.GATE_UP: Tile(64, 32, 128, 4, stages=4),
+    Role.GATE_UP: Tile(64, 32, 128, 4, stages=4),  # *
     Role.DOWN: Tile(64, 32, 128, 4, stages=6),
-    Role.HEAD: Tile(64, 64, 128, 4, stages=4),
+    Role.HEAD: Tile(64, 64, 128, 4, stages=4),  # *
 }
 
-# Every product of `matmul`, whatever its size: another depth would give other bits.
+# Every product of `matmul`, whatever its size. *
 MATMUL = Tile(128, 64, 64, 4, stages=4)
 
 
@@ -100,6 +105,8 @@ def fixed(k: int, itemsize: int) -> Tile:
 
 
 def _fit(tile: Tile, k: int, itemsize: int) -> Tile:
-    """Less depth for a short K, and for float32, which no tensor core multiplies as it is."""
+    """Less depth for a short K, and little at a time for float32, which no tensor core multiplies as it is."""
     depth = min(tile.depth, max(triton.next_power_of_2(k), 16))
-    return replace(tile, depth=depth) if itemsize == 2 else replace(tile, depth=min(depth, 32), stages=2)
+    if itemsize == 2:
+        return replace(tile, depth=depth)
+    return replace(tile, depth=min(depth, 32), warps=8, stages=2, early=False)
