@@ -23,7 +23,8 @@ demo: $(VENV)/.installed
 	@$(BIN)/penstock generate --prompt "Once upon a time" --max-tokens 200
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not alone"
+	$(BIN)/python -m pytest -m alone
 
 test-gpu: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m gpu

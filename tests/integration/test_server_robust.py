@@ -37,6 +37,8 @@ from tests.integration.server_probes import (
 )
 from tests.integration.server_process import ServerProcess, serve
 
+pytestmark = pytest.mark.alone
+
 CHAT = "/v1/chat/completions"
 LONG_PROMPT = [5 + i % 3000 for i in range(1900)]
 # Megabytes of answer at little work, so that the server's buffers are full when it is not read.

@@ -8,6 +8,7 @@ import sys
 import time
 
 import numpy as np
+import pytest
 
 from penstock import LLM, SamplingParams, StructuredOutputsParams
 
@@ -67,6 +68,7 @@ def test_nothing_compiles_and_nothing_is_imported_behind_the_warm_up() -> None:
     assert in_a_new_process("traffic") == {"imported": [], "compiled": []}
 
 
+@pytest.mark.alone
 def test_the_first_request_is_not_the_slow_one() -> None:
     ratios: list[float] = []
     for _ in range(NUM_TRIES):

@@ -80,6 +80,7 @@ def test_a_seed_decides_everything() -> None:
     assert run_scenario("everything", 0).digest != run_scenario("everything", 1).digest
 
 
+@pytest.mark.alone
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("first_seed", "count"), [(1000, 200), (random.SystemRandom().randrange(1 << 40), 5)], ids=["fixed", "fresh"]
