@@ -25,6 +25,8 @@ from penstock.kernels.triton.linear.products import gemm, gemv
 from penstock.kernels.triton.linear.tiles import BUCKETS, MAX_TOKENS, Role, Tile, choose
 
 _ARGMAX_BLOCK = 4096
+_OPTIONAL = ("squares", "bias", "old_residual", "gain", "residual", "out", "side", "side_ids")
+_ABSENT: dict[str, Any] = {**dict.fromkeys(_OPTIONAL), "eps": 0.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,11 +139,6 @@ class DecodeWeight:
 
     def _num_tiles(self, tile: Tile, bucket: int) -> int:
         return triton.cdiv(self.n, tile.rows) * triton.cdiv(bucket, tile.tokens)
-
-
-_ABSENT = dict.fromkeys(("squares", "bias", "old_residual", "gain", "residual", "out", "side", "side_ids")) | {
-    "eps": 0.0
-}
 
 
 def prepare(ids: torch.Tensor, table: torch.Tensor, gain: torch.Tensor, device: Device) -> Stream:
