@@ -401,4 +401,11 @@ BUGS = (
         'f"{name}{_SEPARATOR}{report.transfer_id}"',
         'f"store{_SEPARATOR}{report.transfer_id}"',
     ),
+    _bug(
+        "loads take turns with a request that needs their blocks",
+        "offload_hungry",
+        "core.remote_kv:RemoteKV.on_starved",
+        "if self._loads:",
+        "if False:",
+    ),
 )

@@ -45,6 +45,7 @@ HAPPENS = {
     "store_restart": {"restarts_of_backing"},
     "other_split": {"loaded_tokens", "accepted_drafts"},
     "sliding_windows": {"loaded_tokens", "failed_loads"},
+    "offload_hungry": {"preemptions", "loaded_tokens"},
     "layerwise_loads": {"loaded_tokens", "failed_loads", "accepted_drafts"},
     "several_connectors": {"loaded_tokens", "tiers.num_promoted", "tiers.num_loads"},
     "several_connectors_fail": {"failed_loads", "loaded_tokens", "crashes", "tiers.num_corrupted"},

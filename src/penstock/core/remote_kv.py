@@ -66,6 +66,7 @@ class RemoteKV:
         self._clock = transfer.clock
         self._loads: dict[TransferId, _Load] = {}
         self._held: set[TransferId] = set()
+        self._starving: dict[Request, int] = {}
         self._asked_since: dict[str, float] = {}
         self._num_loads = 0
         self._num_failed = 0
@@ -79,7 +80,9 @@ class RemoteKV:
 
     def match(self, request: Request, hit: PrefixHit) -> Match:
         """What the connector can bring behind a hit; nothing to a request that has waited or failed too often."""
-        if not request.uses_prefix_cache or request.num_failed_loads >= MAX_FAILED_LOADS or self._is_quarantine_full:
+        if not request.uses_prefix_cache or request.num_failed_loads >= MAX_FAILED_LOADS:
+            return NO_MATCH
+        if self._is_quarantine_full or self._is_someone_starving:
             return NO_MATCH
         match = self._connector.get_num_new_matched_tokens(request, hit.num_tokens)
         if match.is_pending:
@@ -95,6 +98,23 @@ class RemoteKV:
         most = (request.num_tokens - 1) // block_size * block_size - hit.num_tokens
         num_tokens = min(match.num_tokens, most) // block_size * block_size
         return Match(num_tokens, match.is_async) if num_tokens > 0 else NO_MATCH
+
+    def on_starved(self, request: Request) -> None:
+        """The request was alone and had to be preempted: while loads hold what it needed, they must not take turns.
+
+        Until it has got on by a token, no other load begins.
+        """
+        if self._loads:
+            self._starving[request] = request.num_tokens
+
+    @property
+    def _is_someone_starving(self) -> bool:
+        self._starving = {
+            request: num_tokens
+            for request, num_tokens in self._starving.items()
+            if request.num_tokens == num_tokens and request.status is not RequestStatus.FINISHED
+        }
+        return bool(self._starving)
 
     @property
     def _is_quarantine_full(self) -> bool:

@@ -168,6 +168,8 @@ class Scheduler:
             victim = self._running.last()
             self._preempt(victim, plan)
             if victim is request:
+                if not len(self._running):
+                    self._remote.on_starved(request)
                 return None
         return block_ids
 

@@ -292,6 +292,13 @@ def _small_tiers(rng: random.Random) -> Setup:
     return _faulty(setup, slow=0.6, max_delay=0.3)
 
 
+def _hungry(rng: random.Random) -> Setup:
+    """One request fills the pool in chunks of three tokens, and the others' prompts lie in the tiers."""
+    setup = replace(_tiers_with_drafts(rng), windows=(rng.choice([0, 6]),), depth=3, max_num_batched_tokens=3)
+    setup = replace(setup, max_num_seqs=2, spare_blocks=0, num_staging=64, store_places=200)
+    return _faulty(_traffic(setup, arrival=0.9, num_stems=1, max_output=18), slow=0.0)
+
+
 def _wrong_tiers(rng: random.Random) -> Setup:
     policy = rng.choice(["recompute", "fail"])
     return replace(_faulty(_tiers_with_drafts(rng), corrupt=0.3), load_failure_policy=policy)
@@ -379,6 +386,9 @@ _TABLE = (
         "offload_with_drafts", "C9, F13: the same with a drafter's layers, and with preemption", _tiers_with_drafts
     ),
     Scenario("offload_small", "F12, F16: hardly any memory behind the engine, and a slow disk", _small_tiers),
+    Scenario(
+        "offload_hungry", "F12: loads take turns with the only running request, which needs their blocks", _hungry
+    ),
     Scenario("offload_wrong_bytes", "F15: bits change in memory, on the way and on the disk", _wrong_tiers),
     Scenario("offload_failing_disk", "F16: jobs fail in part, late, twice or never end", _failing_disk),
     Scenario("offload_crash", "F2, F9: memory is lost, the disk is found again, or is empty", _tiers_crash),
