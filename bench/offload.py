@@ -1,18 +1,22 @@
 """What the OffloadingConnector gains and costs: time to the first token of a repeated prompt, and decode beside stores.
 
     python bench/offload.py [--model bench/shapes/qwen3-0.6b] [--prompt-len 1500] [--rounds 5] [--folder DIR]
+                           [--decode-only]
 
 Time to first token, in milliseconds: of an engine without a connector (recomputed), with the prompt in the CPU tier,
-and with the prompt on disk (a new engine on the same folder, whose files are in the page cache). Then decode throughput
-with and without stores, in alternation. Random weights; every load is forced, so that the cost model does not choose.
+and with the prompt on disk (a new engine on the same folder). Then decode throughput with and without stores, in
+alternation. Random weights; every load is forced, so that the cost model does not choose.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import statistics
 import tempfile
 import time
+from multiprocessing.connection import Connection
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
@@ -73,22 +77,39 @@ def first_tokens(args: argparse.Namespace, folder: str, attestation: str) -> dic
 def decode(args: argparse.Namespace, folder: str, batch: int) -> list[float]:
     """Tokens per second without a connector, and what stores into memory, and on to disk, leave of them.
 
-    The tier is so small that the first round fills it: memory that a process touches for the first time costs more.
+    Each engine has a process of its own, because two in one slow each other; they take turns.
     """
     transfers = (None, connector(None, "all", _SMALL_TIER), connector(folder, "all", _SMALL_TIER))
-    engines = [make(args.model, transfer) for transfer in transfers]
-    params = SamplingParams(temperature=0.0, max_tokens=args.output_len, ignore_eos=True)
-    rates: list[list[float]] = [[] for _ in engines]
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    for transfer in transfers:
+        pipe, other = context.Pipe()
+        processes.append(context.Process(target=serve_rounds, args=(args.model, transfer, args.output_len, other)))
+        processes[-1].start()
+        pipes.append(pipe)
+    rates: list[list[float]] = [[] for _ in transfers]
     for number in range(args.rounds + 1):
         prompts = [[(number * 131 + i * 17 + j) % 1000 for j in range(32)] for i in range(batch)]
-        for rate, llm in zip(rates, engines, strict=True):
-            started = time.perf_counter()
-            llm.generate(prompts, params, use_tqdm=False)
-            rate.append(batch * args.output_len / (time.perf_counter() - started))
-    for llm in engines:
-        llm.shutdown()
-    without, *beside = (statistics.median(rate[1:]) for rate in rates)
-    return [without, *(rate / without for rate in beside)]
+        for rate, pipe in zip(rates, pipes, strict=True):
+            pipe.send(prompts)
+            rate.append(batch * args.output_len / pipe.recv())
+    for pipe, process in zip(pipes, processes, strict=True):
+        pipe.send([])
+        process.join()
+    # The first round is the warm-up.
+    ratios = [statistics.median(map(truediv, rate[1:], rates[0][1:])) for rate in rates[1:]]
+    return [statistics.median(rates[0][1:]), *ratios]
+
+
+def serve_rounds(model: str, transfer: dict[str, Any] | None, output_len: int, pipe: Connection) -> None:
+    """Seconds for each list of prompts that comes, until an empty one does."""
+    llm = make(model, transfer)
+    params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
+    while prompts := pipe.recv():
+        started = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False)
+        pipe.send(time.perf_counter() - started)
+    llm.shutdown()
 
 
 def main() -> None:
@@ -97,14 +118,16 @@ def main() -> None:
     parser.add_argument("--prompt-len", type=int, default=1500)
     parser.add_argument("--output-len", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--decode-only", action="store_true", help="leave the times to the first token out")
     parser.add_argument("--folder", help="for the disk tier; a temporary one by default")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        print(f"Time to first token of {args.prompt_len} tokens, milliseconds:")
-        print("| attestation | recomputed | from memory | from disk |\n|---|---|---|---|")
-        for attestation in ("all", "sampled", "off"):
-            found = first_tokens(args, f"{folder}/{attestation}", attestation)
-            print(f"| {attestation} | " + " | ".join(f"{value:.0f}" for value in found.values()) + " |", flush=True)
+        if not args.decode_only:
+            print(f"Time to first token of {args.prompt_len} tokens, milliseconds:")
+            print("| attestation | recomputed | from memory | from disk |\n|---|---|---|---|")
+            for attestation in ("all", "sampled", "off"):
+                found = first_tokens(args, f"{folder}/{attestation}", attestation)
+                print(f"| {attestation} | " + " | ".join(f"{value:.0f}" for value in found.values()) + " |", flush=True)
         print("\nDecode, tokens per second:\n| batch | no stores | into memory | and to disk |\n|---|---|---|---|")
         for batch in (1, 8):
             without, memory, disk = decode(args, f"{folder}/decode", batch)

@@ -7,10 +7,12 @@ to try the path of a GPU without one.
 from __future__ import annotations
 
 import functools
+import importlib.util
 
 import torch
 
 from penstock.config import env
+from penstock.utils.errors import ConfigError
 
 INTERPRETED = "triton"
 
@@ -21,5 +23,9 @@ def uses_triton(tensor: torch.Tensor) -> bool:
 
 @functools.cache
 def is_interpreted() -> bool:
-    """Whether a CPU stands in for a GPU in this process."""
-    return env.cpu_isa() == INTERPRETED
+    """Whether a CPU stands in for a GPU in this process. Raises ConfigError where it is asked to and cannot."""
+    if env.cpu_isa() != INTERPRETED:
+        return False
+    if importlib.util.find_spec("triton") is None or not importlib.import_module("triton").knobs.runtime.interpret:
+        raise ConfigError("PENSTOCK_CPU_ISA=triton needs Triton (pip install triton) and TRITON_INTERPRET=1 beside it")
+    return True
