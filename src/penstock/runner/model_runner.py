@@ -27,7 +27,7 @@ from penstock.messages.runner_output import ModelRunnerOutput, TokenLogprobs
 from penstock.messages.scheduler_output import BlockIds, GrammarOutput, SchedulerOutput
 from penstock.models.interface import ModelOutput
 from penstock.runner.block_tables import BlockTables
-from penstock.runner.buffers import to_device
+from penstock.runner.buffers import make_table_writer, to_device
 from penstock.runner.input_batch import InputBatch, make_attention_metadata, make_input_batch
 from penstock.runner.kv_cache_view import TorchKVCacheView
 from penstock.runner.load import KVCache, LoadedModel
@@ -80,13 +80,13 @@ class ModelRunner:
                 tensor[NULL_BLOCK] = torch.nan
         self._max_num_drafts = config.max_num_drafts
         self._max_drafts_in_flight = config.max_num_drafts * (config.max_num_in_flight - 1)
-        self._states = RequestStates(config.max_num_seqs, config.max_model_len, config.max_num_drafts, loaded.device)
-        self._sampling = SamplingStates(config.max_num_seqs)
-        groups = cache.config.groups
-        self._blocks = BlockTables(
-            len(groups), config.max_num_seqs, config.max_model_len, cache.config.block_size, loaded.device
+        self._writer = make_table_writer(loaded.device, config.max_num_in_flight)
+        self._states = RequestStates(
+            config.max_num_seqs, config.max_model_len, config.max_num_drafts, loaded.device, self._writer
         )
-        self._layers_of_group = [group.layer_names for group in groups]
+        self._sampling = SamplingStates(config.max_num_seqs)
+        self._blocks = BlockTables(cache.config, config.max_num_seqs, config.max_model_len, loaded.device, self._writer)
+        self._layers_of_group = [group.layer_names for group in cache.config.groups]
         picker, self._verifier = make_verification(loaded, speculative, self._states.drafts, self._sampling)
         limits = EngineLimits(config.max_num_seqs, config.max_model_len, 1 + config.max_num_drafts)
         self._attention = make_attention(loaded.device, limits)
@@ -208,8 +208,7 @@ class ModelRunner:
             self._append_blocks(row, new.block_ids, num_kept=new.num_computed_tokens)
         for cached in plan.cached_requests:
             self._append_blocks(self._states.update(cached), cached.new_block_ids)
-        self._states.apply_staged_writes()
-        self._blocks.apply_staged_writes()
+        self._writer.apply()
 
     def _append_blocks(self, row: int, block_ids: BlockIds, num_kept: int = 0) -> None:
         self._blocks.append(row, block_ids)
