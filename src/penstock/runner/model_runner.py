@@ -28,7 +28,7 @@ from penstock.messages.scheduler_output import BlockIds, GrammarOutput, Schedule
 from penstock.models.interface import ModelOutput
 from penstock.runner.block_tables import BlockTables
 from penstock.runner.buffers import make_table_writer, to_device
-from penstock.runner.input_batch import InputBatch, make_attention_metadata, make_input_batch
+from penstock.runner.input_batch import InputBatch, make_input_builder
 from penstock.runner.kv_cache_view import TorchKVCacheView
 from penstock.runner.load import KVCache, LoadedModel
 from penstock.runner.request_states import RequestStates
@@ -86,6 +86,7 @@ class ModelRunner:
         )
         self._sampling = SamplingStates(config.max_num_seqs)
         self._blocks = BlockTables(cache.config, config.max_num_seqs, config.max_model_len, loaded.device, self._writer)
+        self._inputs = make_input_builder(config, self._states, self._blocks)
         self._layers_of_group = [group.layer_names for group in cache.config.groups]
         picker, self._verifier = make_verification(loaded, speculative, self._states.drafts, self._sampling)
         limits = EngineLimits(config.max_num_seqs, config.max_model_len, 1 + config.max_num_drafts)
@@ -110,9 +111,9 @@ class ModelRunner:
             raise
 
     def _forward(self, plan: SchedulerOutput) -> ExecuteModelState:
-        batch = make_input_batch(plan, self._states, self._blocks)
+        batch = self._inputs.build(plan)
         if self._debug:
-            ahead = batch.num_computed_np - self._states.num_computed_exact[batch.idx_mapping, 0].cpu().numpy()
+            ahead = batch.host.num_computed - self._states.num_computed_exact[batch.idx_mapping, 0].cpu().numpy()
             assert ((ahead >= 0) & (ahead <= self._max_drafts_in_flight)).all(), ahead
         context = self._make_context(batch)
         output = self._model.forward(batch.tokens.input_ids, batch.tokens.positions, context)
@@ -138,14 +139,14 @@ class ModelRunner:
     def _sample(self, state: ExecuteModelState, grammars: GrammarOutput) -> ModelRunnerOutput:
         prompt_logprobs = self._prompt_logprobs(state)
         batch = state.batch
-        if not len(batch.sampling_np):
-            self._propose(state, self._sampling_rows(batch), 0)
-            no_tokens = dict.fromkeys(batch.request_ids, ())
+        if not len(batch.host.sampling):
+            self._propose(state, batch.sampling_rows, 0)
+            no_tokens = dict.fromkeys(batch.host.request_ids, ())
             return ModelRunnerOutput(sampled_token_ids=no_tokens, prompt_logprobs=prompt_logprobs)
         sampling = self._make_sampling_batch(batch, grammars)
         logits = self._model.compute_logits(state.output.hidden[batch.logits_indices])
-        rows = self._sampling_rows(batch) if batch.has_drafts else sampling.rows
-        sampled, verified = self._verifier.verify(logits, sampling, rows, batch.num_drafts_np)
+        rows = batch.sampling_rows
+        sampled, verified = self._verifier.verify(logits, sampling, rows, batch.host.num_drafts)
         self._store(state, rows, sampling, sampled, verified)
         self._propose(state, rows, state.num_drafts_to_propose)
         output = _make_output(batch, sampled, verified, self._logprobs(logits, sampled, sampling), prompt_logprobs)
@@ -155,7 +156,7 @@ class ModelRunner:
         self, output: ModelRunnerOutput, state: ExecuteModelState, rows: torch.Tensor
     ) -> ModelRunnerOutput:
         """Adds what the scheduler must know of the new drafts, which is as little as possible."""
-        names = state.batch.sampling_request_ids
+        names = state.batch.host.sampling_request_ids
         wanted = [i for i, name in enumerate(names) if name in state.grammar_request_ids]
         if not state.num_drafts_to_propose or not (wanted or self._speculator.leaves_gaps):
             return output
@@ -168,9 +169,6 @@ class ModelRunner:
             num_proposed_tokens=dict(zip(names, counts, strict=False)),
         )
 
-    def _sampling_rows(self, batch: InputBatch) -> torch.Tensor:
-        return batch.idx_mapping[to_device(batch.sampling_np, self._device)]
-
     def _store(
         self,
         state: ExecuteModelState,
@@ -181,8 +179,8 @@ class ModelRunner:
     ) -> None:
         """Puts the sampled tokens where the next step reads them, and takes back the count of rejected drafts."""
         store_sampled(sampled.token_ids, sampling.rows, sampling.positions, self._states.token_ids)
-        if state.batch.has_drafts:
-            num_drafts = to_device(state.batch.num_drafts_np, self._device)
+        if state.batch.host.has_drafts:
+            num_drafts = to_device(state.batch.host.num_drafts, self._device)
             self._states.num_computed_exact[rows, 0] -= num_drafts - verified.num_accepted
 
     def _propose(self, state: ExecuteModelState, rows: torch.Tensor, num_drafts: int) -> None:
@@ -191,8 +189,7 @@ class ModelRunner:
             return
         states = self._states
         num_computed = states.num_computed_exact[rows, 0]
-        sampling = to_device(state.batch.sampling_np, self._device)
-        step = StepResult(state.batch, state.output, sampling, rows, num_computed, states.token_ids)
+        step = StepResult(state.batch, state.output, state.batch.sampling, rows, num_computed, states.token_ids)
         drafts = self._speculator.propose(step, num_drafts)
         if num_drafts and len(rows):
             states.drafts[rows, :num_drafts] = drafts
@@ -219,24 +216,23 @@ class ModelRunner:
                 tensor[fresh] = torch.nan
 
     def _make_context(self, batch: InputBatch) -> ForwardContext:
-        metadata = make_attention_metadata(batch, self._blocks)
-        by_layer = {name: view for names, view in zip(self._layers_of_group, metadata, strict=True) for name in names}
+        groups = zip(self._layers_of_group, batch.attention, strict=True)
+        by_layer = {name: metadata for names, metadata in groups for name in names}
         return ForwardContext(by_layer, self._cache.tensors, self._attention, self._kv_step.hooks)
 
     def _make_sampling_batch(self, batch: InputBatch, grammars: GrammarOutput) -> SamplingBatch:
-        index = batch.sampling_np[batch.logits_request_np]
-        rows = batch.rows_np[index]
-        positions = batch.tokens.positions[batch.logits_indices] + 1
+        index = batch.host.sampling[batch.host.logits_request]
+        rows = batch.host.rows[index]
         if self._max_num_drafts:
             # Behind drafts in flight the CPU knows no exact position; a GPU's copy back is waited for here.
-            positions_np = positions.cpu().numpy()
+            positions_np = batch.logits_positions.cpu().numpy()
         else:
-            positions_np = batch.num_computed_np[index] + batch.query_lens_np[index]
+            positions_np = batch.host.num_computed[index] + batch.host.query_lens[index]
         return SamplingBatch(
             requests=self._sampling.at(rows),
             positions_np=positions_np,
-            rows=to_device(rows, self._device),
-            positions=positions,
+            rows=batch.logits_rows,
+            positions=batch.logits_positions,
             token_ids=self._states.token_ids,
             bitmasks=_arrange_bitmasks(batch, grammars),
         )
@@ -258,17 +254,17 @@ class ModelRunner:
 
     def _prompt_logprobs(self, state: ExecuteModelState) -> dict[str, tuple[TokenLogprobs, ...]]:
         batch = state.batch
-        requests = self._sampling.at(batch.rows_np)
-        starts = np.cumsum(batch.query_lens_np) - batch.query_lens_np
+        requests = self._sampling.at(batch.host.rows)
+        starts = np.cumsum(batch.host.query_lens) - batch.host.query_lens
         found: dict[str, tuple[TokenLogprobs, ...]] = {}
         for index, request in enumerate(requests):
             num_top = request.sampling_params.prompt_logprobs
-            first = int(batch.num_computed_np[index])
+            first = int(batch.host.num_computed[index])
             # The logits at position p speak of the token at p + 1, so the prompt's last position asks for nothing.
-            count = min(int(batch.query_lens_np[index]), len(request.prompt_token_ids) - 1 - first)
+            count = min(int(batch.host.query_lens[index]), len(request.prompt_token_ids) - 1 - first)
             if num_top is not None and count > 0:
                 hidden = state.output.hidden[int(starts[index]) :][:count]
-                targets = self._states.token_ids[int(batch.rows_np[index]), first + 1 :][:count].long()
+                targets = self._states.token_ids[int(batch.host.rows[index]), first + 1 :][:count].long()
                 found[request.request_id] = self._logprobs_of(hidden, targets, num_top)
         return found
 
@@ -283,11 +279,11 @@ def _judge_failures(output: ModelRunnerOutput, batch: InputBatch, logits: torch.
     """Tells a model that produced no numbers from a request that allows no token."""
     if not output.failed_requests:
         return output
-    ends = (batch.num_drafts_np + 1).cumsum().tolist()
+    ends = (batch.host.num_drafts + 1).cumsum().tolist()
     starts = [0, *ends[:-1]]
     failed: dict[str, str] = {}
     unsatisfiable: dict[str, str] = {}
-    for request_id, start, end in zip(batch.sampling_request_ids, starts, ends, strict=True):
+    for request_id, start, end in zip(batch.host.sampling_request_ids, starts, ends, strict=True):
         if request_id in output.failed_requests:
             is_model = bool(logits[start:end].isnan().any())
             (failed if is_model else unsatisfiable)[request_id] = _NOT_FINITE if is_model else _NOTHING_ALLOWED
@@ -299,8 +295,8 @@ def _arrange_bitmasks(batch: InputBatch, grammars: GrammarOutput) -> dict[int, n
     if not grammars.bitmasks:
         return {}
     found: dict[int, np.ndarray] = {}
-    starts = (batch.num_drafts_np + 1).cumsum() - batch.num_drafts_np - 1
-    for request_id, start in zip(batch.sampling_request_ids, starts.tolist(), strict=True):
+    starts = (batch.host.num_drafts + 1).cumsum() - batch.host.num_drafts - 1
+    for request_id, start in zip(batch.host.sampling_request_ids, starts.tolist(), strict=True):
         for offset, mask in enumerate(grammars.bitmasks.get(request_id, ())):
             found[start + offset] = mask
     return found
@@ -314,15 +310,15 @@ def _make_output(
     prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]],
 ) -> ModelRunnerOutput:
     """The one copy back: of each request's window, the accepted drafts and the token behind them."""
-    tokens: dict[str, tuple[int, ...]] = dict.fromkeys(batch.request_ids, ())
+    tokens: dict[str, tuple[int, ...]] = dict.fromkeys(batch.host.request_ids, ())
     num_draft_tokens: dict[str, int] = {}
     failed: list[str] = []
     token_ids, is_valid = sampled.token_ids.tolist(), sampled.is_valid.tolist()
-    ends = (batch.num_drafts_np + 1).cumsum()
+    ends = (batch.host.num_drafts + 1).cumsum()
     per_request = zip(
-        batch.sampling_request_ids,
-        (ends - batch.num_drafts_np - 1).tolist(),
-        batch.num_drafts_np.tolist(),
+        batch.host.sampling_request_ids,
+        (ends - batch.host.num_drafts - 1).tolist(),
+        batch.host.num_drafts.tolist(),
         verified.num_accepted.tolist(),
         verified.num_real_drafts.tolist(),
         strict=True,
