@@ -26,14 +26,10 @@ class Fence:
             event.synchronize()
 
 
-def pinned_bytes(count: int, device: torch.device) -> torch.Tensor:
-    """[count] uint8 zeros on the CPU that copies to and from the device need not wait for."""
-    return torch.zeros(count, dtype=torch.uint8, pin_memory=device.type != "cpu")
-
-
 @dataclass(frozen=True, slots=True)
 class _Slot:
     memory: torch.Tensor  # [size] uint8, pinned
+    array: np.ndarray  # the same memory
     fence: Fence  # behind the copy that reads it
 
 
@@ -46,7 +42,7 @@ class PinnedRing:
 
     def __init__(self, num_bytes: int, num_slots: int, device: torch.device) -> None:
         self._device = device
-        self._slots = [_Slot(pinned_bytes(num_bytes, device), Fence(device)) for _ in range(num_slots)]
+        self._slots = [self._make_slot(num_bytes) for _ in range(num_slots)]
         self._index = 0
         self._is_open = False
 
@@ -58,8 +54,8 @@ class PinnedRing:
         slot = self._slots[self._index]
         slot.fence.wait()
         if num_bytes > len(slot.memory):
-            slot = self._slots[self._index] = _Slot(pinned_bytes(2 * num_bytes, self._device), slot.fence)
-        return slot.memory.numpy()
+            slot = self._slots[self._index] = self._make_slot(2 * num_bytes)
+        return slot.array
 
     def copy(self, num_bytes: int, out: torch.Tensor) -> None:
         """Copies the open slot's beginning into `out`, [num_bytes] uint8 on the device."""
@@ -68,6 +64,10 @@ class PinnedRing:
         slot = self._slots[self._index]
         out.copy_(slot.memory[:num_bytes], non_blocking=True)
         slot.fence.record()
+
+    def _make_slot(self, num_bytes: int) -> _Slot:
+        memory = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._device.type != "cpu")
+        return _Slot(memory, memory.numpy(), Fence(self._device))
 
 
 class StagedTableWriter:
