@@ -89,7 +89,7 @@ class Toy:
     def propose(self, *logits: torch.Tensor) -> None:
         """Draws one draft of every request from each of `logits`, [vocab_size]."""
         every = np.arange(len(self.requests))
-        batch = SimpleNamespace(rows_np=every, sampling_np=every)
+        batch = SimpleNamespace(host=SimpleNamespace(rows=every, sampling=every))
         num_computed = torch.full((len(every),), NUM_COMPUTED)
         step = StepResult(cast(Any, batch), torch.empty(0), self.rows, self.rows, num_computed, self.tokens)
         picker = SamplingPicker(self.states, self.distributions).of_step(step)

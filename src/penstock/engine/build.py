@@ -18,7 +18,7 @@ from penstock.engine.grammars import make_grammar_backend
 from penstock.engine.model_path import localise
 from penstock.engine.transfer import build_transfer
 from penstock.engine.warm_up import warm_up
-from penstock.executor.uniproc import InlineExecutor, ThreadExecutor
+from penstock.executor.uniproc import make_executor
 from penstock.kv_transfer.events import make_event_publisher
 from penstock.messages.kv_cache_spec import KVCacheConfig
 from penstock.runner.load import KVCache, LoadedModel, allocate_kv_cache, load_model, num_blocks_in_budget
@@ -55,7 +55,7 @@ def build_engine_core(config: EngineConfig) -> tuple[EngineCore, SchedulerConfig
         ) from None
     if config.speculative is not None and config.speculative.synthetic_acceptance_rates:
         logger.warning("rejection_sample_method=synthetic takes drafts by chance: the outputs are not the model's")
-    executor = InlineExecutor(runner) if limits.max_num_in_flight == 1 else ThreadExecutor(runner)
+    executor = make_executor(runner, limits.max_num_in_flight)
     warm_up(executor, planned, limits)
     recorder = StepKVEventRecorder(planned) if config.kv_events.is_active else NullKVEventRecorder()
     kv = KVCacheManager(planned, config.cache.enable_prefix_caching, recorder)

@@ -1,12 +1,24 @@
-"""One worker in this process: inline when steps are synchronous, on a thread of its own when they overlap."""
+"""One worker in this process.
+
+On a CPU inline when steps are synchronous, and on a thread of its own when they overlap; where a GPU computes, the
+caller only launches.
+"""
 
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from penstock.executor.executor import Executor
 from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.messages.scheduler_output import GrammarOutput, SchedulerOutput
 from penstock.runner.model_runner import ModelRunner
+from penstock.runner.outputs import PendingOutput
+
+
+def make_executor(runner: ModelRunner, max_num_in_flight: int) -> Executor:
+    if runner.runs_ahead:
+        return LaunchExecutor(runner)
+    return InlineExecutor(runner) if max_num_in_flight == 1 else ThreadExecutor(runner)
 
 
 class InlineExecutor:
@@ -20,7 +32,7 @@ class InlineExecutor:
 
     def sample_tokens(self, grammars: GrammarOutput) -> Future[ModelRunnerOutput]:
         future: Future[ModelRunnerOutput] = Future()
-        future.set_result(self._runner.sample_tokens(grammars))
+        future.set_result(self._runner.sample_tokens(grammars).result())
         return future
 
     def shutdown(self) -> None:
@@ -48,8 +60,37 @@ class ThreadExecutor:
 
     def _sample_after(self, forward: Future[None], grammars: GrammarOutput) -> ModelRunnerOutput:
         forward.result()
-        return self._runner.sample_tokens(grammars)
+        return self._runner.sample_tokens(grammars).result()
 
     def shutdown(self) -> None:
         self._thread.shutdown()
         self._runner.shutdown()
+
+
+class LaunchExecutor:
+    """Launches every step where it is called, and waits for one when its result is asked for."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+
+    def execute_model(self, plan: SchedulerOutput) -> None:
+        self._runner.execute_model(plan)
+
+    def sample_tokens(self, grammars: GrammarOutput) -> Future[ModelRunnerOutput]:
+        return _LaunchedStep(self._runner.sample_tokens(grammars))
+
+    def shutdown(self) -> None:
+        self._runner.shutdown()
+
+
+class _LaunchedStep(Future[ModelRunnerOutput]):
+    """A step's result, which is fetched when it is asked for."""
+
+    def __init__(self, pending: PendingOutput) -> None:
+        super().__init__()
+        self._pending = pending
+
+    def result(self, timeout: float | None = None) -> ModelRunnerOutput:
+        if not self.done():
+            self.set_result(self._pending.result())
+        return super().result(timeout)

@@ -21,6 +21,11 @@ def uses_triton(tensor: torch.Tensor) -> bool:
     return not tensor.is_cpu or is_interpreted()
 
 
+def has_gpu_kernels(device: torch.device) -> bool:
+    """Whether what runs on the device runs by Triton's kernels."""
+    return device.type != "cpu" or is_interpreted()
+
+
 @functools.cache
 def is_interpreted() -> bool:
     """Whether a CPU stands in for a GPU in this process. Raises ConfigError where it is asked to and cannot."""

@@ -5,22 +5,22 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from penstock.messages.kv_cache_spec import KVCacheConfig
 from penstock.messages.scheduler_output import BlockIds
-from penstock.runner.buffers import StagedWriter
+from penstock.runner.buffers import TableWriter
 from penstock.utils.math import cdiv
 
 
 class BlockTables:
     def __init__(
-        self, num_groups: int, max_num_reqs: int, max_model_len: int, block_size: int, device: torch.device
+        self, cache: KVCacheConfig, max_num_reqs: int, max_model_len: int, device: torch.device, writer: TableWriter
     ) -> None:
-        width = cdiv(max_model_len, block_size)
-        self.block_size = block_size
-        self.tables = [  # each [max_num_reqs, max blocks of a request] int32
-            torch.zeros((max_num_reqs, width), dtype=torch.int32, device=device) for _ in range(num_groups)
-        ]
+        num_groups, width = len(cache.groups), cdiv(max_model_len, cache.block_size)
+        self.block_size = cache.block_size
+        # [num_groups, max_num_reqs, max blocks of a request] int32
+        self.tables = torch.zeros((num_groups, max_num_reqs, width), dtype=torch.int32, device=device)
         self._num_blocks = np.zeros((num_groups, max_num_reqs), dtype=np.int64)
-        self._writers = [StagedWriter(table) for table in self.tables]
+        self._writer = writer
 
     def clear(self, row: int) -> None:
         """Forgets a row's blocks; what the table still holds beyond the new ones is never read."""
@@ -30,13 +30,9 @@ class BlockTables:
         """Stages blocks at the end of a row, by group."""
         for group, ids in enumerate(block_ids):
             if ids:
-                self._writers[group].write(row, int(self._num_blocks[group, row]), ids)
+                self._writer.write(self.tables[group], row, int(self._num_blocks[group, row]), ids)
                 self._num_blocks[group, row] += len(ids)
 
     def num_blocks(self, group: int, rows: np.ndarray) -> np.ndarray:
         """[len(rows)] int64: blocks that each of these rows holds."""
         return self._num_blocks[group, rows]
-
-    def apply_staged_writes(self) -> None:
-        for writer in self._writers:
-            writer.apply()

@@ -1,15 +1,18 @@
 """Copies between the CPU and the device: the only place that knows about them.
 
-The CPU publishes snapshots, the device owns results. A `StagedWriter` collects what one step changes in tables that
-live on the device and applies it with one copy and one scatter, whatever the number of requests.
+The CPU publishes snapshots, the device owns results. A `TableWriter` collects what one step changes in tables that live
+on the device; `apply()` makes it visible to all that is launched afterwards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
+
+from penstock.kernels.dispatch import has_gpu_kernels
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -20,29 +23,36 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-class StagedWriter:
-    """Pending writes to a 2D table `[rows, width]` on the device. `apply()` makes them visible."""
+class TableWriter(Protocol):
+    """Lifecycle: one per runner, of all its tables. Threading: the runner's thread. It waits for nothing."""
 
-    def __init__(self, table: torch.Tensor) -> None:
-        assert table.is_contiguous(), table.stride()
-        self._flat = table.view(-1)
-        self._width = table.shape[1]
-        self._device = table.device
-        self._offsets: list[np.ndarray] = []
-        self._values: list[np.ndarray] = []
+    def write(self, table: torch.Tensor, row: int, start: int, values: Sequence[int] | Sequence[float]) -> None:
+        """Stages `table[row, start : start + len(values)] = values`.
 
-    def write(self, row: int, start: int, values: Sequence[int]) -> None:
-        """Stages `table[row, start : start + len(values)] = values`."""
-        assert 0 <= start <= start + len(values) <= self._width, (start, len(values), self._width)
-        first = row * self._width + start
-        self._offsets.append(np.arange(first, first + len(values), dtype=np.int64))
-        self._values.append(np.asarray(values, dtype=np.int64))
+        `table` is [rows, width] int32, int64 or float32, contiguous. No element is written twice before `apply()`.
+        """
+        ...
 
     def apply(self) -> None:
-        if not self._offsets:
-            return
-        offsets = to_device(np.concatenate(self._offsets), self._device)
-        values = to_device(np.concatenate(self._values), self._device)
-        self._flat[offsets] = values.to(self._flat.dtype)
-        self._offsets.clear()
-        self._values.clear()
+        """Makes what was staged visible."""
+        ...
+
+
+class HostTableWriter:
+    """Of tables that the CPU can reach: they are written where they are."""
+
+    def write(self, table: torch.Tensor, row: int, start: int, values: Sequence[int] | Sequence[float]) -> None:
+        assert 0 <= start <= start + len(values) <= table.shape[1], (start, len(values), table.shape)
+        table[row, start : start + len(values)] = torch.as_tensor(values, dtype=table.dtype)
+
+    def apply(self) -> None: ...
+
+
+def make_table_writer(device: torch.device, depth: int) -> TableWriter:
+    """`depth` is how many steps the CPU may have launched whose results it does not know."""
+    if not has_gpu_kernels(device):
+        return HostTableWriter()
+    # Only now: a CPU needs no Triton.
+    from penstock.runner.gpu.buffers import StagedTableWriter
+
+    return StagedTableWriter(device, depth)

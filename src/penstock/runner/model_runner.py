@@ -11,14 +11,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
 from penstock.attention.metadata import ForwardContext
 from penstock.attention.select import EngineLimits, make_attention
 from penstock.config.engine import SchedulerConfig
 from penstock.config.speculative import SpeculativeConfig
-from penstock.kernels.prepare_inputs import store_sampled
 from penstock.kv_transfer.connector import WorkerConnector
 from penstock.kv_transfer.kv_step import KVStep
 from penstock.kv_transfer.null import NullWorkerConnector
@@ -27,25 +25,23 @@ from penstock.messages.runner_output import ModelRunnerOutput, TokenLogprobs
 from penstock.messages.scheduler_output import BlockIds, GrammarOutput, SchedulerOutput
 from penstock.models.interface import ModelOutput
 from penstock.runner.block_tables import BlockTables
-from penstock.runner.buffers import to_device
-from penstock.runner.input_batch import InputBatch, make_attention_metadata, make_input_batch
+from penstock.runner.buffers import make_table_writer
+from penstock.runner.input_batch import InputBatch, make_input_builder
 from penstock.runner.kv_cache_view import TorchKVCacheView
 from penstock.runner.load import KVCache, LoadedModel
+from penstock.runner.outputs import PendingOutput, ReadyOutput, StepOutput
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling.logprobs import token_logprobs
-from penstock.runner.sampling.sampler import SamplerOutput
-from penstock.runner.sampling.states import SamplingBatch, SamplingStates
+from penstock.runner.sampling.states import SamplingStates
 from penstock.runner.speculation.select import make_speculator, make_verification
 from penstock.runner.speculation.speculator import StepResult
-from penstock.runner.speculation.verify import Verified
+from penstock.runner.step_sampler import make_step_sampler
 
 # Prompt log probabilities need logits for every prompt token: this many rows of the vocabulary at a time.
 _PROMPT_LOGITS_ROWS = 256
 
-_NOT_FINITE = "no token can be drawn: the logits are not finite"
-_NOTHING_ALLOWED = (
-    "no token can be drawn: what the request allows (a grammar, allowed_token_ids, ...) excludes all of them"
-)
+# Of a step without tokens.
+_NOTHING = StepOutput(ReadyOutput(ModelRunnerOutput()), ModelRunnerOutput())
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +76,18 @@ class ModelRunner:
                 tensor[NULL_BLOCK] = torch.nan
         self._max_num_drafts = config.max_num_drafts
         self._max_drafts_in_flight = config.max_num_drafts * (config.max_num_in_flight - 1)
-        self._states = RequestStates(config.max_num_seqs, config.max_model_len, config.max_num_drafts, loaded.device)
-        self._sampling = SamplingStates(config.max_num_seqs)
-        groups = cache.config.groups
-        self._blocks = BlockTables(
-            len(groups), config.max_num_seqs, config.max_model_len, cache.config.block_size, loaded.device
+        self._writer = make_table_writer(loaded.device, config.max_num_in_flight)
+        self._states = RequestStates(
+            config.max_num_seqs, config.max_model_len, config.max_num_drafts, loaded.device, self._writer
         )
-        self._layers_of_group = [group.layer_names for group in groups]
-        picker, self._verifier = make_verification(loaded, speculative, self._states.drafts, self._sampling)
+        self._sampling = SamplingStates(config.max_num_seqs)
+        self._blocks = BlockTables(cache.config, config.max_num_seqs, config.max_model_len, loaded.device, self._writer)
+        self._inputs = make_input_builder(config, self._states, self._blocks)
+        self._layers_of_group = [group.layer_names for group in cache.config.groups]
+        picker, verifier = make_verification(loaded, speculative, self._states.drafts, self._sampling)
+        self._sampler = make_step_sampler(
+            config, loaded.config.vocab_size, self._states, self._sampling, verifier, self._writer
+        )
         limits = EngineLimits(config.max_num_seqs, config.max_model_len, 1 + config.max_num_drafts)
         self._attention = make_attention(loaded.device, limits)
         self._speculator = make_speculator(loaded, cache, config, speculative, self._blocks, self._attention, picker)
@@ -110,89 +110,67 @@ class ModelRunner:
             raise
 
     def _forward(self, plan: SchedulerOutput) -> ExecuteModelState:
-        batch = make_input_batch(plan, self._states, self._blocks)
+        batch = self._inputs.build(plan)
         if self._debug:
-            ahead = batch.num_computed_np - self._states.num_computed_exact[batch.idx_mapping, 0].cpu().numpy()
+            ahead = batch.host.num_computed - self._states.num_computed_exact[batch.idx_mapping, 0].cpu().numpy()
             assert ((ahead >= 0) & (ahead <= self._max_drafts_in_flight)).all(), ahead
         context = self._make_context(batch)
         output = self._model.forward(batch.tokens.input_ids, batch.tokens.positions, context)
-        self._states.num_computed_exact[batch.idx_mapping, 0] = batch.seq_lens.long()
         return ExecuteModelState(batch, output, plan.num_drafts_to_propose, plan.grammar_request_ids)
 
     @torch.inference_mode()
-    def sample_tokens(self, grammars: GrammarOutput) -> ModelRunnerOutput:
+    def sample_tokens(self, grammars: GrammarOutput) -> PendingOutput:
         """Samples for the step that `execute_model` ran last, within its grammars."""
         state, self._parked = self._parked, None
         with self._kv_step:
             moved = self._kv_step.collect()
-            output = None if state is None else self._sample(state, grammars)
+            output = _NOTHING if state is None else self._sample(state, grammars)
             self._kv_step.finalize()
-        if output is None:
-            return ModelRunnerOutput.with_kv_conn_output_only(moved)
-        return replace(output, kv_connector_output=moved)
+        return replace(output, known=replace(output.known, kv_connector_output=moved))
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step is launched here and computed elsewhere, so that its result comes later."""
+        return self._sampler.runs_ahead
 
     def shutdown(self) -> None:
         """No step will come any more."""
         self._kv_step.shutdown()
 
-    def _sample(self, state: ExecuteModelState, grammars: GrammarOutput) -> ModelRunnerOutput:
-        prompt_logprobs = self._prompt_logprobs(state)
+    def _sample(self, state: ExecuteModelState, grammars: GrammarOutput) -> StepOutput:
+        known = ModelRunnerOutput(prompt_logprobs=self._prompt_logprobs(state))
         batch = state.batch
-        if not len(batch.sampling_np):
-            self._propose(state, self._sampling_rows(batch), 0)
-            no_tokens = dict.fromkeys(batch.request_ids, ())
-            return ModelRunnerOutput(sampled_token_ids=no_tokens, prompt_logprobs=prompt_logprobs)
-        sampling = self._make_sampling_batch(batch, grammars)
+        if not len(batch.host.sampling):
+            skipped = self._sampler.skip(batch)
+            self._propose(state, 0)
+            return StepOutput(skipped, known)
         logits = self._model.compute_logits(state.output.hidden[batch.logits_indices])
-        rows = self._sampling_rows(batch) if batch.has_drafts else sampling.rows
-        sampled, verified = self._verifier.verify(logits, sampling, rows, batch.num_drafts_np)
-        self._store(state, rows, sampling, sampled, verified)
-        self._propose(state, rows, state.num_drafts_to_propose)
-        output = _make_output(batch, sampled, verified, self._logprobs(logits, sampled, sampling), prompt_logprobs)
-        return self._with_drafts(_judge_failures(output, batch, logits), state, rows)
+        sampled = self._sampler.sample(logits, batch, grammars)
+        self._propose(state, state.num_drafts_to_propose)
+        return StepOutput(sampled, self._with_drafts(known, state))
 
-    def _with_drafts(
-        self, output: ModelRunnerOutput, state: ExecuteModelState, rows: torch.Tensor
-    ) -> ModelRunnerOutput:
+    def _with_drafts(self, known: ModelRunnerOutput, state: ExecuteModelState) -> ModelRunnerOutput:
         """Adds what the scheduler must know of the new drafts, which is as little as possible."""
-        names = state.batch.sampling_request_ids
+        names = state.batch.host.sampling_request_ids
         wanted = [i for i, name in enumerate(names) if name in state.grammar_request_ids]
         if not state.num_drafts_to_propose or not (wanted or self._speculator.leaves_gaps):
-            return output
-        drafts = self._states.drafts[rows, : state.num_drafts_to_propose]
+            return known
+        drafts = self._states.drafts[state.batch.sampling_rows, : state.num_drafts_to_propose]
         ids = drafts.tolist() if wanted else []
         counts = (drafts >= 0).sum(1).tolist() if self._speculator.leaves_gaps else []
         return replace(
-            output,
+            known,
             draft_token_ids={names[i]: tuple(ids[i]) for i in wanted},
             num_proposed_tokens=dict(zip(names, counts, strict=False)),
         )
 
-    def _sampling_rows(self, batch: InputBatch) -> torch.Tensor:
-        return batch.idx_mapping[to_device(batch.sampling_np, self._device)]
-
-    def _store(
-        self,
-        state: ExecuteModelState,
-        rows: torch.Tensor,
-        sampling: SamplingBatch,
-        sampled: SamplerOutput,
-        verified: Verified,
-    ) -> None:
-        """Puts the sampled tokens where the next step reads them, and takes back the count of rejected drafts."""
-        store_sampled(sampled.token_ids, sampling.rows, sampling.positions, self._states.token_ids)
-        if state.batch.has_drafts:
-            num_drafts = to_device(state.batch.num_drafts_np, self._device)
-            self._states.num_computed_exact[rows, 0] -= num_drafts - verified.num_accepted
-
-    def _propose(self, state: ExecuteModelState, rows: torch.Tensor, num_drafts: int) -> None:
+    def _propose(self, state: ExecuteModelState, num_drafts: int) -> None:
         """Lets the speculator follow the step, and stores its drafts behind the last known tokens."""
         if not self._max_num_drafts:
             return
-        states = self._states
+        states, rows = self._states, state.batch.sampling_rows
         num_computed = states.num_computed_exact[rows, 0]
-        sampling = to_device(state.batch.sampling_np, self._device)
-        step = StepResult(state.batch, state.output, sampling, rows, num_computed, states.token_ids)
+        step = StepResult(state.batch, state.output, state.batch.sampling, rows, num_computed, states.token_ids)
         drafts = self._speculator.propose(step, num_drafts)
         if num_drafts and len(rows):
             states.drafts[rows, :num_drafts] = drafts
@@ -203,13 +181,12 @@ class ModelRunner:
         self._sampling.remove(self._states.remove(plan.finished_request_ids | plan.preempted_request_ids))
         for new in plan.new_requests:
             row = self._states.add(new)
-            self._sampling.add(row, new.request)
+            self._sampler.add(row, new.request)
             self._blocks.clear(row)
             self._append_blocks(row, new.block_ids, num_kept=new.num_computed_tokens)
         for cached in plan.cached_requests:
             self._append_blocks(self._states.update(cached), cached.new_block_ids)
-        self._states.apply_staged_writes()
-        self._blocks.apply_staged_writes()
+        self._writer.apply()
 
     def _append_blocks(self, row: int, block_ids: BlockIds, num_kept: int = 0) -> None:
         self._blocks.append(row, block_ids)
@@ -220,56 +197,22 @@ class ModelRunner:
                 tensor[fresh] = torch.nan
 
     def _make_context(self, batch: InputBatch) -> ForwardContext:
-        metadata = make_attention_metadata(batch, self._blocks)
-        by_layer = {name: view for names, view in zip(self._layers_of_group, metadata, strict=True) for name in names}
+        groups = zip(self._layers_of_group, batch.attention, strict=True)
+        by_layer = {name: metadata for names, metadata in groups for name in names}
         return ForwardContext(by_layer, self._cache.tensors, self._attention, self._kv_step.hooks)
 
-    def _make_sampling_batch(self, batch: InputBatch, grammars: GrammarOutput) -> SamplingBatch:
-        index = batch.sampling_np[batch.logits_request_np]
-        rows = batch.rows_np[index]
-        positions = batch.tokens.positions[batch.logits_indices] + 1
-        if self._max_num_drafts:
-            # Behind drafts in flight the CPU knows no exact position; a GPU's copy back is waited for here.
-            positions_np = positions.cpu().numpy()
-        else:
-            positions_np = batch.num_computed_np[index] + batch.query_lens_np[index]
-        return SamplingBatch(
-            requests=self._sampling.at(rows),
-            positions_np=positions_np,
-            rows=to_device(rows, self._device),
-            positions=positions,
-            token_ids=self._states.token_ids,
-            bitmasks=_arrange_bitmasks(batch, grammars),
-        )
-
-    def _logprobs(
-        self, logits: torch.Tensor, sampled: SamplerOutput, sampling: SamplingBatch
-    ) -> dict[str, tuple[TokenLogprobs, ...]]:
-        chosen = sampling.where(lambda request: request.sampling_params.logprobs is not None)
-        if not chosen:
-            return {}
-        index = sampling.indices(chosen)
-        num_top = [sampling.requests[i].sampling_params.logprobs or 0 for i in chosen]
-        rows = token_logprobs(logits[index], sampled.token_ids[index], num_top)
-        found: dict[str, tuple[TokenLogprobs, ...]] = {}
-        for i, row in zip(chosen, rows, strict=True):
-            request_id = sampling.requests[i].request_id
-            found[request_id] = (*found.get(request_id, ()), row)
-        return found
-
     def _prompt_logprobs(self, state: ExecuteModelState) -> dict[str, tuple[TokenLogprobs, ...]]:
-        batch = state.batch
-        requests = self._sampling.at(batch.rows_np)
-        starts = np.cumsum(batch.query_lens_np) - batch.query_lens_np
+        host = state.batch.host
+        chosen = self._sampling.with_prompt_logprobs(host.rows)
         found: dict[str, tuple[TokenLogprobs, ...]] = {}
-        for index, request in enumerate(requests):
-            num_top = request.sampling_params.prompt_logprobs
-            first = int(batch.num_computed_np[index])
+        for index, request in zip(chosen, self._sampling.at(host.rows[chosen]), strict=True):
+            first, start = int(host.num_computed[index]), int(host.query_start_loc[index])
             # The logits at position p speak of the token at p + 1, so the prompt's last position asks for nothing.
-            count = min(int(batch.query_lens_np[index]), len(request.prompt_token_ids) - 1 - first)
-            if num_top is not None and count > 0:
-                hidden = state.output.hidden[int(starts[index]) :][:count]
-                targets = self._states.token_ids[int(batch.rows_np[index]), first + 1 :][:count].long()
+            count = min(int(host.query_lens[index]), len(request.prompt_token_ids) - 1 - first)
+            if count > 0:
+                hidden = state.output.hidden[start:][:count]
+                targets = self._states.token_ids[int(host.rows[index]), first + 1 :][:count].long()
+                num_top = request.sampling_params.prompt_logprobs or 0
                 found[request.request_id] = self._logprobs_of(hidden, targets, num_top)
         return found
 
@@ -278,67 +221,3 @@ class ModelRunner:
         for part, tokens in zip(hidden.split(_PROMPT_LOGITS_ROWS), targets.split(_PROMPT_LOGITS_ROWS), strict=True):
             rows += token_logprobs(self._model.compute_logits(part.contiguous()), tokens, [num_top] * len(tokens))
         return tuple(rows)
-
-
-def _judge_failures(output: ModelRunnerOutput, batch: InputBatch, logits: torch.Tensor) -> ModelRunnerOutput:
-    """Tells a model that produced no numbers from a request that allows no token."""
-    if not output.failed_requests:
-        return output
-    ends = (batch.num_drafts_np + 1).cumsum().tolist()
-    starts = [0, *ends[:-1]]
-    failed: dict[str, str] = {}
-    unsatisfiable: dict[str, str] = {}
-    for request_id, start, end in zip(batch.sampling_request_ids, starts, ends, strict=True):
-        if request_id in output.failed_requests:
-            is_model = bool(logits[start:end].isnan().any())
-            (failed if is_model else unsatisfiable)[request_id] = _NOT_FINITE if is_model else _NOTHING_ALLOWED
-    return replace(output, failed_requests=failed, unsatisfiable_requests=unsatisfiable)
-
-
-def _arrange_bitmasks(batch: InputBatch, grammars: GrammarOutput) -> dict[int, np.ndarray]:
-    """Each logits row's bitmask, where it has one."""
-    if not grammars.bitmasks:
-        return {}
-    found: dict[int, np.ndarray] = {}
-    starts = (batch.num_drafts_np + 1).cumsum() - batch.num_drafts_np - 1
-    for request_id, start in zip(batch.sampling_request_ids, starts.tolist(), strict=True):
-        for offset, mask in enumerate(grammars.bitmasks.get(request_id, ())):
-            found[start + offset] = mask
-    return found
-
-
-def _make_output(
-    batch: InputBatch,
-    sampled: SamplerOutput,
-    verified: Verified,
-    logprobs: dict[str, tuple[TokenLogprobs, ...]],
-    prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]],
-) -> ModelRunnerOutput:
-    """The one copy back: of each request's window, the accepted drafts and the token behind them."""
-    tokens: dict[str, tuple[int, ...]] = dict.fromkeys(batch.request_ids, ())
-    num_draft_tokens: dict[str, int] = {}
-    failed: list[str] = []
-    token_ids, is_valid = sampled.token_ids.tolist(), sampled.is_valid.tolist()
-    ends = (batch.num_drafts_np + 1).cumsum()
-    per_request = zip(
-        batch.sampling_request_ids,
-        (ends - batch.num_drafts_np - 1).tolist(),
-        batch.num_drafts_np.tolist(),
-        verified.num_accepted.tolist(),
-        verified.num_real_drafts.tolist(),
-        strict=True,
-    )
-    for request_id, start, num_drafts, num_accepted, num_real_drafts in per_request:
-        end = start + 1 + num_accepted
-        tokens[request_id] = tuple(token_ids[start:end])
-        if num_drafts:
-            num_draft_tokens[request_id] = num_real_drafts
-        if not all(is_valid[start:end]):
-            failed.append(request_id)
-    return ModelRunnerOutput(
-        sampled_token_ids=tokens,
-        num_draft_tokens=num_draft_tokens,
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
-        failed_requests=dict.fromkeys(failed, _NOT_FINITE),
-    )

@@ -14,11 +14,13 @@ import numpy as np
 import torch
 
 from penstock.messages.scheduler_output import CachedRequestData, NewRequestData
-from penstock.runner.buffers import StagedWriter
+from penstock.runner.buffers import TableWriter
 
 
 class RequestStates:
-    def __init__(self, max_num_reqs: int, max_model_len: int, max_num_drafts: int, device: torch.device) -> None:
+    def __init__(
+        self, max_num_reqs: int, max_model_len: int, max_num_drafts: int, device: torch.device, writer: TableWriter
+    ) -> None:
         # One more than the longest request: the token sampled at its last position is stored and never computed. Drafts
         # stand behind it, a gap as token 0; `drafts` tells the gaps.
         width = max_model_len + 1 + max_num_drafts
@@ -29,8 +31,7 @@ class RequestStates:
         self.prefill_len_np = np.zeros(max_num_reqs, dtype=np.int64)  # tokens known at admission
         self._rows: dict[str, int] = {}
         self._free_rows = list(range(max_num_reqs))
-        self._token_writer = StagedWriter(self.token_ids)
-        self._count_writer = StagedWriter(self.num_computed_exact)
+        self._writer = writer
 
     def row(self, request_id: str) -> int:
         return self._rows[request_id]
@@ -46,14 +47,14 @@ class RequestStates:
         return rows
 
     def add(self, new: NewRequestData) -> int:
-        """Takes a row for a request; visible on the device after `apply_staged_writes()`."""
+        """Takes a row for a request; visible on the device once the writer has applied it."""
         assert new.request_id not in self._rows, new.request_id
         row = heapq.heappop(self._free_rows)
         self._rows[new.request_id] = row
         self.prefill_len_np[row] = len(new.token_ids)
         self.num_computed_np[row] = new.num_computed_tokens
-        self._token_writer.write(row, 0, new.token_ids)
-        self._count_writer.write(row, 0, (new.num_computed_tokens,))
+        self._writer.write(self.token_ids, row, 0, new.token_ids)
+        self._writer.write(self.num_computed_exact, row, 0, (new.num_computed_tokens,))
         return row
 
     def update(self, cached: CachedRequestData) -> int:
@@ -61,7 +62,3 @@ class RequestStates:
         row = self._rows[cached.request_id]
         self.num_computed_np[row] = cached.num_computed_tokens
         return row
-
-    def apply_staged_writes(self) -> None:
-        self._token_writer.apply()
-        self._count_writer.apply()

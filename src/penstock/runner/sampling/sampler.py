@@ -105,13 +105,17 @@ def draw(probs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     return (block * _CDF_BLOCK + torch.minimum(offset, last))[:, 0]
 
 
-def _needs_processing(request: EngineRequest) -> bool:
+def changes_logits(request: EngineRequest) -> bool:
+    """Whether any of LOGITS_FEATURES but a grammar may concern the request."""
     params = request.sampling_params
-    changes_logits = (
+    return bool(
         params.logit_bias
         or params.allowed_token_ids
         or request.bad_words_token_ids
         or params.min_tokens
         or has_penalty(request)
     )
-    return bool(changes_logits) or not params.is_greedy
+
+
+def _needs_processing(request: EngineRequest) -> bool:
+    return changes_logits(request) or not request.sampling_params.is_greedy

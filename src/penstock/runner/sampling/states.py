@@ -18,9 +18,15 @@ class SamplingStates:
 
     def __init__(self, max_num_reqs: int) -> None:
         self._requests: list[EngineRequest | None] = [None] * max_num_reqs
+        self._has_prompt_logprobs = np.zeros(max_num_reqs, dtype=bool)
 
     def add(self, row: int, request: EngineRequest) -> None:
         self._requests[row] = request
+        self._has_prompt_logprobs[row] = request.sampling_params.prompt_logprobs is not None
+
+    def with_prompt_logprobs(self, rows: np.ndarray) -> np.ndarray:
+        """Which of these rows' requests want the log probabilities of their prompts, as indices into `rows`."""
+        return np.nonzero(self._has_prompt_logprobs[rows])[0]
 
     def remove(self, rows: Iterable[int]) -> None:
         for row in rows:

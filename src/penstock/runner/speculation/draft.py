@@ -6,7 +6,7 @@ of rejected drafts hold what nobody reads: the next pass over these positions ov
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -15,7 +15,6 @@ from penstock.attention.metadata import AttentionMetadata, ForwardContext
 from penstock.kernels.prepare_inputs import TokenInputs, slot_mapping
 from penstock.models.interface import DraftHead, Model
 from penstock.runner.block_tables import BlockTables
-from penstock.runner.input_batch import make_attention_metadata
 from penstock.runner.speculation.pick import Picker
 from penstock.runner.speculation.speculator import StepResult
 
@@ -39,8 +38,7 @@ class DraftCache:
 
     def of_step(self, step: StepResult) -> ForwardContext:
         """For the tokens that the target has just computed."""
-        metadata = make_attention_metadata(step.batch, self._blocks)
-        return self._context(metadata)
+        return self._context(step.batch.attention)
 
     def of_positions(
         self, rows: torch.Tensor, positions: torch.Tensor, max_seq_len: int
@@ -65,7 +63,7 @@ class DraftCache:
         ]
         return positions, self._context(metadata)
 
-    def _context(self, metadata: list[AttentionMetadata]) -> ForwardContext:
+    def _context(self, metadata: Sequence[AttentionMetadata]) -> ForwardContext:
         by_layer = {name: metadata[group] for name, group in self._groups.items()}
         return ForwardContext(by_layer, self._tensors, self._attention)
 
@@ -88,7 +86,7 @@ class DraftModelSpeculator:
         last = step.token_ids[step.rows, step.num_computed].long()
         for index in range(num_drafts if len(step.rows) else 0):
             positions, context = self._cache.of_positions(
-                step.rows, step.num_computed + index, step.batch.max_seq_len + num_drafts
+                step.rows, step.num_computed + index, step.batch.host.max_seq_len + num_drafts
             )
             hidden = self._model.forward(last, positions, context).hidden
             last = pick(self._model.compute_logits(hidden), index)
@@ -120,7 +118,7 @@ class HeadSpeculator:
             drafts.append(pick(head.compute_logits(hidden), 0))
         for index in range(1, num_drafts if len(step.rows) else 0):
             positions, context = self._cache.of_positions(
-                step.rows, step.num_computed - 1 + index, step.batch.max_seq_len + num_drafts
+                step.rows, step.num_computed - 1 + index, step.batch.host.max_seq_len + num_drafts
             )
             hidden = head.forward(hidden, drafts[-1], positions, context)
             drafts.append(pick(head.compute_logits(hidden), index))

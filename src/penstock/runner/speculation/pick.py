@@ -73,7 +73,7 @@ class SamplingPicker:
         self._distributions = distributions
 
     def of_step(self, step: StepResult) -> Pick:
-        requests = self._states.at(step.batch.rows_np[step.batch.sampling_np])
+        requests = self._states.at(step.batch.host.rows[step.batch.host.sampling])
         # Exact positions are known on the device alone, and noise is made on the CPU.
         first = step.num_computed.cpu().numpy() + 1
         batch = SamplingBatch(requests, first, step.rows, step.num_computed + 1, step.token_ids, {})

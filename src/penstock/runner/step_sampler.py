@@ -1,0 +1,176 @@
+"""The end of a step: from logits to tokens in their rows, drafts judged, counts put right."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from penstock.config.engine import SchedulerConfig
+from penstock.kernels.dispatch import has_gpu_kernels
+from penstock.kernels.prepare_inputs import store_sampled
+from penstock.messages.requests import EngineRequest
+from penstock.messages.runner_output import ModelRunnerOutput, TokenLogprobs
+from penstock.messages.scheduler_output import GrammarOutput
+from penstock.runner.buffers import TableWriter, to_device
+from penstock.runner.input_batch import HostBatch, InputBatch
+from penstock.runner.outputs import (
+    NOTHING_ALLOWED,
+    PendingOutput,
+    ReadyOutput,
+    SampledArrays,
+    make_empty_output,
+    make_output,
+    window_starts,
+)
+from penstock.runner.request_states import RequestStates
+from penstock.runner.sampling.logprobs import token_logprobs
+from penstock.runner.sampling.sampler import SamplerOutput
+from penstock.runner.sampling.states import SamplingBatch, SamplingStates
+from penstock.runner.speculation.verify import Verified, Verifier
+
+
+class StepSampler(Protocol):
+    """Lifecycle: one is chosen and built with the runner. Threading: the runner's thread.
+
+    When `skip` or `sample` return, what is launched next finds the step's tokens and exact counts in the rows' tables.
+    """
+
+    runs_ahead: bool
+    """Whether a result may be asked for later than its step is launched."""
+
+    def add(self, row: int, request: EngineRequest) -> None:
+        """A request gets its row; staged as the rows themselves are."""
+        ...
+
+    def skip(self, batch: InputBatch) -> PendingOutput:
+        """Ends a step in which no request samples. Its result, too, is there when the step has been computed."""
+        ...
+
+    def sample(self, logits: torch.Tensor, batch: InputBatch, grammars: GrammarOutput) -> PendingOutput:
+        """Ends a step. `logits` [num_logits, vocab_size] in the model's dtype are left as they are."""
+        ...
+
+
+def make_step_sampler(
+    config: SchedulerConfig,
+    vocab_size: int,
+    states: RequestStates,
+    sampling: SamplingStates,
+    verifier: Verifier,
+    writer: TableWriter,
+) -> StepSampler:
+    general = TorchStepSampler(states, sampling, verifier, knows_positions=config.max_num_drafts == 0)
+    if not has_gpu_kernels(states.token_ids.device):
+        return general
+    # Only now: a CPU needs no Triton.
+    from penstock.runner.gpu.sampler import GpuStepSampler
+
+    return GpuStepSampler(config, vocab_size, states, writer, verifier, general)
+
+
+class TorchStepSampler:
+    """Every sampling feature, by torch (`StepSampler`). On a GPU it waits.
+
+    `knows_positions`: there are no drafts, behind which the CPU knows no exact position.
+    """
+
+    runs_ahead = False
+
+    def __init__(
+        self, states: RequestStates, sampling: SamplingStates, verifier: Verifier, knows_positions: bool
+    ) -> None:
+        self._states = states
+        self._sampling = sampling
+        self._verifier = verifier
+        self._knows_positions = knows_positions
+
+    def add(self, row: int, request: EngineRequest) -> None:
+        self._sampling.add(row, request)
+
+    def skip(self, batch: InputBatch) -> PendingOutput:
+        self._states.num_computed_exact[batch.idx_mapping, 0] = batch.seq_lens.long()
+        return ReadyOutput(make_empty_output(batch.host))
+
+    def sample(self, logits: torch.Tensor, batch: InputBatch, grammars: GrammarOutput) -> PendingOutput:
+        sampling = self._make_batch(batch, grammars)
+        sampled, verified = self._verifier.verify(logits, sampling, batch.sampling_rows, batch.host.num_drafts)
+        self._store(batch, sampled, verified)
+        arrays = SampledArrays(
+            sampled.token_ids.cpu().numpy(),
+            sampled.is_valid.cpu().numpy(),
+            verified.num_accepted.cpu().numpy(),
+            verified.num_real_drafts.cpu().numpy(),
+        )
+        output = replace(make_output(batch.host, arrays), logprobs=_logprobs(logits, sampled, sampling))
+        return ReadyOutput(_judge_failures(output, batch.host, logits))
+
+    def _store(self, batch: InputBatch, sampled: SamplerOutput, verified: Verified) -> None:
+        """Puts the sampled tokens where the next step reads them, and counts what was computed but rejected drafts."""
+        states = self._states
+        states.num_computed_exact[batch.idx_mapping, 0] = batch.seq_lens.long()
+        store_sampled(sampled.token_ids, batch.logits_rows, batch.logits_positions, states.token_ids)
+        if batch.host.has_drafts:
+            num_drafts = to_device(batch.host.num_drafts, states.token_ids.device)
+            states.num_computed_exact[batch.sampling_rows, 0] -= num_drafts - verified.num_accepted
+
+    def _make_batch(self, batch: InputBatch, grammars: GrammarOutput) -> SamplingBatch:
+        host = batch.host
+        index = host.sampling[host.logits_request]
+        if self._knows_positions:
+            positions_np = host.num_computed[index] + host.query_lens[index]
+        else:
+            positions_np = batch.logits_positions.cpu().numpy()
+        return SamplingBatch(
+            requests=self._sampling.at(host.rows[index]),
+            positions_np=positions_np,
+            rows=batch.logits_rows,
+            positions=batch.logits_positions,
+            token_ids=self._states.token_ids,
+            bitmasks=_arrange_bitmasks(host, grammars),
+        )
+
+
+def _logprobs(
+    logits: torch.Tensor, sampled: SamplerOutput, sampling: SamplingBatch
+) -> dict[str, tuple[TokenLogprobs, ...]]:
+    chosen = sampling.where(lambda request: request.sampling_params.logprobs is not None)
+    if not chosen:
+        return {}
+    index = sampling.indices(chosen)
+    num_top = [sampling.requests[i].sampling_params.logprobs or 0 for i in chosen]
+    rows = token_logprobs(logits[index], sampled.token_ids[index], num_top)
+    found: dict[str, tuple[TokenLogprobs, ...]] = {}
+    for i, row in zip(chosen, rows, strict=True):
+        request_id = sampling.requests[i].request_id
+        found[request_id] = (*found.get(request_id, ()), row)
+    return found
+
+
+def _judge_failures(output: ModelRunnerOutput, host: HostBatch, logits: torch.Tensor) -> ModelRunnerOutput:
+    """Tells a model that produced no numbers from a request that allows no token."""
+    if not output.failed_requests:
+        return output
+    starts = window_starts(host)
+    failed: dict[str, str] = {}
+    unsatisfiable: dict[str, str] = {}
+    for request_id, start, num_drafts in zip(host.sampling_request_ids, starts, host.num_drafts, strict=True):
+        if request_id in output.failed_requests:
+            if bool(logits[start : start + num_drafts + 1].isnan().any()):
+                failed[request_id] = output.failed_requests[request_id]
+            else:
+                unsatisfiable[request_id] = NOTHING_ALLOWED
+    return replace(output, failed_requests=failed, unsatisfiable_requests=unsatisfiable)
+
+
+def _arrange_bitmasks(host: HostBatch, grammars: GrammarOutput) -> dict[int, np.ndarray]:
+    """Each logits row's bitmask, where it has one."""
+    if not grammars.bitmasks:
+        return {}
+    found: dict[int, np.ndarray] = {}
+    for request_id, start in zip(host.sampling_request_ids, window_starts(host).tolist(), strict=True):
+        for offset, mask in enumerate(grammars.bitmasks.get(request_id, ())):
+            found[start + offset] = mask
+    return found
