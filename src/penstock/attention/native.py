@@ -20,18 +20,7 @@ class NativeAttention:
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
-        rope_and_store_kv(
-            qkv,
-            heads.num_heads,
-            heads.spec.num_kv_heads,
-            heads.rotary,
-            positions,
-            kv_cache,
-            metadata.slot_mapping,
-            heads.q_norm,
-            heads.k_norm,
-            heads.eps,
-        )
+        rotate_and_store(qkv, positions, heads, kv_cache, metadata)
         return paged_attention(
             queries_of(qkv, heads),
             kv_cache,
@@ -47,3 +36,25 @@ def queries_of(qkv: torch.Tensor, heads: AttentionHeads) -> torch.Tensor:
     """[num_tokens, num_heads, head_size]: a view of `qkv`."""
     size = heads.spec.head_size
     return qkv[:, : heads.num_heads * size].unflatten(1, (heads.num_heads, size))
+
+
+def rotate_and_store(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    heads: AttentionHeads,
+    kv_cache: torch.Tensor,
+    metadata: AttentionMetadata,
+) -> None:
+    """Rotates the queries in `qkv`, and stores rotated keys, and values."""
+    rope_and_store_kv(
+        qkv,
+        heads.num_heads,
+        heads.spec.num_kv_heads,
+        heads.rotary,
+        positions,
+        kv_cache,
+        metadata.slot_mapping,
+        heads.q_norm,
+        heads.k_norm,
+        heads.eps,
+    )

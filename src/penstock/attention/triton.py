@@ -8,8 +8,7 @@ import torch
 
 from penstock.attention.backend import AttentionHeads
 from penstock.attention.metadata import AttentionMetadata
-from penstock.attention.native import queries_of
-from penstock.kernels.rope_and_store_kv import rope_and_store_kv
+from penstock.attention.native import queries_of, rotate_and_store
 from penstock.kernels.triton.attention.launcher import decode_attention_fused, paged_attention
 from penstock.kernels.triton.attention.plan import (
     AttentionLimits,
@@ -54,18 +53,7 @@ class TritonAttention:
             norms = None if heads.q_norm is None or heads.k_norm is None else (heads.q_norm, heads.k_norm)
             arguments = (qkv, heads.num_heads, heads.rotary, norms, heads.eps, kv_cache, *batch)
             return decode_attention_fused(*arguments, heads.scale, heads.spec.sliding_window, plan)
-        rope_and_store_kv(
-            qkv,
-            heads.num_heads,
-            heads.spec.num_kv_heads,
-            heads.rotary,
-            positions,
-            kv_cache,
-            metadata.slot_mapping,
-            heads.q_norm,
-            heads.k_norm,
-            heads.eps,
-        )
+        rotate_and_store(qkv, positions, heads, kv_cache, metadata)
         queries = queries_of(qkv, heads)
         return paged_attention(queries, kv_cache, *batch, heads.scale, heads.spec.sliding_window, plan)
 
