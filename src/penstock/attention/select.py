@@ -8,7 +8,7 @@ import torch
 
 from penstock.attention.backend import AttentionBackend
 from penstock.attention.native import NativeAttention
-from penstock.kernels.dispatch import is_interpreted
+from penstock.kernels.dispatch import has_gpu_kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class EngineLimits:
 
 def make_attention(device: torch.device, limits: EngineLimits) -> AttentionBackend:
     """Triton's on a GPU (or where its interpreter stands in for one), else the native one."""
-    if device.type == "cpu" and not is_interpreted():
+    if not has_gpu_kernels(device):
         return NativeAttention()
     # Only now: a CPU needs no Triton.
     from penstock.attention.triton import TritonAttention

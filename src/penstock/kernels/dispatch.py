@@ -18,6 +18,7 @@ INTERPRETED = "triton"
 
 
 def uses_triton(tensor: torch.Tensor) -> bool:
+    """As `has_gpu_kernels`, of the tensor's device."""
     return not tensor.is_cpu or is_interpreted()
 
 
