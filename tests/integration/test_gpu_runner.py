@@ -10,6 +10,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,13 +22,18 @@ import penstock
 from penstock import LLM, SamplingParams
 from penstock.engine import build
 from penstock.executor.uniproc import LaunchExecutor
-from penstock.runner import buffers, input_batch, step_sampler
+from penstock.kernels import native
+from penstock.runner import buffers, input_batch, model_runner, step_sampler
+from penstock.runner.gpu import cudagraphs
+from penstock.runner.gpu.inputs import GpuInputBuilder
 from penstock.runner.gpu.sampler import CopiedOutput
 from penstock.runner.model_runner import ModelRunner
 from penstock.runner.step_sampler import TorchStepSampler
+from tests.kernels.graph_emulator import EmulatedRecorder
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU stands in for the GPU")
 
+DEMO_MODEL = Path(penstock.__file__).parent / "demo"
 SOURCES = os.path.dirname(penstock.__file__)
 FEW_BLOCKS = {"num_gpu_blocks_override": 11}
 MTP = {"method": "mtp", "num_speculative_tokens": 2}
@@ -71,6 +78,22 @@ def gpu_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "warm_up", lambda *args: None)
 
 
+@pytest.fixture
+def graphs(gpu_parts: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[EmulatedRecorder]]:
+    """Steps of few tokens are replayed, for contexts up to two lengths."""
+    with monkeypatch.context() as patched:
+        use_graphs(patched)
+        yield EmulatedRecorder
+    native.library.cache_clear()
+
+
+def use_graphs(patched: pytest.MonkeyPatch, contexts: tuple[int, ...] = (64, 128)) -> None:
+    EmulatedRecorder.install(patched)
+    patched.setattr(cudagraphs, "CudaGraphRecorder", EmulatedRecorder)
+    patched.setattr(model_runner, "graph_contexts", lambda *args: () if args[2].enforce_eager else contexts)
+    patched.setattr(EmulatedRecorder, "num_replays", 0)
+
+
 @pytest.fixture(scope="module")
 def plain_tokens() -> list[list[int]]:
     return tokens_of((*PLAIN, *OTHER))
@@ -90,6 +113,46 @@ def plain_tokens() -> list[list[int]]:
 @pytest.mark.usefixtures("gpu_parts")
 def test_the_same_tokens(plain_tokens: list[list[int]], engine_args: dict[str, Any], overlap: bool) -> None:
     assert tokens_of((*PLAIN, *OTHER), async_scheduling=overlap, **engine_args) == plain_tokens
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    "engine_args",
+    [
+        {"max_num_batched_tokens": 24},
+        {"max_num_batched_tokens": 24, **FEW_BLOCKS},
+        {"speculative_config": MTP, "max_num_batched_tokens": 32},
+    ],
+    ids=["chunks", "preemption", "mtp"],
+)
+def test_the_same_tokens_from_graphs(
+    graphs: type[EmulatedRecorder],
+    plain_tokens: list[list[int]],
+    engine_args: dict[str, Any],
+    overlap: bool,
+) -> None:
+    assert tokens_of((*PLAIN, *OTHER), async_scheduling=overlap, **engine_args) == plain_tokens
+    assert graphs.num_replays >= 5
+
+
+@pytest.mark.usefixtures("graphs")
+def test_the_same_drafts_from_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong draft changes no token, so what is proposed is compared itself; padding proposes nothing for anybody."""
+    proposed: list[torch.Tensor] = []
+    build = GpuInputBuilder.build
+
+    def watched(self: GpuInputBuilder, plan: Any) -> Any:
+        proposed.append(self._states.drafts[:-1].clone())
+        return build(self, plan)
+
+    monkeypatch.setattr(GpuInputBuilder, "build", watched)
+    found = []
+    for is_eager in (True, False):
+        proposed.clear()
+        tokens_of(PLAIN[:5], speculative_config=MTP, enforce_eager=is_eager)
+        found.append(torch.stack(proposed))
+    assert found[0].any()
+    assert torch.equal(*found)
 
 
 class NobodyWaits(TorchDispatchMode):
@@ -165,18 +228,33 @@ def test_a_model_without_numbers_fails_its_requests(monkeypatch: pytest.MonkeyPa
     llm.shutdown()
 
 
-def everything() -> list[list[int]]:
-    """All kernels of a GPU. The warm-up takes the same paths as the requests and longer."""
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 32}
+
+
+def of_small_model(folder: str, **engine_args: Any) -> list[list[int]]:
+    """The built-in model's shape made smaller, with random weights."""
+    kinds = ({"temperature": 0.0}, {"temperature": 0.8, "top_k": 5}, {"temperature": 0.0})
+    model = {"model": folder, "tokenizer": str(DEMO_MODEL), "load_format": "dummy", "speculative_config": MTP}
+    return tokens_of(kinds, 6, **model, max_num_seqs=3, max_num_batched_tokens=32, **engine_args)
+
+
+def everything(folder: str, **engine_args: Any) -> list[list[int]]:
+    """All kernels of a GPU, and graphs. The warm-up takes the same paths as the requests and longer."""
     build.warm_up = lambda *args: None
-    kinds = ({"temperature": 0.0}, {"temperature": 0.8, "top_k": 5})
-    return tokens_of(kinds, 5, async_scheduling=True, speculative_config=MTP)
+    with pytest.MonkeyPatch.context() as patched:
+        use_graphs(patched, contexts=(128,))
+        tokens = of_small_model(folder, async_scheduling=True, **engine_args)
+        assert EmulatedRecorder.num_replays >= 2
+    return tokens
 
 
-def test_everything_in_the_interpreter(plain_tokens: list[list[int]]) -> None:
-    code = f"import json\nfrom {__name__} import everything\nprint(json.dumps(everything()))"
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_everything_in_the_interpreter(tmp_path: Path, deterministic: bool) -> None:
+    config = json.loads((DEMO_MODEL / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | SMALL | {"num_key_value_heads": 1}))
+    call = f"everything({str(tmp_path)!r}, deterministic={deterministic})"
+    code = f"import json\nfrom {__name__} import everything\nprint(json.dumps({call}))"
     environment = {**os.environ, "PENSTOCK_CPU_ISA": "triton", "TRITON_INTERPRET": "1"}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-    found = json.loads(run.stdout.splitlines()[-1])
-    assert [len(each) for each in found] == [5, 5]
-    assert found[0] == plain_tokens[0][:5]
+    assert json.loads(run.stdout.splitlines()[-1]) == of_small_model(str(tmp_path))

@@ -7,16 +7,17 @@ from dataclasses import replace
 import pytest
 import torch
 
+from penstock.kernels.triton.capabilities import Capabilities
 from penstock.kernels.triton.linear import decode
 from penstock.kernels.triton.linear.argmax import argmax
-from penstock.kernels.triton.linear.decode import DecodeWeight, Device, Stream
+from penstock.kernels.triton.linear.decode import DecodeWeight, Stream
 from penstock.kernels.triton.linear.matmul import Matmul
 from penstock.kernels.triton.linear.tiles import BUCKETS, Role, choose
 
 ON = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Everything once with either dtype, and either way to read the weight; nothing with all.
 F32, F16 = torch.float32, torch.float16
-PLAIN, TMA = Device(), Device(tma=ON.type == "cpu" or Device.of(ON).tma)
+PLAIN, TMA = Capabilities(), Capabilities(tma=ON.type == "cpu" or Capabilities.of(ON).tma)
 TOKENS = (1, 2, 15, 16, 17, 33, 64)
 CASES = (
     (1, F32, PLAIN), (1, F16, PLAIN), (2, F32, TMA), (2, F16, PLAIN), (15, F16, TMA), (16, F32, PLAIN),
@@ -62,7 +63,7 @@ def check(got: torch.Tensor, expected: torch.Tensor, tolerance: float | None = N
 def test_prepare(num_tokens: int, dtype: torch.dtype) -> None:
     table, gain = values(50, 75, dtype=dtype), values(75, dtype=dtype, seed=3)
     ids = torch.randint(50, (num_tokens,), generator=torch.Generator().manual_seed(5)).to(ON)
-    stream = decode.prepare(ids, table, gain, Device())
+    stream = decode.prepare(ids, table, gain, Capabilities())
     assert torch.equal(stream.residual, table[ids])
     assert torch.equal(stream.scaled, table[ids] * gain)
     check(stream.squares, table[ids].double().square().sum(1, keepdim=True))
@@ -70,13 +71,13 @@ def test_prepare(num_tokens: int, dtype: torch.dtype) -> None:
 
 def test_prepare_reads_no_other_memory_for_a_strange_id() -> None:
     table = values(50, 16, dtype=torch.float32)
-    stream = decode.prepare(torch.tensor([-1, 50, 2**40], device=ON), table, table[0], Device())
+    stream = decode.prepare(torch.tensor([-1, 50, 2**40], device=ON), table, table[0], Capabilities())
     assert torch.equal(stream.residual, table[[0, 49, 49]])
 
 
 @pytest.mark.parametrize(("num_tokens", "dtype", "device"), CASES)
 @pytest.mark.parametrize(("k", "n"), SHAPES)
-def test_linear_normed_with_bias(num_tokens: int, dtype: torch.dtype, k: int, n: int, device: Device) -> None:
+def test_linear_normed_with_bias(num_tokens: int, dtype: torch.dtype, k: int, n: int, device: Capabilities) -> None:
     stream, w, bias = stream_of(num_tokens, k, dtype), weight_of(n, k, dtype), values(n, dtype=dtype, seed=4)
     y = decode.linear_normed(DecodeWeight(Role.QKV, w, bias, device), stream, EPS)
     check(y, normed(stream) @ w.double().T + bias.double())
@@ -84,7 +85,7 @@ def test_linear_normed_with_bias(num_tokens: int, dtype: torch.dtype, k: int, n:
 
 @pytest.mark.parametrize(("num_tokens", "dtype", "device"), CASES)
 @pytest.mark.parametrize(("k", "n"), SHAPES)
-def test_linear_silu(num_tokens: int, dtype: torch.dtype, k: int, n: int, device: Device) -> None:
+def test_linear_silu(num_tokens: int, dtype: torch.dtype, k: int, n: int, device: Capabilities) -> None:
     stream, w = stream_of(num_tokens, k, dtype), weight_of(2 * n, k, dtype)
     y = decode.linear_silu(DecodeWeight(Role.GATE_UP, w, None, device), stream, EPS)
     gate, up = (normed(stream) @ w.double().T).chunk(2, 1)
@@ -94,7 +95,7 @@ def test_linear_silu(num_tokens: int, dtype: torch.dtype, k: int, n: int, device
 # The last is long enough for its sums to be split, up to 16 tokens.
 @pytest.mark.parametrize(("num_tokens", "dtype", "device"), CASES)
 @pytest.mark.parametrize(("k", "n"), [*SHAPES, (2000, 70)])
-def test_linear_residual(num_tokens: int, dtype: torch.dtype, k: int, n: int, device: Device) -> None:
+def test_linear_residual(num_tokens: int, dtype: torch.dtype, k: int, n: int, device: Capabilities) -> None:
     x, w, gain = values(num_tokens, k, dtype=dtype), weight_of(n, k, dtype), values(n, dtype=dtype, seed=4)
     weight, stream = DecodeWeight(Role.OUT, w, None, device), stream_of(num_tokens, n, dtype)
     before = replace(stream, residual=stream.residual.clone())
@@ -114,7 +115,7 @@ def test_sums_are_split_where_there_is_much_to_add() -> None:
 
 
 @pytest.mark.parametrize(("num_tokens", "dtype", "device"), CASES)
-def test_linear_argmax(num_tokens: int, dtype: torch.dtype, device: Device) -> None:
+def test_linear_argmax(num_tokens: int, dtype: torch.dtype, device: Capabilities) -> None:
     x, w = values(num_tokens, 296, dtype=dtype), weight_of(301, 296, dtype)
     # The winners of a few rows stand twice, far apart and next to each other.
     w[290] = w[17]
@@ -139,7 +140,7 @@ def test_argmax_of_what_is_no_number(num_tokens: int) -> None:
     w = torch.zeros(200, 16, device=ON)
     w[70], w[130] = torch.nan, 1
     _, value, token_id = decode.linear_argmax(
-        DecodeWeight(Role.HEAD, w, None, Device()), torch.ones(num_tokens, 16, device=ON)
+        DecodeWeight(Role.HEAD, w, None, Capabilities()), torch.ones(num_tokens, 16, device=ON)
     )
     assert value.isnan().all()
     assert (token_id == 70).all()
@@ -147,7 +148,7 @@ def test_argmax_of_what_is_no_number(num_tokens: int) -> None:
     w[130] = -torch.inf
     w[:] = w[70]
     _, value, token_id = decode.linear_argmax(
-        DecodeWeight(Role.HEAD, w, None, Device()), torch.ones(num_tokens, 16, device=ON)
+        DecodeWeight(Role.HEAD, w, None, Capabilities()), torch.ones(num_tokens, 16, device=ON)
     )
     assert (value == -torch.inf).all()
     assert (token_id == 0).all()
@@ -157,7 +158,7 @@ def test_argmax_of_what_is_no_number(num_tokens: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_knows_no_other_row_of_its_bucket(bucket: int, dtype: torch.dtype) -> None:
     x, w, gain = values(bucket, 75, dtype=dtype), weight_of(37, 75, dtype), values(37, dtype=dtype, seed=4)
-    weight, stream = DecodeWeight(Role.DOWN, w, None, Device()), stream_of(bucket, 37, dtype)
+    weight, stream = DecodeWeight(Role.DOWN, w, None, Capabilities()), stream_of(bucket, 37, dtype)
     together = decode.linear_residual(weight, x, stream, gain)
     fewer = bucket // 2 + 1
     part = Stream(stream.residual[-fewer:], stream.scaled[-fewer:], stream.squares[-fewer:])
@@ -173,7 +174,7 @@ def test_a_row_knows_no_other_row_of_its_bucket(bucket: int, dtype: torch.dtype)
 def test_matmul(dtype: torch.dtype, k: int, n: int, tma: bool, with_bias: bool) -> None:
     x, w = values(131, k, dtype=dtype), weight_of(n, k, dtype)
     bias = values(n, dtype=dtype, seed=4) if with_bias else None
-    multiply = Matmul(w, bias, tma and TMA.tma)
+    multiply = Matmul(w, bias, TMA if tma else Capabilities())
     y = multiply(x)
     check(y, x.double() @ w.double().T + (0 if bias is None else bias.double()))
     assert multiply(x[:0]).shape == (0, n)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from penstock.kernels.triton.capabilities import Capabilities
 from penstock.kernels.triton.linear import decode
-from penstock.kernels.triton.linear.decode import DecodeWeight, Device, Stream
+from penstock.kernels.triton.linear.decode import DecodeWeight, Stream
 from penstock.kernels.triton.linear.matmul import Matmul
 from penstock.kernels.triton.linear.tiles import Role
 
@@ -23,7 +24,7 @@ VOCAB = 151936
 # hidden, (Hq + 2 Hkv) D, Hq D, intermediate
 SIZES = {"Qwen3-0.6B": (1024, 4096, 2048, 3072), "Qwen3-8B": (4096, 6144, 4096, 12288)}
 TOKENS = (1, 2, 8, 16, 17, 32, 33, 64)
-ALL = Device(tma=True, pdl=True)
+ALL = Capabilities(tma=True, pdl=True)
 TOLERANCE = 4e-3  # two roundings to bfloat16, root mean square
 
 
@@ -64,7 +65,7 @@ class Layer:
             values(hidden, inner, seed=5, scale=inner**-0.5),
         )
 
-    def weights(self, device: Device) -> dict[Role, DecodeWeight]:
+    def weights(self, device: Capabilities) -> dict[Role, DecodeWeight]:
         tensors = {
             Role.QKV: self.qkv, Role.OUT: self.out, Role.GATE_UP: self.gate_up, Role.DOWN: self.down,
             Role.HEAD: self.table,
@@ -72,7 +73,7 @@ class Layer:
         return {role: DecodeWeight(role, weight, None, device) for role, weight in tensors.items()}
 
 
-def run(layer: Layer, weights: dict[Role, DecodeWeight], ids: torch.Tensor, device: Device) -> list[torch.Tensor]:
+def run(layer: Layer, weights: dict[Role, DecodeWeight], ids: torch.Tensor, device: Capabilities) -> list[torch.Tensor]:
     """All that a step leaves, from the embedding to the greedy tokens."""
     stream = decode.prepare(ids, layer.table, layer.gain, device)
     qkv = decode.linear_normed(weights[Role.QKV], stream, EPS)
@@ -118,7 +119,7 @@ def test_a_layer_agrees_with_float32(layer: Layer, num_tokens: int) -> None:
 def test_neither_early_launches_nor_descriptors_change_a_bit(layer: Layer, num_tokens: int) -> None:
     ids = ids_of(num_tokens)
     expected = run(layer, layer.weights(ALL), ids, ALL)
-    for device in (Device(), Device(tma=True), Device(pdl=True)):
+    for device in (Capabilities(), Capabilities(tma=True), Capabilities(pdl=True)):
         weights = layer.weights(device)
         for _ in range(3):
             assert all(map(torch.equal, run(layer, weights, ids, device), expected)), device
@@ -153,9 +154,9 @@ def test_matmul_rows_have_the_same_bits_for_any_number_of_rows(layer: Layer, tma
     for weight in (layer.qkv, layer.out, layer.gate_up, layer.down):
         n, k = weight.shape
         x, bias = values(2048, k, seed=11), values(n, seed=12)
-        multiply = Matmul(weight, bias, tma)
+        multiply = Matmul(weight, bias, Capabilities(tma=tma))
         y = multiply(x)
         check(y, x.float() @ weight.float().T + bias.float())
         for first, last in ((0, 1), (2047, 2048), (5, 13), (100, 164), (1000, 1300)):
             assert torch.equal(multiply(x[first:last].clone()), y[first:last]), (n, k, first, last)
-        assert torch.equal(Matmul(weight, bias, not tma)(x), y)
+        assert torch.equal(Matmul(weight, bias, Capabilities(tma=not tma))(x), y)

@@ -6,8 +6,9 @@ from collections import Counter
 
 import torch
 
+from penstock.kernels.triton.capabilities import Capabilities
 from penstock.kernels.triton.linear import decode
-from penstock.kernels.triton.linear.decode import DecodeWeight, Device
+from penstock.kernels.triton.linear.decode import DecodeWeight
 from penstock.kernels.triton.linear.matmul import Matmul
 from penstock.kernels.triton.linear.tiles import Role
 from tests.kernels.gpu_launches import launches_of
@@ -19,7 +20,7 @@ ROWS = (1, 3, 16, 64, 1024)
 
 
 def steps() -> None:
-    device = Device(tma=True, pdl=True)
+    device = Capabilities(tma=True, pdl=True)
     shapes = {
         Role.QKV: (WIDTH, HIDDEN), Role.OUT: (HIDDEN, WIDTH), Role.GATE_UP: (2 * INNER, HIDDEN),
         Role.DOWN: (HIDDEN, INNER), Role.HEAD: (VOCAB, HIDDEN),
@@ -38,7 +39,7 @@ def steps() -> None:
 
 
 def products() -> None:
-    multiply = Matmul(torch.zeros(4096, 1024, dtype=torch.bfloat16), None, tma=True)
+    multiply = Matmul(torch.zeros(4096, 1024, dtype=torch.bfloat16), None, Capabilities(tma=True))
     for num_rows in ROWS:
         multiply(torch.zeros(num_rows, 1024, dtype=torch.bfloat16))
 

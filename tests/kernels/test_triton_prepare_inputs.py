@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -66,9 +67,16 @@ def garbage(num_reqs: int, num_tokens: int, num_groups: int) -> StepInputs:
     padding_reqs=st.integers(0, 3),
     padding_tokens=st.integers(0, 9),
     num_groups=st.integers(1, 3),
+    ahead=st.integers(0, 4),
+    last_position=st.integers(100, 1600),
 )
 def test_prepares_what_the_torch_operations_do(
-    steps: list[tuple[int, int]], padding_reqs: int, padding_tokens: int, num_groups: int
+    steps: list[tuple[int, int]],
+    padding_reqs: int,
+    padding_tokens: int,
+    num_groups: int,
+    ahead: int,
+    last_position: int,
 ) -> None:
     state = State(num_groups)
     rows = torch.randperm(ROWS)[: len(steps)]
@@ -77,17 +85,20 @@ def test_prepares_what_the_torch_operations_do(
     starts = lens.cumsum(0).int()
     num_tokens = int(starts[-1])
     expected = expand_tokens(rows, starts, state.num_computed, state.token_ids, num_tokens)
+    positions = (expected.positions + ahead).clamp(max=last_position)
+    expected = replace(expected, positions=positions, input_ids=state.token_ids[expected.rows, positions].long())
 
     idx_mapping = torch.cat((rows, torch.full((padding_reqs,), -1)))
     padded_starts = torch.cat((starts, starts[-1:].expand(padding_reqs)))
     out = garbage(len(idx_mapping), num_tokens + padding_tokens, num_groups)
-    prepare_inputs(idx_mapping, padded_starts, state.num_computed, state.token_ids, state.tables, BLOCK_SIZE, out)
+    tables = (state.num_computed, state.token_ids, state.tables)
+    prepare_inputs(idx_mapping, padded_starts, *tables, BLOCK_SIZE, out, ahead, last_position)
 
     for name, padding in (("rows", -1), ("positions", 0), ("input_ids", 0)):
         actual = getattr(out, name)
         assert torch.equal(actual[:num_tokens], getattr(expected, name))
         assert (actual[num_tokens:] == padding).all()
-    seq_lens = state.num_computed[rows, 0] + lens[1:]
+    seq_lens = (state.num_computed[rows, 0] + lens[1:] + ahead).clamp(max=last_position + 1)
     assert torch.equal(out.seq_lens[: len(rows)].long(), seq_lens)
     assert (out.seq_lens[len(rows) :] == 0).all()
     for table, gathered, slots in zip(state.tables, out.block_tables, out.slot_mapping, strict=True):
@@ -196,6 +207,7 @@ def test_nothing_spills() -> None:
     prepare |= dict.fromkeys(("starts_ptr", "token_ids_ptr", "tables_ptr", "seq_lens_ptr", "out_tables_ptr"), "*i32")
     prepare |= dict.fromkeys(("num_reqs", "num_tokens", "token_stride", "table_group_stride"), "i32")
     prepare |= dict.fromkeys(("out_group_stride", "out_row_stride", "slot_group_stride", "max_blocks"), "i32")
+    prepare |= dict.fromkeys(("ahead", "last_position"), "i32")
     finish = dict.fromkeys(("sampled_ptr", "num_accepted_ptr", "idx_mapping_ptr", "num_computed_ptr"), "*i64")
     finish |= dict.fromkeys(("starts_ptr", "seq_lens_ptr", "token_ids_ptr"), "*i32") | {"token_stride": "i32"}
     scatter = {"writes_ptr": "*i64", "count": "i32"}

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from penstock.attention.metadata import AttentionMetadata, ForwardContext
-from penstock.attention.select import EngineLimits, make_attention
+from penstock.attention.select import make_attention
+from penstock.config.engine import ExecutionConfig, SchedulerConfig
 from penstock.config.model import ModelConfig, RopeConfig
-from penstock.kernels.triton.linear.decode import Device
+from penstock.kernels.triton.capabilities import Capabilities
 from penstock.models.fused_decode import FusedDecoder
 from penstock.models.interface import Model, ModelOutput
 from penstock.models.llama import LlamaForCausalLM
@@ -91,7 +92,8 @@ def context_of(caches: dict[str, torch.Tensor], lengths: Sequence[int], counts: 
         max_query_len=max(counts),
         max_seq_len=max(lengths),
     )
-    attention = make_attention(torch.device(ON), EngineLimits(len(lengths), BLOCKS_EACH * BLOCK, 1))
+    limits = SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=len(lengths), max_model_len=BLOCKS_EACH * BLOCK)
+    attention = make_attention(torch.device(ON), limits, ExecutionConfig())
     return ForwardContext(dict.fromkeys(caches, metadata), caches, attention)
 
 
@@ -119,7 +121,7 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_of_a_few_steps(name: str, num_requests: int) -> None:
     model = make(MODELS[name])
-    fused = FusedDecoder(model, Device.of(ON) if ON.type == "cuda" else Device(tma=num_requests == 2))
+    fused = FusedDecoder(model, Capabilities.of(ON) if ON.type == "cuda" else Capabilities(tma=num_requests == 2))
     assert fused.kv_cache_specs is model.kv_cache_specs
     lengths = [5 + i for i in range(num_requests)]
     caches, ids = prefilled(model, lengths)
@@ -145,7 +147,7 @@ def test_rows_that_verify_drafts_and_hand_out_their_streams() -> None:
     fused_caches = copy.deepcopy(caches)
     ids = torch.cat((ids[:1], torch.tensor([7, 8], device=ON), ids[1:], torch.tensor([9], device=ON)))
     expected = step(model, caches, ids, [7, 11], [3, 2])
-    got = step(FusedDecoder(model, Device()), fused_caches, ids, [7, 11], [3, 2])
+    got = step(FusedDecoder(model, Capabilities()), fused_caches, ids, [7, 11], [3, 2])
     assert_close(got.hidden, expected.hidden)
     assert_close(got.aux_hidden, expected.aux_hidden)
     assert got.aux_hidden.shape == (5, 3 * 72)
@@ -159,4 +161,4 @@ def test_biases_that_it_does_not_add(config: ModelConfig) -> None:
 def test_supports() -> None:
     model = make(CONFIG)
     assert FusedDecoder.supports(model) == ""
-    assert "FusedDecoder is not of Llama's family" in FusedDecoder.supports(FusedDecoder(model, Device()))
+    assert "FusedDecoder is not of Llama's family" in FusedDecoder.supports(FusedDecoder(model, Capabilities()))

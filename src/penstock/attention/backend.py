@@ -29,6 +29,10 @@ class AttentionHeads:
 
 
 class AttentionBackend(Protocol):
+    graph_contexts: tuple[int, ...]
+    """Ascending lengths of contexts, the last one the longest: a step whose queries are few is launched alike for all
+    up to one of them, and may be captured in a CUDA graph for each. None: nothing can be captured."""
+
     def attend(
         self,
         qkv: torch.Tensor,

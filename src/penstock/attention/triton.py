@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass, field
 
 import torch
@@ -17,10 +18,11 @@ from penstock.kernels.triton.attention.plan import (
     AttentionShape,
     DecodeTile,
 )
+from penstock.kernels.triton.capabilities import Capabilities
 
-# Contexts up to so many tokens share a plan, and then up to twice as many: a plan is a grid, and programs that find
-# nothing to do end at once.
-_SHORTEST_CONTEXT = 1024
+# Contexts up to so many tokens share a plan, and then up to so many times as many: a plan is a grid, and programs that
+# find nothing to do end at once.
+_SHORTEST_CONTEXT, _CONTEXT_FACTOR = 1024, 4
 
 
 @dataclass(slots=True)
@@ -36,6 +38,10 @@ class TritonAttention:
         self._limits = limits
         self._device = device
         self._deterministic = deterministic
+        contexts = [_SHORTEST_CONTEXT]
+        while contexts[-1] < limits.max_model_len:
+            contexts.append(contexts[-1] * _CONTEXT_FACTOR)
+        self.graph_contexts = (*contexts[:-1], limits.max_model_len)
         self._shapes: dict[AttentionShape, _Planned] = {}
 
     def attend(
@@ -62,16 +68,13 @@ class TritonAttention:
         shape = AttentionShape(heads.num_heads, heads.spec.num_kv_heads, size, kv_cache.shape[3], kv_cache.dtype)
         planned = self._shapes.get(shape)
         if planned is None:
-            planner = AttentionPlanner(shape, self._limits, self._device, self._deterministic)
+            planner = AttentionPlanner(
+                shape, self._limits, self._device, self._deterministic, capabilities=Capabilities.of(self._device)
+            )
             planned = self._shapes[shape] = _Planned(planner)
-        longest = min(max(_SHORTEST_CONTEXT, _power_of_2(metadata.max_seq_len)), self._limits.max_model_len)
+        longest = self.graph_contexts[bisect.bisect_left(self.graph_contexts, metadata.max_seq_len)]
         key = (metadata.seq_lens.shape[0], metadata.max_query_len, longest)
         plan = planned.plans.get(key)
         if plan is None:
             plan = planned.plans[key] = planned.planner.plan(*key)
         return plan
-
-
-def _power_of_2(number: int) -> int:
-    """The next one that is not smaller."""
-    return 1 << (number - 1).bit_length()

@@ -54,6 +54,10 @@ class EngineArgs:
     async_scheduling: bool | None = _arg(
         None, "schedule step n+1 while step n runs; by default where a GPU runs the steps (docs/PERFORMANCE.md)"
     )
+    enforce_eager: bool = _arg(False, "launch every step's kernels anew: no CUDA graphs, a quicker start, slower steps")
+    deterministic: bool = _arg(
+        False, "a request's bits on a GPU depend on nothing else in its batch, which costs speed; on a CPU always so"
+    )
     max_num_queued_requests: int = _arg(4096, "requests in the engine beyond which new ones are refused")
     kv_events_config: str | Mapping[str, Any] | None = _arg(
         None, 'tell routers which KV blocks are held, as JSON such as {"enable_kv_cache_events": true}'
@@ -107,6 +111,14 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutionConfig:
+    """How a GPU computes the steps; a CPU knows neither graphs nor a mode that is not deterministic."""
+
+    enforce_eager: bool = False
+    deterministic: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
     """The KV cache's budget: a number of blocks, or bytes, or a part of the device's memory, in that order."""
 
@@ -123,6 +135,7 @@ class EngineConfig:
 
     model: ModelConfig
     scheduler: SchedulerConfig
+    execution: ExecutionConfig
     cache: CacheConfig
     tokenizer_path: Path | None
     device: str
@@ -168,6 +181,7 @@ def resolve(args: EngineArgs, device: str) -> EngineConfig:
             drafts=() if speculative is None else speculative.drafts,
             num_lookahead_tokens=0 if speculative is None else speculative.num_lookahead_tokens,
         ),
+        execution=ExecutionConfig(enforce_eager=args.enforce_eager, deterministic=args.deterministic),
         cache=CacheConfig(
             block_size=args.block_size,
             enable_prefix_caching=args.enable_prefix_caching,

@@ -53,7 +53,7 @@ def fingerprint(config: EngineConfig, cache: KVCacheConfig) -> bytes:
         "block_size": cache.block_size,
         "groups": [asdict(group) for group in cache.groups],
         "attached": [asdict(layer) for layer in cache.attached],
-        "arithmetic": arithmetic(),
+        "arithmetic": arithmetic(config),
         "device": config.device,
     }
     digest = hashlib.blake2b(json.dumps(layout, sort_keys=True).encode(), digest_size=16)

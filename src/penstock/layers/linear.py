@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 
+from penstock.kernels.dispatch import uses_triton
 from penstock.kernels.linear import PackedLinear
 
 
 class Linear:
     """`x @ weight.T + bias`, [num_tokens, in_features] -> [num_tokens, out_features].
 
-    On the CPU the weight is packed for kernels whose rows are independent of each other, and the given tensor is free
-    to go; on other devices it is used as it is.
+    On a CPU the weight is packed for kernels whose rows are independent of each other, and the given tensor is free to
+    go. On a GPU it is used as it is: by cuBLAS, whose last bits depend on how many rows there are, or `deterministic`.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, deterministic: bool = False) -> None:
         self.bias = bias  # [out_features]
-        self._apply = PackedLinear(weight, bias) if weight.device.type == "cpu" else _DenseLinear(weight, bias)
+        self._apply = _choose(weight, bias, deterministic)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._apply(x)
@@ -26,6 +29,12 @@ class Linear:
         """[out_features, in_features]: the layer's own tensor where it is used as it is; on the CPU, where it is
         packed, a copy, for whoever compares the two."""
         return self._apply.dense_weight()
+
+
+class _Product(Protocol):
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def dense_weight(self) -> torch.Tensor: ...
 
 
 class _DenseLinear:
@@ -38,3 +47,13 @@ class _DenseLinear:
 
     def dense_weight(self) -> torch.Tensor:
         return self._weight
+
+
+def _choose(weight: torch.Tensor, bias: torch.Tensor | None, deterministic: bool) -> _Product:
+    if deterministic and uses_triton(weight):
+        # Only now: a CPU needs no Triton.
+        from penstock.kernels.triton.capabilities import Capabilities
+        from penstock.kernels.triton.linear.matmul import Matmul
+
+        return Matmul(weight, bias, Capabilities.of(weight.device))
+    return PackedLinear(weight, bias) if weight.is_cpu else _DenseLinear(weight, bias)

@@ -15,7 +15,6 @@ import torch
 from penstock.attention.metadata import ForwardContext
 from penstock.config.eagle3 import Eagle3Config
 from penstock.layers.embedding import Embedding
-from penstock.layers.linear import Linear
 from penstock.layers.norm import RMSNorm
 from penstock.layers.rotary import rotary_table
 from penstock.models.interface import Model, ModelOutput
@@ -34,7 +33,7 @@ class Eagle3Head:
         assert isinstance(model, LlamaForCausalLM), type(model)
         shape = config.shape
         hidden, eps = shape.hidden_size, shape.rms_norm_eps
-        self.fc = Linear(weights.tensor("fc.weight", hidden, len(config.aux_layers) * config.target_hidden_size))
+        self.fc = weights.linear({"fc": hidden}, len(config.aux_layers) * config.target_hidden_size)
         self.embedding = model.embedding
         if weights.has("embed_tokens.weight") or hidden != config.target_hidden_size:
             self.embedding = Embedding(weights.tensor("embed_tokens.weight", shape.vocab_size, hidden))
@@ -51,7 +50,7 @@ class Eagle3Head:
         self.vocab_size = shape.vocab_size
         is_reduced = config.draft_vocab_size < shape.vocab_size
         if is_reduced or hidden != config.target_hidden_size or weights.has("lm_head.weight"):
-            self.head = Linear(weights.tensor("lm_head.weight", config.draft_vocab_size, hidden))
+            self.head = weights.linear({"lm_head": config.draft_vocab_size}, hidden)
         if is_reduced:
             self.token_ids = self.token_ids + weights.integers("d2t", config.draft_vocab_size)
             self._check_token_ids(config)

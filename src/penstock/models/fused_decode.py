@@ -1,11 +1,11 @@
-"""A Llama-like decoder's forward pass for few tokens by `penstock.kernels.triton.linear`: five kernels a layer.
+"""A Llama-like decoder that takes few tokens by `penstock.kernels.triton.linear`: five kernels a layer.
 
         ids -> prepare -> [ qkv -> attend -> out, + -> gate_up, silu -> down, + ] x layers -> norm -> logits, or greedy
 
-It stands beside the model that it is made from, reads that model's own weights and KV cache, and returns what that
+It stands before the model that it is made from, reads that model's own weights and KV cache, and returns what that
 model returns but for rounding: a norm's gain is applied before its division, and a sum is rounded once where the model
 rounds it between two layers. Which of the two ran is therefore visible in last bits; within 2 to 16 tokens, 17 to 32,
-and 33 to 64, a row's bits do not depend on the others. For larger batches the model's own forward is the better one.
+and 33 to 64, a row's bits do not depend on the others. Larger batches are left to the model's own forward.
 
 What a pass computes lies in tensors that torch allocates for it: a `ModelOutput` outlives the pass, and in a CUDA graph
 the graph's own pool gives the fixed addresses.
@@ -18,12 +18,16 @@ from dataclasses import dataclass
 import torch
 
 from penstock.attention.metadata import ForwardContext
+from penstock.kernels.triton.capabilities import Capabilities
 from penstock.kernels.triton.linear import decode
 from penstock.kernels.triton.linear.tiles import MAX_TOKENS, Role
 from penstock.layers.attention import PagedAttention
 from penstock.models.interface import Model, ModelOutput
 from penstock.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 
+# Of hidden sizes up to the first, as many tokens as the kernels have; of wider ones cuBLAS is better from 32 tokens on,
+# measured on an H200 at 1024 and 4096.
+_NARROW, _MAX_TOKENS_OF_WIDE = 2048, 16
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -39,17 +43,20 @@ class _Layer:
 
 
 class FusedDecoder:
-    """A `Model` for at most `max_tokens` tokens. Its passes must follow each other on one stream."""
+    """A `Model`: its own kernels for at most `max_tokens` tokens or rows, another's for more.
 
-    max_tokens = MAX_TOKENS
+    Its passes must follow each other on one stream.
+    """
 
-    def __init__(self, model: LlamaForCausalLM, device: decode.Device | None = None) -> None:
-        """`device`: what the kernels may use, by default what they find. `supports` must have said yes."""
+    def __init__(self, model: Model, capabilities: Capabilities | None = None) -> None:
+        """`capabilities`: what the kernels may use, by default what they find. `supports` must have said yes."""
         reason = self.supports(model)
-        assert not reason, reason
+        assert not reason and isinstance(model, LlamaForCausalLM), reason
         self.kv_cache_specs = model.kv_cache_specs
-        self._device = decode.Device.of(model.embedding.weight.device) if device is None else device
+        self._model = model
         self._embedding = model.embedding.weight
+        self._capabilities = Capabilities.of(self._embedding.device) if capabilities is None else capabilities
+        self.max_tokens = MAX_TOKENS if self._embedding.shape[1] <= _NARROW else _MAX_TOKENS_OF_WIDE
         self._first_gain = model.layers[0].input_norm.weight
         self._norm = model.norm
         self._head = self._weight(Role.HEAD, model.head.dense_weight())
@@ -71,8 +78,9 @@ class FusedDecoder:
         return ""
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> ModelOutput:
-        """As `Model.forward`, for 1 to `max_tokens` tokens."""
-        stream = decode.prepare(input_ids, self._embedding, self._first_gain, self._device)
+        if len(input_ids) > self.max_tokens:
+            return self._model.forward(input_ids, positions, context)
+        stream = decode.prepare(input_ids, self._embedding, self._first_gain, self._capabilities)
         kept = [stream.residual[:, :0]]  # what is left where nobody asked
         eps = self._norm.eps
         for number, layer in enumerate(self._layers):
@@ -88,11 +96,13 @@ class FusedDecoder:
         return ModelOutput(self._norm(stream.residual), torch.cat(kept, -1))
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As `Model.compute_logits`, for 1 to `max_tokens` rows."""
+        if len(hidden) > self.max_tokens:
+            return self._model.compute_logits(hidden)
         return decode.linear(self._head, hidden)
 
     def compute_best(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `compute_logits(hidden).max(-1)` returns, values as float32, while no logits are stored."""
+        """What `compute_logits(hidden).max(-1)` returns for up to `max_tokens` rows, values as float32, while no logits
+        are stored."""
         _, values, token_ids = decode.linear_argmax(self._head, hidden)
         return values, token_ids
 
@@ -109,4 +119,4 @@ class FusedDecoder:
         )
 
     def _weight(self, role: Role, weight: torch.Tensor, bias: torch.Tensor | None = None) -> decode.DecodeWeight:
-        return decode.DecodeWeight(role, weight, bias, self._device)
+        return decode.DecodeWeight(role, weight, bias, self._capabilities)

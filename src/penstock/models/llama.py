@@ -15,7 +15,6 @@ from penstock.config.model import ModelConfig
 from penstock.kernels.silu_and_mul import silu_and_mul
 from penstock.layers.attention import PagedAttention
 from penstock.layers.embedding import Embedding
-from penstock.layers.linear import Linear
 from penstock.layers.norm import RMSNorm
 from penstock.layers.rotary import rotary_table
 from penstock.models.interface import ModelOutput
@@ -33,20 +32,14 @@ class LlamaAttention:
             "k_proj": config.num_key_value_heads * head,
             "v_proj": config.num_key_value_heads * head,
         }
-        has_bias = self.qkv_bias or config.attention_bias
-        weight = torch.cat([weights.tensor(f"{name}.weight", size, width) for name, size in sizes.items()])
-        bias = torch.cat([weights.tensor(f"{name}.bias", size) for name, size in sizes.items()]) if has_bias else None
-        self.qkv = Linear(weight, bias)
+        self.qkv = weights.linear(sizes, width, self.qkv_bias or config.attention_bias)
         self.attend = self.make_attention(config, weights, layer, rotary)
-        self.out = self.make_out(config, weights)
+        self.out = weights.linear(
+            {"o_proj": config.hidden_size}, config.num_attention_heads * head, config.attention_bias
+        )
 
     def make_attention(self, config: ModelConfig, weights: Weights, layer: int, rotary: torch.Tensor) -> PagedAttention:
         return PagedAttention(config, layer, rotary)
-
-    def make_out(self, config: ModelConfig, weights: Weights) -> Linear:
-        bias = weights.tensor("o_proj.bias", config.hidden_size) if config.attention_bias else None
-        width = config.num_attention_heads * config.head_dim
-        return Linear(weights.tensor("o_proj.weight", config.hidden_size, width), bias)
 
     def __call__(self, x: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         return self.out(self.attend(self.qkv(x), positions, context))  # [T, H] -> [T, (Q + 2 KV) D] -> [T, H]
@@ -55,12 +48,8 @@ class LlamaAttention:
 class LlamaMLP:
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         hidden, inner = config.hidden_size, config.intermediate_size
-        names = ("gate_proj", "up_proj")
-        weight = torch.cat([weights.tensor(f"{name}.weight", inner, hidden) for name in names])
-        bias = torch.cat([weights.tensor(f"{name}.bias", inner) for name in names]) if config.mlp_bias else None
-        self.gate_up = Linear(weight, bias)
-        down_bias = weights.tensor("down_proj.bias", hidden) if config.mlp_bias else None
-        self.down = Linear(weights.tensor("down_proj.weight", hidden, inner), down_bias)
+        self.gate_up = weights.linear({"gate_proj": inner, "up_proj": inner}, hidden, config.mlp_bias)
+        self.down = weights.linear({"down_proj": hidden}, inner, config.mlp_bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(silu_and_mul(self.gate_up(x)))  # [T, H] -> [T, 2 I] -> [T, I] -> [T, H]
@@ -100,7 +89,7 @@ class LlamaForCausalLM:
         ]
         self.norm = RMSNorm(inner.tensor("norm.weight", hidden), config.rms_norm_eps)
         tied = config.tie_word_embeddings
-        self.head = Linear(self.embedding.weight if tied else weights.tensor("lm_head.weight", vocab, hidden))
+        self.head = weights.linear_of(self.embedding.weight) if tied else weights.linear({"lm_head": vocab}, hidden)
         self.kv_cache_specs = {layer.attention.attend.name: layer.attention.attend.spec for layer in self.layers}
         self.aux_layers = aux_layers
 

@@ -17,7 +17,6 @@ import torch
 
 from penstock.attention.metadata import ForwardContext
 from penstock.config.model import ModelConfig
-from penstock.layers.linear import Linear
 from penstock.layers.norm import RMSNorm
 from penstock.models.interface import Model, ModelOutput
 from penstock.models.llama import LlamaForCausalLM
@@ -46,7 +45,7 @@ class MultiTokenPredictor:
         number, hidden, eps = config.num_hidden_layers, config.hidden_size, config.rms_norm_eps
         for part in layout.root:
             weights = weights / part.format(layer=number)
-        self.fc = Linear(weights.tensor(f"{layout.fc}.weight", hidden, 2 * hidden))
+        self.fc = weights.linear({layout.fc: hidden}, 2 * hidden)
         self.embedding_norm = RMSNorm(weights.tensor(f"{layout.embedding_norm}.weight", hidden), eps)
         self.hidden_norm = RMSNorm(weights.tensor(f"{layout.hidden_norm}.weight", hidden), eps)
         self.norm = RMSNorm(weights.tensor(f"{layout.norm}.weight", hidden), eps)

@@ -7,7 +7,7 @@ that it expects. A tensor that is missing, misshapen or unreadable is one `Confi
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from penstock.config.model import read_json
+from penstock.layers.linear import Linear
 from penstock.utils.errors import ConfigError
 
 _INDEX = "model.safetensors.index.json"
@@ -37,16 +38,27 @@ class WeightSource(Protocol):
 
 
 class Weights:
-    """A source under a prefix, delivering one dtype on one device. `weights / "model"` narrows the prefix."""
+    """A source under a prefix, delivering one dtype on one device. `weights / "model"` narrows the prefix.
 
-    def __init__(self, source: WeightSource, dtype: torch.dtype, device: torch.device, prefix: str = "") -> None:
+    Layers that are made of it are `deterministic`, or as fast as they can be.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        dtype: torch.dtype,
+        device: torch.device,
+        deterministic: bool = False,
+        prefix: str = "",
+    ) -> None:
         self._source = source
         self._dtype = dtype
         self._device = device
+        self._deterministic = deterministic
         self._prefix = prefix
 
     def __truediv__(self, part: str | int) -> Weights:
-        return Weights(self._source, self._dtype, self._device, f"{self._prefix}{part}.")
+        return Weights(self._source, self._dtype, self._device, self._deterministic, f"{self._prefix}{part}.")
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor `prefix + name`."""
@@ -57,9 +69,24 @@ class Weights:
         stored = self._source.read(self._prefix + name, shape)
         return stored.to(device=self._device, dtype=self._dtype)
 
+    def linear(self, outputs: Mapping[str, int], width: int, bias: bool = False) -> Linear:
+        """The projections `outputs`, by name with how many features each has, of `width` inputs, as one layer."""
+        weight = _join([self.tensor(f"{name}.weight", count, width) for name, count in outputs.items()])
+        if not bias:
+            return self.linear_of(weight)
+        return self.linear_of(weight, _join([self.tensor(f"{name}.bias", count) for name, count in outputs.items()]))
+
+    def linear_of(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        """A layer of a weight that is there already, [out_features, in_features]."""
+        return Linear(weight, bias, self._deterministic)
+
     def integers(self, name: str, *shape: int) -> torch.Tensor:
         """The same as int64, for tensors of ids."""
         return self._source.read(self._prefix + name, shape).to(device=self._device, dtype=torch.int64)
+
+
+def _join(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 class CheckpointSource:

@@ -17,8 +17,8 @@ class BlockTables:
     ) -> None:
         num_groups, width = len(cache.groups), cdiv(max_model_len, cache.block_size)
         self.block_size = cache.block_size
-        # [num_groups, max_num_reqs, max blocks of a request] int32
-        self.tables = torch.zeros((num_groups, max_num_reqs, width), dtype=torch.int32, device=device)
+        # [num_groups, max_num_reqs + 1, max blocks of a request] int32; the last row is padding's: null blocks
+        self.tables = torch.zeros((num_groups, max_num_reqs + 1, width), dtype=torch.int32, device=device)
         self._num_blocks = np.zeros((num_groups, max_num_reqs), dtype=np.int64)
         self._writer = writer
 
@@ -32,7 +32,3 @@ class BlockTables:
             if ids:
                 self._writer.write(self.tables[group], row, int(self._num_blocks[group, row]), ids)
                 self._num_blocks[group, row] += len(ids)
-
-    def num_blocks(self, group: int, rows: np.ndarray) -> np.ndarray:
-        """[len(rows)] int64: blocks that each of these rows holds."""
-        return self._num_blocks[group, rows]

@@ -1,4 +1,4 @@
-"""One step's batch: which rows run, how many tokens each, and which of them sample."""
+"""One step's inputs on the device."""
 
 from __future__ import annotations
 
@@ -13,55 +13,12 @@ from penstock.config.engine import SchedulerConfig
 from penstock.kernels.dispatch import has_gpu_kernels
 from penstock.kernels.prepare_inputs import TokenInputs, expand_tokens, slot_mapping
 from penstock.messages.scheduler_output import SchedulerOutput
+from penstock.runner.batch_shapes import BatchDescriptor, BatchShapes
 from penstock.runner.block_tables import BlockTables
 from penstock.runner.buffers import to_device
+from penstock.runner.host_batch import HostBatch, read_plan
 from penstock.runner.request_states import RequestStates
-
-
-@dataclass(frozen=True, slots=True)
-class HostBatch:
-    """What the CPU knows of a step. Requests stand in the scheduler's order."""
-
-    request_ids: tuple[str, ...]
-    rows: np.ndarray  # [num_reqs] int64: state row of each request
-    query_lens: np.ndarray  # [num_reqs] int64: tokens computed in this step
-    num_computed: np.ndarray  # [num_reqs] int64: the scheduler's count before this step
-    sampling: np.ndarray  # [num_sampling] int64: batch rows whose step reaches the last known token
-    num_drafts: np.ndarray  # [num_sampling] int64: drafts verified behind it
-    num_tokens: int  # of all requests
-
-    @property
-    def max_seq_len(self) -> int:
-        """Of any request, an upper bound."""
-        return int((self.num_computed + self.query_lens).max())
-
-    @property
-    def has_drafts(self) -> bool:
-        """Whether any request verifies drafts in this step."""
-        return bool(self.num_drafts.any())
-
-    @property
-    def logits_request(self) -> np.ndarray:
-        """[num_logits] int64: the sampling request (0 .. num_sampling - 1) of each logits row."""
-        return np.repeat(np.arange(len(self.sampling)), self.num_drafts + 1)
-
-    @property
-    def sampling_request_ids(self) -> list[str]:
-        return [self.request_ids[i] for i in self.sampling]
-
-    @property
-    def windows(self) -> np.ndarray:
-        """[num_reqs + 1] int32: request r owns rows windows[r] .. [r + 1] of the logits."""
-        counts = np.zeros(len(self.request_ids) + 1, dtype=np.int32)
-        counts[self.sampling + 1] = self.num_drafts + 1
-        return counts.cumsum(dtype=np.int32)
-
-    @property
-    def query_start_loc(self) -> np.ndarray:
-        """[num_reqs + 1] int32: request r owns tokens query_start_loc[r] .. [r + 1]."""
-        starts = np.zeros(len(self.request_ids) + 1, dtype=np.int32)
-        np.cumsum(self.query_lens, out=starts[1:])
-        return starts
+from penstock.utils.math import cdiv
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +26,7 @@ class InputBatch:
     """A step on the device, and what the CPU knows of it. Another step may write the tensors anew."""
 
     host: HostBatch
+    shape: BatchDescriptor
     idx_mapping: torch.Tensor  # [num_reqs] int64: state rows
     query_start_loc: torch.Tensor  # [num_reqs + 1] int32
     seq_lens: torch.Tensor  # [num_reqs] int32: exact
@@ -82,6 +40,14 @@ class InputBatch:
     attention: tuple[AttentionMetadata, ...]  # per KV group
 
 
+@dataclass(frozen=True, slots=True)
+class NextTokens:
+    """One token for each request that sampled in a step, behind those that the step computed."""
+
+    positions: torch.Tensor  # [num_sampling] int64
+    attention: tuple[AttentionMetadata, ...]  # per KV group
+
+
 class InputBuilder(Protocol):
     """Lifecycle: one is chosen and built with the runner. Threading: the runner's thread. It waits for nothing."""
 
@@ -89,38 +55,39 @@ class InputBuilder(Protocol):
         """Reads the rows' state on the device, as it is when this is reached there."""
         ...
 
+    def follow(self, batch: InputBatch, ahead: int) -> NextTokens:
+        """The tokens `ahead` behind the first that is not computed, in the exact counts that the step has left.
 
-def make_input_builder(config: SchedulerConfig, states: RequestStates, blocks: BlockTables) -> InputBuilder:
+        Positions are held inside the longest request, behind which no draft is ever used. Valid until the next call.
+        """
+        ...
+
+
+def make_input_builder(
+    config: SchedulerConfig, shapes: BatchShapes, states: RequestStates, blocks: BlockTables
+) -> InputBuilder:
     if not has_gpu_kernels(states.token_ids.device):
-        return HostInputBuilder(states, blocks)
+        return HostInputBuilder(config, shapes, states, blocks)
     # Only now: a CPU needs no Triton.
     from penstock.runner.gpu.inputs import GpuInputBuilder
 
-    return GpuInputBuilder(config, states, blocks)
-
-
-def read_plan(plan: SchedulerOutput, states: RequestStates) -> HostBatch:
-    """The plan's counts, by batch row."""
-    request_ids = tuple(plan.num_scheduled_tokens)
-    rows = np.fromiter((states.row(request_id) for request_id in request_ids), np.int64, len(request_ids))
-    query_lens = np.fromiter(plan.num_scheduled_tokens.values(), np.int64, len(request_ids))
-    num_computed = states.num_computed_np[rows]
-    # A row samples when it has computed all tokens known at its admission: a chunk in the middle of them does not.
-    sampling = np.nonzero(num_computed + query_lens >= states.prefill_len_np[rows])[0]
-    drafts = plan.num_draft_tokens
-    num_drafts = np.fromiter((drafts.get(request_ids[i], 0) for i in sampling), np.int64, len(sampling))
-    return HostBatch(request_ids, rows, query_lens, num_computed, sampling, num_drafts, plan.total_num_scheduled_tokens)
+    return GpuInputBuilder(config, shapes, states, blocks)
 
 
 class HostInputBuilder:
     """By torch, into fresh tensors (`InputBuilder`)."""
 
-    def __init__(self, states: RequestStates, blocks: BlockTables) -> None:
+    def __init__(
+        self, config: SchedulerConfig, shapes: BatchShapes, states: RequestStates, blocks: BlockTables
+    ) -> None:
+        self._last_position = config.max_model_len - 1
+        self._shapes = shapes
         self._states = states
         self._blocks = blocks
 
     def build(self, plan: SchedulerOutput) -> InputBatch:
         states, host = self._states, read_plan(plan, self._states)
+        shape = self._shapes.of(host)
         device = states.token_ids.device
         starts = host.query_start_loc
         idx_mapping, query_start_loc = to_device(host.rows, device), to_device(starts, device)
@@ -132,6 +99,7 @@ class HostInputBuilder:
         logits_indices = to_device(_last_tokens(starts[host.sampling + 1], host.num_drafts), device)
         return InputBatch(
             host=host,
+            shape=shape,
             idx_mapping=idx_mapping,
             query_start_loc=query_start_loc,
             seq_lens=seq_lens,
@@ -142,29 +110,39 @@ class HostInputBuilder:
             logits_indices=logits_indices,
             logits_rows=tokens.rows[logits_indices],
             logits_positions=tokens.positions[logits_indices] + 1,
-            attention=self._attention(host, idx_mapping, query_start_loc, seq_lens, tokens),
+            attention=self._attention(query_start_loc, seq_lens, idx_mapping, tokens, shape),
         )
+
+    def follow(self, batch: InputBatch, ahead: int) -> NextTokens:
+        rows = batch.sampling_rows
+        positions = (self._states.num_computed_exact[rows, 0] + ahead).clamp(max=self._last_position)
+        starts = torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device)
+        shape = BatchDescriptor(len(rows), len(rows), 1, batch.shape.max_seq_len)
+        tokens = TokenInputs(rows, positions, positions)
+        seq_lens = (positions + 1).to(torch.int32)
+        return NextTokens(positions, self._attention(starts, seq_lens, rows, tokens, shape))
 
     def _attention(
         self,
-        host: HostBatch,
-        idx_mapping: torch.Tensor,
         query_start_loc: torch.Tensor,
         seq_lens: torch.Tensor,
+        rows: torch.Tensor,
         tokens: TokenInputs,
+        shape: BatchDescriptor,
     ) -> tuple[AttentionMetadata, ...]:
-        """One view of the batch per KV group; the tables are cut to the longest row."""
-        blocks = self._blocks
+        """One view of the requests per KV group; the tables are cut to the longest that may be."""
+        block_size = self._blocks.block_size
+        width = cdiv(shape.max_seq_len, block_size)
         return tuple(
             AttentionMetadata(
                 query_start_loc=query_start_loc,
                 seq_lens=seq_lens,
-                block_table=table[idx_mapping, : int(blocks.num_blocks(group, host.rows).max())],
-                slot_mapping=slot_mapping(table, tokens, blocks.block_size),
-                max_query_len=int(host.query_lens.max()),
-                max_seq_len=host.max_seq_len,
+                block_table=table[rows, :width],
+                slot_mapping=slot_mapping(table, tokens, block_size),
+                max_query_len=shape.max_query_len,
+                max_seq_len=shape.max_seq_len,
             )
-            for group, table in enumerate(blocks.tables)
+            for table in self._blocks.tables
         )
 
 

@@ -13,6 +13,7 @@ import torch
 from penstock.config.engine import CacheConfig, EngineConfig
 from penstock.config.model import ModelConfig
 from penstock.kernels import native
+from penstock.kernels.dispatch import has_gpu_kernels
 from penstock.kernels.host_memory import aligned_bytes
 from penstock.messages.kv_cache_spec import DTYPE_BYTES, KVCacheConfig, KVCacheSpec
 from penstock.models.eagle3 import Eagle3Head
@@ -21,7 +22,10 @@ from penstock.models.mtp import MultiTokenPredictor, build_mtp
 from penstock.models.registry import build_model, check_supported
 from penstock.models.weights import Weights, checkpoint_bytes, open_weights
 from penstock.runner.memory import available_bytes, total_bytes
+from penstock.utils import logging
 from penstock.utils.errors import ConfigError
+
+logger = logging.get_logger(__name__)
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
 # On a CPU the memory is shared with everything else, so the default budget stays modest.
@@ -56,8 +60,11 @@ class KVCache:
     tensors: dict[str, torch.Tensor]  # each [num_blocks, 2, num_kv_heads, block_size, head_size]
 
 
-def arithmetic() -> str:
+def arithmetic(config: EngineConfig) -> str:
     """Names the kernels that compute: with others, sums have other last bits."""
+    if config.device != "cpu":
+        products = "deterministic" if config.execution.deterministic else "fastest"
+        return f"{torch.cuda.get_device_name()} torch {torch.__version__} {products}"
     library = native.library()
     return f"torch {torch.__version__}" if library is None else library.isa
 
@@ -74,7 +81,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
                 f"{available / 2**30:.1f} GiB free: choose a smaller model or another dtype"
             )
     model, drafter = _build(config, device)
-    return LoadedModel(model, config.model, device, drafter)
+    return LoadedModel(_for_small_steps(model, config), config.model, device, drafter)
 
 
 def _build(config: EngineConfig, device: torch.device) -> tuple[Model, Drafter | None]:
@@ -91,7 +98,21 @@ def _build(config: EngineConfig, device: torch.device) -> tuple[Model, Drafter |
         return model, None
     check_supported(speculative.draft_model)
     with _weights(config, speculative.draft_model.path, device) as weights:
-        return model, build_model(speculative.draft_model, weights)
+        return model, _for_small_steps(build_model(speculative.draft_model, weights), config)
+
+
+def _for_small_steps(model: Model, config: EngineConfig) -> Model:
+    """The model with kernels of its own for steps of few tokens, where there are such and rows may know the others."""
+    if not has_gpu_kernels(torch.device(config.device)) or config.execution.deterministic:
+        return model
+    # Only now: a CPU needs no Triton.
+    from penstock.models.fused_decode import FusedDecoder
+
+    reason = FusedDecoder.supports(model)
+    if reason:
+        logger.info("steps of few tokens take the kernels of all others: %s", reason)
+        return model
+    return FusedDecoder(model)
 
 
 @contextmanager
@@ -99,7 +120,7 @@ def _weights(config: EngineConfig, folder: Path, device: torch.device) -> Iterat
     source = open_weights(folder, config.load_format)
     try:
         with torch.inference_mode():
-            yield Weights(source, TORCH_DTYPES[config.model.dtype], device)
+            yield Weights(source, TORCH_DTYPES[config.model.dtype], device, config.execution.deterministic)
     finally:
         source.close()
 

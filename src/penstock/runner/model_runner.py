@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from penstock.attention.metadata import ForwardContext
-from penstock.attention.select import EngineLimits, make_attention
-from penstock.config.engine import SchedulerConfig
+from penstock.attention.select import make_attention
+from penstock.config.engine import ExecutionConfig, SchedulerConfig
 from penstock.config.speculative import SpeculativeConfig
 from penstock.kv_transfer.connector import WorkerConnector
 from penstock.kv_transfer.kv_step import KVStep
@@ -24,17 +23,18 @@ from penstock.messages.kv_cache_spec import NULL_BLOCK
 from penstock.messages.runner_output import ModelRunnerOutput, TokenLogprobs
 from penstock.messages.scheduler_output import BlockIds, GrammarOutput, SchedulerOutput
 from penstock.models.interface import ModelOutput
+from penstock.runner.batch_shapes import BatchShapes, graph_contexts
 from penstock.runner.block_tables import BlockTables
 from penstock.runner.buffers import make_table_writer
 from penstock.runner.input_batch import InputBatch, make_input_builder
 from penstock.runner.kv_cache_view import TorchKVCacheView
 from penstock.runner.load import KVCache, LoadedModel
 from penstock.runner.outputs import PendingOutput, ReadyOutput, StepOutput
+from penstock.runner.passes import EagerPasses, make_passes
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling.logprobs import token_logprobs
 from penstock.runner.sampling.states import SamplingStates
 from penstock.runner.speculation.select import make_speculator, make_verification
-from penstock.runner.speculation.speculator import StepResult
 from penstock.runner.step_sampler import make_step_sampler
 
 # Prompt log probabilities need logits for every prompt token: this many rows of the vocabulary at a time.
@@ -62,19 +62,18 @@ class ModelRunner:
         loaded: LoadedModel,
         cache: KVCache,
         config: SchedulerConfig,
+        execution: ExecutionConfig = ExecutionConfig(),  # noqa: B008 - it is frozen
         speculative: SpeculativeConfig | None = None,
         connector: WorkerConnector = NullWorkerConnector(),  # noqa: B008 - it has no state
         debug: bool = False,
     ) -> None:
         self._model = loaded.model
         self._cache = cache
-        self._device = loaded.device
         self._debug = debug
         if debug:
             # The null block is unreadable: whoever reads it shall see.
             for tensor in cache.tensors.values():
                 tensor[NULL_BLOCK] = torch.nan
-        self._max_num_drafts = config.max_num_drafts
         self._max_drafts_in_flight = config.max_num_drafts * (config.max_num_in_flight - 1)
         self._writer = make_table_writer(loaded.device, config.max_num_in_flight)
         self._states = RequestStates(
@@ -82,17 +81,21 @@ class ModelRunner:
         )
         self._sampling = SamplingStates(config.max_num_seqs)
         self._blocks = BlockTables(cache.config, config.max_num_seqs, config.max_model_len, loaded.device, self._writer)
-        self._inputs = make_input_builder(config, self._states, self._blocks)
-        self._layers_of_group = [group.layer_names for group in cache.config.groups]
+        attention = make_attention(loaded.device, config, execution)
+        shapes = BatchShapes(config, graph_contexts(loaded.device, attention, execution, connector))
+        self._inputs = make_input_builder(config, shapes, self._states, self._blocks)
         picker, verifier = make_verification(loaded, speculative, self._states.drafts, self._sampling)
         self._sampler = make_step_sampler(
             config, loaded.config.vocab_size, self._states, self._sampling, verifier, self._writer
         )
-        limits = EngineLimits(config.max_num_seqs, config.max_model_len, 1 + config.max_num_drafts)
-        self._attention = make_attention(loaded.device, limits)
-        self._speculator = make_speculator(loaded, cache, config, speculative, self._blocks, self._attention, picker)
-        self._parked: ExecuteModelState | None = None
+        self._speculator = make_speculator(loaded, cache, speculative, self._inputs, attention, picker)
         self._kv_step = KVStep(connector)
+        self._passes = make_passes(
+            EagerPasses(self._model, cache, attention, lambda: self._kv_step.hooks, self._speculator, self._states),
+            self._inputs,
+            shapes,
+        )
+        self._parked: ExecuteModelState | None = None
         connector.register_kv_caches(TorchKVCacheView(cache))
 
     @torch.inference_mode()
@@ -114,8 +117,7 @@ class ModelRunner:
         if self._debug:
             ahead = batch.host.num_computed - self._states.num_computed_exact[batch.idx_mapping, 0].cpu().numpy()
             assert ((ahead >= 0) & (ahead <= self._max_drafts_in_flight)).all(), ahead
-        context = self._make_context(batch)
-        output = self._model.forward(batch.tokens.input_ids, batch.tokens.positions, context)
+        output = self._passes.forward(batch)
         return ExecuteModelState(batch, output, plan.num_drafts_to_propose, plan.grammar_request_ids)
 
     @torch.inference_mode()
@@ -142,11 +144,11 @@ class ModelRunner:
         batch = state.batch
         if not len(batch.host.sampling):
             skipped = self._sampler.skip(batch)
-            self._propose(state, 0)
+            self._passes.propose(batch, state.output, 0)
             return StepOutput(skipped, known)
         logits = self._model.compute_logits(state.output.hidden[batch.logits_indices])
         sampled = self._sampler.sample(logits, batch, grammars)
-        self._propose(state, state.num_drafts_to_propose)
+        self._passes.propose(batch, state.output, state.num_drafts_to_propose)
         return StepOutput(sampled, self._with_drafts(known, state))
 
     def _with_drafts(self, known: ModelRunnerOutput, state: ExecuteModelState) -> ModelRunnerOutput:
@@ -163,19 +165,6 @@ class ModelRunner:
             draft_token_ids={names[i]: tuple(ids[i]) for i in wanted},
             num_proposed_tokens=dict(zip(names, counts, strict=False)),
         )
-
-    def _propose(self, state: ExecuteModelState, num_drafts: int) -> None:
-        """Lets the speculator follow the step, and stores its drafts behind the last known tokens."""
-        if not self._max_num_drafts:
-            return
-        states, rows = self._states, state.batch.sampling_rows
-        num_computed = states.num_computed_exact[rows, 0]
-        step = StepResult(state.batch, state.output, state.batch.sampling, rows, num_computed, states.token_ids)
-        drafts = self._speculator.propose(step, num_drafts)
-        if num_drafts and len(rows):
-            states.drafts[rows, :num_drafts] = drafts
-            places = num_computed[:, None] + 1 + torch.arange(num_drafts, device=self._device)
-            states.token_ids[rows[:, None], places] = drafts.clamp(min=0).to(states.token_ids.dtype)
 
     def _update_rows(self, plan: SchedulerOutput) -> None:
         self._sampling.remove(self._states.remove(plan.finished_request_ids | plan.preempted_request_ids))
@@ -195,11 +184,6 @@ class ModelRunner:
             fresh = [i for ids in block_ids for i in ids[num_kept // self._blocks.block_size :]]
             for tensor in self._cache.tensors.values():
                 tensor[fresh] = torch.nan
-
-    def _make_context(self, batch: InputBatch) -> ForwardContext:
-        groups = zip(self._layers_of_group, batch.attention, strict=True)
-        by_layer = {name: metadata for names, metadata in groups for name in names}
-        return ForwardContext(by_layer, self._cache.tensors, self._attention, self._kv_step.hooks)
 
     def _prompt_logprobs(self, state: ExecuteModelState) -> dict[str, tuple[TokenLogprobs, ...]]:
         host = state.batch.host

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from penstock.messages.runner_output import ModelRunnerOutput
-from penstock.runner.input_batch import HostBatch
+from penstock.runner.host_batch import HostBatch
 
 NOT_FINITE = "no token can be drawn: the logits are not finite"
 NOTHING_ALLOWED = (

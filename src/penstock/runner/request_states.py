@@ -3,6 +3,9 @@
 Token ids and exact counts live on the device and are written by its own kernels, so that a step can be prepared
 before the tokens of the last one are known on the CPU. The CPU keeps what it was told: lengths at admission, and a
 mirror of the scheduler's count that is overwritten every step and never incremented here.
+
+Tables on the device end with a row that is nobody's: padding has row -1, which for torch is that one. What a captured
+step does for its padding falls there.
 """
 
 from __future__ import annotations
@@ -24,9 +27,10 @@ class RequestStates:
         # One more than the longest request: the token sampled at its last position is stored and never computed. Drafts
         # stand behind it, a gap as token 0; `drafts` tells the gaps.
         width = max_model_len + 1 + max_num_drafts
-        self.token_ids = torch.zeros((max_num_reqs, width), dtype=torch.int32, device=device)
-        self.drafts = torch.zeros((max_num_reqs, max_num_drafts), dtype=torch.int64, device=device)  # -1 is a gap
-        self.num_computed_exact = torch.zeros((max_num_reqs, 1), dtype=torch.int64, device=device)
+        num_rows = max_num_reqs + 1
+        self.token_ids = torch.zeros((num_rows, width), dtype=torch.int32, device=device)
+        self.drafts = torch.zeros((num_rows, max_num_drafts), dtype=torch.int64, device=device)  # -1 is a gap
+        self.num_computed_exact = torch.zeros((num_rows, 1), dtype=torch.int64, device=device)
         self.num_computed_np = np.zeros(max_num_reqs, dtype=np.int64)  # the scheduler's count; an upper bound
         self.prefill_len_np = np.zeros(max_num_reqs, dtype=np.int64)  # tokens known at admission
         self._rows: dict[str, int] = {}

@@ -15,7 +15,8 @@ from penstock.messages.requests import EngineRequest
 from penstock.messages.runner_output import ModelRunnerOutput, TokenLogprobs
 from penstock.messages.scheduler_output import GrammarOutput
 from penstock.runner.buffers import TableWriter, to_device
-from penstock.runner.input_batch import HostBatch, InputBatch
+from penstock.runner.host_batch import HostBatch
+from penstock.runner.input_batch import InputBatch
 from penstock.runner.outputs import (
     NOTHING_ALLOWED,
     PendingOutput,

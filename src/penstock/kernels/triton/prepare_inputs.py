@@ -24,6 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
+_FAR = 1 << 30
 _BLOCK = 1024  # tokens, or entries of a block table, at a time
 _WARPS = 4
 _WINDOW_BLOCK = 16  # rows of logits of a request at a time: a token and its drafts
@@ -59,8 +60,13 @@ def prepare_inputs(
     block_tables: torch.Tensor,  # [G, max_num_reqs, max_blocks] int32
     block_size: int,
     out: StepInputs,
+    ahead: int = 0,
+    last_position: int = _FAR,
 ) -> None:
-    """Writes all of `out`, but for what block rows hold behind the blocks of their request."""
+    """Writes all of `out`, but for what block rows hold behind the blocks of their request.
+
+    `ahead` tokens behind those that are computed are passed over, and no position is beyond `last_position`.
+    """
     num_reqs, num_tokens = len(idx_mapping), len(out.positions)
     num_groups, _, max_blocks = block_tables.shape
     assert query_start_loc.shape == (num_reqs + 1,), f"{tuple(query_start_loc.shape)} for {num_reqs} requests"
@@ -90,6 +96,8 @@ def prepare_inputs(
         out.block_tables.stride(1),
         out.slot_mapping.stride(0),
         max_blocks,
+        ahead,
+        last_position,
         block_size,
         _BLOCK,
         num_warps=_WARPS,
@@ -157,7 +165,7 @@ def finish_step(
 @triton.jit(
     do_not_specialize=[
         "num_reqs", "num_tokens", "token_stride", "table_group_stride", "out_group_stride", "out_row_stride",
-        "slot_group_stride", "max_blocks",
+        "slot_group_stride", "max_blocks", "ahead", "last_position",
     ],
     do_not_specialize_on_alignment=[
         "idx_mapping_ptr", "starts_ptr", "rows_ptr", "positions_ptr", "input_ids_ptr", "seq_lens_ptr", "out_tables_ptr",
@@ -184,6 +192,8 @@ def _prepare_inputs(
     out_row_stride,
     slot_group_stride,
     max_blocks,
+    ahead,
+    last_position,
     block_size: tl.constexpr,
     block: tl.constexpr,
 ):
@@ -198,14 +208,14 @@ def _prepare_inputs(
         row = tl.load(idx_mapping_ptr + request)
         length = tl.load(starts_ptr + request + 1) - start
         is_padding = row < 0
-        first = tl.load(num_computed_ptr + row, mask=row >= 0, other=0)
-        seq_len = tl.where(is_padding, 0, first + length)
+        first = tl.load(num_computed_ptr + row, mask=row >= 0, other=0) + ahead
+        seq_len = tl.where(is_padding, 0, tl.minimum(first + length, last_position + 1))
         if group < 0:
             tl.store(seq_lens_ptr + request, seq_len.to(tl.int32))
             offset = tl.zeros_like(start)
             while offset < length:
                 is_token = offset + place < length
-                position = first + offset + place
+                position = tl.minimum(first + offset + place, last_position)
                 token = tl.load(token_ids_ptr + row * token_stride + position, mask=is_token, other=0)
                 tl.store(rows_ptr + start + offset + place, tl.zeros_like(position) + row, mask=is_token)
                 tl.store(positions_ptr + start + offset + place, position, mask=is_token)
@@ -216,7 +226,7 @@ def _prepare_inputs(
             offset = tl.zeros_like(start)
             while offset < length:
                 is_token = offset + place < length
-                position = first + offset + place
+                position = tl.minimum(first + offset + place, last_position)
                 block_id = tl.load(table + position // block_size, mask=is_token, other=0).to(tl.int64)
                 slot = block_id * block_size + position % block_size
                 tl.store(slots_ptr + group * slot_group_stride + start + offset + place, slot, mask=is_token)

@@ -10,15 +10,18 @@ from penstock.config.engine import SchedulerConfig
 from penstock.kernels.prepare_inputs import TokenInputs
 from penstock.kernels.triton.prepare_inputs import SamplingInputs, StepInputs, prepare_inputs, prepare_sampling
 from penstock.messages.scheduler_output import SchedulerOutput
+from penstock.runner.batch_shapes import BatchDescriptor, BatchShapes
 from penstock.runner.block_tables import BlockTables
 from penstock.runner.gpu.buffers import PinnedRing
-from penstock.runner.input_batch import HostBatch, InputBatch, read_plan
+from penstock.runner.host_batch import HostBatch, blank_batch, read_plan
+from penstock.runner.input_batch import InputBatch, NextTokens
 from penstock.runner.request_states import RequestStates
 from penstock.utils.math import round_up
 
 _ALIGNMENT = 16
 _WIDE = ("idx_mapping", "sampling", "sampling_rows")  # [max_num_reqs] int64
-_NARROW = ("query_start_loc", "windows")  # [max_num_reqs + 1] int32
+_PADDING = {"idx_mapping": -1, "sampling_rows": -1}
+_NARROW = ("query_start_loc", "sampling_start_loc", "windows")  # [max_num_reqs + 1] int32
 
 
 class Snapshot:
@@ -32,102 +35,142 @@ class Snapshot:
         self._num_bytes = first + len(_NARROW) * narrow
         self._ring = PinnedRing(self._num_bytes, depth + 1, device)
         self._memory = torch.zeros(self._num_bytes, dtype=torch.uint8, device=device)
-        self._tensors = {
+        self.tensors = {
             name: self._memory[place].view(torch.int64 if name in _WIDE else torch.int32)
             for name, place in self._places.items()
         }
 
-    def publish(self, arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
-        """The arrays on the device, until the next call."""
+    def publish(self, arrays: dict[str, np.ndarray], paddings: dict[str, int]) -> None:
+        """The arrays at the beginnings of `tensors`, until the next call, and behind them each one's padding."""
         memory = self._ring.open(self._num_bytes)
-        for name, array in arrays.items():
-            memory[self._places[name]].view(np.int64 if name in _WIDE else np.int32)[: len(array)] = array
+        for name, padding in paddings.items():
+            target, array = (
+                memory[self._places[name]].view(np.int64 if name in _WIDE else np.int32),
+                arrays.get(name, ()),
+            )
+            target[: len(array)] = array
+            target[len(array) :] = padding
         self._ring.copy(self._num_bytes, self._memory)
-        return {name: self._tensors[name][: len(array)] for name, array in arrays.items()}
 
 
 class GpuInputBuilder:
-    """By Triton, into views of buffers that are as large as any step (`InputBuilder`)."""
+    """By Triton, into views of buffers that are as large as any step (`InputBuilder`).
 
-    def __init__(self, config: SchedulerConfig, states: RequestStates, blocks: BlockTables) -> None:
-        device = states.token_ids.device
-        num_reqs, num_tokens = config.max_num_seqs, config.max_num_batched_tokens
-        num_logits = num_reqs * (1 + config.max_num_drafts)
+    A step of a captured shape finds its padding behind its own inputs in the same buffers.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, shapes: BatchShapes, states: RequestStates, blocks: BlockTables
+    ) -> None:
+        device = self.device = states.token_ids.device
+        num_reqs = config.max_num_seqs
+        self._last_position = config.max_model_len - 1
+        self._shapes = shapes
         self._states = states
         self._blocks = blocks
         self._snapshot = Snapshot(num_reqs, config.max_num_in_flight, device)
-
-        def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        num_groups = len(blocks.tables)
-        self._step = StepInputs(
-            rows=empty(num_tokens),
-            positions=empty(num_tokens),
-            input_ids=empty(num_tokens),
-            seq_lens=empty(num_reqs, dtype=torch.int32),
-            block_tables=torch.zeros_like(blocks.tables),
-            slot_mapping=empty(num_groups, num_tokens),
-        )
-        self._sampling = SamplingInputs(rows=empty(num_logits), positions=empty(num_logits), indices=empty(num_logits))
+        self._step = _allocate(shapes.max_num_tokens, num_reqs, blocks)
+        self._next = _allocate(num_reqs, num_reqs, blocks)
+        logits = [torch.zeros(num_reqs * (1 + config.max_num_drafts), dtype=torch.int64, device=device) for _ in "rpi"]
+        self._sampling = SamplingInputs(*logits)
 
     def build(self, plan: SchedulerOutput) -> InputBatch:
-        states, host = self._states, read_plan(plan, self._states)
-        windows = host.windows
-        known = self._snapshot.publish(
-            {
-                "idx_mapping": host.rows,
-                "sampling": host.sampling,
-                "sampling_rows": host.rows[host.sampling],
-                "query_start_loc": host.query_start_loc,
-                "windows": windows,
-            }
-        )
-        step, sampling = self._views(len(host.rows), host.num_tokens, int(windows[-1]))
-        idx_mapping, query_start_loc = known["idx_mapping"], known["query_start_loc"]
-        prepare_inputs(
-            idx_mapping,
-            query_start_loc,
-            states.num_computed_exact,
-            states.token_ids,
-            self._blocks.tables,
-            self._blocks.block_size,
-            step,
-        )
-        prepare_sampling(idx_mapping, query_start_loc, known["windows"], step.seq_lens, sampling)
+        host = read_plan(plan, self._states)
+        num_sampling = len(host.sampling)
+        arrays = {
+            "idx_mapping": host.rows,
+            "sampling": host.sampling,
+            "sampling_rows": host.rows[host.sampling],
+            "query_start_loc": host.query_start_loc,
+            "sampling_start_loc": np.arange(num_sampling + 1),
+            "windows": host.windows,
+        }
+        ends = {"query_start_loc": host.num_tokens, "sampling_start_loc": num_sampling, "windows": host.num_logits}
+        # Padding samples too: a request without tokens, behind all others.
+        self._snapshot.publish(arrays, {**ends, **_PADDING, "sampling": len(host.rows)})
+        batch = self._prepared(host, self._shapes.of(host))
+        sampling = SamplingInputs(batch.logits_rows, batch.logits_positions, batch.logits_indices)
+        prepare_sampling(batch.idx_mapping, batch.query_start_loc, batch.windows, batch.seq_lens, sampling)
+        return batch
+
+    def blank(self, shape: BatchDescriptor) -> InputBatch:
+        """A step of this shape that is padding throughout: it reads no row and writes none."""
+        self._snapshot.publish({}, dict.fromkeys((*_WIDE, *_NARROW), 0) | _PADDING)
+        return self._prepared(blank_batch(shape.num_reqs, shape.max_query_len), shape)
+
+    def follow(self, batch: InputBatch, ahead: int) -> NextTokens:
+        num_reqs = len(batch.sampling_rows)
+        starts = self._snapshot.tensors["sampling_start_loc"][: num_reqs + 1]
+        tokens = _cut(self._next, num_reqs, num_reqs)
+        self._prepare(batch.sampling_rows, starts, tokens, ahead)
+        shape = BatchDescriptor(num_reqs, num_reqs, 1, batch.shape.max_seq_len)
+        return NextTokens(tokens.positions, _attention(starts, tokens, shape))
+
+    def _prepared(self, host: HostBatch, shape: BatchDescriptor) -> InputBatch:
+        """What was published, with its inputs but for those of the logits. Buffers are padded up to `shape`."""
+        known = self._snapshot.tensors
+        padded = _cut(self._step, shape.num_reqs, shape.num_tokens)
+        self._prepare(known["idx_mapping"][: shape.num_reqs], known["query_start_loc"][: shape.num_reqs + 1], padded)
+        num_reqs, num_sampling, num_logits = len(host.rows), len(host.sampling), host.num_logits
+        step, query_start_loc = _cut(self._step, num_reqs, host.num_tokens), known["query_start_loc"][: num_reqs + 1]
+        assert num_logits <= len(self._sampling.rows), f"{num_logits} logits in buffers for {len(self._sampling.rows)}"
         return InputBatch(
             host=host,
+            shape=shape,
+            idx_mapping=known["idx_mapping"][:num_reqs],
+            query_start_loc=query_start_loc,
             seq_lens=step.seq_lens,
             tokens=TokenInputs(step.rows, step.positions, step.input_ids),
-            logits_indices=sampling.indices,
-            logits_rows=sampling.rows,
-            logits_positions=sampling.positions,
-            attention=_attention(host, query_start_loc, step),
-            **known,
+            sampling=known["sampling"][:num_sampling],
+            sampling_rows=known["sampling_rows"][:num_sampling],
+            windows=known["windows"][: num_reqs + 1],
+            logits_indices=self._sampling.indices[:num_logits],
+            logits_rows=self._sampling.rows[:num_logits],
+            logits_positions=self._sampling.positions[:num_logits],
+            attention=_attention(query_start_loc, step, shape),
         )
 
-    def _views(self, num_reqs: int, num_tokens: int, num_logits: int) -> tuple[StepInputs, SamplingInputs]:
-        whole, sampling = self._step, self._sampling
-        assert num_tokens <= len(whole.rows), f"{num_tokens} tokens in buffers for {len(whole.rows)}"
-        assert num_logits <= len(sampling.rows), f"{num_logits} rows of logits in buffers for {len(sampling.rows)}"
-        step = StepInputs(
-            rows=whole.rows[:num_tokens],
-            positions=whole.positions[:num_tokens],
-            input_ids=whole.input_ids[:num_tokens],
-            seq_lens=whole.seq_lens[:num_reqs],
-            block_tables=whole.block_tables[:, :num_reqs],
-            slot_mapping=whole.slot_mapping[:, :num_tokens],
-        )
-        return step, SamplingInputs(
-            rows=sampling.rows[:num_logits],
-            positions=sampling.positions[:num_logits],
-            indices=sampling.indices[:num_logits],
-        )
+    def _prepare(
+        self, idx_mapping: torch.Tensor, query_start_loc: torch.Tensor, out: StepInputs, ahead: int = 0
+    ) -> None:
+        states, blocks = self._states, self._blocks
+        tables = (states.num_computed_exact, states.token_ids, blocks.tables)
+        prepare_inputs(idx_mapping, query_start_loc, *tables, blocks.block_size, out, ahead, self._last_position)
 
 
-def _attention(host: HostBatch, query_start_loc: torch.Tensor, step: StepInputs) -> tuple[AttentionMetadata, ...]:
-    max_query_len, max_seq_len = int(host.query_lens.max()), host.max_seq_len
+def _allocate(num_tokens: int, num_reqs: int, blocks: BlockTables) -> StepInputs:
+    num_groups, _, width = blocks.tables.shape
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=blocks.tables.device)
+
+    return StepInputs(
+        rows=empty(num_tokens),
+        positions=empty(num_tokens),
+        input_ids=empty(num_tokens),
+        seq_lens=empty(num_reqs, dtype=torch.int32),
+        block_tables=empty(num_groups, num_reqs, width, dtype=torch.int32),
+        slot_mapping=empty(num_groups, num_tokens),
+    )
+
+
+def _cut(whole: StepInputs, num_reqs: int, num_tokens: int) -> StepInputs:
+    """Views of the beginnings."""
+    assert num_tokens <= len(whole.rows), f"{num_tokens} tokens in buffers for {len(whole.rows)}"
+    return StepInputs(
+        rows=whole.rows[:num_tokens],
+        positions=whole.positions[:num_tokens],
+        input_ids=whole.input_ids[:num_tokens],
+        seq_lens=whole.seq_lens[:num_reqs],
+        block_tables=whole.block_tables[:, :num_reqs],
+        slot_mapping=whole.slot_mapping[:, :num_tokens],
+    )
+
+
+def _attention(
+    query_start_loc: torch.Tensor, step: StepInputs, shape: BatchDescriptor
+) -> tuple[AttentionMetadata, ...]:
     return tuple(
-        AttentionMetadata(query_start_loc, step.seq_lens, table, slots, max_query_len, max_seq_len)
+        AttentionMetadata(query_start_loc, step.seq_lens, table, slots, shape.max_query_len, shape.max_seq_len)
         for table, slots in zip(step.block_tables, step.slot_mapping, strict=True)
     )

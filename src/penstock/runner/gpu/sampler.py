@@ -24,7 +24,8 @@ from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.messages.scheduler_output import GrammarOutput
 from penstock.runner.buffers import TableWriter
 from penstock.runner.gpu.buffers import Fence
-from penstock.runner.input_batch import HostBatch, InputBatch
+from penstock.runner.host_batch import HostBatch
+from penstock.runner.input_batch import InputBatch
 from penstock.runner.outputs import PendingOutput, SampledArrays, make_empty_output, make_output
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling.noise import Purpose

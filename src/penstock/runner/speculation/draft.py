@@ -12,58 +12,24 @@ import torch
 
 from penstock.attention.backend import AttentionBackend
 from penstock.attention.metadata import AttentionMetadata, ForwardContext
-from penstock.kernels.prepare_inputs import TokenInputs, slot_mapping
 from penstock.models.interface import DraftHead, Model
-from penstock.runner.block_tables import BlockTables
+from penstock.runner.input_batch import InputBuilder
 from penstock.runner.speculation.pick import Picker
 from penstock.runner.speculation.speculator import StepResult
 
 
 class DraftCache:
-    """The drafter's layers on the target's block tables."""
+    """The drafter's layers, in the blocks of the target's KV groups."""
 
     def __init__(
-        self,
-        tensors: dict[str, torch.Tensor],
-        groups: Mapping[str, int],
-        blocks: BlockTables,
-        attention: AttentionBackend,
-        max_model_len: int,
+        self, tensors: dict[str, torch.Tensor], groups: Mapping[str, int], attention: AttentionBackend
     ) -> None:
         self._attention = attention
         self._tensors = tensors  # by the drafter's own layer names
         self._groups = groups  # layer name -> KV group
-        self._blocks = blocks
-        self._last_position = max_model_len - 1
 
-    def of_step(self, step: StepResult) -> ForwardContext:
-        """For the tokens that the target has just computed."""
-        return self._context(step.batch.attention)
-
-    def of_positions(
-        self, rows: torch.Tensor, positions: torch.Tensor, max_seq_len: int
-    ) -> tuple[torch.Tensor, ForwardContext]:
-        """For one token per row; positions are held inside the longest request, behind which no draft is ever used.
-
-        `max_seq_len` is an upper bound of what they are the last of.
-        """
-        positions = positions.clamp(max=self._last_position)
-        starts = torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device)
-        inputs = TokenInputs(rows, positions, positions)
-        metadata = [
-            AttentionMetadata(
-                query_start_loc=starts,
-                seq_lens=(positions + 1).to(torch.int32),
-                block_table=table[rows],
-                slot_mapping=slot_mapping(table, inputs, self._blocks.block_size),
-                max_query_len=1,
-                max_seq_len=min(max_seq_len, self._last_position + 1),
-            )
-            for table in self._blocks.tables
-        ]
-        return positions, self._context(metadata)
-
-    def _context(self, metadata: Sequence[AttentionMetadata]) -> ForwardContext:
+    def context(self, metadata: Sequence[AttentionMetadata]) -> ForwardContext:
+        """`metadata` by KV group."""
         by_layer = {name: metadata[group] for name, group in self._groups.items()}
         return ForwardContext(by_layer, self._tensors, self._attention)
 
@@ -73,22 +39,22 @@ class DraftModelSpeculator:
 
     leaves_gaps = False
 
-    def __init__(self, model: Model, cache: DraftCache, picker: Picker) -> None:
+    def __init__(self, model: Model, cache: DraftCache, inputs: InputBuilder, picker: Picker) -> None:
+        self.is_capturable = picker.is_capturable
         self._model = model
         self._cache = cache
+        self._inputs = inputs
         self._picker = picker
 
     def propose(self, step: StepResult, num_drafts: int) -> torch.Tensor:
         tokens = step.batch.tokens
-        self._model.forward(tokens.input_ids, tokens.positions, self._cache.of_step(step))
+        self._model.forward(tokens.input_ids, tokens.positions, self._cache.context(step.batch.attention))
         pick = self._picker.of_step(step)
         drafts: list[torch.Tensor] = []
         last = step.token_ids[step.rows, step.num_computed].long()
         for index in range(num_drafts if len(step.rows) else 0):
-            positions, context = self._cache.of_positions(
-                step.rows, step.num_computed + index, step.batch.host.max_seq_len + num_drafts
-            )
-            hidden = self._model.forward(last, positions, context).hidden
+            following = self._inputs.follow(step.batch, index)
+            hidden = self._model.forward(last, following.positions, self._cache.context(following.attention)).hidden
             last = pick(self._model.compute_logits(hidden), index)
             drafts.append(last)
         return _stack(drafts, step, num_drafts)
@@ -99,15 +65,19 @@ class HeadSpeculator:
 
     leaves_gaps = False
 
-    def __init__(self, head: DraftHead, cache: DraftCache, picker: Picker) -> None:
+    def __init__(self, head: DraftHead, cache: DraftCache, inputs: InputBuilder, picker: Picker) -> None:
+        self.is_capturable = picker.is_capturable
         self._head = head
         self._cache = cache
+        self._inputs = inputs
         self._picker = picker
 
     def propose(self, step: StepResult, num_drafts: int) -> torch.Tensor:
         tokens, head = step.batch.tokens, self._head
         next_ids = step.token_ids[tokens.rows, tokens.positions + 1].long()
-        hidden = head.forward(head.enter(step.output), next_ids, tokens.positions, self._cache.of_step(step))
+        hidden = head.forward(
+            head.enter(step.output), next_ids, tokens.positions, self._cache.context(step.batch.attention)
+        )
         pick = self._picker.of_step(step)
         drafts: list[torch.Tensor] = []
         if num_drafts and len(step.rows):
@@ -117,10 +87,9 @@ class HeadSpeculator:
             hidden = hidden[starts + step.num_computed - 1 - first]
             drafts.append(pick(head.compute_logits(hidden), 0))
         for index in range(1, num_drafts if len(step.rows) else 0):
-            positions, context = self._cache.of_positions(
-                step.rows, step.num_computed - 1 + index, step.batch.host.max_seq_len + num_drafts
-            )
-            hidden = head.forward(hidden, drafts[-1], positions, context)
+            following = self._inputs.follow(step.batch, index - 1)
+            context = self._cache.context(following.attention)
+            hidden = head.forward(hidden, drafts[-1], following.positions, context)
             drafts.append(pick(head.compute_logits(hidden), index))
         return _stack(drafts, step, num_drafts)
 

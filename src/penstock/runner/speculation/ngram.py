@@ -13,6 +13,7 @@ class NgramSpeculator:
     """Looks for the longest suffix of `shortest` to `longest` tokens, and takes its latest earlier occurrence."""
 
     leaves_gaps = True
+    is_capturable = False
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._shortest = shortest

@@ -23,6 +23,9 @@ Pick = Callable[[torch.Tensor, int], torch.Tensor]
 
 
 class Picker(Protocol):
+    is_capturable: bool
+    """As `Speculator.is_capturable`."""
+
     def of_step(self, step: StepResult) -> Pick:
         """What picks the drafts of the step's sampling requests."""
         ...
@@ -30,6 +33,8 @@ class Picker(Protocol):
 
 class BestPicker:
     """The likeliest token."""
+
+    is_capturable = True
 
     def of_step(self, step: StepResult) -> Pick:
         return lambda logits, place: logits.argmax(-1)
@@ -67,6 +72,8 @@ class DraftDistributions:
 
 class SamplingPicker:
     """The likeliest token for a greedy request, and for others one drawn at the request's temperature."""
+
+    is_capturable = False
 
     def __init__(self, states: SamplingStates, distributions: DraftDistributions) -> None:
         self._states = states

@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 
 from penstock.attention.backend import AttentionBackend
-from penstock.config.engine import SchedulerConfig
 from penstock.config.speculative import SpeculativeConfig
 from penstock.models.eagle3 import Eagle3Head
 from penstock.models.mtp import MultiTokenPredictor
-from penstock.runner.block_tables import BlockTables
+from penstock.runner.input_batch import InputBuilder
 from penstock.runner.load import DRAFT_PREFIX, TORCH_DTYPES, KVCache, LoadedModel
 from penstock.runner.sampling.states import SamplingStates
 from penstock.runner.speculation.draft import DraftCache, DraftModelSpeculator, HeadSpeculator
@@ -24,13 +23,12 @@ from penstock.runner.speculation.verify import ExactVerifier, Verifier
 def make_speculator(
     loaded: LoadedModel,
     cache: KVCache,
-    config: SchedulerConfig,
     speculative: SpeculativeConfig | None,
-    blocks: BlockTables,
+    inputs: InputBuilder,
     attention: AttentionBackend,
     picker: Picker,
 ) -> Speculator:
-    """`blocks` and `attention` are the runner's, which the drafter's layers share."""
+    """`inputs` and `attention` are the runner's, which the drafter shares."""
     if speculative is None:
         return NullSpeculator()
     if loaded.drafter is None:
@@ -39,13 +37,11 @@ def make_speculator(
     draft_cache = DraftCache(
         {name: cache.tensors[layer.name] for name, layer in names.items()},
         {name: layer.group for name, layer in names.items()},
-        blocks,
         attention,
-        config.max_model_len,
     )
     if isinstance(loaded.drafter, MultiTokenPredictor | Eagle3Head):
-        return HeadSpeculator(loaded.drafter, draft_cache, picker)
-    return DraftModelSpeculator(loaded.drafter, draft_cache, picker)
+        return HeadSpeculator(loaded.drafter, draft_cache, inputs, picker)
+    return DraftModelSpeculator(loaded.drafter, draft_cache, inputs, picker)
 
 
 def make_verification(

@@ -32,6 +32,9 @@ class Speculator(Protocol):
     leaves_gaps: bool
     """Whether it may find nothing to propose, and knows that on the CPU."""
 
+    is_capturable: bool
+    """Whether a CUDA graph may hold its work: all that differs from one step to the next is on the device."""
+
     def propose(self, step: StepResult, num_drafts: int) -> torch.Tensor:
         """[num_sampling, num_drafts] int64: what may follow each request's last known token.
 
@@ -44,6 +47,7 @@ class NullSpeculator:
     """Proposes nothing."""
 
     leaves_gaps = False
+    is_capturable = False
 
     def propose(self, step: StepResult, num_drafts: int) -> torch.Tensor:
         return torch.full((len(step.rows), num_drafts), -1, device=step.rows.device)

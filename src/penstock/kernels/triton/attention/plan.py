@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 
+from penstock.kernels.triton.capabilities import Capabilities
 from penstock.utils.errors import ConfigError
 
 MAX_DECODE_QUERY_LEN = 8
@@ -148,11 +149,11 @@ class AttentionPlanner:
         device: torch.device | str,
         deterministic: bool = False,
         merges: bool = True,
-        pdl: bool = False,
+        capabilities: Capabilities = Capabilities(),  # noqa: B008 - it is frozen
     ) -> None:
         _check(shape, limits)
         self._shape, self._limits, self._deterministic = shape, limits, deterministic
-        self._merges, self._pdl = merges, pdl
+        self._merges, self._capabilities = merges, capabilities
         narrow = _NARROW if shape.head_dim <= 128 else _WIDE
         self._tuning = _FLOAT32 if shape.dtype == torch.float32 else narrow
         _, row_tiles = self._rows(limits.max_decode_query_len)
@@ -205,7 +206,7 @@ class AttentionPlanner:
             stages=choice.stages,
             use_tma=choice.use_tma and self._has_boxes(choice.keys),
             merges=self._merges,
-            pdl=self._pdl,
+            pdl=self._capabilities.pdl,
         )
 
     def _choices(self) -> tuple[_Choice, ...]:
@@ -224,7 +225,9 @@ class AttentionPlanner:
     def _has_boxes(self, keys: int) -> bool:
         """Whether a tile of so many keys lies in one block, as a box that TMA can load."""
         head_dim = self._shape.head_dim
-        return self._shape.block_size >= keys and head_dim == triton.next_power_of_2(head_dim)
+        return (
+            self._capabilities.tma and self._shape.block_size >= keys and head_dim == triton.next_power_of_2(head_dim)
+        )
 
     def _num_parts(self, choice: _Choice) -> int:
         """States of rows that the workspace holds at most: one for every row and split."""

@@ -6,8 +6,9 @@
 A launch allocates its outputs by torch alone, so that it may be captured in a CUDA graph, and costs nothing else. What
 is chosen per weight, tiles and descriptors, is chosen when the weight is wrapped.
 
-With `Device.pdl` a kernel starts while the one before it runs, reads weights and waits (`device.wait_for_inputs`). So
-weights must not change while a step runs. Sums of split products are counted in the weight: one stream at a time.
+With `Capabilities.pdl` a kernel starts while the one before it runs, reads weights and waits
+(`device.wait_for_inputs`). So weights must not change while a step runs. Sums of split products are counted in the
+weight: one stream at a time.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from penstock.kernels.triton.capabilities import Capabilities
 from penstock.kernels.triton.linear.argmax import argmax
 from penstock.kernels.triton.linear.prepare import prepare as prepare_kernel
 from penstock.kernels.triton.linear.products import gemm, gemv
@@ -27,23 +29,6 @@ from penstock.kernels.triton.linear.tiles import BUCKETS, MAX_TOKENS, Role, Tile
 _ARGMAX_BLOCK = 4096
 _OPTIONAL = ("squares", "bias", "old_residual", "gain", "residual", "out", "side", "side_ids")
 _ABSENT: dict[str, Any] = {**dict.fromkeys(_OPTIONAL), "eps": 0.0}
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """What a device's kernels may use: both came with compute capability 9.0."""
-
-    tma: bool = False  # descriptors of weights, read by the tensor memory accelerator
-    pdl: bool = False  # programmatic dependent launch
-
-    @classmethod
-    def of(cls, device: torch.device) -> Device:
-        is_new = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-        return cls(is_new, is_new)
-
-    @property
-    def options(self) -> dict[str, bool]:
-        return {"launch_pdl": True} if self.pdl else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +52,7 @@ class _Plan:
 class DecodeWeight:
     """A weight [N, K], row-major, that the caller keeps as it is, and what its launches need beside it."""
 
-    def __init__(self, role: Role, weight: torch.Tensor, bias: torch.Tensor | None, device: Device) -> None:
+    def __init__(self, role: Role, weight: torch.Tensor, bias: torch.Tensor | None, device: Capabilities) -> None:
         assert weight.dim() == 2 and weight.is_contiguous(), f"{role}: {tuple(weight.shape)} {weight.stride()}"
         self.height, self.k = weight.shape
         self.n = self.height // 2 if role is Role.GATE_UP else self.height
@@ -141,7 +126,7 @@ class DecodeWeight:
         return triton.cdiv(self.n, tile.rows) * triton.cdiv(bucket, tile.tokens)
 
 
-def prepare(ids: torch.Tensor, table: torch.Tensor, gain: torch.Tensor, device: Device) -> Stream:
+def prepare(ids: torch.Tensor, table: torch.Tensor, gain: torch.Tensor, device: Capabilities) -> Stream:
     """[T] int64 ids of rows of `table`, [V, H] -> the stream in front of the norm with `gain`, [H]."""
     vocab, hidden = table.shape
     assert ids.dim() == 1 and ids.is_contiguous() and table.is_contiguous(), f"{ids.stride()}, {table.stride()}"

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from penstock.kernels.triton.capabilities import Capabilities
 from penstock.kernels.triton.linear.device import load_rows, load_weight
 from penstock.kernels.triton.linear.tiles import fixed
 
@@ -21,18 +22,26 @@ _GROUP = 16  # tiles of tokens that go together through the weight, so that cach
 class Matmul:
     """One weight [N, K], which the caller keeps as it is; calls allocate their output and wait for nothing."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, tma: bool = False) -> None:
-        """`tma`: for devices of compute capability 9.0 or more; a weight that it cannot read is read without."""
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        capabilities: Capabilities = Capabilities(),  # noqa: B008 - it is frozen
+    ) -> None:
         assert weight.dim() == 2 and weight.is_contiguous(), f"{tuple(weight.shape)} with strides {weight.stride()}"
         self._n, self._k = weight.shape
         assert bias is None or bias.shape == (self._n,), f"{bias.shape} for {self._n} outputs"
         self._tile = fixed(self._k, weight.dtype.itemsize)
         is_aligned = weight.data_ptr() % 16 == 0 and self._k * weight.dtype.itemsize % 16 == 0
-        self._tma = tma and is_aligned
+        self._tma = capabilities.tma and is_aligned
         block = [self._tile.rows, self._tile.depth]
         self._weight = TensorDescriptor.from_tensor(weight, block) if self._tma else weight
+        self._dense = weight
         self._bias = bias
         self._dtype = weight.dtype
+
+    def dense_weight(self) -> torch.Tensor:
+        return self._dense
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, K] -> [T, N]."""

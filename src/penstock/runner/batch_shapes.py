@@ -1,0 +1,92 @@
+"""The shapes of steps: what a captured step and one that may replay it have in common."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from penstock.attention.backend import AttentionBackend
+from penstock.config.engine import ExecutionConfig, SchedulerConfig
+from penstock.kv_transfer.connector import WorkerConnector
+from penstock.runner.host_batch import HostBatch
+from penstock.utils import logging
+
+logger = logging.get_logger(__name__)
+
+# Graphs are captured for so many requests, and beyond them for every quarter of a power of two.
+_SMALL_SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchDescriptor:
+    """What decides which kernels a step's forward pass and its drafts launch, and on what grids."""
+
+    num_reqs: int  # with padding
+    num_tokens: int  # with padding
+    max_query_len: int  # of a request, an upper bound
+    max_seq_len: int  # of a request and of the drafts behind it, an upper bound
+
+
+class BatchShapes:
+    """Chosen once with the runner: which shapes are captured, and the shape of every step."""
+
+    def __init__(self, config: SchedulerConfig, contexts: Sequence[int]) -> None:
+        """`contexts`: ascending lengths up to which a graph may serve, the last of them for all; none: no graphs."""
+        self._config = config
+        self._contexts = contexts
+        self._sizes = graph_sizes(config.max_num_seqs)
+        self._query_lens = sorted({1, *(1 + count for _, count in config.drafts)})
+
+    @property
+    def captured(self) -> list[BatchDescriptor]:
+        """The largest first, so that smaller ones find memory that is free again."""
+        return [
+            BatchDescriptor(size, size * query_len, query_len, context)
+            for size in reversed(self._sizes)
+            for query_len in reversed(self._query_lens)
+            for context in reversed(self._contexts)
+        ]
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Of any step, with padding."""
+        captured = self._config.max_num_seqs * self._query_lens[-1] if self._contexts else 0
+        return max(self._config.max_num_batched_tokens, captured)
+
+    def of(self, host: HostBatch) -> BatchDescriptor:
+        """The captured shape that fits a step best, else the step's own.
+
+        A captured step samples from all its tokens: each request decodes, or verifies its drafts.
+        """
+        num_reqs, query_len = len(host.rows), host.max_query_len
+        seq_len = min(host.max_seq_len + self._config.max_num_drafts, self._config.max_model_len)
+        if not self._contexts or query_len > self._query_lens[-1] or host.num_logits < host.num_tokens:
+            return BatchDescriptor(num_reqs, host.num_tokens, query_len, seq_len)
+        size = self._sizes[bisect.bisect_left(self._sizes, num_reqs)]
+        query_len = self._query_lens[bisect.bisect_left(self._query_lens, query_len)]
+        context = self._contexts[bisect.bisect_left(self._contexts, seq_len)]
+        return BatchDescriptor(size, size * query_len, query_len, context)
+
+
+def graph_sizes(max_num_reqs: int) -> list[int]:
+    """Numbers of requests for which steps are captured, ascending up to `max_num_reqs`."""
+    sizes = [size for size in _SMALL_SIZES if size < max_num_reqs]
+    size = _SMALL_SIZES[-1]
+    while (size := size + (1 << size.bit_length() - 3)) < max_num_reqs:
+        sizes.append(size)
+    return [*sizes, max_num_reqs]
+
+
+def graph_contexts(
+    device: torch.device, attention: AttentionBackend, execution: ExecutionConfig, connector: WorkerConnector
+) -> tuple[int, ...]:
+    """The lengths of contexts for which steps are captured; none where steps cannot be, or shall not."""
+    if device.type != "cuda" or execution.enforce_eager or not attention.graph_contexts:
+        return ()
+    if connector.layerwise:
+        logger.info("no CUDA graphs: the KV connector moves layers while a step computes them")
+        return ()
+    return attention.graph_contexts
