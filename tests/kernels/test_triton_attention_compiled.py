@@ -15,6 +15,7 @@ from penstock.kernels.triton.attention.plan import (
     DecodeTile,
     PrefillTile,
 )
+from penstock.kernels.triton.capabilities import Capabilities
 from tests.kernels.gpu_compiler import KernelCost, compile_for_gpu
 
 MAX_SHARED_BYTES = 227 * 1024
@@ -31,7 +32,9 @@ def planner(
     heads: tuple[int, int], block_size: int, head_dim: int = 128, deterministic: bool = False
 ) -> AttentionPlanner:
     shape = AttentionShape(*heads, head_dim, block_size, torch.bfloat16)
-    return AttentionPlanner(shape, AttentionLimits(256, 8192, 8), "meta", deterministic)
+    return AttentionPlanner(
+        shape, AttentionLimits(256, 8192, 8), "meta", deterministic, capabilities=Capabilities(tma=True)
+    )
 
 
 def operands(tile: PrefillTile | DecodeTile, head_dim: int, first: str) -> dict[str, str]:
