@@ -15,7 +15,7 @@ from penstock.config import env
 from tests.architecture.sources import ROOT, imports, modules
 
 ENGINE_FLAGS = {
-    "--async-scheduling", "--block-size", "--device", "--dtype", "--enable-prefix-caching",
+    "--async-scheduling", "--attention-backend", "--block-size", "--device", "--dtype", "--enable-prefix-caching",
     "--gpu-memory-utilization", "--kv-cache-memory", "--kv-events-config", "--kv-transfer-config",
     "--load-format", "--max-model-len",
     "--max-num-batched-tokens", "--max-num-queued-requests", "--max-num-seqs", "--model", "--num-gpu-blocks-override",

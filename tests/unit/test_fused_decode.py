@@ -91,7 +91,7 @@ def context_of(caches: dict[str, torch.Tensor], lengths: Sequence[int], counts: 
         max_query_len=max(counts),
         max_seq_len=max(lengths),
     )
-    attention = make_attention(torch.device(ON), EngineLimits(len(lengths), BLOCKS_EACH * BLOCK, 1))
+    attention = make_attention("auto", torch.device(ON), EngineLimits(len(lengths), BLOCKS_EACH * BLOCK, 1))
     return ForwardContext(dict.fromkeys(caches, metadata), caches, attention)
 
 

@@ -11,6 +11,9 @@ from penstock.kernels.rope_and_store_kv import rope_and_store_kv
 
 
 class NativeAttention:
+    graph_contexts: tuple[int, ...] = ()
+    reads_unseen = False
+
     def attend(
         self,
         qkv: torch.Tensor,

@@ -32,6 +32,9 @@ class _Planned:
 class TritonAttention:
     """`limits` are the engine's. Layers of one shape share a workspace, so all run on one stream."""
 
+    graph_contexts: tuple[int, ...] = ()
+    reads_unseen = False
+
     def __init__(self, limits: AttentionLimits, device: torch.device, deterministic: bool = False) -> None:
         self._limits = limits
         self._device = device

@@ -24,6 +24,7 @@ BUILT_IN_MODEL = "demo"
 DEVICES = ("auto", "cpu", "cuda")
 POLICIES = ("fcfs", "priority")
 LOAD_FORMATS = ("auto", "dummy")
+ATTENTION_BACKENDS = ("auto", "triton", "flashinfer", "flash_attention", "native")
 
 
 def _arg(default: Any, help_text: str, choices: tuple[str, ...] = ()) -> Any:
@@ -41,6 +42,7 @@ class EngineArgs:
     load_format: str = _arg("auto", "auto reads the checkpoint, dummy makes random weights", LOAD_FORMATS)
     dtype: str = _arg("auto", "auto (the checkpoint's), bfloat16, float16 or float32")
     device: str = _arg("auto", "auto takes CUDA where there is one, else the CPU", DEVICES)
+    attention_backend: str = _arg("auto", "what computes attention (docs/GPU.md)", ATTENTION_BACKENDS)
     seed: int = _arg(0, "seed of requests that bring none")
     max_model_len: int | None = _arg(None, "longest prompt plus output in tokens; the model's own by default")
     max_num_batched_tokens: int = _arg(2048, "token budget of a step; longer prefills are chunked")
@@ -126,6 +128,7 @@ class EngineConfig:
     cache: CacheConfig
     tokenizer_path: Path | None
     device: str
+    attention_backend: str
     load_format: str
     seed: int
     max_model_len_is_explicit: bool
@@ -177,6 +180,7 @@ def resolve(args: EngineArgs, device: str) -> EngineConfig:
         ),
         tokenizer_path=tokenizer_path,
         device=device,
+        attention_backend=args.attention_backend,
         load_format=args.load_format,
         seed=args.seed,
         max_model_len_is_explicit=args.max_model_len is not None,
@@ -215,7 +219,12 @@ def _check(args: EngineArgs) -> None:
         raise ConfigError(f"block_size must be a multiple of 8, got {args.block_size}")
     if not 0.0 < args.gpu_memory_utilization <= 1.0:
         raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, got {args.gpu_memory_utilization}")
-    choices = {"scheduling_policy": POLICIES, "load_format": LOAD_FORMATS, "device": DEVICES}
+    choices = {
+        "scheduling_policy": POLICIES,
+        "load_format": LOAD_FORMATS,
+        "device": DEVICES,
+        "attention_backend": ATTENTION_BACKENDS,
+    }
     for name, allowed in choices.items():
         if getattr(args, name) not in allowed:
             raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(args, name)!r}")

@@ -47,7 +47,9 @@ def build_engine_core(config: EngineConfig) -> tuple[EngineCore, SchedulerConfig
     cache = _allocate(planned, loaded)
     transfer, worker = build_transfer(config, planned)
     try:
-        runner = ModelRunner(loaded, cache, limits, config.speculative, worker, debug=env.debug())
+        runner = ModelRunner(
+            loaded, cache, limits, config.speculative, worker, config.attention_backend, debug=env.debug()
+        )
     except (RuntimeError, MemoryError) as error:
         raise ConfigError(
             f"max_num_seqs={limits.max_num_seqs} requests of max_model_len={limits.max_model_len} need more memory for "

@@ -64,16 +64,19 @@ class ModelRunner:
         config: SchedulerConfig,
         speculative: SpeculativeConfig | None = None,
         connector: WorkerConnector = NullWorkerConnector(),  # noqa: B008 - it has no state
+        attention_backend: str = "auto",
         debug: bool = False,
     ) -> None:
         self._model = loaded.model
         self._cache = cache
         self._device = loaded.device
         self._debug = debug
-        if debug:
-            # The null block is unreadable: whoever reads it shall see.
-            for tensor in cache.tensors.values():
-                tensor[NULL_BLOCK] = torch.nan
+        limits = EngineLimits(config.max_num_seqs, config.max_model_len, 1 + config.max_num_drafts)
+        self._attention = make_attention(attention_backend, loaded.device, limits)
+        # The null block is unreadable: whoever reads it shall see.
+        self._poisons = debug and not self._attention.reads_unseen
+        for tensor in cache.tensors.values():
+            tensor[NULL_BLOCK] = torch.nan if self._poisons else 0
         self._max_num_drafts = config.max_num_drafts
         self._max_drafts_in_flight = config.max_num_drafts * (config.max_num_in_flight - 1)
         self._writer = make_table_writer(loaded.device, config.max_num_in_flight)
@@ -88,8 +91,6 @@ class ModelRunner:
         self._sampler = make_step_sampler(
             config, loaded.config.vocab_size, self._states, self._sampling, verifier, self._writer
         )
-        limits = EngineLimits(config.max_num_seqs, config.max_model_len, 1 + config.max_num_drafts)
-        self._attention = make_attention(loaded.device, limits)
         self._speculator = make_speculator(loaded, cache, config, speculative, self._blocks, self._attention, picker)
         self._parked: ExecuteModelState | None = None
         self._kv_step = KVStep(connector)
@@ -190,7 +191,7 @@ class ModelRunner:
 
     def _append_blocks(self, row: int, block_ids: BlockIds, num_kept: int = 0) -> None:
         self._blocks.append(row, block_ids)
-        if self._debug:
+        if self._poisons:
             # Blocks beyond the cached prefix hold nothing yet: whoever reads them before they are written shall see.
             fresh = [i for ids in block_ids for i in ids[num_kept // self._blocks.block_size :]]
             for tensor in self._cache.tensors.values():
