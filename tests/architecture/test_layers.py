@@ -67,6 +67,8 @@ ONE_PLACE = {
     "zmq": {"kv_transfer.events"},
     "aiohttp": {"loadgen.client"},
     "llguidance": {"grammar.llguidance_backend"},
+    "flashinfer": {"attention.flashinfer"},
+    "flash_attn_interface": {"attention.flash_attention"},
     "uvicorn": {"server.run", "server.connections"},
     "xxhash": {"kv_transfer.digest"},
     "prometheus_client": {"metrics.prometheus"},

@@ -15,8 +15,8 @@ from penstock.config import env
 from tests.architecture.sources import ROOT, imports, modules
 
 ENGINE_FLAGS = {
-    "--async-scheduling", "--block-size", "--deterministic", "--device", "--dtype", "--enable-prefix-caching",
-    "--enforce-eager",
+    "--async-scheduling", "--attention-backend", "--block-size", "--deterministic", "--device", "--dtype",
+    "--enable-prefix-caching", "--enforce-eager",
     "--gpu-memory-utilization", "--kv-cache-memory", "--kv-events-config", "--kv-transfer-config",
     "--load-format", "--max-model-len",
     "--max-num-batched-tokens", "--max-num-queued-requests", "--max-num-seqs", "--model", "--num-gpu-blocks-override",

@@ -1,7 +1,8 @@
 """What computes attention on the paged KV cache: one backend per engine, chosen when it is built.
 
 Contract: a call rotates the queries and keys of its tokens, stores their keys and values, and then attends; it waits
-for nothing. Threading: the runner's thread. A row's result must not depend on the other rows of the call.
+for nothing (but for what a backend says in its docstring). Threading: the runner's thread. A row's result must not
+depend on the other rows of the call, but for its last bits where a backend chooses tiles by the batch.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ class AttentionBackend(Protocol):
     graph_contexts: tuple[int, ...]
     """Ascending lengths of contexts, the last one the longest: a step whose queries are few is launched alike for all
     up to one of them, and may be captured in a CUDA graph for each. None: nothing can be captured."""
+    captures_ragged: bool
+    """Whether a captured step may be replayed for requests with fewer queries than its most, one behind the other."""
+    reads_unseen: bool
+    """Whether it multiplies by zero what a sliding window has left behind: it must be finite then, whosever it is."""
 
     def attend(
         self,

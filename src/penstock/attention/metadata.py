@@ -13,7 +13,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """One KV group's view of the batch. Padding: query length 0, `seq_lens` 0, block row 0, slot -1."""
+    """One KV group's view of the batch. Padding: query length 0, `seq_lens` 0, block row 0, slot -1.
+
+    A step has a new one, also where it is written into the tensors of the last: a backend may keep what it has worked
+    out of one until it sees another.
+    """
 
     query_start_loc: torch.Tensor  # [num_reqs + 1] int32: request r owns rows query_start_loc[r] .. [r + 1]
     seq_lens: torch.Tensor  # [num_reqs] int32: tokens in the cache once this step's are stored

@@ -2,19 +2,87 @@
 
 from __future__ import annotations
 
+import importlib
+from dataclasses import dataclass
+
 import torch
 
 from penstock.attention.backend import AttentionBackend
 from penstock.attention.native import NativeAttention
 from penstock.config.engine import ExecutionConfig, SchedulerConfig
 from penstock.kernels.dispatch import has_gpu_kernels
+from penstock.utils.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class _Library:
+    """What a backend needs that Penstock does not."""
+
+    name: str
+    install: str
+    gpus: str
+    capabilities: tuple[int, ...]  # major compute capabilities
+
+
+_LIBRARIES = {
+    "flashinfer": _Library(
+        "FlashInfer from 0.6.16 on", "pip install 'penstock[flashinfer]'", "Hopper or Blackwell", (9, 10, 12)
+    ),
+    "flash_attention": _Library(
+        "FlashAttention 3",
+        "pip install flash-attn-3 --index-url https://download.pytorch.org/whl/cu130",
+        "Hopper",
+        (9,),
+    ),
+}
+
+
+def check_backend(device: torch.device, execution: ExecutionConfig) -> None:
+    """Raises ConfigError where the backend that was asked for cannot run."""
+    name, on_gpu = execution.attention_backend, has_gpu_kernels(device)
+    if name == "auto":
+        return
+    if on_gpu == (name == "native"):
+        other = "triton" if on_gpu else "native"
+        raise ConfigError(f"attention_backend={name} does not run on {device}: choose auto, or {other}")
+    if name in _LIBRARIES:
+        _check_library(name, _LIBRARIES[name], device)
+        if execution.deterministic:
+            raise ConfigError(f"attention_backend={name} cannot be deterministic: choose attention_backend=triton")
+
+
+def _check_library(name: str, library: _Library, device: torch.device) -> None:
+    if _capability(device) not in library.capabilities:
+        raise ConfigError(f"attention_backend={name} needs a {library.gpus} GPU: choose attention_backend=triton")
+    try:
+        importlib.import_module(f"penstock.attention.{name}")
+    except (ImportError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"attention_backend={name} needs {library.name} ({reason}): {library.install}") from None
+
+
+def _capability(device: torch.device) -> int:
+    """The major one."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
 
 
 def make_attention(device: torch.device, config: SchedulerConfig, execution: ExecutionConfig) -> AttentionBackend:
-    """Triton's on a GPU (or where its interpreter stands in for one), else the native one."""
+    """By default Triton's on a GPU (or where its interpreter stands in for one), else the native one.
+
+    Raises ConfigError as `check_backend` does.
+    """
+    check_backend(device, execution)
     if not has_gpu_kernels(device):
         return NativeAttention()
-    # Only now: a CPU needs no Triton.
+    # Each import only now: a CPU needs no Triton, and nobody needs all libraries.
+    if execution.attention_backend == "flash_attention":
+        from penstock.attention.flash_attention import FlashAttention
+
+        return FlashAttention(config.max_model_len)
+    if execution.attention_backend == "flashinfer":
+        from penstock.attention.flashinfer import FlashInferAttention
+
+        return FlashInferAttention(config.max_num_seqs, config.max_model_len, 1 + config.max_num_drafts, device)
     from penstock.attention.triton import TritonAttention
     from penstock.kernels.triton.attention.plan import MAX_DECODE_QUERY_LEN, AttentionLimits
 

@@ -34,6 +34,9 @@ class _Planned:
 class TritonAttention:
     """`limits` are the engine's. Layers of one shape share a workspace, so all run on one stream."""
 
+    captures_ragged = True
+    reads_unseen = False
+
     def __init__(self, limits: AttentionLimits, device: torch.device, deterministic: bool = False) -> None:
         self._limits = limits
         self._device = device
@@ -41,7 +44,7 @@ class TritonAttention:
         contexts = [_SHORTEST_CONTEXT]
         while contexts[-1] < limits.max_model_len:
             contexts.append(contexts[-1] * _CONTEXT_FACTOR)
-        self.graph_contexts = (*contexts[:-1], limits.max_model_len)
+        self.graph_contexts: tuple[int, ...] = (*contexts[:-1], limits.max_model_len)
         self._shapes: dict[AttentionShape, _Planned] = {}
 
     def attend(

@@ -24,6 +24,7 @@ BUILT_IN_MODEL = "demo"
 DEVICES = ("auto", "cpu", "cuda")
 POLICIES = ("fcfs", "priority")
 LOAD_FORMATS = ("auto", "dummy")
+ATTENTION_BACKENDS = ("auto", "triton", "flashinfer", "flash_attention", "native")
 
 
 def _arg(default: Any, help_text: str, choices: tuple[str, ...] = ()) -> Any:
@@ -41,6 +42,7 @@ class EngineArgs:
     load_format: str = _arg("auto", "auto reads the checkpoint, dummy makes random weights", LOAD_FORMATS)
     dtype: str = _arg("auto", "auto (the checkpoint's), bfloat16, float16 or float32")
     device: str = _arg("auto", "auto takes CUDA where there is one, else the CPU", DEVICES)
+    attention_backend: str = _arg("auto", "what computes attention (docs/GPU.md)", ATTENTION_BACKENDS)
     seed: int = _arg(0, "seed of requests that bring none")
     max_model_len: int | None = _arg(None, "longest prompt plus output in tokens; the model's own by default")
     max_num_batched_tokens: int = _arg(2048, "token budget of a step; longer prefills are chunked")
@@ -114,6 +116,7 @@ class SchedulerConfig:
 class ExecutionConfig:
     """How a GPU computes the steps; a CPU knows neither graphs nor a mode that is not deterministic."""
 
+    attention_backend: str = "auto"
     enforce_eager: bool = False
     deterministic: bool = False
 
@@ -181,7 +184,11 @@ def resolve(args: EngineArgs, device: str) -> EngineConfig:
             drafts=() if speculative is None else speculative.drafts,
             num_lookahead_tokens=0 if speculative is None else speculative.num_lookahead_tokens,
         ),
-        execution=ExecutionConfig(enforce_eager=args.enforce_eager, deterministic=args.deterministic),
+        execution=ExecutionConfig(
+            attention_backend=args.attention_backend,
+            enforce_eager=args.enforce_eager,
+            deterministic=args.deterministic,
+        ),
         cache=CacheConfig(
             block_size=args.block_size,
             enable_prefix_caching=args.enable_prefix_caching,
@@ -229,7 +236,12 @@ def _check(args: EngineArgs) -> None:
         raise ConfigError(f"block_size must be a multiple of 8, got {args.block_size}")
     if not 0.0 < args.gpu_memory_utilization <= 1.0:
         raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, got {args.gpu_memory_utilization}")
-    choices = {"scheduling_policy": POLICIES, "load_format": LOAD_FORMATS, "device": DEVICES}
+    choices = {
+        "scheduling_policy": POLICIES,
+        "load_format": LOAD_FORMATS,
+        "device": DEVICES,
+        "attention_backend": ATTENTION_BACKENDS,
+    }
     for name, allowed in choices.items():
         if getattr(args, name) not in allowed:
             raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(args, name)!r}")

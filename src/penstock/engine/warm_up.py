@@ -18,6 +18,7 @@ from penstock.executor.executor import Executor
 from penstock.messages.kv_cache_spec import KVCacheConfig
 from penstock.messages.requests import EngineRequest
 from penstock.messages.sampling_params import SamplingParams
+from penstock.utils.errors import ConfigError, EngineDeadError
 
 _MAX_BLOCKS = 256
 _KINDS = (
@@ -29,7 +30,19 @@ _KINDS = (
 
 
 def warm_up(executor: Executor, cache: KVCacheConfig, limits: SchedulerConfig) -> None:
-    """Runs a few requests, each alone and then as many together as may be; raises what the worker raises."""
+    """Runs a few requests, each alone and then as many together as may be.
+
+    Raises ConfigError where a kernel refuses the model when it first sees it, and EngineDeadError for other failures.
+    """
+    try:
+        _run(executor, cache, limits)
+    except EngineDeadError as error:
+        if isinstance(error.__cause__, ConfigError):
+            raise error.__cause__ from None
+        raise
+
+
+def _run(executor: Executor, cache: KVCacheConfig, limits: SchedulerConfig) -> None:
     # A few blocks are enough, and a pool of all of them would take longer to make than the steps.
     small = replace(cache, num_blocks=min(cache.num_blocks, _MAX_BLOCKS))
     core = EngineCore(Scheduler(limits, KVCacheManager(small, False)), executor, limits.max_num_in_flight)

@@ -33,9 +33,13 @@ class BatchDescriptor:
 class BatchShapes:
     """Chosen once with the runner: which shapes are captured, and the shape of every step."""
 
-    def __init__(self, config: SchedulerConfig, contexts: Sequence[int]) -> None:
-        """`contexts`: ascending lengths up to which a graph may serve, the last of them for all; none: no graphs."""
+    def __init__(self, config: SchedulerConfig, contexts: Sequence[int], captures_ragged: bool) -> None:
+        """`contexts`: ascending lengths up to which a graph may serve, the last of them for all; none: no graphs.
+
+        `captures_ragged` is the attention backend's.
+        """
         self._config = config
+        self._captures_ragged = captures_ragged
         self._contexts = contexts
         self._sizes = graph_sizes(config.max_num_seqs)
         self._query_lens = sorted({1, *(1 + count for _, count in config.drafts)})
@@ -67,6 +71,8 @@ class BatchShapes:
             return BatchDescriptor(num_reqs, host.num_tokens, query_len, seq_len)
         size = self._sizes[bisect.bisect_left(self._sizes, num_reqs)]
         query_len = self._query_lens[bisect.bisect_left(self._query_lens, query_len)]
+        if host.num_tokens < num_reqs * query_len and not self._captures_ragged:
+            return BatchDescriptor(num_reqs, host.num_tokens, query_len, seq_len)
         context = self._contexts[bisect.bisect_left(self._contexts, seq_len)]
         return BatchDescriptor(size, size * query_len, query_len, context)
 

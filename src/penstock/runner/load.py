@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from penstock.attention.select import check_backend
 from penstock.config.engine import CacheConfig, EngineConfig
 from penstock.config.model import ModelConfig
 from penstock.kernels import native
@@ -70,9 +71,10 @@ def arithmetic(config: EngineConfig) -> str:
 
 
 def load_model(config: EngineConfig) -> LoadedModel:
-    """Builds the model with its weights. Raises ConfigError when the checkpoint or the memory is unfit."""
+    """Builds the model with its weights. Raises ConfigError when checkpoint, memory or attention backend are unfit."""
     check_supported(config.model)
     device = torch.device(config.device)
+    check_backend(device, config.execution)
     if config.load_format != "dummy":
         needed, available = checkpoint_bytes(config.model.path), available_bytes(device)
         if needed > available:

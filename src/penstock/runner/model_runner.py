@@ -70,10 +70,11 @@ class ModelRunner:
         self._model = loaded.model
         self._cache = cache
         self._debug = debug
-        if debug:
-            # The null block is unreadable: whoever reads it shall see.
-            for tensor in cache.tensors.values():
-                tensor[NULL_BLOCK] = torch.nan
+        attention = make_attention(loaded.device, config, execution)
+        # The null block is unreadable: whoever reads it shall see.
+        self._poisons = debug and not attention.reads_unseen
+        for tensor in cache.tensors.values():
+            tensor[NULL_BLOCK] = torch.nan if self._poisons else 0
         self._max_drafts_in_flight = config.max_num_drafts * (config.max_num_in_flight - 1)
         self._writer = make_table_writer(loaded.device, config.max_num_in_flight)
         self._states = RequestStates(
@@ -81,8 +82,9 @@ class ModelRunner:
         )
         self._sampling = SamplingStates(config.max_num_seqs)
         self._blocks = BlockTables(cache.config, config.max_num_seqs, config.max_model_len, loaded.device, self._writer)
-        attention = make_attention(loaded.device, config, execution)
-        shapes = BatchShapes(config, graph_contexts(loaded.device, attention, execution, connector))
+        shapes = BatchShapes(
+            config, graph_contexts(loaded.device, attention, execution, connector), attention.captures_ragged
+        )
         self._inputs = make_input_builder(config, shapes, self._states, self._blocks)
         picker, verifier = make_verification(loaded, speculative, self._states.drafts, self._sampling)
         self._sampler = make_step_sampler(
@@ -179,7 +181,7 @@ class ModelRunner:
 
     def _append_blocks(self, row: int, block_ids: BlockIds, num_kept: int = 0) -> None:
         self._blocks.append(row, block_ids)
-        if self._debug:
+        if self._poisons:
             # Blocks beyond the cached prefix hold nothing yet: whoever reads them before they are written shall see.
             fresh = [i for ids in block_ids for i in ids[num_kept // self._blocks.block_size :]]
             for tensor in self._cache.tensors.values():

@@ -1,0 +1,39 @@
+"""What a third-party library's attention kernels serve, and the refusal of anything else."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from penstock.attention.backend import AttentionHeads
+from penstock.utils.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryLimits:
+    backend: str
+    head_sizes: Collection[int]
+    block_sizes: Collection[int]
+    max_group: int  # query heads of a KV head
+    dtypes: Collection[str] = ("bfloat16", "float16")
+
+    def check(self, heads: AttentionHeads, block_size: int) -> None:
+        """Raises ConfigError for a layer that the kernels do not serve."""
+        spec = heads.spec
+        if spec.dtype not in self.dtypes:
+            raise self._refusal("dtype", spec.dtype, self.dtypes)
+        if block_size not in self.block_sizes:
+            raise self._refusal("block_size", block_size, self.block_sizes)
+        if spec.head_size not in self.head_sizes:
+            raise self._refusal("heads of size", spec.head_size, self.head_sizes)
+        if heads.num_heads // spec.num_kv_heads > self.max_group:
+            raise ConfigError(
+                f"attention_backend={self.backend} serves at most {self.max_group} heads per KV head, and the model "
+                f"has {heads.num_heads} for {spec.num_kv_heads}: choose another attention_backend"
+            )
+
+    def _refusal(self, what: str, found: object, served: Collection[object]) -> ConfigError:
+        return ConfigError(
+            f"attention_backend={self.backend} does not serve {what} {found}: it serves "
+            f"{', '.join(map(str, served))}; or choose attention_backend=triton"
+        )

@@ -1,0 +1,80 @@
+"""Which step replays which graph: a shape that holds it, padded as little as there is, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.config.engine import SchedulerConfig
+from penstock.runner.batch_shapes import BatchDescriptor, BatchShapes, graph_sizes
+from penstock.runner.host_batch import HostBatch
+
+CONTEXTS = (1024, 4096, 10000)
+
+
+def shapes(contexts: Sequence[int] = CONTEXTS, ragged: bool = True, **changes: Any) -> BatchShapes:
+    limits: dict[str, Any] = {"max_num_batched_tokens": 512, "max_num_seqs": 100, "max_model_len": 10000}
+    return BatchShapes(SchedulerConfig(**{**limits, "drafts": ((8, 3), (32, 1)), **changes}), contexts, ragged)
+
+
+def host(counts: Sequence[int], computed: int = 100, sampling: Sequence[int] | None = None) -> HostBatch:
+    """Requests with these numbers of tokens, all of which are sampled from but where `sampling` says how many are."""
+    lens = np.array(counts)
+    drafts = (lens if sampling is None else np.array(sampling)) - 1
+    rows = np.arange(len(lens))
+    return HostBatch(("",) * len(lens), rows, lens, np.full(len(lens), computed), rows, drafts, int(lens.sum()))
+
+
+def test_sizes_grow_by_quarters() -> None:
+    assert graph_sizes(1) == [1]
+    assert graph_sizes(5) == [1, 2, 4, 5]
+    assert graph_sizes(256)[-9:] == [64, 80, 96, 112, 128, 160, 192, 224, 256]
+
+
+@pytest.mark.parametrize(
+    ("counts", "computed", "expected"),
+    [
+        ([1], 100, (1, 1, 1, 1024)),
+        ([1, 1, 1], 1020, (4, 4, 1, 1024)),
+        ([1, 1, 1], 1021, (4, 4, 1, 4096)),  # with three drafts behind them
+        ([4] * 9, 100, (16, 64, 4, 1024)),
+        ([2, 1], 9990, (2, 4, 2, 10000)),
+        ([4, 1, 3], 100, (4, 16, 4, 1024)),
+        ([1] * 97, 9999, (100, 100, 1, 10000)),
+    ],
+)
+def test_the_smallest_that_holds_it(counts: list[int], computed: int, expected: tuple[int, ...]) -> None:
+    found = shapes().of(host(counts, computed))
+    assert found == BatchDescriptor(*expected)
+    assert found in shapes().captured
+
+
+@pytest.mark.parametrize(
+    ("batch", "kind"),
+    [
+        (host([5]), shapes()),  # more tokens than any window of drafts
+        (host([2, 2], sampling=[2, 1]), shapes()),  # a prompt's end: not all of its tokens are sampled from
+        (host([4, 1, 3]), shapes(ragged=False)),
+        (host([1, 1]), shapes(contexts=())),
+    ],
+)
+def test_steps_of_their_own(batch: HostBatch, kind: BatchShapes) -> None:
+    found = kind.of(batch)
+    assert found == BatchDescriptor(len(batch.rows), batch.num_tokens, batch.max_query_len, batch.max_seq_len + 3)
+    assert found not in kind.captured
+
+
+def test_uniform_steps_of_a_backend_that_needs_them() -> None:
+    assert shapes(ragged=False).of(host([4, 4, 4])) == BatchDescriptor(4, 16, 4, 1024)
+
+
+def test_all_that_are_captured() -> None:
+    captured = shapes().captured
+    assert len(captured) == len(set(captured)) == len(graph_sizes(100)) * 3 * len(CONTEXTS)
+    assert captured[0] == BatchDescriptor(100, 400, 4, 10000)
+    assert shapes().max_num_tokens == 512
+    assert shapes(max_num_batched_tokens=16).max_num_tokens == 400
+    assert shapes(max_num_batched_tokens=16, contexts=()).max_num_tokens == 16
