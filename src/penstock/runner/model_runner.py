@@ -148,7 +148,8 @@ class ModelRunner:
             skipped = self._sampler.skip(batch)
             self._passes.propose(batch, state.output, 0)
             return StepOutput(skipped, known)
-        logits = self._model.compute_logits(state.output.hidden[batch.logits_indices])
+        hidden, samples_all = state.output.hidden, batch.host.num_logits == batch.host.num_tokens
+        logits = self._model.compute_logits(hidden if samples_all else hidden[batch.logits_indices])
         sampled = self._sampler.sample(logits, batch, grammars)
         self._passes.propose(batch, state.output, state.num_drafts_to_propose)
         return StepOutput(sampled, self._with_drafts(known, state))

@@ -52,7 +52,8 @@ class CudaGraphRecorder:
             # Compiles kernels, and lets libraries allocate what they keep.
             run()
             self._stream.synchronize()
-            graph.capture_begin(pool=self._pool)
+            # Other threads, a connector's for instance, may go on with what a capture forbids.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 outputs = run()
             finally:
@@ -101,4 +102,6 @@ def capture(eager: EagerPasses, inputs: InputBuilder, shapes: BatchShapes) -> Gr
     with torch.inference_mode():
         for shape in tqdm(shapes.captured, desc="capturing CUDA graphs", unit="graph"):
             passes.capture(inputs.blank(shape), recorder)
+    # What the first calls needed belongs to the recorder's stream and would never be used again.
+    torch.cuda.empty_cache()
     return passes
