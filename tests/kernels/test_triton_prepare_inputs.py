@@ -12,12 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.kernels.prepare_inputs import expand_tokens, slot_mapping
+from penstock.kernels.prepare_inputs import store_drafts as store_drafts_of_torch
 from penstock.kernels.triton.prepare_inputs import (
     SamplingInputs,
     StepInputs,
     finish_step,
     prepare_inputs,
     prepare_sampling,
+    store_drafts,
 )
 from penstock.kernels.triton.staged_writes import StagedWrites, scatter_staged
 from tests.kernels.gpu_compiler import compile_for_gpu
@@ -201,6 +203,23 @@ def test_a_write_beyond_its_row_is_a_bug_of_the_caller() -> None:
         StagedWrites().write(torch.zeros((3, 40)), 0, 39, (1.0, 2.0))
 
 
+@pytest.mark.parametrize("count", [0, 1, 5])
+@pytest.mark.parametrize("num_drafts", [1, 3, 20])
+def test_drafts_stand_behind_what_is_known(count: int, num_drafts: int) -> None:
+    proposed = torch.randint(-1, 1000, (count + 2, num_drafts))[:, :num_drafts]
+    rows = torch.cat((torch.randperm(ROWS - 1)[:count], torch.full((2,), -1)))
+    found = []
+    for store in (store_drafts_of_torch, store_drafts):
+        state = State()
+        state.num_computed[:, 0] = torch.arange(ROWS) * 50
+        drafts = torch.full((ROWS, 20), GARBAGE)
+        store(proposed, rows, state.num_computed, drafts, state.token_ids)
+        # What padding leaves in the last row, which is nobody's, does not matter.
+        found.append((drafts[:-1], state.token_ids[:-1]))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+
+
 def test_nothing_spills() -> None:
     prepare = dict.fromkeys(("num_computed_ptr", "idx_mapping_ptr", "rows_ptr", "positions_ptr"), "*i64")
     prepare |= dict.fromkeys(("input_ids_ptr", "slots_ptr"), "*i64")
@@ -210,11 +229,15 @@ def test_nothing_spills() -> None:
     prepare |= dict.fromkeys(("ahead", "last_position"), "i32")
     finish = dict.fromkeys(("sampled_ptr", "num_accepted_ptr", "idx_mapping_ptr", "num_computed_ptr"), "*i64")
     finish |= dict.fromkeys(("starts_ptr", "seq_lens_ptr", "token_ids_ptr"), "*i32") | {"token_stride": "i32"}
+    store = dict.fromkeys(("proposed_ptr", "rows_ptr", "num_computed_ptr", "drafts_ptr"), "*i64")
+    store |= {"token_ids_ptr": "*i32"}
+    store |= dict.fromkeys(("num_drafts", "proposed_stride", "draft_stride", "token_stride"), "i32")
     scatter = {"writes_ptr": "*i64", "count": "i32"}
     folder = "penstock.kernels.triton."
     for cost in (
         compile_for_gpu(folder + "prepare_inputs", "_prepare_inputs", prepare, {"block_size": 16, "block": 1024}),
         compile_for_gpu(folder + "prepare_inputs", "_finish_step", finish, {"block": 16}, num_warps=1),
+        compile_for_gpu(folder + "prepare_inputs", "_store_drafts", store, {"block": 16}, num_warps=1),
         compile_for_gpu(folder + "staged_writes", "_scatter_staged", scatter, {"block": 256}, num_warps=2),
     ):
         assert cost.spilled_bytes == 0

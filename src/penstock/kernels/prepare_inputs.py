@@ -9,9 +9,13 @@ request r of the batch, state row s = idx_mapping[r], n = query_len[r] tokens:
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
+
+from penstock.kernels.dispatch import uses_triton
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +55,27 @@ def store_sampled(
 ) -> None:
     """Appends the sampled tokens to their rows, where the next step finds them."""
     token_ids[rows, positions] = sampled.to(token_ids.dtype)
+
+
+def store_drafts(
+    proposed: torch.Tensor,  # [num_sampling, K] int64, -1 a gap
+    rows: torch.Tensor,  # [num_sampling] int64: state rows
+    num_computed: torch.Tensor,  # [max_num_reqs + 1, 1] int64; one more token is known
+    drafts: torch.Tensor,  # [max_num_reqs + 1, at least K] int64, written
+    token_ids: torch.Tensor,  # [max_num_reqs + 1, width] int32, written
+) -> None:
+    """Puts drafts where they are judged, and behind the last known tokens, a gap as token 0."""
+    if uses_triton(proposed):
+        _triton().store_drafts(proposed, rows, num_computed, drafts, token_ids)
+        return
+    count = proposed.shape[1]
+    drafts[rows, :count] = proposed
+    places = num_computed[rows] + 1 + torch.arange(count, device=rows.device)
+    token_ids[rows[:, None], places] = proposed.clamp(min=0).to(token_ids.dtype)
+
+
+@functools.cache
+def _triton() -> ModuleType:
+    from penstock.kernels.triton import prepare_inputs as module
+
+    return module

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-import torch
-
 from penstock.attention.backend import AttentionBackend
 from penstock.attention.metadata import ForwardContext, LayerHooks
+from penstock.kernels.prepare_inputs import store_drafts
 from penstock.models.interface import Model, ModelOutput
 from penstock.runner.batch_shapes import BatchShapes
 from penstock.runner.input_batch import InputBatch, InputBuilder
@@ -67,9 +66,7 @@ class EagerPasses:
         step = StepResult(batch, output, batch.sampling, rows, num_computed, states.token_ids)
         drafts = self._speculator.propose(step, num_drafts)
         if num_drafts and len(rows):
-            states.drafts[rows, :num_drafts] = drafts
-            places = num_computed[:, None] + 1 + torch.arange(num_drafts, device=rows.device)
-            states.token_ids[rows[:, None], places] = drafts.clamp(min=0).to(states.token_ids.dtype)
+            store_drafts(drafts, rows, states.num_computed_exact, states.drafts, states.token_ids)
 
 
 def make_passes(eager: EagerPasses, inputs: InputBuilder, shapes: BatchShapes) -> Passes:

@@ -1,9 +1,9 @@
 """From state rows to the flat inputs of a step and back, without a word to the CPU.
 
 `prepare_inputs` does in one launch what `penstock.kernels.prepare_inputs` and the gathering of block tables do, into
-buffers that the caller owns, `prepare_sampling` tells which of the tokens sample, and `finish_step` leaves a step's
-tokens and counts where the next one reads them. Their grids follow from shapes alone, so all can live in a CUDA graph
-that is replayed with other requests in the buffers.
+buffers that the caller owns, `prepare_sampling` tells which of the tokens sample, `finish_step` leaves a step's tokens
+and counts where the next one reads them, and `store_drafts` what was proposed behind them. Their grids follow from
+shapes alone, so all can live in a CUDA graph that is replayed with other requests in the buffers.
 
 Padding, in the step's snapshot: `idx_mapping` -1, the tails of `query_start_loc` and `logits_start_loc` are the numbers
 of tokens and of logits. It becomes:
@@ -155,6 +155,35 @@ def finish_step(
         seq_lens,
         num_computed,
         token_ids,
+        token_ids.stride(0),
+        _WINDOW_BLOCK,
+        num_warps=_WINDOW_WARPS,
+    )
+
+
+def store_drafts(
+    proposed: torch.Tensor,  # [N, K] int64, -1 a gap
+    rows: torch.Tensor,  # [N] int64: state rows, -1 for padding
+    num_computed: torch.Tensor,  # [max_num_reqs + 1, 1] int64
+    drafts: torch.Tensor,  # [max_num_reqs + 1, at least K] int64, written
+    token_ids: torch.Tensor,  # [max_num_reqs + 1, width] int32, written
+) -> None:
+    """As `penstock.kernels.prepare_inputs.store_drafts`."""
+    count, num_drafts = proposed.shape
+    assert rows.shape == (count,) and num_drafts <= drafts.shape[1], f"{rows.shape} {proposed.shape} {drafts.shape}"
+    assert proposed.stride(1) == drafts.stride(1) == token_ids.stride(1) == 1, "strides"
+    assert num_computed.is_contiguous() and rows.is_contiguous(), "strides"
+    if not count:
+        return
+    _store_drafts[(count,)](
+        proposed,
+        rows,
+        num_computed,
+        drafts,
+        token_ids,
+        num_drafts,
+        proposed.stride(0),
+        drafts.stride(0),
         token_ids.stride(0),
         _WINDOW_BLOCK,
         num_warps=_WINDOW_WARPS,
@@ -324,4 +353,34 @@ def _finish_step(
             place = offset + tl.arange(0, block)
             token = tl.load(sampled_ptr + start + place, mask=place < window, other=0)
             tl.store(target + place, token.to(tl.int32), mask=place < window)
+            offset += block
+
+
+@triton.jit(
+    do_not_specialize=["num_drafts", "proposed_stride", "draft_stride", "token_stride"],
+    do_not_specialize_on_alignment=["proposed_ptr", "rows_ptr"],
+)
+def _store_drafts(
+    proposed_ptr,
+    rows_ptr,
+    num_computed_ptr,
+    drafts_ptr,
+    token_ids_ptr,
+    num_drafts,
+    proposed_stride,
+    draft_stride,
+    token_stride,
+    block: tl.constexpr,
+):
+    request = tl.program_id(0)
+    row = tl.load(rows_ptr + request)
+    if row >= 0:
+        first = tl.load(num_computed_ptr + row) + 1
+        offset = tl.zeros_like(num_drafts)
+        while offset < num_drafts:
+            place = offset + tl.arange(0, block)
+            draft = tl.load(proposed_ptr + request * proposed_stride + place, mask=place < num_drafts, other=0)
+            tl.store(drafts_ptr + row * draft_stride + place, draft, mask=place < num_drafts)
+            token = tl.maximum(draft, 0).to(tl.int32)
+            tl.store(token_ids_ptr + row * token_stride + first + place, token, mask=place < num_drafts)
             offset += block
