@@ -17,13 +17,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import penstock
-from penstock import LLM, SamplingParams
+from penstock import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from penstock.engine import build
+from penstock.engine.model_path import resolve_model_path
 from penstock.executor.uniproc import LaunchExecutor
 from penstock.runner import buffers, input_batch, step_sampler
-from penstock.runner.gpu.sampler import CopiedOutput
+from penstock.runner.gpu.sampling.outputs import CopiedOutput
 from penstock.runner.model_runner import ModelRunner
-from penstock.runner.step_sampler import TorchStepSampler
+from penstock.runner.outputs import NOT_FINITE, NOTHING_ALLOWED
+from penstock.runner.sampling import logprobs
+from penstock.runner.speculation import select
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU stands in for the GPU")
 
@@ -31,7 +34,10 @@ SOURCES = os.path.dirname(penstock.__file__)
 FEW_BLOCKS = {"num_gpu_blocks_override": 11}
 MTP = {"method": "mtp", "num_speculative_tokens": 2}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
-# What the step sampler's kernels do alone, and what a neighbour may bring that takes the general path.
+DRAWN = {**MTP, "draft_sample_method": "probabilistic"}
+ITSELF = {**DRAWN, "method": "draft_model", "model": str(resolve_model_path("demo"))}
+TOSSED = {**MTP, "rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.7, 0.5]}
+# What most requests ask for, and everything else.
 PLAIN: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.9},
@@ -40,13 +46,26 @@ PLAIN: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7, "min_p": 0.05, "top_p": 0.9, "top_k": 40},
     {"temperature": 1.0, "seed": -1},
 )
+GRAMMAR: dict[str, Any] = {"ignore_eos": False, "max_tokens": 12}
 OTHER: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7, "repetition_penalty": 1.2, "logprobs": 1, "max_tokens": 3},
-    {"temperature": 0.0, "min_tokens": 3, "prompt_logprobs": 1, "max_tokens": 4},
+    {"temperature": 0.0, "min_tokens": 3, "prompt_logprobs": 1, "max_tokens": 4, "ignore_eos": False},
+    {"temperature": 0.0, "repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": -0.2},
+    {"temperature": 0.9, "logit_bias": {5: 2.0, 300: 1.5, 90: -100.0}, "logprobs": 0, "max_tokens": 6},
+    {"temperature": 1.0, "allowed_token_ids": [3, 50, 77, 400], "top_k": 2, "max_tokens": 6},
+    {"temperature": 0.8, "bad_words": ["the", " fox", "was a"], "logprobs": 20, "max_tokens": 6},
+    {"temperature": 0.9, "prompt_logprobs": 5, "max_tokens": 2},
+    {
+        "temperature": 0.0,
+        "structured_outputs": StructuredOutputsParams(choice=["red", "blue"]),
+        "logprobs": 3,
+        **GRAMMAR,
+    },
+    {"temperature": 0.9, "structured_outputs": StructuredOutputsParams(regex=r"[a-z]{3}-\d{2,4}"), **GRAMMAR},
 )
 
 
-def tokens_of(kinds: tuple[dict[str, Any], ...], max_tokens: int = 10, **engine_args: Any) -> list[list[int]]:
+def outputs_of(kinds: tuple[dict[str, Any], ...], max_tokens: int = 10, **engine_args: Any) -> list[RequestOutput]:
     """One request of each kind, of many lengths."""
     limits = {"dtype": "float32", "max_model_len": 128, "num_gpu_blocks_override": 60, "max_num_seqs": 6}
     llm = LLM(**{**limits, **engine_args})
@@ -60,20 +79,47 @@ def tokens_of(kinds: tuple[dict[str, Any], ...], max_tokens: int = 10, **engine_
     if "num_gpu_blocks_override" in engine_args:
         assert llm.stats().num_preemptions > 0
     llm.shutdown()
+    return outputs
+
+
+def tokens_of(kinds: tuple[dict[str, Any], ...], max_tokens: int = 10, **engine_args: Any) -> list[list[int]]:
+    return tokens_in(outputs_of(kinds, max_tokens, **engine_args))
+
+
+def tokens_in(outputs: list[RequestOutput]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
+
+
+def check_outputs(found: list[RequestOutput], expected: list[RequestOutput]) -> None:
+    """The same tokens, and log probabilities but for their last bits."""
+    assert tokens_in(found) == tokens_in(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert one.outputs[0].finish_reason == other.outputs[0].finish_reason
+        check_logprobs(one.outputs[0].logprobs, other.outputs[0].logprobs)
+        check_logprobs(one.prompt_logprobs, other.prompt_logprobs)
+
+
+def check_logprobs(found: Any, expected: Any) -> None:
+    assert (found is None) == (expected is None)
+    for one, other in zip(found or (), expected or (), strict=True):
+        assert (one is None) == (other is None)
+        described = [[(token, each.rank) for token, each in (place or {}).items()] for place in (one, other)]
+        assert described[0] == described[1]
+        values = [[each.logprob for each in (place or {}).values()] for place in (one, other)]
+        assert values[0] == pytest.approx(values[1], abs=1e-4)
 
 
 @pytest.fixture
 def gpu_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The runner takes its parts for a GPU; a model's layers do not."""
-    for module in (buffers, input_batch, step_sampler):
+    for module in (buffers, input_batch, step_sampler, logprobs, select):
         monkeypatch.setattr(module, "has_gpu_kernels", lambda device: True)
     monkeypatch.setattr(build, "warm_up", lambda *args: None)
 
 
 @pytest.fixture(scope="module")
-def plain_tokens() -> list[list[int]]:
-    return tokens_of((*PLAIN, *OTHER))
+def plain_outputs() -> list[RequestOutput]:
+    return outputs_of((*PLAIN, *OTHER))
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -88,8 +134,24 @@ def plain_tokens() -> list[list[int]]:
     ids=["chunks", "preemption", "mtp", "ngram-preemption"],
 )
 @pytest.mark.usefixtures("gpu_parts")
-def test_the_same_tokens(plain_tokens: list[list[int]], engine_args: dict[str, Any], overlap: bool) -> None:
-    assert tokens_of((*PLAIN, *OTHER), async_scheduling=overlap, **engine_args) == plain_tokens
+def test_the_same_outputs(plain_outputs: list[RequestOutput], engine_args: dict[str, Any], overlap: bool) -> None:
+    check_outputs(outputs_of((*PLAIN, *OTHER), async_scheduling=overlap, **engine_args), plain_outputs)
+
+
+@pytest.mark.parametrize("speculative", [DRAWN, ITSELF, TOSSED], ids=["drawn", "itself", "synthetic"])
+def test_the_same_outputs_where_drafts_decide(
+    speculative: dict[str, Any], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In windows of the same length, as the CPU has them with overlap and without."""
+    kinds = (*PLAIN[:3], *OTHER[2:6], OTHER[8])
+    for overlap in (False, True):
+        args = {"async_scheduling": overlap, "speculative_config": speculative}
+        with monkeypatch.context() as patched:
+            patched.setattr(build, "warm_up", lambda *args: None)
+            expected = outputs_of(kinds, 8, **args)
+        if not overlap:
+            request.getfixturevalue("gpu_parts")
+        check_outputs(outputs_of(kinds, 8, **args), expected)
 
 
 class NobodyWaits(TorchDispatchMode):
@@ -119,13 +181,14 @@ def refuse_reading(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.Tensor, name, guarded)
 
 
-@pytest.mark.parametrize("speculative", [None, MTP], ids=["plain", "mtp"])
+@pytest.mark.parametrize(
+    "speculative", [None, MTP, NGRAM, DRAWN, TOSSED], ids=["plain", "mtp", "ngram", "drawn", "synthetic"]
+)
 @pytest.mark.usefixtures("gpu_parts")
 def test_nothing_is_read_back(
-    plain_tokens: list[list[int]], speculative: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
+    plain_outputs: list[RequestOutput], speculative: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSTOCK_DEBUG", "0")
-    monkeypatch.setattr(TorchStepSampler, "sample", None)
     copied: list[bool] = []
     for name in ("execute_model", "sample_tokens"):
         original = getattr(LaunchExecutor, name)
@@ -139,8 +202,11 @@ def test_nothing_is_read_back(
             return result
 
         monkeypatch.setattr(LaunchExecutor, name, watched)
-    tokens = tokens_of(PLAIN, 5, async_scheduling=True, max_num_batched_tokens=48, speculative_config=speculative)
-    assert tokens == [each[:5] for each in plain_tokens[: len(PLAIN)]]
+    kinds = (*PLAIN, *OTHER)
+    tokens = tokens_of(kinds, 4, async_scheduling=True, max_num_batched_tokens=48, speculative_config=speculative)
+    if speculative in (None, MTP, NGRAM):
+        plain = tokens_in(plain_outputs)
+        assert [each[:4] for each in tokens] == [each[:4] for each in plain]
     assert sum(copied) > 2
 
 
@@ -161,22 +227,35 @@ def test_a_model_without_numbers_fails_its_requests(monkeypatch: pytest.MonkeyPa
         ["One", "Two"], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True), use_tqdm=False
     )
     assert [output.outputs[0].finish_reason for output in (first, second)] == ["length", "error"]
+    assert second.error == NOT_FINITE
     assert len(first.outputs[0].token_ids) == 4
+    llm.shutdown()
+
+
+@pytest.mark.usefixtures("gpu_parts")
+def test_a_request_that_allows_nothing_fails_alone() -> None:
+    params = {"temperature": 0.0, "max_tokens": 4}
+    impossible = {"structured_outputs": StructuredOutputsParams(choice=["red"]), "allowed_token_ids": [5]}
+    llm = LLM(dtype="float32", max_model_len=256, num_gpu_blocks_override=100, max_num_seqs=4)
+    both = [SamplingParams(**params, ignore_eos=True), SamplingParams(**params, **impossible)]
+    first, second = llm.generate(["One", "Two"], both, use_tqdm=False)
+    assert [output.outputs[0].finish_reason for output in (first, second)] == ["length", "error"]
+    assert second.error == NOTHING_ALLOWED
     llm.shutdown()
 
 
 def everything() -> list[list[int]]:
     """All kernels of a GPU. The warm-up takes the same paths as the requests and longer."""
     build.warm_up = lambda *args: None
-    kinds = ({"temperature": 0.0}, {"temperature": 0.8, "top_k": 5})
+    kinds = ({"temperature": 0.0}, {"temperature": 0.8, "top_k": 5, "repetition_penalty": 1.1, "logprobs": 2})
     return tokens_of(kinds, 5, async_scheduling=True, speculative_config=MTP)
 
 
-def test_everything_in_the_interpreter(plain_tokens: list[list[int]]) -> None:
+def test_everything_in_the_interpreter(plain_outputs: list[RequestOutput]) -> None:
     code = f"import json\nfrom {__name__} import everything\nprint(json.dumps(everything()))"
     environment = {**os.environ, "PENSTOCK_CPU_ISA": "triton", "TRITON_INTERPRET": "1"}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout.splitlines()[-1])
     assert [len(each) for each in found] == [5, 5]
-    assert found[0] == plain_tokens[0][:5]
+    assert found[0] == plain_outputs[0].outputs[0].token_ids[:5]
