@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -46,15 +47,15 @@ PLAIN: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7, "min_p": 0.05, "top_p": 0.9, "top_k": 40},
     {"temperature": 1.0, "seed": -1},
 )
-GRAMMAR: dict[str, Any] = {"ignore_eos": False, "max_tokens": 12}
+GRAMMAR: dict[str, Any] = {"ignore_eos": False}
 OTHER: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7, "repetition_penalty": 1.2, "logprobs": 1, "max_tokens": 3},
     {"temperature": 0.0, "min_tokens": 3, "prompt_logprobs": 1, "max_tokens": 4, "ignore_eos": False},
     {"temperature": 0.0, "repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": -0.2},
-    {"temperature": 0.9, "logit_bias": {5: 2.0, 300: 1.5, 90: -100.0}, "logprobs": 0, "max_tokens": 6},
-    {"temperature": 1.0, "allowed_token_ids": [3, 50, 77, 400], "top_k": 2, "max_tokens": 6},
-    {"temperature": 0.8, "bad_words": ["the", " fox", "was a"], "logprobs": 20, "max_tokens": 6},
-    {"temperature": 0.9, "prompt_logprobs": 5, "max_tokens": 2},
+    {"temperature": 0.9, "logit_bias": {5: 2.0, 300: 1.5, 90: -100.0}, "logprobs": 0},
+    {"temperature": 1.0, "allowed_token_ids": [3, 50, 77, 400], "top_k": 2},
+    {"temperature": 0.8, "bad_words": ["the", " fox", "was a"], "logprobs": 20},
+    {"temperature": 0.9, "prompt_logprobs": 5, "max_tokens": 1},
     {
         "temperature": 0.0,
         "structured_outputs": StructuredOutputsParams(choice=["red", "blue"]),
@@ -65,14 +66,22 @@ OTHER: tuple[dict[str, Any], ...] = (
 )
 
 
-def outputs_of(kinds: tuple[dict[str, Any], ...], max_tokens: int = 10, **engine_args: Any) -> list[RequestOutput]:
-    """One request of each kind, of many lengths."""
+KINDS = (*PLAIN, *OTHER)
+GREEDY, SEEDED, TOP_K, MIN_P = 0, 1, 2, 4
+REPEATED, LATE_END, PENALISED, BIASED, ALLOWED, BAD_WORDS, PROMPT, CHOICE, REGEX = range(len(PLAIN), len(KINDS))
+
+
+def outputs_of(
+    numbers: Sequence[int] = range(len(KINDS)), max_tokens: int = 6, **engine_args: Any
+) -> list[RequestOutput]:
+    """One request of each of these kinds, of many lengths."""
     limits = {"dtype": "float32", "max_model_len": 128, "num_gpu_blocks_override": 60, "max_num_seqs": 6}
     llm = LLM(**{**limits, **engine_args})
     openings = ("Once upon a time there was a fox. " * 3, "What is 12 + 30?", "The key of Anna is in the red box. " * 5)
-    texts = [openings[number % 3] + " 7" * number for number in range(len(kinds))]
+    texts = [openings[number % 3] + " 7" * number for number in numbers]
     params = [
-        SamplingParams(**{"seed": n, "max_tokens": max_tokens, "ignore_eos": True, **k}) for n, k in enumerate(kinds)
+        SamplingParams(**{"seed": number, "max_tokens": max_tokens, "ignore_eos": True, **KINDS[number]})
+        for number in numbers
     ]
     outputs = llm.generate(texts, params, use_tqdm=False)
     llm.check_integrity()
@@ -82,11 +91,7 @@ def outputs_of(kinds: tuple[dict[str, Any], ...], max_tokens: int = 10, **engine
     return outputs
 
 
-def tokens_of(kinds: tuple[dict[str, Any], ...], max_tokens: int = 10, **engine_args: Any) -> list[list[int]]:
-    return tokens_in(outputs_of(kinds, max_tokens, **engine_args))
-
-
-def tokens_in(outputs: list[RequestOutput]) -> list[list[int]]:
+def tokens_in(outputs: Sequence[RequestOutput]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
@@ -119,39 +124,42 @@ def gpu_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def plain_outputs() -> list[RequestOutput]:
-    return outputs_of((*PLAIN, *OTHER))
+    return outputs_of()
 
 
-@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(
-    "engine_args",
+    ("engine_args", "overlap", "numbers"),
     [
-        {"max_num_batched_tokens": 24},
-        {"max_num_batched_tokens": 24, **FEW_BLOCKS},
-        {"speculative_config": MTP, "max_num_batched_tokens": 32},
-        {"speculative_config": NGRAM, **FEW_BLOCKS},
+        ({"max_num_batched_tokens": 24}, False, range(len(KINDS))),
+        ({**FEW_BLOCKS}, True, (SEEDED, TOP_K, REPEATED, PENALISED, ALLOWED, REGEX)),
+        ({"speculative_config": MTP}, True, (SEEDED, MIN_P, LATE_END, PENALISED, BAD_WORDS, PROMPT, CHOICE, REGEX)),
+        ({"speculative_config": NGRAM, **FEW_BLOCKS}, False, (GREEDY, SEEDED, TOP_K, PENALISED, BIASED, CHOICE)),
     ],
-    ids=["chunks", "preemption", "mtp", "ngram-preemption"],
+    ids=["chunks", "preemption-overlap", "mtp-overlap", "ngram-preemption"],
 )
 @pytest.mark.usefixtures("gpu_parts")
-def test_the_same_outputs(plain_outputs: list[RequestOutput], engine_args: dict[str, Any], overlap: bool) -> None:
-    check_outputs(outputs_of((*PLAIN, *OTHER), async_scheduling=overlap, **engine_args), plain_outputs)
-
-
-@pytest.mark.parametrize("speculative", [DRAWN, ITSELF, TOSSED], ids=["drawn", "itself", "synthetic"])
-def test_the_same_outputs_where_drafts_decide(
-    speculative: dict[str, Any], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+def test_the_same_outputs(
+    plain_outputs: list[RequestOutput], engine_args: dict[str, Any], overlap: bool, numbers: Sequence[int]
 ) -> None:
-    """In windows of the same length, as the CPU has them with overlap and without."""
-    kinds = (*PLAIN[:3], *OTHER[2:6], OTHER[8])
-    for overlap in (False, True):
-        args = {"async_scheduling": overlap, "speculative_config": speculative}
-        with monkeypatch.context() as patched:
-            patched.setattr(build, "warm_up", lambda *args: None)
-            expected = outputs_of(kinds, 8, **args)
-        if not overlap:
-            request.getfixturevalue("gpu_parts")
-        check_outputs(outputs_of(kinds, 8, **args), expected)
+    found = outputs_of(numbers, async_scheduling=overlap, **engine_args)
+    check_outputs(found, [plain_outputs[number] for number in numbers])
+
+
+@pytest.mark.parametrize(
+    ("speculative", "overlap"),
+    [(DRAWN, False), (DRAWN, True), (ITSELF, False), (TOSSED, True)],
+    ids=["drawn", "drawn-overlap", "itself", "synthetic-overlap"],
+)
+def test_the_same_outputs_where_drafts_decide(
+    speculative: dict[str, Any], overlap: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the same windows as on a CPU: they, too, decide the tokens."""
+    monkeypatch.setattr(build, "warm_up", lambda *args: None)
+    numbers = (GREEDY, SEEDED, TOP_K, BAD_WORDS, REGEX)
+    args = {"async_scheduling": overlap, "speculative_config": speculative}
+    expected = outputs_of(numbers, **args)
+    request.getfixturevalue("gpu_parts")
+    check_outputs(outputs_of(numbers, **args), expected)
 
 
 class NobodyWaits(TorchDispatchMode):
@@ -181,9 +189,7 @@ def refuse_reading(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.Tensor, name, guarded)
 
 
-@pytest.mark.parametrize(
-    "speculative", [None, MTP, NGRAM, DRAWN, TOSSED], ids=["plain", "mtp", "ngram", "drawn", "synthetic"]
-)
+@pytest.mark.parametrize("speculative", [None, NGRAM, DRAWN, TOSSED], ids=["plain", "ngram", "drawn", "synthetic"])
 @pytest.mark.usefixtures("gpu_parts")
 def test_nothing_is_read_back(
     plain_outputs: list[RequestOutput], speculative: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
@@ -202,11 +208,11 @@ def test_nothing_is_read_back(
             return result
 
         monkeypatch.setattr(LaunchExecutor, name, watched)
-    kinds = (*PLAIN, *OTHER)
-    tokens = tokens_of(kinds, 4, async_scheduling=True, max_num_batched_tokens=48, speculative_config=speculative)
-    if speculative in (None, MTP, NGRAM):
-        plain = tokens_in(plain_outputs)
-        assert [each[:4] for each in tokens] == [each[:4] for each in plain]
+    numbers = (SEEDED, TOP_K, *range(len(PLAIN), len(KINDS)))
+    found = outputs_of(numbers, 3, async_scheduling=True, speculative_config=speculative)
+    if speculative in (None, NGRAM):
+        expected = tokens_in([plain_outputs[number] for number in numbers])
+        assert [tokens[:3] for tokens in tokens_in(found)] == [tokens[:3] for tokens in expected]
     assert sum(copied) > 2
 
 
@@ -247,8 +253,7 @@ def test_a_request_that_allows_nothing_fails_alone() -> None:
 def everything() -> list[list[int]]:
     """All kernels of a GPU. The warm-up takes the same paths as the requests and longer."""
     build.warm_up = lambda *args: None
-    kinds = ({"temperature": 0.0}, {"temperature": 0.8, "top_k": 5, "repetition_penalty": 1.1, "logprobs": 2})
-    return tokens_of(kinds, 5, async_scheduling=True, speculative_config=MTP)
+    return tokens_in(outputs_of((GREEDY, REPEATED), 3, async_scheduling=True, speculative_config=MTP))
 
 
 def test_everything_in_the_interpreter(plain_outputs: list[RequestOutput]) -> None:
@@ -257,5 +262,5 @@ def test_everything_in_the_interpreter(plain_outputs: list[RequestOutput]) -> No
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout.splitlines()[-1])
-    assert [len(each) for each in found] == [5, 5]
-    assert found[0] == plain_outputs[0].outputs[0].token_ids[:5]
+    assert [len(each) for each in found] == [3, 3]
+    assert found[0] == plain_outputs[GREEDY].outputs[0].token_ids[:3]

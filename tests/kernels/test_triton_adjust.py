@@ -215,7 +215,7 @@ def test_nothing_spills(kernel: str, dtype: str) -> None:
         "logits_ptr": f"*{dtype}:16",
         "out_ptr": "*fp32:16",
         "token_ids_ptr": "*i32:16",
-        "counts_ptr": "*i32",
+        "counts_ptr": "*i32:16",
         "mask_of_row_ptr": "*i32",
         "bitmasks_ptr": "*i32",
         "rules_ptr": "*i64:16",

@@ -27,7 +27,7 @@ from penstock.kernels.triton.sampling.tiles import TILE, TILE_WARPS, load_tile
 
 _COUNTED = 1024  # tokens of a request per program
 _COUNT_WARPS = 4
-_ENTRIES = 128  # of a list at a time
+_ENTRIES = 32 * TILE_WARPS  # of a list at a time: one per thread, as none may be changed twice
 _BITS = 32  # of a word
 _LAST_POSITION = 2**31 - 1
 RULE_COLUMNS = 5
@@ -201,7 +201,7 @@ def _count_tokens(
 
 @triton.jit(
     do_not_specialize=["token_stride", "has_bitmasks", "words"],
-    do_not_specialize_on_alignment=["rows_ptr", "positions_ptr", "counts_ptr", "mask_of_row_ptr", "bitmasks_ptr"],
+    do_not_specialize_on_alignment=["rows_ptr", "positions_ptr", "mask_of_row_ptr", "bitmasks_ptr"],
 )
 def _adjust_logits(
     logits_ptr,
