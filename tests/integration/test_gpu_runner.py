@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,19 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import penstock
-from penstock import LLM, SamplingParams
+from penstock import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from penstock.engine import build
+from penstock.engine.model_path import resolve_model_path
 from penstock.executor.uniproc import LaunchExecutor
 from penstock.kernels import native
 from penstock.runner import buffers, input_batch, model_runner, step_sampler
 from penstock.runner.gpu import cudagraphs
 from penstock.runner.gpu.inputs import GpuInputBuilder
-from penstock.runner.gpu.sampler import CopiedOutput
+from penstock.runner.gpu.sampling.outputs import CopiedOutput
 from penstock.runner.model_runner import ModelRunner
-from penstock.runner.step_sampler import TorchStepSampler
+from penstock.runner.outputs import NOT_FINITE, NOTHING_ALLOWED
+from penstock.runner.sampling import logprobs
+from penstock.runner.speculation import select
 from tests.kernels.graph_emulator import EmulatedRecorder
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU stands in for the GPU")
@@ -38,7 +41,10 @@ SOURCES = os.path.dirname(penstock.__file__)
 FEW_BLOCKS = {"num_gpu_blocks_override": 11}
 MTP = {"method": "mtp", "num_speculative_tokens": 2}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
-# What the step sampler's kernels do alone, and what a neighbour may bring that takes the general path.
+DRAWN = {**MTP, "draft_sample_method": "probabilistic"}
+ITSELF = {**DRAWN, "method": "draft_model", "model": str(resolve_model_path("demo"))}
+TOSSED = {**MTP, "rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.7, 0.5]}
+# What most requests ask for, and everything else.
 PLAIN: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.9},
@@ -47,33 +53,77 @@ PLAIN: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7, "min_p": 0.05, "top_p": 0.9, "top_k": 40},
     {"temperature": 1.0, "seed": -1},
 )
+GRAMMAR: dict[str, Any] = {"ignore_eos": False}
 OTHER: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7, "repetition_penalty": 1.2, "logprobs": 1, "max_tokens": 3},
-    {"temperature": 0.0, "min_tokens": 3, "prompt_logprobs": 1, "max_tokens": 4},
+    {"temperature": 0.0, "min_tokens": 3, "prompt_logprobs": 1, "max_tokens": 4, "ignore_eos": False},
+    {"temperature": 0.0, "repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": -0.2},
+    {"temperature": 0.9, "logit_bias": {5: 2.0, 300: 1.5, 90: -100.0}, "logprobs": 0},
+    {"temperature": 1.0, "allowed_token_ids": [3, 50, 77, 400], "top_k": 2},
+    {"temperature": 0.8, "bad_words": ["the", " fox", "was a"], "logprobs": 20},
+    {"temperature": 0.9, "prompt_logprobs": 5, "max_tokens": 1},
+    {
+        "temperature": 0.0,
+        "structured_outputs": StructuredOutputsParams(choice=["red", "blue"]),
+        "logprobs": 3,
+        **GRAMMAR,
+    },
+    {"temperature": 0.9, "structured_outputs": StructuredOutputsParams(regex=r"[a-z]{3}-\d{2,4}"), **GRAMMAR},
 )
 
 
-def tokens_of(kinds: tuple[dict[str, Any], ...], max_tokens: int = 10, **engine_args: Any) -> list[list[int]]:
-    """One request of each kind, of many lengths."""
+KINDS = (*PLAIN, *OTHER)
+GREEDY, SEEDED, TOP_K, MIN_P = 0, 1, 2, 4
+REPEATED, LATE_END, PENALISED, BIASED, ALLOWED, BAD_WORDS, PROMPT, CHOICE, REGEX = range(len(PLAIN), len(KINDS))
+
+
+def outputs_of(
+    numbers: Sequence[int] = range(len(KINDS)), max_tokens: int = 6, **engine_args: Any
+) -> list[RequestOutput]:
+    """One request of each of these kinds, of many lengths."""
     limits = {"dtype": "float32", "max_model_len": 128, "num_gpu_blocks_override": 60, "max_num_seqs": 6}
     llm = LLM(**{**limits, **engine_args})
     openings = ("Once upon a time there was a fox. " * 3, "What is 12 + 30?", "The key of Anna is in the red box. " * 5)
-    texts = [openings[number % 3] + " 7" * number for number in range(len(kinds))]
+    texts = [openings[number % 3] + " 7" * number for number in numbers]
     params = [
-        SamplingParams(**{"seed": n, "max_tokens": max_tokens, "ignore_eos": True, **k}) for n, k in enumerate(kinds)
+        SamplingParams(**{"seed": number, "max_tokens": max_tokens, "ignore_eos": True, **KINDS[number]})
+        for number in numbers
     ]
     outputs = llm.generate(texts, params, use_tqdm=False)
     llm.check_integrity()
     if "num_gpu_blocks_override" in engine_args:
         assert llm.stats().num_preemptions > 0
     llm.shutdown()
+    return outputs
+
+
+def tokens_in(outputs: Sequence[RequestOutput]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
+
+
+def check_outputs(found: list[RequestOutput], expected: list[RequestOutput]) -> None:
+    """The same tokens, and log probabilities but for their last bits."""
+    assert tokens_in(found) == tokens_in(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert one.outputs[0].finish_reason == other.outputs[0].finish_reason
+        check_logprobs(one.outputs[0].logprobs, other.outputs[0].logprobs)
+        check_logprobs(one.prompt_logprobs, other.prompt_logprobs)
+
+
+def check_logprobs(found: Any, expected: Any) -> None:
+    assert (found is None) == (expected is None)
+    for one, other in zip(found or (), expected or (), strict=True):
+        assert (one is None) == (other is None)
+        described = [[(token, each.rank) for token, each in (place or {}).items()] for place in (one, other)]
+        assert described[0] == described[1]
+        values = [[each.logprob for each in (place or {}).values()] for place in (one, other)]
+        assert values[0] == pytest.approx(values[1], abs=1e-4)
 
 
 @pytest.fixture
 def gpu_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The runner takes its parts for a GPU; a model's layers do not."""
-    for module in (buffers, input_batch, step_sampler):
+    for module in (buffers, input_batch, step_sampler, logprobs, select):
         monkeypatch.setattr(module, "has_gpu_kernels", lambda device: True)
     monkeypatch.setattr(build, "warm_up", lambda *args: None)
 
@@ -95,48 +145,70 @@ def use_graphs(patched: pytest.MonkeyPatch, contexts: tuple[int, ...] = (64, 128
 
 
 @pytest.fixture(scope="module")
-def plain_tokens() -> list[list[int]]:
-    return tokens_of((*PLAIN, *OTHER))
+def plain_outputs() -> list[RequestOutput]:
+    return outputs_of()
 
 
-@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(
-    "engine_args",
+    ("engine_args", "overlap", "numbers"),
     [
-        {"max_num_batched_tokens": 24},
-        {"max_num_batched_tokens": 24, **FEW_BLOCKS},
-        {"speculative_config": MTP, "max_num_batched_tokens": 32},
-        {"speculative_config": NGRAM, **FEW_BLOCKS},
+        ({"max_num_batched_tokens": 24}, False, range(len(KINDS))),
+        ({**FEW_BLOCKS}, True, (SEEDED, TOP_K, REPEATED, PENALISED, ALLOWED, REGEX)),
+        ({"speculative_config": MTP}, True, (SEEDED, MIN_P, LATE_END, PENALISED, BAD_WORDS, PROMPT, CHOICE, REGEX)),
+        ({"speculative_config": NGRAM, **FEW_BLOCKS}, False, (GREEDY, SEEDED, TOP_K, PENALISED, BIASED, CHOICE)),
     ],
-    ids=["chunks", "preemption", "mtp", "ngram-preemption"],
+    ids=["chunks", "preemption-overlap", "mtp-overlap", "ngram-preemption"],
 )
 @pytest.mark.usefixtures("gpu_parts")
-def test_the_same_tokens(plain_tokens: list[list[int]], engine_args: dict[str, Any], overlap: bool) -> None:
-    assert tokens_of((*PLAIN, *OTHER), async_scheduling=overlap, **engine_args) == plain_tokens
+def test_the_same_outputs(
+    plain_outputs: list[RequestOutput], engine_args: dict[str, Any], overlap: bool, numbers: Sequence[int]
+) -> None:
+    found = outputs_of(numbers, async_scheduling=overlap, **engine_args)
+    check_outputs(found, [plain_outputs[number] for number in numbers])
 
 
-@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize(
-    "engine_args",
-    [
-        {"max_num_batched_tokens": 24},
-        {"max_num_batched_tokens": 24, **FEW_BLOCKS},
-        {"speculative_config": MTP, "max_num_batched_tokens": 32},
-    ],
-    ids=["chunks", "preemption", "mtp"],
+    ("speculative", "overlap"),
+    [(DRAWN, False), (DRAWN, True), (ITSELF, False), (TOSSED, True)],
+    ids=["drawn", "drawn-overlap", "itself", "synthetic-overlap"],
 )
-def test_the_same_tokens_from_graphs(
+def test_the_same_outputs_where_drafts_decide(
+    speculative: dict[str, Any], overlap: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the same windows as on a CPU: they, too, decide the tokens."""
+    monkeypatch.setattr(build, "warm_up", lambda *args: None)
+    numbers = (GREEDY, SEEDED, TOP_K, BAD_WORDS, REGEX)
+    args = {"async_scheduling": overlap, "speculative_config": speculative}
+    expected = outputs_of(numbers, **args)
+    request.getfixturevalue("gpu_parts")
+    check_outputs(outputs_of(numbers, **args), expected)
+
+
+@pytest.mark.parametrize(
+    ("engine_args", "overlap", "numbers"),
+    [
+        ({"max_num_batched_tokens": 24}, False, range(len(PLAIN))),
+        ({"max_num_batched_tokens": 24, **FEW_BLOCKS}, True, (SEEDED, TOP_K, REPEATED, PENALISED, ALLOWED, REGEX)),
+        ({"speculative_config": MTP}, True, (SEEDED, MIN_P, LATE_END, PENALISED, BAD_WORDS, PROMPT, CHOICE)),
+        ({"speculative_config": NGRAM}, False, (GREEDY, SEEDED, TOP_K, PENALISED)),
+    ],
+    ids=["chunks", "preemption-overlap", "mtp-overlap", "ngram"],
+)
+def test_the_same_outputs_from_graphs(
     graphs: type[EmulatedRecorder],
-    plain_tokens: list[list[int]],
+    plain_outputs: list[RequestOutput],
     engine_args: dict[str, Any],
     overlap: bool,
+    numbers: Sequence[int],
 ) -> None:
-    assert tokens_of((*PLAIN, *OTHER), async_scheduling=overlap, **engine_args) == plain_tokens
-    assert graphs.num_replays >= 5
+    found = outputs_of(numbers, async_scheduling=overlap, **engine_args)
+    check_outputs(found, [plain_outputs[number] for number in numbers])
+    assert graphs.num_replays >= 3
 
 
+@pytest.mark.parametrize("speculative", [MTP, DRAWN], ids=["best", "drawn"])
 @pytest.mark.usefixtures("graphs")
-def test_the_same_drafts_from_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_drafts_from_graphs(speculative: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong draft changes no token, so what is proposed is compared itself; padding proposes nothing for anybody."""
     proposed: list[torch.Tensor] = []
     build = GpuInputBuilder.build
@@ -149,7 +221,7 @@ def test_the_same_drafts_from_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for is_eager in (True, False):
         proposed.clear()
-        tokens_of(PLAIN[:5], speculative_config=MTP, enforce_eager=is_eager)
+        outputs_of(range(5), speculative_config=speculative, enforce_eager=is_eager)
         found.append(torch.stack(proposed))
     assert found[0].any()
     assert torch.equal(*found)
@@ -182,13 +254,12 @@ def refuse_reading(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.Tensor, name, guarded)
 
 
-@pytest.mark.parametrize("speculative", [None, MTP], ids=["plain", "mtp"])
+@pytest.mark.parametrize("speculative", [None, NGRAM, DRAWN, TOSSED], ids=["plain", "ngram", "drawn", "synthetic"])
 @pytest.mark.usefixtures("gpu_parts")
 def test_nothing_is_read_back(
-    plain_tokens: list[list[int]], speculative: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
+    plain_outputs: list[RequestOutput], speculative: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSTOCK_DEBUG", "0")
-    monkeypatch.setattr(TorchStepSampler, "sample", None)
     copied: list[bool] = []
     for name in ("execute_model", "sample_tokens"):
         original = getattr(LaunchExecutor, name)
@@ -202,8 +273,11 @@ def test_nothing_is_read_back(
             return result
 
         monkeypatch.setattr(LaunchExecutor, name, watched)
-    tokens = tokens_of(PLAIN, 5, async_scheduling=True, max_num_batched_tokens=48, speculative_config=speculative)
-    assert tokens == [each[:5] for each in plain_tokens[: len(PLAIN)]]
+    numbers = (SEEDED, TOP_K, *range(len(PLAIN), len(KINDS)))
+    found = outputs_of(numbers, 3, async_scheduling=True, speculative_config=speculative)
+    if speculative in (None, NGRAM):
+        expected = tokens_in([plain_outputs[number] for number in numbers])
+        assert [tokens[:3] for tokens in tokens_in(found)] == [tokens[:3] for tokens in expected]
     assert sum(copied) > 2
 
 
@@ -224,7 +298,20 @@ def test_a_model_without_numbers_fails_its_requests(monkeypatch: pytest.MonkeyPa
         ["One", "Two"], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True), use_tqdm=False
     )
     assert [output.outputs[0].finish_reason for output in (first, second)] == ["length", "error"]
+    assert second.error == NOT_FINITE
     assert len(first.outputs[0].token_ids) == 4
+    llm.shutdown()
+
+
+@pytest.mark.usefixtures("gpu_parts")
+def test_a_request_that_allows_nothing_fails_alone() -> None:
+    params = {"temperature": 0.0, "max_tokens": 4}
+    impossible = {"structured_outputs": StructuredOutputsParams(choice=["red"]), "allowed_token_ids": [5]}
+    llm = LLM(dtype="float32", max_model_len=256, num_gpu_blocks_override=100, max_num_seqs=4)
+    both = [SamplingParams(**params, ignore_eos=True), SamplingParams(**params, **impossible)]
+    first, second = llm.generate(["One", "Two"], both, use_tqdm=False)
+    assert [output.outputs[0].finish_reason for output in (first, second)] == ["length", "error"]
+    assert second.error == NOTHING_ALLOWED
     llm.shutdown()
 
 
@@ -233,9 +320,9 @@ SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "nu
 
 def of_small_model(folder: str, **engine_args: Any) -> list[list[int]]:
     """The built-in model's shape made smaller, with random weights."""
-    kinds = ({"temperature": 0.0}, {"temperature": 0.8, "top_k": 5}, {"temperature": 0.0})
     model = {"model": folder, "tokenizer": str(DEMO_MODEL), "load_format": "dummy", "speculative_config": MTP}
-    return tokens_of(kinds, 6, **model, max_num_seqs=3, max_num_batched_tokens=32, **engine_args)
+    limits = {"max_num_seqs": 3, "max_num_batched_tokens": 32}
+    return tokens_in(outputs_of((GREEDY, TOP_K, PENALISED), **model, **limits, **engine_args))
 
 
 def everything(folder: str, **engine_args: Any) -> list[list[int]]:

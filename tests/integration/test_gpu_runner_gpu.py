@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from penstock import LLM, SamplingParams
+from penstock import LLM, SamplingParams, StructuredOutputsParams
 from penstock.executor.uniproc import LaunchExecutor
 
 pytestmark = [
@@ -16,29 +16,46 @@ pytestmark = [
 ]
 
 PROMPTS = ("Once upon a time there was a fox. " * 3, "What is 12 + 30?", "The key of Anna is in the red box. " * 5)
-PARAMS = ({"temperature": 0.0}, {"temperature": 0.9}, {"temperature": 0.8, "top_k": 5, "top_p": 0.9})
+PARAMS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.9, "logprobs": 5},
+    {"temperature": 0.8, "top_k": 5, "top_p": 0.9},
+    {"temperature": 0.0, "repetition_penalty": 1.2, "frequency_penalty": 0.1, "logprobs": 0},
+    {"temperature": 0.0, "logit_bias": {5: 2.0, 300: 1.5}, "bad_words": ["the", " fox"], "prompt_logprobs": 3},
+    {"temperature": 0.0, "structured_outputs": StructuredOutputsParams(regex="[a-z]{30}")},
+    {"temperature": 0.7, "allowed_token_ids": [3, 50, 77, 400], "min_tokens": 5},
+)
+IS_GREEDY = [params["temperature"] == 0.0 for params in PARAMS]
 MTP = {"method": "mtp", "num_speculative_tokens": 2}
+SPECULATIVE = {
+    "plain": None,
+    "mtp": MTP,
+    "ngram": {**MTP, "method": "ngram"},
+    "drawn": {**MTP, "draft_sample_method": "probabilistic"},
+}
 
 
 def tokens_of(**engine_args: Any) -> list[list[int]]:
     llm = LLM(dtype="float32", max_model_len=256, num_gpu_blocks_override=100, **engine_args)
     params = [SamplingParams(seed=n, max_tokens=20, ignore_eos=True, **each) for n, each in enumerate(PARAMS)]
-    outputs = llm.generate(list(PROMPTS), params, use_tqdm=False)
+    prompts = [PROMPTS[number % len(PROMPTS)] for number in range(len(PARAMS))]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
     llm.check_integrity()
     llm.shutdown()
     return [output.outputs[0].token_ids for output in outputs]
 
 
-@pytest.mark.parametrize("speculative", [None, MTP], ids=["plain", "mtp"])
+@pytest.mark.parametrize("speculative", SPECULATIVE.values(), ids=SPECULATIVE)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_tokens_of_the_cpu(overlap: bool, speculative: dict[str, Any] | None) -> None:
     """Greedy ones: the last bits of a probability decide what is drawn."""
     limits: dict[str, Any] = {"max_num_batched_tokens": 24, "async_scheduling": overlap}
     found = tokens_of(device="cuda", speculative_config=speculative, **limits)
-    assert found[0] == tokens_of(device="cpu")[0]
+    for is_greedy, one, other in zip(IS_GREEDY, found, tokens_of(device="cpu"), strict=True):
+        assert not is_greedy or one == other
 
 
-@pytest.mark.parametrize("speculative", [None, MTP], ids=["plain", "mtp"])
+@pytest.mark.parametrize("speculative", SPECULATIVE.values(), ids=SPECULATIVE)
 def test_nobody_waits(speculative: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch raises where it would. The first engine compiles, and may."""
     monkeypatch.setenv("PENSTOCK_DEBUG", "0")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from penstock.kernels.triton.ngram import propose_ngrams
 from penstock.kernels.triton.prepare_inputs import (
     SamplingInputs,
     StepInputs,
@@ -15,22 +16,29 @@ from penstock.kernels.triton.prepare_inputs import (
 )
 from penstock.kernels.triton.rms_norm import add_rms_norm, rms_norm
 from penstock.kernels.triton.rope_and_store_kv import rope_and_store_kv
+from penstock.kernels.triton.sampling.adjust import (
+    PENALTY_COLUMNS,
+    RULE_COLUMNS,
+    AdjustTables,
+    adjust_logits,
+    count_tokens,
+)
 from penstock.kernels.triton.sampling.draw import sample
-from penstock.kernels.triton.sampling.logprobs import chosen_logprobs
+from penstock.kernels.triton.sampling.logprobs import RECORD, LogprobsWorkspace, score_tokens
 from penstock.kernels.triton.sampling.noise import uniform
-from penstock.kernels.triton.sampling.penalties import PenaltyTables, apply_bitmask, apply_penalties
+from penstock.kernels.triton.sampling.rejection import KeptDrafts, Residuals, accept_or_resample, keep_drafts
 from penstock.kernels.triton.sampling.tiles import SamplingTables, Workspace
-from penstock.kernels.triton.sampling.verify import accept_or_resample, verify
+from penstock.kernels.triton.sampling.verify import toss, verify
 from penstock.kernels.triton.silu_and_mul import silu_and_mul
 from penstock.kernels.triton.staged_writes import scatter_staged
 from tests.kernels.launch_recorder import variants_of
 
-MAX_REQS, VOCAB, MAX_BLOCKS, LONGEST = 64, 9000, 700, 9999
+MAX_REQS, VOCAB, MAX_BLOCKS, LONGEST, NUM_DRAFTS = 64, 9000, 700, 9999, 5
 
 
 def test_one_variant_serves_every_step() -> None:
     first, *later = variants_of("tests.kernels.test_triton_specialization", "steps")
-    assert len(first) >= 18
+    assert len(first) >= 28
     assert set(first) >= {"_prepare_inputs", "_finish_step", "_scatter_staged", "_select", "_pick_token", "_verify"}
     assert later == [[]] * len(later)
 
@@ -52,7 +60,12 @@ class _Buffers:
         self.wide = [torch.zeros(100, dtype=torch.int64) for _ in range(6)]
         self.narrow = [torch.zeros(100, dtype=torch.int32) for _ in range(2)]
         self.tables = SamplingTables(floats(1.0), floats(0.0).int(), floats(1.0), floats(0.0), floats(0.0).long())
-        self.penalties = PenaltyTables(floats(1.0), floats(0.0), floats(0.0), floats(0.0).long())
+        self.adjust = AdjustTables(
+            torch.zeros((MAX_REQS, RULE_COLUMNS), dtype=torch.int64), torch.zeros((MAX_REQS, PENALTY_COLUMNS))
+        )
+        self.num_top = torch.zeros((MAX_REQS, 1), dtype=torch.int32)
+        self.drafts = torch.zeros((MAX_REQS, NUM_DRAFTS), dtype=torch.int64)
+        self.kept = KeptDrafts.around(torch.zeros((MAX_REQS, NUM_DRAFTS, VOCAB)))
         self.workspace = Workspace.allocate(MAX_REQS, VOCAB, torch.device("cpu"))
         self.token_ids = torch.zeros((MAX_REQS, LONGEST), dtype=torch.int32)
         self.num_computed = torch.zeros((MAX_REQS, 1), dtype=torch.int64)
@@ -92,16 +105,41 @@ def _forward(buffers: _Buffers, num_tokens: int, num_reqs: int, offset: int) -> 
 def _sample(buffers: _Buffers, num_reqs: int, offset: int) -> None:
     reqs = slice(offset, offset + num_reqs)
     rows, positions, token_ids = (buffer[reqs] for buffer in buffers.wide[:3])
-    is_valid = torch.zeros(100, dtype=torch.bool)[reqs]
+    tables, workspace = buffers.tables, buffers.workspace
+    verdicts = torch.zeros(100, dtype=torch.int8)[reqs]
+    records = torch.zeros((100, RECORD), dtype=torch.int32)[reqs]
+    scratch = LogprobsWorkspace.allocate(num_reqs, VOCAB, torch.device("cpu"))
     logits = torch.zeros((num_reqs, VOCAB))
+    counts, bitmasks = torch.zeros((100, VOCAB), dtype=torch.int32), torch.zeros((num_reqs, 300), dtype=torch.int32)
+    count_tokens(rows, positions, buffers.token_ids, LONGEST, buffers.adjust, counts)
     for each in (logits, logits.bfloat16()):
+        for mask_of_row in (buffers.narrow[0][:0], buffers.narrow[0][reqs]):
+            adjust_logits(
+                each, rows, positions, buffers.token_ids, buffers.adjust, counts, mask_of_row, bitmasks, logits
+            )
         for truncates in (False, True):
-            sample(each, rows, positions, buffers.tables, buffers.workspace, 0, truncates, token_ids, is_valid)
-        chosen_logprobs(each, token_ids)
-    apply_penalties(logits, rows, positions, buffers.token_ids, buffers.penalties)
-    apply_bitmask(logits, rows, torch.zeros((num_reqs, 300), dtype=torch.int32))
-    uniforms = [uniform(buffers.tables.seed, rows, positions, 2) for _ in range(2)]
-    accept_or_resample(logits, logits, token_ids, *uniforms)
-    drafts = torch.zeros((MAX_REQS, 5), dtype=torch.int64)
-    starts = buffers.narrow[0][offset : offset + num_reqs + 1]
-    verify(buffers.wide[3], drafts, rows, starts, buffers.wide[4][reqs], buffers.wide[5][reqs])
+            sample(each, rows, positions, tables, workspace, 0, truncates, token_ids, verdicts)
+        score_tokens(each, rows, buffers.num_top, token_ids, scratch, True, records)
+    uniform(tables.seed, rows, positions, 2)
+    _judge(buffers, logits, bitmasks, offset)
+
+
+def _judge(buffers: _Buffers, logits: torch.Tensor, bitmasks: torch.Tensor, offset: int) -> None:
+    reqs = slice(offset, offset + len(logits))
+    rows, positions, token_ids = (buffer[reqs] for buffer in buffers.wide[:3])
+    tables, workspace, kept = buffers.tables, buffers.workspace, buffers.kept
+    starts = buffers.narrow[0][offset : offset + len(logits) + 1]
+    counts = (buffers.wide[4][reqs], buffers.wide[5][reqs])
+    for place in range(NUM_DRAFTS):
+        keep_drafts(logits, rows, place, tables.temperature, workspace, kept)
+    accept_or_resample(
+        logits, positions, buffers.drafts, kept, tables, workspace, True, (2, 3), rows, starts,
+        Residuals.allocate(kept), token_ids,
+    )  # fmt: skip
+    rates = torch.zeros(NUM_DRAFTS, dtype=torch.float64)
+    toss(
+        token_ids, positions, buffers.drafts, tables.seed, rates, 2, buffers.narrow[0][reqs], bitmasks, rows, starts,
+        *counts,
+    )  # fmt: skip
+    verify(buffers.wide[3], buffers.drafts, rows, starts, *counts)
+    propose_ngrams(buffers.token_ids, rows, positions, 2, 5, torch.zeros((len(rows), 4), dtype=torch.int64))

@@ -21,7 +21,7 @@ from penstock.runner.sampling.noise import Purpose, uniform
 from penstock.runner.sampling.sampler import SamplerOutput, draw, sample
 from penstock.runner.sampling.states import SamplingBatch, SamplingStates
 from penstock.runner.speculation import pick
-from penstock.runner.speculation.pick import DraftDistributions, SamplingPicker
+from penstock.runner.speculation.pick import DraftDistributions, SamplingPicker, allocate_draft_logits
 from penstock.runner.speculation.rejection import RejectionVerifier, accept_or_resample
 from penstock.runner.speculation.speculator import StepResult
 from penstock.runner.speculation.synthetic import SyntheticVerifier
@@ -84,7 +84,7 @@ class Toy:
         self.rows = torch.arange(count)
         self.drafts = torch.zeros((count, NUM_DRAFTS), dtype=torch.int64)
         self.tokens = torch.zeros((count, NUM_COMPUTED + NUM_DRAFTS + 3), dtype=torch.int32)
-        self.distributions = DraftDistributions(count, NUM_DRAFTS, self.vocab_size, torch.float32, CPU)
+        self.distributions = DraftDistributions(torch.empty((count, NUM_DRAFTS, self.vocab_size)))
 
     def propose(self, *logits: torch.Tensor) -> None:
         """Draws one draft of every request from each of `logits`, [vocab_size]."""
@@ -285,8 +285,9 @@ def test_a_row_that_is_taken_again_reads_no_old_logits() -> None:
 
 def test_the_buffer_is_refused_when_it_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pick, "available_bytes", lambda device: 2**30)
+    loaded = SimpleNamespace(device=CPU, config=SimpleNamespace(dtype="bfloat16", vocab_size=256_000))
     with pytest.raises(ConfigError, match=r"max_num_seqs=256 requests, which take 3\.9 GiB.*1\.0 GiB free"):
-        DraftDistributions(256, 32, 256_000, torch.bfloat16, CPU)
+        allocate_draft_logits(cast(Any, loaded), 256, 32)
 
 
 @pytest.mark.parametrize("rates", [(0.8, 0.5), (0.0, 1.0), (1.0, 0.3)])

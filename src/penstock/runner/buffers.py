@@ -7,6 +7,7 @@ on the device; `apply()` makes it visible to all that is launched afterwards.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -21,6 +22,43 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     if device.type == "cpu":
         return tensor.clone()
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class Fence:
+    """A place on the current stream that the CPU can wait for; a CPU that stands in for a GPU has always passed it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events = [] if device.type == "cpu" else [torch.cuda.Event()]
+
+    def record(self) -> None:
+        for event in self._events:
+            event.record()
+
+    def wait(self) -> None:
+        for event in self._events:
+            event.synchronize()
+
+
+@dataclass(frozen=True, slots=True)
+class HostCopy:
+    """A tensor on its way to the CPU."""
+
+    memory: torch.Tensor  # that nobody else has
+    fence: Fence  # behind the copy
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> HostCopy:
+        """As it is when this is reached on the device."""
+        # Torch's pool of pinned memory gives none away that a copy may still write to.
+        memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu")
+        memory.copy_(tensor, non_blocking=True)
+        fence = Fence(tensor.device)
+        fence.record()
+        return cls(memory, fence)
+
+    def wait(self) -> np.ndarray:
+        self.fence.wait()
+        return self.memory.numpy()
 
 
 class TableWriter(Protocol):

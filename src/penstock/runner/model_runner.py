@@ -20,28 +20,25 @@ from penstock.kv_transfer.connector import WorkerConnector
 from penstock.kv_transfer.kv_step import KVStep
 from penstock.kv_transfer.null import NullWorkerConnector
 from penstock.messages.kv_cache_spec import NULL_BLOCK
-from penstock.messages.runner_output import ModelRunnerOutput, TokenLogprobs
+from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.messages.scheduler_output import BlockIds, GrammarOutput, SchedulerOutput
 from penstock.models.interface import ModelOutput
 from penstock.runner.batch_shapes import BatchShapes, graph_contexts
 from penstock.runner.block_tables import BlockTables
-from penstock.runner.buffers import make_table_writer
+from penstock.runner.buffers import HostCopy, make_table_writer
 from penstock.runner.input_batch import InputBatch, make_input_builder
 from penstock.runner.kv_cache_view import TorchKVCacheView
 from penstock.runner.load import KVCache, LoadedModel
-from penstock.runner.outputs import PendingOutput, ReadyOutput, StepOutput
+from penstock.runner.outputs import CopiedDrafts, PendingOutput, PendingPart, ReadyOutput, StepOutput
 from penstock.runner.passes import EagerPasses, make_passes
 from penstock.runner.request_states import RequestStates
-from penstock.runner.sampling.logprobs import token_logprobs
+from penstock.runner.sampling.prompt_logprobs import PromptScorer
 from penstock.runner.sampling.states import SamplingStates
-from penstock.runner.speculation.select import make_speculator, make_verification
+from penstock.runner.speculation.select import make_speculator
 from penstock.runner.step_sampler import make_step_sampler
 
-# Prompt log probabilities need logits for every prompt token: this many rows of the vocabulary at a time.
-_PROMPT_LOGITS_ROWS = 256
-
 # Of a step without tokens.
-_NOTHING = StepOutput(ReadyOutput(ModelRunnerOutput()), ModelRunnerOutput())
+_NOTHING = StepOutput(ReadyOutput(ModelRunnerOutput()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +83,9 @@ class ModelRunner:
             config, graph_contexts(loaded.device, attention, execution, connector), attention.captures_ragged
         )
         self._inputs = make_input_builder(config, shapes, self._states, self._blocks)
-        picker, verifier = make_verification(loaded, speculative, self._states.drafts, self._sampling)
-        self._sampler = make_step_sampler(
-            config, loaded.config.vocab_size, self._states, self._sampling, verifier, self._writer
+        self._prompt_scorer = PromptScorer(loaded.model, self._states.token_ids, self._sampling)
+        self._sampler, picker = make_step_sampler(
+            loaded, config, speculative, self._states, self._sampling, self._writer
         )
         self._speculator = make_speculator(loaded, cache, speculative, self._inputs, attention, picker)
         self._kv_step = KVStep(connector)
@@ -130,7 +127,7 @@ class ModelRunner:
             moved = self._kv_step.collect()
             output = _NOTHING if state is None else self._sample(state, grammars)
             self._kv_step.finalize()
-        return replace(output, known=replace(output.known, kv_connector_output=moved))
+        return replace(output, kv_connector_output=moved)
 
     @property
     def runs_ahead(self) -> bool:
@@ -142,32 +139,25 @@ class ModelRunner:
         self._kv_step.shutdown()
 
     def _sample(self, state: ExecuteModelState, grammars: GrammarOutput) -> StepOutput:
-        known = ModelRunnerOutput(prompt_logprobs=self._prompt_logprobs(state))
         batch = state.batch
+        parts = self._prompt_scorer.of_step(batch, state.output.hidden)
         if not len(batch.host.sampling):
             skipped = self._sampler.skip(batch)
             self._passes.propose(batch, state.output, 0)
-            return StepOutput(skipped, known)
+            return StepOutput(skipped, parts)
         hidden, samples_all = state.output.hidden, batch.host.num_logits == batch.host.num_tokens
         logits = self._model.compute_logits(hidden if samples_all else hidden[batch.logits_indices])
         sampled = self._sampler.sample(logits, batch, grammars)
         self._passes.propose(batch, state.output, state.num_drafts_to_propose)
-        return StepOutput(sampled, self._with_drafts(known, state))
+        return StepOutput(sampled, (*parts, *self._report_drafts(state)))
 
-    def _with_drafts(self, known: ModelRunnerOutput, state: ExecuteModelState) -> ModelRunnerOutput:
-        """Adds what the scheduler must know of the new drafts, which is as little as possible."""
-        names = state.batch.host.sampling_request_ids
+    def _report_drafts(self, state: ExecuteModelState) -> tuple[PendingPart, ...]:
+        names, num_drafts = state.batch.host.sampling_request_ids, state.num_drafts_to_propose
         wanted = [i for i, name in enumerate(names) if name in state.grammar_request_ids]
-        if not state.num_drafts_to_propose or not (wanted or self._speculator.leaves_gaps):
-            return known
-        drafts = self._states.drafts[state.batch.sampling_rows, : state.num_drafts_to_propose]
-        ids = drafts.tolist() if wanted else []
-        counts = (drafts >= 0).sum(1).tolist() if self._speculator.leaves_gaps else []
-        return replace(
-            known,
-            draft_token_ids={names[i]: tuple(ids[i]) for i in wanted},
-            num_proposed_tokens=dict(zip(names, counts, strict=False)),
-        )
+        if not num_drafts or not (wanted or self._speculator.leaves_gaps):
+            return ()
+        drafts = HostCopy.of(self._states.drafts[state.batch.sampling_rows, :num_drafts])
+        return (CopiedDrafts(names, wanted, self._speculator.leaves_gaps, drafts),)
 
     def _update_rows(self, plan: SchedulerOutput) -> None:
         self._sampling.remove(self._states.remove(plan.finished_request_ids | plan.preempted_request_ids))
@@ -187,24 +177,3 @@ class ModelRunner:
             fresh = [i for ids in block_ids for i in ids[num_kept // self._blocks.block_size :]]
             for tensor in self._cache.tensors.values():
                 tensor[fresh] = torch.nan
-
-    def _prompt_logprobs(self, state: ExecuteModelState) -> dict[str, tuple[TokenLogprobs, ...]]:
-        host = state.batch.host
-        chosen = self._sampling.with_prompt_logprobs(host.rows)
-        found: dict[str, tuple[TokenLogprobs, ...]] = {}
-        for index, request in zip(chosen, self._sampling.at(host.rows[chosen]), strict=True):
-            first, start = int(host.num_computed[index]), int(host.query_start_loc[index])
-            # The logits at position p speak of the token at p + 1, so the prompt's last position asks for nothing.
-            count = min(int(host.query_lens[index]), len(request.prompt_token_ids) - 1 - first)
-            if count > 0:
-                hidden = state.output.hidden[start:][:count]
-                targets = self._states.token_ids[int(host.rows[index]), first + 1 :][:count].long()
-                num_top = request.sampling_params.prompt_logprobs or 0
-                found[request.request_id] = self._logprobs_of(hidden, targets, num_top)
-        return found
-
-    def _logprobs_of(self, hidden: torch.Tensor, targets: torch.Tensor, num_top: int) -> tuple[TokenLogprobs, ...]:
-        rows: list[TokenLogprobs] = []
-        for part, tokens in zip(hidden.split(_PROMPT_LOGITS_ROWS), targets.split(_PROMPT_LOGITS_ROWS), strict=True):
-            rows += token_logprobs(self._model.compute_logits(part.contiguous()), tokens, [num_top] * len(tokens))
-        return tuple(rows)

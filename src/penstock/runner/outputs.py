@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
+from penstock.messages.kv_transfer import NO_OUTPUT, KVConnectorOutput
 from penstock.messages.runner_output import ModelRunnerOutput
+from penstock.runner.buffers import HostCopy
 from penstock.runner.host_batch import HostBatch
 
 NOT_FINITE = "no token can be drawn: the logits are not finite"
@@ -32,21 +35,54 @@ class ReadyOutput:
         return self.output
 
 
+class PendingPart(Protocol):
+    """What a step leaves beside its tokens. It needs nothing of the runner any more."""
+
+    def complete(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
+        """Waits for it, and adds it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedDrafts:
+    """What the scheduler must know of a step's new drafts, which is as little as possible (`PendingPart`)."""
+
+    request_ids: list[str]
+    with_ids: list[int]  # the requests whose drafts are named, as indices
+    with_counts: bool  # whether gaps are told
+    drafts: HostCopy  # [len(request_ids), num_drafts] int64, -1 for gaps
+
+    def complete(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
+        drafts = self.drafts.wait()
+        counts = (drafts >= 0).sum(1).tolist() if self.with_counts else []
+        return replace(
+            output,
+            draft_token_ids={self.request_ids[i]: tuple(drafts[i].tolist()) for i in self.with_ids},
+            num_proposed_tokens=dict(zip(self.request_ids, counts, strict=False)),
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What was sampled, with what the CPU knows of the step beside it."""
+    """What was sampled, with all that came of the step beside it."""
 
     sampled: PendingOutput
-    known: ModelRunnerOutput
+    parts: tuple[PendingPart, ...] = ()
+    kv_connector_output: KVConnectorOutput = NO_OUTPUT
 
     def result(self) -> ModelRunnerOutput:
-        return replace(
-            self.sampled.result(),
-            num_proposed_tokens=self.known.num_proposed_tokens,
-            draft_token_ids=self.known.draft_token_ids,
-            prompt_logprobs=self.known.prompt_logprobs,
-            kv_connector_output=self.known.kv_connector_output,
-        )
+        output = self.sampled.result()
+        for part in self.parts:
+            output = part.complete(output)
+        return replace(output, kv_connector_output=self.kv_connector_output)
+
+
+class Verdict(enum.IntEnum):
+    """Why no token can be drawn."""
+
+    FINE = 0
+    NOT_FINITE = 1
+    NOTHING_ALLOWED = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +90,21 @@ class SampledArrays:
     """What was sampled, on the CPU. Of each window the tokens up to the one behind the accepted drafts are meant."""
 
     token_ids: np.ndarray  # [num_logits] int64
-    is_valid: np.ndarray  # [num_logits] bool
+    verdicts: np.ndarray  # [num_logits] int8: `Verdict`
     num_accepted: np.ndarray  # [num_sampling] int64
     num_real_drafts: np.ndarray  # [num_sampling] int64
 
 
 def make_output(host: HostBatch, sampled: SampledArrays) -> ModelRunnerOutput:
-    """Of each request's window, the accepted drafts and the token behind them; none where nothing was sampled."""
+    """Of each request's window, the accepted drafts and the token behind them; none where nothing was sampled.
+
+    Tells a model that produced no numbers from a request that allows no token.
+    """
     tokens: dict[str, tuple[int, ...]] = dict.fromkeys(host.request_ids, ())
     num_draft_tokens: dict[str, int] = {}
-    failed: list[str] = []
-    token_ids, is_valid = sampled.token_ids.tolist(), sampled.is_valid.tolist()
+    failed: dict[str, str] = {}
+    unsatisfiable: dict[str, str] = {}
+    token_ids, verdicts = sampled.token_ids.tolist(), sampled.verdicts.tolist()
     per_request = zip(
         host.sampling_request_ids,
         window_starts(host).tolist(),
@@ -78,12 +118,16 @@ def make_output(host: HostBatch, sampled: SampledArrays) -> ModelRunnerOutput:
         tokens[request_id] = tuple(token_ids[start:end])
         if num_drafts:
             num_draft_tokens[request_id] = num_real_drafts
-        if not all(is_valid[start:end]):
-            failed.append(request_id)
+        if any(verdicts[start:end]):
+            if Verdict.NOT_FINITE in verdicts[start:end]:
+                failed[request_id] = NOT_FINITE
+            else:
+                unsatisfiable[request_id] = NOTHING_ALLOWED
     return ModelRunnerOutput(
         sampled_token_ids=tokens,
         num_draft_tokens=num_draft_tokens,
-        failed_requests=dict.fromkeys(failed, NOT_FINITE),
+        failed_requests=failed,
+        unsatisfiable_requests=unsatisfiable,
     )
 
 

@@ -9,19 +9,21 @@ import numpy as np
 import torch
 
 from penstock.config.engine import SchedulerConfig
+from penstock.config.speculative import SpeculativeConfig
 from penstock.kernels.dispatch import has_gpu_kernels
 from penstock.kernels.prepare_inputs import store_sampled
 from penstock.messages.requests import EngineRequest
-from penstock.messages.runner_output import ModelRunnerOutput, TokenLogprobs
+from penstock.messages.runner_output import TokenLogprobs
 from penstock.messages.scheduler_output import GrammarOutput
 from penstock.runner.buffers import TableWriter, to_device
 from penstock.runner.host_batch import HostBatch
 from penstock.runner.input_batch import InputBatch
+from penstock.runner.load import LoadedModel
 from penstock.runner.outputs import (
-    NOTHING_ALLOWED,
     PendingOutput,
     ReadyOutput,
     SampledArrays,
+    Verdict,
     make_empty_output,
     make_output,
     window_starts,
@@ -30,6 +32,8 @@ from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling.logprobs import token_logprobs
 from penstock.runner.sampling.sampler import SamplerOutput
 from penstock.runner.sampling.states import SamplingBatch, SamplingStates
+from penstock.runner.speculation.pick import Picker
+from penstock.runner.speculation.select import make_verification
 from penstock.runner.speculation.verify import Verified, Verifier
 
 
@@ -56,24 +60,25 @@ class StepSampler(Protocol):
 
 
 def make_step_sampler(
+    loaded: LoadedModel,
     config: SchedulerConfig,
-    vocab_size: int,
+    speculative: SpeculativeConfig | None,
     states: RequestStates,
     sampling: SamplingStates,
-    verifier: Verifier,
     writer: TableWriter,
-) -> StepSampler:
-    general = TorchStepSampler(states, sampling, verifier, knows_positions=config.max_num_drafts == 0)
-    if not has_gpu_kernels(states.token_ids.device):
-        return general
-    # Only now: a CPU needs no Triton.
-    from penstock.runner.gpu.sampler import GpuStepSampler
+) -> tuple[StepSampler, Picker]:
+    """With what picks the drafts that it judges. Raises ConfigError when there is no memory for either."""
+    if has_gpu_kernels(loaded.device):
+        # Only now: a CPU needs no Triton.
+        from penstock.runner.gpu.sampling.sampler import make_gpu_sampling
 
-    return GpuStepSampler(config, vocab_size, states, writer, verifier, general)
+        return make_gpu_sampling(loaded, config, speculative, states, sampling, writer)
+    picker, verifier = make_verification(loaded, speculative, states.drafts, sampling)
+    return TorchStepSampler(states, sampling, verifier, knows_positions=config.max_num_drafts == 0), picker
 
 
 class TorchStepSampler:
-    """Every sampling feature, by torch (`StepSampler`). On a GPU it waits.
+    """By torch, on a CPU (`StepSampler`).
 
     `knows_positions`: there are no drafts, behind which the CPU knows no exact position.
     """
@@ -101,12 +106,12 @@ class TorchStepSampler:
         self._store(batch, sampled, verified)
         arrays = SampledArrays(
             sampled.token_ids.cpu().numpy(),
-            sampled.is_valid.cpu().numpy(),
+            _verdicts(sampled.is_valid, logits).cpu().numpy(),
             verified.num_accepted.cpu().numpy(),
             verified.num_real_drafts.cpu().numpy(),
         )
-        output = replace(make_output(batch.host, arrays), logprobs=_logprobs(logits, sampled, sampling))
-        return ReadyOutput(_judge_failures(output, batch.host, logits))
+        output = make_output(batch.host, arrays)
+        return ReadyOutput(replace(output, logprobs=_logprobs(logits, sampled, sampling)))
 
     def _store(self, batch: InputBatch, sampled: SamplerOutput, verified: Verified) -> None:
         """Puts the sampled tokens where the next step reads them, and counts what was computed but rejected drafts."""
@@ -150,20 +155,12 @@ def _logprobs(
     return found
 
 
-def _judge_failures(output: ModelRunnerOutput, host: HostBatch, logits: torch.Tensor) -> ModelRunnerOutput:
-    """Tells a model that produced no numbers from a request that allows no token."""
-    if not output.failed_requests:
-        return output
-    starts = window_starts(host)
-    failed: dict[str, str] = {}
-    unsatisfiable: dict[str, str] = {}
-    for request_id, start, num_drafts in zip(host.sampling_request_ids, starts, host.num_drafts, strict=True):
-        if request_id in output.failed_requests:
-            if bool(logits[start : start + num_drafts + 1].isnan().any()):
-                failed[request_id] = output.failed_requests[request_id]
-            else:
-                unsatisfiable[request_id] = NOTHING_ALLOWED
-    return replace(output, failed_requests=failed, unsatisfiable_requests=unsatisfiable)
+def _verdicts(is_valid: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """[num_logits] int8: `Verdict` on each row of `logits`, [num_logits, vocab_size]."""
+    if bool(is_valid.all()):
+        return torch.zeros_like(is_valid, dtype=torch.int8)
+    is_finite = ~(logits.isnan() | (logits == torch.inf)).any(-1)
+    return torch.where(is_finite, Verdict.NOTHING_ALLOWED, Verdict.NOT_FINITE).to(torch.int8) * ~is_valid
 
 
 def _arrange_bitmasks(host: HostBatch, grammars: GrammarOutput) -> dict[int, np.ndarray]:

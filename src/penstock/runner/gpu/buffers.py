@@ -9,21 +9,7 @@ import numpy as np
 import torch
 
 from penstock.kernels.triton.staged_writes import StagedWrites, scatter_staged
-
-
-class Fence:
-    """A place on the current stream that the CPU can wait for; a CPU that stands in for a GPU has always passed it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._events = [] if device.type == "cpu" else [torch.cuda.Event()]
-
-    def record(self) -> None:
-        for event in self._events:
-            event.record()
-
-    def wait(self) -> None:
-        for event in self._events:
-            event.synchronize()
+from penstock.runner.buffers import Fence
 
 
 @dataclass(frozen=True, slots=True)

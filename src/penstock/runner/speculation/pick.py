@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from penstock.runner.load import TORCH_DTYPES, LoadedModel
 from penstock.runner.memory import available_bytes
 from penstock.runner.sampling.noise import Purpose
 from penstock.runner.sampling.sampler import draw
@@ -40,6 +41,21 @@ class BestPicker:
         return lambda logits, place: logits.argmax(-1)
 
 
+def allocate_draft_logits(loaded: LoadedModel, max_num_reqs: int, max_num_drafts: int) -> torch.Tensor:
+    """[max_num_reqs, max_num_drafts, vocab_size] in the model's dtype. Raises ConfigError when it does not fit."""
+    device, dtype, vocab_size = loaded.device, TORCH_DTYPES[loaded.config.dtype], loaded.config.vocab_size
+    needed = max_num_reqs * max_num_drafts * vocab_size * dtype.itemsize
+    available = available_bytes(device)
+    if needed > available:
+        raise ConfigError(
+            f"draft_sample_method=probabilistic keeps {vocab_size} logits for each of {max_num_drafts} drafts of "
+            f"max_num_seqs={max_num_reqs} requests, which take {needed / 2**30:.1f} GiB, and {device} has "
+            f"{available / 2**30:.1f} GiB free: lower max_num_seqs or num_speculative_tokens, or sample the drafts "
+            "greedily"
+        )
+    return torch.empty((max_num_reqs, max_num_drafts, vocab_size), dtype=dtype, device=device)
+
+
 class DraftDistributions:
     """What the drafts were drawn from: for each state row and place the drafter's logits, in its dtype.
 
@@ -47,19 +63,9 @@ class DraftDistributions:
     whoever verifies a draft finds its own. The distribution is made from the logits twice, by the same operations.
     """
 
-    def __init__(
-        self, max_num_reqs: int, max_num_drafts: int, vocab_size: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        needed = max_num_reqs * max_num_drafts * vocab_size * dtype.itemsize
-        available = available_bytes(device)
-        if needed > available:
-            raise ConfigError(
-                f"draft_sample_method=probabilistic keeps {vocab_size} logits for each of {max_num_drafts} drafts of "
-                f"max_num_seqs={max_num_reqs} requests, which take {needed / 2**30:.1f} GiB, and {device} has "
-                f"{available / 2**30:.1f} GiB free: lower max_num_seqs or num_speculative_tokens, or sample the drafts "
-                "greedily"
-            )
-        self._logits = torch.empty((max_num_reqs, max_num_drafts, vocab_size), dtype=dtype, device=device)
+    def __init__(self, logits: torch.Tensor) -> None:
+        """`logits` [max_num_reqs, max_num_drafts, vocab_size], of any content."""
+        self._logits = logits
 
     def write(self, rows: torch.Tensor, place: int, logits: torch.Tensor) -> None:
         """`rows` [n] int64 are state rows, `logits` [n, vocab_size]."""

@@ -24,8 +24,6 @@ class RejectionVerifier:
     `drafts` [max_num_reqs, max_num_drafts] int64 without gaps.
     """
 
-    samples_alone = False
-
     def __init__(self, drafts: torch.Tensor, draft_distributions: DraftDistributions) -> None:
         self._drafts = drafts
         self._draft_distributions = draft_distributions

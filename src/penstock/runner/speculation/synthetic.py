@@ -24,8 +24,6 @@ class SyntheticVerifier:
     Only a grammar is heard: a draft that it forbids would end the request.
     """
 
-    samples_alone = False
-
     def __init__(self, drafts: torch.Tensor, rates: Sequence[float]) -> None:
         self._drafts = drafts
         self._rates = np.array(rates)

@@ -32,9 +32,6 @@ class Verified:
 
 
 class Verifier(Protocol):
-    samples_alone: bool
-    """Whether it samples as if there were no drafts, and accepts those that are what was sampled."""
-
     def verify(
         self, logits: torch.Tensor, sampling: SamplingBatch, rows: torch.Tensor, num_drafts_np: np.ndarray
     ) -> tuple[SamplerOutput, Verified]:
@@ -48,8 +45,6 @@ class Verifier(Protocol):
 
 class ExactVerifier:
     """Accepts what the plain run would have sampled. `drafts` [max_num_reqs, max_num_drafts] int64, -1 a gap."""
-
-    samples_alone = True
 
     def __init__(self, drafts: torch.Tensor) -> None:
         self._drafts = drafts

@@ -1,6 +1,6 @@
 """From logits to tokens, greedy and random rows in one launch.
 
-    best      the first token of the largest logit; the row is valid where that is finite and no logit is NaN
+    best      the first token of the largest logit
     random    inversion: the first token whose cumulative probability, in the order of the vocabulary, exceeds the
               number that (seed, position, purpose) decides, as `penstock.runner.sampling.sampler.draw` does it
 
@@ -44,13 +44,14 @@ def sample(
     purpose: int,
     truncates: bool,  # whether any row may have top_k, top_p or min_p; else they are not looked at
     token_ids: torch.Tensor,  # [n] int64, written
-    is_valid: torch.Tensor,  # [n] bool, written: false where there is nothing that can be drawn
+    verdicts: torch.Tensor,  # [n] int8, written: 0, or 1 and 2 as below
 ) -> None:
-    """One token per row. The token of a row that is not valid is some token of the vocabulary."""
+    """One token per row. Where nothing can be drawn it is some token of the vocabulary, and the verdict says why: 1 the
+    logits are not finite, 2 they are minus infinity throughout."""
     check_logits(logits, rows, workspace)
     num_rows, vocab_size = logits.shape
     num_tiles = workspace.tile_max.shape[1]
-    assert positions.shape == token_ids.shape == is_valid.shape == (num_rows,), f"{positions.shape} {token_ids.shape}"
+    assert positions.shape == token_ids.shape == verdicts.shape == (num_rows,), f"{positions.shape} {token_ids.shape}"
     grid, shape = (num_rows, num_tiles), (vocab_size, logits.stride(0), TILE)
     found = (workspace.tile_max, workspace.tile_best, workspace.tile_sum)
     _reduce_tiles[grid](logits, rows, tables.temperature, *found, *shape, num_warps=TILE_WARPS)
@@ -68,7 +69,7 @@ def sample(
         workspace.threshold,
         *found,
         token_ids,
-        is_valid,
+        verdicts,
         purpose,
         truncates,
         *shape,
@@ -132,7 +133,7 @@ def _sum_kept(
             tl.store(tile_sum_ptr + target, 0.0)
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "positions_ptr", "token_ids_ptr", "is_valid_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "positions_ptr", "token_ids_ptr", "verdicts_ptr"])
 def _pick_token(
     logits_ptr,
     rows_ptr,
@@ -144,7 +145,7 @@ def _pick_token(
     tile_best_ptr,
     tile_sum_ptr,
     token_ids_ptr,
-    is_valid_ptr,
+    verdicts_ptr,
     purpose: tl.constexpr,
     truncates: tl.constexpr,
     vocab: tl.constexpr,
@@ -157,13 +158,13 @@ def _pick_token(
     row = tl.load(rows_ptr + index)
     if row < 0:
         tl.store(token_ids_ptr + index, 0)
-        tl.store(is_valid_ptr + index, True)
+        tl.store(verdicts_ptr + index, 0)
     else:
-        maxima, best, number, is_valid = best_of_row(tile_max_ptr, index, num_tiles, all_tiles)
-        tl.store(is_valid_ptr + index, is_valid)
+        maxima, best, number, verdict = best_of_row(tile_max_ptr, index, num_tiles, all_tiles)
+        tl.store(verdicts_ptr + index, verdict.to(tl.int8))
         token = tl.load(tile_best_ptr + index * num_tiles + number)
         temperature = tl.load(temperature_ptr + row)
-        if (temperature > 0) & is_valid:
+        if (temperature > 0) & (verdict == 0):
             temperature = tl.maximum(temperature, 1e-6)
             threshold = -float("inf")
             if truncates:

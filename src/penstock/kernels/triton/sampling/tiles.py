@@ -93,11 +93,24 @@ def mass_of(scaled, scaled_max, threshold):
 
 @triton.jit
 def best_of_row(tile_max_ptr, index, num_tiles: tl.constexpr, all_tiles: tl.constexpr):
-    """(maxima [all_tiles], the row's maximum, its first tile, whether the row is finite where it matters)."""
+    """(maxima [all_tiles], the row's maximum, its first tile, the row's verdict as `draw.sample` writes it)."""
     place = tl.arange(0, all_tiles)
     maxima = tl.load(tile_max_ptr + index * num_tiles + place, mask=place < num_tiles, other=-float("inf"))
     has_nan = tl.max((maxima != maxima).to(tl.int32), 0) > 0
     maxima = tl.where(maxima == maxima, maxima, -float("inf"))
     best, number = tl.max(maxima, 0, return_indices=True)
-    is_valid = (not has_nan) & (best > -float("inf")) & (best < float("inf"))
-    return maxima, best, number, is_valid
+    verdict = tl.where(has_nan | (best == float("inf")), 1, tl.where(best == -float("inf"), 2, 0))
+    return maxima, best, number, verdict
+
+
+@triton.jit
+def key_of(value):
+    """int64 that is ordered as float32 values are."""
+    bits = value.to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+
+
+@triton.jit
+def value_of(key):
+    bits = key.to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)

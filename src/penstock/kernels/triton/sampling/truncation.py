@@ -32,9 +32,11 @@ from penstock.kernels.triton.sampling.tiles import (
     Workspace,
     best_of_row,
     check_logits,
+    key_of,
     load_tile,
     mass_of,
     padded_tiles,
+    value_of,
 )
 
 _SMALL = 1024  # most rows have no more candidates than this
@@ -116,8 +118,8 @@ def _measure_cuts(
         index, rows_ptr, temperature_ptr, top_k_ptr, top_p_ptr, log_min_p_ptr, vocab
     )
     if (temperature > 0) & ((top_k > 0) | (top_p < 1)):
-        _, best, _, is_valid = best_of_row(tile_max_ptr, index, num_tiles, all_tiles)
-        if is_valid:
+        _, best, _, verdict = best_of_row(tile_max_ptr, index, num_tiles, all_tiles)
+        if verdict == 0:
             scaled_max = tl.div_rn(best, temperature)
             floor = scaled_max + log_min_p
             scaled = tl.div_rn(load_tile(logits_ptr, index, number, vocab, stride, tile), temperature)
@@ -158,8 +160,8 @@ def _collect(
         index, rows_ptr, temperature_ptr, top_k_ptr, top_p_ptr, log_min_p_ptr, vocab
     )
     if (temperature > 0) & ((top_k > 0) | (top_p < 1)):
-        _, best, _, is_valid = best_of_row(tile_max_ptr, index, num_tiles, all_tiles)
-        if is_valid:
+        _, best, _, verdict = best_of_row(tile_max_ptr, index, num_tiles, all_tiles)
+        if verdict == 0:
             scaled_max = tl.div_rn(best, temperature)
             floor = scaled_max + log_min_p
             numbers = tl.arange(0, all_tiles)
@@ -217,8 +219,8 @@ def _select(
     )
     threshold = -float("inf")
     if temperature > 0:
-        _, best, _, is_valid = best_of_row(tile_max_ptr, index, num_tiles, all_tiles)
-        if is_valid:
+        _, best, _, verdict = best_of_row(tile_max_ptr, index, num_tiles, all_tiles)
+        if verdict == 0:
             scaled_max = tl.div_rn(best, temperature)
             threshold = scaled_max + log_min_p
             if (top_k > 0) | (top_p < 1):
@@ -253,9 +255,9 @@ def _bisect_candidates(source, count, scaled_max, floor, top_k, top_p, total, si
         low, high = _search_range(floor, scaled_max)
         while high - low > 1:
             middle = low + (high - low) // 2
-            is_enough = tl.sum((values >= _value_of(middle)).to(tl.int32), 0) >= top_k
+            is_enough = tl.sum((values >= value_of(middle)).to(tl.int32), 0) >= top_k
             low, high = tl.where(is_enough, middle, low), tl.where(is_enough, high, middle)
-        threshold = _value_of(low)
+        threshold = value_of(low)
     if top_p < 1:
         masses = mass_of(values, scaled_max, threshold).to(tl.float64)
         if top_k > 0:
@@ -263,10 +265,10 @@ def _bisect_candidates(source, count, scaled_max, floor, top_k, top_p, total, si
         low, high = _search_range(threshold, scaled_max)
         while high - low > 1:
             middle = low + (high - low) // 2
-            above = tl.sum(tl.where(values >= _value_of(middle), masses, 0.0), 0)
+            above = tl.sum(tl.where(values >= value_of(middle), masses, 0.0), 0)
             is_enough = above >= top_p.to(tl.float64) * total
             low, high = tl.where(is_enough, middle, low), tl.where(is_enough, high, middle)
-        threshold = _value_of(low)
+        threshold = value_of(low)
     return threshold
 
 
@@ -277,19 +279,19 @@ def _bisect_row(logits, temperature, scaled_max, floor, top_k, top_p, total, voc
         low, high = _search_range(floor, scaled_max)
         while high - low > 1:
             middle = low + (high - low) // 2
-            above, _ = _measure_row(logits, temperature, scaled_max, _value_of(middle), vocab, tile)
+            above, _ = _measure_row(logits, temperature, scaled_max, value_of(middle), vocab, tile)
             is_enough = above >= top_k
             low, high = tl.where(is_enough, middle, low), tl.where(is_enough, high, middle)
-        threshold = _value_of(low)
+        threshold = value_of(low)
         _, total = _measure_row(logits, temperature, scaled_max, threshold, vocab, tile)
     if top_p < 1:
         low, high = _search_range(threshold, scaled_max)
         while high - low > 1:
             middle = low + (high - low) // 2
-            _, mass = _measure_row(logits, temperature, scaled_max, _value_of(middle), vocab, tile)
+            _, mass = _measure_row(logits, temperature, scaled_max, value_of(middle), vocab, tile)
             is_enough = mass >= top_p.to(tl.float64) * total
             low, high = tl.where(is_enough, middle, low), tl.where(is_enough, high, middle)
-        threshold = _value_of(low)
+        threshold = value_of(low)
     return threshold
 
 
@@ -310,17 +312,4 @@ def _measure_row(logits, temperature, scaled_max, value, vocab: tl.constexpr, ti
 @triton.jit
 def _search_range(floor, scaled_max):
     """Keys (int64) between which a threshold lies: everything reaches the first, nothing the second."""
-    return _key_of(floor), _key_of(scaled_max) + 1
-
-
-@triton.jit
-def _key_of(value):
-    """int64 that is ordered as float32 values are."""
-    bits = value.to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
-
-
-@triton.jit
-def _value_of(key):
-    bits = key.to(tl.int32)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return key_of(floor), key_of(scaled_max) + 1

@@ -1,9 +1,8 @@
-"""Which drafts stand, and what takes the place of those that do not.
+"""Which drafts stand.
 
 `verify` accepts, of each request's window, the run of drafts that are the tokens sampled in their places; a gap (-1) is
-never accepted. `accept_or_resample` is the rejection sampling of `penstock.runner.speculation.rejection` (Leviathan et
-al. 2023, arXiv:2211.17192): a draft x is accepted with probability min(1, p(x) / q(x)), and otherwise a token drawn
-from max(0, p - q). One program per request or row; sums are taken over fixed tiles in their order.
+never accepted. `toss` accepts by the toss of a coin, as `penstock.runner.speculation.synthetic` does: the number of
+(seed, position) is below the place's rate, and the request's grammar allows the draft. One program per request.
 """
 
 from __future__ import annotations
@@ -12,12 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from penstock.kernels.triton.sampling.draw import first_above
-from penstock.kernels.triton.sampling.tiles import padded_tiles
+from penstock.kernels.triton.sampling.noise import uniform_of
 
-_DRAFTS_WARPS = 1
-_TILE = 4096  # of the vocabulary, summed at a time
-_WARPS = 8
+_WARPS = 1
 
 
 def verify(
@@ -42,37 +38,48 @@ def verify(
         num_real_drafts,
         max_num_drafts,
         triton.next_power_of_2(max(max_num_drafts, 1)),
-        num_warps=_DRAFTS_WARPS,
-    )
-
-
-def accept_or_resample(
-    target: torch.Tensor,  # [n, vocab_size] float32 probabilities
-    draft: torch.Tensor,  # [n, vocab_size] float32 probabilities
-    drafts: torch.Tensor,  # [n] int64
-    accept: torch.Tensor,  # [n] float64 in [0, 1)
-    resample: torch.Tensor,  # [n] float64 in [0, 1)
-    out: torch.Tensor | None = None,  # [n] int64
-) -> torch.Tensor:
-    """[n] int64: each draft, or the token in its place. A draft without mass, or of NaN, is never accepted."""
-    num_rows, vocab_size = target.shape
-    assert draft.shape == target.shape and target.dtype == draft.dtype == torch.float32, f"{target.shape} {draft.shape}"
-    assert target.is_contiguous() and draft.is_contiguous(), f"strides are {target.stride()} and {draft.stride()}"
-    assert drafts.shape == accept.shape == resample.shape == (num_rows,), f"{drafts.shape} for {num_rows} rows"
-    out = torch.empty_like(drafts) if out is None else out
-    _accept_or_resample[(num_rows,)](
-        target,
-        draft,
-        drafts,
-        accept,
-        resample,
-        out,
-        vocab_size,
-        _TILE,
-        padded_tiles(triton.cdiv(vocab_size, _TILE)),
         num_warps=_WARPS,
     )
-    return out
+
+
+def toss(
+    token_ids: torch.Tensor,  # [num_logits] int64: what was sampled, window after window; drafts that stand are put in
+    positions: torch.Tensor,  # [num_logits] int64
+    drafts: torch.Tensor,  # [max_num_reqs, max_num_drafts] int64, by state row; -1 is a gap
+    seed: torch.Tensor,  # [max_num_reqs] or [max_num_reqs, 1] int64, by state row
+    rates: torch.Tensor,  # [max_num_drafts] float64: the probability of each place once those before it stand
+    purpose: int,
+    mask_of_row: torch.Tensor,  # [num_logits] int32: which of the bitmasks, -1 for none; empty where none has one
+    bitmasks: torch.Tensor,  # [m, words] int32: bit t % 32 of word t // 32 allows token t
+    rows: torch.Tensor,  # as in `verify`, and so are the rest
+    logits_start_loc: torch.Tensor,
+    num_accepted: torch.Tensor,
+    num_real_drafts: torch.Tensor,
+) -> None:
+    num_reqs, max_num_drafts = len(rows), drafts.shape[1]
+    assert logits_start_loc.shape == (num_reqs + 1,), f"{tuple(logits_start_loc.shape)} for {num_reqs} requests"
+    assert num_accepted.shape == num_real_drafts.shape == (num_reqs,), f"{num_accepted.shape} {num_real_drafts.shape}"
+    assert drafts.is_contiguous() and bitmasks.is_contiguous(), f"{drafts.stride()} {bitmasks.stride()}"
+    assert rates.shape == (max_num_drafts,) and rates.dtype == torch.float64, f"{rates.shape} {rates.dtype}"
+    _toss[(num_reqs,)](
+        token_ids,
+        positions,
+        drafts,
+        seed,
+        rates,
+        mask_of_row,
+        bitmasks,
+        rows,
+        logits_start_loc,
+        num_accepted,
+        num_real_drafts,
+        len(mask_of_row),
+        bitmasks.shape[1],
+        purpose,
+        max_num_drafts,
+        triton.next_power_of_2(max(max_num_drafts, 1)),
+        num_warps=_WARPS,
+    )
 
 
 @triton.jit(
@@ -103,57 +110,48 @@ def _verify(
     tl.store(num_real_drafts_ptr + request, tl.min(tl.where(draft >= 0, tile, place), 0).to(tl.int64))
 
 
-@triton.jit(do_not_specialize_on_alignment=["drafts_ptr", "accept_ptr", "resample_ptr", "out_ptr"])
-def _accept_or_resample(
-    target_ptr,
-    draft_ptr,
+@triton.jit(
+    do_not_specialize=["has_bitmasks", "words"],
+    do_not_specialize_on_alignment=[
+        "token_ids_ptr", "positions_ptr", "mask_of_row_ptr", "bitmasks_ptr", "rows_ptr", "starts_ptr",
+        "num_accepted_ptr", "num_real_drafts_ptr",
+    ],
+)  # fmt: skip
+def _toss(
+    token_ids_ptr,
+    positions_ptr,
     drafts_ptr,
-    accept_ptr,
-    resample_ptr,
-    out_ptr,
-    vocab: tl.constexpr,
+    seed_ptr,
+    rates_ptr,
+    mask_of_row_ptr,
+    bitmasks_ptr,
+    rows_ptr,
+    starts_ptr,
+    num_accepted_ptr,
+    num_real_drafts_ptr,
+    has_bitmasks,
+    words,
+    purpose: tl.constexpr,
+    max_num_drafts: tl.constexpr,
     tile: tl.constexpr,
-    all_tiles: tl.constexpr,
 ):
-    index = tl.program_id(0)
-    start = index.to(tl.int64) * vocab
-    token = tl.load(drafts_ptr + index)
-    of_target = tl.load(target_ptr + start + token).to(tl.float64)
-    of_draft = tl.load(draft_ptr + start + token).to(tl.float64)
-    is_accepted = (of_draft > 0) & (tl.load(accept_ptr + index) * of_draft < of_target)
-    if not is_accepted:
-        sums = _sum_tiles(target_ptr, draft_ptr, start, True, vocab, tile, all_tiles)
-        # Nothing may be left of equal distributions but for a rounding, or where the drafter's is NaN.
-        has_residual = tl.sum(sums, 0) > 0
-        if not has_residual:
-            sums = _sum_tiles(target_ptr, draft_ptr, start, False, vocab, tile, all_tiles)
-        cdf = tl.cumsum(sums, 0)
-        total = tl.max(cdf, 0)
-        goal = tl.minimum(tl.load(resample_ptr + index) * total, total * (1.0 - 1.0 / 9007199254740992.0))
-        number = first_above(cdf, sums, goal, all_tiles)
-        before = tl.max(tl.where(tl.arange(0, all_tiles) < number, cdf, 0.0), 0)
-        masses = _load_residual(target_ptr, draft_ptr, start, number * tile, has_residual, vocab, tile)
-        token = (number * tile + first_above(tl.cumsum(masses, 0), masses, goal - before, tile)).to(tl.int64)
-    tl.store(out_ptr + index, token)
-
-
-@triton.jit
-def _load_residual(target_ptr, draft_ptr, start, offset, has_residual, vocab: tl.constexpr, tile: tl.constexpr):
-    """[tile] float64: max(0, target - draft), or the target where nothing is left of it; NaN stays."""
-    place = offset + tl.arange(0, tile)
-    target = tl.load(target_ptr + start + place, mask=place < vocab, other=0.0)
-    residual = target - tl.load(draft_ptr + start + place, mask=place < vocab, other=0.0)
-    residual = tl.where(residual < 0, 0.0, residual)
-    return tl.where(has_residual, residual, target).to(tl.float64)
-
-
-@triton.jit
-def _sum_tiles(
-    target_ptr, draft_ptr, start, has_residual, vocab: tl.constexpr, tile: tl.constexpr, all_tiles: tl.constexpr
-):
-    """[all_tiles] float64: the mass of each tile, 0 behind the vocabulary."""
-    sums = tl.zeros([all_tiles], tl.float64)
-    for offset in range(0, vocab, tile):
-        masses = _load_residual(target_ptr, draft_ptr, start, offset, has_residual, vocab, tile)
-        sums = tl.where(tl.arange(0, all_tiles) == offset // tile, tl.sum(masses, 0), sums)
-    return sums
+    request = tl.program_id(0)
+    row = tl.load(rows_ptr + request)
+    start = tl.load(starts_ptr + request)
+    num_drafts = tl.where(row >= 0, tl.maximum(tl.load(starts_ptr + request + 1) - start - 1, 0), 0)
+    place = tl.arange(0, tile)
+    in_window = (place < num_drafts) & (place < max_num_drafts)
+    draft = tl.load(drafts_ptr + row * max_num_drafts + place, mask=in_window, other=-1)
+    is_real = draft >= 0
+    seed = tl.load(seed_ptr + row, mask=row >= 0, other=0)
+    position = tl.load(positions_ptr + start + place, mask=in_window, other=0)
+    coin = uniform_of(seed, position, purpose)
+    stands = is_real & (coin < tl.load(rates_ptr + place, mask=in_window, other=0.0))
+    if has_bitmasks > 0:
+        mask_index = tl.load(mask_of_row_ptr + start + place, mask=in_window, other=-1).to(tl.int64)
+        word_place = mask_index * words + draft // 32
+        word = tl.load(bitmasks_ptr + word_place, mask=stands & (mask_index >= 0), other=-1)
+        stands = stands & (((word >> (draft % 32).to(tl.int32)) & 1) == 1)
+    tl.store(token_ids_ptr + start + place, draft, mask=stands)
+    tl.store(num_accepted_ptr + request, tl.min(tl.where(stands, tile, place), 0).to(tl.int64))
+    tl.store(num_real_drafts_ptr + request, tl.min(tl.where(is_real, tile, place), 0).to(tl.int64))

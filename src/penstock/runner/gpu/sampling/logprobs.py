@@ -1,0 +1,58 @@
+"""Log probabilities by the kernels of a GPU, and what their records say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from penstock.kernels.triton.sampling.logprobs import RECORD, LogprobsWorkspace, score_tokens
+from penstock.messages.runner_output import TokenLogprobs
+from penstock.messages.sampling_params import MAX_LOGPROBS
+from penstock.runner.buffers import HostCopy
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedLogprobs:
+    """`PendingLogprobs`."""
+
+    records: HostCopy  # [num_rows, RECORD] int32
+    num_top: int
+
+    def result(self) -> list[TokenLogprobs]:
+        records = self.records.wait()
+        return read_records(records, [self.num_top] * len(records))
+
+
+class GpuScorer:
+    """`Scorer`."""
+
+    def score(self, logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> CopiedLogprobs:
+        num_rows, vocab_size = logits.shape
+        num_top = min(num_top, vocab_size)
+        # Every row wants what the one row of the table does.
+        rows, wanted = torch.zeros_like(chosen), torch.full((1, 1), num_top, dtype=torch.int32, device=logits.device)
+        workspace = LogprobsWorkspace.allocate(num_rows, vocab_size, logits.device)
+        records = torch.empty((num_rows, RECORD), dtype=torch.int32, device=logits.device)
+        score_tokens(logits, rows, wanted, chosen, workspace, num_top > 0, records)
+        return CopiedLogprobs(HostCopy.of(records), num_top)
+
+
+def read_records(records: np.ndarray, num_top: Sequence[int]) -> list[TokenLogprobs]:
+    """`records` [n, RECORD] int32 as `score_tokens` writes them, with `num_top` [n] likeliest tokens each."""
+    numbers = records.view(np.float32)
+    first, last = 3, 3 + MAX_LOGPROBS
+    rows = zip(
+        num_top,
+        numbers[:, 0].tolist(),
+        records[:, 1:3].tolist(),
+        records[:, first:last].tolist(),
+        numbers[:, last:].tolist(),
+        strict=True,
+    )
+    return [
+        TokenLogprobs((token, *ids[:count]), (logprob, *logprobs[:count]), rank)
+        for count, logprob, (rank, token), ids, logprobs in rows
+    ]

@@ -1,0 +1,83 @@
+"""What comes back of a step, in one piece of memory and one copy."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from penstock.kernels.triton.sampling.logprobs import RECORD
+from penstock.messages.runner_output import ModelRunnerOutput, TokenLogprobs
+from penstock.runner.buffers import Fence, HostCopy
+from penstock.runner.gpu.sampling.logprobs import read_records
+from penstock.runner.host_batch import HostBatch
+from penstock.runner.outputs import SampledArrays, make_empty_output, make_output, window_starts
+from penstock.utils.math import round_up
+
+_ALIGNMENT = 8
+
+
+class Packed:
+    """`SampledArrays` with room and counts by request, then the log probabilities' records, which few steps have."""
+
+    def __init__(self, num_logits: int, num_reqs: int, device: torch.device) -> None:
+        sizes = (8 * num_logits, 8 * num_reqs, 8 * num_reqs, round_up(num_logits, _ALIGNMENT), 4 * RECORD * num_logits)
+        ends = np.cumsum((0, *sizes)).tolist()
+        self._places = [slice(start, end) for start, end in itertools.pairwise(ends)]
+        self._memory = torch.zeros(ends[-1], dtype=torch.uint8, device=device)
+        parts = [self._memory[place] for place in self._places]
+        self.token_ids = parts[0].view(torch.int64)  # [num_logits]
+        self.num_accepted = parts[1].view(torch.int64)  # [num_reqs]
+        self.num_real_drafts = parts[2].view(torch.int64)  # [num_reqs]
+        self.verdicts = parts[3].view(torch.int8)  # [at least num_logits]
+        self.records = parts[4].view(torch.int32).view(num_logits, RECORD)
+
+    def copy(self, host: HostBatch, num_top: np.ndarray, num_records: int) -> CopiedOutput:
+        """On its way to the CPU, with the first `num_records` records; `num_top` as in `CopiedOutput`."""
+        end = self._places[-1].start + 4 * RECORD * num_records
+        return CopiedOutput(host, num_top, HostCopy.of(self._memory[:end]), tuple(self._places))
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedOutput:
+    """Tokens on their way to the CPU (`PendingOutput`)."""
+
+    host: HostBatch
+    num_top: np.ndarray  # [num_sampling] int64: likeliest tokens that a request wants to know, -1: no logprobs at all
+    memory: HostCopy
+    places: tuple[slice, ...]  # of `Packed`
+
+    def result(self) -> ModelRunnerOutput:
+        memory, host = self.memory.wait(), self.host
+        token_ids, num_accepted, num_real_drafts, verdicts, records = (memory[place] for place in self.places)
+        if host.has_drafts:
+            counts = [each.view(np.int64)[host.sampling] for each in (num_accepted, num_real_drafts)]
+        else:
+            counts = [np.zeros(len(host.sampling), dtype=np.int64)] * 2
+        output = make_output(host, SampledArrays(token_ids.view(np.int64), verdicts.view(np.int8), *counts))
+        if not len(records):
+            return output
+        return replace(output, logprobs=self._logprobs(output, records.view(np.int32).reshape(-1, RECORD)))
+
+    def _logprobs(self, output: ModelRunnerOutput, records: np.ndarray) -> dict[str, tuple[TokenLogprobs, ...]]:
+        found: dict[str, tuple[TokenLogprobs, ...]] = {}
+        starts, names = window_starts(self.host), self.host.sampling_request_ids
+        for index in np.nonzero(self.num_top >= 0)[0].tolist():
+            count, start = len(output.sampled_token_ids[names[index]]), int(starts[index])
+            wanted = [int(self.num_top[index])] * count
+            found[names[index]] = tuple(read_records(records[start : start + count], wanted))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class EmptyOutput:
+    """Of a step without tokens to copy (`PendingOutput`): its KV is in place when its result is there."""
+
+    host: HostBatch
+    fence: Fence
+
+    def result(self) -> ModelRunnerOutput:
+        self.fence.wait()
+        return make_empty_output(self.host)
