@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from penstock.models.eagle3 import Eagle3Head
 from penstock.models.interface import Model
 from penstock.models.mtp import MultiTokenPredictor, build_mtp
 from penstock.models.registry import build_model, check_supported
-from penstock.models.weights import Weights, checkpoint_bytes, open_weights
+from penstock.models.weights import Weights, checkpoint_bytes, delivery_to, open_weights
 from penstock.runner.memory import available_bytes, total_bytes
 from penstock.utils.errors import ConfigError
 
@@ -96,12 +96,9 @@ def _build(config: EngineConfig, device: torch.device) -> tuple[Model, Drafter |
 
 @contextmanager
 def _weights(config: EngineConfig, folder: Path, device: torch.device) -> Iterator[Weights]:
-    source = open_weights(folder, config.load_format)
-    try:
-        with torch.inference_mode():
-            yield Weights(source, TORCH_DTYPES[config.model.dtype], device)
-    finally:
-        source.close()
+    opened = closing(open_weights(folder, config.load_format, device))
+    with opened as source, delivery_to(device) as delivery, torch.inference_mode():
+        yield Weights(source, TORCH_DTYPES[config.model.dtype], device, delivery=delivery)
 
 
 def num_blocks_in_budget(config: CacheConfig, device: torch.device, bytes_per_block: int) -> int:
