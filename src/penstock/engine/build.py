@@ -14,6 +14,7 @@ from penstock.core.kv_cache_planning import attach_layers, block_bytes, group_la
 from penstock.core.kv_events import NullKVEventRecorder, StepKVEventRecorder
 from penstock.core.scheduler import Scheduler
 from penstock.core.structured_output import StructuredOutputs
+from penstock.engine.compile_ahead import compiling_ahead
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.grammars import make_grammar_backend
 from penstock.engine.memory_profile import memory_budget, step_advice
@@ -45,7 +46,9 @@ def make_config(args: EngineArgs) -> EngineConfig:
 
 def build_engine_core(config: EngineConfig) -> tuple[EngineCore, SchedulerConfig]:
     """Loads the model, plans and allocates the cache. The scheduler's limits come back as the memory allows them."""
-    loaded = load_model(config)
+    with compiling_ahead(config) as wait_for_kernels:
+        loaded = load_model(config)
+        wait_for_kernels()
     limits, planned = _plan(config, loaded)
     cache = _allocate(planned, loaded, config.cache)
     transfer, worker = build_transfer(config, planned)

@@ -35,9 +35,8 @@ class MadeUpSteps:
         """So many requests with a context of so many tokens, the last of which is computed. Earlier requests end."""
         return self._start([(context - 1, 1)] * num_reqs, kind)
 
-    def verify(self) -> SchedulerOutput:
-        """As many of the requests of the step before as the budget allows check as many drafts as there may be."""
-        num_drafts = self._limits.max_num_drafts
+    def verify(self, num_drafts: int) -> SchedulerOutput:
+        """As many of the requests of the step before as the budget allows check so many drafts each."""
         chosen = list(self._running)[: self._limits.max_num_batched_tokens // (1 + num_drafts)]
         nothing: tuple[tuple[int, ...], ...] = ((),) * self._num_groups
         plan = self._plan(
@@ -102,4 +101,4 @@ def largest_steps(
     for kind in kinds:
         yield steps.prefill(lengths, kind)
         if limits.max_num_drafts:
-            yield steps.verify()
+            yield steps.verify(limits.max_num_drafts)

@@ -20,7 +20,9 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     tensor = torch.from_numpy(array)
     if device.type == "cpu":
         return tensor.clone()
-    return tensor.pin_memory().to(device, non_blocking=True)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 class TableWriter(Protocol):

@@ -64,7 +64,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     """Builds the model with its weights. Raises ConfigError when the checkpoint or the memory is unfit."""
     check_supported(config.model)
     device = torch.device(config.device)
-    if config.load_format != "dummy":
+    if config.load_format != "dummy" and device.type != "meta":
         needed, available = checkpoint_bytes(config.model.path), available_bytes(device)
         if needed > available:
             raise ConfigError(

@@ -15,7 +15,7 @@ class Fence:
     """A place on the current stream that the CPU can wait for; a CPU that stands in for a GPU has always passed it."""
 
     def __init__(self, device: torch.device) -> None:
-        self._events = [] if device.type == "cpu" else [torch.cuda.Event()]
+        self._events = [torch.cuda.Event()] if device.type == "cuda" else []
 
     def record(self) -> None:
         for event in self._events:
@@ -66,7 +66,7 @@ class PinnedRing:
         slot.fence.record()
 
     def _make_slot(self, num_bytes: int) -> _Slot:
-        memory = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._device.type != "cpu")
+        memory = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
         return _Slot(memory, memory.numpy(), Fence(self._device))
 
 

@@ -198,7 +198,7 @@ class GpuStepSampler:
 
     def _copy(self, host: HostBatch) -> CopiedOutput:
         # Torch's pool of pinned memory gives none away that a copy may still write to.
-        memory = torch.empty(len(self._memory), dtype=torch.uint8, pin_memory=self._device.type != "cpu")
+        memory = torch.empty(len(self._memory), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
         memory.copy_(self._memory, non_blocking=True)
         return CopiedOutput(host, _Packed(*self._shape, memory), self._fence())
 

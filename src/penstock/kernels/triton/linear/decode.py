@@ -25,6 +25,7 @@ from penstock.kernels.triton.linear.products import gemm, gemv
 from penstock.kernels.triton.linear.tiles import BUCKETS, MAX_TOKENS, Role, Tile, choose
 
 _ARGMAX_BLOCK = 4096
+_HOPPER = 90  # compute capability 9.0
 _OPTIONAL = ("squares", "bias", "old_residual", "gain", "residual", "out", "side", "side_ids")
 _ABSENT: dict[str, Any] = {**dict.fromkeys(_OPTIONAL), "eps": 0.0}
 
@@ -38,7 +39,8 @@ class Device:
 
     @classmethod
     def of(cls, device: torch.device) -> Device:
-        is_new = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+        # Triton's word for it, because a kernel may be compiled where its device is not.
+        is_new = device.type != "cpu" and triton.runtime.driver.active.get_current_target().arch >= _HOPPER
         return cls(is_new, is_new)
 
     @property
