@@ -14,6 +14,7 @@ from penstock.engine.build import make_config
 from penstock.runner.gpu.ahead import claim_in
 from tests.kernels.ahead_cases import in_a_new_process
 
+OFFLOAD = {"kv_transfer_config": {"kv_connector": "OffloadingConnector"}}
 MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
 
 
@@ -25,6 +26,11 @@ def test_an_engine_asks_for_nothing_else(engine_args: dict[str, Any]) -> None:
     assert not missing
     if not engine_args:
         assert walked == in_a_new_process("walked", "cpu", {}), "memory makes a difference"
+
+
+def test_what_moves_blocks() -> None:
+    moves = [name for name in in_a_new_process("walked", "meta", OFFLOAD) if "_move_blocks" in name]
+    assert len(moves) == 2
 
 
 def test_the_fused_decoder() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import closing
 
 import pytest
@@ -14,10 +15,10 @@ CHUNK = 64
 
 
 class LateQueue:
-    """Copies only when somebody waits (`CopyQueue`), and notes whether that somebody had to be the CPU."""
+    """Copies and launches only when somebody waits (`CopyQueue`), and counts how often that was the CPU."""
 
     def __init__(self) -> None:
-        self._pending: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._pending: list[Callable[[], object]] = []
         self._lock = threading.Lock()
         self.num_slots = 0
         self.num_waits = 0
@@ -26,19 +27,21 @@ class LateQueue:
         self.num_slots += 1
         return torch.full((num_bytes,), 255, dtype=torch.uint8)
 
-    def follow(self) -> None:
-        assert not self._pending
+    def follow(self) -> None: ...
 
-    def copy(self, staged: torch.Tensor, out: torch.Tensor) -> LatePlace:
+    def copy(self, source: torch.Tensor, out: torch.Tensor) -> LatePlace:
+        return self.launch(lambda: out.copy_(source))
+
+    def launch(self, launch: Callable[[], object]) -> LatePlace:
         assert torch.is_inference_mode_enabled()
         with self._lock:
-            self._pending.append((staged, out))
+            self._pending.append(launch)
         return LatePlace(self)
 
     def join(self) -> None:
         with self._lock, torch.inference_mode():
-            for staged, out in self._pending:
-                out.copy_(staged)
+            for launch in self._pending:
+                launch()
             self._pending.clear()
 
 
@@ -78,11 +81,11 @@ def test_a_failed_copy_is_reported_when_all_chunks_have_ended() -> None:
     class Failing(LateQueue):
         num_copies = 0
 
-        def copy(self, staged: torch.Tensor, out: torch.Tensor) -> LatePlace:
+        def copy(self, source: torch.Tensor, out: torch.Tensor) -> LatePlace:
             self.num_copies += 1
             if self.num_copies == 2:
                 raise OSError("a page cannot be read")
-            return super().copy(staged, out)
+            return super().copy(source, out)
 
     queue = Failing()
     with closing(Stager(queue, CHUNK, 2)) as stager, torch.inference_mode():

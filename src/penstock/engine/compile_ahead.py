@@ -149,6 +149,11 @@ def walk(config: EngineConfig, device: torch.device) -> None:
     for plan in _steps(config, len(groups)):
         runner.execute_model(plan)
         runner.sample_tokens(_NO_GRAMMARS).result()
+    if config.kv_transfer is not None:
+        # Only now: a CPU needs no Triton.
+        from penstock.runner.gpu.block_transfers import launch_all
+
+        launch_all(device)
 
 
 def _steps(config: EngineConfig, num_groups: int) -> Iterator[SchedulerOutput]:

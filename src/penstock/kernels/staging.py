@@ -13,7 +13,7 @@ import functools
 import itertools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Protocol
 
@@ -34,18 +34,24 @@ class Passed(Protocol):
 
 
 class CopyQueue(Protocol):
-    """In what order a device copies. Threading: any thread may call `copy`; of the others one at a time."""
+    """In what order a device copies, and what it launches between copies. Threading: `copy` and `launch` from any
+    thread; the others from the one whose stream they speak of."""
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """[num_bytes] uint8 that queued copies can read."""
+        """[num_bytes] uint8 of the host's memory that queued copies can reach."""
         ...
 
     def follow(self) -> None:
         """What is queued from now on happens behind all that has been launched before on the caller's stream."""
         ...
 
-    def copy(self, staged: torch.Tensor, out: torch.Tensor) -> Passed:
-        """Queues `out = staged`, in out's dtype; `staged` may change when the place behind it has been passed."""
+    def copy(self, source: torch.Tensor, out: torch.Tensor) -> Passed:
+        """Queues `out = source`, in out's dtype. One is the device's; the host's may be touched when the place behind
+        the copy has been passed."""
+        ...
+
+    def launch(self, launch: Callable[[], None]) -> Passed:
+        """Queues what the function launches."""
         ...
 
     def join(self) -> None:
@@ -66,18 +72,52 @@ class CudaCopyQueue:
     def follow(self) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
-    def copy(self, staged: torch.Tensor, out: torch.Tensor) -> torch.cuda.Event:
+    def copy(self, source: torch.Tensor, out: torch.Tensor) -> Passed:
+        def convert() -> None:
+            # On the device: torch would convert in a copy between the two on the host, into pageable memory.
+            arrived = source if source.dtype == out.dtype else source.to(self._device, non_blocking=True)
+            out.copy_(arrived, non_blocking=True)
+
+        return self.launch(convert)
+
+    def launch(self, launch: Callable[[], None]) -> Passed:
         # Waiting threads sleep: those that copy want the processors.
         passed = torch.cuda.Event(blocking=True)
         with torch.cuda.stream(self._stream):
-            # On the device: torch would convert in a copy between the two on the host, into pageable memory.
-            arrived = staged if staged.dtype == out.dtype else staged.to(self._device, non_blocking=True)
-            out.copy_(arrived, non_blocking=True)
+            launch()
             passed.record(self._stream)
         return passed
 
     def join(self) -> None:
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+
+class NoQueue:
+    """Where a CPU stands in for the device: everything happens when it is queued (`CopyQueue`)."""
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def follow(self) -> None: ...
+
+    def copy(self, source: torch.Tensor, out: torch.Tensor) -> Passed:
+        out.copy_(source)
+        return START
+
+    def launch(self, launch: Callable[[], None]) -> Passed:
+        launch()
+        return START
+
+    def join(self) -> None: ...
+
+
+class _Start:
+    """The place before the first copy."""
+
+    def synchronize(self) -> None: ...
+
+
+START = _Start()
 
 
 class Stager:
@@ -118,16 +158,10 @@ class Stager:
         slot.passed = self._queue.copy(slot.memory[:num_bytes].view(source.dtype), out)
 
 
-class _Start:
-    """The place before the first copy."""
-
-    def synchronize(self) -> None: ...
-
-
 class _Slot:
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory  # [chunk_bytes] uint8
-        self.passed: Passed = _Start()  # behind the copy that read it last
+        self.passed: Passed = START  # behind the copy that read it last
 
 
 class _Slots(threading.local):
