@@ -6,6 +6,7 @@ Every cell runs the requests of `test_identity_matrix` and compares with its pla
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,11 @@ import pytest
 
 from penstock import LLM, ConfigError, SamplingParams
 from penstock.kv_transfer.offload.worker import OffloadingWorker
+from penstock.kv_transfer.view import Place, Take, Transfer, write_now
 from penstock.messages.kv_transfer import BadRange, TransferReport, TransferStatus
 from penstock.messages.outputs import CompletionOutput
+from penstock.runner import kv_cache_view
+from penstock.runner.kv_cache_view import TorchKVCacheView
 from tests.integration.test_identity_matrix import requests, run
 from tests.integration.test_identity_speculation import METHODS
 
@@ -36,6 +40,11 @@ def offloading(**options: Any) -> dict[str, Any]:
 def completions(llm: LLM) -> list[CompletionOutput]:
     prompts, params = zip(*requests()[:COUNT], strict=True)
     return [output.outputs[0] for output in llm.generate(list(prompts), list(params), use_tqdm=False)]
+
+
+def completions_of(llm: LLM, count: int) -> list[list[int]]:
+    prompts, params = zip(*requests()[:count], strict=True)
+    return [output.outputs[0].token_ids for output in llm.generate(list(prompts), list(params), use_tqdm=False)]
 
 
 def tokens(llm: LLM) -> list[list[int]]:
@@ -83,6 +92,59 @@ def test_from_memory_and_from_disk(
     llm.shutdown()
 
 
+class Late:
+    """A transfer that is done when it has been asked a few times (`Transfer`), and not a moment before."""
+
+    def __init__(self, run: Callable[[], object]) -> None:
+        self._run = run
+        self._left = 3
+
+    def done(self) -> bool:
+        self._left -= 1
+        if self._left == 0:
+            self._run()
+        return self._left <= 0
+
+    def result(self) -> None:
+        while not self.done():
+            pass
+
+
+def test_transfers_that_take_some_steps(plain_tokens: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are given away while they are copied, and wanted while they come."""
+
+    def read_blocks(self: TorchKVCacheView, places: Sequence[Place], take: Take) -> Late:
+        kept = [[memoryview(bytes(part)) for part in self.block_parts(*place)] for place in places]
+        return Late(lambda: [take(number, parts) for number, parts in enumerate(kept)])
+
+    def write_blocks(self: TorchKVCacheView, places: Sequence[Place], data: Sequence[memoryview], take: Take) -> Late:
+        return Late(lambda: write_now(self, places, data, take))
+
+    monkeypatch.setattr(TorchKVCacheView, "read_blocks", read_blocks)
+    monkeypatch.setattr(TorchKVCacheView, "write_blocks", write_blocks)
+    llm = make(offloading(), async_scheduling=True)
+    assert tokens(llm) == plain_tokens
+    assert run_again(llm) == plain_tokens
+    stats = llm.stats()
+    assert stats.num_preemptions > 0
+    assert stats.remote_kv.num_tokens > 500
+    assert stats.remote_kv.num_failed == 0
+    llm.check_integrity()
+    llm.shutdown()
+
+
+def test_by_the_kernels_of_a_gpu(plain_tokens: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Triton's interpreter."""
+    monkeypatch.setattr(kv_cache_view, "has_gpu_kernels", lambda device: True)
+    llm = make(offloading())
+    assert completions_of(llm, 4) == plain_tokens[:4]
+    assert llm.reset_prefix_cache()
+    assert completions_of(llm, 4) == plain_tokens[:4]
+    assert llm.stats().remote_kv.num_tokens > 50
+    assert llm.stats().remote_kv.num_failed == 0
+    llm.shutdown()
+
+
 @pytest.mark.parametrize("speculator", ["none", "mtp"])
 def test_a_tier_too_small_for_all(plain_tokens: list[list[int]], speculator: str) -> None:
     """Blocks are evicted and computed again all the time."""
@@ -108,17 +170,18 @@ def test_a_block_that_does_not_come(
     assert tokens(llm) == plain_tokens
     load, num_loads = OffloadingWorker._load, 0
 
-    def lossy(self: OffloadingWorker, asked: Any) -> TransferReport:
+    def lossy(self: OffloadingWorker, asked: Any) -> tuple[Transfer, Callable[[], TransferReport]]:
         nonlocal num_loads
         num_loads += 1
-        report = load(self, asked)
+        transfer, make_report = load(self, asked)
         if num_loads % 2:
-            return report
+            return transfer, make_report
+        report = make_report()
         block = sorted(asked.blocks, key=lambda each: each.index)[min(FAILING[place], len(asked.blocks) - 1)]
         size = 16
         self._view.write_block(block.group, block.block_id, memoryview(bytes(self._view.block_bytes(block.group))))
         bad = BadRange(block.group, block.index * size, (block.index + 1) * size)
-        return TransferReport(report.transfer_id, report.shard, TransferStatus.FAILED, (bad,))
+        return transfer, lambda: TransferReport(report.transfer_id, report.shard, TransferStatus.FAILED, (bad,))
 
     monkeypatch.setattr(OffloadingWorker, "_load", lossy)
     assert llm.reset_prefix_cache()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock import SamplingParams
-from penstock.config.engine import EngineArgs, SchedulerConfig
+from penstock.config.engine import EngineArgs, EngineConfig, SchedulerConfig
+from penstock.engine.build import make_config
 from penstock.engine.core_messages import (
     CODEC,
     AbortRequests,
@@ -141,6 +143,14 @@ def test_numbers_of_other_libraries_become_plain_ones() -> None:
     assert received == request
     assert type(received.sampling_params.temperature) is float
     assert type(received.sampling_params.top_k) is int
+
+
+def test_a_whole_configuration_with_its_paths() -> None:
+    config = make_config(EngineArgs(device="cpu", speculative_config={"method": "mtp", "num_speculative_tokens": 2}))
+    codec = Codec(EngineConfig)
+    (received,) = FrameReader(codec).feed(codec.encode(config))
+    assert received == config
+    assert isinstance(received.model.path, Path)
 
 
 @given(st.binary(max_size=64))

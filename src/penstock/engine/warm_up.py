@@ -21,11 +21,12 @@ from penstock.messages.sampling_params import SamplingParams
 from penstock.utils.errors import ConfigError, EngineDeadError
 
 _MAX_BLOCKS = 256
-_KINDS = (
+KINDS = (
     {"temperature": 0.0},
     {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 2},
     {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "min_p": 0.01},
     {"temperature": 0.8, "repetition_penalty": 1.1, "presence_penalty": 0.1, "min_tokens": 2, "logit_bias": {0: 1.0}},
+    {"temperature": 0.8, "top_k": 5, "logit_bias": {0: 1.0}},
 )
 
 
@@ -46,7 +47,7 @@ def _run(executor: Executor, cache: KVCacheConfig, limits: SchedulerConfig) -> N
     # A few blocks are enough, and a pool of all of them would take longer to make than the steps.
     small = replace(cache, num_blocks=min(cache.num_blocks, _MAX_BLOCKS))
     core = EngineCore(Scheduler(limits, KVCacheManager(small, False)), executor, limits.max_num_in_flight)
-    for together in (1, min(len(_KINDS), limits.max_num_seqs, limits.max_num_queued_requests)):
+    for together in (1, min(len(KINDS), limits.max_num_seqs, limits.max_num_queued_requests)):
         requests = list(_requests(limits))
         while requests:
             batch, requests = requests[:together], requests[together:]
@@ -59,7 +60,7 @@ def _run(executor: Executor, cache: KVCacheConfig, limits: SchedulerConfig) -> N
 def _requests(limits: SchedulerConfig) -> Iterator[EngineRequest]:
     num_prompt_tokens = min(2 + limits.max_num_drafts, limits.max_model_len - 1)
     max_tokens = min(3 + limits.max_num_drafts, limits.max_model_len - num_prompt_tokens)
-    for number, kind in enumerate(_KINDS):
+    for number, kind in enumerate(KINDS):
         yield EngineRequest(
             request_id=f"warm-up-{number}",
             prompt_token_ids=(0,) * num_prompt_tokens,

@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from penstock.messages.kv_cache_spec import KVCacheConfig
+
+Place = tuple[int, int]
+"""(group, block id)."""
+
+Parts = Sequence[memoryview]
+"""A block's bytes, a layer's after the other's."""
+
+Take = Callable[[int, Parts], None]
+"""Is given the number of a block among those that were asked for, and its parts, which are good during the call."""
+
+
+class Transfer(Protocol):
+    """Blocks on their way."""
+
+    def done(self) -> bool: ...
+
+    def result(self) -> None:
+        """Waits for its end; raises what ended it before its time."""
+        ...
 
 
 class KVCacheView(Protocol):
@@ -38,6 +57,48 @@ class KVCacheView(Protocol):
         """Overwrites the block's bytes."""
         ...
 
+    def read_blocks(self, places: Sequence[Place], take: Take) -> Transfer:
+        """Has `take` called for each block in order, with its bytes as the steps launched so far leave them.
+
+        What is launched afterwards changes nothing. The calls may come from another thread, until the transfer is done.
+        """
+        ...
+
+    def write_blocks(self, places: Sequence[Place], data: Sequence[memoryview], take: Take) -> Transfer:
+        """Overwrites the blocks, behind the steps launched so far, and shows `take` what each holds afterwards.
+
+        `data` is each block's bytes, to be left alone until the transfer is done. Steps that are launched by then find
+        the blocks written.
+        """
+        ...
+
     def read_layer(self, layer_name: str, block_id: int, into: memoryview) -> None: ...
 
     def write_layer(self, layer_name: str, block_id: int, data: memoryview) -> None: ...
+
+
+class Done:
+    """A transfer that has ended."""
+
+    def done(self) -> bool:
+        return True
+
+    def result(self) -> None: ...
+
+
+DONE = Done()
+
+
+def read_now(view: KVCacheView, places: Sequence[Place], take: Take) -> Transfer:
+    """`read_blocks` of memory that the host can see."""
+    for number, place in enumerate(places):
+        take(number, view.block_parts(*place))
+    return DONE
+
+
+def write_now(view: KVCacheView, places: Sequence[Place], data: Sequence[memoryview], take: Take) -> Transfer:
+    """`write_blocks` of memory that the host can see."""
+    for number, (place, each) in enumerate(zip(places, data, strict=True)):
+        view.write_block(*place, each)
+        take(number, view.block_parts(*place))
+    return DONE

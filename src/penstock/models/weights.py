@@ -6,8 +6,9 @@ that it expects. A tensor that is missing, misshapen or unreadable is one `Confi
 
 from __future__ import annotations
 
+import contextlib
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -16,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from penstock.config.model import read_json
+from penstock.kernels.staging import CudaCopyQueue, Stager
 from penstock.layers.linear import Linear
 from penstock.utils.errors import ConfigError
 
@@ -23,6 +25,7 @@ _INDEX = "model.safetensors.index.json"
 _PROGRESS_DELAY_SECONDS = 2.0
 _DUMMY_STD = 0.02
 _DUMMY_POOL = 1 << 22
+_HOST = torch.device("cpu")
 
 
 class WeightSource(Protocol):
@@ -35,6 +38,69 @@ class WeightSource(Protocol):
     def has(self, name: str) -> bool: ...
 
     def close(self) -> None: ...
+
+
+class Delivery(Protocol):
+    """How a stored tensor becomes the model's."""
+
+    def one(self, stored: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor: ...
+
+    def joined(
+        self, parts: Iterable[torch.Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """The parts one after the other along their first dimension, `shape` in all; they are read one by one."""
+        ...
+
+
+class DirectDelivery:
+    """Leaves a tensor where it is if it may."""
+
+    def one(self, stored: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return stored.to(device=device, dtype=dtype)
+
+    def joined(
+        self, parts: Iterable[torch.Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        tensors = [self.one(part, dtype, device) for part in parts]
+        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+class StagedDelivery:
+    """Allocates what the model keeps and nothing else, and fills it by a `Stager`."""
+
+    def __init__(self, stager: Stager) -> None:
+        self._stager = stager
+
+    def one(self, stored: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return self.joined((stored,), stored.shape, dtype, device)
+
+    def joined(
+        self, parts: Iterable[torch.Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        out = torch.empty(tuple(shape), dtype=dtype, device=device)
+        start = 0
+        for part in parts:
+            place = out[start : start + len(part)]
+            if part.is_cpu:
+                self._stager.copy(part.contiguous(), place)
+            else:
+                place.copy_(part)
+            start += len(part)
+        assert start == len(out), f"parts of {start} rows for {tuple(shape)}"
+        return out
+
+
+DIRECT = DirectDelivery()
+
+
+@contextlib.contextmanager
+def delivery_to(device: torch.device) -> Iterator[Delivery]:
+    """The one that suits the device."""
+    if device.type != "cuda":
+        yield DIRECT
+        return
+    with contextlib.closing(Stager(CudaCopyQueue(device))) as stager:
+        yield StagedDelivery(stager)
 
 
 class Weights:
@@ -50,15 +116,18 @@ class Weights:
         device: torch.device,
         deterministic: bool = False,
         prefix: str = "",
+        delivery: Delivery = DIRECT,
     ) -> None:
         self._source = source
         self._dtype = dtype
         self._device = device
         self._deterministic = deterministic
         self._prefix = prefix
+        self._delivery = delivery
 
     def __truediv__(self, part: str | int) -> Weights:
-        return Weights(self._source, self._dtype, self._device, self._deterministic, f"{self._prefix}{part}.")
+        rest = (self._deterministic, f"{self._prefix}{part}.", self._delivery)
+        return Weights(self._source, self._dtype, self._device, *rest)
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor `prefix + name`."""
@@ -66,15 +135,19 @@ class Weights:
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         """The tensor `prefix + name`, of exactly this shape."""
-        stored = self._source.read(self._prefix + name, shape)
-        return stored.to(device=self._device, dtype=self._dtype)
+        return self._delivery.one(self._source.read(self._prefix + name, shape), self._dtype, self._device)
+
+    def tensors(self, rows: Mapping[str, int], *width: int) -> torch.Tensor:
+        """[sum of rows, *width]: the tensors `prefix + name`, of [rows, *width] each, one after the other."""
+        parts = (self._source.read(self._prefix + name, (count, *width)) for name, count in rows.items())
+        return self._delivery.joined(parts, (sum(rows.values()), *width), self._dtype, self._device)
 
     def linear(self, outputs: Mapping[str, int], width: int, bias: bool = False) -> Linear:
         """The projections `outputs`, by name with how many features each has, of `width` inputs, as one layer."""
-        weight = _join([self.tensor(f"{name}.weight", count, width) for name, count in outputs.items()])
+        weight = self.tensors({f"{name}.weight": count for name, count in outputs.items()}, width)
         if not bias:
             return self.linear_of(weight)
-        return self.linear_of(weight, _join([self.tensor(f"{name}.bias", count) for name, count in outputs.items()]))
+        return self.linear_of(weight, self.tensors({f"{name}.bias": count for name, count in outputs.items()}))
 
     def linear_of(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         """A layer of a weight that is there already, [out_features, in_features]."""
@@ -83,10 +156,6 @@ class Weights:
     def integers(self, name: str, *shape: int) -> torch.Tensor:
         """The same as int64, for tensors of ids."""
         return self._source.read(self._prefix + name, shape).to(device=self._device, dtype=torch.int64)
-
-
-def _join(tensors: list[torch.Tensor]) -> torch.Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
 class CheckpointSource:
@@ -123,18 +192,27 @@ class CheckpointSource:
 
 
 class DummySource:
-    """Random weights that depend on nothing but the tensor's name: norms one, biases and d2t zero, the rest normal."""
+    """Random weights that depend on nothing but the tensor's name: norms one, biases and d2t zero, the rest normal.
 
-    def __init__(self) -> None:
-        self._pool = torch.randn(_DUMMY_POOL, generator=torch.Generator().manual_seed(0)).mul_(_DUMMY_STD).bfloat16()
+    They are made where they are wanted, and are the same everywhere.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        pool = torch.randn(_DUMMY_POOL, generator=torch.Generator().manual_seed(0)).mul_(_DUMMY_STD).bfloat16()
+        self._pool = pool.to(device)
 
     def read(self, name: str, shape: Sequence[int]) -> torch.Tensor:
         if len(shape) == 1:
-            return torch.zeros(shape) if name.endswith(("bias", "d2t")) else torch.ones(shape)
+            make = torch.zeros if name.endswith(("bias", "d2t")) else torch.ones
+            return make(tuple(shape), device=self._device)
         count = torch.Size(shape).numel()
-        start = zlib.crc32(name.encode()) % _DUMMY_POOL
-        repeated = self._pool.roll(start).repeat(-(-count // _DUMMY_POOL))
-        return repeated[:count].view(*shape)
+        pool = self._pool.roll(zlib.crc32(name.encode()) % _DUMMY_POOL)
+        values = torch.empty(count, dtype=pool.dtype, device=self._device)
+        num_whole = count // _DUMMY_POOL
+        values[: num_whole * _DUMMY_POOL].view(num_whole, _DUMMY_POOL).copy_(pool.expand(num_whole, -1))
+        values[num_whole * _DUMMY_POOL :].copy_(pool[: count % _DUMMY_POOL])
+        return values.view(*shape)
 
     def has(self, name: str) -> bool:
         return True
@@ -143,9 +221,9 @@ class DummySource:
         self._pool = torch.empty(0)
 
 
-def open_weights(folder: Path, load_format: str) -> WeightSource:
-    """The source for `load_format` "auto" or "dummy"."""
-    return DummySource() if load_format == "dummy" else CheckpointSource(folder)
+def open_weights(folder: Path, load_format: str, device: torch.device = _HOST) -> WeightSource:
+    """The source for `load_format` "auto" or "dummy", which makes its tensors on `device`."""
+    return DummySource(device) if load_format == "dummy" else CheckpointSource(folder)
 
 
 def checkpoint_bytes(folder: Path) -> int:

@@ -21,14 +21,16 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     tensor = torch.from_numpy(array)
     if device.type == "cpu":
         return tensor.clone()
-    return tensor.pin_memory().to(device, non_blocking=True)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 class Fence:
     """A place on the current stream that the CPU can wait for; a CPU that stands in for a GPU has always passed it."""
 
     def __init__(self, device: torch.device) -> None:
-        self._events = [] if device.type == "cpu" else [torch.cuda.Event()]
+        self._events = [torch.cuda.Event()] if device.type == "cuda" else []
 
     def record(self) -> None:
         for event in self._events:
@@ -50,7 +52,7 @@ class HostCopy:
     def of(cls, tensor: torch.Tensor) -> HostCopy:
         """As it is when this is reached on the device."""
         # Torch's pool of pinned memory gives none away that a copy may still write to.
-        memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type != "cpu")
+        memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
         memory.copy_(tensor, non_blocking=True)
         fence = Fence(tensor.device)
         fence.record()

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import torch
 
+from penstock.kernels.dispatch import has_gpu_kernels
+from penstock.kernels.staging import CudaCopyQueue, NoQueue
+from penstock.kv_transfer.view import Place, Take, Transfer, read_now, write_now
 from penstock.runner.load import KVCache
+
+if TYPE_CHECKING:
+    from penstock.runner.gpu.block_transfers import BlockTransfers
 
 
 class TorchKVCacheView:
     """Copies between tensors and host memory.
 
     On a CPU these are plain memory copies: torch's own would wake its threads for each of them, which takes longer than
-    to copy a block of a layer, and so would an index into a tensor.
+    to copy a block of a layer, and so would an index into a tensor. On a GPU `read_blocks` and `write_blocks` go on
+    beside the steps; all else waits.
     """
 
     def __init__(self, cache: KVCache) -> None:
@@ -25,6 +36,8 @@ class TorchKVCacheView:
         self._num_bytes = {name: rows.shape[1] for name, rows in self._rows.items()}
         # Where the host can see the memory: all rows one after the other.
         self._host = {name: rows.view(-1).numpy().data for name, rows in self._rows.items() if rows.is_cpu}
+        # A CPU may stand in for a GPU.
+        self._is_remote = any(has_gpu_kernels(rows.device) for rows in self._rows.values())
 
     def layer_names(self, group: int) -> tuple[str, ...]:
         return self._names[group]
@@ -50,6 +63,27 @@ class TorchKVCacheView:
             end = start + self._num_bytes[name]
             self.write_layer(name, block_id, data[start:end])
             start = end
+
+    def read_blocks(self, places: Sequence[Place], take: Take) -> Transfer:
+        return self._transfers.read_blocks(places, take) if self._is_remote else read_now(self, places, take)
+
+    def write_blocks(self, places: Sequence[Place], data: Sequence[memoryview], take: Take) -> Transfer:
+        if not self._is_remote:
+            return write_now(self, places, data, take)
+        return self._transfers.write_blocks(places, data, take)
+
+    @functools.cached_property
+    def _transfers(self) -> BlockTransfers:
+        """Made when it is first wanted, which in most engines is never: it has a thread, and memory of its own."""
+        # Only now: a CPU needs no Triton.
+        from penstock.runner.gpu.block_transfers import BlockTransfers
+
+        layers = [[self._rows[name] for name in names] for names in self._names]
+        device = layers[0][0].device
+        if device.type == "cuda":
+            return BlockTransfers(layers, CudaCopyQueue(device))
+        # The interpreter is for one thread at a time.
+        return BlockTransfers(layers, NoQueue(), waits=True)
 
     def read_layer(self, layer_name: str, block_id: int, into: memoryview) -> None:
         into[:] = self._row(layer_name, block_id)

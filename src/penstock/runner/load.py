@@ -1,17 +1,17 @@
-"""From a checkpoint to a `LoadedModel`, and from its specs and the memory to a KV cache."""
+"""From a checkpoint to a `LoadedModel`, and from a plan to a KV cache."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from penstock.attention.select import check_backend
-from penstock.config.engine import CacheConfig, EngineConfig
+from penstock.config.engine import EngineConfig
 from penstock.config.model import ModelConfig
 from penstock.kernels import native
 from penstock.kernels.dispatch import has_gpu_kernels
@@ -21,16 +21,14 @@ from penstock.models.eagle3 import Eagle3Head
 from penstock.models.interface import Model
 from penstock.models.mtp import MultiTokenPredictor, build_mtp
 from penstock.models.registry import build_model, check_supported
-from penstock.models.weights import Weights, checkpoint_bytes, open_weights
-from penstock.runner.memory import available_bytes, total_bytes
+from penstock.models.weights import Weights, checkpoint_bytes, delivery_to, open_weights
+from penstock.runner.memory import available_bytes, memory_for
 from penstock.utils import logging
 from penstock.utils.errors import ConfigError
 
 logger = logging.get_logger(__name__)
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
-# On a CPU the memory is shared with everything else, so the default budget stays modest.
-CPU_DEFAULT_KV_BYTES = 4 << 30
 DRAFT_PREFIX = "draft."
 
 
@@ -75,14 +73,20 @@ def load_model(config: EngineConfig) -> LoadedModel:
     check_supported(config.model)
     device = torch.device(config.device)
     check_backend(device, config.execution)
-    if config.load_format != "dummy":
+    if config.load_format != "dummy" and device.type != "meta":
         needed, available = checkpoint_bytes(config.model.path), available_bytes(device)
         if needed > available:
             raise ConfigError(
                 f"the weights of {config.model.path} take {needed / 2**30:.1f} GiB and {device} has "
-                f"{available / 2**30:.1f} GiB free: choose a smaller model or another dtype"
+                f"{available / 2**30:.1f} GiB free: free {(needed - available) / 2**30:.1f} GiB there, or choose a "
+                "smaller model or another dtype"
             )
-    model, drafter = _build(config, device)
+
+    def advice() -> str:
+        return f"it has {available_bytes(device) / 2**30:.1f} GiB left; choose a smaller model or a narrower dtype"
+
+    with memory_for(f"the weights of {config.model.path}", device, advice):
+        model, drafter = _build(config, device)
     return LoadedModel(_for_small_steps(model, config), config.model, device, drafter)
 
 
@@ -119,32 +123,11 @@ def _for_small_steps(model: Model, config: EngineConfig) -> Model:
 
 @contextmanager
 def _weights(config: EngineConfig, folder: Path, device: torch.device) -> Iterator[Weights]:
-    source = open_weights(folder, config.load_format)
-    try:
-        with torch.inference_mode():
-            yield Weights(source, TORCH_DTYPES[config.model.dtype], device, config.execution.deterministic)
-    finally:
-        source.close()
-
-
-def num_blocks_in_budget(config: CacheConfig, device: torch.device, bytes_per_block: int) -> int:
-    """How many blocks the configuration pays for: an explicit number, else explicit bytes, else what is left."""
-    if config.num_blocks_override is not None:
-        return config.num_blocks_override
-    budget = config.kv_cache_memory
-    if budget is None:
-        reserve = (1.0 - config.gpu_memory_utilization) * total_bytes(device)
-        budget = int(available_bytes(device) - reserve)
-        if device.type == "cpu":
-            budget = min(budget, CPU_DEFAULT_KV_BYTES)
-        if budget < 2 * bytes_per_block:
-            raise ConfigError(
-                f"gpu_memory_utilization={config.gpu_memory_utilization} leaves no memory for the KV cache on {device} "
-                f"({available_bytes(device) / 2**30:.1f} GiB free): raise it, or set kv_cache_memory"
-            )
-    if budget < 2 * bytes_per_block:
-        raise ConfigError(f"kv_cache_memory={budget} is less than two KV blocks of {bytes_per_block} bytes: raise it")
-    return budget // bytes_per_block
+    opened = closing(open_weights(folder, config.load_format, device))
+    with opened as source, delivery_to(device) as delivery, torch.inference_mode():
+        yield Weights(
+            source, TORCH_DTYPES[config.model.dtype], device, config.execution.deterministic, delivery=delivery
+        )
 
 
 def allocate_kv_cache(config: KVCacheConfig, device: torch.device) -> KVCache:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from zlib import crc32
 
+from penstock.kv_transfer.view import Place, Take, Transfer, read_now, write_now
 from penstock.messages.kv_cache_spec import AttachedLayer, KVCacheConfig, KVCacheGroup, KVCacheSpec
 from penstock.messages.kv_transfer import ShardId
 
@@ -190,6 +191,12 @@ class OracleMemory:
     def write_block(self, group: int, block_id: int, data: memoryview) -> None:
         for number, name in enumerate(self._names[group]):
             self.write_layer(name, block_id, data[number * self.stride : (number + 1) * self.stride])
+
+    def read_blocks(self, places: Sequence[Place], take: Take) -> Transfer:
+        return read_now(self, places, take)
+
+    def write_blocks(self, places: Sequence[Place], data: Sequence[memoryview], take: Take) -> Transfer:
+        return write_now(self, places, data, take)
 
     def read_layer(self, layer_name: str, block_id: int, into: memoryview) -> None:
         into[:] = memoryview(self.regions[layer_name])[block_id * self.stride : (block_id + 1) * self.stride]

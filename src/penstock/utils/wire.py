@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -25,7 +26,7 @@ class Codec:
 
     def __init__(self, *types: type) -> None:
         self._numbers = {kind: number for number, kind in enumerate(types)}
-        self._decoders = [msgspec.msgpack.Decoder(kind) for kind in types]
+        self._decoders = [msgspec.msgpack.Decoder(kind, dec_hook=_restored) for kind in types]
         self._encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
 
     def encode(self, message: Any) -> bytes:
@@ -45,7 +46,7 @@ class Codec:
 
 
 def _plain(value: Any) -> Any:
-    """The built-in form of a number or a container of another library (numpy's, say)."""
+    """The built-in form of a number or a container of another library (numpy's, say), and of a path."""
     if isinstance(value, Integral):
         return int(value)
     if isinstance(value, Real):
@@ -54,7 +55,15 @@ def _plain(value: Any) -> Any:
         return dict(value)
     if isinstance(value, Sequence):
         return list(value)
+    if isinstance(value, Path):
+        return str(value)
     raise NotImplementedError(f"{type(value).__name__} is not part of a message")
+
+
+def _restored(kind: type, value: Any) -> Any:
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    raise NotImplementedError(f"{kind.__name__} is not part of a message")
 
 
 class FrameReader:

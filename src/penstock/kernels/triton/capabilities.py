@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import triton
+
+_HOPPER = 90  # compute capability 9.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +19,8 @@ class Capabilities:
 
     @classmethod
     def of(cls, device: torch.device) -> Capabilities:
-        is_new = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+        # Triton's word for it, because a kernel may be compiled where its device is not.
+        is_new = device.type != "cpu" and triton.runtime.driver.active.get_current_target().arch >= _HOPPER
         return cls(is_new, is_new)
 
     @property

@@ -6,11 +6,13 @@ happens on the way, in memory, on a disk or by a wrong chunk id, shows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from penstock.kv_transfer.digest import digest
 from penstock.kv_transfer.null import NullWorkerConnector
 from penstock.kv_transfer.offload.messages import LoadBlock, OffloadLoad, OffloadMetadata, OffloadStore, StoreBlock
 from penstock.kv_transfer.offload.region import OffloadRegion
-from penstock.kv_transfer.view import KVCacheView
+from penstock.kv_transfer.view import KVCacheView, Parts, Transfer
 from penstock.messages.kv_transfer import (
     BadRange,
     KVConnectorMetadata,
@@ -22,14 +24,15 @@ from penstock.messages.kv_transfer import (
 
 
 class OffloadingWorker(NullWorkerConnector):
-    """Copies in the worker's thread: in the order of the steps, so that no block is overwritten before it was read."""
+    """Transfers begin in the order of the steps, so that no block is overwritten before it was read. They end when they
+    end, which is at once where the host sees the cache, and are reported with the step that finds them ended."""
 
     def __init__(self, region: OffloadRegion, shard: ShardId, block_size: int) -> None:
         self._region = region
         self._shard = shard
         self._block_size = block_size
         self._loads: tuple[OffloadLoad, ...] = ()
-        self._reports: list[TransferReport] = []
+        self._open: list[tuple[Transfer, Callable[[], TransferReport]]] = []
 
     def register_kv_caches(self, view: KVCacheView) -> None:
         self._view = view
@@ -37,41 +40,58 @@ class OffloadingWorker(NullWorkerConnector):
     def begin_step(self, metadata: KVConnectorMetadata) -> None:
         assert isinstance(metadata, OffloadMetadata), metadata
         self._loads = metadata.loads
-        self._reports += map(self._store, metadata.stores)
+        self._open += map(self._store, metadata.stores)
 
     def start_load_kv(self) -> None:
-        self._reports += map(self._load, self._loads)
+        self._open += map(self._load, self._loads)
 
     def get_finished(self, finished_request_ids: frozenset[str]) -> KVConnectorOutput:
-        reports, self._reports = tuple(self._reports), []
-        return KVConnectorOutput(reports)
+        ended = [(transfer, report) for transfer, report in self._open if transfer.done()]
+        self._open = [each for each in self._open if each not in ended]
+        for transfer, _ in ended:
+            transfer.result()
+        return KVConnectorOutput(tuple(report() for _, report in ended))
 
     def end_step(self) -> None:
         self._loads = ()
 
-    def _store(self, store: OffloadStore) -> TransferReport:
-        digests = tuple(map(self._store_block, store.blocks))
-        return TransferReport(store.job_id, self._shard, TransferStatus.DONE, digests=digests)
+    def shutdown(self) -> None:
+        for transfer, _ in self._open:
+            transfer.result()
 
-    def _store_block(self, block: StoreBlock) -> bytes:
-        """The digest, empty where none was asked for."""
-        self._view.read_block(block.group, block.block_id, self._chunk(block.group, block.chunk_id))
-        return self._digest(block.group, block.block_id) if block.is_attested else b""
+    def _store(self, store: OffloadStore) -> tuple[Transfer, Callable[[], TransferReport]]:
+        chunks = [self._chunk(block) for block in store.blocks]
+        digests = [b""] * len(chunks)  # empty where none was asked for
 
-    def _load(self, load: OffloadLoad) -> TransferReport:
-        bad = tuple(self._range(block) for block in load.blocks if not self._load_block(block))
-        status = TransferStatus.FAILED if bad else TransferStatus.DONE
-        return TransferReport(load.job_id, self._shard, status, bad)
+        def take(number: int, parts: Parts) -> None:
+            start = 0
+            for part in parts:
+                chunks[number][start : start + len(part)] = part
+                start += len(part)
+            if store.blocks[number].is_attested:
+                digests[number] = digest(*parts)
 
-    def _load_block(self, block: LoadBlock) -> bool:
-        self._view.write_block(block.group, block.block_id, self._chunk(block.group, block.chunk_id))
-        return block.digest is None or block.digest == self._digest(block.group, block.block_id)
+        transfer = self._view.read_blocks([(block.group, block.block_id) for block in store.blocks], take)
+        return transfer, lambda: TransferReport(store.job_id, self._shard, TransferStatus.DONE, digests=tuple(digests))
 
-    def _chunk(self, group: int, chunk_id: int) -> memoryview:
-        return self._region.chunk(chunk_id)[: self._view.block_bytes(group)]
+    def _load(self, load: OffloadLoad) -> tuple[Transfer, Callable[[], TransferReport]]:
+        bad: list[BadRange] = []
 
-    def _digest(self, group: int, block_id: int) -> bytes:
-        return digest(*self._view.block_parts(group, block_id))
+        def take(number: int, parts: Parts) -> None:
+            block = load.blocks[number]
+            if block.digest is not None and block.digest != digest(*parts):
+                bad.append(self._range(block))
+
+        def report() -> TransferReport:
+            status = TransferStatus.FAILED if bad else TransferStatus.DONE
+            return TransferReport(load.job_id, self._shard, status, tuple(bad))
+
+        chunks = [self._chunk(block) for block in load.blocks]
+        places = [(block.group, block.block_id) for block in load.blocks]
+        return self._view.write_blocks(places, chunks, take), report
+
+    def _chunk(self, block: StoreBlock | LoadBlock) -> memoryview:
+        return self._region.chunk(block.chunk_id)[: self._view.block_bytes(block.group)]
 
     def _range(self, block: LoadBlock) -> BadRange:
         return BadRange(block.group, block.index * self._block_size, (block.index + 1) * self._block_size)

@@ -52,7 +52,7 @@ class PinnedRing:
         slot.fence.record()
 
     def _make_slot(self, num_bytes: int) -> _Slot:
-        memory = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._device.type != "cpu")
+        memory = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
         return _Slot(memory, memory.numpy(), Fence(self._device))
 
 

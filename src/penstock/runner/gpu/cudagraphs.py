@@ -20,8 +20,13 @@ from penstock.models.interface import ModelOutput
 from penstock.runner.batch_shapes import BatchDescriptor, BatchShapes
 from penstock.runner.gpu.inputs import GpuInputBuilder
 from penstock.runner.input_batch import InputBatch, InputBuilder
+from penstock.runner.memory import available_bytes, memory_for
 from penstock.runner.passes import EagerPasses
+from penstock.utils import logging
 
+logger = logging.get_logger(__name__)
+
+_ADVICE = "lower gpu_memory_utilization or max_num_seqs, or set enforce_eager"
 T = TypeVar("T")
 
 
@@ -96,12 +101,14 @@ class GraphedPasses:
 
 
 def capture(eager: EagerPasses, inputs: InputBuilder, shapes: BatchShapes) -> GraphedPasses:
-    """Records every shape that is to be captured."""
+    """Records every shape that is to be captured. Raises ConfigError where there is no memory for all."""
     assert isinstance(inputs, GpuInputBuilder), type(inputs)
     passes, recorder = GraphedPasses(eager), CudaGraphRecorder(inputs.device)
-    with torch.inference_mode():
+    free = available_bytes(inputs.device)
+    with memory_for("CUDA graphs", inputs.device, lambda: _ADVICE), torch.inference_mode():
         for shape in tqdm(shapes.captured, desc="capturing CUDA graphs", unit="graph"):
             passes.capture(inputs.blank(shape), recorder)
     # What the first calls needed belongs to the recorder's stream and would never be used again.
     torch.cuda.empty_cache()
+    logger.info("CUDA graphs take %.2f GiB", (free - available_bytes(inputs.device)) / 2**30)
     return passes

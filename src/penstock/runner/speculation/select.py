@@ -65,8 +65,8 @@ def make_verification(
 ) -> tuple[Picker, Verifier]:
     """How drafts are picked and how they are judged, which belong together.
 
-    `drafts` [max_num_reqs + 1, max_num_drafts] int64 are the runner's, of the same rows as `sampling`. Raises ConfigError
-    when the drafts' distributions do not fit into the memory.
+    `drafts` [max_num_reqs + 1, max_num_drafts] int64 are the runner's, of the same rows as `sampling`. Raises
+    ConfigError when the drafts' distributions do not fit into the memory.
     """
     if speculative is not None and speculative.synthetic_acceptance_rates:
         return BestPicker(), SyntheticVerifier(drafts, speculative.synthetic_acceptance_rates)

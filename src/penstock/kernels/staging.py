@@ -1,0 +1,177 @@
+"""Tensors of the host into a device's memory, at the speed of the bus.
+
+A copy from pageable memory goes as fast as the one thread that makes it, page faults included. Here a tensor is cut
+into chunks; threads copy chunks into pinned slots of their own, and while a thread fills one of its slots the device
+reads the other:
+
+    page cache -> slot -> device
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Protocol
+
+import numpy as np
+import torch
+
+_CHUNK_BYTES = 4 << 20
+_SLOTS = 2  # of a thread
+_NUM_THREADS = min(8, os.cpu_count() or 1)  # more do not fill a bus any faster
+
+
+class Passed(Protocol):
+    """A place in a queue."""
+
+    def synchronize(self) -> None:
+        """Returns when everything before it has happened."""
+        ...
+
+
+class CopyQueue(Protocol):
+    """In what order a device copies, and what it launches between copies. Threading: `copy` and `launch` from any
+    thread; the others from the one whose stream they speak of."""
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """[num_bytes] uint8 of the host's memory that queued copies can reach."""
+        ...
+
+    def follow(self) -> None:
+        """What is queued from now on happens behind all that has been launched before on the caller's stream."""
+        ...
+
+    def copy(self, source: torch.Tensor, out: torch.Tensor) -> Passed:
+        """Queues `out = source`, in out's dtype. One is the device's; the host's may be touched when the place behind
+        the copy has been passed."""
+        ...
+
+    def launch(self, launch: Callable[[], None]) -> Passed:
+        """Queues what the function launches."""
+        ...
+
+    def join(self) -> None:
+        """What is launched from now on on the caller's stream happens behind all that was queued before."""
+        ...
+
+
+class CudaCopyQueue:
+    """A stream of its own (`CopyQueue`)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def follow(self) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def copy(self, source: torch.Tensor, out: torch.Tensor) -> Passed:
+        def convert() -> None:
+            # On the device: torch would convert in a copy between the two on the host, into pageable memory.
+            arrived = source if source.dtype == out.dtype else source.to(self._device, non_blocking=True)
+            out.copy_(arrived, non_blocking=True)
+
+        return self.launch(convert)
+
+    def launch(self, launch: Callable[[], None]) -> Passed:
+        # Waiting threads sleep: those that copy want the processors.
+        passed = torch.cuda.Event(blocking=True)
+        with torch.cuda.stream(self._stream):
+            launch()
+            passed.record(self._stream)
+        return passed
+
+    def join(self) -> None:
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+
+class NoQueue:
+    """Where a CPU stands in for the device: everything happens when it is queued (`CopyQueue`)."""
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def follow(self) -> None: ...
+
+    def copy(self, source: torch.Tensor, out: torch.Tensor) -> Passed:
+        out.copy_(source)
+        return START
+
+    def launch(self, launch: Callable[[], None]) -> Passed:
+        launch()
+        return START
+
+    def join(self) -> None: ...
+
+
+class _Start:
+    """The place before the first copy."""
+
+    def synchronize(self) -> None: ...
+
+
+START = _Start()
+
+
+class Stager:
+    """Copies one tensor after the other, each by all threads. To be closed. Threading: one thread calls it."""
+
+    def __init__(self, queue: CopyQueue, chunk_bytes: int = _CHUNK_BYTES, num_threads: int = _NUM_THREADS) -> None:
+        self._queue = queue
+        self._chunk_bytes = chunk_bytes
+        self._slots = _Slots(queue, chunk_bytes)
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="staging")
+
+    def copy(self, source: torch.Tensor, out: torch.Tensor) -> None:
+        """`out = source`, both contiguous and of one shape, `source` in the host's memory.
+
+        When it returns `source` has been read, and what is launched on the current stream finds `out` filled.
+        """
+        assert source.is_contiguous() and out.is_contiguous() and source.shape == out.shape, (source.shape, out.shape)
+        size = self._chunk_bytes // source.itemsize
+        chunks = zip(source.view(-1).split(size), out.view(-1).split(size), strict=True)
+        self._queue.follow()
+        jobs = [self._threads.submit(self._stage, *chunk) for chunk in chunks]
+        # All of them, also where one has failed: they read `source` and write `out`.
+        wait(jobs)
+        self._queue.join()
+        for job in jobs:
+            job.result()
+
+    def close(self) -> None:
+        self._threads.shutdown()
+
+    @torch.inference_mode()  # which is a thread's own
+    def _stage(self, source: torch.Tensor, out: torch.Tensor) -> None:
+        slot = next(self._slots.turns)
+        slot.passed.synchronize()
+        num_bytes = source.nbytes
+        # NumPy's copy is one thread's, and lets other threads run meanwhile; torch's would wake threads of its own.
+        np.copyto(slot.memory.numpy()[:num_bytes], source.view(torch.uint8).numpy())
+        slot.passed = self._queue.copy(slot.memory[:num_bytes].view(source.dtype), out)
+
+
+class _Slot:
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory  # [chunk_bytes] uint8
+        self.passed: Passed = START  # behind the copy that read it last
+
+
+class _Slots(threading.local):
+    """Each thread's own."""
+
+    def __init__(self, queue: CopyQueue, chunk_bytes: int) -> None:
+        self._queue = queue
+        self._chunk_bytes = chunk_bytes
+
+    @functools.cached_property
+    def turns(self) -> Iterator[_Slot]:
+        """One slot after the other, round and round; made when they are first wanted."""
+        return itertools.cycle([_Slot(self._queue.allocate(self._chunk_bytes)) for _ in range(_SLOTS)])

@@ -1,0 +1,100 @@
+"""What is compiled ahead is what will be launched, and it is found when it is."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.config.engine import EngineArgs
+from penstock.engine import compile_ahead
+from penstock.engine.build import make_config
+from penstock.runner.gpu.ahead import claim_in
+from tests.kernels.ahead_cases import in_a_new_process
+
+OFFLOAD = {"kv_transfer_config": {"kv_connector": "OffloadingConnector"}}
+MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
+
+
+@pytest.mark.parametrize("engine_args", [{}, MTP], ids=["plain", "mtp"])
+def test_an_engine_asks_for_nothing_else(engine_args: dict[str, Any]) -> None:
+    walked = in_a_new_process("walked", "meta", engine_args)
+    assert len(walked) == len(set(walked)) >= 12
+    missing = set(in_a_new_process("served", engine_args)) - set(walked)
+    assert not missing
+    if not engine_args:
+        assert walked == in_a_new_process("walked", "cpu", {}), "memory makes a difference"
+
+
+def test_what_moves_blocks() -> None:
+    moves = [name for name in in_a_new_process("walked", "meta", OFFLOAD) if "_move_blocks" in name]
+    assert len(moves) == 2
+
+
+def test_the_fused_decoder() -> None:
+    without_memory = in_a_new_process("decoded", "meta")
+    assert without_memory == in_a_new_process("decoded", "cpu")
+    assert len(without_memory) >= 7
+
+
+def test_what_is_compiled_is_found(tmp_path: Path) -> None:
+    cache = {"TRITON_CACHE_DIR": str(tmp_path)}
+    assert in_a_new_process("compile_two", **cache) == {"compiled": 2, "found": 0}
+    assert in_a_new_process("compile_two", **cache) == {"compiled": 0, "found": 2}
+
+
+def test_tensors_without_memory_tell_ones() -> None:
+    expected = [[[1.0] * 3] * 2, 1.0, True, 6.0, 0, [1.0] * 3, True, True, 6, True]
+    assert in_a_new_process("reads") == {"False": expected, "True": expected}
+
+
+def test_a_claim_is_one_processes(tmp_path: Path) -> None:
+    claims = [claim_in(tmp_path) for _ in range(4)]
+    won: list[str] = []
+
+    def run(claim: Any) -> None:
+        won.extend(name for name in map(str, range(50)) if claim(name))
+
+    threads = [threading.Thread(target=run, args=(claim,)) for claim in claims]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(won) == sorted(map(str, range(50)))
+
+
+def test_a_cpu_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_ahead, "compiling", None)
+    with compile_ahead.compiling_ahead(make_config(EngineArgs(device="cpu"))) as wait:
+        wait()
+
+
+def test_a_failure_is_told_and_the_engine_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    # In the interpreter there is nothing to compile, which the processes find out and say.
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    config = make_config(EngineArgs(device="cpu"))
+    monkeypatch.setattr(logging.getLogger("penstock"), "propagate", True)
+    for _ in range(2):
+        with compile_ahead.compiling(config, 90, 1) as wait:
+            caplog.clear()
+            wait()
+        assert "kernels could not be compiled ahead: AssertionError: kernels that are interpreted" in caplog.text
+
+
+def test_what_is_complete_is_not_walked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compile_ahead, "_wait", lambda processes, claims: True)
+    config = make_config(EngineArgs(device="cpu"))
+    with compile_ahead.compiling(config, 90, 0) as wait:
+        wait()
+    monkeypatch.setattr(compile_ahead, "_wait", None)
+    with compile_ahead.compiling(config, 90, 1) as wait:
+        wait()
+    with pytest.raises(TypeError), compile_ahead.compiling(config, 100, 0) as wait:
+        wait()

@@ -1,0 +1,199 @@
+"""Where a device's memory goes, and what is said when there is not enough of it. The device is made of numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from penstock import LLM
+from penstock.config.engine import CacheConfig, EngineArgs
+from penstock.core.kv_cache_planning import attach_layers, group_layers
+from penstock.engine import build, memory_profile
+from penstock.engine.build import make_config
+from penstock.engine.memory_profile import profile, run_largest_steps
+from penstock.engine.warm_up import KINDS
+from penstock.messages.kv_cache_spec import KVCacheConfig
+from penstock.runner import load
+from penstock.runner.load import load_model
+from penstock.runner.memory import MemoryBudget, is_out_of_memory, measure, num_blocks_in_budget
+from penstock.runner.model_runner import ModelRunner
+from penstock.utils.errors import ConfigError
+
+GIB = 1 << 30
+MTP = {"method": "mtp", "num_speculative_tokens": 2}
+
+
+class FakeMeter:
+    """A device of 100 GiB. `peak_gib` is what torch holds at the most, `held` what it keeps, others have the rest."""
+
+    def __init__(self, in_use: int, held: int, peak: int) -> None:
+        self.reading = (100 * GIB, (100 - in_use) * GIB, held * GIB)
+        self.peak_bytes = peak * GIB
+        self.calls: list[str] = []
+
+    def settle(self) -> tuple[int, int, int]:
+        self.calls.append("settle")
+        return self.reading
+
+    def peak(self) -> int:
+        self.calls.append("peak")
+        return self.peak_bytes
+
+
+def cache_config(**given: Any) -> CacheConfig:
+    defaults = {"gpu_memory_utilization": 0.9, "kv_cache_memory": None, "num_blocks_override": None}
+    return CacheConfig(block_size=16, enable_prefix_caching=True, **{**defaults, **given})
+
+
+def test_what_is_left_for_the_cache() -> None:
+    meter = FakeMeter(in_use=25, held=20, peak=27)
+    budget = measure(meter, lambda: meter.calls.append("step"), graph_bytes=3 * GIB)
+    assert meter.calls == ["settle", "step", "peak", "settle"]
+    assert budget == MemoryBudget(total=100 * GIB, in_use=25 * GIB, step=7 * GIB, graphs=3 * GIB)
+    assert budget.left(0.9) == pytest.approx(55 * GIB, abs=1)
+    assert num_blocks_in_budget(cache_config(), budget, GIB // 2) in (109, 110)
+    assert num_blocks_in_budget(cache_config(kv_cache_memory=3 * GIB), budget, GIB) == 3
+    assert num_blocks_in_budget(cache_config(num_blocks_override=7, kv_cache_memory=1), budget, GIB) == 7
+    assert MemoryBudget(100 * GIB, 10 * GIB, most=4 * GIB).left(0.9) == 4 * GIB
+
+
+def test_a_step_that_fits_into_what_torch_holds_needs_nothing() -> None:
+    assert measure(FakeMeter(in_use=25, held=20, peak=19), lambda: None, 0).step == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "block_gib", "message"),
+    [
+        (
+            {"gpu_memory_utilization": 0.3},
+            2,
+            r"gpu_memory_utilization=0.3 leaves no memory .* raise it to 0.39 at least",
+        ),
+        ({}, 40, "leaves no memory .* take a smaller model, or lower max_num_batched_tokens and max_num_seqs"),
+        ({"kv_cache_memory": GIB}, 1, "less than two KV blocks of 1073741824 bytes: raise it to 2147483648"),
+    ],
+)
+def test_a_budget_that_is_too_small_says_what_would_do(given: dict[str, Any], block_gib: int, message: str) -> None:
+    budget = MemoryBudget(100 * GIB, 25 * GIB, 7 * GIB, 3 * GIB)
+    with pytest.raises(ConfigError, match=message):
+        num_blocks_in_budget(cache_config(**given), budget, block_gib * GIB)
+    if "raise it to 0." in message:
+        assert num_blocks_in_budget(cache_config(gpu_memory_utilization=0.39), budget, block_gib * GIB) == 2
+
+
+@pytest.mark.parametrize("speculative", [None, MTP], ids=["plain", "mtp"])
+def test_the_largest_step(speculative: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tokens in all requests, every row sampled by every kind of sampling, and all drafts verified."""
+    seen: list[tuple[int, int, int]] = []
+    execute_model = ModelRunner.execute_model
+
+    def watched(self: ModelRunner, plan: Any) -> None:
+        counts = plan.num_scheduled_tokens
+        seen.append((len(counts), sum(counts.values()), sum(plan.num_draft_tokens.values())))
+        execute_model(self, plan)
+
+    monkeypatch.setattr(ModelRunner, "execute_model", watched)
+    args = EngineArgs(
+        device="cpu", max_num_batched_tokens=50, max_num_seqs=20, max_model_len=40, speculative_config=speculative
+    )
+    config = make_config(args)
+    loaded = load_model(config)
+    groups = group_layers(loaded.model.kv_cache_specs)
+    cache = KVCacheConfig(1, 16, groups, attach_layers(loaded.draft_kv_cache_specs, groups))
+    run_largest_steps(config, loaded, cache)
+    assert seen[0] == (20, 50, 0)
+    assert len(seen) == len(KINDS) * (1 if speculative is None else 2)
+    if speculative is not None:
+        assert seen[1] == (16, 48, 32)
+
+
+def raise_out_of_memory(*args: Any, **kwargs: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB.\nGPU 0 has")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "message"),
+    [
+        (
+            load,
+            "_build",
+            r"the weights of .* need more memory than cpu has: .* smaller model .*Tried to allocate 3.00 GiB",
+        ),
+        (
+            build,
+            "allocate_kv_cache",
+            "KV blocks need more memory than cpu has: lower gpu_memory_utilization from 0.5 to 0.4",
+        ),
+        (build, "ModelRunner", "max_num_seqs=8 requests of 64 tokens need more .* lower max_num_seqs or max_model_len"),
+        (
+            build,
+            "warm_up",
+            "the first steps need .* lower gpu_memory_utilization, or lower max_num_batched_tokens from 96 to",
+        ),
+    ],
+)
+def test_every_way_to_run_out_names_its_flag(
+    owner: Any, name: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, raise_out_of_memory)
+    with pytest.raises(ConfigError, match=message):
+        LLM(device="cpu", max_model_len=64, max_num_seqs=8, max_num_batched_tokens=96, gpu_memory_utilization=0.5)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"kv_cache_memory": 1 << 62}, r"KV blocks need more memory than cpu has: lower kv_cache_memory to \d+"),
+        ({"num_gpu_blocks_override": 1 << 46}, r"lower num_gpu_blocks_override to \d+ "),
+    ],
+)
+def test_an_impossible_cache(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(device="cpu", max_model_len=64, **given)
+
+
+def test_a_largest_step_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_profile, "run_largest_steps", raise_out_of_memory)
+    config = make_config(EngineArgs(device="cpu", max_num_batched_tokens=64, max_num_seqs=20))
+    loaded = load_model(config)
+    cache = KVCacheConfig(1, 16, group_layers(loaded.model.kv_cache_specs))
+    with pytest.raises(ConfigError, match="lower max_num_batched_tokens from 64 to 32 or max_num_seqs from 20 to 10"):
+        profile(config, loaded, cache, FakeMeter(1, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("none"), True),
+        (MemoryError(), True),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), True),
+        (OSError(12, "Cannot allocate memory"), True),
+        (RuntimeError("shapes do not match"), False),
+        (OSError(2, "No such file or directory"), False),
+    ],
+)
+def test_what_counts_as_out_of_memory(error: Exception, expected: bool) -> None:
+    assert is_out_of_memory(error) is expected
+
+
+def test_other_errors_stay_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any) -> Callable[[], None]:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(build, "warm_up", fails)
+    with pytest.raises(RuntimeError, match="a bug"):
+        LLM(device="cpu", max_model_len=64)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_the_budget_is_kept() -> None:
+    """After a step of every size the device holds no more than it was allowed."""
+    llm = LLM(device="cuda", gpu_memory_utilization=0.5, max_model_len=512)
+    llm.generate(["Once upon a time"] * 300, use_tqdm=False)
+    free, total = torch.cuda.mem_get_info()
+    assert total - free <= 0.51 * total
+    llm.shutdown()
