@@ -91,6 +91,8 @@ def outputs_of(
     ]
     outputs = llm.generate(texts, params, use_tqdm=False)
     llm.check_integrity()
+    # A step that did not launch its kernels was replayed, and the engine says so.
+    assert (llm.stats().num_graph_replays > 0) == (EmulatedRecorder.num_replays > 0)
     if "num_gpu_blocks_override" in engine_args:
         assert llm.stats().num_preemptions > 0
     llm.shutdown()

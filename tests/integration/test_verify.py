@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,13 @@ from penstock.cli.main import main
 from penstock.config.engine import EngineArgs
 from penstock.core import request
 from penstock.core.scheduler import Scheduler
+from penstock.engine.build import make_config
 from penstock.engine.verify.matrix import RowResult, verify
+from penstock.engine.verify.rows import make_rows
+from penstock.engine.verify.workload import Case
 from penstock.kernels.prepare_inputs import TokenInputs
+from penstock.messages.requests import EngineRequest
+from penstock.messages.sampling_params import SamplingParams
 from penstock.runner import input_batch
 from penstock.runner.sampling import states
 
@@ -44,6 +50,27 @@ def test_the_built_in_model_passes(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line[:28].strip() for line in lines[1 : 1 + len(ROWS)]] == ROWS
     assert all(" yes " in line for line in lines[1 : 1 + len(ROWS)]), "every row was meant to show something"
     assert lines[-1].startswith("Every token agrees: ")
+
+
+def test_the_rows_of_a_gpu() -> None:
+    """There the tokens are promised where they are asked for, and graphs are a way to come to them."""
+    args = EngineArgs()
+    config = make_config(args)
+    case = Case(
+        "",
+        EngineRequest(
+            request_id="0",
+            prompt_token_ids=(1, 2, 3),
+            sampling_params=SamplingParams(temperature=0.0),
+            max_tokens=5,
+            seed=0,
+        ),
+    )
+    on_cpu, on_gpu = (make_rows(args, replace(config, device=device), [case], True) for device in ("cpu", "cuda"))
+    added = [row.name for row in on_gpu if row.name not in {each.name for each in on_cpu}]
+    assert added == ["CUDA graphs", "CUDA graphs, drafts"]
+    assert all(row.arguments["deterministic"] for row in on_gpu)
+    assert [row.name for row in on_gpu if not row.arguments["enforce_eager"]] == [*added, "as configured"]
 
 
 def test_noise_that_depends_on_the_batch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,7 +55,7 @@ NAMES = {
     "penstock:engine_up", "penstock:http_requests{route,method,status}", "penstock:requests{phase}",
     "penstock:seconds_without_progress", "penstock:steps", "penstock:tokens_computed", "penstock:kv_loads",
     "penstock:kv_loads_failed", "penstock:kv_load_timeouts", "penstock:kv_loaded_tokens",
-    "penstock:kv_connector{name}",
+    "penstock:kv_connector{name}", "penstock:graph_replays",
 }  # fmt: skip
 ATTRIBUTES = {
     "gen_ai.latency.e2e", "gen_ai.latency.time_in_model_decode", "gen_ai.latency.time_in_model_inference",

@@ -60,6 +60,7 @@ class Scheduler:
         self._num_arrivals = 0
         self._num_admissions = 0
         self._num_preemptions = 0
+        self._num_graph_replays = 0
         self._speculation = SpeculationCounter(config.max_num_drafts)
 
     # ---- Requests come and go ----
@@ -118,6 +119,7 @@ class Scheduler:
             num_waiting_for_remote_kv=self._remote.num_waiting,
             remote_kv=self._remote.stats(),
             connector=self.connector.counters(),
+            num_graph_replays=self._num_graph_replays,
         )
 
     # ---- Decide ----
@@ -235,6 +237,7 @@ class Scheduler:
     def update_from_output(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineOutput]:
         """Applies one step's result. Results must come in the order of the steps."""
         self.kv.pool.on_step_processed(plan.step)
+        self._num_graph_replays += result.is_replayed
         admissions = self._admissions.pop(plan.step)
         outputs = self._fail_without_grammar() + self._apply_transfers(result.kv_connector_output)
         self.grammars.set_drafts(result.draft_token_ids)

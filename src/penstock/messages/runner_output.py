@@ -31,7 +31,7 @@ class ModelRunnerOutput:
     finds nothing to propose leaves gaps. `num_proposed_tokens` says how many of the new drafts are real, where the CPU
     knows that anyway. `draft_token_ids` holds the new drafts of requests with a grammar, -1 for gaps; nobody else's
     leave the device. `failed_requests` maps a request to what went wrong with it alone, `unsatisfiable_requests` to
-    what it asked for and cannot have.
+    what it asked for and cannot have. `is_replayed` tells of a step that a CUDA graph computed.
     """
 
     sampled_token_ids: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
@@ -42,6 +42,7 @@ class ModelRunnerOutput:
     prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict[str, tuple[TokenLogprobs, ...]])
     failed_requests: dict[str, str] = field(default_factory=dict[str, str])
     unsatisfiable_requests: dict[str, str] = field(default_factory=dict[str, str])
+    is_replayed: bool = False
     kv_connector_output: KVConnectorOutput = NO_OUTPUT
 
     @staticmethod

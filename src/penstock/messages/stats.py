@@ -46,6 +46,7 @@ class SchedulerStats:
     num_waiting_for_remote_kv: int = 0
     remote_kv: RemoteKVStats = RemoteKVStats()
     connector: Mapping[str, float] = field(default_factory=dict[str, float])
+    num_graph_replays: int = 0
 
 
 class RequestEventKind(enum.StrEnum):

@@ -29,6 +29,7 @@ _TOTALS = (
     ("vllm:spec_decode_num_drafts", attrgetter("speculation.num_drafts")),
     ("vllm:spec_decode_num_draft_tokens", attrgetter("speculation.num_draft_tokens")),
     ("vllm:spec_decode_num_accepted_tokens", attrgetter("speculation.num_accepted_tokens")),
+    ("penstock:graph_replays", attrgetter("num_graph_replays")),
     ("penstock:kv_loads", attrgetter("remote_kv.num_loads")),
     ("penstock:kv_loads_failed", attrgetter("remote_kv.num_failed")),
     ("penstock:kv_load_timeouts", attrgetter("remote_kv.num_timeouts")),

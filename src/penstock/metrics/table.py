@@ -107,6 +107,7 @@ METRICS = (
     # What vLLM has no name for.
     _counter("penstock:steps", "Steps that computed tokens."),
     _counter("penstock:tokens_computed", "Tokens that the model computed, of prompts and outputs, repeated ones too."),
+    _counter("penstock:graph_replays", "Steps that were replayed from a CUDA graph."),
     _counter("penstock:kv_loads", "Loads of KV into the engine that began."),
     _counter("penstock:kv_loads_failed", "Loads that did not bring all they were to bring."),
     _counter("penstock:kv_load_timeouts", "Requests that waited for KV for too long, and were computed instead."),

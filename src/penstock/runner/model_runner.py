@@ -149,7 +149,7 @@ class ModelRunner:
         logits = self._model.compute_logits(hidden if samples_all else hidden[batch.logits_indices])
         sampled = self._sampler.sample(logits, batch, grammars)
         self._passes.propose(batch, state.output, state.num_drafts_to_propose)
-        return StepOutput(sampled, (*parts, *self._report_drafts(state)))
+        return StepOutput(sampled, (*parts, *self._report_drafts(state)), self._passes.replays(batch))
 
     def _report_drafts(self, state: ExecuteModelState) -> tuple[PendingPart, ...]:
         names, num_drafts = state.batch.host.sampling_request_ids, state.num_drafts_to_propose

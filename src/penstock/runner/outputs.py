@@ -68,13 +68,14 @@ class StepOutput:
 
     sampled: PendingOutput
     parts: tuple[PendingPart, ...] = ()
+    is_replayed: bool = False
     kv_connector_output: KVConnectorOutput = NO_OUTPUT
 
     def result(self) -> ModelRunnerOutput:
         output = self.sampled.result()
         for part in self.parts:
             output = part.complete(output)
-        return replace(output, kv_connector_output=self.kv_connector_output)
+        return replace(output, is_replayed=self.is_replayed, kv_connector_output=self.kv_connector_output)
 
 
 class Verdict(enum.IntEnum):

@@ -19,6 +19,10 @@ from penstock.runner.speculation.speculator import Speculator, StepResult
 class Passes(Protocol):
     """Lifecycle: one is chosen and built with the runner. Threading: the runner's thread. They wait for nothing."""
 
+    def replays(self, batch: InputBatch) -> bool:
+        """Whether `forward` takes a graph."""
+        ...
+
     def forward(self, batch: InputBatch) -> ModelOutput:
         """The model over the step's tokens. What it returns is valid until the next step's pass."""
         ...
@@ -51,6 +55,9 @@ class EagerPasses:
     def is_capturable(self) -> bool:
         """Whether there are drafts, and a CUDA graph may hold what proposes them."""
         return self._speculator.is_capturable
+
+    def replays(self, batch: InputBatch) -> bool:
+        return False
 
     def forward(self, batch: InputBatch) -> ModelOutput:
         groups = zip(self._cache.config.groups, batch.attention, strict=True)

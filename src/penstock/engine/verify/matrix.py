@@ -186,6 +186,7 @@ class _Engine:
         seen.num_hit_tokens = stats.prefix_cache_hits
         seen.num_loaded_tokens = stats.remote_kv.num_tokens
         seen.speculation = stats.speculation
+        seen.num_replayed = stats.num_graph_replays
         seen.num_structured = sum(case.is_structured for case in cases)
         budget = self._limits.max_num_batched_tokens
         seen.num_cut = sum(len(case.request.prompt_token_ids) > budget for case in cases)

@@ -38,6 +38,7 @@ class Seen:
 
     max_running: int = 0
     num_overlapped: int = 0
+    num_replayed: int = 0
     num_cut: int = 0
     num_structured: int = 0
     num_preemptions: int = 0
@@ -56,6 +57,10 @@ def _together(seen: Seen) -> tuple[str, bool]:
 
 def _overlapped(seen: Seen) -> tuple[str, bool]:
     return f"{seen.num_overlapped} steps overlapped", seen.num_overlapped > 0
+
+
+def _replayed(seen: Seen) -> tuple[str, bool]:
+    return f"{seen.num_replayed} steps from graphs", seen.num_replayed > 0
 
 
 def _cut(seen: Seen) -> tuple[str, bool]:
@@ -112,6 +117,12 @@ def make_rows(args: EngineArgs, config: EngineConfig, cases: Sequence[Case], has
         Row("prefix hits", {**plain, "enable_prefix_caching": True}, (_hits,), repeat=2),
         Row("preemption", {**plain, **small}, (_preempted,)),
     ]
+    if config.device != "cpu":
+        replaying = {**plain, "enforce_eager": False}
+        rows += [
+            Row("CUDA graphs", replaying, (_replayed,)),
+            Row("CUDA graphs, drafts", {**replaying, "speculative_config": best}, (_replayed, _drafted)),
+        ]
     for name, connector in _connectors(args).items():
         moving = {**plain, "enable_prefix_caching": True, "kv_transfer_config": connector}
         rows += [
@@ -163,7 +174,7 @@ def _everything(plain: Mapping[str, Any], drafter: Any) -> Row:
 
 def _as_configured(args: EngineArgs, config: EngineConfig) -> Row:
     """The user's own arguments; only who listens to events is nothing to tokens, and may be listening elsewhere."""
-    arguments = asdict(replace(args, kv_events_config=None))
+    arguments = {**asdict(replace(args, kv_events_config=None)), **_exact(config)}
     speculative = config.speculative
     asked = ((_overlapped, args.async_scheduling), (_hits, args.enable_prefix_caching), (_drafted, speculative))
     signs = (_together, *(sign for sign, is_asked in asked if is_asked))
@@ -174,7 +185,7 @@ def _as_configured(args: EngineArgs, config: EngineConfig) -> Row:
 
 
 def plain_arguments(args: EngineArgs, config: EngineConfig, cases: Sequence[Case]) -> dict[str, Any]:
-    """The reference: synchronous, whole prompts, nothing cached, nothing guessed, room for all."""
+    """The reference: synchronous, whole prompts, nothing cached, nothing guessed or captured, room for all."""
     size = config.cache.block_size
     longest = max(case.num_tokens for case in cases)
     num_tokens = max(longest, min(sum(case.num_tokens for case in cases), _MAX_POOL_TOKENS))
@@ -184,8 +195,15 @@ def plain_arguments(args: EngineArgs, config: EngineConfig, cases: Sequence[Case
         "max_num_batched_tokens": max(2048, longest),
         "enable_prefix_caching": False,
         "async_scheduling": False,
+        **_exact(config),
+        "enforce_eager": config.device != "cpu",
         "num_gpu_blocks_override": 1 + len(_windows(config)) * (cdiv(num_tokens, size) + 2 * len(cases)),
     }
+
+
+def _exact(config: EngineConfig) -> dict[str, bool]:
+    """A GPU promises equal tokens only where it is asked to; a CPU need not be."""
+    return {"deterministic": True} if config.device != "cpu" else {}
 
 
 def _small_pool(config: EngineConfig, plain: Mapping[str, Any]) -> int:

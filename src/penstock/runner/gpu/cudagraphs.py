@@ -84,6 +84,9 @@ class GraphedPasses:
                 lambda: self._eager.propose(batch, forward.outputs, num_drafts)
             )
 
+    def replays(self, batch: InputBatch) -> bool:
+        return batch.shape in self._forward
+
     def forward(self, batch: InputBatch) -> ModelOutput:
         graph = self._forward.get(batch.shape)
         if graph is None:
