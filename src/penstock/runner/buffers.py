@@ -6,7 +6,8 @@ on the device; `apply()` makes it visible to all that is launched afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,6 +40,22 @@ class Fence:
     def wait(self) -> None:
         for event in self._events:
             event.synchronize()
+
+
+class SideStream:
+    """For copies beside what the current stream goes on with; a CPU that stands in for a GPU has none."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._streams = [torch.cuda.Stream(device)] if device.type == "cuda" else []
+
+    @contextmanager
+    def behind_current(self) -> Iterator[None]:
+        """What is launched inside begins when all that was launched before has ended."""
+        with ExitStack() as stack:
+            for stream in self._streams:
+                stream.wait_stream(torch.cuda.current_stream(stream.device))
+                stack.enter_context(torch.cuda.stream(stream))
+            yield
 
 
 @dataclass(frozen=True, slots=True)

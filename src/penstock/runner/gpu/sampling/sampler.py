@@ -14,6 +14,8 @@ has a grammar:
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 from penstock.config.engine import SchedulerConfig
@@ -25,7 +27,7 @@ from penstock.kernels.triton.sampling.rejection import KeptDrafts
 from penstock.kernels.triton.sampling.tiles import Workspace
 from penstock.messages.requests import EngineRequest
 from penstock.messages.scheduler_output import GrammarOutput
-from penstock.runner.buffers import Fence, TableWriter
+from penstock.runner.buffers import Fence, SideStream, TableWriter
 from penstock.runner.gpu.sampling.adjuster import BitmaskUploader, LogitsAdjuster
 from penstock.runner.gpu.sampling.judges import ExactJudge, Judge, RejectionJudge, Sampled, SyntheticJudge
 from penstock.runner.gpu.sampling.outputs import EmptyOutput, Packed
@@ -89,20 +91,25 @@ class GpuStepSampler:
         self._judge = judge
         self._bitmasks = BitmaskUploader(device, config.max_num_in_flight)
         self._adjuster = LogitsAdjuster(rows, states.token_ids)
-        self._sampled = Packed(config.max_num_seqs * (1 + config.max_num_drafts), config.max_num_seqs, device)
+        num_logits = config.max_num_seqs * (1 + config.max_num_drafts)
+        # One more than steps are in flight: a step's copy has ended when its memory is written again.
+        self._ring = itertools.cycle(
+            [Packed(num_logits, config.max_num_seqs, device) for _ in range(config.max_num_in_flight + 1)]
+        )
+        self._beside = SideStream(device)
 
     def add(self, row: int, request: EngineRequest) -> None:
         self._sampling.add(row, request)
         self._rows.add(row, request)
 
     def skip(self, batch: InputBatch) -> PendingOutput:
-        self._finish(batch)
+        self._finish(batch, next(self._ring))
         fence = Fence(self._device)
         fence.record()
         return EmptyOutput(batch.host, fence)
 
     def sample(self, logits: torch.Tensor, batch: InputBatch, grammars: GrammarOutput) -> PendingOutput:
-        host, num_logits, sampled = batch.host, len(logits), self._sampled
+        host, num_logits, sampled = batch.host, len(logits), next(self._ring)
         sampling_rows = host.rows[host.sampling]
         needs = self._rows.needs(sampling_rows)
         truncates = bool(needs & Needs.TRUNCATION)
@@ -123,26 +130,27 @@ class GpuStepSampler:
         if host.has_drafts:
             counts = [each[: len(batch.idx_mapping)] for each in (sampled.num_accepted, sampled.num_real_drafts)]
             self._judge.judge(Sampled(batch, adjusted, truncates, bitmasks, token_ids, *counts))
-        self._finish(batch)
-        self._score(logits, batch, needs)
+        self._finish(batch, sampled)
+        self._score(logits, batch, needs, sampled)
         num_records = num_logits if needs & Needs.LOGPROBS else 0
-        return sampled.copy(host, self._rows.num_top_logprobs(sampling_rows), num_records)
+        with self._beside.behind_current():
+            return sampled.copy(host, self._rows.num_top_logprobs(sampling_rows), num_records)
 
-    def _score(self, logits: torch.Tensor, batch: InputBatch, needs: Needs) -> None:
+    def _score(self, logits: torch.Tensor, batch: InputBatch, needs: Needs, sampled: Packed) -> None:
         """Log probabilities are the model's own, before anything was adjusted."""
         if needs & Needs.LOGPROBS:
             score_tokens(
                 logits,
                 batch.logits_rows,
                 self._rows.num_top,
-                self._sampled.token_ids[: len(logits)],
+                sampled.token_ids[: len(logits)],
                 LogprobsWorkspace.allocate(len(logits), logits.shape[1], self._device),
                 bool(needs & Needs.TOP_LOGPROBS),
-                self._sampled.records[: len(logits)],
+                sampled.records[: len(logits)],
             )
 
-    def _finish(self, batch: InputBatch) -> None:
-        states, sampled = self._states, self._sampled
+    def _finish(self, batch: InputBatch, sampled: Packed) -> None:
+        states = self._states
         finish_step(
             sampled.token_ids,
             batch.windows,
