@@ -16,10 +16,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from gpu_parts.common import Job, engine, greedy, prompts
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
+from gpu_parts.common import Job, engine, greedy, prompts
 from penstock import LLM
 from penstock.config.model import ModelConfig
 from penstock.kernels.triton.capabilities import Capabilities

@@ -8,8 +8,8 @@ import time
 from typing import Any
 
 import torch
-from gpu_parts.common import Job, engine, prompts
 
+from gpu_parts.common import Job, engine, prompts
 from penstock import SamplingParams
 
 _KINDS: tuple[dict[str, Any], ...] = (

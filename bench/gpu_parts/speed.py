@@ -1,8 +1,8 @@
 """Decode, prefill and the offline mix, exactly as vLLM was measured.
 
-    decode    (time of 257 output tokens - time of 1) / 256, prompts of 128 tokens, greedy
-    prefill   16 prompts of 2048 tokens, one output token
-    mix       256 requests, in and out 100-1024 uniform, temperature 0.6: output tokens per second
+decode    (time of 257 output tokens - time of 1) / 256, prompts of 128 tokens, greedy
+prefill   16 prompts of 2048 tokens, one output token
+mix       256 requests, in and out 100-1024 uniform, temperature 0.6: output tokens per second
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import statistics
 from typing import Any
 
 from gpu_parts.common import Job, StepCounter, engine, greedy, prompts
-
 from penstock import SamplingParams
 
 

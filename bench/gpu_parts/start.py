@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import statistics
@@ -13,14 +14,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from gpu_parts.common import Job
 from safetensors.torch import save_file
 
+from gpu_parts.common import Job
 from penstock.config.model import ModelConfig, load_model_config
-from penstock.models.weights import DummySource
 
 _SHARD_BYTES = 2 << 30
 _READ_BYTES = 16 << 20
+_POOL = 1 << 22  # random numbers, repeated
+_STD = 0.02
 _INDEX = "model.safetensors.index.json"
 
 
@@ -29,7 +31,7 @@ def start(job: Job) -> None:
     cache = Path(job.work) / "triton-cache" / job.shape_name
     shutil.rmtree(cache, ignore_errors=True)
     num_bytes = read_once(folder)
-    for name, rounds in (("cold", 1), ("warm", job.sizes.rounds)):
+    for name, rounds in (("cold", 1), ("warm", 1 if job.quick else job.sizes.rounds)):
         runs = [_start_once(job, folder, cache) for _ in range(rounds)]
         middle = sorted(runs, key=lambda run: run["first_token_s"])[len(runs) // 2]
         for what in ("ready", "first_token"):
@@ -56,11 +58,14 @@ def make_checkpoint(shape: Path, folder: Path) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     shutil.copy(shape / "config.json", folder)
-    source, file_of = DummySource(), {}
+    pool = (_STD * torch.randn(_POOL, generator=torch.Generator().manual_seed(0))).bfloat16()
+    file_of: dict[str, str] = {}
     shard: dict[str, torch.Tensor] = {}
     names = dict(tensors_of(load_model_config(shape)))
     for name, sizes in names.items():
-        shard[name] = source.read(name, sizes).to(torch.bfloat16).contiguous()
+        count = math.prod(sizes)
+        is_norm = len(sizes) == 1
+        shard[name] = torch.ones(sizes).bfloat16() if is_norm else pool.repeat(-(-count // _POOL))[:count].view(sizes)
         if sum(tensor.nbytes for tensor in shard.values()) < _SHARD_BYTES and len(file_of) + len(shard) < len(names):
             continue
         file = f"model-{len(set(file_of.values())):05d}.safetensors"

@@ -2,8 +2,8 @@
 
     python start_once.py STARTED '{"model": ...}'      STARTED: time.monotonic() of whoever started this process
 
-The last line of its output is JSON, all in seconds. A stage's time is its own: what is told of separately within it, such
-as the capture of graphs while the runner is built, is not in it. Stages that this version does not have are left out.
+The last line of its output is JSON, all in seconds. A stage's time is its own: what is told of separately within it,
+such as the capture of graphs while the runner is built, is not in it. Stages that do not occur are left out.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from gpu_parts.common import Job, StepCounter, greedy
 
+from gpu_parts.common import Job, StepCounter, greedy
 from penstock import LLM
 
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
@@ -43,7 +43,7 @@ WAYS = (
     _Way("plain"),
     _Way("chunks", {"max_num_batched_tokens": 24}),
     _Way("drafts", {"speculative_config": MTP}),
-    _Way("preemption", {"num_gpu_blocks_override": 20}),
+    _Way("preemption", {"num_gpu_blocks_override": 14}),
     _Way("prefix hits", rounds=2),
 )
 
@@ -61,7 +61,7 @@ def tokens(job: Job) -> None:
 
 
 def _tokens(job: Job, way: _Way, **engine_args: Any) -> tuple[list[list[int]], bool]:
-    limits = {"max_model_len": 256, "num_gpu_blocks_override": 200, "max_num_seqs": 8, "device": job.device}
+    limits = {"max_model_len": 192, "num_gpu_blocks_override": 200, "max_num_seqs": 8, "device": job.device}
     llm = LLM(**{**limits, **way.engine_args, **engine_args})
     outputs: list[Any] = []
     for _ in range(way.rounds):
