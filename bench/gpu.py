@@ -2,6 +2,7 @@
 
     python bench/gpu.py --output results.jsonl                          # everything; half an hour on an H200
     python bench/gpu.py --output results.jsonl --only decode,prefill --shapes bench/shapes/qwen3-0.6b
+    python bench/gpu.py --output results.jsonl --within 9 --resume      # nine minutes of it, and from there on
     python bench/gpu.py --device cpu --quick                            # the script itself, with a tiny model
 
 Every group runs in a process of its own on each shape, within a time limit, and adds its figures to --output as soon as
@@ -31,6 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+_SHORTEST_S = 20.0  # that a group may have
 SHAPES = Path(__file__).parent / "shapes"
 
 # (shape, figure): the goal on an H200, and vLLM 0.26.0's best of its three runners there (docs/PERFORMANCE.md, GPU).
@@ -62,7 +64,7 @@ GROUPS = {
     "decode": Group("speed", 240),
     "prefill": Group("speed", 240),
     "mix": Group("speed", 300),
-    "profile": Group("profile", 300),
+    "profile": Group("profile", 400),
     "start": Group("start", 420),
     "tokens": Group("tokens", 400, has_shape=False),
     "deterministic": Group("speed", 300),
@@ -80,23 +82,41 @@ def main() -> int:
         run_job(json.loads(args.job))
         return 0
     print(f"figures go to {args.output}", flush=True)
-    failures = 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    ended = ended_groups(args.output) if args.resume else set()
+    until = time.monotonic() + 60 * args.within
+    failures, left_out = 0, []
     for name in args.only:
-        group = GROUPS[name]
         # One shape is enough to see memory grow.
-        shapes = [""] if not group.has_shape else args.shapes[:1] if name == "soak" else args.shapes
-        for shape in shapes:
-            failures += not run_group(name, str(shape), args)
+        shapes = args.shapes[:1] if name == "soak" else args.shapes
+        for shape in map(str, shapes) if GROUPS[name].has_shape else [""]:
+            left = until - time.monotonic()
+            if (shape_name(shape), name) in ended:
+                continue
+            if left < _SHORTEST_S:
+                left_out.append(f"{name} {shape_name(shape)}")
+                continue
+            error = run_group(name, shape, left, args)
+            failures += bool(error)
+            if error and time.monotonic() >= until:
+                left_out.append(f"{name} {shape_name(shape)}")
     print(table(args.output))
+    if left_out:
+        print(f"{args.within:g} minutes are over; --resume goes on with {', '.join(left_out)}")
     return 1 if failures else 0
 
 
-def run_group(name: str, shape: str, args: argparse.Namespace) -> bool:
-    """In a process of its own; what goes wrong there is written down, and the next group has its turn."""
+def shape_name(shape: str) -> str:
+    return Path(shape).name or "built-in"
+
+
+def run_group(name: str, shape: str, left: float, args: argparse.Namespace) -> str:
+    """In a process of its own; how it ends is written down, and the next group has its turn. What went wrong, if so."""
     job = {"group": name, "shape": shape, "minutes": args.minutes, "device": args.device, "quick": args.quick}
     job = {**job, "output": str(args.output), "work": str(args.work)}
     limit = args.limit or GROUPS[name].limit_s + (60 * args.minutes if name == "soak" else 0)
-    label = f"{name} {Path(shape).name}".strip()
+    limit = min(limit, left)
+    label = f"{name} {shape_name(shape)}"
     started = time.monotonic()
     print(f"== {label}", flush=True)
     # Threads that wait for one another would be all there is to see of a tiny model.
@@ -113,12 +133,13 @@ def run_group(name: str, shape: str, args: argparse.Namespace) -> bool:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    print(f"== {label}: {error or 'done'} after {time.monotonic() - started:.0f} s", flush=True)
-    if error:
-        line = {"shape": Path(shape).name, "group": name, "key": f"{name}_failed", "error": error}
-        with args.output.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-    return not error
+    seconds = time.monotonic() - started
+    print(f"== {label}: {error or 'done'} after {seconds:.0f} s", flush=True)
+    line = {"shape": shape_name(shape), "group": name, "key": f"{name}_end", "error": error, "seconds": seconds}
+    line["is_cut"] = bool(error) and limit == left
+    with args.output.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+    return error
 
 
 def run_job(options: dict[str, Any]) -> None:
@@ -130,15 +151,25 @@ def run_job(options: dict[str, Any]) -> None:
     getattr(module, job.group)(job)
 
 
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()]
+
+
+def ended_groups(path: Path) -> set[tuple[str, str]]:
+    """(shape, group) of what ended, well or not, for another reason than that --within was over."""
+    return {(line["shape"], line["group"]) for line in lines(path) if "error" in line and not line["is_cut"]}
+
+
 def table(path: Path) -> str:
     """The latest figure of each kind in the file, beside its goal and vLLM's."""
     latest: dict[tuple[str, str], dict[str, Any]] = {}
-    for text in path.read_text(encoding="utf-8").splitlines():
-        line = json.loads(text)
+    for line in lines(path):
         latest[line["shape"], line["key"]] = line
     rows = ["| shape | figure | measured | goal | vLLM | beside vLLM | |", "|---|---|---|---|---|---|---|"]
     for (shape, key), line in latest.items():
         if "error" in line:
+            if not line["error"]:
+                continue
             rows.append(f"| {shape} | {line['group']} | | | | | {line['error']} |")
             continue
         value, unit = line["value"], line["unit"]
@@ -184,6 +215,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "penstock-bench-gpu")
     parser.add_argument("--minutes", type=float, default=2.0, help="of the soak (default: 2)")
     parser.add_argument("--limit", type=float, help="seconds of any group on any shape (default: each group's own)")
+    parser.add_argument("--within", type=float, default=1e6, help="minutes, after which nothing runs any more")
+    parser.add_argument("--resume", action="store_true", help="leave out what has ended before, as --output tells")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.job:
@@ -193,21 +226,21 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--only {','.join(unknown)}: the groups are {', '.join(GROUPS)}")
     if not args.only:
         parser.error(f"--only names no group: the groups are {', '.join(GROUPS)}")
-    if args.minutes < 0 or (args.limit is not None and args.limit <= 0):
-        parser.error("--minutes and --limit are positive")
+    if args.minutes < 0 or args.within <= 0 or (args.limit is not None and args.limit <= 0):
+        parser.error("--minutes, --within and --limit are positive")
     if args.shapes is None:
         args.shapes = [SHAPES / name for name in (("tiny",) if args.quick else ("qwen3-0.6b", "qwen3-8b"))]
     if missing := [str(shape) for shape in args.shapes if not (shape / "config.json").is_file()]:
         parser.error(f"--shapes {' '.join(missing)}: no config.json in there")
     if importlib.util.find_spec("penstock") is None:
         parser.error("penstock cannot be imported: install it, or set PYTHONPATH=src")
+    if args.device == "cuda":
+        check_gpu(parser)
     try:
         args.work.mkdir(parents=True, exist_ok=True)
         args.output.touch()
     except OSError as error:
         parser.error(f"{error.filename} cannot be written: {error.strerror}")
-    if args.device == "cuda":
-        check_gpu(parser)
     return args
 
 

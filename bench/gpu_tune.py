@@ -18,7 +18,7 @@ import multiprocessing
 import os
 import time
 from concurrent.futures import Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -30,6 +30,7 @@ from penstock.config.model import load_model_config
 from penstock.kernels.triton.capabilities import Capabilities
 from penstock.kernels.triton.linear.tiles import Role
 
+_CELL_SECONDS = 150.0
 SHAPES = Path(__file__).parent / "shapes"
 _FAMILIES = (LinearCell, DecodeCell, PrefillCell, MatmulCell, DeterministicCell)
 FAMILIES = dict(zip(("linear", "decode", "prefill", "matmul", "deterministic"), _FAMILIES, strict=True))
@@ -91,10 +92,14 @@ class Tuner:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for pool in (self._compilers, self._measurer):
-            for process in list((pool._processes or {}).values()):
-                process.kill()
-            pool.shutdown(cancel_futures=True)
+        self._kill(self._compilers)
+        self._kill(self._measurer)
+
+    def _kill(self, pool: ProcessPoolExecutor) -> None:
+        """A process that hangs in a kernel would not end by itself."""
+        for process in list((pool._processes or {}).values()):
+            process.kill()
+        pool.shutdown(cancel_futures=True)
 
     def compile(self, chosen: list[Cell]) -> None:
         """Begins to, in this order."""
@@ -106,15 +111,22 @@ class Tuner:
     def measure(self, cell: Cell, until: float) -> CellResult:
         wait(self._compiled[cell.name], max(0.0, until - time.monotonic()))
         capabilities = Capabilities(self._capability >= 90, self._capability >= 90)
-        try:
-            found = self._measurer.submit(measure, cell, "cuda", capabilities).result()
+        found = CellResult(cell.name, "", 0.0)
+        while True:
+            try:
+                found = self._measurer.submit(measure, cell, "cuda", capabilities, found.results).result(_CELL_SECONDS)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the other cells want to be measured
+                # Nothing more of this one: the process died or hangs, or memory does not hold the operands.
+                problem = f"{type(error).__name__}: {error}".splitlines()[0]
+                found = replace(found, results=[*found.results, Result("others", problem=problem)], is_fatal=False)
+                self._restart()
             if not found.is_fatal:
                 return found
-        except BrokenProcessPool:
-            found = CellResult(cell.name, "", 0.0, [Result("?", problem="the process died")])
-        self._measurer.shutdown(wait=False)
+            self._restart()
+
+    def _restart(self) -> None:
+        self._kill(self._measurer)
         self._measurer = self._processes(1)
-        return found
 
     def _processes(self, count: int) -> ProcessPoolExecutor:
         return ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn"))

@@ -34,7 +34,8 @@ def profile(job: Job) -> None:
     sizes, rng = job.sizes, random.Random(0)
     bandwidth = read_bandwidth(job.device, sizes.bandwidth_bytes)
     job.report("read_bandwidth", bandwidth / 1e12, "TB/s")
-    with _plain_launches(), engine(job) as llm:
+    # Kernels without early launches are compiled here and now: no more of them than it takes.
+    with _plain_launches(), engine(job, max_num_seqs=max(sizes.batches)) as llm:
         for batch in sizes.batches:
             steps = sizes.profiled_steps
             context = sizes.prompt + _SKIPPED_STEPS + steps / 2

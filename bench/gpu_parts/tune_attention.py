@@ -120,6 +120,9 @@ class _Attention:
     def tolerance(self) -> float:
         return _TOLERANCE
 
+    def library(self, operands: _Operands) -> None:
+        """torch has none for paged caches."""
+
     def make(self, on: torch.device, num_layers: int) -> _Operands:
         shape, dtype = self.shape, self.shape.dtype
         blocks = triton.cdiv(self.context, shape.block_size)
@@ -163,9 +166,9 @@ class _Attention:
         return run
 
     def error(self, operands: _Operands, outputs: Tensors) -> float:
-        """Of the first and the last request; all others are alike."""
+        """Of the first and the last request; all others are alike. Prompts have rows enough in the last one."""
         shape = self.shape
-        chosen = sorted({0, self.batch - 1})
+        chosen = sorted({0 if self.queries == 1 else self.batch - 1, self.batch - 1})
         rows = [i * self.queries + query for i in chosen for query in range(self.queries)]
         qkv, cache = operands.qkv[rows].clone(), operands.caches[-1]
         table = operands.block_table[chosen]

@@ -56,6 +56,10 @@ class Cell(Protocol):
 
     def tolerance(self) -> float: ...
 
+    def library(self, operands: Any) -> Callable[[], Tensors] | None:
+        """A chain of torch's own kernels, where they do the like."""
+        ...
+
 
 @dataclass(frozen=True)
 class Result:
@@ -84,7 +88,7 @@ class CellResult:
             lines.append(f"    {result.us:9.2f} us {rate} {ratio} {result.setting}{mark}")
         if self.library_us:
             lines.append(f"    {self.library_us:9.2f} us torch's own, without what stands around it")
-        wrong = [result for result in self.results if result.problem and "resources" not in result.problem]
+        wrong = [result for result in self.results if result.problem and "out of resource" not in result.problem]
         lines += [f"    {result.setting}: {result.problem}" for result in wrong[:_TOP]]
         return "\n".join(lines)
 
@@ -122,27 +126,27 @@ def products(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.cat([x.double() @ part.double().T for part in weight.split(16384)], 1)
 
 
-def measure(cell: Cell, device: str, capabilities: Capabilities) -> CellResult:
-    """Tries all candidates of a cell; on a CPU, where there are no graphs, times mean nothing."""
+def measure(cell: Cell, device: str, capabilities: Capabilities, known: Sequence[Result] = ()) -> CellResult:
+    """Tries the candidates of a cell that are not known; on a CPU, where there are no graphs, times mean nothing."""
     torch.manual_seed(0)
     work, unit = cell.work
-    found = CellResult(cell.name, unit, work / 1e12)
+    found = CellResult(cell.name, unit, work / 1e12, list(known))
+    if device == "cuda":
+        torch.cuda.empty_cache()
     with torch.inference_mode():
         operands = cell.make(torch.device(device), cell.num_layers)
-        for setting in cell.candidates():
+        for setting in cell.candidates()[len(known) :]:
             try:
                 result = _measure_one(cell, operands, setting, device, capabilities)
             except Exception as error:  # noqa: BLE001 - a candidate may fail in any way
                 text = f"{type(error).__name__}: {error}".splitlines()[0][:160]
                 found.results.append(Result(str(setting), problem=text))
-                if "CUDA error" in str(error) or "illegal" in str(error):
+                if "CUDA" in str(error) and "out of" not in str(error):
                     return replace(found, is_fatal=True)
                 continue
             found.results.append(result)
-        library = getattr(cell, "library", None)
-        if library is None:
-            return found
-        return replace(found, library_us=_time(library(operands), cell.num_layers, device)[0])
+        library = cell.library(operands)
+        return found if library is None else replace(found, library_us=_time(library, cell.num_layers, device)[0])
 
 
 def _measure_one(cell: Cell, operands: Any, setting: Any, device: str, capabilities: Capabilities) -> Result:
