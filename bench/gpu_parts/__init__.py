@@ -1,0 +1,1 @@
+"""The parts of `bench/gpu.py` and `bench/gpu_tune.py`."""
