@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from penstock import LLM, SamplingParams, StructuredOutputsParams
+from penstock.cli.main import main
 from penstock.executor.uniproc import LaunchExecutor
 
 pytestmark = [
@@ -73,3 +74,29 @@ def test_nobody_waits(speculative: dict[str, Any] | None, monkeypatch: pytest.Mo
 
         monkeypatch.setattr(LaunchExecutor, name, watched)
     tokens_of(device="cuda", speculative_config=speculative)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_identity_matrix(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Deterministic rows are equal bit for bit, replayed from graphs or launched, whatever moves their KV."""
+    assert main(["verify", "--quick", "--device", "cuda", "--dtype", dtype]) == 0
+    assert "CUDA graphs, drafts" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("speculative", SPECULATIVE.values(), ids=SPECULATIVE)
+def test_graphs_are_replayed_and_change_nothing(speculative: dict[str, Any] | None) -> None:
+    """The same kernels with the same tiles: a graph is launched once for all of them, and padded."""
+    args = {"device": "cuda", "speculative_config": speculative, "deterministic": True}
+    assert tokens_of(**args) == tokens_of(**args, enforce_eager=True)
+
+
+def test_memory_does_not_grow() -> None:
+    llm = LLM(device="cuda", max_model_len=512, num_gpu_blocks_override=200, enable_prefix_caching=False)
+    params = [SamplingParams(seed=n, max_tokens=40, ignore_eos=True, **each) for n, each in enumerate(PARAMS)]
+    prompts = [PROMPTS[number % len(PROMPTS)] for number in range(len(PARAMS))]
+    held: list[int] = []
+    for _ in range(12):
+        llm.generate(prompts, params, use_tqdm=False)
+        held.append(torch.cuda.memory_reserved())
+    llm.shutdown()
+    assert held[-1] == held[3], held

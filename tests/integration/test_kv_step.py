@@ -9,6 +9,7 @@ import pytest
 
 from penstock import LLM, SamplingParams
 from penstock.runner.model_runner import ModelRunner
+from penstock.runner.passes import EagerPasses
 from penstock.utils.errors import EngineDeadError
 from tests.integration.recording_connector import CALLS
 
@@ -72,16 +73,17 @@ def pairs(hooks: list[tuple[str, object]]) -> list[tuple[tuple[str, object], tup
 
 def test_saves_are_finalised_behind_the_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `wait_for_save` sees of a block must not change before the next step begins."""
-    propose = ModelRunner._propose
+    propose = EagerPasses.propose
 
-    def recorded(self: ModelRunner, *args: Any) -> None:
+    def recorded(self: EagerPasses, *args: Any) -> None:
         propose(self, *args)
         CALLS.append(("proposed", None))
 
-    monkeypatch.setattr(ModelRunner, "_propose", recorded)
+    monkeypatch.setattr(EagerPasses, "propose", recorded)
     llm = make(speculative_config=MTP, async_scheduling=False)
     CALLS.clear()
     llm.generate([[5] * 20], GREEDY, use_tqdm=False)
+    assert ("proposed", None) in CALLS
     for step in steps():
         names = [name for name, _ in step]
         assert names.index("finished") < names.index("save")

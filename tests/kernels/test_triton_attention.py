@@ -19,6 +19,7 @@ from penstock.kernels.triton.attention.plan import (
     DecodeTile,
     PrefillTile,
 )
+from penstock.kernels.triton.capabilities import Capabilities
 from penstock.utils.errors import ConfigError
 from tests.kernels.triton_attention_cases import DEVICE, Batch, Part, Sequence
 
@@ -78,7 +79,7 @@ class TestPrefill:
     @pytest.mark.parametrize("block_size", BLOCK_SIZES)
     def test_block_sizes(self, block_size: int, window: int) -> None:
         case = batch(((3, 150), (70, 75)), block_size=block_size, window=window, heads=(2, 1))
-        plan = case.plan(case.planner())
+        plan = case.plan(case.planner(capabilities=Capabilities(tma=True)))
         assert isinstance(plan.tile, PrefillTile)
         assert plan.tile.use_tma == (block_size >= 64)
         check(case, plan)

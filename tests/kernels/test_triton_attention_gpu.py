@@ -10,6 +10,7 @@ import torch
 from penstock.kernels.paged_attention import paged_attention_reference
 from penstock.kernels.triton.attention.launcher import decode_attention_fused, paged_attention
 from penstock.kernels.triton.attention.plan import DecodeTile, PrefillTile
+from penstock.kernels.triton.capabilities import Capabilities
 from tests.kernels.triton_attention_cases import Batch, Part, Sequence
 
 pytestmark = [
@@ -131,7 +132,7 @@ def test_overlapped_launches_of_the_fused_kernel(query_len: int, num_reqs: int) 
     outs = []
     for pdl in (False, True):
         case = Batch.of(parts)
-        plan = case.plan(case.planner(pdl=pdl))
+        plan = case.plan(case.planner(capabilities=Capabilities(pdl=pdl)))
         assert isinstance(plan.tile, DecodeTile)
         for _ in range(10):
             out = decode_attention_fused(
