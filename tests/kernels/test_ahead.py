@@ -34,6 +34,12 @@ def test_what_moves_blocks() -> None:
     assert len(moves) == 2
 
 
+@pytest.mark.parametrize("backend", ["flash_attention", "flashinfer"])
+def test_with_a_librarys_attention_all_else_is_walked(backend: str) -> None:
+    names = in_a_new_process("walked", "meta", {"attention_backend": backend})
+    assert any("_rope_and_store_kv" in name for name in names)
+
+
 def test_the_fused_decoder() -> None:
     without_memory = in_a_new_process("decoded", "meta")
     assert without_memory == in_a_new_process("decoded", "cpu")

@@ -141,13 +141,13 @@ def walk(config: EngineConfig, device: torch.device) -> None:
     On the device "meta" it needs no memory. What a step launches is what the engine launches: it is the engine's own
     runner.
     """
-    loaded = load_model(replace(config, device=device.type))
+    # A library brings its kernels compiled, and refuses to be there without a GPU.
+    execution = replace(config.execution, attention_backend="auto")
+    loaded = load_model(replace(config, device=device.type, execution=execution))
     groups = group_layers(loaded.model.kv_cache_specs)
     attached = attach_layers(loaded.draft_kv_cache_specs, groups)
     cache = KVCacheConfig(1, config.cache.block_size, groups, attached)
-    runner = ModelRunner(
-        loaded, allocate_kv_cache(cache, device), config.scheduler, config.execution, config.speculative
-    )
+    runner = ModelRunner(loaded, allocate_kv_cache(cache, device), config.scheduler, execution, config.speculative)
     for plan in _steps(config, len(groups)):
         runner.execute_model(plan)
         runner.sample_tokens(_NO_GRAMMARS)
