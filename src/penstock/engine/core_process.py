@@ -9,6 +9,7 @@ knows what is still to be finished. One thread reads; the main thread steps and 
 
 from __future__ import annotations
 
+import gc
 import queue
 import signal
 import socket
@@ -129,6 +130,9 @@ def _start(connection: socket.socket, inbox: queue.SimpleQueue[Any]) -> EngineCo
     except ConfigError as error:
         connection.sendall(CODEC.encode(Failed(str(error), is_config=True)))
         return None
+    # What stands now stays: collections need not walk over every block of the pool, which takes longer than a step.
+    gc.collect()
+    gc.freeze()
     connection.sendall(CODEC.encode(Ready(config.device, limits, core.num_blocks, config.cache.block_size)))
     return core
 

@@ -9,6 +9,7 @@ All graphs share one pool of memory: what one leaves is gone when another one, o
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -61,8 +62,12 @@ class CudaGraphRecorder:
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 outputs = run()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                # Ending a capture that has failed fails too, and says less.
+                with contextlib.suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         caller.wait_stream(self._stream)
         return RecordedGraph(graph.replay, outputs)
 
@@ -107,6 +112,7 @@ def capture(eager: EagerPasses, inputs: InputBuilder, shapes: BatchShapes) -> Gr
     """Records every shape that is to be captured. Raises ConfigError where there is no memory for all."""
     assert isinstance(inputs, GpuInputBuilder), type(inputs)
     passes, recorder = GraphedPasses(eager), CudaGraphRecorder(inputs.device)
+    torch.cuda.empty_cache()
     free = available_bytes(inputs.device)
     with memory_for("CUDA graphs", inputs.device, lambda: _ADVICE), torch.inference_mode():
         for shape in tqdm(shapes.captured, desc="capturing CUDA graphs", unit="graph"):

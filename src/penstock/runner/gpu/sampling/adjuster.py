@@ -64,8 +64,9 @@ class BitmaskUploader:
 class LogitsAdjuster:
     """Makes what is drawn from of what the model says; launches nothing where nobody asks for anything."""
 
-    def __init__(self, rows: SamplingRows, token_ids: torch.Tensor) -> None:
+    def __init__(self, rows: SamplingRows, token_ids: torch.Tensor, max_num_logits: int) -> None:
         self._rows = rows
+        self._max_num_logits = max_num_logits
         self._token_ids = token_ids
         # [rows, vocab_size], all 0 between steps; made when the first request with a penalty comes.
         self._counts = torch.zeros((0, 1), dtype=torch.int32, device=token_ids.device)
@@ -77,8 +78,9 @@ class LogitsAdjuster:
         tables = self._rows.adjust_tables
         where = (batch.logits_rows, batch.logits_positions, self._token_ids)
         if needs & Needs.COUNTS:
-            if len(self._counts) < len(logits):
-                self._counts = logits.new_zeros(logits.shape, dtype=torch.int32)
+            if not len(self._counts):
+                # For any step: growing with them would leave a trail of memory that fits nobody.
+                self._counts = logits.new_zeros((self._max_num_logits, logits.shape[1]), dtype=torch.int32)
             count_tokens(*where, batch.host.max_seq_len, tables, self._counts)
         adjusted = logits.new_empty(logits.shape, dtype=torch.float32)
         adjust_logits(logits, *where, tables, self._counts, bitmasks.mask_of_row, bitmasks.masks, adjusted)

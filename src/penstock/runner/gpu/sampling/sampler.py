@@ -90,8 +90,8 @@ class GpuStepSampler:
         self._workspace = workspace
         self._judge = judge
         self._bitmasks = BitmaskUploader(device, config.max_num_in_flight)
-        self._adjuster = LogitsAdjuster(rows, states.token_ids)
         num_logits = config.max_num_seqs * (1 + config.max_num_drafts)
+        self._adjuster = LogitsAdjuster(rows, states.token_ids, num_logits)
         # One more than steps are in flight: a step's copy has ended when its memory is written again.
         self._ring = itertools.cycle(
             [Packed(num_logits, config.max_num_seqs, device) for _ in range(config.max_num_in_flight + 1)]
