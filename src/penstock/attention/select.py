@@ -30,7 +30,7 @@ _LIBRARIES = {
     ),
     "flash_attention": _Library(
         "FlashAttention 3",
-        "pip install flash-attn-3 --index-url https://download.pytorch.org/whl/cu130",
+        "its repository says how to install it (github.com/Dao-AILab/flash-attention, folder hopper)",
         "Hopper",
         (9,),
     ),
