@@ -213,7 +213,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="small numbers and a tiny model, to try the script")
     parser.add_argument("--output", type=Path, default=Path("gpu.jsonl"), help="lines of JSON are added to this file")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "penstock-bench-gpu")
-    parser.add_argument("--minutes", type=float, default=2.0, help="of the soak (default: 2)")
+    parser.add_argument("--minutes", type=float, help="of the soak (default: 2, or a few seconds with --quick)")
     parser.add_argument("--limit", type=float, help="seconds of any group on any shape (default: each group's own)")
     parser.add_argument("--within", type=float, default=1e6, help="minutes, after which nothing runs any more")
     parser.add_argument("--resume", action="store_true", help="leave out what has ended before, as --output tells")
@@ -226,6 +226,8 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--only {','.join(unknown)}: the groups are {', '.join(GROUPS)}")
     if not args.only:
         parser.error(f"--only names no group: the groups are {', '.join(GROUPS)}")
+    if args.minutes is None:
+        args.minutes = 0.05 if args.quick else 2.0
     if args.minutes < 0 or args.within <= 0 or (args.limit is not None and args.limit <= 0):
         parser.error("--minutes, --within and --limit are positive")
     if args.shapes is None:
