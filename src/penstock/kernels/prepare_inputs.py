@@ -28,8 +28,8 @@ class TokenInputs:
 def expand_tokens(
     idx_mapping: torch.Tensor,  # [num_reqs] int64
     query_start_loc: torch.Tensor,  # [num_reqs + 1] int32
-    num_computed: torch.Tensor,  # [max_num_reqs, 1] int64
-    token_ids: torch.Tensor,  # [max_num_reqs, width] int32
+    num_computed: torch.Tensor,  # [max_num_reqs + 1, 1] int64
+    token_ids: torch.Tensor,  # [max_num_reqs + 1, width] int32
     num_tokens: int,
 ) -> TokenInputs:
     """One entry per token of the step, request by request."""
@@ -51,7 +51,7 @@ def store_sampled(
     sampled: torch.Tensor,  # [num_sampling] int64
     rows: torch.Tensor,  # [num_sampling] int64: state rows
     positions: torch.Tensor,  # [num_sampling] int64: where the sampled token will stand
-    token_ids: torch.Tensor,  # [max_num_reqs, width] int32, written
+    token_ids: torch.Tensor,  # [max_num_reqs + 1, width] int32, written
 ) -> None:
     """Appends the sampled tokens to their rows, where the next step finds them."""
     token_ids[rows, positions] = sampled.to(token_ids.dtype)

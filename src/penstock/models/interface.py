@@ -20,7 +20,7 @@ from penstock.messages.kv_cache_spec import KVCacheSpec
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
-    """What a forward pass leaves of its tokens; no later pass overwrites it."""
+    """What a forward pass leaves of its tokens; only the replay of a CUDA graph overwrites its own."""
 
     hidden: torch.Tensor  # [num_tokens, hidden_size] after the final norm
     aux_hidden: torch.Tensor  # [num_tokens, num_aux_layers * hidden_size]: the residual stream at their inputs

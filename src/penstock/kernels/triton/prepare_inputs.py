@@ -55,9 +55,9 @@ class SamplingInputs:
 def prepare_inputs(
     idx_mapping: torch.Tensor,  # [R] int64
     query_start_loc: torch.Tensor,  # [R + 1] int32
-    num_computed: torch.Tensor,  # [max_num_reqs, 1] int64
-    token_ids: torch.Tensor,  # [max_num_reqs, width] int32
-    block_tables: torch.Tensor,  # [G, max_num_reqs, max_blocks] int32
+    num_computed: torch.Tensor,  # [max_num_reqs + 1, 1] int64
+    token_ids: torch.Tensor,  # [max_num_reqs + 1, width] int32
+    block_tables: torch.Tensor,  # [G, max_num_reqs + 1, max_blocks] int32
     block_size: int,
     out: StepInputs,
     ahead: int = 0,
@@ -138,8 +138,8 @@ def finish_step(
     num_accepted: torch.Tensor,  # [R] int64: drafts that stand; read where a window has drafts
     idx_mapping: torch.Tensor,  # [R] int64, -1 for padding
     seq_lens: torch.Tensor,  # [R] int32: computed with this step's tokens
-    num_computed: torch.Tensor,  # [max_num_reqs, 1] int64, written
-    token_ids: torch.Tensor,  # [max_num_reqs, width] int32, written
+    num_computed: torch.Tensor,  # [max_num_reqs + 1, 1] int64, written
+    token_ids: torch.Tensor,  # [max_num_reqs + 1, width] int32, written
 ) -> None:
     """Counts each request's step as computed but for its rejected drafts, and stores what was sampled in windows as
     `prepare_sampling` has them."""
