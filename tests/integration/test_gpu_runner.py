@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.interpreter import InterpretedFunction
 
 import penstock
 from penstock import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
@@ -140,6 +141,7 @@ def graphs(gpu_parts: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Em
 
 
 def use_graphs(patched: pytest.MonkeyPatch, contexts: tuple[int, ...] = (64, 128)) -> None:
+    """Recording takes longer than the steps: the fewer requests may run at once, the fewer shapes there are."""
     EmulatedRecorder.install(patched)
     patched.setattr(cudagraphs, "CudaGraphRecorder", EmulatedRecorder)
     patched.setattr(model_runner, "graph_contexts", lambda *args: () if args[2].enforce_eager else contexts)
@@ -190,7 +192,11 @@ def test_the_same_outputs_where_drafts_decide(
     ("engine_args", "overlap", "numbers"),
     [
         ({"max_num_batched_tokens": 24}, False, range(len(PLAIN))),
-        ({"max_num_batched_tokens": 24, **FEW_BLOCKS}, True, (SEEDED, TOP_K, REPEATED, PENALISED, ALLOWED, REGEX)),
+        (
+            {"max_num_batched_tokens": 24, "max_num_seqs": 6, **FEW_BLOCKS},
+            True,
+            (SEEDED, TOP_K, REPEATED, PENALISED, ALLOWED, REGEX),
+        ),
         ({"speculative_config": MTP}, True, (SEEDED, MIN_P, LATE_END, PENALISED, BAD_WORDS, PROMPT, CHOICE)),
         ({"speculative_config": NGRAM}, False, (GREEDY, SEEDED, TOP_K, PENALISED)),
     ],
@@ -203,7 +209,7 @@ def test_the_same_outputs_from_graphs(
     overlap: bool,
     numbers: Sequence[int],
 ) -> None:
-    found = outputs_of(numbers, async_scheduling=overlap, **engine_args)
+    found = outputs_of(numbers, async_scheduling=overlap, **{"max_num_seqs": 3, **engine_args})
     check_outputs(found, [plain_outputs[number] for number in numbers])
     assert graphs.num_replays >= 3
 
@@ -223,10 +229,47 @@ def test_the_same_drafts_from_graphs(speculative: dict[str, Any], monkeypatch: p
     found = []
     for is_eager in (True, False):
         proposed.clear()
-        outputs_of(range(5), speculative_config=speculative, enforce_eager=is_eager)
+        outputs_of(range(5), speculative_config=speculative, enforce_eager=is_eager, max_num_seqs=3)
         found.append(torch.stack(proposed))
     assert found[0].any()
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("speculative", [None, DRAWN], ids=["plain", "drawn"])
+@pytest.mark.usefixtures("graphs")
+def test_a_replayed_step_launches_nothing_beside_its_graphs(
+    speculative: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But what new blocks and other requests put into the rows' tables; rare sampling is launched."""
+    launched: list[str] = []
+    run = InterpretedFunction.run
+
+    def watched(self: InterpretedFunction, *args: Any, **kwargs: Any) -> Any:
+        launched.append(self.fn.__name__)
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(InterpretedFunction, "run", watched)
+    by_step: list[tuple[bool, set[str]]] = []
+    sample_tokens = LaunchExecutor.sample_tokens
+
+    def stepped(self: LaunchExecutor, grammars: Any) -> Any:
+        result = sample_tokens(self, grammars)
+        by_step.append((result._pending.is_replayed, set(launched) - {"_scatter_staged"}))
+        launched.clear()
+        return result
+
+    monkeypatch.setattr(LaunchExecutor, "sample_tokens", stepped)
+
+    def replayed(numbers: Sequence[int]) -> list[set[str]]:
+        by_step.clear()
+        outputs_of(numbers, speculative_config=speculative, max_num_seqs=3)
+        return [names for is_replayed, names in by_step if is_replayed]
+
+    common = replayed((GREEDY, SEEDED, TOP_K, MIN_P))
+    # But for drafts behind a step that verified none.
+    assert len(common) >= 2
+    assert sum(map(bool, common)) <= (speculative is not None)
+    assert any("_adjust_logits" in names for names in replayed((GREEDY, PENALISED)))
 
 
 class NobodyWaits(TorchDispatchMode):

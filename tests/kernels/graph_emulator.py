@@ -84,7 +84,6 @@ class EmulatedRecorder:
         assert device.type == "cpu", device
 
     def record(self, run: Callable[[], T]) -> RecordedGraph[T]:
-        run()
         with self._tape.recording() as launches:
             outputs = run()
 

@@ -39,6 +39,7 @@ class BatchShapes:
         `captures_ragged` is the attention backend's.
         """
         self._config = config
+        self._num_drafts = config.max_num_drafts
         self._captures_ragged = captures_ragged
         self._contexts = contexts
         self._sizes = graph_sizes(config.max_num_seqs)
@@ -66,7 +67,7 @@ class BatchShapes:
         A captured step samples from all its tokens: each request decodes, or verifies its drafts.
         """
         num_reqs, query_len = len(host.rows), host.max_query_len
-        seq_len = min(host.max_seq_len + self._config.max_num_drafts, self._config.max_model_len)
+        seq_len = min(host.max_seq_len + self._num_drafts, self._config.max_model_len)
         if not self._contexts or query_len > self._query_lens[-1] or host.num_logits < host.num_tokens:
             return BatchDescriptor(num_reqs, host.num_tokens, query_len, seq_len)
         size = self._sizes[bisect.bisect_left(self._sizes, num_reqs)]

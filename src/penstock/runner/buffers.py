@@ -6,9 +6,9 @@ on the device; `apply()` makes it visible to all that is launched afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 import numpy as np
@@ -27,42 +27,39 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return tensor.to(device, non_blocking=True)
 
 
+@cache
+def launch_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which a runner launches its steps. To ask for the current one takes longer than most launches."""
+    return torch.cuda.default_stream(device)
+
+
 class Fence:
-    """A place on the current stream that the CPU can wait for; a CPU that stands in for a GPU has always passed it."""
+    """A place on the runner's stream that the CPU can wait for; a CPU that stands in for a GPU has always passed it."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._events = [torch.cuda.Event()] if device.type == "cuda" else []
 
-    def record(self) -> None:
+    def record(self, stream: torch.cuda.Stream | None = None) -> None:
+        """`stream`: another one."""
         for event in self._events:
-            event.record()
+            event.record(stream or launch_stream(self._device))
 
     def wait(self) -> None:
         for event in self._events:
             event.synchronize()
 
-
-class SideStream:
-    """For copies beside what the current stream goes on with; a CPU that stands in for a GPU has none."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._streams = [torch.cuda.Stream(device)] if device.type == "cuda" else []
-
-    @contextmanager
-    def behind_current(self) -> Iterator[None]:
-        """What is launched inside begins when all that was launched before has ended."""
-        with ExitStack() as stack:
-            for stream in self._streams:
-                stream.wait_stream(torch.cuda.current_stream(stream.device))
-                stack.enter_context(torch.cuda.stream(stream))
-            yield
+    def hold(self, stream: torch.cuda.Stream) -> None:
+        """What is launched there next begins when the fence has been passed."""
+        for event in self._events:
+            stream.wait_event(event)
 
 
 @dataclass(frozen=True, slots=True)
 class HostCopy:
     """A tensor on its way to the CPU."""
 
-    memory: torch.Tensor  # that nobody else has
+    array: np.ndarray
     fence: Fence  # behind the copy
 
     @classmethod
@@ -73,11 +70,11 @@ class HostCopy:
         memory.copy_(tensor, non_blocking=True)
         fence = Fence(tensor.device)
         fence.record()
-        return cls(memory, fence)
+        return cls(memory.numpy(), fence)
 
     def wait(self) -> np.ndarray:
         self.fence.wait()
-        return self.memory.numpy()
+        return self.array
 
 
 class TableWriter(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from penstock.messages.scheduler_output import SchedulerOutput
 from penstock.runner.request_states import RequestStates
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class HostBatch:
     """Requests stand in the scheduler's order."""
 
@@ -22,61 +23,79 @@ class HostBatch:
     num_drafts: np.ndarray  # [num_sampling] int64: drafts verified behind it
     num_tokens: int  # of all requests
 
-    @property
+    @cached_property
     def max_seq_len(self) -> int:
         """Of any request, an upper bound."""
         return int((self.num_computed + self.query_lens).max())
 
-    @property
+    @cached_property
     def max_query_len(self) -> int:
         """Of any request."""
-        return int(self.query_lens.max())
+        return 1 if self.num_tokens == len(self.rows) else int(self.query_lens.max())
 
-    @property
-    def num_logits(self) -> int:
-        """Tokens that are sampled from."""
-        return len(self.sampling) + int(self.num_drafts.sum())
-
-    @property
+    @cached_property
     def has_drafts(self) -> bool:
         """Whether any request verifies drafts in this step."""
-        return bool(self.num_drafts.any())
+        return self.max_query_len > 1 and bool(self.num_drafts.any())
+
+    @cached_property
+    def num_logits(self) -> int:
+        """Tokens that are sampled from."""
+        return len(self.sampling) + (int(self.num_drafts.sum()) if self.has_drafts else 0)
 
     @property
     def logits_request(self) -> np.ndarray:
         """[num_logits] int64: the sampling request (0 .. num_sampling - 1) of each logits row."""
         return np.repeat(np.arange(len(self.sampling)), self.num_drafts + 1)
 
-    @property
+    @cached_property
+    def sampling_rows(self) -> np.ndarray:
+        """[num_sampling] int64: state row of each request that samples."""
+        return self.rows[self.sampling]
+
+    @cached_property
     def sampling_request_ids(self) -> list[str]:
+        if len(self.sampling) == len(self.request_ids):
+            return list(self.request_ids)
         return [self.request_ids[i] for i in self.sampling]
 
-    @property
+    @cached_property
+    def query_start_loc(self) -> np.ndarray:
+        """[num_reqs + 1] int32: request r owns tokens query_start_loc[r] .. [r + 1]."""
+        if self.max_query_len == 1:
+            return np.arange(len(self.rows) + 1, dtype=np.int32)
+        starts = np.zeros(len(self.rows) + 1, dtype=np.int32)
+        np.cumsum(self.query_lens, out=starts[1:])
+        return starts
+
+    @cached_property
     def windows(self) -> np.ndarray:
         """[num_reqs + 1] int32: request r owns rows windows[r] .. [r + 1] of the logits."""
-        counts = np.zeros(len(self.request_ids) + 1, dtype=np.int32)
+        if self.num_logits == self.num_tokens:
+            return self.query_start_loc
+        counts = np.zeros(len(self.rows) + 1, dtype=np.int32)
         counts[self.sampling + 1] = self.num_drafts + 1
         return counts.cumsum(dtype=np.int32)
 
-    @property
-    def query_start_loc(self) -> np.ndarray:
-        """[num_reqs + 1] int32: request r owns tokens query_start_loc[r] .. [r + 1]."""
-        starts = np.zeros(len(self.request_ids) + 1, dtype=np.int32)
-        np.cumsum(self.query_lens, out=starts[1:])
-        return starts
+    @cached_property
+    def window_starts(self) -> np.ndarray:
+        """[num_sampling] int32: the first row of the logits of each sampling request."""
+        return self.windows[self.sampling]
 
 
 def read_plan(plan: SchedulerOutput, states: RequestStates) -> HostBatch:
     """The plan's counts, by batch row."""
-    request_ids = tuple(plan.num_scheduled_tokens)
-    rows = np.fromiter((states.row(request_id) for request_id in request_ids), np.int64, len(request_ids))
-    query_lens = np.fromiter(plan.num_scheduled_tokens.values(), np.int64, len(request_ids))
+    request_ids, num_tokens = tuple(plan.num_scheduled_tokens), plan.total_num_scheduled_tokens
+    count = len(request_ids)
+    rows = states.rows(request_ids)
+    query_lens = np.fromiter(plan.num_scheduled_tokens.values(), np.int64, count)
     num_computed = states.num_computed_np[rows]
     # A row samples when it has computed all tokens known at its admission: a chunk in the middle of them does not.
     sampling = np.nonzero(num_computed + query_lens >= states.prefill_len_np[rows])[0]
-    drafts = plan.num_draft_tokens
-    num_drafts = np.fromiter((drafts.get(request_ids[i], 0) for i in sampling), np.int64, len(sampling))
-    return HostBatch(request_ids, rows, query_lens, num_computed, sampling, num_drafts, plan.total_num_scheduled_tokens)
+    num_drafts = np.zeros(len(sampling), dtype=np.int64)
+    if plan.num_draft_tokens:
+        num_drafts[:] = [plan.num_draft_tokens.get(request_ids[i], 0) for i in sampling]
+    return HostBatch(request_ids, rows, query_lens, num_computed, sampling, num_drafts, num_tokens)
 
 
 def blank_batch(num_reqs: int, query_len: int) -> HostBatch:

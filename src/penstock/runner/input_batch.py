@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -22,11 +24,9 @@ from penstock.utils.math import cdiv
 
 
 @dataclass(frozen=True, slots=True)
-class InputBatch:
-    """A step on the device, and what the CPU knows of it. Another step may write the tensors anew."""
+class StepTensors:
+    """A step on the device. Another step may write them anew."""
 
-    host: HostBatch
-    shape: BatchDescriptor
     idx_mapping: torch.Tensor  # [num_reqs] int64: state rows
     query_start_loc: torch.Tensor  # [num_reqs + 1] int32
     seq_lens: torch.Tensor  # [num_reqs] int32: exact
@@ -38,6 +38,20 @@ class InputBatch:
     logits_rows: torch.Tensor  # [num_logits] int64: their state rows
     logits_positions: torch.Tensor  # [num_logits] int64: where what they sample will stand, exact
     attention: tuple[AttentionMetadata, ...]  # per KV group
+
+
+class InputBatch:
+    """A step: what the CPU knows of it, and its inputs on the device."""
+
+    def __init__(self, host: HostBatch, shape: BatchDescriptor, make_tensors: Callable[[], StepTensors]) -> None:
+        self.host = host
+        self.shape = shape
+        self._make_tensors = make_tensors
+
+    @cached_property
+    def tensors(self) -> StepTensors:
+        """Made when they are first asked for: a graph knows where its own are."""
+        return self._make_tensors()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +66,14 @@ class InputBuilder(Protocol):
     """Lifecycle: one is chosen and built with the runner. Threading: the runner's thread. It waits for nothing."""
 
     def build(self, plan: SchedulerOutput) -> InputBatch:
-        """Reads the rows' state on the device, as it is when this is reached there."""
+        """Takes the plan's counts over to the device, until the next call."""
+        ...
+
+    def prepare(self, batch: InputBatch) -> None:
+        """Lets the batch's tensors be written, from the rows' state as it is when this is reached on the device.
+
+        A CUDA graph may hold it.
+        """
         ...
 
     def follow(self, batch: InputBatch, ahead: int) -> NextTokens:
@@ -86,8 +107,15 @@ class HostInputBuilder:
         self._blocks = blocks
 
     def build(self, plan: SchedulerOutput) -> InputBatch:
-        states, host = self._states, read_plan(plan, self._states)
+        host = read_plan(plan, self._states)
         shape = self._shapes.of(host)
+        return InputBatch(host, shape, lambda: self._make_tensors(host, shape))
+
+    def prepare(self, batch: InputBatch) -> None:
+        _ = batch.tensors
+
+    def _make_tensors(self, host: HostBatch, shape: BatchDescriptor) -> StepTensors:
+        states = self._states
         device = states.token_ids.device
         starts = host.query_start_loc
         idx_mapping, query_start_loc = to_device(host.rows, device), to_device(starts, device)
@@ -97,9 +125,7 @@ class HostInputBuilder:
         seq_lens = (states.num_computed_exact[idx_mapping, 0] + query_start_loc.diff()).to(torch.int32)
         sampling = to_device(host.sampling, device)
         logits_indices = to_device(_last_tokens(starts[host.sampling + 1], host.num_drafts), device)
-        return InputBatch(
-            host=host,
-            shape=shape,
+        return StepTensors(
             idx_mapping=idx_mapping,
             query_start_loc=query_start_loc,
             seq_lens=seq_lens,
@@ -114,7 +140,7 @@ class HostInputBuilder:
         )
 
     def follow(self, batch: InputBatch, ahead: int) -> NextTokens:
-        rows = batch.sampling_rows
+        rows = batch.tensors.sampling_rows
         positions = (self._states.num_computed_exact[rows, 0] + ahead).clamp(max=self._last_position)
         starts = torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device)
         shape = BatchDescriptor(len(rows), len(rows), 1, batch.shape.max_seq_len)

@@ -30,7 +30,7 @@ from penstock.runner.input_batch import InputBatch, make_input_builder
 from penstock.runner.kv_cache_view import TorchKVCacheView
 from penstock.runner.load import KVCache, LoadedModel
 from penstock.runner.outputs import CopiedDrafts, PendingOutput, PendingPart, ReadyOutput, StepOutput
-from penstock.runner.passes import EagerPasses, make_passes
+from penstock.runner.passes import EagerPasses, TargetCache, make_passes
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling.prompt_logprobs import PromptScorer
 from penstock.runner.sampling.states import SamplingStates
@@ -64,7 +64,6 @@ class ModelRunner:
         connector: WorkerConnector = NullWorkerConnector(),  # noqa: B008 - it has no state
         debug: bool = False,
     ) -> None:
-        self._model = loaded.model
         self._cache = cache
         self._debug = debug
         attention = make_attention(loaded.device, config, execution)
@@ -89,11 +88,9 @@ class ModelRunner:
         )
         self._speculator = make_speculator(loaded, cache, speculative, self._inputs, attention, picker)
         self._kv_step = KVStep(connector)
-        self._passes = make_passes(
-            EagerPasses(self._model, cache, attention, lambda: self._kv_step.hooks, self._speculator, self._states),
-            self._inputs,
-            shapes,
-        )
+        target = TargetCache(cache, attention, lambda: self._kv_step.hooks)
+        eager = EagerPasses(loaded.model, target, self._inputs, self._sampler, self._speculator, self._states)
+        self._passes = make_passes(eager, self._inputs, self._sampler, shapes)
         self._parked: ExecuteModelState | None = None
         connector.register_kv_caches(TorchKVCacheView(cache))
 
@@ -114,7 +111,7 @@ class ModelRunner:
     def _forward(self, plan: SchedulerOutput) -> ExecuteModelState:
         batch = self._inputs.build(plan)
         if self._debug:
-            ahead = batch.host.num_computed - self._states.num_computed_exact[batch.idx_mapping, 0].cpu().numpy()
+            ahead = batch.host.num_computed - self._states.num_computed_exact[batch.host.rows, 0].cpu().numpy()
             assert ((ahead >= 0) & (ahead <= self._max_drafts_in_flight)).all(), ahead
         output = self._passes.forward(batch)
         return ExecuteModelState(batch, output, plan.num_drafts_to_propose, plan.grammar_request_ids)
@@ -139,24 +136,21 @@ class ModelRunner:
         self._kv_step.shutdown()
 
     def _sample(self, state: ExecuteModelState, grammars: GrammarOutput) -> StepOutput:
-        batch = state.batch
-        parts = self._prompt_scorer.of_step(batch, state.output.hidden)
-        if not len(batch.host.sampling):
-            skipped = self._sampler.skip(batch)
-            self._passes.propose(batch, state.output, 0)
-            return StepOutput(skipped, parts)
-        hidden, samples_all = state.output.hidden, batch.host.num_logits == batch.host.num_tokens
-        logits = self._model.compute_logits(hidden if samples_all else hidden[batch.logits_indices])
-        sampled = self._sampler.sample(logits, batch, grammars)
-        self._passes.propose(batch, state.output, state.num_drafts_to_propose)
+        batch, output, num_drafts = state.batch, state.output, state.num_drafts_to_propose
+        parts = self._prompt_scorer.of_step(batch, output.hidden)
+        sampled = self._passes.sample(batch, output, grammars)
+        self._passes.propose(batch, output, num_drafts if len(batch.host.sampling) else 0)
         return StepOutput(sampled, (*parts, *self._report_drafts(state)), self._passes.replays(batch))
 
     def _report_drafts(self, state: ExecuteModelState) -> tuple[PendingPart, ...]:
-        names, num_drafts = state.batch.host.sampling_request_ids, state.num_drafts_to_propose
-        wanted = [i for i, name in enumerate(names) if name in state.grammar_request_ids]
-        if not num_drafts or not (wanted or self._speculator.leaves_gaps):
+        num_drafts = state.num_drafts_to_propose
+        if not num_drafts or not (state.grammar_request_ids or self._speculator.leaves_gaps):
             return ()
-        drafts = HostCopy.of(self._states.drafts[state.batch.sampling_rows, :num_drafts])
+        names = state.batch.host.sampling_request_ids
+        wanted = [i for i, name in enumerate(names) if name in state.grammar_request_ids]
+        if not names or not (wanted or self._speculator.leaves_gaps):
+            return ()
+        drafts = HostCopy.of(self._states.drafts[state.batch.tensors.sampling_rows, :num_drafts])
         return (CopiedDrafts(names, wanted, self._speculator.leaves_gaps, drafts),)
 
     def _update_rows(self, plan: SchedulerOutput) -> None:

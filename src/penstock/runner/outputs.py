@@ -90,8 +90,8 @@ class Verdict(enum.IntEnum):
 class SampledArrays:
     """What was sampled, on the CPU. Of each window the tokens up to the one behind the accepted drafts are meant."""
 
-    token_ids: np.ndarray  # [num_logits] int64
-    verdicts: np.ndarray  # [num_logits] int8: `Verdict`
+    token_ids: np.ndarray  # [at least num_logits] int64
+    verdicts: np.ndarray  # [at least num_logits] int8: `Verdict`
     num_accepted: np.ndarray  # [num_sampling] int64
     num_real_drafts: np.ndarray  # [num_sampling] int64
 
@@ -101,23 +101,22 @@ def make_output(host: HostBatch, sampled: SampledArrays) -> ModelRunnerOutput:
 
     Tells a model that produced no numbers from a request that allows no token.
     """
+    names, num_logits = host.sampling_request_ids, host.num_logits
     tokens: dict[str, tuple[int, ...]] = dict.fromkeys(host.request_ids, ())
+    if not host.has_drafts and not sampled.verdicts[:num_logits].any():
+        tokens.update(zip(names, zip(sampled.token_ids[:num_logits].tolist(), strict=True), strict=True))
+        return ModelRunnerOutput(sampled_token_ids=tokens)
     num_draft_tokens: dict[str, int] = {}
     failed: dict[str, str] = {}
     unsatisfiable: dict[str, str] = {}
     token_ids, verdicts = sampled.token_ids.tolist(), sampled.verdicts.tolist()
-    per_request = zip(
-        host.sampling_request_ids,
-        window_starts(host).tolist(),
-        host.num_drafts.tolist(),
-        sampled.num_accepted.tolist(),
-        sampled.num_real_drafts.tolist(),
-        strict=True,
-    )
-    for request_id, start, num_drafts, num_accepted, num_real_drafts in per_request:
+    starts, num_drafts = host.window_starts.tolist(), host.num_drafts.tolist()
+    counts = zip(sampled.num_accepted.tolist(), sampled.num_real_drafts.tolist(), strict=True)
+    for index, (num_accepted, num_real_drafts) in enumerate(counts):
+        request_id, start = names[index], starts[index]
         end = start + 1 + num_accepted
         tokens[request_id] = tuple(token_ids[start:end])
-        if num_drafts:
+        if num_drafts[index]:
             num_draft_tokens[request_id] = num_real_drafts
         if any(verdicts[start:end]):
             if Verdict.NOT_FINITE in verdicts[start:end]:
@@ -135,9 +134,3 @@ def make_output(host: HostBatch, sampled: SampledArrays) -> ModelRunnerOutput:
 def make_empty_output(host: HostBatch) -> ModelRunnerOutput:
     """Of a step in which no request samples."""
     return ModelRunnerOutput(sampled_token_ids=dict.fromkeys(host.request_ids, ()))
-
-
-def window_starts(host: HostBatch) -> np.ndarray:
-    """[num_sampling] int64: the first logits row of each sampling request."""
-    counts = host.num_drafts + 1
-    return counts.cumsum() - counts

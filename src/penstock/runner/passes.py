@@ -1,19 +1,25 @@
-"""What a step computes: the model's pass over its tokens, and behind the sampling the speculator's."""
+"""What a step computes: the model's pass over its tokens, the sampling, and behind it the speculator's passes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from penstock.attention.backend import AttentionBackend
-from penstock.attention.metadata import ForwardContext, LayerHooks
+from penstock.attention.metadata import AttentionMetadata, ForwardContext, LayerHooks
 from penstock.kernels.prepare_inputs import store_drafts
+from penstock.messages.scheduler_output import GrammarOutput
 from penstock.models.interface import Model, ModelOutput
 from penstock.runner.batch_shapes import BatchShapes
 from penstock.runner.input_batch import InputBatch, InputBuilder
 from penstock.runner.load import KVCache
+from penstock.runner.outputs import PendingOutput
 from penstock.runner.request_states import RequestStates
 from penstock.runner.speculation.speculator import Speculator, StepResult
+from penstock.runner.step_sampler import StepSampler
 
 
 class Passes(Protocol):
@@ -24,7 +30,14 @@ class Passes(Protocol):
         ...
 
     def forward(self, batch: InputBatch) -> ModelOutput:
-        """The model over the step's tokens. What it returns is valid until the next step's pass."""
+        """The model over the step's tokens. What it returns is valid until the next step's pass.
+
+        There may be padding behind the tokens.
+        """
+        ...
+
+    def sample(self, batch: InputBatch, output: ModelOutput, grammars: GrammarOutput) -> PendingOutput:
+        """Ends the step but for its drafts: tokens and exact counts are in the rows' tables."""
         ...
 
     def propose(self, batch: InputBatch, output: ModelOutput, num_drafts: int) -> None:
@@ -32,24 +45,44 @@ class Passes(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class TargetCache:
+    """The target model's layers and what they are read and written by. `hooks` tells whom to tell of a step's."""
+
+    cache: KVCache
+    attention: AttentionBackend
+    hooks: Callable[[], LayerHooks]
+
+    def context(self, metadata: Sequence[AttentionMetadata]) -> ForwardContext:
+        """`metadata` by KV group."""
+        groups = zip(self.cache.config.groups, metadata, strict=True)
+        by_layer = {name: each for group, each in groups for name in group.layer_names}
+        return ForwardContext(by_layer, self.cache.tensors, self.attention, self.hooks())
+
+
 class EagerPasses:
-    """Launches every kernel anew (`Passes`). `hooks` tells whom to tell of the step's layers."""
+    """Launches every kernel anew (`Passes`)."""
 
     def __init__(
         self,
         model: Model,
-        cache: KVCache,
-        attention: AttentionBackend,
-        hooks: Callable[[], LayerHooks],
+        cache: TargetCache,
+        inputs: InputBuilder,
+        sampler: StepSampler,
         speculator: Speculator,
         states: RequestStates,
     ) -> None:
         self._model = model
         self._cache = cache
-        self._attention = attention
-        self._hooks = hooks
+        self._inputs = inputs
+        self._sampler = sampler
         self._speculator = speculator
         self._states = states
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether any step proposes some."""
+        return self._states.drafts.shape[1] > 0
 
     @property
     def is_capturable(self) -> bool:
@@ -60,27 +93,36 @@ class EagerPasses:
         return False
 
     def forward(self, batch: InputBatch) -> ModelOutput:
-        groups = zip(self._cache.config.groups, batch.attention, strict=True)
-        by_layer = {name: metadata for group, metadata in groups for name in group.layer_names}
-        context = ForwardContext(by_layer, self._cache.tensors, self._attention, self._hooks())
-        return self._model.forward(batch.tokens.input_ids, batch.tokens.positions, context)
+        self._inputs.prepare(batch)
+        tokens = batch.tensors.tokens
+        return self._model.forward(tokens.input_ids, tokens.positions, self._cache.context(batch.tensors.attention))
+
+    def logits(self, batch: InputBatch, output: ModelOutput) -> torch.Tensor:
+        """[num_logits, vocab_size]: of the tokens that are sampled from."""
+        samples_all = batch.host.num_logits == batch.host.num_tokens
+        return self._model.compute_logits(output.hidden if samples_all else output.hidden[batch.tensors.logits_indices])
+
+    def sample(self, batch: InputBatch, output: ModelOutput, grammars: GrammarOutput) -> PendingOutput:
+        if not len(batch.host.sampling):
+            return self._sampler.skip(batch)
+        return self._sampler.sample(self.logits(batch, output), batch, grammars)
 
     def propose(self, batch: InputBatch, output: ModelOutput, num_drafts: int) -> None:
-        if not self._states.drafts.shape[1]:
+        if not self.has_drafts:
             return
-        states, rows = self._states, batch.sampling_rows
+        states, rows = self._states, batch.tensors.sampling_rows
         num_computed = states.num_computed_exact[rows, 0]
-        step = StepResult(batch, output, batch.sampling, rows, num_computed, states.token_ids)
+        step = StepResult(batch, output, batch.tensors.sampling, rows, num_computed, states.token_ids)
         drafts = self._speculator.propose(step, num_drafts)
         if num_drafts and len(rows):
             store_drafts(drafts, rows, states.num_computed_exact, states.drafts, states.token_ids)
 
 
-def make_passes(eager: EagerPasses, inputs: InputBuilder, shapes: BatchShapes) -> Passes:
+def make_passes(eager: EagerPasses, inputs: InputBuilder, sampler: StepSampler, shapes: BatchShapes) -> Passes:
     """With graphs of the shapes that are to be captured; that they are recorded shows as progress."""
     if not shapes.captured:
         return eager
     # Only now: a CPU has no graphs.
     from penstock.runner.gpu.cudagraphs import capture
 
-    return capture(eager, inputs, shapes)
+    return capture(eager, inputs, sampler, shapes)

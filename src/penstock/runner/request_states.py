@@ -11,7 +11,7 @@ step does for its padding falls there.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -37,8 +37,9 @@ class RequestStates:
         self._free_rows = list(range(max_num_reqs))
         self._writer = writer
 
-    def row(self, request_id: str) -> int:
-        return self._rows[request_id]
+    def rows(self, request_ids: Sequence[str]) -> np.ndarray:
+        """[len(request_ids)] int64."""
+        return np.fromiter(map(self._rows.__getitem__, request_ids), np.int64, len(request_ids))
 
     def remove(self, request_ids: Iterable[str]) -> list[int]:
         """Frees rows; unknown requests are passed over. Sorted, so that every rank frees in the same order."""

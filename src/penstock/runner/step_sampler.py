@@ -26,7 +26,6 @@ from penstock.runner.outputs import (
     Verdict,
     make_empty_output,
     make_output,
-    window_starts,
 )
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling.logprobs import token_logprobs
@@ -97,12 +96,12 @@ class TorchStepSampler:
         self._sampling.add(row, request)
 
     def skip(self, batch: InputBatch) -> PendingOutput:
-        self._states.num_computed_exact[batch.idx_mapping, 0] = batch.seq_lens.long()
+        self._states.num_computed_exact[batch.tensors.idx_mapping, 0] = batch.tensors.seq_lens.long()
         return ReadyOutput(make_empty_output(batch.host))
 
     def sample(self, logits: torch.Tensor, batch: InputBatch, grammars: GrammarOutput) -> PendingOutput:
         sampling = self._make_batch(batch, grammars)
-        sampled, verified = self._verifier.verify(logits, sampling, batch.sampling_rows, batch.host.num_drafts)
+        sampled, verified = self._verifier.verify(logits, sampling, batch.tensors.sampling_rows, batch.host.num_drafts)
         self._store(batch, sampled, verified)
         arrays = SampledArrays(
             sampled.token_ids.cpu().numpy(),
@@ -116,11 +115,11 @@ class TorchStepSampler:
     def _store(self, batch: InputBatch, sampled: SamplerOutput, verified: Verified) -> None:
         """Puts the sampled tokens where the next step reads them, and counts what was computed but rejected drafts."""
         states = self._states
-        states.num_computed_exact[batch.idx_mapping, 0] = batch.seq_lens.long()
-        store_sampled(sampled.token_ids, batch.logits_rows, batch.logits_positions, states.token_ids)
+        states.num_computed_exact[batch.tensors.idx_mapping, 0] = batch.tensors.seq_lens.long()
+        store_sampled(sampled.token_ids, batch.tensors.logits_rows, batch.tensors.logits_positions, states.token_ids)
         if batch.host.has_drafts:
             num_drafts = to_device(batch.host.num_drafts, states.token_ids.device)
-            states.num_computed_exact[batch.sampling_rows, 0] -= num_drafts - verified.num_accepted
+            states.num_computed_exact[batch.tensors.sampling_rows, 0] -= num_drafts - verified.num_accepted
 
     def _make_batch(self, batch: InputBatch, grammars: GrammarOutput) -> SamplingBatch:
         host = batch.host
@@ -128,12 +127,12 @@ class TorchStepSampler:
         if self._knows_positions:
             positions_np = host.num_computed[index] + host.query_lens[index]
         else:
-            positions_np = batch.logits_positions.cpu().numpy()
+            positions_np = batch.tensors.logits_positions.cpu().numpy()
         return SamplingBatch(
             requests=self._sampling.at(host.rows[index]),
             positions_np=positions_np,
-            rows=batch.logits_rows,
-            positions=batch.logits_positions,
+            rows=batch.tensors.logits_rows,
+            positions=batch.tensors.logits_positions,
             token_ids=self._states.token_ids,
             bitmasks=_arrange_bitmasks(host, grammars),
         )
@@ -168,7 +167,7 @@ def _arrange_bitmasks(host: HostBatch, grammars: GrammarOutput) -> dict[int, np.
     if not grammars.bitmasks:
         return {}
     found: dict[int, np.ndarray] = {}
-    for request_id, start in zip(host.sampling_request_ids, window_starts(host).tolist(), strict=True):
+    for request_id, start in zip(host.sampling_request_ids, host.window_starts.tolist(), strict=True):
         for offset, mask in enumerate(grammars.bitmasks.get(request_id, ())):
             found[start + offset] = mask
     return found

@@ -1,22 +1,29 @@
-"""Pinned memory, and what is copied from it to the device once a step."""
+"""Pinned memory, and what is copied from it to the device and back once a step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import cycle
 
 import numpy as np
 import torch
 
 from penstock.kernels.triton.staged_writes import StagedWrites, scatter_staged
-from penstock.runner.buffers import Fence
+from penstock.runner.buffers import Fence, HostCopy, launch_stream
 
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
     memory: torch.Tensor  # [size] uint8, pinned
     array: np.ndarray  # the same memory
-    fence: Fence  # behind the copy that reads it
+    fence: Fence  # behind the copy from it or to it
+
+    @classmethod
+    def of(cls, num_bytes: int, device: torch.device) -> _Slot:
+        memory = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        return cls(memory, memory.numpy(), Fence(device))
 
 
 class PinnedRing:
@@ -28,7 +35,7 @@ class PinnedRing:
 
     def __init__(self, num_bytes: int, num_slots: int, device: torch.device) -> None:
         self._device = device
-        self._slots = [self._make_slot(num_bytes) for _ in range(num_slots)]
+        self._slots = [_Slot.of(num_bytes, device) for _ in range(num_slots)]
         self._index = 0
         self._is_open = False
 
@@ -39,8 +46,8 @@ class PinnedRing:
         self._index = (self._index + 1) % len(self._slots)
         slot = self._slots[self._index]
         slot.fence.wait()
-        if num_bytes > len(slot.memory):
-            slot = self._slots[self._index] = self._make_slot(2 * num_bytes)
+        if num_bytes > len(slot.array):
+            slot = self._slots[self._index] = _Slot.of(2 * num_bytes, self._device)
         return slot.array
 
     def copy(self, num_bytes: int, out: torch.Tensor) -> None:
@@ -48,12 +55,50 @@ class PinnedRing:
         assert self._is_open, "no slot is open"
         self._is_open = False
         slot = self._slots[self._index]
-        out.copy_(slot.memory[:num_bytes], non_blocking=True)
+        out.copy_(slot.memory if num_bytes == len(slot.array) else slot.memory[:num_bytes], non_blocking=True)
         slot.fence.record()
 
-    def _make_slot(self, num_bytes: int) -> _Slot:
-        memory = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-        return _Slot(memory, memory.numpy(), Fence(self._device))
+
+class FetchRing:
+    """Copies one piece of memory to the CPU in every step, beside what the runner's stream goes on with.
+
+    With a slot more than there are steps in flight a copy has been read when the ring laps.
+    """
+
+    def __init__(self, source: torch.Tensor, num_slots: int) -> None:
+        """`source` [num_bytes] uint8."""
+        self._source = source
+        self._slots = cycle([_Slot.of(len(source), source.device) for _ in range(num_slots)])
+        self._beside = torch.cuda.Stream(source.device) if source.is_cuda else None
+        self._ready = self._copied = Fence(source.device)
+
+    def fetch(self, num_bytes: int) -> HostCopy:
+        """The beginning, as all that was launched before leaves it."""
+        slot = next(self._slots)
+        with self._stream_beside():
+            slot.memory[:num_bytes].copy_(self._source[:num_bytes], non_blocking=True)
+        slot.fence.record(self._beside)
+        self._copied = slot.fence
+        return HostCopy(slot.array[:num_bytes], slot.fence)
+
+    def join(self) -> None:
+        """What is launched next may write to the source."""
+        if self._beside is not None:
+            self._copied.hold(launch_stream(self._source.device))
+
+    @contextmanager
+    def _stream_beside(self) -> Iterator[None]:
+        """As `torch.cuda.stream`, which takes many times as long."""
+        if self._beside is None:
+            yield
+            return
+        self._ready.record()
+        self._ready.hold(self._beside)
+        torch.cuda.set_stream(self._beside)
+        try:
+            yield
+        finally:
+            torch.cuda.set_stream(launch_stream(self._source.device))
 
 
 class StagedTableWriter:

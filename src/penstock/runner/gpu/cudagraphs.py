@@ -1,8 +1,8 @@
 """Steps that are recorded once and replayed: where a step is short, launching its kernels takes longer than they do.
 
 A graph belongs to a shape (`BatchDescriptor`). It is recorded over a step that is padding throughout, whose inputs lie
-in the buffers of all steps; to replay it, the input builder has filled these buffers, padding behind the step's own
-inputs. Padding reads no state row, writes no KV, and its results are nobody's.
+in the buffers of all steps; to replay it, the input builder has published the step's counts, and padding behind them.
+Padding reads no state row, writes no KV, and its results are nobody's.
 
 All graphs share one pool of memory: what one leaves is gone when another one, or the same one again, is replayed.
 """
@@ -17,12 +17,16 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from tqdm import tqdm
 
+from penstock.messages.scheduler_output import GrammarOutput
 from penstock.models.interface import ModelOutput
 from penstock.runner.batch_shapes import BatchDescriptor, BatchShapes
 from penstock.runner.gpu.inputs import GpuInputBuilder
+from penstock.runner.gpu.sampling.sampler import CommonSampling, GpuStepSampler
 from penstock.runner.input_batch import InputBatch, InputBuilder
 from penstock.runner.memory import available_bytes, memory_for
+from penstock.runner.outputs import PendingOutput
 from penstock.runner.passes import EagerPasses
+from penstock.runner.step_sampler import StepSampler
 from penstock.utils import logging
 
 logger = logging.get_logger(__name__)
@@ -73,21 +77,31 @@ class CudaGraphRecorder:
 
 
 class GraphedPasses:
-    """Replays the steps whose shapes were captured; all others are launched (`Passes`)."""
+    """Replays the steps whose shapes were captured; all others are launched (`Passes`).
 
-    def __init__(self, eager: EagerPasses) -> None:
+    A step is up to three graphs: its inputs and the forward pass; logits and sampling, where requests ask for nothing
+    that is rare; and the drafts.
+    """
+
+    def __init__(self, eager: EagerPasses, sampler: GpuStepSampler) -> None:
         self._eager = eager
+        self._sampler = sampler
         self._forward: dict[BatchDescriptor, RecordedGraph[ModelOutput]] = {}
+        self._sample: dict[tuple[BatchDescriptor, CommonSampling], RecordedGraph[None]] = {}
         self._propose: dict[BatchDescriptor, RecordedGraph[None]] = {}
 
     def capture(self, batch: InputBatch, recorder: GraphRecorder) -> None:
         """`batch` is padding throughout. A step that verifies some drafts is taken to propose as many."""
-        forward = self._forward[batch.shape] = recorder.record(lambda: self._eager.forward(batch))
-        if self._eager.is_capturable:
-            num_drafts = batch.shape.max_query_len - 1
-            self._propose[batch.shape] = recorder.record(
-                lambda: self._eager.propose(batch, forward.outputs, num_drafts)
+        eager, shape = self._eager, batch.shape
+        forward = self._forward[shape] = recorder.record(lambda: eager.forward(batch))
+        output = forward.outputs
+        for kind in CommonSampling:
+            self._sample[shape, kind] = recorder.record(
+                lambda kind=kind: self._sampler.draw(eager.logits(batch, output), batch, kind)
             )
+        if eager.is_capturable:
+            num_drafts = shape.max_query_len - 1
+            self._propose[shape] = recorder.record(lambda: eager.propose(batch, output, num_drafts))
 
     def replays(self, batch: InputBatch) -> bool:
         return batch.shape in self._forward
@@ -97,25 +111,41 @@ class GraphedPasses:
         if graph is None:
             return self._eager.forward(batch)
         graph.replay()
-        count = batch.host.num_tokens
-        return ModelOutput(graph.outputs.hidden[:count], graph.outputs.aux_hidden[:count])
+        return graph.outputs
+
+    def sample(self, batch: InputBatch, output: ModelOutput, grammars: GrammarOutput) -> PendingOutput:
+        if not self.replays(batch):
+            return self._eager.sample(batch, output, grammars)
+        kind = self._sampler.common_kind(batch, grammars)
+        if kind is None:
+            return self._eager.sample(batch, _cut(output, batch), grammars)
+        self._sampler.begin()
+        self._sample[batch.shape, kind].replay()
+        return self._sampler.fetch(batch)
 
     def propose(self, batch: InputBatch, output: ModelOutput, num_drafts: int) -> None:
         graph = self._propose.get(batch.shape)
-        if graph is None or num_drafts != batch.shape.max_query_len - 1:
-            self._eager.propose(batch, output, num_drafts)
-        else:
+        if graph is not None and num_drafts == batch.shape.max_query_len - 1:
             graph.replay()
+        elif self._eager.has_drafts:
+            self._eager.propose(batch, _cut(output, batch), num_drafts)
 
 
-def capture(eager: EagerPasses, inputs: InputBuilder, shapes: BatchShapes) -> GraphedPasses:
+def _cut(output: ModelOutput, batch: InputBatch) -> ModelOutput:
+    """Without padding."""
+    count = batch.host.num_tokens
+    return ModelOutput(output.hidden[:count], output.aux_hidden[:count])
+
+
+def capture(eager: EagerPasses, inputs: InputBuilder, sampler: StepSampler, shapes: BatchShapes) -> GraphedPasses:
     """Records every shape that is to be captured. Raises ConfigError where there is no memory for all."""
     assert isinstance(inputs, GpuInputBuilder), type(inputs)
-    passes, recorder = GraphedPasses(eager), CudaGraphRecorder(inputs.device)
+    assert isinstance(sampler, GpuStepSampler), type(sampler)
+    passes, recorder = GraphedPasses(eager, sampler), CudaGraphRecorder(inputs.device)
     torch.cuda.empty_cache()
     free = available_bytes(inputs.device)
     with memory_for("CUDA graphs", inputs.device, lambda: _ADVICE), torch.inference_mode():
-        for shape in tqdm(shapes.captured, desc="capturing CUDA graphs", unit="graph"):
+        for shape in tqdm(shapes.captured, desc="capturing CUDA graphs", unit="shape"):
             passes.capture(inputs.blank(shape), recorder)
     # What the first calls needed belongs to the recorder's stream and would never be used again.
     torch.cuda.empty_cache()

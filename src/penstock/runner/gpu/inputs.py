@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 
@@ -14,7 +16,7 @@ from penstock.runner.batch_shapes import BatchDescriptor, BatchShapes
 from penstock.runner.block_tables import BlockTables
 from penstock.runner.gpu.buffers import PinnedRing
 from penstock.runner.host_batch import HostBatch, blank_batch, read_plan
-from penstock.runner.input_batch import InputBatch, NextTokens
+from penstock.runner.input_batch import InputBatch, NextTokens, StepTensors
 from penstock.runner.request_states import RequestStates
 from penstock.utils.math import round_up
 
@@ -25,32 +27,34 @@ _NARROW = ("query_start_loc", "sampling_start_loc", "windows")  # [max_num_reqs 
 
 
 class Snapshot:
-    """What the CPU tells the device of a step: arrays in one piece of memory, named as in `InputBatch`."""
+    """What the CPU tells the device of a step: arrays in one piece of memory, named as in `StepTensors`."""
 
     def __init__(self, max_num_reqs: int, depth: int, device: torch.device) -> None:
         wide, narrow = round_up(8 * max_num_reqs, _ALIGNMENT), round_up(4 * (max_num_reqs + 1), _ALIGNMENT)
-        self._places = {name: slice(i * wide, (i + 1) * wide) for i, name in enumerate(_WIDE)}
+        places = {name: slice(i * wide, (i + 1) * wide) for i, name in enumerate(_WIDE)}
         first = len(_WIDE) * wide
-        self._places |= {name: slice(first + i * narrow, first + (i + 1) * narrow) for i, name in enumerate(_NARROW)}
-        self._num_bytes = first + len(_NARROW) * narrow
-        self._ring = PinnedRing(self._num_bytes, depth + 1, device)
-        self._memory = torch.zeros(self._num_bytes, dtype=torch.uint8, device=device)
+        places |= {name: slice(first + i * narrow, first + (i + 1) * narrow) for i, name in enumerate(_NARROW)}
+        num_bytes = first + len(_NARROW) * narrow
+        self._ring = PinnedRing(num_bytes, depth + 1, device)
+        self._memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self._staged = np.zeros(num_bytes, dtype=np.uint8)
+        self._arrays = {
+            name: self._staged[place].view(np.int64 if name in _WIDE else np.int32) for name, place in places.items()
+        }
         self.tensors = {
             name: self._memory[place].view(torch.int64 if name in _WIDE else torch.int32)
-            for name, place in self._places.items()
+            for name, place in places.items()
         }
 
-    def publish(self, arrays: dict[str, np.ndarray], paddings: dict[str, int]) -> None:
+    def publish(self, arrays: Mapping[str, np.ndarray], paddings: Mapping[str, int]) -> None:
         """The arrays at the beginnings of `tensors`, until the next call, and behind them each one's padding."""
-        memory = self._ring.open(self._num_bytes)
         for name, padding in paddings.items():
-            target, array = (
-                memory[self._places[name]].view(np.int64 if name in _WIDE else np.int32),
-                arrays.get(name, ()),
-            )
+            target, array = self._arrays[name], arrays.get(name, ())
             target[: len(array)] = array
             target[len(array) :] = padding
-        self._ring.copy(self._num_bytes, self._memory)
+        num_bytes = len(self._staged)
+        self._ring.open(num_bytes)[:] = self._staged
+        self._ring.copy(num_bytes, self._memory)
 
 
 class GpuInputBuilder:
@@ -80,7 +84,7 @@ class GpuInputBuilder:
         arrays = {
             "idx_mapping": host.rows,
             "sampling": host.sampling,
-            "sampling_rows": host.rows[host.sampling],
+            "sampling_rows": host.sampling_rows,
             "query_start_loc": host.query_start_loc,
             "sampling_start_loc": np.arange(num_sampling + 1),
             "windows": host.windows,
@@ -88,35 +92,38 @@ class GpuInputBuilder:
         ends = {"query_start_loc": host.num_tokens, "sampling_start_loc": num_sampling, "windows": host.num_logits}
         # Padding samples too: a request without tokens, behind all others.
         self._snapshot.publish(arrays, {**ends, **_PADDING, "sampling": len(host.rows)})
-        batch = self._prepared(host, self._shapes.of(host))
-        sampling = SamplingInputs(batch.logits_rows, batch.logits_positions, batch.logits_indices)
-        prepare_sampling(batch.idx_mapping, batch.query_start_loc, batch.windows, batch.seq_lens, sampling)
-        return batch
+        return self._batch(host, self._shapes.of(host))
 
     def blank(self, shape: BatchDescriptor) -> InputBatch:
         """A step of this shape that is padding throughout: it reads no row and writes none."""
         self._snapshot.publish({}, dict.fromkeys((*_WIDE, *_NARROW), 0) | _PADDING)
-        return self._prepared(blank_batch(shape.num_reqs, shape.max_query_len), shape)
+        return self._batch(blank_batch(shape.num_reqs, shape.max_query_len), shape)
 
-    def follow(self, batch: InputBatch, ahead: int) -> NextTokens:
-        num_reqs = len(batch.sampling_rows)
-        starts = self._snapshot.tensors["sampling_start_loc"][: num_reqs + 1]
-        tokens = _cut(self._next, num_reqs, num_reqs)
-        self._prepare(batch.sampling_rows, starts, tokens, ahead)
-        shape = BatchDescriptor(num_reqs, num_reqs, 1, batch.shape.max_seq_len)
-        return NextTokens(tokens.positions, _attention(starts, tokens, shape))
-
-    def _prepared(self, host: HostBatch, shape: BatchDescriptor) -> InputBatch:
-        """What was published, with its inputs but for those of the logits. Buffers are padded up to `shape`."""
-        known = self._snapshot.tensors
+    def prepare(self, batch: InputBatch) -> None:
+        known, shape, step = self._snapshot.tensors, batch.shape, batch.tensors
         padded = _cut(self._step, shape.num_reqs, shape.num_tokens)
         self._prepare(known["idx_mapping"][: shape.num_reqs], known["query_start_loc"][: shape.num_reqs + 1], padded)
+        sampling = SamplingInputs(step.logits_rows, step.logits_positions, step.logits_indices)
+        prepare_sampling(step.idx_mapping, step.query_start_loc, step.windows, step.seq_lens, sampling)
+
+    def follow(self, batch: InputBatch, ahead: int) -> NextTokens:
+        rows = batch.tensors.sampling_rows
+        starts = self._snapshot.tensors["sampling_start_loc"][: len(rows) + 1]
+        tokens = _cut(self._next, len(rows), len(rows))
+        self._prepare(rows, starts, tokens, ahead)
+        shape = BatchDescriptor(len(rows), len(rows), 1, batch.shape.max_seq_len)
+        return NextTokens(tokens.positions, _attention(starts, tokens, shape))
+
+    def _batch(self, host: HostBatch, shape: BatchDescriptor) -> InputBatch:
+        return InputBatch(host, shape, lambda: self._tensors(host, shape))
+
+    def _tensors(self, host: HostBatch, shape: BatchDescriptor) -> StepTensors:
+        """The beginnings of the buffers; padding up to `shape` lies behind them."""
+        known = self._snapshot.tensors
         num_reqs, num_sampling, num_logits = len(host.rows), len(host.sampling), host.num_logits
         step, query_start_loc = _cut(self._step, num_reqs, host.num_tokens), known["query_start_loc"][: num_reqs + 1]
         assert num_logits <= len(self._sampling.rows), f"{num_logits} logits in buffers for {len(self._sampling.rows)}"
-        return InputBatch(
-            host=host,
-            shape=shape,
+        return StepTensors(
             idx_mapping=known["idx_mapping"][:num_reqs],
             query_start_loc=query_start_loc,
             seq_lens=step.seq_lens,

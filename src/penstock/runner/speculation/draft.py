@@ -47,8 +47,9 @@ class DraftModelSpeculator:
         self._picker = picker
 
     def propose(self, step: StepResult, num_drafts: int) -> torch.Tensor:
-        tokens = step.batch.tokens
-        self._model.forward(tokens.input_ids, tokens.positions, self._cache.context(step.batch.attention))
+        tensors = step.batch.tensors
+        context = self._cache.context(tensors.attention)
+        self._model.forward(tensors.tokens.input_ids, tensors.tokens.positions, context)
         pick = self._picker.of_step(step)
         drafts: list[torch.Tensor] = []
         last = step.token_ids[step.rows, step.num_computed].long()
@@ -73,16 +74,15 @@ class HeadSpeculator:
         self._picker = picker
 
     def propose(self, step: StepResult, num_drafts: int) -> torch.Tensor:
-        tokens, head = step.batch.tokens, self._head
+        tensors, head = step.batch.tensors, self._head
+        tokens, context = tensors.tokens, self._cache.context(tensors.attention)
         next_ids = step.token_ids[tokens.rows, tokens.positions + 1].long()
-        hidden = head.forward(
-            head.enter(step.output), next_ids, tokens.positions, self._cache.context(step.batch.attention)
-        )
+        hidden = head.forward(head.enter(step.output), next_ids, tokens.positions, context)
         pick = self._picker.of_step(step)
         drafts: list[torch.Tensor] = []
         if num_drafts and len(step.rows):
             # The last position of each request whose token and hidden state are both final.
-            starts = step.batch.query_start_loc[step.sampling].long()
+            starts = tensors.query_start_loc[step.sampling].long()
             first = tokens.positions[starts]
             hidden = hidden[starts + step.num_computed - 1 - first]
             drafts.append(pick(head.compute_logits(hidden), 0))

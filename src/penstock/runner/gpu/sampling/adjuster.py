@@ -13,7 +13,6 @@ from penstock.runner.gpu.buffers import PinnedRing
 from penstock.runner.gpu.sampling.rows import Needs, SamplingRows
 from penstock.runner.host_batch import HostBatch
 from penstock.runner.input_batch import InputBatch
-from penstock.runner.outputs import window_starts
 from penstock.utils.math import round_up
 
 _ALIGNMENT = 16
@@ -33,15 +32,15 @@ class BitmaskUploader:
     def __init__(self, device: torch.device, depth: int) -> None:
         self._device = device
         self._ring = PinnedRing(1 << 16, depth + 1, device)
-        self._none = Bitmasks(*(torch.zeros(shape, dtype=torch.int32, device=device) for shape in ((0,), (0, 1))))
+        self.none = Bitmasks(*(torch.zeros(shape, dtype=torch.int32, device=device) for shape in ((0,), (0, 1))))
 
     def upload(self, host: HostBatch, grammars: GrammarOutput, num_logits: int) -> Bitmasks:
         if not grammars.bitmasks:
-            return self._none
-        starts = dict(zip(host.sampling_request_ids, window_starts(host).tolist(), strict=True))
+            return self.none
+        starts = dict(zip(host.sampling_request_ids, host.window_starts.tolist(), strict=True))
         masks = [(starts[name], mask) for name, mask in grammars.bitmasks.items() if name in starts]
         if not masks:
-            return self._none
+            return self.none
         num_masks, num_words = sum(len(mask) for _, mask in masks), masks[0][1].shape[1]
         first = round_up(4 * num_logits, _ALIGNMENT)
         num_bytes = first + 4 * num_masks * num_words
@@ -73,11 +72,11 @@ class LogitsAdjuster:
 
     def adjust(self, logits: torch.Tensor, batch: InputBatch, needs: Needs, bitmasks: Bitmasks) -> torch.Tensor:
         """`logits` themselves, or a copy in float32: [num_logits, vocab_size]."""
-        if not needs & Needs.ADJUSTMENT and not len(bitmasks.mask_of_row):
+        if not needs.adjustment and not len(bitmasks.mask_of_row):
             return logits
         tables = self._rows.adjust_tables
-        where = (batch.logits_rows, batch.logits_positions, self._token_ids)
-        if needs & Needs.COUNTS:
+        where = (batch.tensors.logits_rows, batch.tensors.logits_positions, self._token_ids)
+        if needs.counts:
             if not len(self._counts):
                 # For any step: growing with them would leave a trail of memory that fits nobody.
                 self._counts = logits.new_zeros((self._max_num_logits, logits.shape[1]), dtype=torch.int32)

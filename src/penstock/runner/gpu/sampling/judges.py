@@ -46,9 +46,8 @@ class ExactJudge:
         self._drafts = drafts
 
     def judge(self, sampled: Sampled) -> None:
-        batch = sampled.batch
-        counts = (sampled.num_accepted, sampled.num_real_drafts)
-        verify(sampled.token_ids, self._drafts, batch.idx_mapping, batch.windows, *counts)
+        step, counts = sampled.batch.tensors, (sampled.num_accepted, sampled.num_real_drafts)
+        verify(sampled.token_ids, self._drafts, step.idx_mapping, step.windows, *counts)
 
 
 class RejectionJudge:
@@ -63,18 +62,18 @@ class RejectionJudge:
         self._residuals = Residuals.allocate(kept)
 
     def judge(self, sampled: Sampled) -> None:
-        batch = sampled.batch
+        step = sampled.batch.tensors
         accept_or_resample(
             sampled.logits,
-            batch.logits_positions,
+            step.logits_positions,
             self._drafts,
             self._kept,
             self._tables,
             self._workspace,
             sampled.truncates,
             (int(Purpose.ACCEPT), int(Purpose.RESAMPLE)),
-            batch.idx_mapping,
-            batch.windows,
+            step.idx_mapping,
+            step.windows,
             self._residuals,
             sampled.token_ids,
         )
@@ -90,18 +89,18 @@ class SyntheticJudge:
         self._seed = seed
 
     def judge(self, sampled: Sampled) -> None:
-        batch, bitmasks = sampled.batch, sampled.bitmasks
+        step, bitmasks = sampled.batch.tensors, sampled.bitmasks
         toss(
             sampled.token_ids,
-            batch.logits_positions,
+            step.logits_positions,
             self._drafts,
             self._seed,
             self._rates,
             int(Purpose.ACCEPT),
             bitmasks.mask_of_row,
             bitmasks.masks,
-            batch.idx_mapping,
-            batch.windows,
+            step.idx_mapping,
+            step.windows,
             sampled.num_accepted,
             sampled.num_real_drafts,
         )

@@ -13,7 +13,7 @@ from penstock.messages.runner_output import ModelRunnerOutput, TokenLogprobs
 from penstock.runner.buffers import Fence, HostCopy
 from penstock.runner.gpu.sampling.logprobs import read_records
 from penstock.runner.host_batch import HostBatch
-from penstock.runner.outputs import SampledArrays, make_empty_output, make_output, window_starts
+from penstock.runner.outputs import SampledArrays, make_empty_output, make_output
 from penstock.utils.math import round_up
 
 _ALIGNMENT = 8
@@ -25,19 +25,18 @@ class Packed:
     def __init__(self, num_logits: int, num_reqs: int, device: torch.device) -> None:
         sizes = (8 * num_logits, 8 * num_reqs, 8 * num_reqs, round_up(num_logits, _ALIGNMENT), 4 * RECORD * num_logits)
         ends = np.cumsum((0, *sizes)).tolist()
-        self._places = [slice(start, end) for start, end in itertools.pairwise(ends)]
-        self._memory = torch.zeros(ends[-1], dtype=torch.uint8, device=device)
-        parts = [self._memory[place] for place in self._places]
+        self.places = [slice(start, end) for start, end in itertools.pairwise(ends)]
+        self.memory = torch.zeros(ends[-1], dtype=torch.uint8, device=device)
+        parts = [self.memory[place] for place in self.places]
         self.token_ids = parts[0].view(torch.int64)  # [num_logits]
         self.num_accepted = parts[1].view(torch.int64)  # [num_reqs]
         self.num_real_drafts = parts[2].view(torch.int64)  # [num_reqs]
         self.verdicts = parts[3].view(torch.int8)  # [at least num_logits]
         self.records = parts[4].view(torch.int32).view(num_logits, RECORD)
 
-    def copy(self, host: HostBatch, num_top: np.ndarray, num_records: int) -> CopiedOutput:
-        """On its way to the CPU, with the first `num_records` records; `num_top` as in `CopiedOutput`."""
-        end = self._places[-1].start + 4 * RECORD * num_records
-        return CopiedOutput(host, num_top, HostCopy.of(self._memory[:end]), tuple(self._places))
+    def num_bytes(self, num_records: int) -> int:
+        """With the first `num_records` records."""
+        return self.places[-1].start + 4 * RECORD * num_records
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +45,15 @@ class CopiedOutput:
 
     host: HostBatch
     num_top: np.ndarray  # [num_sampling] int64: likeliest tokens that a request wants to know, -1: no logprobs at all
-    memory: HostCopy
-    places: tuple[slice, ...]  # of `Packed`
+    copied: HostCopy
+    packed: Packed
 
     def result(self) -> ModelRunnerOutput:
-        memory, host = self.memory.wait(), self.host
-        token_ids, num_accepted, num_real_drafts, verdicts, records = (memory[place] for place in self.places)
+        host, memory = self.host, self.copied.wait()
+        token_ids, num_accepted, num_real_drafts, verdicts, records = (memory[place] for place in self.packed.places)
+        counts = [host.num_drafts] * 2
         if host.has_drafts:
             counts = [each.view(np.int64)[host.sampling] for each in (num_accepted, num_real_drafts)]
-        else:
-            counts = [np.zeros(len(host.sampling), dtype=np.int64)] * 2
         output = make_output(host, SampledArrays(token_ids.view(np.int64), verdicts.view(np.int8), *counts))
         if not len(records):
             return output
@@ -63,7 +61,7 @@ class CopiedOutput:
 
     def _logprobs(self, output: ModelRunnerOutput, records: np.ndarray) -> dict[str, tuple[TokenLogprobs, ...]]:
         found: dict[str, tuple[TokenLogprobs, ...]] = {}
-        starts, names = window_starts(self.host), self.host.sampling_request_ids
+        starts, names = self.host.window_starts, self.host.sampling_request_ids
         for index in np.nonzero(self.num_top >= 0)[0].tolist():
             count, start = len(output.sampled_token_ids[names[index]]), int(starts[index])
             wanted = [int(self.num_top[index])] * count

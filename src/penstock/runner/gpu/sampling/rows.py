@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import enum
 import math
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -18,14 +18,27 @@ from penstock.runner.sampling.sampler import changes_logits
 _SMALLEST_TEMPERATURE = 1e-6  # of requests that are not greedy
 
 
-class Needs(enum.IntFlag):
+@dataclass(frozen=True, slots=True)
+class Needs:
     """What a step launches for some of its rows and not for others."""
 
-    TRUNCATION = 1
-    ADJUSTMENT = 2  # of logits: all that `changes_logits` names
-    COUNTS = 4  # of tokens, for penalties
-    LOGPROBS = 8
-    TOP_LOGPROBS = 16
+    truncation: bool = False
+    adjustment: bool = False  # of logits: all that `changes_logits` names
+    counts: bool = False  # of tokens, for penalties
+    logprobs: bool = False
+    top_logprobs: bool = False
+
+    @property
+    def bits(self) -> int:
+        return sum(1 << place for place, name in enumerate(_NEEDS) if getattr(self, name))
+
+    @classmethod
+    def of(cls, bits: int) -> Needs:
+        return cls(*(bool(bits >> place & 1) for place in range(len(_NEEDS))))
+
+
+_NEEDS = tuple(each.name for each in fields(Needs))
+_ALL_NEEDS = [Needs.of(bits) for bits in range(1 << len(_NEEDS))]
 
 
 class SamplingRows:
@@ -69,11 +82,11 @@ class SamplingRows:
         write(self.adjust_tables.penalties, row, 0, penalties)
         write(self.adjust_tables.rules, row, 0, self._store_rules(row, request))
         self._num_top_np[row] = num_top
-        self._needs[row] = _needs_of(request, top_k)
+        self._needs[row] = _needs_of(request, top_k).bits
 
     def needs(self, rows: np.ndarray) -> Needs:
         """What any of these rows needs."""
-        return Needs(int(np.bitwise_or.reduce(self._needs[rows])))
+        return _ALL_NEEDS[np.bitwise_or.reduce(self._needs[rows])]
 
     def num_top_logprobs(self, rows: np.ndarray) -> np.ndarray:
         """[len(rows)] int64: how many of the likeliest tokens each row's request wants to know, -1: no logprobs."""
@@ -88,18 +101,14 @@ class SamplingRows:
 
 
 def _needs_of(request: EngineRequest, top_k: int) -> Needs:
-    params, needs = request.sampling_params, Needs(0)
-    if not params.is_greedy and (top_k > 0 or params.top_p < 1 or params.min_p > 0):
-        needs |= Needs.TRUNCATION
-    if changes_logits(request):
-        needs |= Needs.ADJUSTMENT
-    if has_penalty(request):
-        needs |= Needs.COUNTS
-    if params.logprobs is not None:
-        needs |= Needs.LOGPROBS
-    if params.logprobs:
-        needs |= Needs.TOP_LOGPROBS
-    return needs
+    params = request.sampling_params
+    return Needs(
+        truncation=not params.is_greedy and (top_k > 0 or params.top_p < 1 or params.min_p > 0),
+        adjustment=changes_logits(request),
+        counts=has_penalty(request),
+        logprobs=params.logprobs is not None,
+        top_logprobs=bool(params.logprobs),
+    )
 
 
 def _pack(request: EngineRequest, vocab_size: int) -> PackedRules:

@@ -14,7 +14,7 @@ has a grammar:
 
 from __future__ import annotations
 
-import itertools
+import enum
 
 import torch
 
@@ -27,12 +27,13 @@ from penstock.kernels.triton.sampling.rejection import KeptDrafts
 from penstock.kernels.triton.sampling.tiles import Workspace
 from penstock.messages.requests import EngineRequest
 from penstock.messages.scheduler_output import GrammarOutput
-from penstock.runner.buffers import Fence, SideStream, TableWriter
-from penstock.runner.gpu.sampling.adjuster import BitmaskUploader, LogitsAdjuster
+from penstock.runner.buffers import Fence, TableWriter
+from penstock.runner.gpu.buffers import FetchRing
+from penstock.runner.gpu.sampling.adjuster import Bitmasks, BitmaskUploader, LogitsAdjuster
 from penstock.runner.gpu.sampling.judges import ExactJudge, Judge, RejectionJudge, Sampled, SyntheticJudge
-from penstock.runner.gpu.sampling.outputs import EmptyOutput, Packed
+from penstock.runner.gpu.sampling.outputs import CopiedOutput, EmptyOutput, Packed
 from penstock.runner.gpu.sampling.picker import DrawingPicker
-from penstock.runner.gpu.sampling.rows import Needs, SamplingRows
+from penstock.runner.gpu.sampling.rows import SamplingRows
 from penstock.runner.input_batch import InputBatch
 from penstock.runner.load import LoadedModel
 from penstock.runner.outputs import PendingOutput
@@ -68,6 +69,13 @@ def make_gpu_sampling(
     return GpuStepSampler(config, states, sampling, rows, workspace, judge), picker
 
 
+class CommonSampling(enum.Enum):
+    """What most steps ask of the sampling; all else is rare."""
+
+    WHOLE = enum.auto()  # of any temperature, from the whole vocabulary
+    TRUNCATED = enum.auto()  # some rows by top_k, top_p or min_p
+
+
 class GpuStepSampler:
     """See the module (`StepSampler`)."""
 
@@ -92,71 +100,89 @@ class GpuStepSampler:
         self._bitmasks = BitmaskUploader(device, config.max_num_in_flight)
         num_logits = config.max_num_seqs * (1 + config.max_num_drafts)
         self._adjuster = LogitsAdjuster(rows, states.token_ids, num_logits)
-        # One more than steps are in flight: a step's copy has ended when its memory is written again.
-        self._ring = itertools.cycle(
-            [Packed(num_logits, config.max_num_seqs, device) for _ in range(config.max_num_in_flight + 1)]
-        )
-        self._beside = SideStream(device)
+        self._sampled = Packed(num_logits, config.max_num_seqs, device)
+        self._copies = FetchRing(self._sampled.memory, config.max_num_in_flight + 1)
 
     def add(self, row: int, request: EngineRequest) -> None:
         self._sampling.add(row, request)
         self._rows.add(row, request)
 
     def skip(self, batch: InputBatch) -> PendingOutput:
-        self._finish(batch, next(self._ring))
+        self._finish(batch)
         fence = Fence(self._device)
         fence.record()
         return EmptyOutput(batch.host, fence)
 
     def sample(self, logits: torch.Tensor, batch: InputBatch, grammars: GrammarOutput) -> PendingOutput:
-        host, num_logits, sampled = batch.host, len(logits), next(self._ring)
-        sampling_rows = host.rows[host.sampling]
-        needs = self._rows.needs(sampling_rows)
-        truncates = bool(needs & Needs.TRUNCATION)
-        bitmasks = self._bitmasks.upload(host, grammars, num_logits)
+        needs = self._rows.needs(batch.host.sampling_rows)
+        bitmasks = self._bitmasks.upload(batch.host, grammars, len(logits))
         adjusted = self._adjuster.adjust(logits, batch, needs, bitmasks)
-        token_ids = sampled.token_ids[:num_logits]
+        self.begin()
+        self._draw(adjusted, batch, needs.truncation, bitmasks)
+        if needs.logprobs:
+            self._score(logits, batch, needs.top_logprobs)
+        return self.fetch(batch, len(logits) if needs.logprobs else 0)
+
+    def common_kind(self, batch: InputBatch, grammars: GrammarOutput) -> CommonSampling | None:
+        """What a step asks for, if it is nothing but `draw`."""
+        needs = self._rows.needs(batch.host.sampling_rows)
+        if needs.adjustment or needs.logprobs or grammars.bitmasks:
+            return None
+        return CommonSampling.TRUNCATED if needs.truncation else CommonSampling.WHOLE
+
+    def begin(self) -> None:
+        """Before anything is drawn: what the last step has drawn must have been copied."""
+        self._copies.join()
+
+    def draw(self, logits: torch.Tensor, batch: InputBatch, kind: CommonSampling) -> None:
+        """All that most steps do with their logits. A CUDA graph may hold it."""
+        self._draw(logits, batch, kind is CommonSampling.TRUNCATED, self._bitmasks.none)
+
+    def fetch(self, batch: InputBatch, num_records: int = 0) -> PendingOutput:
+        """What was drawn, on its way to the CPU, with so many records of log probabilities."""
+        num_top = self._rows.num_top_logprobs(batch.host.sampling_rows)
+        copied = self._copies.fetch(self._sampled.num_bytes(num_records))
+        return CopiedOutput(batch.host, num_top, copied, self._sampled)
+
+    def _draw(self, logits: torch.Tensor, batch: InputBatch, truncates: bool, bitmasks: Bitmasks) -> None:
+        step, drawn, num_logits = batch.tensors, self._sampled, len(logits)
+        token_ids = drawn.token_ids[:num_logits]
         sample(
-            adjusted,
-            batch.logits_rows,
-            batch.logits_positions,
+            logits,
+            step.logits_rows,
+            step.logits_positions,
             self._rows.tables,
             self._workspace,
             int(Purpose.SAMPLE),
             truncates,
             token_ids,
-            sampled.verdicts[:num_logits],
+            drawn.verdicts[:num_logits],
         )
-        if host.has_drafts:
-            counts = [each[: len(batch.idx_mapping)] for each in (sampled.num_accepted, sampled.num_real_drafts)]
-            self._judge.judge(Sampled(batch, adjusted, truncates, bitmasks, token_ids, *counts))
-        self._finish(batch, sampled)
-        self._score(logits, batch, needs, sampled)
-        num_records = num_logits if needs & Needs.LOGPROBS else 0
-        with self._beside.behind_current():
-            return sampled.copy(host, self._rows.num_top_logprobs(sampling_rows), num_records)
+        if batch.host.has_drafts:
+            counts = [each[: len(step.idx_mapping)] for each in (drawn.num_accepted, drawn.num_real_drafts)]
+            self._judge.judge(Sampled(batch, logits, truncates, bitmasks, token_ids, *counts))
+        self._finish(batch)
 
-    def _score(self, logits: torch.Tensor, batch: InputBatch, needs: Needs, sampled: Packed) -> None:
+    def _score(self, logits: torch.Tensor, batch: InputBatch, with_top: bool) -> None:
         """Log probabilities are the model's own, before anything was adjusted."""
-        if needs & Needs.LOGPROBS:
-            score_tokens(
-                logits,
-                batch.logits_rows,
-                self._rows.num_top,
-                sampled.token_ids[: len(logits)],
-                LogprobsWorkspace.allocate(len(logits), logits.shape[1], self._device),
-                bool(needs & Needs.TOP_LOGPROBS),
-                sampled.records[: len(logits)],
-            )
+        score_tokens(
+            logits,
+            batch.tensors.logits_rows,
+            self._rows.num_top,
+            self._sampled.token_ids[: len(logits)],
+            LogprobsWorkspace.allocate(len(logits), logits.shape[1], self._device),
+            with_top,
+            self._sampled.records[: len(logits)],
+        )
 
-    def _finish(self, batch: InputBatch, sampled: Packed) -> None:
-        states = self._states
+    def _finish(self, batch: InputBatch) -> None:
+        states, step = self._states, batch.tensors
         finish_step(
-            sampled.token_ids,
-            batch.windows,
-            sampled.num_accepted[: len(batch.idx_mapping)],
-            batch.idx_mapping,
-            batch.seq_lens,
+            self._sampled.token_ids,
+            step.windows,
+            self._sampled.num_accepted[: len(step.idx_mapping)],
+            step.idx_mapping,
+            step.seq_lens,
             states.num_computed_exact,
             states.token_ids,
         )
