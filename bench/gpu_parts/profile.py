@@ -82,7 +82,8 @@ class Window:
     def __init__(self, device: str, skipped: int, steps: int) -> None:
         self._device, self._first, self._last = device, skipped, skipped + steps
         self._profiler = torch.profiler.profile(
-            activities=[ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU]
+            activities=[ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU],
+            acc_events=True,  # there is one cycle; without it some versions of torch warn of others
         )
         self.seconds = 0.0
         self.busy_us = 0.0  # when any kernel ran

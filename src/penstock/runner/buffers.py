@@ -59,7 +59,7 @@ class Fence:
 class HostCopy:
     """A tensor on its way to the CPU."""
 
-    array: np.ndarray
+    memory: torch.Tensor
     fence: Fence  # behind the copy
 
     @classmethod
@@ -70,11 +70,11 @@ class HostCopy:
         memory.copy_(tensor, non_blocking=True)
         fence = Fence(tensor.device)
         fence.record()
-        return cls(memory.numpy(), fence)
+        return cls(memory, fence)
 
     def wait(self) -> np.ndarray:
         self.fence.wait()
-        return self.array
+        return self.memory.numpy()
 
 
 class TableWriter(Protocol):

@@ -75,11 +75,12 @@ class FetchRing:
     def fetch(self, num_bytes: int) -> HostCopy:
         """The beginning, as all that was launched before leaves it."""
         slot = next(self._slots)
+        memory = slot.memory[:num_bytes]
         with self._stream_beside():
-            slot.memory[:num_bytes].copy_(self._source[:num_bytes], non_blocking=True)
+            memory.copy_(self._source[:num_bytes], non_blocking=True)
         slot.fence.record(self._beside)
         self._copied = slot.fence
-        return HostCopy(slot.array[:num_bytes], slot.fence)
+        return HostCopy(memory, slot.fence)
 
     def join(self) -> None:
         """What is launched next may write to the source."""
