@@ -45,6 +45,8 @@ class PromptScorer:
         """Of the prompt tokens that the step computed; `hidden` is [num_tokens, hidden_size]."""
         host = batch.host
         chosen = self._sampling.with_prompt_logprobs(host.rows)
+        if not len(chosen):
+            return ()
         found: dict[str, list[PendingLogprobs]] = {}
         for index, request in zip(chosen, self._sampling.at(host.rows[chosen]), strict=True):
             first, start = int(host.num_computed[index]), int(host.query_start_loc[index])
