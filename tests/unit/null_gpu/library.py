@@ -1,0 +1,122 @@
+"""The compiled null GPU as an object: its functions, the errors and kinds that they speak in, and what tests repeat."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+BENCH = Path(__file__).parents[3] / "bench"
+PAGE = 2 << 20  # bytes
+MS = 1_000_000  # ns
+LONG_MS = 500  # of a kernel that is not done when the next line asks
+
+OK, INVALID_VALUE, OUT_OF_MEMORY, INVALID_CONFIGURATION = 0, 1, 2, 9
+INVALID_HANDLE, ILLEGAL_STATE, NOT_READY = 400, 401, 600
+UNSUPPORTED, INVALIDATED, MERGE, UNMATCHED, UNJOINED = 900, 901, 902, 903, 904
+ISOLATION, IMPLICIT, CAPTURED_EVENT, WRONG_THREAD = 905, 906, 907, 908
+GLOBAL, THREAD_LOCAL, RELAXED = 0, 1, 2
+TO_DEVICE, TO_HOST, WITHIN_DEVICE = 1, 2, 3
+LEGACY = None
+
+
+class Attributes(ctypes.Structure):
+    """cudaPointerAttributes, with room for what later versions add."""
+
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("device", ctypes.c_int),
+        ("device_pointer", ctypes.c_void_p),
+        ("host_pointer", ctypes.c_void_p),
+        ("reserved", ctypes.c_long * 16),
+    )
+
+
+class Gpu:
+    """The library, with what tests need of each call; `cuda` and `driver` calls return CUDA's error numbers."""
+
+    def __init__(self, library: Path) -> None:
+        self._library = ctypes.CDLL(str(library))
+
+    def __getattr__(self, name: str) -> Callable[..., int]:
+        function = getattr(self._library, name)
+
+        def call(*arguments: Any) -> int:
+            # Python's integers would be cut to 32 bits on their way.
+            wide = [ctypes.c_void_p(a) if isinstance(a, int) and not isinstance(a, bool) else a for a in arguments]
+            return function(*wide)
+
+        return call
+
+    def count(self, name: str) -> int:
+        counter = self._library.null_gpu_count
+        counter.restype = ctypes.c_int64
+        return counter(name.encode())
+
+    def _made(self, name: str, *arguments: Any) -> int:
+        made = ctypes.c_void_p()
+        assert getattr(self, name)(ctypes.byref(made), *arguments) == OK
+        return made.value or 0
+
+    def device_memory(self, size: int) -> int:
+        return self._made("cudaMalloc", size)
+
+    def pinned_memory(self, size: int) -> int:
+        return self._made("cudaHostAlloc", size, 0)
+
+    def free_bytes(self) -> int:
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        assert self.cudaMemGetInfo(ctypes.byref(free), ctypes.byref(total)) == OK
+        return free.value
+
+    def stream(self, *, is_blocking: bool = False) -> int:
+        return self._made("cudaStreamCreateWithFlags", 0 if is_blocking else 1)
+
+    def event(self) -> int:
+        return self._made("cudaEventCreate")
+
+    def launch(self, stream: int | None, grid: int = 1) -> int:
+        return self.cuLaunchKernel(8, grid, 1, 1, 32, 1, 1, 0, stream, None, None)
+
+    def begin(self, stream: int | None, mode: int = GLOBAL) -> int:
+        return self.cudaStreamBeginCapture(stream, mode)
+
+    def end(self, stream: int | None) -> tuple[int, int]:
+        """(error, graph)"""
+        graph = ctypes.c_void_p(8)
+        error = self.cudaStreamEndCapture(stream, ctypes.byref(graph))
+        return error, graph.value or 0
+
+    def executable(self, graph: int) -> int:
+        return self._made("cudaGraphInstantiateWithFlags", graph, 0)
+
+    def graph(self, stream: int, num_nodes: int) -> int:
+        assert self.begin(stream) == OK
+        for _ in range(num_nodes):
+            assert self.launch(stream) == OK
+        error, graph = self.end(stream)
+        assert error == OK
+        return self.executable(graph)
+
+    def thread_mode(self, mode: int) -> int:
+        """Sets this thread's mode; the one before."""
+        value = ctypes.c_int(mode)
+        assert self.cudaThreadExchangeStreamCaptureMode(ctypes.byref(value)) == OK
+        return value.value
+
+
+def milliseconds_of(function: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    function()
+    return 1e3 * (time.perf_counter() - began)
+
+
+def in_thread(function: Callable[[], Any]) -> Any:
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(function()))
+    thread.start()
+    thread.join()
+    return results[0]
