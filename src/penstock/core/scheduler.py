@@ -8,7 +8,6 @@ is a preemption followed by a fresh admission, so the runner can never disagree 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from penstock.config.engine import SchedulerConfig
 from penstock.core.kv_cache_manager import KVCacheManager, PrefixHit
@@ -134,7 +133,7 @@ class Scheduler:
         if not plan.preempted_request_ids and not plan.is_blocked:
             self._schedule_waiting(plan)
         output = plan.finish(frozenset(self._finished_request_ids), frozenset(self._rewound_request_ids))
-        output = replace(output, kv_connector_metadata=self.connector.build_connector_meta(output))
+        output = output.with_metadata(self.connector.build_connector_meta(output))
         self._finished_request_ids.clear()
         self._rewound_request_ids.clear()
         self._admissions[self._step] = {
