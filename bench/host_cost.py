@@ -1,9 +1,10 @@
-"""What the engine core costs the processor per step: a scheduler, real in all parts, over a model that takes no time.
+"""What the engine costs the processor per step: all parts real but the model, which takes no time.
 
-    python bench/host_cost.py [--steps 300]
+    python bench/host_cost.py [--rounds 20]
 
-Microseconds of one step of decoding requests, and of each request in it. On a GPU a step must take longer than this, or
-the GPU waits.
+Microseconds of a step of decoding requests: of the engine core alone, and then with what becomes of its outputs. On a
+GPU a step must take longer than this, or the GPU waits. The least of the rounds is the cost; how far the median lies
+above it tells how quiet the machine was.
 """
 
 from __future__ import annotations
@@ -11,32 +12,47 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 
+from penstock import LLM
 from penstock.config.engine import SchedulerConfig
 from penstock.core.kv_cache_manager import KVCacheManager
 from penstock.core.scheduler import Scheduler
+from penstock.engine.core_messages import CODEC
 from penstock.engine.engine_core import EngineCore
 from penstock.messages.kv_cache_spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from penstock.messages.requests import EngineRequest
 from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.messages.sampling_params import SamplingParams
 from penstock.messages.scheduler_output import GrammarOutput, SchedulerOutput
+from penstock.utils.wire import FrameReader
 
 BLOCK_SIZE = 16
 PROMPT_LEN = 128
-ROUNDS = 5
+BATCHES = (1, 8, 64, 256)
+# A multiple of the block size, so that every round has its share of new blocks.
+STEPS_PER_ROUND = 2 * BLOCK_SIZE
+TOKEN_ID = 300
 
 
 class InstantExecutor:
-    """Every request gets the same token."""
+    """Every request gets the same token. As long as the requests stay the same, so does the result."""
+
+    def __init__(self) -> None:
+        self._plan = SchedulerOutput(step=0)
+        self._result = ModelRunnerOutput()
 
     def execute_model(self, plan: SchedulerOutput) -> None:
         self._plan = plan
 
     def sample_tokens(self, grammars: GrammarOutput) -> Future[ModelRunnerOutput]:
+        if self._plan.num_scheduled_tokens.keys() != self._result.sampled_token_ids.keys():
+            tokens = dict.fromkeys(self._plan.num_scheduled_tokens, (TOKEN_ID,))
+            self._result = ModelRunnerOutput(sampled_token_ids=tokens)
         future: Future[ModelRunnerOutput] = Future()
-        future.set_result(ModelRunnerOutput(sampled_token_ids=dict.fromkeys(self._plan.num_scheduled_tokens, (5,))))
+        future.set_result(self._result)
         return future
 
     def shutdown(self) -> None: ...
@@ -68,28 +84,70 @@ def make_core(depth: int, batch: int, max_tokens: int) -> EngineCore:
     return core
 
 
-def microseconds_per_step(depth: int, batch: int, num_steps: int) -> float:
-    core = make_core(depth, batch, ROUNDS * num_steps + 32)
-    for _ in range(8):
-        core.step()
+def time_rounds(num_rounds: int, num_steps: int, function: Callable[..., object], *args: object) -> list[float]:
+    """Microseconds per step in each round, in which the function does all of its `num_steps` steps."""
     times: list[float] = []
-    for _ in range(ROUNDS):
+    for _ in range(num_rounds):
         started = time.perf_counter()
-        for _ in range(num_steps):
-            core.step()
+        function(*args)
         times.append(1e6 * (time.perf_counter() - started) / num_steps)
-    return statistics.median(times)
+    return times
+
+
+def show(name: str, batch: int, times: list[float]) -> None:
+    least = min(times)
+    print(f"| {name} | {batch} | {least:.1f} | {statistics.median(times):.1f} | {least / batch:.2f} |", flush=True)
+
+
+def repeat(function: Callable[..., object], *args: object) -> None:
+    """As often as a round has steps."""
+    for _ in range(STEPS_PER_ROUND):
+        function(*args)
+
+
+def core_alone(num_rounds: int) -> None:
+    print("| steps in flight | batch | us per step, least | median | least per request |\n|---|---|---|---|---|")
+    for depth in (1, 2):
+        for batch in BATCHES:
+            core = make_core(depth, batch, (num_rounds + 1) * STEPS_PER_ROUND)
+            repeat(core.step)
+            show(str(depth), batch, time_rounds(num_rounds - 1, STEPS_PER_ROUND, repeat, core.step))
+
+
+def offline(num_rounds: int) -> None:
+    """Whole calls of `LLM.generate` with prompts of one token, the core's part included."""
+    print("\n| LLM.generate | batch | us per step, least | median | least per request |\n|---|---|---|---|---|")
+    num_steps = 16 * STEPS_PER_ROUND
+    for batch in BATCHES:
+        num_blocks = 2 + batch * (num_steps // BLOCK_SIZE + 2)
+        llm = LLM(device="cpu", async_scheduling=True, max_num_seqs=batch, num_gpu_blocks_override=num_blocks)
+        llm._core._executor = InstantExecutor()
+        prompts = [{"prompt_token_ids": [TOKEN_ID]}] * batch
+        for name, detokenize in (("token ids", False), ("text", True)):
+            params = SamplingParams(temperature=0.0, max_tokens=num_steps, ignore_eos=True, detokenize=detokenize)
+            generate = partial(llm.generate, prompts, params, use_tqdm=False)
+            show(name, batch, time_rounds(max(2, num_rounds // 4), num_steps, generate))
+
+
+def between_processes(num_rounds: int) -> None:
+    """A step's report on its way to a server's front end: what the engine core's process does, and what the other."""
+    print("\n| step report | batch | us per step, least | median | least per request |\n|---|---|---|---|---|")
+    for batch in BATCHES:
+        core = make_core(1, batch, 8)
+        core.step()
+        report = core.step()
+        frame = CODEC.encode(report)
+        show("encoded", batch, time_rounds(num_rounds, STEPS_PER_ROUND, repeat, CODEC.encode, report))
+        show("decoded", batch, time_rounds(num_rounds, STEPS_PER_ROUND, repeat, FrameReader(CODEC).feed, frame))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--rounds", type=int, default=20)
     args = parser.parse_args()
-    print("| steps in flight | batch | us per step | us per request |\n|---|---|---|---|")
-    for depth in (1, 2):
-        for batch in (1, 8, 64, 256):
-            cost = microseconds_per_step(depth, batch, args.steps)
-            print(f"| {depth} | {batch} | {cost:.0f} | {cost / batch:.1f} |", flush=True)
+    core_alone(args.rounds)
+    offline(args.rounds)
+    between_processes(args.rounds)
 
 
 if __name__ == "__main__":

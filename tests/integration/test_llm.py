@@ -126,8 +126,9 @@ def test_a_stream_ends_as_generate_does_and_can_be_left(llm: LLM) -> None:
     llm.check_integrity()
 
 
+@pytest.mark.parametrize("streams", [False, True], ids=["generate", "stream"])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_an_interrupt_leaves_the_engine_usable(overlap: bool) -> None:
+def test_an_interrupt_leaves_the_engine_usable(overlap: bool, streams: bool) -> None:
     """Real signals at random moments, in whatever line they find the engine."""
     llm = LLM(max_model_len=256, num_gpu_blocks_override=100, async_scheduling=overlap)
     (before,) = llm.generate("Once upon a time", GREEDY, use_tqdm=False)
@@ -138,7 +139,11 @@ def test_an_interrupt_leaves_the_engine_usable(overlap: bool) -> None:
         timer.start()
         kept = None
         try:
-            llm.generate(["Once upon a time"] * 5, GREEDY, use_tqdm=False)
+            if streams:
+                for _ in range(2):
+                    list(llm.stream("Once upon a time", GREEDY))
+            else:
+                llm.generate(["Once upon a time"] * 5, GREEDY, use_tqdm=False)
             timer.join()
         except KeyboardInterrupt as interrupt:
             # As an interactive shell keeps the last traceback.

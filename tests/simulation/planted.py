@@ -154,7 +154,7 @@ BUGS = (
         "results of an earlier admission are taken",
         "tiny_pool",
         "core.scheduler:Scheduler.update_from_output",
-        "request.admission != admissions[request_id]",
+        "request.admission > last_admission",
         "False",
     ),
     _bug(

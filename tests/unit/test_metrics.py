@@ -11,12 +11,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from prometheus_client import parser
@@ -101,7 +102,7 @@ class World:
 
     def step(self, now: float, tokens: dict[str, int], events=(), num_tokens=0, **stats: Any) -> None:
         """A step that gave each of these requests so many tokens."""
-        self.stats = replace(self.stats, **stats)
+        self.stats = msgspec.structs.replace(self.stats, **stats)
         outputs = tuple(
             EngineOutput(request_id=request_id, new_token_ids=(7,) * count, num_cached_tokens=4)
             for request_id, count in tokens.items()

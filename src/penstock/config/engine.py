@@ -115,7 +115,10 @@ class SchedulerConfig:
 
     def num_drafts(self, num_running: int) -> int:
         """Drafts per request while so many requests run."""
-        return next((count for limit, count in self.drafts if num_running <= limit), 0)
+        for limit, count in self.drafts:
+            if num_running <= limit:
+                return count
+        return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

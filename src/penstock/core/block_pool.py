@@ -161,7 +161,7 @@ class BlockPool:
         Its content must never change from now on.
         """
         block = self._blocks[block_id]
-        assert self.state(block_id) is BlockState.OWNED, (block_id, block)
+        assert block.num_owners and not block.num_writers, (block_id, block)
         assert block.key is None, f"block {block_id} is published twice"
         block.key = key
         ids = self._cached.setdefault(key, {})

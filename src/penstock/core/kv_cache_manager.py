@@ -121,9 +121,9 @@ class KVCacheManager:
         tables = self._tables[request.request_id]
         if self._has_windows:
             self._release_behind_window(request, tables)
-        num_new = cdiv(num_tokens, self.block_size) - len(tables[0])
-        if num_new <= 0:
+        if num_tokens <= len(tables[0]) * self.block_size:
             return self._no_blocks
+        num_new = cdiv(num_tokens, self.block_size) - len(tables[0])
         if num_new * len(self._groups) > self.pool.num_available:
             return None
         return self._extend(tables, num_tokens)
@@ -138,9 +138,11 @@ class KVCacheManager:
 
         Returns the first of them and the end.
         """
-        first = self._num_published[request.request_id]
-        end = min(request.num_processed_tokens // self.block_size, len(request.block_hashes))
-        if not self._enable_prefix_caching or end <= first:
+        first, end = self._num_published[request.request_id], request.num_processed_tokens // self.block_size
+        if end > first:
+            # What was computed behind a request's end has no hash.
+            end = min(end, len(request.block_hashes))
+        if end <= first or not self._enable_prefix_caching:
             return first, first
         self._publish(request, first, end, frozenset())
         return first, end
@@ -216,11 +218,12 @@ class KVCacheManager:
                 self.pool.release(gone[::-1])
 
     def _end_computing(self, block_hash: bytes) -> None:
-        # A hash that the request learned after its admission was never announced.
-        if self._being_computed[block_hash] > 1:
-            self._being_computed[block_hash] -= 1
-        else:
+        count = self._being_computed.get(block_hash, 0)
+        if count > 1:
+            self._being_computed[block_hash] = count - 1
+        elif count:
             del self._being_computed[block_hash]
+        # Else the request learned it after its admission, and it was never announced.
 
     def check_integrity(self) -> None:
         """Recomputes the pool's counts from all block tables."""

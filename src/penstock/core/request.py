@@ -57,6 +57,8 @@ class Request:
         self.status = RequestStatus.WAITING
         self.token_ids: list[int] = list(data.prompt_token_ids)
         self.num_prompt_tokens = len(data.prompt_token_ids)
+        self.max_num_tokens = self.num_prompt_tokens + data.max_tokens
+        self.ending_token_ids = data.eos_token_ids | data.stop_token_ids
         self.num_computed_tokens = 0
         self.num_in_flight_tokens = 0
         self.num_output_placeholders = 0
@@ -93,12 +95,12 @@ class Request:
     @property
     def num_tokens_to_compute(self) -> int:
         """What a step could compute now, if it had no limits."""
-        return self.num_tokens + self.num_output_placeholders - self.num_computed_tokens
+        return len(self.token_ids) + self.num_output_placeholders - self.num_computed_tokens
 
     @property
     def has_all_tokens_in_flight(self) -> bool:
         """The steps in flight will bring the last token that this request may have."""
-        return self.num_output_tokens + self.num_output_placeholders >= self.data.max_tokens
+        return len(self.token_ids) + self.num_output_placeholders >= self.max_num_tokens
 
     @property
     def max_drafts(self) -> int:
@@ -109,7 +111,7 @@ class Request:
     @property
     def num_useful_drafts(self) -> int:
         """The drafts that the device holds, as far as they stay within `max_tokens` if all are accepted."""
-        room = self.data.max_tokens - self.num_output_tokens - self.num_output_placeholders - 1
+        room = self.max_num_tokens - len(self.token_ids) - self.num_output_placeholders - 1
         return max(0, min(self.num_drafts, room))
 
     @property

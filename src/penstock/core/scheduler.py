@@ -8,7 +8,6 @@ is a preemption followed by a fresh admission, so the runner can never disagree 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from penstock.config.engine import SchedulerConfig
 from penstock.core.kv_cache_manager import KVCacheManager, PrefixHit
@@ -55,7 +54,8 @@ class Scheduler:
         self._running = RequestQueue(config.policy)
         self._finished_request_ids: set[str] = set()
         self._rewound_request_ids: set[str] = set()
-        self._admissions: dict[int, dict[str, int]] = {}
+        # By step in flight, the latest admission when it was scheduled: what was admitted later is not a part of it.
+        self._last_admissions: dict[int, int] = {}
         self._step = 0
         self._num_arrivals = 0
         self._num_admissions = 0
@@ -96,7 +96,7 @@ class Scheduler:
     @property
     def steps_in_flight(self) -> list[int]:
         """Steps that were scheduled and whose results have not come back, oldest first."""
-        return list(self._admissions)
+        return list(self._last_admissions)
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -134,13 +134,10 @@ class Scheduler:
         if not plan.preempted_request_ids and not plan.is_blocked:
             self._schedule_waiting(plan)
         output = plan.finish(frozenset(self._finished_request_ids), frozenset(self._rewound_request_ids))
-        output = replace(output, kv_connector_metadata=self.connector.build_connector_meta(output))
         self._finished_request_ids.clear()
         self._rewound_request_ids.clear()
-        self._admissions[self._step] = {
-            request_id: self._requests[request_id].admission for request_id in output.num_scheduled_tokens
-        }
-        return output
+        self._last_admissions[self._step] = self._num_admissions
+        return output.with_metadata(self.connector.build_connector_meta(output))
 
     def _schedule_running(self, plan: StepPlan) -> None:
         for request in self._running.snapshot():
@@ -150,8 +147,13 @@ class Scheduler:
             if request.status is not RequestStatus.RUNNING or request.has_all_tokens_in_flight:
                 continue
             num_tokens = min(request.num_tokens_to_compute, plan.token_budget)
-            num_drafts = min(request.num_useful_drafts, plan.token_budget - num_tokens)
-            block_ids = self._grow_or_preempt(request, self._num_slots(request, num_tokens + num_drafts), plan)
+            num_drafts = 0
+            if request.num_drafts:
+                num_drafts = min(request.num_useful_drafts, plan.token_budget - num_tokens)
+            num_slots = self._num_slots(request, num_tokens + num_drafts)
+            block_ids = self.kv.grow(request, num_slots)
+            if block_ids is None:
+                block_ids = self._preempt_for(request, num_slots, plan)
             if block_ids is not None:
                 plan.add_running(request, block_ids, num_tokens + num_drafts, num_drafts)
 
@@ -160,20 +162,21 @@ class Scheduler:
         wanted = request.num_computed_tokens + num_tokens + self._config.num_lookahead_tokens
         return min(wanted, self._config.max_model_len)
 
-    def _grow_or_preempt(self, request: Request, num_tokens: int, plan: StepPlan) -> BlockIds | None:
-        """Finds the blocks, preempting from the back of the line; None when the request cannot run in this step."""
-        while (block_ids := self.kv.grow(request, num_tokens)) is None:
-            if self.kv.could_grow_after_steps_in_flight(request, num_tokens):
-                # Enough blocks are on their way back: taking more from others would not help this step.
-                plan.is_blocked = True
-                return None
+    def _preempt_for(self, request: Request, num_slots: int, plan: StepPlan) -> BlockIds | None:
+        """Finds blocks by preempting from the back of the line; None when the request cannot run in this step."""
+        while not self.kv.could_grow_after_steps_in_flight(request, num_slots):
             victim = self._running.last()
             self._preempt(victim, plan)
             if victim is request:
                 if not len(self._running):
                     self._remote.on_starved(request)
                 return None
-        return block_ids
+            block_ids = self.kv.grow(request, num_slots)
+            if block_ids is not None:
+                return block_ids
+        # Enough blocks are on their way back: taking more from others would not help this step.
+        plan.is_blocked = True
+        return None
 
     def _preempt(self, request: Request, plan: StepPlan) -> None:
         self._rewind(request, self._step - 1)
@@ -238,16 +241,14 @@ class Scheduler:
         """Applies one step's result. Results must come in the order of the steps."""
         self.kv.pool.on_step_processed(plan.step)
         self._num_graph_replays += result.is_replayed
-        admissions = self._admissions.pop(plan.step)
+        last_admission = self._last_admissions.pop(plan.step)
         outputs = self._fail_without_grammar() + self._apply_transfers(result.kv_connector_output)
         self.grammars.set_drafts(result.draft_token_ids)
         for request_id, num_tokens in plan.num_scheduled_tokens.items():
             request = self._requests.get(request_id)
             # What was in flight for a request that has ended, or has been preempted since, is dropped here; the
             # preempted one will compute the same tokens again.
-            if request is None or request.admission != admissions[request_id]:
-                continue
-            if request.status is not RequestStatus.RUNNING:
+            if request is None or request.status is not RequestStatus.RUNNING or request.admission > last_admission:
                 continue
             output = self._update_request(request, num_tokens, plan.num_draft_tokens.get(request_id, 0), result)
             if output is not None:
@@ -301,22 +302,19 @@ class Scheduler:
         self, request: Request, num_tokens: int, num_drafts: int, result: ModelRunnerOutput
     ) -> EngineOutput | None:
         request_id = request.request_id
-        unsatisfiable = result.unsatisfiable_requests.get(request_id)
-        error = unsatisfiable or result.failed_requests.get(request_id)
-        if error is not None:
-            self._finish(request, FinishReason.ERROR)
-            return _error_output(request_id, error, is_request_error=unsatisfiable is not None)
+        if request_id in result.unsatisfiable_requests or request_id in result.failed_requests:
+            return self._fail(request, result)
         sampled = result.sampled_token_ids[request_id]
         request.on_processed(num_tokens, num_drafts, len(sampled))
-        if not request.num_in_flight_tokens:
+        if request.num_drafts and not request.num_in_flight_tokens:
             # No later step has been scheduled on the assumption that all drafts are there: gaps can be left out.
             request.num_drafts = min(request.num_drafts, result.num_proposed_tokens.get(request_id, request.num_drafts))
-        num_draft_tokens = result.num_draft_tokens.get(request_id, 0)
+        num_draft_tokens = num_accepted_tokens = 0
         if num_drafts:
-            self._speculation.count(num_draft_tokens, len(sampled) - 1)
-        is_first = request.num_output_tokens == 0
-        if is_first:
-            request.prompt_logprobs.extend(result.prompt_logprobs.get(request_id, ()))
+            num_draft_tokens, num_accepted_tokens = result.num_draft_tokens.get(request_id, 0), len(sampled) - 1
+            self._speculation.count(num_draft_tokens, num_accepted_tokens)
+        if request_id in result.prompt_logprobs and not request.num_output_tokens:
+            request.prompt_logprobs.extend(result.prompt_logprobs[request_id])
         try:
             new_token_ids, stop_reason = self._append_until_stop(request, sampled)
         except GrammarError as error:
@@ -332,33 +330,36 @@ class Scheduler:
         return EngineOutput(
             request_id=request_id,
             new_token_ids=new_token_ids,
-            logprobs=result.logprobs.get(request_id, ())[: len(new_token_ids)],
-            prompt_logprobs=self._take_prompt_logprobs(request) if is_first else (),
+            logprobs=result.logprobs[request_id][: len(new_token_ids)] if request_id in result.logprobs else (),
+            prompt_logprobs=self._take_prompt_logprobs(request) if request.prompt_logprobs else (),
             finish_reason=request.finish_reason,
             stop_reason=stop_reason,
             num_cached_tokens=request.num_cached_tokens,
             num_draft_tokens=num_draft_tokens,
-            num_accepted_tokens=len(sampled) - 1,
+            num_accepted_tokens=num_accepted_tokens,
         )
+
+    def _fail(self, request: Request, result: ModelRunnerOutput) -> EngineOutput:
+        """Ends a request with which something went wrong in the step."""
+        self._finish(request, FinishReason.ERROR)
+        request_id = request.request_id
+        if request_id in result.unsatisfiable_requests:
+            return _error_output(request_id, result.unsatisfiable_requests[request_id], is_request_error=True)
+        return _error_output(request_id, result.failed_requests[request_id], is_request_error=False)
 
     def _append_until_stop(self, request: Request, sampled: tuple[int, ...]) -> tuple[tuple[int, ...], int | None]:
         """Takes the tokens over up to one that ends the request; returns them and the stop token."""
         data = request.data
-        has_grammar = self.grammars.has(request.request_id)
         for count, token_id in enumerate(sampled, start=1):
             request.append_output(token_id)
-            may_stop = request.num_output_tokens >= data.sampling_params.min_tokens
-            if may_stop and token_id in data.eos_token_ids:
+            if token_id in request.ending_token_ids and request.num_output_tokens >= data.sampling_params.min_tokens:
                 request.finish_reason = FinishReason.STOP
-                return sampled[:count], None
-            if may_stop and token_id in data.stop_token_ids:
-                request.finish_reason = FinishReason.STOP
-                return sampled[:count], token_id
-            if has_grammar and self.grammars.advance(request.request_id, token_id):
+                return sampled[:count], None if token_id in data.eos_token_ids else token_id
+            if data.grammar is not None and self.grammars.advance(request.request_id, token_id):
                 # Nothing may follow but an end of sequence, which would say nothing.
                 request.finish_reason = FinishReason.STOP
                 return sampled[:count], None
-            if request.num_output_tokens >= data.max_tokens:
+            if request.num_tokens >= request.max_num_tokens:
                 request.finish_reason = FinishReason.LENGTH
                 return sampled[:count], None
         return sampled, None
@@ -407,7 +408,7 @@ class Scheduler:
             assert request.num_computed_tokens <= limit, (request.request_id, request.num_computed_tokens, limit)
         self.kv.check_integrity()
         self._remote.check_integrity()
-        if not self._requests and not self._admissions and not self.connector.has_pending_work:
+        if not self._requests and not self._last_admissions and not self.connector.has_pending_work:
             assert self.kv.pool.num_available == self.kv.pool.num_usable, "blocks are missing at idle"
 
 

@@ -12,6 +12,7 @@ class StepPlan:
     def __init__(self, step: int, token_budget: int, num_drafts_to_propose: int) -> None:
         self.step = step
         self.token_budget = token_budget
+        self._max_num_tokens = token_budget
         self.num_drafts_to_propose = num_drafts_to_propose
         self.preempted_request_ids: set[str] = set()
         self.is_blocked = False
@@ -46,13 +47,16 @@ class StepPlan:
 
     def _schedule(self, request: Request, num_tokens: int, num_drafts: int) -> None:
         assert num_drafts < num_tokens <= self.token_budget, (num_drafts, num_tokens, self.token_budget)
+        self.token_budget -= num_tokens
         self._num_scheduled[request.request_id] = num_tokens
         if request.data.grammar is not None:
             self._grammar_request_ids.add(request.request_id)
+        num_new_drafts = 0
+        if self.num_drafts_to_propose:
+            num_new_drafts = min(self.num_drafts_to_propose, request.max_drafts)
         if num_drafts:
             self._num_drafts[request.request_id] = num_drafts
-        self.token_budget -= num_tokens
-        request.on_scheduled(num_tokens, num_drafts, min(self.num_drafts_to_propose, request.max_drafts))
+        request.on_scheduled(num_tokens, num_drafts, num_new_drafts)
 
     def finish(self, finished_request_ids: frozenset[str], rewound_request_ids: frozenset[str]) -> SchedulerOutput:
         """Freezes the plan. Requests that were rewound between two steps leave their rows like preempted ones."""
@@ -63,7 +67,7 @@ class StepPlan:
             num_scheduled_tokens=self._num_scheduled,
             num_draft_tokens=self._num_drafts,
             num_drafts_to_propose=self.num_drafts_to_propose,
-            total_num_scheduled_tokens=sum(self._num_scheduled.values()),
+            total_num_scheduled_tokens=self._max_num_tokens - self.token_budget,
             grammar_request_ids=frozenset(self._grammar_request_ids),
             finished_request_ids=finished_request_ids,
             preempted_request_ids=rewound_request_ids | self.preempted_request_ids,

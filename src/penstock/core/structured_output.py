@@ -8,7 +8,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 import numpy as np
 
 from penstock.grammar.backend import Grammar, GrammarBackend
-from penstock.messages.scheduler_output import GrammarOutput, SchedulerOutput
+from penstock.messages.scheduler_output import NO_GRAMMARS, GrammarOutput, SchedulerOutput
 from penstock.messages.structured_outputs import GrammarSpec
 from penstock.utils.errors import GrammarError, RequestError
 
@@ -37,6 +37,8 @@ class StructuredOutputs:
 
     def collect(self) -> dict[str, str]:
         """Takes over what has been compiled; returns requests whose grammar cannot be, or has hit a bound, with why."""
+        if not self._compiling and not self._failed:
+            return {}
         failed, self._failed = self._failed, {}
         for request_id in [request_id for request_id, future in self._compiling.items() if future.done()]:
             try:
@@ -50,9 +52,6 @@ class StructuredOutputs:
         if self._compiling:
             wait(self._compiling.values(), seconds, FIRST_COMPLETED)
 
-    def has(self, request_id: str) -> bool:
-        return request_id in self._grammars
-
     def advance(self, request_id: str, token_id: int) -> bool:
         """A token has become final; returns whether the output is complete. Raises GrammarError."""
         grammar = self._grammars[request_id]
@@ -61,10 +60,13 @@ class StructuredOutputs:
 
     def set_drafts(self, drafts: Mapping[str, Sequence[int]]) -> None:
         """What the device will verify in the next step of these requests."""
-        self._drafts.update((request_id, ids) for request_id, ids in drafts.items() if request_id in self._grammars)
+        if self._grammars:
+            self._drafts.update((request_id, ids) for request_id, ids in drafts.items() if request_id in self._grammars)
 
     def masks(self, plan: SchedulerOutput) -> GrammarOutput:
         """The masks of the plan's requests; where it has any, all earlier steps must have been processed."""
+        if not plan.grammar_request_ids:
+            return NO_GRAMMARS
         masks: dict[str, np.ndarray] = {}
         for request_id in plan.grammar_request_ids:
             grammar = self._grammars.get(request_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
+from itertools import chain
 
 from penstock.core.scheduler import Scheduler
 from penstock.executor.executor import Executor
@@ -154,7 +155,7 @@ class EngineCore:
             self._scheduler.grammars.wait(_GRAMMAR_SECONDS)
             self._scheduler.connector.wait(_TRANSFER_SECONDS)
         events, self._events = tuple(self._events), []
-        outputs = tuple(output for _, each in processed for output in each)
+        outputs = tuple(chain.from_iterable(outputs for _, outputs in processed))
         return StepReport(outputs=outputs, events=events, num_tokens=num_tokens, stats=self._scheduler.stats())
 
     def _note_events(self, plan: SchedulerOutput) -> None:

@@ -74,11 +74,13 @@ class LLM:
         requests = self._process(prompts, sampling_params, priority)
         results: dict[str, RequestOutput] = {}
         progress = tqdm(total=len(requests), desc="prompts", unit="prompt", delay=2.0, disable=not use_tqdm)
-        # Closed here and now: a traceback that somebody keeps would otherwise keep the run open.
-        with progress, closing(self._run(requests)) as run:
+        # Closed here and now: a traceback that somebody keeps would otherwise keep the run open. Interrupts are held
+        # back once for all steps: to do so in each takes as long as to schedule it.
+        with progress, interrupts_held() as let_interrupts_through, closing(self._run(requests)) as run:
             for changed in run:
                 results.update((output.request_id, output) for output in changed if output.finished)
                 progress.update(len(results) - progress.n)
+                let_interrupts_through()
         return [results[request.request_id] for request in requests]
 
     def chat(
@@ -106,7 +108,11 @@ class LLM:
         Closing the iterator aborts the request.
         """
         with closing(self._run(self._process([prompt], sampling_params, None))) as run:
-            for changed in run:
+            while True:
+                with interrupts_held():
+                    changed = next(run, None)
+                if changed is None:
+                    return
                 yield from changed
 
     def stats(self) -> SchedulerStats:
@@ -150,18 +156,18 @@ class LLM:
         return requests
 
     def _run(self, requests: Sequence[ProcessedRequest]) -> Generator[list[RequestOutput], None, None]:
-        """Steps until everything has ended; whatever interrupts it, the requests do not stay behind."""
+        """Steps until everything has ended; whatever interrupts it, the requests do not stay behind.
+
+        The caller holds interrupts back meanwhile: in the middle of a step one would leave the engine half changed.
+        """
         if self._is_running:
             raise RequestError("this LLM is still running another generate or stream: finish or close that first")
         self._is_running = True
         pending = deque(requests)
         try:
             while pending or self._outputs.num_unfinished:
-                # An interrupt in the middle of a step would leave the engine half changed.
-                with interrupts_held():
-                    self._submit(pending)
-                    changed = self._step()
-                yield changed
+                self._submit(pending)
+                yield self._step()
         finally:
             with interrupts_held():
                 self._abandon([child.request_id for request in requests for child in request.children])

@@ -82,54 +82,62 @@ class OutputProcessor:
             child = self._children.get(output.request_id)
             if child is None:
                 continue
-            stopped_here = self._update(child, output)
-            changed[child.parent.request_id] = child.parent
-            if child.completion.finish_reason is not None:
-                ended.append((output.request_id, child.completion.finish_reason))
+            stop = self._update(child, output)
+            parent, completion = child.parent, child.completion
+            changed[parent.request_id] = parent
+            if completion.finish_reason is not None:
+                ended.append((output.request_id, completion.finish_reason))
                 del self._children[output.request_id]
-                child.parent.finished = all(completion.finished for completion in child.parent.outputs)
-                if stopped_here and output.finish_reason is None:
+                parent.finished = all(each.finished for each in parent.outputs)
+                if stop is not None and output.finish_reason is None:
                     aborts.append(output.request_id)
         return ProcessedOutputs(list(changed.values()), ended, aborts)
 
-    def _update(self, child: _Child, output: EngineOutput) -> bool:
-        """Brings one completion up to date; True when a stop string ended it."""
-        completion = child.completion
-        wants_prompt = child.params.prompt_logprobs is not None and child.parent.prompt_logprobs is None
-        if wants_prompt and output.new_token_ids:
-            child.parent.prompt_logprobs = [None, *map(self._logprob_dict, output.prompt_logprobs)]
-        child.parent.num_cached_tokens = max(child.parent.num_cached_tokens, output.num_cached_tokens)
-        child.parent.num_draft_tokens += output.num_draft_tokens
-        child.parent.num_accepted_tokens += output.num_accepted_tokens
-        child.parent.error = output.error or child.parent.error
-        child.parent.is_request_error |= output.is_request_error
-        stop, num_taken = self._detokenize(child, output)
-        completion.token_ids.extend(output.new_token_ids[:num_taken])
+    def _update(self, child: _Child, output: EngineOutput) -> str | None:
+        """Brings one completion up to date; returns the stop string that ended it."""
+        completion, detokenizer = child.completion, child.detokenizer
+        self._update_request(child.parent, child.params, output)
+        new_token_ids, stop = output.new_token_ids, None
+        if detokenizer is not None:
+            stop, num_taken = self._detokenize(child, detokenizer, output)
+            new_token_ids = new_token_ids[:num_taken]
+        completion.token_ids.extend(new_token_ids)
         if completion.logprobs is not None:
-            for row in output.logprobs[:num_taken]:
+            for row in output.logprobs[: len(new_token_ids)]:
                 completion.logprobs.append(self._logprob_dict(row))
                 completion.cumulative_logprob = (completion.cumulative_logprob or 0.0) + row.logprobs[0]
         if stop is not None:
             completion.finish_reason, completion.stop_reason = FinishReason.STOP.value, stop
         elif output.finish_reason is not None:
             completion.finish_reason, completion.stop_reason = output.finish_reason.value, output.stop_reason
-        if child.detokenizer is not None:
-            completion.text = child.detokenizer.stable_text(completion.finished)
-        return stop is not None
+        if detokenizer is not None:
+            completion.text = detokenizer.stable_text(completion.finished)
+        return stop
+
+    def _update_request(self, request: RequestOutput, params: SamplingParams, output: EngineOutput) -> None:
+        """Brings up to date what a request has beside its completions."""
+        if params.prompt_logprobs is not None and request.prompt_logprobs is None and output.new_token_ids:
+            request.prompt_logprobs = [None, *map(self._logprob_dict, output.prompt_logprobs)]
+        if output.num_cached_tokens > request.num_cached_tokens:
+            request.num_cached_tokens = output.num_cached_tokens
+        if output.num_draft_tokens:
+            request.num_draft_tokens += output.num_draft_tokens
+            request.num_accepted_tokens += output.num_accepted_tokens
+        if output.error is not None:
+            request.error = output.error
+            request.is_request_error |= output.is_request_error
 
     @staticmethod
-    def _detokenize(child: _Child, output: EngineOutput) -> tuple[str | None, int]:
+    def _detokenize(child: _Child, detokenizer: Detokenizer, output: EngineOutput) -> tuple[str | None, int]:
         """Feeds the new tokens; returns the stop string that ended them and how many tokens were taken."""
-        if child.detokenizer is None:
-            return None, len(output.new_token_ids)
         # The end of a grammar is a stop as well, but its last token is text.
         ended = output.finish_reason is FinishReason.STOP and output.new_token_ids[-1] in child.ending_token_ids
         last = len(output.new_token_ids) - 1
         for index, token_id in enumerate(output.new_token_ids):
             if index == last and ended and not child.params.include_stop_str_in_output:
-                child.detokenizer.skip()
+                detokenizer.skip()
                 continue
-            stop = child.detokenizer.append(token_id)
+            stop = detokenizer.append(token_id)
             if stop is not None:
                 return stop, index + 1
         return None, len(output.new_token_ids)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+import msgspec
+
 from penstock.messages.runner_output import TokenLogprobs
 
 
@@ -17,8 +19,8 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOutput:
+# A Struct, because one is made per request and step: a frozen dataclass takes twenty times as long.
+class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """What one step brought for one request.
 
     `logprobs` runs beside `new_token_ids`. `prompt_logprobs` comes once, with the first token, and covers the prompt's

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from penstock.messages.kv_transfer import NO_OUTPUT, KVConnectorOutput
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
     """Log probabilities at one position.
 
     `token_ids[0]` is the token that stands there (sampled, or given by the prompt) and `rank` its rank, 1 for the most

@@ -1,16 +1,20 @@
-"""What the engine core tells of itself beside its outputs."""
+"""What the engine core tells of itself beside its outputs.
+
+What is made anew in every step is a `msgspec.Struct`: a frozen dataclass takes ten times as long to make.
+"""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import msgspec
 
 from penstock.messages.outputs import EngineOutput
 
 
-@dataclass(frozen=True, slots=True)
-class SpeculationStats:
+class SpeculationStats(msgspec.Struct, frozen=True):
     """Counters: verifications, drafts verified, and accepted drafts by their place behind the last token."""
 
     num_drafts: int = 0
@@ -22,8 +26,7 @@ class SpeculationStats:
         return sum(self.num_accepted_per_position)
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteKVStats:
+class RemoteKVStats(msgspec.Struct, frozen=True):
     """Counters of loads from outside the engine: begun, not whole, given up waiting for; and tokens that came."""
 
     num_loads: int = 0
@@ -32,8 +35,7 @@ class RemoteKVStats:
     num_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerStats:
+class SchedulerStats(msgspec.Struct, frozen=True):
     """What the scheduler looks like at this moment; the counters only grow."""
 
     num_running: int
@@ -45,7 +47,7 @@ class SchedulerStats:
     speculation: SpeculationStats = SpeculationStats()
     num_waiting_for_remote_kv: int = 0
     remote_kv: RemoteKVStats = RemoteKVStats()
-    connector: Mapping[str, float] = field(default_factory=dict[str, float])
+    connector: Mapping[str, float] = msgspec.field(default_factory=dict[str, float])
     num_graph_replays: int = 0
 
 
@@ -63,8 +65,7 @@ class RequestEvent:
     time: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepReport:
+class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """One call of `EngineCore.step`: what the requests got, and what happened to them on the way.
 
     `num_tokens` is how many tokens the processed step computed, 0 when there was nothing to process.

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import FileResponse, Response
 
@@ -73,7 +74,7 @@ def _picture(service: Service) -> dict[str, Any]:
         "model": service.model_names[0],
         "version": __version__,
         "health": {"status": found.status, "reason": found.reason},
-        "stats": {**asdict(service.llm.stats), **service.rates.totals()},
+        "stats": {**msgspec.structs.asdict(service.llm.stats), **service.rates.totals()},
         "rates": asdict(service.rates.rates()),
         "requests": [_request(record) for record in shown],
         "num_requests_not_shown": len(records) - len(shown),
