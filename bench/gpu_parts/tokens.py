@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import statistics
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,14 +76,17 @@ def _tokens(job: Job, way: _Way, **engine_args: Any) -> tuple[list[list[int]], b
 def _compare(job: Job, key: str, reference: list[list[int]], found: tuple[list[list[int]], bool]) -> None:
     pairs = list(zip(reference, found[0], strict=True))
     differences = [
-        f"request {number} token {next(i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)} of {len(a)}"
-        for number, (a, b) in enumerate(pairs)
-        if a != b
+        f"request {number} token {first_difference(a, b)} of {len(a)}" for number, (a, b) in enumerate(pairs) if a != b
     ]
     verdict = "equal" if not differences else f"first difference: {', '.join(differences)}"
     if not found[1]:
         verdict += "; NOT EXERCISED: nothing of the kind happened"
     job.report(key, len(pairs) - len(differences), f"of {len(pairs)} equal", text=verdict)
+
+
+def first_difference(one: list[int], other: list[int]) -> int:
+    """Where two lists that are not equal part; one that fails or ends early may be the beginning of the other."""
+    return next(i for i, (x, y) in enumerate(itertools.zip_longest(one, other)) if x != y)
 
 
 def speculation(job: Job) -> None:

@@ -121,10 +121,12 @@ def test_tokens_that_differ_are_told(group: Callable[[str], Any], tmp_path: Path
     from gpu_parts.tokens import _compare
 
     job = Job("tokens", "", "cpu", True, str(tmp_path / "lines"), "", 0)
-    _compare(job, "tokens", [[1, 2], [3, 4]], ([[1, 2], [3, 5]], False))
+    # A request that failed has no tokens, or the beginning of them.
+    _compare(job, "tokens", [[1, 2], [3, 4], [5, 6]], ([[1, 2], [3, 5], [5]], False))
     found = lines(tmp_path / "lines")["tokens"]
-    assert (found["value"], found["unit"]) == (1, "of 2 equal")
-    assert found["text"].startswith("first difference: request 1 token 1 of 2; NOT EXERCISED")
+    assert (found["value"], found["unit"]) == (1, "of 3 equal")
+    told = "first difference: request 1 token 1 of 2, request 2 token 1 of 2; NOT EXERCISED"
+    assert found["text"].startswith(told)
 
 
 def test_speculation(group: Callable[[str], dict[str, dict[str, Any]]]) -> None:

@@ -56,6 +56,7 @@ def test_the_tokens_of_the_cpu(overlap: bool, speculative: dict[str, Any] | None
         assert not is_greedy or one == other
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 @pytest.mark.parametrize("speculative", SPECULATIVE.values(), ids=SPECULATIVE)
 def test_nobody_waits(speculative: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch raises where it would. The first engine compiles, and may."""
@@ -66,8 +67,8 @@ def test_nobody_waits(speculative: dict[str, Any] | None, monkeypatch: pytest.Mo
         original = getattr(LaunchExecutor, name)
 
         def watched(self: LaunchExecutor, argument: Any, original: Any = original) -> Any:
-            torch.cuda.set_sync_debug_mode("error")
             try:
+                torch.cuda.set_sync_debug_mode("error")
                 return original(self, argument)
             finally:
                 torch.cuda.set_sync_debug_mode("default")

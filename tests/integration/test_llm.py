@@ -182,6 +182,25 @@ def test_a_failed_worker_is_said_and_not_forgotten(monkeypatch: pytest.MonkeyPat
     llm.shutdown()
 
 
+def test_steps_in_flight_outlive_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may own memory that a GPU was to write: torch aborts where that is freed behind an error."""
+    llm = LLM(max_model_len=64, async_scheduling=True)
+    execute_model, plans = llm._core._executor.execute_model, []
+
+    def fail_later(plan: Any) -> None:
+        plans.append(plan)
+        if len(plans) == 2:
+            raise RuntimeError("the device is on fire")
+        execute_model(plan)
+
+    monkeypatch.setattr(llm._core._executor, "execute_model", fail_later)
+    with pytest.raises(EngineDeadError, match="on fire"):
+        llm.generate("x", GREEDY, use_tqdm=False)
+    assert not llm._core.has_work
+    llm.shutdown()
+    assert [plan for plan, _ in llm._core._in_flight] == plans[:1]
+
+
 BAD_PROMPTS = [
     ("", "prompt"),
     ([], "prompt"),

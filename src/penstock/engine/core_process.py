@@ -9,13 +9,15 @@ knows what is still to be finished. One thread reads; the main thread steps and 
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
 import queue
 import signal
 import socket
 import sys
 import threading
-from typing import Any
+from typing import Any, NoReturn
 
 from penstock.config.engine import EngineArgs, EngineConfig
 from penstock.engine.build import build_engine_core, make_config
@@ -144,6 +146,20 @@ def _exit_with_front_end(ended: threading.Event, reading: threading.Thread) -> N
         signal.raise_signal(signal.SIGKILL)
 
 
+def _crash(error: Exception, connection: socket.socket, core: EngineCore | None) -> NoReturn:
+    """Says why, and ends the process as it stands: torch aborts it where memory of a broken GPU is freed."""
+    cause = error if isinstance(error, EngineDeadError) else f"{type(error).__name__}: {error}"
+    with contextlib.suppress(OSError):
+        connection.sendall(CODEC.encode(Failed(str(cause), is_config=False)))
+        # Nobody need wait for what comes now, and it may not take longer than the grace.
+        connection.shutdown(socket.SHUT_RDWR)
+    if core is not None:
+        with contextlib.suppress(Exception):
+            core.shutdown()
+    sys.stderr.flush()
+    os._exit(_CRASHED)
+
+
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -165,9 +181,7 @@ def main() -> int:
         return 0
     except Exception as error:
         logger.exception("the engine core stops")
-        cause = error if isinstance(error, EngineDeadError) else f"{type(error).__name__}: {error}"
-        connection.sendall(CODEC.encode(Failed(str(cause), is_config=False)))
-        return _CRASHED
+        _crash(error, connection, core)
     finally:
         if core is not None:
             core.shutdown()

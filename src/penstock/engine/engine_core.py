@@ -109,8 +109,8 @@ class EngineCore:
         try:
             return self._step()
         except Exception as error:
+            # What is in flight stays: where memory is freed that a broken GPU was to write, torch aborts the process.
             self._failure = error
-            self._in_flight.clear()
             raise EngineDeadError(f"the engine core failed: {type(error).__name__}: {error}") from error
 
     def _step(self) -> StepReport:
@@ -178,8 +178,9 @@ class EngineCore:
         """
         if self._failure is None and not self._scheduler.has_unfinished_requests:
             self._flush_transfers()
-        self._failure = self._failure or EngineDeadError("it was shut down")
-        self._in_flight.clear()
+        if self._failure is None:
+            self._failure = EngineDeadError("it was shut down")
+            self._in_flight.clear()
         self._executor.shutdown()
         self._scheduler.grammars.shutdown()
         self._scheduler.connector.shutdown()
