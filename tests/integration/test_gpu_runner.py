@@ -249,21 +249,38 @@ def test_a_replayed_step_launches_nothing_beside_its_graphs(
         return run(self, *args, **kwargs)
 
     monkeypatch.setattr(InterpretedFunction, "run", watched)
-    by_step: list[tuple[bool, set[str]]] = []
-    sample_tokens = LaunchExecutor.sample_tokens
+    by_step: list[tuple[bool, bool, set[str], set[str]]] = []
 
-    def stepped(self: LaunchExecutor, grammars: Any) -> Any:
-        result = sample_tokens(self, grammars)
-        by_step.append((result._pending.is_replayed, set(launched) - {"_scatter_staged"}))
+    def names() -> set[str]:
+        found = set(launched) - {"_scatter_staged"}
         launched.clear()
+        return found
+
+    execute_model, sample_tokens = LaunchExecutor.execute_model, LaunchExecutor.sample_tokens
+
+    def executed(self: LaunchExecutor, plan: Any) -> None:
+        launched.clear()
+        execute_model(self, plan)
+        num_sampled_from = len(plan.num_scheduled_tokens) + sum(plan.num_draft_tokens.values())
+        by_step.append((False, plan.total_num_scheduled_tokens > num_sampled_from, names(), set()))
+
+    def sampled(self: LaunchExecutor, grammars: Any) -> Any:
+        result = sample_tokens(self, grammars)
+        _, is_mixed, forward, _ = by_step.pop()
+        by_step.append((result._pending.is_replayed, is_mixed, forward, names()))
         return result
 
-    monkeypatch.setattr(LaunchExecutor, "sample_tokens", stepped)
+    monkeypatch.setattr(LaunchExecutor, "execute_model", executed)
+    monkeypatch.setattr(LaunchExecutor, "sample_tokens", sampled)
 
     def replayed(numbers: Sequence[int]) -> list[set[str]]:
+        """What was launched behind the forward passes of uniform steps."""
         by_step.clear()
         outputs_of(numbers, speculative_config=speculative, max_num_seqs=3)
-        return [names for is_replayed, names in by_step if is_replayed]
+        steps = [step for step in by_step if step[0]]
+        assert not any(forward for _, _, forward, _ in steps)
+        assert any(is_mixed for _, is_mixed, _, _ in steps)
+        return [behind for _, is_mixed, _, behind in steps if not is_mixed]
 
     common = replayed((GREEDY, SEEDED, TOP_K, MIN_P))
     # But for drafts behind a step that verified none.

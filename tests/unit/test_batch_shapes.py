@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.attention.native import NativeAttention
 from penstock.config.engine import SchedulerConfig
 from penstock.runner.batch_shapes import BatchDescriptor, BatchShapes, graph_sizes
 from penstock.runner.host_batch import HostBatch
@@ -15,9 +16,11 @@ from penstock.runner.host_batch import HostBatch
 CONTEXTS = (1024, 4096, 10000)
 
 
-def shapes(contexts: Sequence[int] = CONTEXTS, ragged: bool = True, **changes: Any) -> BatchShapes:
+def shapes(contexts: Sequence[int] = CONTEXTS, ragged: bool = True, mixed: bool = False, **changes: Any) -> BatchShapes:
     limits: dict[str, Any] = {"max_num_batched_tokens": 512, "max_num_seqs": 100, "max_model_len": 10000}
-    return BatchShapes(SchedulerConfig(**{**limits, "drafts": ((8, 3), (32, 1)), **changes}), contexts, ragged)
+    attention = NativeAttention()
+    attention.captures_ragged, attention.captures_mixed = ragged, mixed
+    return BatchShapes(SchedulerConfig(**{**limits, "drafts": ((8, 3), (32, 1)), **changes}), contexts, attention)
 
 
 def host(counts: Sequence[int], computed: int = 100, sampling: Sequence[int] | None = None) -> HostBatch:
@@ -67,6 +70,34 @@ def test_steps_of_their_own(batch: HostBatch, kind: BatchShapes) -> None:
     assert found not in kind.captured
 
 
+@pytest.mark.parametrize(
+    ("batch", "kind", "expected"),
+    [
+        (host([5]), shapes(mixed=True), (16, 16)),
+        (host([2, 2], sampling=[2, 1]), shapes(mixed=True), (16, 16)),
+        (host([4, 1, 3]), shapes(ragged=False, mixed=True), (16, 16)),
+        (host([30, *[1] * 70], computed=9000), shapes(mixed=True), (100, 128)),
+        (host([512]), shapes(mixed=True), (100, 512)),
+    ],
+)
+def test_mixed_steps(batch: HostBatch, kind: BatchShapes, expected: tuple[int, int]) -> None:
+    num_reqs, num_tokens = expected
+    found = kind.of(batch)
+    assert found == BatchDescriptor(num_reqs, num_tokens, num_tokens, CONTEXTS[-1])
+    assert found in kind.captured
+    assert kind.is_mixed(found)
+
+
+def test_mixed_steps_that_are_too_large_for_a_graph() -> None:
+    kind = shapes(mixed=True, max_num_batched_tokens=4096)
+    assert kind.of(host([1024])) in kind.captured
+    assert kind.of(host([1025])) not in kind.captured
+    # Where the largest graph is larger than any step there is none.
+    few = shapes(mixed=True, max_num_batched_tokens=100)
+    assert few.of(host([97])) == BatchDescriptor(1, 97, 97, 200)
+    assert not shapes(mixed=True, contexts=()).captured
+
+
 def test_uniform_steps_of_a_backend_that_needs_them() -> None:
     assert shapes(ragged=False).of(host([4, 4, 4])) == BatchDescriptor(4, 16, 4, 1024)
 
@@ -75,6 +106,7 @@ def test_all_that_are_captured() -> None:
     captured = shapes().captured
     assert len(captured) == len(set(captured)) == len(graph_sizes(100)) * 3 * len(CONTEXTS)
     assert captured[0] == BatchDescriptor(100, 400, 4, 10000)
+    assert not any(map(shapes().is_mixed, captured))
     assert shapes().max_num_tokens == 512
     assert shapes(max_num_batched_tokens=16).max_num_tokens == 400
     assert shapes(max_num_batched_tokens=16, contexts=()).max_num_tokens == 16

@@ -35,6 +35,9 @@ class AttentionBackend(Protocol):
     up to one of them, and may be captured in a CUDA graph for each. None: nothing can be captured."""
     captures_ragged: bool
     """Whether a captured step may be replayed for requests with fewer queries than its most, one behind the other."""
+    captures_mixed: bool
+    """Whether a captured step of more queries a request than drafts are verified may be replayed for any division of as
+    many tokens into as many requests, each of any context."""
     reads_unseen: bool
     """Whether it multiplies by zero what a sliding window has left behind: it must be finite then, whosever it is."""
 

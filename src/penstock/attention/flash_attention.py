@@ -29,6 +29,7 @@ class FlashAttention:
     """It waits for nothing. How it splits long contexts, and so a row's last bits, depends on the batch."""
 
     captures_ragged = True
+    captures_mixed = False
     reads_unseen = True
 
     def __init__(self, max_model_len: int) -> None:

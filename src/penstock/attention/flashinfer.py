@@ -45,6 +45,7 @@ class FlashInferAttention:
     """
 
     captures_ragged = False
+    captures_mixed = False
     reads_unseen = True
 
     def __init__(self, max_num_reqs: int, max_model_len: int, max_decode_query_len: int, device: torch.device) -> None:

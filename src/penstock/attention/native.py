@@ -13,6 +13,7 @@ from penstock.kernels.rope_and_store_kv import rope_and_store_kv
 class NativeAttention:
     graph_contexts: tuple[int, ...] = ()
     captures_ragged = True
+    captures_mixed = True
     reads_unseen = False
 
     def attend(

@@ -35,6 +35,7 @@ class TritonAttention:
     """`limits` are the engine's. Layers of one shape share a workspace, so all run on one stream."""
 
     captures_ragged = True
+    captures_mixed = True
     reads_unseen = False
 
     def __init__(self, limits: AttentionLimits, device: torch.device, deterministic: bool = False) -> None:

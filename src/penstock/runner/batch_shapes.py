@@ -18,6 +18,8 @@ logger = logging.get_logger(__name__)
 
 # Graphs are captured for so many requests, and beyond them for every quarter of a power of two.
 _SMALL_SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)
+# Mixed steps are captured for so many tokens. To launch a larger one takes less time than to compute it.
+_MIXED_SIZES = (16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,29 +33,34 @@ class BatchDescriptor:
 
 
 class BatchShapes:
-    """Chosen once with the runner: which shapes are captured, and the shape of every step."""
+    """Chosen once with the runner: which shapes are captured, and the shape of every step.
 
-    def __init__(self, config: SchedulerConfig, contexts: Sequence[int], captures_ragged: bool) -> None:
-        """`contexts`: ascending lengths up to which a graph may serve, the last of them for all; none: no graphs.
+    A captured step is uniform (each request decodes, or verifies its drafts, and all tokens are sampled from) or mixed:
+    any tokens of as many requests as there may be, in contexts of any length.
+    """
 
-        `captures_ragged` is the attention backend's.
-        """
+    def __init__(self, config: SchedulerConfig, contexts: Sequence[int], attention: AttentionBackend) -> None:
+        """`contexts`: ascending lengths up to which a graph may serve, the last of them for all; none: no graphs."""
         self._config = config
         self._num_drafts = config.max_num_drafts
-        self._captures_ragged = captures_ragged
+        self._captures_ragged = attention.captures_ragged
         self._contexts = contexts
         self._sizes = graph_sizes(config.max_num_seqs)
         self._query_lens = sorted({1, *(1 + count for _, count in config.drafts)})
+        most = config.max_num_batched_tokens if contexts and attention.captures_mixed else 0
+        self._mixed_sizes = [size for size in _MIXED_SIZES if self._query_lens[-1] < size <= most]
 
     @property
     def captured(self) -> list[BatchDescriptor]:
         """The largest first, so that smaller ones find memory that is free again."""
-        return [
+        mixed = [self._mixed(size) for size in reversed(self._mixed_sizes)]
+        uniform = [
             BatchDescriptor(size, size * query_len, query_len, context)
             for size in reversed(self._sizes)
             for query_len in reversed(self._query_lens)
             for context in reversed(self._contexts)
         ]
+        return mixed + uniform
 
     @property
     def max_num_tokens(self) -> int:
@@ -62,20 +69,30 @@ class BatchShapes:
         return max(self._config.max_num_batched_tokens, captured)
 
     def of(self, host: HostBatch) -> BatchDescriptor:
-        """The captured shape that fits a step best, else the step's own.
-
-        A captured step samples from all its tokens: each request decodes, or verifies its drafts.
-        """
+        """The captured shape that fits a step best, else the step's own."""
         num_reqs, query_len = len(host.rows), host.max_query_len
         seq_len = min(host.max_seq_len + self._num_drafts, self._config.max_model_len)
-        if not self._contexts or query_len > self._query_lens[-1] or host.num_logits < host.num_tokens:
-            return BatchDescriptor(num_reqs, host.num_tokens, query_len, seq_len)
-        size = self._sizes[bisect.bisect_left(self._sizes, num_reqs)]
-        query_len = self._query_lens[bisect.bisect_left(self._query_lens, query_len)]
-        if host.num_tokens < num_reqs * query_len and not self._captures_ragged:
-            return BatchDescriptor(num_reqs, host.num_tokens, query_len, seq_len)
-        context = self._contexts[bisect.bisect_left(self._contexts, seq_len)]
-        return BatchDescriptor(size, size * query_len, query_len, context)
+        if self._contexts and query_len <= self._query_lens[-1] and host.num_logits == host.num_tokens:
+            size = _smallest(self._sizes, num_reqs)
+            query_len = _smallest(self._query_lens, query_len)
+            if host.num_tokens == num_reqs * query_len or self._captures_ragged:
+                return BatchDescriptor(size, size * query_len, query_len, _smallest(self._contexts, seq_len))
+        if self._mixed_sizes and host.num_tokens <= self._mixed_sizes[-1]:
+            return self._mixed(_smallest(self._mixed_sizes, host.num_tokens))
+        return BatchDescriptor(num_reqs, host.num_tokens, host.max_query_len, seq_len)
+
+    def is_mixed(self, shape: BatchDescriptor) -> bool:
+        """Of a captured shape."""
+        return shape.max_query_len > self._query_lens[-1]
+
+    def _mixed(self, num_tokens: int) -> BatchDescriptor:
+        num_reqs = min(num_tokens, self._config.max_num_seqs)
+        return BatchDescriptor(num_reqs, num_tokens, num_tokens, self._contexts[-1])
+
+
+def _smallest(ascending: Sequence[int], least: int) -> int:
+    """The first that is not below `least`."""
+    return ascending[bisect.bisect_left(ascending, least)]
 
 
 def graph_sizes(max_num_reqs: int) -> list[int]:

@@ -98,9 +98,8 @@ def read_plan(plan: SchedulerOutput, states: RequestStates) -> HostBatch:
     return HostBatch(request_ids, rows, query_lens, num_computed, sampling, num_drafts, num_tokens)
 
 
-def blank_batch(num_reqs: int, query_len: int) -> HostBatch:
-    """Requests that are nobody's, each of which verifies drafts in all of its tokens but the first."""
-    requests = np.arange(num_reqs)
-    drafts = np.full(num_reqs, query_len - 1)
+def blank_batch(num_reqs: int, num_tokens: int, query_len: int) -> HostBatch:
+    """Tokens of requests that are nobody's, each of which verifies `query_len - 1` drafts."""
     nothing = np.zeros(num_reqs, dtype=np.int64)
-    return HostBatch(("",) * num_reqs, nothing - 1, drafts + 1, nothing, requests, drafts, num_reqs * query_len)
+    drafts = nothing + (query_len - 1)
+    return HostBatch(("",) * num_reqs, nothing - 1, drafts + 1, nothing, np.arange(num_reqs), drafts, num_tokens)

@@ -78,9 +78,7 @@ class ModelRunner:
         )
         self._sampling = SamplingStates(config.max_num_seqs)
         self._blocks = BlockTables(cache.config, config.max_num_seqs, config.max_model_len, loaded.device, self._writer)
-        shapes = BatchShapes(
-            config, graph_contexts(loaded.device, attention, execution, connector), attention.captures_ragged
-        )
+        shapes = BatchShapes(config, graph_contexts(loaded.device, attention, execution, connector), attention)
         self._inputs = make_input_builder(config, shapes, self._states, self._blocks)
         self._prompt_scorer = PromptScorer(loaded.model, self._states.token_ids, self._sampling)
         self._sampler, picker = make_step_sampler(

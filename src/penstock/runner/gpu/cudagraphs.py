@@ -79,8 +79,8 @@ class CudaGraphRecorder:
 class GraphedPasses:
     """Replays the steps whose shapes were captured; all others are launched (`Passes`).
 
-    A step is up to three graphs: its inputs and the forward pass; logits and sampling, where requests ask for nothing
-    that is rare; and the drafts.
+    A step is up to three graphs: its inputs and the forward pass; and if it is uniform, logits and sampling, where
+    requests ask for nothing that is rare, and the drafts.
     """
 
     def __init__(self, eager: EagerPasses, sampler: GpuStepSampler) -> None:
@@ -90,11 +90,14 @@ class GraphedPasses:
         self._sample: dict[tuple[BatchDescriptor, CommonSampling], RecordedGraph[None]] = {}
         self._propose: dict[BatchDescriptor, RecordedGraph[None]] = {}
 
-    def capture(self, batch: InputBatch, recorder: GraphRecorder) -> None:
-        """`batch` is padding throughout. A step that verifies some drafts is taken to propose as many."""
+    def capture_forward(self, batch: InputBatch, recorder: GraphRecorder) -> ModelOutput:
+        """`batch` is padding throughout. Returns what `capture_behind` needs."""
+        graph = self._forward[batch.shape] = recorder.record(lambda: self._eager.forward(batch))
+        return graph.outputs
+
+    def capture_behind(self, batch: InputBatch, output: ModelOutput, recorder: GraphRecorder) -> None:
+        """What follows a uniform step's forward pass. One that verifies some drafts is taken to propose as many."""
         eager, shape = self._eager, batch.shape
-        forward = self._forward[shape] = recorder.record(lambda: eager.forward(batch))
-        output = forward.outputs
         for kind in CommonSampling:
             self._sample[shape, kind] = recorder.record(
                 lambda kind=kind: self._sampler.draw(eager.logits(batch, output), batch, kind)
@@ -114,13 +117,12 @@ class GraphedPasses:
         return graph.outputs
 
     def sample(self, batch: InputBatch, output: ModelOutput, grammars: GrammarOutput) -> PendingOutput:
-        if not self.replays(batch):
-            return self._eager.sample(batch, output, grammars)
         kind = self._sampler.common_kind(batch, grammars)
-        if kind is None:
+        graph = self._sample.get((batch.shape, kind)) if kind is not None else None
+        if graph is None:
             return self._eager.sample(batch, _cut(output, batch), grammars)
         self._sampler.begin()
-        self._sample[batch.shape, kind].replay()
+        graph.replay()
         return self._sampler.fetch(batch)
 
     def propose(self, batch: InputBatch, output: ModelOutput, num_drafts: int) -> None:
@@ -146,7 +148,10 @@ def capture(eager: EagerPasses, inputs: InputBuilder, sampler: StepSampler, shap
     free = available_bytes(inputs.device)
     with memory_for("CUDA graphs", inputs.device, lambda: _ADVICE), torch.inference_mode():
         for shape in tqdm(shapes.captured, desc="capturing CUDA graphs", unit="shape"):
-            passes.capture(inputs.blank(shape), recorder)
+            batch = inputs.blank(shape)
+            output = passes.capture_forward(batch, recorder)
+            if not shapes.is_mixed(shape):
+                passes.capture_behind(batch, output, recorder)
     # What the first calls needed belongs to the recorder's stream and would never be used again.
     torch.cuda.empty_cache()
     logger.info("CUDA graphs take %.2f GiB", (free - available_bytes(inputs.device)) / 2**30)

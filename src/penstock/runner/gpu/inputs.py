@@ -97,7 +97,9 @@ class GpuInputBuilder:
     def blank(self, shape: BatchDescriptor) -> InputBatch:
         """A step of this shape that is padding throughout: it reads no row and writes none."""
         self._snapshot.publish({}, dict.fromkeys((*_WIDE, *_NARROW), 0) | _PADDING)
-        return self._batch(blank_batch(shape.num_reqs, shape.max_query_len), shape)
+        # In a mixed step any tokens may be sampled from; as many requests as there are do.
+        query_len = 1 if self._shapes.is_mixed(shape) else shape.max_query_len
+        return self._batch(blank_batch(shape.num_reqs, shape.num_tokens, query_len), shape)
 
     def prepare(self, batch: InputBatch) -> None:
         known, shape, step = self._snapshot.tensors, batch.shape, batch.tensors
