@@ -160,7 +160,7 @@ class EngineCore:
 
     def _note_events(self, plan: SchedulerOutput) -> None:
         now = self._clock.now()
-        for request_id in plan.preempted_request_ids:
+        for request_id in sorted(plan.preempted_request_ids):
             self._events.append(RequestEvent(request_id, RequestEventKind.PREEMPTED, now))
         for new in plan.new_requests:
             self._events.append(RequestEvent(new.request_id, RequestEventKind.SCHEDULED, now))
