@@ -25,7 +25,7 @@ from penstock.engine import build
 from penstock.engine.model_path import resolve_model_path
 from penstock.executor.uniproc import LaunchExecutor
 from penstock.kernels import native
-from penstock.runner import buffers, input_batch, model_runner, step_sampler
+from penstock.runner import batch_shapes, buffers, input_batch, model_runner, step_sampler
 from penstock.runner.gpu import cudagraphs
 from penstock.runner.gpu.inputs import GpuInputBuilder
 from penstock.runner.gpu.sampling.outputs import CopiedOutput
@@ -141,7 +141,8 @@ def graphs(gpu_parts: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Em
 
 
 def use_graphs(patched: pytest.MonkeyPatch, contexts: tuple[int, ...] = (64, 128)) -> None:
-    """Recording takes longer than the steps: the fewer requests may run at once, the fewer shapes there are."""
+    """Recording takes longer than the steps, so there are few shapes."""
+    patched.setattr(batch_shapes, "_MIXED_SIZES", (16, 64))
     EmulatedRecorder.install(patched)
     patched.setattr(cudagraphs, "CudaGraphRecorder", EmulatedRecorder)
     patched.setattr(model_runner, "graph_contexts", lambda *args: () if args[2].enforce_eager else contexts)

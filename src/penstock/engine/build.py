@@ -49,8 +49,8 @@ def build_engine_core(config: EngineConfig) -> tuple[EngineCore, SchedulerConfig
     with compiling_ahead(config) as wait_for_kernels:
         loaded = load_model(config)
         wait_for_kernels()
-    limits, planned = _plan(config, loaded)
-    cache = _allocate(planned, loaded, config.cache)
+    limits, planned, room = _plan(config, loaded)
+    cache = _allocate(planned, loaded, config.cache, room)
     transfer, worker = build_transfer(config, planned)
     rows = f"token ids and drafts of max_num_seqs={limits.max_num_seqs} requests of {limits.max_model_len} tokens"
     with memory_for(rows, loaded.device, lambda: "lower max_num_seqs or max_model_len"):
@@ -69,14 +69,16 @@ def build_engine_core(config: EngineConfig) -> tuple[EngineCore, SchedulerConfig
     return EngineCore(scheduler, executor, limits.max_num_in_flight, publisher, debug=env.debug()), limits
 
 
-def _plan(config: EngineConfig, loaded: LoadedModel) -> tuple[SchedulerConfig, KVCacheConfig]:
+def _plan(config: EngineConfig, loaded: LoadedModel) -> tuple[SchedulerConfig, KVCacheConfig, int]:
+    """With the bytes that the cache may have beside all else."""
     limits, block_size = config.scheduler, config.cache.block_size
     groups = group_layers(loaded.model.kv_cache_specs)
     attached = attach_layers(loaded.draft_kv_cache_specs, groups)
     budget = memory_budget(config, loaded, KVCacheConfig(1, block_size, groups, attached))
     per_block = block_bytes(groups, block_size, attached)
     num_blocks = num_blocks_in_budget(config.cache, budget, per_block)
-    if num_blocks * per_block > budget.total - budget.taken:
+    room = budget.total - budget.taken
+    if num_blocks * per_block > room:
         logger.warning("%d KV blocks leave too little memory for the largest step: %s", num_blocks, budget)
     max_in_flight = limits.max_num_in_flight * limits.max_num_batched_tokens + limits.num_lookahead_tokens
     longest = longest_request(groups, block_size, num_blocks, max_in_flight)
@@ -91,14 +93,14 @@ def _plan(config: EngineConfig, loaded: LoadedModel) -> tuple[SchedulerConfig, K
         max_in_flight=max_in_flight,
         attached=attached,
     )
-    return limits, planned
+    return limits, planned, room
 
 
-def _allocate(planned: KVCacheConfig, loaded: LoadedModel, config: CacheConfig) -> KVCache:
+def _allocate(planned: KVCacheConfig, loaded: LoadedModel, config: CacheConfig, room: int) -> KVCache:
     device = loaded.device
     needed = planned.num_blocks * block_bytes(planned.groups, planned.block_size, planned.attached)
     # What is free may lie in pieces: less than was asked for in any case.
-    fits = min(available_bytes(device), needed * 99 // 100)
+    fits = max(0, min(available_bytes(device), room, needed * 99 // 100))
 
     def advice() -> str:
         if config.num_blocks_override is not None:

@@ -28,7 +28,7 @@ from penstock.core.kv_cache_planning import attach_layers, group_layers
 from penstock.engine.made_up_steps import MadeUpSteps
 from penstock.engine.warm_up import KINDS
 from penstock.messages.kv_cache_spec import KVCacheConfig
-from penstock.messages.scheduler_output import GrammarOutput, SchedulerOutput
+from penstock.messages.scheduler_output import NO_GRAMMARS, SchedulerOutput
 from penstock.runner.load import allocate_kv_cache, load_model
 from penstock.runner.model_runner import ModelRunner
 from penstock.utils import logging
@@ -41,7 +41,6 @@ _PROGRESS_DELAY_SECONDS = 2.0
 _POLL_SECONDS = 0.1
 _SHORTEST_CONTEXT = 1024
 _COMPLETE = "complete"
-_NO_GRAMMARS = GrammarOutput({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +149,7 @@ def walk(config: EngineConfig, device: torch.device) -> None:
     runner = ModelRunner(loaded, allocate_kv_cache(cache, device), config.scheduler, execution, config.speculative)
     for plan in _steps(config, len(groups)):
         runner.execute_model(plan)
-        runner.sample_tokens(_NO_GRAMMARS)
+        runner.sample_tokens(NO_GRAMMARS)
     if config.kv_transfer is not None:
         # Only now: a CPU needs no Triton.
         from penstock.runner.gpu.block_transfers import launch_all

@@ -8,7 +8,7 @@ from penstock.config.engine import EngineConfig, SchedulerConfig
 from penstock.engine.made_up_steps import MadeUpSteps, largest_steps
 from penstock.engine.warm_up import KINDS
 from penstock.messages.kv_cache_spec import KVCacheConfig
-from penstock.messages.scheduler_output import GrammarOutput
+from penstock.messages.scheduler_output import NO_GRAMMARS
 from penstock.runner.load import LoadedModel, allocate_kv_cache
 from penstock.runner.memory import (
     CPU_DEFAULT_KV_BYTES,
@@ -24,7 +24,6 @@ from penstock.runner.model_runner import ModelRunner
 
 # Of graphs that are captured once the cache is there.
 _GRAPH_BYTES = 512 << 20
-_NO_GRAMMARS = GrammarOutput({})
 
 
 def memory_budget(config: EngineConfig, loaded: LoadedModel, cache: KVCacheConfig) -> MemoryBudget:
@@ -55,7 +54,7 @@ def run_largest_steps(config: EngineConfig, loaded: LoadedModel, cache: KVCacheC
     steps = MadeUpSteps(limits, len(cache.groups), cache.block_size)
     for plan in largest_steps(steps, limits, KINDS):
         runner.execute_model(plan)
-        runner.sample_tokens(_NO_GRAMMARS).result()
+        runner.sample_tokens(NO_GRAMMARS).result()
 
 
 def step_advice(limits: SchedulerConfig) -> str:
