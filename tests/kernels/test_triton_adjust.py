@@ -13,7 +13,7 @@ import torch
 
 from penstock.kernels.triton.sampling.adjust import adjust_logits, count_tokens, pack_bits
 from penstock.runner.buffers import HostTableWriter
-from penstock.runner.gpu.sampling.rows import Needs, SamplingRows
+from penstock.runner.gpu.sampling.rows import SamplingRows
 from penstock.runner.sampling.sampler import LOGITS_FEATURES
 from tests.kernels.sampling_cases import CONSTEXPRS, DTYPES, MAX_REQS, POINTERS, Case, compile_sampling
 
@@ -83,7 +83,7 @@ class AdjustCase(Case):
         padded = torch.cat((logits, logits[:1]))
         where = (torch.cat((self.rows, torch.tensor([-1]))), torch.cat((self.positions, torch.tensor([99]))))
         counts = torch.zeros(padded.shape, dtype=torch.int32)
-        if rows.needs(self.rows.cpu().numpy()) & Needs.COUNTS:
+        if rows.needs(self.rows.cpu().numpy()).counts:
             count_tokens(*where, self.token_ids, WIDTH, rows.adjust_tables, counts)
         mask_of_row = torch.full((count + 1 if masks else 0,), -1, dtype=torch.int32)
         for number, index in enumerate(masks):
