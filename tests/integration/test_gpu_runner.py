@@ -142,7 +142,7 @@ def graphs(gpu_parts: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Em
 
 def use_graphs(patched: pytest.MonkeyPatch, contexts: tuple[int, ...] = (64, 128)) -> None:
     """Recording takes longer than the steps, so there are few shapes."""
-    patched.setattr(batch_shapes, "_MIXED_SIZES", (16, 64))
+    patched.setattr(batch_shapes, "_MIXED_SIZES", (16, 256))
     EmulatedRecorder.install(patched)
     patched.setattr(cudagraphs, "CudaGraphRecorder", EmulatedRecorder)
     patched.setattr(model_runner, "graph_contexts", lambda *args: () if args[2].enforce_eager else contexts)
