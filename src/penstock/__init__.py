@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from penstock.config.env import set_openmp_defaults
 
 if TYPE_CHECKING:
-    from penstock.engine.async_llm import AsyncLLM
-    from penstock.engine.llm import LLM
+    from penstock.frontend.async_llm import AsyncLLM
+    from penstock.frontend.llm import LLM
     from penstock.messages.outputs import CompletionOutput, RequestOutput
     from penstock.messages.sampling_params import SamplingParams
     from penstock.messages.structured_outputs import StructuredOutputsParams
@@ -36,8 +36,8 @@ __all__ = [
 
 # Imported on first use, so that the parts without torch can be imported without it.
 _HOMES = {
-    "LLM": "penstock.engine.llm",
-    "AsyncLLM": "penstock.engine.async_llm",
+    "LLM": "penstock.frontend.llm",
+    "AsyncLLM": "penstock.frontend.async_llm",
     "CompletionOutput": "penstock.messages.outputs",
     "RequestOutput": "penstock.messages.outputs",
     "SamplingParams": "penstock.messages.sampling_params",

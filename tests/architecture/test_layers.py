@@ -24,8 +24,9 @@ ALLOWED = {
     "runner": {"kv_transfer", "models", "layers", "attention", "kernels", "config", "messages", "utils"},
     "executor": {"runner", "models", "config", "messages", "utils"},
     "metrics": {"config", "messages", "utils"},
+    "tokenizer": {"config", "messages", "utils"},
     "engine": {
-        "metrics",
+        "tokenizer",
         "executor",
         "runner",
         "core",
@@ -36,10 +37,23 @@ ALLOWED = {
         "messages",
         "utils",
     },
+    "frontend": {"engine", "tokenizer", "grammar", "metrics", "config", "messages", "utils"},
+    "verify": {"frontend", "engine", "core", "models", "config", "messages", "utils"},
     "simulation": {"engine", "core", "kv_transfer", "config", "messages", "utils"},
-    "server": {"engine", "metrics", "config", "messages", "utils"},
+    "server": {"frontend", "tokenizer", "metrics", "config", "messages", "utils"},
     "loadgen": {"messages", "utils"},
-    "cli": {"server", "loadgen", "simulation", "engine", "config", "messages", "utils"},
+    "cli": {
+        "server",
+        "verify",
+        "loadgen",
+        "simulation",
+        "frontend",
+        "tokenizer",
+        "engine",
+        "config",
+        "messages",
+        "utils",
+    },
 }
 
 WITHOUT_TORCH = (
@@ -62,7 +76,7 @@ MODEL_BASES = {"interface", "weights", "llama"}
 ONE_PLACE = {
     "safetensors": {"models.weights", "kv_transfer.example"},
     "huggingface_hub": {"engine.model_path"},
-    "jinja2": {"engine.chat_template"},
+    "jinja2": {"tokenizer.chat_template"},
     "msgspec": {
         "messages.outputs",
         "messages.runner_output",

@@ -19,11 +19,11 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Scope
 
 from penstock.config.server import ServerArgs
-from penstock.engine.chat_template import ChatTemplate
 from penstock.server import limits, middleware
 from penstock.server.app import create_admin_app, create_app
 from penstock.server.middleware import BodyLimit
 from penstock.server.service import Service
+from penstock.tokenizer.chat_template import ChatTemplate
 from penstock.utils.errors import RequestError
 from tests.integration.raw_http import Answer, call, connect, send_raw
 from tests.integration.server_process import ServerProcess, serve
@@ -377,7 +377,7 @@ def test_template_bombs(name: str) -> None:
         "import resource, sys\n"
         "resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))\n"
         "resource.setrlimit(resource.RLIMIT_CPU, (10, 10))\n"
-        "import penstock.engine.chat_template as t\n"
+        "import penstock.tokenizer.chat_template as t\n"
         "from penstock.utils.errors import RequestError\n"
         "t._MAX_SECONDS = 0.3\n"
         "template = t.ChatTemplate(sys.argv[1], {})\n"

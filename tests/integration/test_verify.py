@@ -16,14 +16,14 @@ from penstock.config.engine import EngineArgs
 from penstock.core import request
 from penstock.core.scheduler import Scheduler
 from penstock.engine.build import make_config
-from penstock.engine.verify.matrix import RowResult, verify
-from penstock.engine.verify.rows import make_rows
-from penstock.engine.verify.workload import Case
 from penstock.kernels.prepare_inputs import TokenInputs
 from penstock.messages.requests import EngineRequest
 from penstock.messages.sampling_params import SamplingParams
 from penstock.runner import input_batch
 from penstock.runner.sampling import states
+from penstock.verify.matrix import RowResult, verify
+from penstock.verify.rows import make_rows
+from penstock.verify.workload import Case
 
 ROWS = [
     "plain run", "in company", "asynchronous scheduling", "chunked prefill", "prefix hits", "preemption",

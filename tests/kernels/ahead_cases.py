@@ -54,7 +54,7 @@ def served(engine_args: dict[str, Any]) -> list[str]:
     import numpy as np
 
     from penstock import LLM, SamplingParams
-    from penstock.engine import llm as llm_module
+    from penstock.frontend import llm as llm_module
     from penstock.runner.gpu.ahead import dry_run
     from penstock.runner.gpu.sampling.outputs import CopiedOutput
     from penstock.runner.outputs import SampledArrays, make_output

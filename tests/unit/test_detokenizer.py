@@ -9,9 +9,9 @@ import pytest
 
 from penstock.config.engine import EngineArgs
 from penstock.engine.build import make_config
-from penstock.engine.detokenizer import Detokenizer
-from penstock.engine.tokenizer import Tokenizer
+from penstock.frontend.detokenizer import Detokenizer
 from penstock.messages.sampling_params import SamplingParams
+from penstock.tokenizer.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock.engine.tokenizer import Tokenizer
 from penstock.grammar import checker as checker_module
 from penstock.grammar.backend import Grammar
 from penstock.grammar.checker import GrammarChecker
@@ -30,6 +29,7 @@ from penstock.messages.structured_outputs import (
     GrammarSpec,
     StructuredOutputsParams,
 )
+from penstock.tokenizer.tokenizer import Tokenizer
 from penstock.utils.errors import ConfigError, GrammarError, OverloadedError, RequestError
 from penstock.utils.wire import Codec, FrameReader
 

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.chat_template import ChatTemplate
 from penstock.server.openai.tool_calls import (
     FORMATS,
     MAX_TOOL_CALLS,
     ToolCallParser,
     detect_format,
 )
+from penstock.tokenizer.chat_template import ChatTemplate
 
 HERMES, LLAMA3 = FORMATS["hermes"], FORMATS["llama3_json"]
 TEMPLATE = Path(__file__).parents[2] / "examples/demo_model/recipe/chat_template.jinja"

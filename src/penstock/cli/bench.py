@@ -89,7 +89,7 @@ def run_latency(args: argparse.Namespace) -> int:
 
 def _make_llm(args: argparse.Namespace) -> Any:
     # Imported here: the help text needs no torch.
-    from penstock.engine.llm import LLM
+    from penstock.frontend.llm import LLM
 
     _check_output_file(args.output_json)
     llm = LLM(**engine_kwargs(args))

@@ -26,7 +26,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     # Imported here: the help text needs no torch.
-    from penstock.engine.llm import LLM
+    from penstock.frontend.llm import LLM
 
     llm = LLM(**engine_kwargs(args))
     try:

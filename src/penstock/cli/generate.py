@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     text = _read_prompt(args.prompt)
     started = SystemClock().now()
     # Imported here: the help text needs no torch, and its time belongs to the start.
-    from penstock.engine.llm import LLM
+    from penstock.frontend.llm import LLM
 
     llm = LLM(**engine_kwargs(args))
     try:

@@ -18,7 +18,7 @@ from penstock.messages.sampling_params import SamplingParams
 from penstock.utils.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
-    from penstock.engine.verify.matrix import Difference, RowResult
+    from penstock.verify.matrix import Difference, RowResult
 
 _DIFFERS = 1
 _MAX_TOKENS, _QUICK_MAX_TOKENS = 32, 16
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     prompts = _read_prompts(args.prompts)
     max_tokens = args.max_tokens or (_QUICK_MAX_TOKENS if args.quick else _MAX_TOKENS)
     # Imported here: the help text needs no torch.
-    from penstock.engine.verify.matrix import verify
+    from penstock.verify.matrix import verify
 
     print(_line("row", "requests", "tokens", "agree", "seconds", "what happened"))
     results: list[RowResult] = []

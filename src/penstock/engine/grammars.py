@@ -1,17 +1,14 @@
-"""An engine's grammars: checked at its door, compiled beside its steps."""
+"""The engine's grammar backend, built when the first request needs it."""
 
 from __future__ import annotations
 
 import functools
 
 from penstock.config.engine import EngineConfig
-from penstock.engine.front_end import eos_token_ids, load_tokenizer
-from penstock.engine.tokenizer import Tokenizer
 from penstock.grammar.backend import Grammar, GrammarBackend
-from penstock.grammar.checker import GrammarChecker
 from penstock.grammar.llguidance_backend import LLGuidanceBackend
 from penstock.messages.structured_outputs import GrammarSpec
-from penstock.utils.errors import RequestError
+from penstock.tokenizer.tokenizer import eos_token_ids, load_tokenizer
 from penstock.utils.math import cdiv
 
 
@@ -31,23 +28,6 @@ class LazyGrammarBackend:
         assert tokenizer is not None, "structured outputs without a tokenizer"
         eos = eos_token_ids(self._config, tokenizer)
         return LLGuidanceBackend(tokenizer.backend.to_str(), self._config.model.vocab_size, eos)
-
-
-def make_grammar_checker(config: EngineConfig, tokenizer: Tokenizer | None) -> GrammarChecker | NoGrammars:
-    """What tells, before a request is taken, whether its grammar can be."""
-    if tokenizer is None:
-        return NoGrammars()
-    return GrammarChecker(tokenizer.backend.to_str(), config.model.vocab_size, eos_token_ids(config, tokenizer))
-
-
-class NoGrammars:
-    """The checker of an engine without a tokenizer."""
-
-    async def check(self, spec: GrammarSpec) -> None:
-        raise RequestError("structured outputs need a tokenizer, and the engine has none", "structured_outputs")
-
-    async def shutdown(self) -> None:
-        pass
 
 
 def make_grammar_backend(config: EngineConfig) -> GrammarBackend | None:

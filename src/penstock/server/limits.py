@@ -1,7 +1,7 @@
 """Every bound that a request meets before the engine sees it. Beyond one it is answered 4xx, naming field and bound.
 
 The bounds of sampling parameters that hold in a program too are in `messages.sampling_params`, those that follow from
-the model (prompt length, token ids) in `engine.input_processor`, and the size of a body is `--max-body-bytes`.
+the model (prompt length, token ids) in `frontend.input_processor`, and the size of a body is `--max-body-bytes`.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from penstock.config.server import ServerArgs
-from penstock.engine.async_llm import AsyncLLM
+from penstock.frontend.async_llm import AsyncLLM
 from penstock.metrics.prometheus import PrometheusMetrics
 from penstock.metrics.rates import RecentRates
 from penstock.metrics.request_log import EngineObserver

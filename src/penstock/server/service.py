@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from starlette.requests import Request
 
 from penstock.config.server import ServerArgs
-from penstock.engine.async_llm import AsyncLLM
+from penstock.frontend.async_llm import AsyncLLM
 from penstock.messages.sampling_params import SamplingParams
 from penstock.metrics.prometheus import PrometheusMetrics
 from penstock.metrics.rates import RecentRates

@@ -13,7 +13,6 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from penstock.engine.tokenizer import Tokenizer
 from penstock.messages.outputs import RequestOutput
 from penstock.messages.sampling_params import SamplingParams
 from penstock.messages.structured_outputs import StructuredOutputsParams
@@ -25,6 +24,7 @@ from penstock.server.openai.responses import COMPLETION_RESPONSES
 from penstock.server.openai.tool_calls import ParsedDelta, ToolCallDelta, ToolCallFormat, ToolCallParser
 from penstock.server.service import Service, service_of
 from penstock.server.sse import DONE, event
+from penstock.tokenizer.tokenizer import Tokenizer
 from penstock.utils.errors import RequestError
 
 router = APIRouter()

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from penstock.engine.input_processor import Prompt
+from penstock.frontend.input_processor import Prompt
 from penstock.messages.outputs import FinishReason, RequestOutput
 from penstock.messages.sampling_params import SamplingParams
 from penstock.server.openai import generation, logprobs

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.engine.async_llm import RequestStream
-from penstock.engine.input_processor import Prompt
+from penstock.frontend.async_llm import RequestStream
+from penstock.frontend.input_processor import Prompt
 from penstock.messages.outputs import CompletionOutput, FinishReason, Logprobs, RequestOutput
 from penstock.messages.sampling_params import SamplingParams
 from penstock.messages.structured_outputs import StructuredOutputsParams

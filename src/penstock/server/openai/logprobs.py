@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from penstock.engine.tokenizer import Tokenizer
 from penstock.messages.outputs import Logprob, Logprobs
 from penstock.server.openai.protocol import CompletionLogprobs
+from penstock.tokenizer.tokenizer import Tokenizer
 
 # JSON has no infinity; this is what other servers write for an impossible token.
 _LOWEST = -9999.0

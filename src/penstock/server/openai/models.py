@@ -8,12 +8,12 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from penstock.engine.tokenizer import Tokenizer
 from penstock.server.errors import JSONResponse, NotFoundError
 from penstock.server.openai.chat import render_messages, template_options
 from penstock.server.openai.protocol import DetokenizeRequest, TokenizeRequest
 from penstock.server.openai.responses import ERRORS
 from penstock.server.service import Service, service_of
+from penstock.tokenizer.tokenizer import Tokenizer
 from penstock.utils.errors import RequestError
 
 router = APIRouter()

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from penstock.engine.detokenizer import Detokenizer
-from penstock.engine.input_processor import ProcessedRequest
-from penstock.engine.tokenizer import Tokenizer
+from penstock.frontend.detokenizer import Detokenizer
+from penstock.frontend.input_processor import ProcessedRequest
 from penstock.messages.outputs import CompletionOutput, EngineOutput, FinishReason, Logprob, RequestOutput
 from penstock.messages.runner_output import TokenLogprobs
 from penstock.messages.sampling_params import SamplingParams
+from penstock.tokenizer.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,13 +12,13 @@ from tqdm import tqdm
 
 from penstock.config.engine import EngineArgs
 from penstock.engine.build import build_engine_core, make_config
-from penstock.engine.front_end import build_front_end
-from penstock.engine.input_processor import ProcessedRequest, Prompt
-from penstock.engine.output_processor import OutputProcessor
-from penstock.engine.tokenizer import Message, Tokenizer
+from penstock.frontend.front_end import build_front_end
+from penstock.frontend.input_processor import ProcessedRequest, Prompt
+from penstock.frontend.output_processor import OutputProcessor
 from penstock.messages.outputs import RequestOutput
 from penstock.messages.sampling_params import SamplingParams
 from penstock.messages.stats import SchedulerStats
+from penstock.tokenizer.tokenizer import Message, Tokenizer
 from penstock.utils.errors import RequestError
 from penstock.utils.interrupts import interrupts_held
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from tokenizers.decoders import DecodeStream
 
-from penstock.engine.tokenizer import Tokenizer
 from penstock.messages.sampling_params import SamplingParams
+from penstock.tokenizer.tokenizer import Tokenizer
 
 # As much of the prompt as a decoder may need to know whether the first output token continues a word.
 _NUM_CONTEXT_TOKENS = 8

@@ -17,14 +17,14 @@ import torch
 from penstock.config.engine import EngineArgs, EngineConfig, SchedulerConfig
 from penstock.engine.build import build_engine_core, make_config
 from penstock.engine.engine_core import EngineCore
-from penstock.engine.front_end import build_front_end
-from penstock.engine.verify.rows import Row, Seen, make_rows, plain_arguments
-from penstock.engine.verify.workload import Case, make_cases
+from penstock.frontend.front_end import build_front_end
 from penstock.messages.requests import EngineRequest
 from penstock.models.mtp import has_mtp
 from penstock.models.weights import open_weights
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import ConfigError, EngineDeadError
+from penstock.verify.rows import Row, Seen, make_rows, plain_arguments
+from penstock.verify.workload import Case, make_cases
 
 REFERENCE = "plain run"
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from penstock.config.engine import EngineConfig, SchedulerConfig
 from penstock.config.model import read_json
-from penstock.engine.input_processor import InputProcessor
-from penstock.engine.tokenizer import Tokenizer
+from penstock.frontend.input_processor import InputProcessor
 from penstock.messages.sampling_params import SamplingParams
+from penstock.tokenizer.tokenizer import Tokenizer, eos_token_ids, load_tokenizer
 from penstock.utils.errors import ConfigError, RequestError
 
 
@@ -26,24 +26,6 @@ class FrontEnd:
         if self.tokenizer is None:
             raise RequestError("the engine was built without a tokenizer")
         return self.tokenizer
-
-
-def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
-    """The configured tokenizer; None when the engine has none. Raises ConfigError."""
-    if config.tokenizer_path is None:
-        return None
-    return Tokenizer(config.tokenizer_path, config.model.vocab_size)
-
-
-def eos_token_ids(config: EngineConfig, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """The tokens that end a sequence, by whichever of its files the checkpoint says so. Raises ConfigError."""
-    generation = read_json(config.model.path / "generation_config.json") or {}
-    model = read_json(config.model.path / "config.json") or {}
-    stored = generation.get("eos_token_id")
-    eos = _token_ids(model.get("eos_token_id") if stored is None else stored)
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        eos |= {tokenizer.eos_token_id}
-    return eos
 
 
 def build_front_end(config: EngineConfig, limits: SchedulerConfig) -> FrontEnd:
@@ -65,11 +47,3 @@ def build_front_end(config: EngineConfig, limits: SchedulerConfig) -> FrontEnd:
         return FrontEnd(tokenizer, processor, SamplingParams(**defaults))
     except RequestError as error:
         raise ConfigError(f"{config.model.path / 'generation_config.json'}: {error}") from None
-
-
-def _token_ids(value: Any) -> frozenset[int]:
-    """An `eos_token_id` of a checkpoint: absent, one or several."""
-    ids = [] if value is None else value if isinstance(value, list) else [value]
-    if not all(isinstance(token_id, int) for token_id in ids):
-        raise ConfigError(f"eos_token_id must be token ids, got {value!r}")
-    return frozenset(ids)

@@ -8,18 +8,18 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from penstock.config.engine import EngineArgs, EngineConfig, resolve
-from penstock.engine.core_client import CoreClient
 from penstock.engine.core_messages import Ready, Refused
-from penstock.engine.front_end import FrontEnd, build_front_end
-from penstock.engine.grammars import make_grammar_checker
-from penstock.engine.input_processor import ProcessedRequest, Prompt
 from penstock.engine.model_path import localise
-from penstock.engine.output_processor import OutputProcessor
-from penstock.engine.tokenizer import Tokenizer
+from penstock.frontend.core_client import CoreClient
+from penstock.frontend.front_end import FrontEnd, build_front_end
+from penstock.frontend.grammar_check import make_grammar_checker
+from penstock.frontend.input_processor import ProcessedRequest, Prompt
+from penstock.frontend.output_processor import OutputProcessor
 from penstock.messages.outputs import FinishReason, RequestOutput
 from penstock.messages.sampling_params import SamplingParams
 from penstock.messages.stats import SchedulerStats, StepReport
 from penstock.metrics.request_log import EngineObserver, RequestLog, RequestRecord
+from penstock.tokenizer.tokenizer import Tokenizer
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import EngineDeadError, OverloadedError, PenstockError, RequestError
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock.engine.tokenizer import Tokenizer
 from penstock.messages.requests import EngineRequest
 from penstock.messages.sampling_params import MAX_COUNT, SamplingParams
+from penstock.tokenizer.tokenizer import Tokenizer
 from penstock.utils.errors import RequestError
 from penstock.utils.names import did_you_mean, is_unicode
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.engine.front_end import FrontEnd
+from penstock.frontend.front_end import FrontEnd
 from penstock.messages.requests import EngineRequest
 from penstock.messages.sampling_params import SamplingParams
 from penstock.messages.structured_outputs import StructuredOutputsParams

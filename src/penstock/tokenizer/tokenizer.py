@@ -9,8 +9,9 @@ from typing import Any
 
 import tokenizers
 
+from penstock.config.engine import EngineConfig
 from penstock.config.model import read_json
-from penstock.engine.chat_template import ChatTemplate
+from penstock.tokenizer.chat_template import ChatTemplate
 from penstock.utils.errors import ConfigError, RequestError
 
 Message = Mapping[str, Any]
@@ -106,3 +107,29 @@ def _check_unicode(text: str) -> None:
 def _special_token(config: Mapping[str, Any], name: str) -> str | None:
     value = config.get(name)
     return value.get("content") if isinstance(value, Mapping) else value
+
+
+def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
+    """The configured tokenizer; None when the engine has none. Raises ConfigError."""
+    if config.tokenizer_path is None:
+        return None
+    return Tokenizer(config.tokenizer_path, config.model.vocab_size)
+
+
+def eos_token_ids(config: EngineConfig, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """The tokens that end a sequence, by whichever of its files the checkpoint says so. Raises ConfigError."""
+    generation = read_json(config.model.path / "generation_config.json") or {}
+    model = read_json(config.model.path / "config.json") or {}
+    stored = generation.get("eos_token_id")
+    eos = _token_ids(model.get("eos_token_id") if stored is None else stored)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        eos |= {tokenizer.eos_token_id}
+    return eos
+
+
+def _token_ids(value: Any) -> frozenset[int]:
+    """An `eos_token_id` of a checkpoint: absent, one or several."""
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(token_id, int) for token_id in ids):
+        raise ConfigError(f"eos_token_id must be token ids, got {value!r}")
+    return frozenset(ids)

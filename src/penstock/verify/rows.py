@@ -11,10 +11,10 @@ from typing import Any
 
 from penstock.config.engine import EngineArgs, EngineConfig
 from penstock.core.kv_cache_planning import blocks_for_one_request
-from penstock.engine.verify.workload import Case
 from penstock.messages.kv_cache_spec import KVCacheGroup, KVCacheSpec
 from penstock.messages.stats import SpeculationStats
 from penstock.utils.math import cdiv
+from penstock.verify.workload import Case
 
 _NUM_DRAFTS = 3
 # Small, and no multiple of anything: chunks end in the middle of blocks.
