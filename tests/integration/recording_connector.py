@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from penstock.kv_transfer.factory import ConnectorContext
 from penstock.kv_transfer.null import NullSchedulerConnector, NullWorkerConnector
 from penstock.kv_transfer.view import KVCacheView
 from penstock.messages.kv_transfer import KVConnectorMetadata, KVConnectorOutput, ShardId
 from penstock.messages.scheduler_output import SchedulerOutput
+from penstock.utils.wire import register_kind
 
 CALLS: list[tuple[str, object]] = []
 
 
-@dataclass(frozen=True)
-class StepNumber(KVConnectorMetadata):
+@register_kind
+class StepNumber(KVConnectorMetadata, msgspec.Struct, frozen=True, tag=True):
     step: int = 0
     sync: bool = False
 
@@ -49,7 +50,7 @@ class RecordingWorker(NullWorkerConnector):
     def register_kv_caches(self, view: KVCacheView) -> None:
         self.view = view
 
-    def begin_step(self, metadata: KVConnectorMetadata) -> None:
+    def begin_step(self, metadata: KVConnectorMetadata | None) -> None:
         assert isinstance(metadata, StepNumber)
         CALLS.append(("begin", metadata.step))
 

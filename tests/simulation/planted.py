@@ -57,9 +57,9 @@ BUGS = (
     _bug(
         "the metadata is cleared before the drafter runs",
         "shared_store_with_drafts",
-        "kv_transfer.kv_step:KVStep.collect",
-        "return self._active.get_finished(self._finished_request_ids)",
-        "found = self._active.get_finished(self._finished_request_ids); self._active.end_step(); return found",
+        "kv_transfer.kv_step:KVStep.run_sampling",
+        "result = sample_and_draft()",
+        "self._active.end_step(); result = sample_and_draft()",
     ),
     _bug(
         "only the last rank's output is kept",
@@ -71,11 +71,11 @@ BUGS = (
     _bug(
         "synchronous loads begin behind the forward pass",
         "synchronous_loads",
-        "kv_transfer.kv_step:KVStep.begin",
-        "if self._metadata.has_sync_loads:",
+        "kv_transfer.kv_step:KVStep._begin",
+        "if self._has_sync_loads:",
         "if False:",
-        "kv_transfer.kv_step:KVStep.on_forward_launched",
-        "if not self._metadata.has_sync_loads:",
+        "kv_transfer.kv_step:KVStep._on_forward_launched",
+        "if not self._has_sync_loads:",
         "if True:",
     ),
     _bug(
@@ -384,8 +384,8 @@ BUGS = (
         "layer hooks go to nobody",
         "layerwise_loads",
         "kv_transfer.kv_step:KVStep.hooks",
-        "self._connectors[self._active.layerwise]",
-        "self._connectors[False]",
+        "self._active if self._active.layerwise else self._null",
+        "self._null",
     ),
     _bug(
         "of several connectors the first loads what another has",

@@ -67,4 +67,4 @@ def test_aggregation_is_a_union() -> None:
     assert set(both.reports) == set(reverse.reports) == {report(shard) for shard in SHARDS}
     assert len(both.reports) == 3
     assert aggregate([one]) == one
-    assert aggregate([]).is_empty
+    assert aggregate([]).reports == ()

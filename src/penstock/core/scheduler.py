@@ -42,13 +42,16 @@ class Scheduler:
         kv: KVCacheManager,
         grammars: StructuredOutputs | None = None,
         transfer: KVTransfer = NO_TRANSFER,
+        is_warm_up: bool = False,
     ) -> None:
+        """`is_warm_up`: its steps are marked as such, and no connector on any rank takes part in them."""
         self.kv = kv
         self.grammars = grammars or StructuredOutputs(None)
         self.connector = transfer.connector
         self._remote = RemoteKV(transfer, kv)
         self._fails_on_lost_kv = transfer.load_failure_policy == "fail"
         self._config = config
+        self._is_warm_up = is_warm_up
         self._requests: dict[str, Request] = {}
         self._waiting = RequestQueue(config.policy)
         self._running = RequestQueue(config.policy)
@@ -128,7 +131,7 @@ class Scheduler:
         """One step: running requests first, then as many waiting ones as fit."""
         self._step += 1
         num_drafts = self._config.num_drafts(len(self._running))
-        plan = StepPlan(self._step, self._config.max_num_batched_tokens, num_drafts)
+        plan = StepPlan(self._step, self._config.max_num_batched_tokens, num_drafts, self._is_warm_up)
         self._give_up_overdue_loads()
         self._schedule_running(plan)
         if not plan.preempted_request_ids and not plan.is_blocked:

@@ -9,10 +9,11 @@ from penstock.messages.scheduler_output import BlockIds, CachedRequestData, NewR
 class StepPlan:
     """Collects one step's choices; `finish()` freezes them into the `SchedulerOutput`."""
 
-    def __init__(self, step: int, token_budget: int, num_drafts_to_propose: int) -> None:
+    def __init__(self, step: int, token_budget: int, num_drafts_to_propose: int, is_warm_up: bool = False) -> None:
         self.step = step
         self.token_budget = token_budget
         self._max_num_tokens = token_budget
+        self._is_warm_up = is_warm_up
         self.num_drafts_to_propose = num_drafts_to_propose
         self.preempted_request_ids: set[str] = set()
         self.is_blocked = False
@@ -71,4 +72,5 @@ class StepPlan:
             grammar_request_ids=frozenset(self._grammar_request_ids),
             finished_request_ids=finished_request_ids,
             preempted_request_ids=rewound_request_ids | self.preempted_request_ids,
+            is_warm_up=self._is_warm_up,
         )

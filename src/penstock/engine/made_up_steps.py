@@ -86,6 +86,7 @@ class MadeUpSteps:
             num_scheduled_tokens=counts,
             total_num_scheduled_tokens=sum(counts.values()),
             num_drafts_to_propose=self._limits.max_num_drafts,
+            is_warm_up=True,
             **parts,
         )
 

@@ -46,7 +46,8 @@ def warm_up(executor: Executor, cache: KVCacheConfig, limits: SchedulerConfig) -
 def _run(executor: Executor, cache: KVCacheConfig, limits: SchedulerConfig) -> None:
     # A few blocks are enough, and a pool of all of them would take longer to make than the steps.
     small = replace(cache, num_blocks=min(cache.num_blocks, _MAX_BLOCKS))
-    core = EngineCore(Scheduler(limits, KVCacheManager(small, False)), executor, limits.max_num_in_flight)
+    scheduler = Scheduler(limits, KVCacheManager(small, False), is_warm_up=True)
+    core = EngineCore(scheduler, executor, limits.max_num_in_flight)
     for together in (1, min(len(KINDS), limits.max_num_seqs, limits.max_num_queued_requests)):
         requests = list(_requests(limits))
         while requests:

@@ -131,7 +131,7 @@ class SchedulerConnector(Protocol):
         """
         ...
 
-    def build_connector_meta(self, plan: SchedulerOutput) -> KVConnectorMetadata:
+    def build_connector_meta(self, plan: SchedulerOutput) -> KVConnectorMetadata | None:
         """What the workers' parts shall do in this step: called exactly once for every plan, also an empty one."""
         ...
 
@@ -143,7 +143,7 @@ class SchedulerConnector(Protocol):
         """Exactly once per request, however it ended, before its blocks are freed."""
         ...
 
-    def set_xfer_handshake_metadata_pp_aware(self, payloads: Mapping[ShardId, HandshakePayload]) -> None:
+    def set_xfer_handshake_metadata_pp_aware(self, payloads: Mapping[ShardId, HandshakePayload | None]) -> None:
         """The payloads of all ranks of this engine, pp * tp of them."""
         ...
 
@@ -186,9 +186,9 @@ class WorkerConnector(Protocol):
 
     def register_kv_caches(self, view: KVCacheView) -> None: ...
 
-    def get_handshake_metadata(self) -> HandshakePayload: ...
+    def get_handshake_metadata(self) -> HandshakePayload | None: ...
 
-    def begin_step(self, metadata: KVConnectorMetadata) -> None:
+    def begin_step(self, metadata: KVConnectorMetadata | None) -> None:
         """Before anything of the step is written: binds the metadata, and finishes or orders all reads of blocks that
         the step may overwrite."""
         ...

@@ -12,9 +12,9 @@ import itertools
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
@@ -38,6 +38,7 @@ from penstock.messages.kv_transfer import (
 from penstock.messages.scheduler_output import BlockIds, SchedulerOutput
 from penstock.utils.errors import ConfigError
 from penstock.utils.logging import get_logger
+from penstock.utils.wire import register_kind
 
 logger = get_logger(__name__)
 
@@ -45,8 +46,7 @@ Placed = tuple[int, str]
 """(block id, name of the file that has or shall have its KV)."""
 
 
-@dataclass(frozen=True, slots=True)
-class ExampleLoad:
+class ExampleLoad(msgspec.Struct, frozen=True):
     """Blocks from `first` on along a request, in order."""
 
     transfer_id: TransferId
@@ -54,8 +54,8 @@ class ExampleLoad:
     blocks: tuple[Placed, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ExampleMetadata(KVConnectorMetadata):
+@register_kind
+class ExampleMetadata(KVConnectorMetadata, msgspec.Struct, frozen=True, tag=True):
     loads: tuple[ExampleLoad, ...] = ()
     saves: tuple[Placed, ...] = ()
 
@@ -164,7 +164,7 @@ class ExampleWorker(NullWorkerConnector):
         self._view = view
         self._names = view.layer_names(0)
 
-    def begin_step(self, metadata: KVConnectorMetadata) -> None:
+    def begin_step(self, metadata: KVConnectorMetadata | None) -> None:
         assert isinstance(metadata, ExampleMetadata), metadata
         self._metadata = metadata
         for block_id, name in metadata.saves:

@@ -1,20 +1,24 @@
-"""One step of a worker's connector, from binding its metadata to forgetting it: the only place that calls the hooks.
+"""One step of a rank's connector, from binding its metadata to forgetting it: the only place that calls the hooks.
 
     IDLE -> BOUND -> FORWARD -> COLLECTED -> FINALIZED -> IDLE
 
-Results are collected before the drafter runs and saves are finalised after it, so what `wait_for_save` ends is reported
-with the next step, whether there is a drafter or not. The step ends on every path, also on that of an exception.
+Every rank runs every step through the two halves here, the production runner and a simulated rank alike. Results are
+collected before the drafter runs and saves are finalised after it, so what `wait_for_save` completes is reported with
+the next step, with a drafter or without. The step ends on every path, also on that of an exception.
 """
 
 from __future__ import annotations
 
 import enum
-from types import TracebackType
+from collections.abc import Callable
+from typing import TypeVar
 
 from penstock.kv_transfer.connector import WorkerConnector
 from penstock.kv_transfer.null import NullWorkerConnector
-from penstock.messages.kv_transfer import NO_METADATA, KVConnectorMetadata, KVConnectorOutput
+from penstock.messages.kv_transfer import KVConnectorMetadata, KVConnectorOutput
 from penstock.messages.scheduler_output import SchedulerOutput
+
+_Result = TypeVar("_Result")
 
 
 class KVStepState(enum.Enum):
@@ -34,67 +38,74 @@ _NEXT = {
 
 
 class KVStep:
-    """Drives one rank's connector. As a context it covers the step's second half and ends it.
-
-    A plan without metadata (a warm-up's) does not reach the connector.
-    """
+    """Drives one rank's connector. A warm-up step does not reach it; every other step does, whatever its plan says."""
 
     def __init__(self, connector: WorkerConnector) -> None:
-        self._connectors: dict[bool, WorkerConnector] = {True: connector, False: NullWorkerConnector()}
-        self._active = self._connectors[False]
+        self._connector = connector
+        self._null = NullWorkerConnector()
+        self._active: WorkerConnector = self._null
         self.state = KVStepState.IDLE
-        self._metadata: KVConnectorMetadata = NO_METADATA
+        self._metadata: KVConnectorMetadata | None = None
         self._finished_request_ids: frozenset[str] = frozenset()
 
     @property
     def hooks(self) -> WorkerConnector:
         """Whose layer hooks this step's forward pass calls."""
-        return self._connectors[self._active.layerwise]
+        return self._active if self._active.layerwise else self._null
 
-    def begin(self, plan: SchedulerOutput) -> None:
+    def run_forward(self, plan: SchedulerOutput, forward: Callable[[], _Result]) -> _Result:
+        """The first half. `forward` updates the rows and launches the target's forward pass, if the step has one."""
+        try:
+            self._begin(plan)
+            result = forward()
+            self._on_forward_launched()
+        except BaseException:
+            self._end()
+            raise
+        return result
+
+    def run_sampling(self, sample_and_draft: Callable[[], _Result]) -> tuple[_Result, KVConnectorOutput]:
+        """The second half, with what has ended by its start. Nothing of the step writes KV after `sample_and_draft`."""
+        try:
+            self._advance(KVStepState.COLLECTED)
+            finished = self._active.get_finished(self._finished_request_ids)
+            result = sample_and_draft()
+            self._advance(KVStepState.FINALIZED)
+            self._active.wait_for_save()
+        finally:
+            self._end()
+        return result, finished
+
+    def shutdown(self) -> None:
+        """No step will follow."""
+        self._connector.shutdown()
+
+    def _begin(self, plan: SchedulerOutput) -> None:
         """Before the step writes anything; loads that its own tokens need have begun when this returns."""
         self._advance(KVStepState.BOUND)
         self._metadata = plan.kv_connector_metadata
         self._finished_request_ids = plan.finished_request_ids
-        self._active = self._connectors[self._metadata is not NO_METADATA]
+        self._active = self._null if plan.is_warm_up else self._connector
         self._active.begin_step(self._metadata)
-        if self._metadata.has_sync_loads:
+        if self._has_sync_loads:
             self._active.start_load_kv()
 
-    def on_forward_launched(self) -> None:
-        """The target's forward pass, if the step has one, is on its way: other loads may begin beside it."""
+    def _on_forward_launched(self) -> None:
+        """Asynchronous loads begin beside the forward pass."""
         self._advance(KVStepState.FORWARD)
-        if not self._metadata.has_sync_loads:
+        if not self._has_sync_loads:
             self._active.start_load_kv()
 
-    def collect(self) -> KVConnectorOutput:
-        """What has ended by now."""
-        self._advance(KVStepState.COLLECTED)
-        return self._active.get_finished(self._finished_request_ids)
+    @property
+    def _has_sync_loads(self) -> bool:
+        return self._metadata is not None and self._metadata.has_sync_loads
 
-    def finalize(self) -> None:
-        """Nothing of this step writes KV any more."""
-        self._advance(KVStepState.FINALIZED)
-        self._active.wait_for_save()
-
-    def end(self) -> None:
+    def _end(self) -> None:
         """Forgets the step, complete or not."""
         if self.state is not KVStepState.IDLE:
             self._active.end_step()
             self.state = KVStepState.IDLE
 
-    def shutdown(self) -> None:
-        """No step will come any more."""
-        self._connectors[True].shutdown()
-
     def _advance(self, state: KVStepState) -> None:
         assert _NEXT.get(self.state) is state, f"the connector's step goes from {self.state} to {state}"
         self.state = state
-
-    def __enter__(self) -> KVStep:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.end()

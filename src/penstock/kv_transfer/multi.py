@@ -9,8 +9,10 @@ Everything that names a transfer is prefixed with its child's name on the way up
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
+
+import msgspec
 
 from penstock.config.kv_transfer import parse_kv_transfer_config
 from penstock.kv_transfer.connector import (
@@ -38,23 +40,24 @@ from penstock.messages.kv_transfer import (
 )
 from penstock.messages.scheduler_output import BlockIds, SchedulerOutput
 from penstock.utils.errors import ConfigError, RequestError
+from penstock.utils.wire import register_kind
 
 _SEPARATOR = "\n"
 """Between a child's name and its transfer id: no name can hold it."""
 
 
-@dataclass(frozen=True, slots=True)
-class MultiMetadata(KVConnectorMetadata):
-    children: Mapping[str, KVConnectorMetadata] = field(default_factory=dict[str, KVConnectorMetadata])
+@register_kind
+class MultiMetadata(KVConnectorMetadata, msgspec.Struct, frozen=True, tag=True):
+    children: dict[str, KVConnectorMetadata | None]
 
     @property
     def has_sync_loads(self) -> bool:
-        return any(child.has_sync_loads for child in self.children.values())
+        return any(child is not None and child.has_sync_loads for child in self.children.values())
 
 
-@dataclass(frozen=True, slots=True)
-class MultiHandshake(HandshakePayload):
-    children: Mapping[str, HandshakePayload] = field(default_factory=dict[str, HandshakePayload])
+@register_kind
+class MultiHandshake(HandshakePayload, msgspec.Struct, frozen=True, tag=True):
+    children: dict[str, HandshakePayload | None]
 
 
 class MultiConnector:
@@ -130,7 +133,7 @@ class MultiScheduler:
         for report in output.reports:
             name, _, transfer_id = report.transfer_id.partition(_SEPARATOR)
             # One that names no child is about a transfer that nobody knows.
-            reports.get(name, []).append(replace(report, transfer_id=transfer_id))
+            reports.get(name, []).append(msgspec.structs.replace(report, transfer_id=transfer_id))
         events: list[ConnectorEvent] = []
         for name, child in self._children.items():
             for event in child.update_connector_output(KVConnectorOutput(tuple(reports[name]))):
@@ -155,9 +158,9 @@ class MultiScheduler:
         self._holders[request.hold_id] = holders
         return FinishAction.HOLD
 
-    def set_xfer_handshake_metadata_pp_aware(self, payloads: Mapping[ShardId, HandshakePayload]) -> None:
+    def set_xfer_handshake_metadata_pp_aware(self, payloads: Mapping[ShardId, HandshakePayload | None]) -> None:
         for name, child in self._children.items():
-            of_child: dict[ShardId, HandshakePayload] = {}
+            of_child: dict[ShardId, HandshakePayload | None] = {}
             for shard, payload in payloads.items():
                 assert isinstance(payload, MultiHandshake), payload
                 of_child[shard] = payload.children[name]
@@ -208,7 +211,7 @@ class MultiWorker:
     def get_handshake_metadata(self) -> MultiHandshake:
         return MultiHandshake({name: part.get_handshake_metadata() for name, part in self._children.items()})
 
-    def begin_step(self, metadata: KVConnectorMetadata) -> None:
+    def begin_step(self, metadata: KVConnectorMetadata | None) -> None:
         assert isinstance(metadata, MultiMetadata), metadata
         for name, part in self._children.items():
             part.begin_step(metadata.children[name])
@@ -227,7 +230,8 @@ class MultiWorker:
         for name, part in self._children.items():
             output = part.get_finished(finished_request_ids)
             reports += (
-                replace(report, transfer_id=f"{name}{_SEPARATOR}{report.transfer_id}") for report in output.reports
+                msgspec.structs.replace(report, transfer_id=f"{name}{_SEPARATOR}{report.transfer_id}")
+                for report in output.reports
             )
         return KVConnectorOutput(tuple(reports))
 

@@ -8,7 +8,6 @@ from penstock.kv_transfer.connector import NO_MATCH, ConnectorEvent, FinishActio
 from penstock.kv_transfer.view import KVCacheView
 from penstock.messages.kv_events import KVEvent
 from penstock.messages.kv_transfer import (
-    NO_METADATA,
     NO_OUTPUT,
     HandshakePayload,
     KVConnectorMetadata,
@@ -36,8 +35,8 @@ class NullSchedulerConnector:
 
     def on_blocks_complete(self, request: RequestView, block_ids: BlockIds, first: int, end: int) -> None: ...
 
-    def build_connector_meta(self, plan: SchedulerOutput) -> KVConnectorMetadata:
-        return NO_METADATA
+    def build_connector_meta(self, plan: SchedulerOutput) -> KVConnectorMetadata | None:
+        return None
 
     def update_connector_output(self, output: KVConnectorOutput) -> Sequence[ConnectorEvent]:
         return ()
@@ -45,7 +44,7 @@ class NullSchedulerConnector:
     def request_finished(self, request: RequestView, block_ids: BlockIds) -> FinishAction:
         return FinishAction.FREE
 
-    def set_xfer_handshake_metadata_pp_aware(self, payloads: Mapping[ShardId, HandshakePayload]) -> None: ...
+    def set_xfer_handshake_metadata_pp_aware(self, payloads: Mapping[ShardId, HandshakePayload | None]) -> None: ...
 
     def wait(self, seconds: float) -> None: ...
 
@@ -70,10 +69,10 @@ class NullWorkerConnector:
 
     def register_kv_caches(self, view: KVCacheView) -> None: ...
 
-    def get_handshake_metadata(self) -> HandshakePayload:
-        return HandshakePayload()
+    def get_handshake_metadata(self) -> HandshakePayload | None:
+        return None
 
-    def begin_step(self, metadata: KVConnectorMetadata) -> None: ...
+    def begin_step(self, metadata: KVConnectorMetadata | None) -> None: ...
 
     def start_load_kv(self) -> None: ...
 

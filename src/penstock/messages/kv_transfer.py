@@ -1,9 +1,15 @@
-"""What KV transfers say between scheduler and worker: reports by identity, never by count."""
+"""What KV transfers say between scheduler and worker: reports by identity, never by count.
+
+Metadata and handshakes have a kind per connector (`utils.wire.register_kind`); what is absent is None.
+"""
 
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+
+import msgspec
+
+from penstock.utils.wire import OpenMessage
 
 TransferId = str
 """Names one transfer for ever; a second attempt is another transfer."""
@@ -17,8 +23,7 @@ class TransferStatus(enum.StrEnum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True, slots=True)
-class BadRange:
+class BadRange(msgspec.Struct, frozen=True):
     """Tokens [start, end) of a request whose KV in that group is not what was asked for."""
 
     group: int
@@ -26,8 +31,7 @@ class BadRange:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class TransferReport:
+class TransferReport(msgspec.Struct, frozen=True):
     """A transfer has ended on one shard. `digests` are those of the blocks that it wrote into a tier, in their order.
 
     A failed load without `bad_ranges` has brought nothing.
@@ -40,20 +44,16 @@ class TransferReport:
     digests: tuple[bytes, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class KVConnectorOutput:
-    """What a rank's connector has to say about a step: the transfers that have ended."""
+class KVConnectorOutput(msgspec.Struct, frozen=True):
+    """What a rank's connector reports with a step: the transfers that have ended."""
 
     reports: tuple[TransferReport, ...] = ()
 
-    @property
-    def is_empty(self) -> bool:
-        return not self.reports
 
+class KVConnectorMetadata(OpenMessage):
+    """What a connector's scheduler side tells its worker sides with a step. Each connector has a kind of its own."""
 
-@dataclass(frozen=True, slots=True)
-class KVConnectorMetadata:
-    """What the scheduler's part of a connector tells the workers' parts with a step. Each connector has its own."""
+    __slots__ = ()
 
     @property
     def has_sync_loads(self) -> bool:
@@ -61,10 +61,10 @@ class KVConnectorMetadata:
         return False
 
 
-NO_OUTPUT = KVConnectorOutput()
-NO_METADATA = KVConnectorMetadata()
-
-
-@dataclass(frozen=True, slots=True)
-class HandshakePayload:
+class HandshakePayload(OpenMessage):
     """What one rank tells other engines of its memory; keyed (pp rank, tp rank) wherever it is collected."""
+
+    __slots__ = ()
+
+
+NO_OUTPUT = KVConnectorOutput()

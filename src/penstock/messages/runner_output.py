@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import msgspec
+from msgspec import field
 
 from penstock.messages.kv_transfer import NO_OUTPUT, KVConnectorOutput
 
@@ -21,8 +20,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
     rank: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelRunnerOutput:
+class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The result of one step on the rank that samples.
 
     `sampled_token_ids` has an entry for every scheduled request; it is empty for a chunk of a prefill that did not

@@ -5,20 +5,17 @@ What is made anew in every step is a `msgspec.Struct`: a frozen dataclass takes 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import msgspec
 import numpy as np
 
-from penstock.messages.kv_transfer import NO_METADATA, KVConnectorMetadata
+from penstock.messages.kv_transfer import KVConnectorMetadata
 from penstock.messages.requests import EngineRequest
 
 BlockIds = tuple[tuple[int, ...], ...]
 """Block ids by KV group: `block_ids[group][i]` holds the request's i-th block."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewRequestData:
+class NewRequestData(msgspec.Struct, frozen=True, kw_only=True):
     """A request that enters the runner: for the first time, or again after a preemption.
 
     `token_ids` is all that is known of it: the prompt and, after a preemption, the output so far.
@@ -46,14 +43,14 @@ class CachedRequestData(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     num_computed_tokens: int
 
 
-class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
+class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One step. `step` counts the calls of `schedule()` from 1.
 
     `num_scheduled_tokens` maps a request id to how many tokens it computes in this step; its order is the order in
     which the scheduler chose them. The last `num_draft_tokens[request_id]` of them are drafts, which the device holds
     and this step verifies. At its end the speculator proposes `num_drafts_to_propose` drafts for every request that
     samples, and reports those of `grammar_request_ids`, which need a `GrammarOutput` to sample. Finished and preempted
-    requests give up their rows before anything else happens.
+    requests give up their rows before anything else happens. A warm-up step does not reach the connector.
     """
 
     step: int
@@ -66,20 +63,20 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     grammar_request_ids: frozenset[str] = frozenset()
     finished_request_ids: frozenset[str] = frozenset()
     preempted_request_ids: frozenset[str] = frozenset()
-    kv_connector_metadata: KVConnectorMetadata = NO_METADATA
+    kv_connector_metadata: KVConnectorMetadata | None = None
+    is_warm_up: bool = False
 
     @property
     def is_empty(self) -> bool:
         """No forward pass is needed; rows may still have to be freed."""
         return self.total_num_scheduled_tokens == 0
 
-    def with_metadata(self, metadata: KVConnectorMetadata) -> SchedulerOutput:
+    def with_metadata(self, metadata: KVConnectorMetadata | None) -> SchedulerOutput:
         """The same step, and what the connector's workers shall do in it."""
         return msgspec.structs.replace(self, kv_connector_metadata=metadata)
 
 
-@dataclass(frozen=True, slots=True)
-class GrammarOutput:
+class GrammarOutput(msgspec.Struct, frozen=True):
     """Which tokens the grammars allow: per request [1 + drafts, ceil(vocab_size / 32)] int32, a bit per token.
 
     Row j is for the token behind the j-th draft, row 0 for the one behind the last known token. Requests without an

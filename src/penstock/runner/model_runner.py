@@ -10,6 +10,7 @@ They are two so that the CPU can work out which tokens a grammar allows while th
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -37,8 +38,9 @@ from penstock.runner.sampling.states import SamplingStates
 from penstock.runner.speculation.select import make_speculator
 from penstock.runner.step_sampler import make_step_sampler
 
-# Of a step without tokens.
-_NOTHING = StepOutput(ReadyOutput(ModelRunnerOutput()))
+
+def _no_output() -> None:
+    """Of a step without tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,17 +98,12 @@ class ModelRunner:
     def execute_model(self, plan: SchedulerOutput) -> None:
         """Applies the plan to the rows and runs the model over its tokens."""
         assert self._parked is None, "execute_model was called twice without sample_tokens"
-        try:
-            self._kv_step.begin(plan)
-            self._update_rows(plan)
-            if not plan.is_empty:
-                self._parked = self._forward(plan)
-            self._kv_step.on_forward_launched()
-        except BaseException:
-            self._kv_step.end()
-            raise
+        self._parked = self._kv_step.run_forward(plan, lambda: self._forward(plan))
 
-    def _forward(self, plan: SchedulerOutput) -> ExecuteModelState:
+    def _forward(self, plan: SchedulerOutput) -> ExecuteModelState | None:
+        self._update_rows(plan)
+        if plan.is_empty:
+            return None
         batch = self._inputs.build(plan)
         if self._debug:
             ahead = batch.host.num_computed - self._states.num_computed_exact[batch.host.rows, 0].cpu().numpy()
@@ -118,11 +115,11 @@ class ModelRunner:
     def sample_tokens(self, grammars: GrammarOutput) -> PendingOutput:
         """Samples for the step that `execute_model` ran last, within its grammars."""
         state, self._parked = self._parked, None
-        with self._kv_step:
-            moved = self._kv_step.collect()
-            output = _NOTHING if state is None else self._sample(state, grammars)
-            self._kv_step.finalize()
-        return replace(output, kv_connector_output=moved)
+        sample = partial(self._sample, state, grammars) if state is not None else _no_output
+        output, finished = self._kv_step.run_sampling(sample)
+        if output is None:
+            return ReadyOutput(ModelRunnerOutput.with_kv_conn_output_only(finished))
+        return replace(output, kv_connector_output=finished)
 
     @property
     def runs_ahead(self) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from msgspec.structs import replace
 
 from penstock.messages.kv_transfer import NO_OUTPUT, KVConnectorOutput
 from penstock.messages.runner_output import ModelRunnerOutput

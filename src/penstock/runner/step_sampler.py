@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from penstock.config.engine import SchedulerConfig
 from penstock.config.speculative import SpeculativeConfig

@@ -69,7 +69,7 @@ class CheckedScheduler:
         assert 0 <= first < end <= len(request.block_hashes), (first, end)
         self._inner.on_blocks_complete(request, block_ids, first, end)
 
-    def build_connector_meta(self, plan: SchedulerOutput) -> KVConnectorMetadata:
+    def build_connector_meta(self, plan: SchedulerOutput) -> KVConnectorMetadata | None:
         assert plan.step == self._last_step + 1, f"step {plan.step} follows step {self._last_step}"
         self._last_step = plan.step
         return self._inner.build_connector_meta(plan)
@@ -96,7 +96,7 @@ class CheckedScheduler:
             self._holds.add(request.hold_id)
         return action
 
-    def set_xfer_handshake_metadata_pp_aware(self, payloads: Mapping[ShardId, HandshakePayload]) -> None:
+    def set_xfer_handshake_metadata_pp_aware(self, payloads: Mapping[ShardId, HandshakePayload | None]) -> None:
         self._inner.set_xfer_handshake_metadata_pp_aware(payloads)
 
     @property
@@ -135,10 +135,10 @@ class CheckedWorker:
     def register_kv_caches(self, view: KVCacheView) -> None:
         self._inner.register_kv_caches(view)
 
-    def get_handshake_metadata(self) -> HandshakePayload:
+    def get_handshake_metadata(self) -> HandshakePayload | None:
         return self._inner.get_handshake_metadata()
 
-    def begin_step(self, metadata: KVConnectorMetadata) -> None:
+    def begin_step(self, metadata: KVConnectorMetadata | None) -> None:
         self._inner.begin_step(metadata)
 
     def start_load_kv(self) -> None:

@@ -12,7 +12,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from zlib import crc32
+
+from msgspec.structs import replace
 
 from penstock.kv_transfer.aggregate import aggregate
 from penstock.kv_transfer.connector import WorkerConnector
@@ -36,6 +39,9 @@ from penstock.simulation.oracle import (
 )
 
 Table = tuple[tuple[int, ...], ...]
+
+
+def _nothing() -> None: ...
 
 
 class InjectedError(RuntimeError):
@@ -88,10 +94,10 @@ class _Poisoning:
     def register_kv_caches(self, view: KVCacheView) -> None:
         self._inner.register_kv_caches(view)
 
-    def get_handshake_metadata(self) -> HandshakePayload:
+    def get_handshake_metadata(self) -> HandshakePayload | None:
         return self._inner.get_handshake_metadata()
 
-    def begin_step(self, metadata: KVConnectorMetadata) -> None:
+    def begin_step(self, metadata: KVConnectorMetadata | None) -> None:
         self._inner.begin_step(metadata)
         self._memory.poison(self.fresh_block_ids)
 
@@ -133,9 +139,9 @@ class OracleRank:
         self.kv_step = KVStep(self._poisoning)
         connector.register_kv_caches(self.memory)
 
-    def begin(self, plan: SchedulerOutput, fresh_block_ids: Sequence[int]) -> None:
+    def run_forward(self, plan: SchedulerOutput, fresh_block_ids: Sequence[int], forward: Callable[[], None]) -> None:
         self._poisoning.fresh_block_ids = fresh_block_ids
-        self.kv_step.begin(plan)
+        self.kv_step.run_forward(plan, forward)
 
     def write(self, layer: OracleLayer, table: Sequence[int], start: int, tokens: Sequence[int]) -> None:
         """Computes the slots of tokens from position `start` on, each from the slot before it, as memory has it."""
@@ -306,24 +312,21 @@ class RankExecutor:
         stage, ranks = step.num_launched, self._ranks_of(step.num_launched)
         if stage == 0:
             self.before_step(step.plan.step)
-        try:
-            for rank in ranks:
-                rank.begin(step.plan, step.fresh_block_ids)
-            if not self._config.runs_ahead:
-                self._forward(step, stage)
-            for rank in ranks:
-                rank.kv_step.on_forward_launched()
-                step.outputs.append(rank.kv_step.collect())
-            if not self._config.runs_ahead:
-                self._sample_and_draft(step, stage)
-            for rank in ranks:
-                rank.kv_step.finalize()
-        finally:
-            for rank in ranks:
-                rank.kv_step.end()
+        runs_ahead = self._config.runs_ahead
+        forward: Callable[[], None] = _nothing if runs_ahead else lambda: self._forward(step, stage)
+        sample: Callable[[], None] = _nothing if runs_ahead else lambda: self._sample_and_draft(step, stage)
+        for rank in reversed(ranks):
+            forward = partial(rank.run_forward, step.plan, step.fresh_block_ids, forward)
+            sample = partial(self._run_sampling, rank, step, sample)
+        forward()
+        sample()
         step.num_launched += 1
         if not self._config.runs_ahead:
             self._end_stage(step)
+
+    def _run_sampling(self, rank: OracleRank, step: _Step, sample: Callable[[], None]) -> None:
+        _, finished = rank.kv_step.run_sampling(sample)
+        step.outputs.append(finished)
 
     def _compute(self, step: _Step) -> None:
         """The device's part of a stage that the host has launched some time ago."""
@@ -340,12 +343,14 @@ class RankExecutor:
 
     def _sample_and_draft(self, step: _Step, stage: int) -> None:
         if stage == self._config.pp - 1:
-            assert len(step.outputs) == len(self.ranks), "a rank did not answer"
             step.result = self._finish(self._ranks_of(stage), step)
 
     def _end_stage(self, step: _Step) -> None:
         step.num_computed += 1
         if step.num_computed == self._config.pp:
+            assert len(step.outputs) == len(self.ranks), "a rank did not answer"
+            moved = self.deliver(step.plan, aggregate(step.outputs))
+            step.result = replace(step.result, kv_connector_output=moved)
             self._steps.remove(step)
 
     def _update_rows(self, plan: SchedulerOutput) -> None:
@@ -441,7 +446,6 @@ class RankExecutor:
             sampled_token_ids=sampled,
             num_draft_tokens=num_draft_tokens,
             num_proposed_tokens=proposed,
-            kv_connector_output=self.deliver(step.plan, aggregate(step.outputs)),
         )
 
     def _sample(self, item: _Item) -> tuple[int, ...]:

@@ -99,7 +99,8 @@ class ReportFaults:
 
     def deliver(self, plan: SchedulerOutput, output: KVConnectorOutput) -> KVConnectorOutput:
         rng, faults = self._rng, self._faults
-        may_delay = self.is_active and not plan.kv_connector_metadata.has_sync_loads
+        metadata = plan.kv_connector_metadata
+        may_delay = self.is_active and not (metadata is not None and metadata.has_sync_loads)
         reports: list[TransferReport] = []
         for report in output.reports:
             if may_delay and rng.random() < faults.late:

@@ -19,6 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
+import msgspec
+
 from penstock.core.kv_cache_groups import make_group
 from penstock.kv_transfer.connector import (
     NO_MATCH,
@@ -46,6 +48,7 @@ from penstock.messages.scheduler_output import BlockIds, SchedulerOutput
 from penstock.simulation.oracle import NUM_HEADS, WORD_BYTES, OracleLayer
 from penstock.simulation.trace import ViolationError, hash_name
 from penstock.utils.clock import Clock
+from penstock.utils.wire import register_kind
 
 STORE_REGION = "store"
 
@@ -204,19 +207,17 @@ class BlockStore:
         assert not pinned, f"places of the store are pinned for nobody: {pinned}"
 
 
-@dataclass(frozen=True, slots=True)
-class BlockCopy:
+class BlockCopy(msgspec.Struct, frozen=True):
     """One block between an engine and the store. `index` is its place in the request's table."""
 
     group: int
     index: int
     block_id: int
     place: int
-    digests: Mapping[Part, bytes]
+    digests: dict[Part, bytes]
 
 
-@dataclass(frozen=True, slots=True)
-class StoreJob:
+class StoreJob(msgspec.Struct, frozen=True):
     """`transfer_id` is the one on the wire, which no other life of the engine uses; `store` the store's descriptor."""
 
     transfer_id: TransferId
@@ -226,8 +227,8 @@ class StoreJob:
     is_staged: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class StoreMetadata(KVConnectorMetadata):
+@register_kind
+class StoreMetadata(KVConnectorMetadata, msgspec.Struct, frozen=True, tag=True):
     loads: tuple[StoreJob, ...] = ()
     saves: tuple[StoreJob, ...] = ()
 

@@ -83,7 +83,7 @@ class StoreWorker(NullWorkerConnector):
         self._staging_memory = bytearray(self._num_staging * self._slot_bytes)
         self._transport.register(_STAGING, memoryview(self._staging_memory))
 
-    def begin_step(self, metadata: KVConnectorMetadata) -> None:
+    def begin_step(self, metadata: KVConnectorMetadata | None) -> None:
         assert isinstance(metadata, StoreMetadata), metadata
         self._metadata = metadata
         for job in metadata.saves:

@@ -11,18 +11,57 @@ import struct
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
 
 from penstock.utils.errors import WireError
 
 _HEADER = struct.Struct("<IB")
 MAX_PAYLOAD_BYTES = 256 << 20
+_ARRAY_KINDS = "biuf"
+
+_Kind = TypeVar("_Kind", bound=type)
+
+
+class OpenMessage:
+    """Base of messages whose kinds are not all known here: connectors, out-of-tree ones too, define their own.
+
+    A field annotated with a subclass of it carries any kind that was registered (`register_kind`), nested ones too.
+    """
+
+    __slots__ = ()
+
+
+_KINDS: dict[str, type] = {}
+
+
+def register_kind(kind: _Kind) -> _Kind:
+    """Class decorator: makes an `OpenMessage` decodable in every process that imports its module.
+
+    The class must also be a frozen `msgspec.Struct` with a tag of its own, usually `tag=True`.
+    """
+    config = getattr(kind, "__struct_config__", None)
+    if config is None or config.tag is None or not config.frozen or not issubclass(kind, OpenMessage):
+        raise TypeError(f"{kind.__name__} must be an OpenMessage and a frozen msgspec.Struct with a tag")
+    known = _KINDS.setdefault(config.tag, kind)
+    if (known.__module__, known.__qualname__) != (kind.__module__, kind.__qualname__):
+        raise TypeError(f"the tag {config.tag!r} of {kind.__module__} is taken by {known.__module__}: choose another")
+    _KINDS[config.tag] = kind
+    return kind
+
+
+def registered_kinds() -> tuple[type, ...]:
+    """All kinds, in the order of their registration."""
+    return tuple(_KINDS.values())
 
 
 class Codec:
-    """Messages of the given dataclasses, to frames and back. A type's number is its place in the arguments."""
+    """Messages of the given Structs or dataclasses, to frames and back. A type's number is its place in the arguments.
+
+    Arrays of numbers travel as their dtype, shape and bytes.
+    """
 
     def __init__(self, *types: type) -> None:
         self._numbers = {kind: number for number, kind in enumerate(types)}
@@ -41,12 +80,17 @@ class Codec:
             raise WireError(f"there is no message type {number}")
         try:
             return self._decoders[number].decode(payload)
-        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        except (msgspec.DecodeError, ValueError, TypeError, RecursionError) as error:
             raise WireError(f"a message of type {number} does not decode: {error}") from None
+
+    def copy(self, message: Any) -> Any:
+        """What the other end of a wire would receive."""
+        (copied,) = FrameReader(self).feed(self.encode(message))
+        return copied
 
 
 def _plain(value: Any) -> Any:
-    """The built-in form of a number or a container of another library (numpy's, say), and of a path."""
+    """The built-in form of a path, an array, and a number or container of another library."""
     if isinstance(value, Integral):
         return int(value)
     if isinstance(value, Real):
@@ -57,12 +101,25 @@ def _plain(value: Any) -> Any:
         return list(value)
     if isinstance(value, Path):
         return str(value)
+    if isinstance(value, np.ndarray) and value.dtype.kind in _ARRAY_KINDS:
+        return value.dtype.str, value.shape, np.ascontiguousarray(value).tobytes()
     raise NotImplementedError(f"{type(value).__name__} is not part of a message")
 
 
 def _restored(kind: type, value: Any) -> Any:
     if kind is Path and isinstance(value, str):
         return Path(value)
+    if kind is np.ndarray:
+        dtype, shape, data = msgspec.convert(value, tuple[str, tuple[int, ...], bytes])
+        if np.dtype(dtype).kind not in _ARRAY_KINDS:
+            raise ValueError(f"{dtype} is not a dtype of numbers")
+        return np.frombuffer(bytearray(data), dtype).reshape(shape)
+    if issubclass(kind, OpenMessage):
+        tag = value.get("type") if isinstance(value, dict) else None
+        registered = _KINDS.get(tag) if isinstance(tag, str) else None
+        if registered is None or not issubclass(registered, kind):
+            raise ValueError(f"{tag!r} is not a registered kind of {kind.__name__}: decorate it with register_kind")
+        return msgspec.convert(value, registered, dec_hook=_restored, builtin_types=(bytes,))
     raise NotImplementedError(f"{kind.__name__} is not part of a message")
 
 

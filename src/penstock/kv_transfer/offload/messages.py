@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from penstock.messages.kv_transfer import KVConnectorMetadata, TransferId
+from penstock.utils.wire import register_kind
 
 
-@dataclass(frozen=True, slots=True)
-class StoreBlock:
+class StoreBlock(msgspec.Struct, frozen=True):
     """Engine block -> chunk; `is_attested` asks for the digest of its bytes."""
 
     group: int
@@ -17,8 +17,7 @@ class StoreBlock:
     is_attested: bool
 
 
-@dataclass(frozen=True, slots=True)
-class LoadBlock:
+class LoadBlock(msgspec.Struct, frozen=True):
     """Chunk -> engine block, which is block `index` of its request; checked against the digest where there is one."""
 
     group: int
@@ -28,20 +27,18 @@ class LoadBlock:
     digest: bytes | None
 
 
-@dataclass(frozen=True, slots=True)
-class OffloadStore:
+class OffloadStore(msgspec.Struct, frozen=True):
     job_id: TransferId
     blocks: tuple[StoreBlock, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class OffloadLoad:
+class OffloadLoad(msgspec.Struct, frozen=True):
     job_id: TransferId
     blocks: tuple[LoadBlock, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class OffloadMetadata(KVConnectorMetadata):
+@register_kind
+class OffloadMetadata(KVConnectorMetadata, msgspec.Struct, frozen=True, tag=True):
     """Stores are read before the step writes anything, loads are written beside it."""
 
     stores: tuple[OffloadStore, ...] = ()

@@ -37,7 +37,7 @@ class OffloadingWorker(NullWorkerConnector):
     def register_kv_caches(self, view: KVCacheView) -> None:
         self._view = view
 
-    def begin_step(self, metadata: KVConnectorMetadata) -> None:
+    def begin_step(self, metadata: KVConnectorMetadata | None) -> None:
         assert isinstance(metadata, OffloadMetadata), metadata
         self._loads = metadata.loads
         self._open += map(self._store, metadata.stores)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from penstock.kernels.triton.sampling.logprobs import RECORD
 from penstock.messages.runner_output import ModelRunnerOutput, TokenLogprobs
