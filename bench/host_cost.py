@@ -59,7 +59,7 @@ class InstantExecutor:
 
 
 def make_core(depth: int, batch: int, max_tokens: int) -> EngineCore:
-    group = KVCacheGroup(("layer",), KVCacheSpec(1, 1, "float32"))
+    group = KVCacheGroup(("layer",), KVCacheSpec.keys_and_values(1, 1, "float32"))
     num_blocks = batch * ((PROMPT_LEN + max_tokens) // BLOCK_SIZE + 2)
     config = SchedulerConfig(
         max_num_batched_tokens=batch * PROMPT_LEN,

@@ -22,10 +22,12 @@ ON = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NUM_BLOCKS = 12
 # Two groups that share memory, and a drafter's layer of another size.
 GROUPS = (
-    KVCacheGroup(("a", "b", "c"), KVCacheSpec(2, 16, "float32")),
-    KVCacheGroup(("d", "e"), KVCacheSpec(2, 16, "float32", sliding_window=8)),
+    KVCacheGroup(("a", "b", "c"), KVCacheSpec.keys_and_values(2, 16, "float32")),
+    KVCacheGroup(("d", "e"), KVCacheSpec.keys_and_values(2, 16, "float32", sliding_window=8)),
 )
-CONFIG = KVCacheConfig(NUM_BLOCKS, 16, GROUPS, (AttachedLayer("draft", KVCacheSpec(1, 24, "float32"), 1),))
+CONFIG = KVCacheConfig(
+    NUM_BLOCKS, 16, GROUPS, (AttachedLayer("draft", KVCacheSpec.keys_and_values(1, 24, "float32"), 1),)
+)
 PLACES: list[Place] = [(0, 3), (0, 11), (1, 2), (1, 7), (1, 0), (0, 5)]
 
 

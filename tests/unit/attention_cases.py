@@ -38,7 +38,7 @@ class Case:
         seed: int = 0,
     ) -> Case:
         torch.manual_seed(seed)
-        spec = KVCacheSpec(num_heads[1], head_size, dtype, window)
+        spec = KVCacheSpec.keys_and_values(num_heads[1], head_size, dtype, window)
         width = -(-MAX_MODEL_LEN // block_size)
         table = torch.zeros(len(lengths), width, dtype=torch.int32)
         ids = torch.randperm(sum(-(-n // block_size) for n in lengths)).int() + 1

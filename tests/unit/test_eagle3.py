@@ -14,11 +14,14 @@ from safetensors.torch import save_file
 from penstock.attention.metadata import AttentionMetadata, ForwardContext
 from penstock.attention.native import NativeAttention
 from penstock.config.eagle3 import load_eagle3_config
+from penstock.config.kv_cache_groups import group_layers
 from penstock.config.model import ModelConfig, RopeConfig
+from penstock.messages.kv_cache_spec import KVCacheConfig
 from penstock.models.eagle3 import Eagle3Head
 from penstock.models.interface import DraftHead, Model
 from penstock.models.llama import LlamaForCausalLM
 from penstock.models.weights import Weights, open_weights
+from penstock.runner.load import allocate_kv_cache
 from penstock.utils.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -103,10 +106,8 @@ def load_head(folder: Path, target: LlamaForCausalLM) -> Eagle3Head:
 
 def context_of(model: Model | DraftHead) -> dict[str, torch.Tensor]:
     """Empty caches for one request of up to 64 tokens."""
-    return {
-        name: torch.full((6, 2, spec.num_kv_heads, 16, spec.head_size), torch.nan)
-        for name, spec in model.kv_cache_specs.items()
-    }
+    cache = KVCacheConfig(6, 16, group_layers(model.kv_cache_specs))
+    return {name: tensor.fill_(torch.nan) for name, tensor in allocate_kv_cache(cache, CPU).tensors.items()}
 
 
 def of_tokens(caches: dict[str, torch.Tensor], positions: torch.Tensor) -> ForwardContext:

@@ -14,13 +14,16 @@ import torch
 from penstock.attention.metadata import AttentionMetadata, ForwardContext
 from penstock.attention.select import make_attention
 from penstock.config.engine import ExecutionConfig, SchedulerConfig
+from penstock.config.kv_cache_groups import group_layers
 from penstock.config.model import ModelConfig, RopeConfig
 from penstock.kernels.triton.capabilities import Capabilities
+from penstock.messages.kv_cache_spec import KVCacheConfig
 from penstock.models.fused_decode import FusedDecoder
 from penstock.models.interface import Model, ModelOutput
 from penstock.models.llama import LlamaForCausalLM
 from penstock.models.registry import build_model
 from penstock.models.weights import Weights
+from penstock.runner.load import allocate_kv_cache
 
 ON = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 VOCAB, BLOCK, BLOCKS_EACH = 101, 16, 2
@@ -73,10 +76,8 @@ def make(config: ModelConfig, aux_layers: tuple[int, ...] = ()) -> LlamaForCausa
 
 
 def caches_of(model: Model, num_requests: int) -> dict[str, torch.Tensor]:
-    return {
-        name: torch.full((1 + BLOCKS_EACH * num_requests, 2, s.num_kv_heads, BLOCK, s.head_size), torch.nan, device=ON)
-        for name, s in model.kv_cache_specs.items()
-    }
+    cache = KVCacheConfig(1 + BLOCKS_EACH * num_requests, BLOCK, group_layers(model.kv_cache_specs))
+    return {name: tensor.fill_(torch.nan) for name, tensor in allocate_kv_cache(cache, ON).tensors.items()}
 
 
 def context_of(caches: dict[str, torch.Tensor], lengths: Sequence[int], counts: Sequence[int]) -> ForwardContext:

@@ -6,10 +6,12 @@ import random
 
 import pytest
 
+from penstock.config.kv_cache_groups import attach_layers, block_bytes, group_layers
 from penstock.core.kv_cache_groups import make_group
-from penstock.core.kv_cache_planning import blocks_for_one_request, group_layers, longest_request, plan_kv_cache
-from penstock.messages.kv_cache_spec import KVCacheSpec
+from penstock.core.kv_cache_planning import blocks_for_one_request, longest_request, plan_kv_cache
+from penstock.messages.kv_cache_spec import KVCacheConfig, KVCacheSpec, KVPlane
 from penstock.utils.errors import ConfigError
+from penstock.utils.wire import Codec, FrameReader
 
 BLOCK_SIZE = 4
 
@@ -23,7 +25,7 @@ def is_usable(cached: list[bool], length: int, window: int) -> bool:
 
 @pytest.mark.parametrize("window", [0, 1, 3, 4, 5, 8, 9, 100])
 def test_longest_hit_is_the_longest_usable_prefix(window: int) -> None:
-    group = make_group(KVCacheSpec(1, 1, "float32", window), BLOCK_SIZE)
+    group = make_group(KVCacheSpec.keys_and_values(1, 1, "float32", window), BLOCK_SIZE)
     rng = random.Random(window)
     for _ in range(500):
         cached = [rng.random() < 0.7 for _ in range(rng.randrange(12))]
@@ -33,16 +35,43 @@ def test_longest_hit_is_the_longest_usable_prefix(window: int) -> None:
 
 
 def test_layers_with_equal_specs_share_a_group() -> None:
-    full, sliding = KVCacheSpec(2, 64, "bfloat16"), KVCacheSpec(2, 64, "bfloat16", 128)
+    full, sliding = KVCacheSpec.keys_and_values(2, 64, "bfloat16"), KVCacheSpec.keys_and_values(2, 64, "bfloat16", 128)
     groups = group_layers({"a": full, "b": sliding, "c": full})
     assert [group.layer_names for group in groups] == [("a", "c"), ("b",)]
     with pytest.raises(ConfigError, match="one size"):
-        group_layers({"a": full, "b": KVCacheSpec(4, 64, "bfloat16")})
+        group_layers({"a": full, "b": KVCacheSpec.keys_and_values(4, 64, "bfloat16")})
+
+
+def test_a_block_holds_all_planes() -> None:
+    latent = KVCacheSpec((KVPlane("latent", 1, 512), KVPlane("rope", 1, 64)), "bfloat16")
+    assert latent.block_bytes(16) == 16 * (512 + 64) * 2
+    assert KVCacheSpec.keys_and_values(4, 32, "float32").block_bytes(16) == 16 * 2 * 4 * 32 * 4
+
+
+def test_attached_layers() -> None:
+    full, sliding = (KVCacheSpec.keys_and_values(2, 64, "bfloat16", window) for window in (0, 128))
+    groups = group_layers({"a": full, "b": full, "c": sliding})
+    small = KVCacheSpec.keys_and_values(1, 8, "bfloat16", 128)
+    (ahead,) = attach_layers({"draft.a": small}, groups, num_tokens_ahead=1)
+    (level,) = attach_layers({"draft.b": full}, groups)
+    assert (ahead.group, level.group) == (1, 0)
+    assert block_bytes(groups, 16, (ahead, level)) == 3 * full.block_bytes(16) + small.block_bytes(16)
+    counts = [KVCacheConfig(9, 16, groups, layers).num_tokens_ahead for layers in ((), (level,), (level, ahead))]
+    assert counts == [0, 0, 1]
+    with pytest.raises(ConfigError, match=r"draft.a has a sliding window of 128"):
+        attach_layers({"draft.a": small}, groups[:1])
+
+
+def test_a_planned_cache_survives_the_wire() -> None:
+    groups = group_layers({"a": KVCacheSpec((KVPlane("latent", 1, 512),), "bfloat16", 64)})
+    cache = KVCacheConfig(9, 16, groups, attach_layers({"draft": groups[0].spec}, groups, num_tokens_ahead=1))
+    codec = Codec(KVCacheConfig)
+    assert list(FrameReader(codec).feed(codec.encode(cache))) == [cache]
 
 
 def test_longest_request_is_exactly_what_planning_accepts() -> None:
     for windows in ((0,), (0, 10), (10,)):
-        groups = group_layers({str(w): KVCacheSpec(1, 8, "float32", w) for w in windows})
+        groups = group_layers({str(w): KVCacheSpec.keys_and_values(1, 8, "float32", w) for w in windows})
         longest = longest_request(groups, BLOCK_SIZE, 20, 16)
         assert 1 + blocks_for_one_request(groups, BLOCK_SIZE, longest, 16) <= 20
         if windows != (10,):

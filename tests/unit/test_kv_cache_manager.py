@@ -15,7 +15,7 @@ BLOCK_SIZE = 4
 
 @pytest.fixture
 def kv() -> KVCacheManager:
-    groups = (KVCacheGroup(("layer",), KVCacheSpec(1, 8, "float32")),)
+    groups = (KVCacheGroup(("layer",), KVCacheSpec.keys_and_values(1, 8, "float32")),)
     return KVCacheManager(KVCacheConfig(32, BLOCK_SIZE, groups), enable_prefix_caching=True)
 
 
@@ -75,7 +75,7 @@ def test_blocks_under_computation_are_worth_waiting_for(kv: KVCacheManager) -> N
 
 def test_a_load_takes_no_more_of_a_hit_than_the_window_needs() -> None:
     """A pool of the size that planning asks for lets every request in, also one whose hit and load lie far apart."""
-    groups = (KVCacheGroup(("layer",), KVCacheSpec(1, 8, "float32", sliding_window=6)),)
+    groups = (KVCacheGroup(("layer",), KVCacheSpec.keys_and_values(1, 8, "float32", sliding_window=6)),)
     kv = KVCacheManager(KVCacheConfig(5, BLOCK_SIZE, groups), enable_prefix_caching=True)
     run_and_release(kv, make_request(range(16)))
     request = make_request(range(32))

@@ -10,7 +10,7 @@ import torch
 
 from penstock import LLM
 from penstock.config.engine import CacheConfig, EngineArgs
-from penstock.core.kv_cache_planning import attach_layers, group_layers
+from penstock.config.kv_cache_groups import attach_layers, group_layers
 from penstock.engine import build, memory_profile
 from penstock.engine.build import make_config
 from penstock.engine.memory_profile import profile, run_largest_steps
@@ -102,7 +102,7 @@ def test_the_largest_step(speculative: dict[str, Any] | None, monkeypatch: pytes
     config = make_config(args)
     loaded = load_model(config)
     groups = group_layers(loaded.model.kv_cache_specs)
-    cache = KVCacheConfig(1, 16, groups, attach_layers(loaded.draft_kv_cache_specs, groups))
+    cache = KVCacheConfig(1, 16, groups, attach_layers(loaded.draft_kv_cache_specs, groups, loaded.num_tokens_ahead))
     run_largest_steps(config, loaded, cache)
     assert seen[0] == (20, 50, 0)
     assert len(seen) == len(KINDS) * (1 if speculative is None else 2)

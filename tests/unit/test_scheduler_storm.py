@@ -29,7 +29,8 @@ def make_core(
     rng: random.Random, windows: tuple[int, ...], depth: int, drafts: int = 0, publisher: EventPublisher | None = None
 ) -> EngineCore:
     groups = tuple(
-        KVCacheGroup((f"layer.{i}",), KVCacheSpec(1, 1, "float32", window)) for i, window in enumerate(windows)
+        KVCacheGroup((f"layer.{i}",), KVCacheSpec.keys_and_values(1, 1, "float32", window))
+        for i, window in enumerate(windows)
     )
     config = SchedulerConfig(
         max_num_batched_tokens=rng.choice([3, 8, 33, 200]),

@@ -41,7 +41,7 @@ class HoldingConnector(NullSchedulerConnector):
 
 
 def make_kv(num_blocks: int) -> KVCacheManager:
-    cache = KVCacheConfig(num_blocks, 4, (KVCacheGroup(("layer.0",), KVCacheSpec(1, 1, "float32")),))
+    cache = KVCacheConfig(num_blocks, 4, (KVCacheGroup(("layer.0",), KVCacheSpec.keys_and_values(1, 1, "float32")),))
     return KVCacheManager(cache, enable_prefix_caching=True)
 
 

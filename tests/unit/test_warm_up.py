@@ -56,7 +56,7 @@ def test_warm_up_takes_the_real_paths(drafts: int, depth: int) -> None:
         drafts=((8, drafts),) if drafts else (),
         num_lookahead_tokens=drafts,
     )
-    groups = (KVCacheGroup(("layer.0",), KVCacheSpec(1, 1, "float32")),)
+    groups = (KVCacheGroup(("layer.0",), KVCacheSpec.keys_and_values(1, 1, "float32")),)
     warm_up(recorder, KVCacheConfig(NUM_BLOCKS, BLOCK_SIZE, groups), limits)
     prefills = [new for plan in recorder.plans for new in plan.new_requests]
     assert {len(new.token_ids) for new in prefills} == {2 + drafts}

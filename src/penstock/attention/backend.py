@@ -18,7 +18,10 @@ from penstock.messages.kv_cache_spec import KVCacheSpec
 
 @dataclass(frozen=True, slots=True)
 class AttentionHeads:
-    """What does not change of a layer: heads, rotation, and the norms that some models have on queries and keys."""
+    """What does not change of a layer: heads, rotation, and the norms that some models have on queries and keys.
+
+    Its cache has two planes of one shape, keys and values.
+    """
 
     spec: KVCacheSpec
     num_heads: int
@@ -27,6 +30,14 @@ class AttentionHeads:
     q_norm: torch.Tensor | None = None  # [head_size]
     k_norm: torch.Tensor | None = None  # [head_size]
     eps: float = 1e-6
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.spec.planes[0].num_heads
+
+    @property
+    def head_size(self) -> int:
+        return self.spec.planes[0].head_size
 
 
 class AttentionBackend(Protocol):

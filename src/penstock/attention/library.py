@@ -19,17 +19,16 @@ class LibraryLimits:
 
     def check(self, heads: AttentionHeads, block_size: int) -> None:
         """Raises ConfigError for a layer that the kernels do not serve."""
-        spec = heads.spec
-        if spec.dtype not in self.dtypes:
-            raise self._refusal("dtype", spec.dtype, self.dtypes)
+        if heads.spec.dtype not in self.dtypes:
+            raise self._refusal("dtype", heads.spec.dtype, self.dtypes)
         if block_size not in self.block_sizes:
             raise self._refusal("block_size", block_size, self.block_sizes)
-        if spec.head_size not in self.head_sizes:
-            raise self._refusal("heads of size", spec.head_size, self.head_sizes)
-        if heads.num_heads // spec.num_kv_heads > self.max_group:
+        if heads.head_size not in self.head_sizes:
+            raise self._refusal("heads of size", heads.head_size, self.head_sizes)
+        if heads.num_heads // heads.num_kv_heads > self.max_group:
             raise ConfigError(
                 f"attention_backend={self.backend} serves at most {self.max_group} heads per KV head, and the model "
-                f"has {heads.num_heads} for {spec.num_kv_heads}: choose another attention_backend"
+                f"has {heads.num_heads} for {heads.num_kv_heads}: choose another attention_backend"
             )
 
     def _refusal(self, what: str, found: object, served: Collection[object]) -> ConfigError:

@@ -68,8 +68,8 @@ class TritonAttention:
         return paged_attention(queries, kv_cache, *batch, heads.scale, heads.spec.sliding_window, plan)
 
     def _plan(self, heads: AttentionHeads, kv_cache: torch.Tensor, metadata: AttentionMetadata) -> AttentionPlan:
-        size = heads.spec.head_size
-        shape = AttentionShape(heads.num_heads, heads.spec.num_kv_heads, size, kv_cache.shape[3], kv_cache.dtype)
+        _, _, num_kv_heads, block_size, head_size = kv_cache.shape
+        shape = AttentionShape(heads.num_heads, num_kv_heads, head_size, block_size, kv_cache.dtype)
         planned = self._shapes.get(shape)
         if planned is None:
             planner = AttentionPlanner(

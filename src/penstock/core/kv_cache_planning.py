@@ -1,45 +1,11 @@
-"""From layers and a memory budget to a planned KV cache."""
+"""From groups of layers and a memory budget to a planned KV cache."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from penstock.messages.kv_cache_spec import AttachedLayer, KVCacheConfig, KVCacheGroup, KVCacheSpec
+from penstock.config.kv_cache_groups import block_bytes
+from penstock.messages.kv_cache_spec import AttachedLayer, KVCacheConfig, KVCacheGroup
 from penstock.utils.errors import ConfigError
 from penstock.utils.math import cdiv
-
-
-def group_layers(specs: Mapping[str, KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
-    """Layers with equal specs share a group. All groups must have blocks of one size, because they share one pool."""
-    layers: dict[KVCacheSpec, list[str]] = {}
-    for name, spec in specs.items():
-        layers.setdefault(spec, []).append(name)
-    sizes = {spec.block_bytes(1) for spec in layers}
-    if len(sizes) > 1:
-        raise ConfigError(f"layers store {sorted(sizes)} bytes per token; Penstock needs one size in all layers")
-    return tuple(KVCacheGroup(tuple(names), spec) for spec, names in layers.items())
-
-
-def attach_layers(specs: Mapping[str, KVCacheSpec], groups: tuple[KVCacheGroup, ...]) -> tuple[AttachedLayer, ...]:
-    """Puts a speculator's layers under the block tables of groups that keep the same tokens. Raises ConfigError."""
-    group_of_window = {group.spec.sliding_window: number for number, group in enumerate(groups)}
-    attached: list[AttachedLayer] = []
-    for name, spec in specs.items():
-        group = group_of_window.get(spec.sliding_window)
-        if group is None:
-            raise ConfigError(
-                f"the speculator's layer {name} has a sliding window of {spec.sliding_window} (0 is none), and no "
-                "layer of the target model has the same"
-            )
-        attached.append(AttachedLayer(name, spec, group))
-    return tuple(attached)
-
-
-def block_bytes(groups: tuple[KVCacheGroup, ...], block_size: int, attached: tuple[AttachedLayer, ...] = ()) -> int:
-    """Bytes that one block id stands for: its share of every tensor of the cache."""
-    num_tensors = max(len(group.layer_names) for group in groups)
-    of_attached = sum(layer.spec.block_bytes(block_size) for layer in attached)
-    return num_tensors * groups[0].spec.block_bytes(block_size) + of_attached
 
 
 def blocks_for_one_request(

@@ -9,8 +9,9 @@ import torch
 
 from penstock.config import env
 from penstock.config.engine import CacheConfig, EngineArgs, EngineConfig, SchedulerConfig, resolve
+from penstock.config.kv_cache_groups import attach_layers, block_bytes, group_layers
 from penstock.core.kv_cache_manager import KVCacheManager
-from penstock.core.kv_cache_planning import attach_layers, block_bytes, group_layers, longest_request, plan_kv_cache
+from penstock.core.kv_cache_planning import longest_request, plan_kv_cache
 from penstock.core.kv_events import NullKVEventRecorder, StepKVEventRecorder
 from penstock.core.scheduler import Scheduler
 from penstock.core.structured_output import StructuredOutputs
@@ -73,7 +74,7 @@ def _plan(config: EngineConfig, loaded: LoadedModel) -> tuple[SchedulerConfig, K
     """With the bytes that the cache may have beside all else."""
     limits, block_size = config.scheduler, config.cache.block_size
     groups = group_layers(loaded.model.kv_cache_specs)
-    attached = attach_layers(loaded.draft_kv_cache_specs, groups)
+    attached = attach_layers(loaded.draft_kv_cache_specs, groups, loaded.num_tokens_ahead)
     budget = memory_budget(config, loaded, KVCacheConfig(1, block_size, groups, attached))
     per_block = block_bytes(groups, block_size, attached)
     num_blocks = num_blocks_in_budget(config.cache, budget, per_block)

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 import penstock
 from penstock.config.engine import EngineConfig
-from penstock.core.kv_cache_planning import attach_layers, group_layers
+from penstock.config.kv_cache_groups import attach_layers, group_layers
 from penstock.engine.made_up_steps import MadeUpSteps
 from penstock.engine.warm_up import KINDS
 from penstock.messages.kv_cache_spec import KVCacheConfig
@@ -144,7 +144,7 @@ def walk(config: EngineConfig, device: torch.device) -> None:
     execution = replace(config.execution, attention_backend="auto")
     loaded = load_model(replace(config, device=device.type, execution=execution))
     groups = group_layers(loaded.model.kv_cache_specs)
-    attached = attach_layers(loaded.draft_kv_cache_specs, groups)
+    attached = attach_layers(loaded.draft_kv_cache_specs, groups, loaded.num_tokens_ahead)
     cache = KVCacheConfig(1, config.cache.block_size, groups, attached)
     runner = ModelRunner(loaded, allocate_kv_cache(cache, device), config.scheduler, execution, config.speculative)
     for plan in _steps(config, len(groups)):

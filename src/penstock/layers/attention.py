@@ -22,11 +22,8 @@ class PagedAttention:
         k_norm: torch.Tensor | None = None,
     ) -> None:
         self.name = f"model.layers.{layer}.self_attn"
-        self.spec = KVCacheSpec(
-            num_kv_heads=config.num_key_value_heads,
-            head_size=config.head_dim,
-            dtype=config.dtype,
-            sliding_window=config.layer_windows[layer],
+        self.spec = KVCacheSpec.keys_and_values(
+            config.num_key_value_heads, config.head_dim, config.dtype, config.layer_windows[layer]
         )
         self._heads = AttentionHeads(
             spec=self.spec,

@@ -50,6 +50,11 @@ class LoadedModel:
         specs = {} if self.drafter is None else self.drafter.kv_cache_specs
         return {f"{DRAFT_PREFIX}{name}": spec for name, spec in specs.items()}
 
+    @property
+    def num_tokens_ahead(self) -> int:
+        """How many tokens behind a position decide what the drafter's layers store there."""
+        return 1 if isinstance(self.drafter, MultiTokenPredictor | Eagle3Head) else 0
+
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
@@ -150,4 +155,6 @@ def _allocate(config: KVCacheConfig, spec: KVCacheSpec, device: torch.device) ->
 
 
 def _shape(config: KVCacheConfig, spec: KVCacheSpec) -> tuple[int, ...]:
-    return (config.num_blocks, 2, spec.num_kv_heads, config.block_size, spec.head_size)
+    plane, *others = spec.planes
+    assert all((p.num_heads, p.head_size) == (plane.num_heads, plane.head_size) for p in others), spec.planes
+    return (config.num_blocks, len(spec.planes), plane.num_heads, config.block_size, plane.head_size)

@@ -70,7 +70,7 @@ def cache_config(layers: Sequence[OracleLayer], num_blocks: int, block_size: int
 
     def spec(window: int) -> KVCacheSpec:
         # Keys and values of one 16-bit number each: WORD_BYTES a slot and head.
-        return KVCacheSpec(num_heads, 1, "bfloat16", window)
+        return KVCacheSpec.keys_and_values(num_heads, 1, "bfloat16", window)
 
     groups: dict[int, list[OracleLayer]] = {}
     for layer in layers:

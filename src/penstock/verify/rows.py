@@ -208,7 +208,9 @@ def _exact(config: EngineConfig) -> dict[str, bool]:
 
 def _small_pool(config: EngineConfig, plain: Mapping[str, Any]) -> int:
     """Blocks for the longest request and hardly more, so that two long ones cannot stay together."""
-    groups = tuple(KVCacheGroup((), KVCacheSpec(1, 1, config.model.dtype, window)) for window in _windows(config))
+    groups = tuple(
+        KVCacheGroup((), KVCacheSpec.keys_and_values(1, 1, config.model.dtype, window)) for window in _windows(config)
+    )
     in_flight = 2 * plain["max_num_batched_tokens"]
     return 2 + blocks_for_one_request(groups, config.cache.block_size, plain["max_model_len"], in_flight)
 
