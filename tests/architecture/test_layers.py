@@ -83,7 +83,7 @@ ONE_PLACE = {
     "flashinfer": {"attention.flashinfer"},
     "flash_attn_interface": {"attention.flash_attention"},
     "uvicorn": {"server.run", "server.connections"},
-    "xxhash": {"kv_transfer.digest"},
+    "xxhash": {"utils.digest"},
     "prometheus_client": {"metrics.prometheus"},
     "opentelemetry": {"metrics.tracing"},
 }

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from penstock.kv_transfer.digest import digest
 from penstock.kv_transfer.offload import OffloadKey
 from penstock.kv_transfer.offload.region import OffloadRegion
 from penstock.kv_transfer.offload.tiers.base import EventLog, JobResult, OffloadEvent, TierStats, TransferJob
+from penstock.utils.digest import digest
 
 CHUNK_BYTES = 64
 

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.kv_transfer.digest import DIGEST_BYTES, SAMPLED_ONE_IN, Attestation, digest
+from penstock.kv_transfer.digest import SAMPLED_ONE_IN, Attestation
 from penstock.kv_transfer.offload.cost_model import LoadCostModel
 from penstock.kv_transfer.offload.region import OffloadRegion
+from penstock.utils.digest import DIGEST_BYTES, digest
 from penstock.utils.errors import ConfigError
 from tests.unit.offload_fakes import make_key
 

@@ -16,7 +16,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.kv_transfer.digest import digest
 from penstock.kv_transfer.offload import OffloadKey
 from penstock.kv_transfer.offload.manager import LookupResult, OffloadingManager
 from penstock.kv_transfer.offload.policies import LRUPolicy
@@ -24,6 +23,7 @@ from penstock.kv_transfer.offload.region import OffloadRegion
 from penstock.kv_transfer.offload.tiers import chunk_file
 from penstock.kv_transfer.offload.tiers.base import JobResult, TransferJob
 from penstock.kv_transfer.offload.tiers.disk import DiskTier, DiskTierConfig
+from penstock.utils.digest import digest
 from penstock.utils.errors import ConfigError
 from tests.unit.offload_fakes import content, make_key
 

@@ -10,12 +10,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from penstock.kv_transfer.digest import digest
 from penstock.kv_transfer.offload import OffloadKey
 from penstock.kv_transfer.offload.manager import LookupResult, OffloadingManager, StoredChunk
 from penstock.kv_transfer.offload.policies import ARCPolicy, LRUPolicy
 from penstock.kv_transfer.offload.region import OffloadRegion
 from penstock.kv_transfer.offload.tiers.base import OffloadEvent
+from penstock.utils.digest import digest
 from tests.unit.offload_fakes import CHUNK_BYTES, FakeTier, content, make_key
 
 NUM_CHUNKS = 5

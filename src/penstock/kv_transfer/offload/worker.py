@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from penstock.kv_transfer.digest import digest
 from penstock.kv_transfer.null import NullWorkerConnector
 from penstock.kv_transfer.offload.messages import LoadBlock, OffloadLoad, OffloadMetadata, OffloadStore, StoreBlock
 from penstock.kv_transfer.offload.region import OffloadRegion
@@ -21,6 +20,7 @@ from penstock.messages.kv_transfer import (
     TransferReport,
     TransferStatus,
 )
+from penstock.utils.digest import digest
 
 
 class OffloadingWorker(NullWorkerConnector):

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from penstock.kv_transfer.digest import DIGEST_BYTES, digest
 from penstock.kv_transfer.offload import OffloadKey
+from penstock.utils.digest import DIGEST_BYTES, digest
 from penstock.utils.errors import ConfigError
 from penstock.utils.logging import get_logger
 
