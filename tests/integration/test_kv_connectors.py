@@ -6,12 +6,16 @@ Every cell runs the requests of `test_identity_matrix` and compares with its pla
 from __future__ import annotations
 
 import random
+import re
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+import penstock
 from penstock import LLM, ConfigError, SamplingParams
 from penstock.kv_transfer.offload.worker import OffloadingWorker
 from penstock.kv_transfer.view import Place, Take, Transfer, write_now
@@ -22,6 +26,8 @@ from penstock.runner.kv_cache_view import TorchKVCacheView
 from tests.integration.test_identity_matrix import requests, run
 from tests.integration.test_identity_speculation import METHODS
 
+DEMO_FOLDER = Path(penstock.__file__).parent / "demo"
+_MIDDLE = re.compile(r"model\.layers\.[23]\.mlp\.")
 COUNT = 16
 NUM_DRAFTS = 3
 # The longest request fits with a block to spare, the batch does not.
@@ -193,6 +199,34 @@ def test_a_block_that_does_not_come(
         assert list(each.token_ids) == ([] if index in failed else plain_tokens[index])
     llm.check_integrity()
     llm.shutdown()
+
+
+def test_checkpoints_that_differ_in_the_middle_share_no_kv(tmp_path: Path) -> None:
+    """In one folder, of one shape and size, and with the same first and last megabytes."""
+    tensors = load_file(DEMO_FOLDER / "model.safetensors")
+    one, other = tmp_path / "one", tmp_path / "other"
+    for folder, factor in ((one, 1), (other, 2)):
+        shutil.copytree(DEMO_FOLDER, folder)
+        changed = {name: factor * x if _MIDDLE.match(name) else x for name, x in tensors.items()}
+        save_file(changed, folder / "model.safetensors")
+    prompt = [{"prompt_token_ids": [i % 90 + 5 for i in range(100)]}]
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    connector = offloading(disk_path=str(tmp_path / "kv"))
+    found: list[Any] = []
+    for model, using, num_cached in (
+        (one, connector, 0),
+        (one, connector, 96),
+        (other, connector, 0),
+        (other, connector, 96),
+        (other, None, 0),
+    ):
+        llm = LLM(**POOL, model=str(model), kv_transfer_config=using)
+        (output,) = llm.generate(prompt, params, use_tqdm=False)
+        assert output.num_cached_tokens == num_cached
+        found.append(output.outputs[0].token_ids)
+        llm.shutdown()
+    assert found[0] == found[1] != found[2]
+    assert found[2] == found[3] == found[4]
 
 
 def test_corrupted_files_are_found_out(plain_tokens: list[list[int]], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -10,7 +11,18 @@ import torch
 from safetensors.torch import save_file
 
 from penstock.kernels.staging import Stager
-from penstock.models.weights import DIRECT, Delivery, DummySource, StagedDelivery, Weights, open_weights
+from penstock.models.weights import (
+    DIRECT,
+    Delivery,
+    DummySource,
+    Shard,
+    Slice,
+    StagedDelivery,
+    Weights,
+    WeightsDigest,
+    WeightSource,
+    open_weights,
+)
 from penstock.utils.errors import ConfigError
 from tests.kernels.test_staging import LateQueue
 
@@ -80,3 +92,114 @@ def test_dummy_weights_are_the_names_alone() -> None:
     source = DummySource(CPU)
     assert source.read("x.bias", (4,)).tolist() == [0.0] * 4
     assert source.read("norm.weight", (4,)).tolist() == [1.0] * 4
+
+
+class CountingSource:
+    """Another source, with how many elements were read of it."""
+
+    def __init__(self, source: WeightSource) -> None:
+        self.source = source
+        self.num_elements = 0
+
+    def read(self, name: str, shape: Sequence[int], part: Slice | None = None) -> torch.Tensor:
+        tensor = self.source.read(name, shape, part)
+        self.num_elements += tensor.numel()
+        return tensor
+
+    def has(self, name: str) -> bool:
+        return self.source.has(name)
+
+    def close(self) -> None:
+        self.source.close()
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize("is_staged", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+@pytest.mark.usefixtures("stored")
+def test_a_shard_is_its_rows_of_the_whole(tmp_path: Path, count: int, is_staged: bool, load_format: str) -> None:
+    """Five shares of 48 and 16 rows are uneven."""
+    source = CountingSource(open_weights(tmp_path, load_format))
+    with closing(source), closing(Stager(LateQueue(), 64, 2)) as stager, torch.inference_mode():
+        whole = Weights(source, torch.bfloat16, CPU) / "layer"
+        expected = [whole.tensors({name: rows}, 33) for name, rows in ROWS.items()]
+        source.num_elements = 0
+        shards: list[list[torch.Tensor]] = []
+        for index in range(count):
+            delivery: Delivery = StagedDelivery(stager) if is_staged else DIRECT
+            weights = Weights(source, torch.bfloat16, CPU, delivery=delivery, shard=Shard(index, count)) / "layer"
+            shards.append([weights.tensors({name: rows}, 33) for name, rows in ROWS.items()])
+            assert torch.equal(weights.tensors(ROWS, 33), torch.cat(shards[-1]))
+            heads = weights.linear({"q_proj": 48}, 33, bias=True, num_units=6)
+            start, end = 6 * index // count, 6 * (index + 1) // count
+            assert torch.equal(heads.dense_weight(), expected[0][8 * start : 8 * end])
+            assert heads.bias is not None
+            assert heads.bias.shape == (8 * (end - start),)
+        for rows, parts in zip(expected, zip(*shards, strict=True), strict=True):
+            assert torch.equal(torch.cat(parts), rows)
+            assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    assert source.num_elements == 2 * 80 * 33 + 48 * 33 + 48
+
+
+def test_a_slice_of_a_file_is_its_pages(stored: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    """Where it lies: nothing before it and nothing behind it is read."""
+    name, shape = "layer.q_proj.weight", (48, 33)
+    with closing(open_weights(tmp_path, "auto")) as source:
+        whole, part = source.read(name, shape), source.read(name, shape, Slice(7, 20))
+        assert part.data_ptr() == whole.data_ptr() + 7 * 33 * 2
+        assert torch.equal(part, stored[name][7:20])
+        assert torch.equal(source.read(name, shape, Slice(5, 9, dim=1)), stored[name][:, 5:9])
+        with pytest.raises(ConfigError, match=r"has shape \[48, 33\], config.json asks for \[47, 33\]"):
+            source.read(name, (47, 33), Slice(0, 2))
+
+
+def test_a_slice_of_dummy_weights() -> None:
+    shape = (7, (1 << 20) + 5)
+    source = DummySource(CPU)
+    whole = source.read("w", shape)
+    for part in (Slice(0, 7), Slice(3, 6), Slice(2, 9, dim=1)):
+        assert torch.equal(source.read("w", shape, part), whole[part.index])
+    assert source.read("norm.weight", (4,), Slice(1, 3)).tolist() == [1.0] * 2
+
+
+def digest_of(folder: Path, *reads: tuple[str, tuple[int, ...], Slice | None], load_format: str = "auto") -> bytes:
+    found = WeightsDigest(has_bytes=load_format == "auto")
+    with closing(found.reading(open_weights(folder, load_format))) as source:
+        for name, shape, part in reads:
+            source.read(name, shape, part)
+    return found.value()
+
+
+def test_the_digest_is_of_what_is_read(stored: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    q, k = ("layer.q_proj.weight", (48, 33), None), ("layer.k_proj.weight", (16, 33), None)
+    part = ("layer.q_proj.weight", (48, 33), Slice(0, 24))
+    first = digest_of(tmp_path, q, k)
+    assert len(first) == 16
+    assert first == digest_of(tmp_path, k, q)
+    assert len({first, digest_of(tmp_path, q), digest_of(tmp_path, k), digest_of(tmp_path, part, k)}) == 4
+    other = tmp_path / "other"
+    other.mkdir()
+    changed = {**stored, "layer.q_proj.weight": stored["layer.q_proj.weight"].clone()}
+    changed["layer.q_proj.weight"][30, 30] += 1
+    save_file(changed, other / "model.safetensors")
+    assert digest_of(other, q, k) != first
+    assert digest_of(other, part, k) == digest_of(tmp_path, part, k)
+    assert digest_of(other, k) == digest_of(tmp_path, k)
+
+
+@pytest.mark.usefixtures("stored")
+def test_the_digest_tells_a_target_from_its_drafter(tmp_path: Path) -> None:
+    def read_in_turn(*names: str) -> bytes:
+        found = WeightsDigest(has_bytes=True)
+        for name in names:
+            with closing(found.reading(open_weights(tmp_path, "auto"))) as source:
+                source.read(f"layer.{name}_proj.bias", (16 if name == "k" else 48,))
+        return found.value()
+
+    assert read_in_turn("q", "k") != read_in_turn("k", "q")
+
+
+def test_the_digest_of_dummy_weights_is_of_names_and_shapes(tmp_path: Path) -> None:
+    made = [digest_of(tmp_path, read, load_format="dummy") for read in (("w", (2, 3), None), ("w", (3, 2), None))]
+    assert made == [digest_of(tmp_path, ("w", shape, None), load_format="dummy") for shape in ((2, 3), (3, 2))]
+    assert made[0] != made[1]

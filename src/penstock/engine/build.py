@@ -52,7 +52,7 @@ def build_engine_core(config: EngineConfig) -> tuple[EngineCore, SchedulerConfig
         wait_for_kernels()
     limits, planned, room = _plan(config, loaded)
     cache = _allocate(planned, loaded, config.cache, room)
-    transfer, worker = build_transfer(config, planned)
+    transfer, worker = build_transfer(config, planned, loaded.weights_digest)
     rows = f"token ids and drafts of max_num_seqs={limits.max_num_seqs} requests of {limits.max_model_len} tokens"
     with memory_for(rows, loaded.device, lambda: "lower max_num_seqs or max_model_len"):
         runner = ModelRunner(loaded, cache, limits, config.execution, config.speculative, worker, debug=env.debug())

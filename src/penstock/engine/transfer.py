@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict
-from pathlib import Path
 
 from penstock.config.engine import EngineConfig
 from penstock.core.remote_kv import NO_TRANSFER, KVTransfer
@@ -16,12 +15,13 @@ from penstock.messages.kv_cache_spec import KVCacheConfig
 from penstock.runner.load import arithmetic
 from penstock.utils.errors import ConfigError
 
-_FORMAT = 1
+_FORMAT = 2
 _THIS_SHARD = (0, 0)
-_SAMPLE_BYTES = 1 << 20
 
 
-def build_transfer(config: EngineConfig, cache: KVCacheConfig) -> tuple[KVTransfer, WorkerConnector]:
+def build_transfer(
+    config: EngineConfig, cache: KVCacheConfig, weights_digest: bytes
+) -> tuple[KVTransfer, WorkerConnector]:
     """Both parts of the connector that the configuration asks for, or those that move nothing. Raises ConfigError."""
     asked = config.kv_transfer
     if asked is None:
@@ -31,7 +31,7 @@ def build_transfer(config: EngineConfig, cache: KVCacheConfig) -> tuple[KVTransf
     context = ConnectorContext(
         config=asked,
         cache=cache,
-        fingerprint=fingerprint(config, cache),
+        fingerprint=fingerprint(config, cache, weights_digest),
         shards=frozenset({_THIS_SHARD}),
     )
     connector = make_connector(context)
@@ -40,11 +40,11 @@ def build_transfer(config: EngineConfig, cache: KVCacheConfig) -> tuple[KVTransf
     return KVTransfer(scheduler_part, asked.kv_load_failure_policy, asked.kv_load_timeout), worker
 
 
-def fingerprint(config: EngineConfig, cache: KVCacheConfig) -> bytes:
-    """[16 bytes] Equal where a block's bytes mean the same: weights, shapes, dtype, layout and arithmetic.
+def fingerprint(config: EngineConfig, cache: KVCacheConfig, weights_digest: bytes) -> bytes:
+    """[16 bytes] Equal where a block's bytes mean the same: weights, configuration, dtype, layout and arithmetic.
 
-    Weights are told apart by their files' sizes and by their first and last megabyte. The kernels' instruction set is
-    part of it, because sums in another order have other last bits.
+    `weights_digest` is of all weights that were loaded. The kernels' instruction set is part of the fingerprint,
+    because sums in another order have other last bits.
     """
     layout = {
         "format": _FORMAT,
@@ -56,22 +56,10 @@ def fingerprint(config: EngineConfig, cache: KVCacheConfig) -> bytes:
         "arithmetic": arithmetic(config),
         "device": config.device,
     }
-    digest = hashlib.blake2b(json.dumps(layout, sort_keys=True).encode(), digest_size=16)
+    digest = hashlib.blake2b(json.dumps(layout, sort_keys=True).encode() + weights_digest, digest_size=16)
     folders = [config.model.path]
     if config.speculative is not None:
         folders += config.speculative.model_paths
     for folder in folders:
-        for file in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
-            digest.update(_sample(file))
+        digest.update((folder / "config.json").read_bytes())
     return digest.digest()
-
-
-def _sample(file: Path) -> bytes:
-    if not file.exists():
-        return b""
-    with file.open("rb") as stream:
-        size = stream.seek(0, 2)
-        stream.seek(0)
-        head = stream.read(_SAMPLE_BYTES)
-        stream.seek(max(0, size - _SAMPLE_BYTES))
-        return str(size).encode() + head + stream.read(_SAMPLE_BYTES)

@@ -80,7 +80,7 @@ class LlamaForCausalLM:
         """`aux_layers` are those at whose inputs the residual stream is kept, in `ModelOutput`'s order."""
         vocab, hidden = config.vocab_size, config.hidden_size
         inner = weights / "model"
-        self.embedding = Embedding(inner.tensor("embed_tokens.weight", vocab, hidden))
+        self.embedding = Embedding(inner.tensors({"embed_tokens.weight": vocab}, hidden))
         rotary = rotary_table(config.rope, config.head_dim, config.max_position_embeddings)
         self.rotary = rotary.to(self.embedding.weight.device)
         self.layers = [

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -19,7 +20,9 @@ from tqdm import tqdm
 from penstock.config.model import read_json
 from penstock.kernels.staging import CudaCopyQueue, Stager
 from penstock.layers.linear import Linear
+from penstock.utils.digest import digest
 from penstock.utils.errors import ConfigError
+from penstock.utils.math import interval
 
 _INDEX = "model.safetensors.index.json"
 _PROGRESS_DELAY_SECONDS = 2.0
@@ -28,11 +31,44 @@ _DUMMY_POOL = 1 << 22
 _HOST = torch.device("cpu")
 
 
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """The places [start, end) along dimension `dim` of a tensor."""
+
+    start: int
+    end: int
+    dim: int = 0
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        return (*[slice(None)] * self.dim, slice(self.start, self.end))
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One rank's share, `index` of `count`, of the tensors that ranks divide among them."""
+
+    index: int = 0
+    count: int = 1
+
+    def rows(self, num_rows: int, num_units: int) -> Slice:
+        """Its rows of a tensor that is divided into `num_units` units of equally many rows."""
+        assert num_rows % num_units == 0, f"{num_rows} rows in {num_units} equal units"
+        start, end = interval(num_units, self.index, self.count)
+        return Slice(start * (num_rows // num_units), end * (num_rows // num_units))
+
+
+WHOLE = Shard()
+
+
 class WeightSource(Protocol):
     """Where tensors come from; they stay valid after it is closed."""
 
-    def read(self, name: str, shape: Sequence[int]) -> torch.Tensor:
-        """The tensor in its stored dtype. Raises ConfigError when it is missing or has another shape."""
+    def read(self, name: str, shape: Sequence[int], part: Slice | None = None) -> torch.Tensor:
+        """The tensor in its stored dtype, which is of `shape`, or that part of it: nothing else is read.
+
+        Raises ConfigError when it is missing or has another shape.
+        """
         ...
 
     def has(self, name: str) -> bool: ...
@@ -103,59 +139,64 @@ def delivery_to(device: torch.device) -> Iterator[Delivery]:
         yield StagedDelivery(stager)
 
 
+@dataclass(frozen=True, slots=True)
 class Weights:
     """A source under a prefix, delivering one dtype on one device. `weights / "model"` narrows the prefix.
 
-    Layers that are made of it are `deterministic`, or as fast as they can be.
+    Of what ranks divide among them it delivers the `shard` alone. Layers that are made of it are `deterministic`, or as
+    fast as they can be.
     """
 
-    def __init__(
-        self,
-        source: WeightSource,
-        dtype: torch.dtype,
-        device: torch.device,
-        deterministic: bool = False,
-        prefix: str = "",
-        delivery: Delivery = DIRECT,
-    ) -> None:
-        self._source = source
-        self._dtype = dtype
-        self._device = device
-        self._deterministic = deterministic
-        self._prefix = prefix
-        self._delivery = delivery
+    source: WeightSource
+    dtype: torch.dtype
+    device: torch.device
+    deterministic: bool = False
+    prefix: str = ""
+    delivery: Delivery = DIRECT
+    shard: Shard = WHOLE
 
     def __truediv__(self, part: str | int) -> Weights:
-        rest = (self._deterministic, f"{self._prefix}{part}.", self._delivery)
-        return Weights(self._source, self._dtype, self._device, *rest)
+        return replace(self, prefix=f"{self.prefix}{part}.")
 
     def has(self, name: str) -> bool:
         """Whether there is a tensor `prefix + name`."""
-        return self._source.has(self._prefix + name)
+        return self.source.has(self.prefix + name)
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
-        """The tensor `prefix + name`, of exactly this shape."""
-        return self._delivery.one(self._source.read(self._prefix + name, shape), self._dtype, self._device)
+        """The tensor `prefix + name`, of exactly this shape: all of it, on every rank."""
+        return self.delivery.one(self.source.read(self.prefix + name, shape), self.dtype, self.device)
 
-    def tensors(self, rows: Mapping[str, int], *width: int) -> torch.Tensor:
-        """[sum of rows, *width]: the tensors `prefix + name`, of [rows, *width] each, one after the other."""
-        parts = (self._source.read(self._prefix + name, (count, *width)) for name, count in rows.items())
-        return self._delivery.joined(parts, (sum(rows.values()), *width), self._dtype, self._device)
+    def tensors(self, rows: Mapping[str, int], *width: int, num_units: int | None = None) -> torch.Tensor:
+        """[sum of the shard's rows, *width]: the shard's rows of each tensor `prefix + name`, which is [rows, *width].
 
-    def linear(self, outputs: Mapping[str, int], width: int, bias: bool = False) -> Linear:
-        """The projections `outputs`, by name with how many features each has, of `width` inputs, as one layer."""
-        weight = self.tensors({f"{name}.weight": count for name, count in outputs.items()}, width)
+        Ranks divide each tensor into `num_units` equal units, by default its rows.
+        """
+        slices = {name: self.shard.rows(count, num_units or count) for name, count in rows.items()}
+        parts = (self.source.read(self.prefix + name, (count, *width), slices[name]) for name, count in rows.items())
+        num_rows = sum(part.end - part.start for part in slices.values())
+        return self.delivery.joined(parts, (num_rows, *width), self.dtype, self.device)
+
+    def linear(
+        self, outputs: Mapping[str, int], width: int, bias: bool = False, num_units: int | None = None
+    ) -> Linear:
+        """The projections `outputs`, by name with how many features each has, of `width` inputs, as one layer.
+
+        It has the shard's features: ranks divide each projection into `num_units` equal units, by default its features.
+        """
+        weights = {f"{name}.weight": count for name, count in outputs.items()}
+        weight = self.tensors(weights, width, num_units=num_units)
         if not bias:
             return self.linear_of(weight)
-        return self.linear_of(weight, self.tensors({f"{name}.bias": count for name, count in outputs.items()}))
+        biases = {f"{name}.bias": count for name, count in outputs.items()}
+        return self.linear_of(weight, self.tensors(biases, num_units=num_units))
 
     def linear_of(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         """A layer of a weight that is there already, [out_features, in_features]."""
-        return Linear(weight, bias, self._deterministic)
+        return Linear(weight, bias, self.deterministic)
 
     def integers(self, name: str, *shape: int) -> torch.Tensor:
         """The same as int64, for tensors of ids."""
-        return self._source.read(self._prefix + name, shape).to(device=self._device, dtype=torch.int64)
+        return self.source.read(self.prefix + name, shape).to(device=self.device, dtype=torch.int64)
 
 
 class CheckpointSource:
@@ -168,18 +209,20 @@ class CheckpointSource:
         total = len(self._file_of)
         self._progress = tqdm(total=total, desc="loading weights", unit="tensor", delay=_PROGRESS_DELAY_SECONDS)
 
-    def read(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+    def read(self, name: str, shape: Sequence[int], part: Slice | None = None) -> torch.Tensor:
         file = self._file_of.get(name)
         if file is None:
             raise ConfigError(f"{self._folder} has no tensor {name!r}: the checkpoint is incomplete or another model's")
         try:
-            tensor = self._open_files[file].get_tensor(name)
+            stored = self._open_files[file].get_slice(name)
+            if tuple(stored.get_shape()) != tuple(shape):
+                found = list(stored.get_shape())
+                raise ConfigError(
+                    f"{self._folder / file}: {name!r} has shape {found}, config.json asks for {list(shape)}"
+                )
+            tensor = stored[:] if part is None else stored[part.index]
         except SafetensorError as error:
             raise ConfigError(f"{self._folder / file}: cannot read {name!r}: {error}") from None
-        if tuple(tensor.shape) != tuple(shape):
-            raise ConfigError(
-                f"{self._folder / file}: {name!r} has shape {list(tensor.shape)}, config.json asks for {list(shape)}"
-            )
         self._progress.update()
         return tensor
 
@@ -202,12 +245,17 @@ class DummySource:
         pool = torch.randn(_DUMMY_POOL, generator=torch.Generator().manual_seed(0)).mul_(_DUMMY_STD).bfloat16()
         self._pool = pool.to(device)
 
-    def read(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+    def read(self, name: str, shape: Sequence[int], part: Slice | None = None) -> torch.Tensor:
+        if part is not None and part.dim > 0:
+            return self.read(name, shape)[part.index]
+        first_row, end_row = (0, shape[0]) if part is None else (part.start, part.end)
+        shape = (end_row - first_row, *shape[1:])
         if len(shape) == 1:
             make = torch.zeros if name.endswith(("bias", "d2t")) else torch.ones
-            return make(tuple(shape), device=self._device)
+            return make(shape, device=self._device)
         count = torch.Size(shape).numel()
-        pool = self._pool.roll(zlib.crc32(name.encode()) % _DUMMY_POOL)
+        first = first_row * torch.Size(shape[1:]).numel()
+        pool = self._pool.roll((zlib.crc32(name.encode()) - first) % _DUMMY_POOL)
         values = torch.empty(count, dtype=pool.dtype, device=self._device)
         num_whole = count // _DUMMY_POOL
         values[: num_whole * _DUMMY_POOL].view(num_whole, _DUMMY_POOL).copy_(pool.expand(num_whole, -1))
@@ -219,6 +267,49 @@ class DummySource:
 
     def close(self) -> None:
         self._pool = torch.empty(0)
+
+
+class WeightsDigest:
+    """Digests what is read of some sources: names, dtypes, shapes, slices and, if wanted, bytes.
+
+    The order of reading does not matter, that of `reading` does: a target's tensors are not its drafter's.
+    """
+
+    def __init__(self, has_bytes: bool) -> None:
+        self._has_bytes = has_bytes
+        self._num_sources = 0
+        self._digests: list[bytes] = []
+
+    def reading(self, source: WeightSource) -> WeightSource:
+        """The source, of which each tensor enters the digest as it is read."""
+        self._num_sources += 1
+        return _DigestedSource(source, self._num_sources, self._add)
+
+    def value(self) -> bytes:
+        """[16 bytes]."""
+        return digest(*sorted(self._digests))
+
+    def _add(self, what: str, tensor: torch.Tensor) -> None:
+        data = tensor.contiguous().view(-1).view(torch.uint8).numpy().data if self._has_bytes else b""
+        self._digests.append(digest(what.encode(), data))
+
+
+@dataclass(frozen=True, slots=True)
+class _DigestedSource:
+    source: WeightSource
+    number: int
+    add: Callable[[str, torch.Tensor], None]
+
+    def read(self, name: str, shape: Sequence[int], part: Slice | None = None) -> torch.Tensor:
+        tensor = self.source.read(name, shape, part)
+        self.add(repr((self.number, name, tensor.dtype, tuple(shape), part)), tensor)
+        return tensor
+
+    def has(self, name: str) -> bool:
+        return self.source.has(name)
+
+    def close(self) -> None:
+        self.source.close()
 
 
 def open_weights(folder: Path, load_format: str, device: torch.device = _HOST) -> WeightSource:

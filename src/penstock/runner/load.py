@@ -21,7 +21,7 @@ from penstock.models.eagle3 import Eagle3Head
 from penstock.models.interface import Model
 from penstock.models.mtp import MultiTokenPredictor, build_mtp
 from penstock.models.registry import build_model, check_supported
-from penstock.models.weights import Weights, checkpoint_bytes, delivery_to, open_weights
+from penstock.models.weights import Weights, WeightsDigest, checkpoint_bytes, delivery_to, open_weights
 from penstock.runner.memory import available_bytes, memory_for
 from penstock.utils import logging
 from penstock.utils.errors import ConfigError
@@ -37,11 +37,15 @@ Drafter = Model | MultiTokenPredictor | Eagle3Head
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A complete model on its device, before it has any KV cache; `drafter` is the speculator's, if it has one."""
+    """A complete model on its device, before it has any KV cache; `drafter` is the speculator's, if it has one.
+
+    `weights_digest` [16 bytes] is of all that was read for both; of names and shapes alone where weights are made up.
+    """
 
     model: Model
     config: ModelConfig
     device: torch.device
+    weights_digest: bytes
     drafter: Drafter | None = None
 
     @property
@@ -91,24 +95,25 @@ def load_model(config: EngineConfig) -> LoadedModel:
         return f"it has {available_bytes(device) / 2**30:.1f} GiB left; choose a smaller model or a narrower dtype"
 
     with memory_for(f"the weights of {config.model.path}", device, advice):
-        model, drafter = _build(config, device)
-    return LoadedModel(_for_small_steps(model, config), config.model, device, drafter)
+        digest = WeightsDigest(has_bytes=config.load_format != "dummy" and device.type != "meta")
+        model, drafter = _build(config, device, digest)
+    return LoadedModel(_for_small_steps(model, config), config.model, device, digest.value(), drafter)
 
 
-def _build(config: EngineConfig, device: torch.device) -> tuple[Model, Drafter | None]:
+def _build(config: EngineConfig, device: torch.device, digest: WeightsDigest) -> tuple[Model, Drafter | None]:
     speculative = config.speculative
     eagle3 = None if speculative is None else speculative.eagle3
-    with _weights(config, config.model.path, device) as weights:
+    with _weights(config, config.model.path, device, digest) as weights:
         model = build_model(config.model, weights, () if eagle3 is None else eagle3.aux_layers)
         if speculative is not None and speculative.method == "mtp":
             return model, build_mtp(config.model, weights, model)
     if eagle3 is not None:
-        with _weights(config, eagle3.shape.path, device) as weights:
+        with _weights(config, eagle3.shape.path, device, digest) as weights:
             return model, Eagle3Head(eagle3, weights, model)
     if speculative is None or speculative.draft_model is None:
         return model, None
     check_supported(speculative.draft_model)
-    with _weights(config, speculative.draft_model.path, device) as weights:
+    with _weights(config, speculative.draft_model.path, device, digest) as weights:
         return model, _for_small_steps(build_model(speculative.draft_model, weights), config)
 
 
@@ -127,8 +132,8 @@ def _for_small_steps(model: Model, config: EngineConfig) -> Model:
 
 
 @contextmanager
-def _weights(config: EngineConfig, folder: Path, device: torch.device) -> Iterator[Weights]:
-    opened = closing(open_weights(folder, config.load_format, device))
+def _weights(config: EngineConfig, folder: Path, device: torch.device, digest: WeightsDigest) -> Iterator[Weights]:
+    opened = closing(digest.reading(open_weights(folder, config.load_format, device)))
     with opened as source, delivery_to(device) as delivery, torch.inference_mode():
         yield Weights(
             source, TORCH_DTYPES[config.model.dtype], device, config.execution.deterministic, delivery=delivery

@@ -11,3 +11,8 @@ def cdiv(numerator: int, denominator: int) -> int:
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple of `multiple` that is not below `value`."""
     return cdiv(value, multiple) * multiple
+
+
+def interval(size: int, index: int, count: int) -> tuple[int, int]:
+    """[start, end) of share `index` when range(size) is cut into `count` contiguous ones, as equal as may be."""
+    return size * index // count, size * (index + 1) // count
