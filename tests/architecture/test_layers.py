@@ -70,7 +70,7 @@ WITHOUT_TORCH = (
 )
 
 # Models may build on one another only through these bases.
-MODEL_BASES = {"interface", "weights", "llama"}
+MODEL_BASES = {"interface", "weights", "parts", "decoder"}
 
 # A third-party package with a seam of its own is imported in exactly one place.
 ONE_PLACE = {

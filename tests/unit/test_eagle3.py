@@ -17,9 +17,10 @@ from penstock.config.eagle3 import load_eagle3_config
 from penstock.config.kv_cache_groups import group_layers
 from penstock.config.model import ModelConfig, RopeConfig
 from penstock.messages.kv_cache_spec import KVCacheConfig
+from penstock.models.decoder import Decoder
 from penstock.models.eagle3 import Eagle3Head
 from penstock.models.interface import DraftHead, Model
-from penstock.models.llama import LlamaForCausalLM
+from penstock.models.registry import build_model
 from penstock.models.weights import Weights, open_weights
 from penstock.runner.load import allocate_kv_cache
 from penstock.utils.errors import ConfigError
@@ -51,8 +52,8 @@ TARGET = ModelConfig(
 )
 
 
-def make_target(config: ModelConfig = TARGET, aux_layers: tuple[int, ...] = (1, 3)) -> LlamaForCausalLM:
-    return LlamaForCausalLM(config, Weights(open_weights(config.path, "dummy"), torch.float32, CPU), aux_layers)
+def make_target(config: ModelConfig = TARGET, aux_layers: tuple[int, ...] = (1, 3)) -> Decoder:
+    return build_model(config, Weights(open_weights(config.path, "dummy"), torch.float32, CPU), aux_layers)
 
 
 def write_head(folder: Path, hidden: int = HIDDEN, is_reduced: bool = True, **fields: Any) -> dict[str, torch.Tensor]:
@@ -98,7 +99,7 @@ def write_head(folder: Path, hidden: int = HIDDEN, is_reduced: bool = True, **fi
     return tensors
 
 
-def load_head(folder: Path, target: LlamaForCausalLM) -> Eagle3Head:
+def load_head(folder: Path, target: Decoder) -> Eagle3Head:
     return Eagle3Head(
         load_eagle3_config(folder, TARGET), Weights(open_weights(folder, "auto"), torch.float32, CPU), target
     )
@@ -198,7 +199,7 @@ def test_the_streams_are_what_goes_into_the_layers() -> None:
     positions = torch.arange(LENGTH)
     ids = positions * 4
 
-    def run(model: LlamaForCausalLM) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(model: Decoder) -> tuple[torch.Tensor, torch.Tensor]:
         output = model.forward(ids, positions, of_tokens(context_of(model), positions))
         return output.hidden, output.aux_hidden
 

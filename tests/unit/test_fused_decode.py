@@ -18,9 +18,10 @@ from penstock.config.kv_cache_groups import group_layers
 from penstock.config.model import ModelConfig, RopeConfig
 from penstock.kernels.triton.capabilities import Capabilities
 from penstock.messages.kv_cache_spec import KVCacheConfig
+from penstock.models.decoder import Architecture, Decoder
 from penstock.models.fused_decode import FusedDecoder
 from penstock.models.interface import Model, ModelOutput
-from penstock.models.llama import LlamaForCausalLM
+from penstock.models.parts import GroupedQueryAttention
 from penstock.models.registry import build_model
 from penstock.models.weights import Slice, Weights
 from penstock.runner.load import allocate_kv_cache
@@ -70,10 +71,8 @@ class RandomSource:
     def close(self) -> None: ...
 
 
-def make(config: ModelConfig, aux_layers: tuple[int, ...] = ()) -> LlamaForCausalLM:
-    model = build_model(config, Weights(RandomSource(), torch.float32, ON), aux_layers)
-    assert isinstance(model, LlamaForCausalLM)
-    return model
+def make(config: ModelConfig, aux_layers: tuple[int, ...] = ()) -> Decoder:
+    return build_model(config, Weights(RandomSource(), torch.float32, ON), aux_layers)
 
 
 def caches_of(model: Model, num_requests: int) -> dict[str, torch.Tensor]:
@@ -136,9 +135,8 @@ def test_tokens_of_a_few_steps(name: str, num_requests: int) -> None:
         assert got.aux_hidden.shape == expected.aux_hidden.shape == (num_requests, 0)
         logits = model.compute_logits(expected.hidden)
         assert_close(fused.compute_logits(got.hidden), logits)
-        values, ids = fused.compute_best(got.hidden)
-        assert torch.equal(ids, logits.argmax(-1))
-        assert_close(values, logits.amax(-1))
+        ids = logits.argmax(-1)
+        assert torch.equal(fused.compute_logits(got.hidden).argmax(-1), ids)
     for layer, cache in caches.items():
         torch.testing.assert_close(fused_caches[layer], cache, atol=3e-5, rtol=3e-5, equal_nan=True)
 
@@ -160,7 +158,23 @@ def test_biases_that_it_does_not_add(config: ModelConfig) -> None:
     assert "biases" in FusedDecoder.supports(make(config))
 
 
+class Halving:
+    """A feed-forward of no weights."""
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None: ...
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x / 2
+
+
 def test_supports() -> None:
     model = make(CONFIG)
     assert FusedDecoder.supports(model) == ""
-    assert "FusedDecoder is not of Llama's family" in FusedDecoder.supports(FusedDecoder(model, Capabilities()))
+    assert "FusedDecoder is no decoder" in FusedDecoder.supports(FusedDecoder(model, Capabilities()))
+    architecture = Architecture(attention=GroupedQueryAttention, feed_forward=Halving)
+    other = Decoder(architecture, CONFIG, Weights(RandomSource(), torch.float32, ON))
+    assert FusedDecoder.supports(other) == "layers are made of GroupedQueryAttention and Halving"
+    caches = caches_of(other, 1)
+    hidden = step(other, caches, torch.arange(5, device=ON), [5], [5]).hidden
+    assert hidden.isfinite().all()
+    assert not torch.equal(hidden, step(model, caches, torch.arange(5, device=ON), [5], [5]).hidden)

@@ -10,7 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from penstock.config.model import ModelConfig, RopeConfig
 from penstock.kernels.staging import Stager
+from penstock.models.parts import GatedMLP, GroupedQueryAttention
+from penstock.models.registry import build_model
 from penstock.models.weights import (
     DIRECT,
     Delivery,
@@ -203,3 +206,53 @@ def test_the_digest_of_dummy_weights_is_of_names_and_shapes(tmp_path: Path) -> N
     made = [digest_of(tmp_path, read, load_format="dummy") for read in (("w", (2, 3), None), ("w", (3, 2), None))]
     assert made == [digest_of(tmp_path, ("w", shape, None), load_format="dummy") for shape in ((2, 3), (3, 2))]
     assert made[0] != made[1]
+
+
+@pytest.mark.parametrize(("model_type", "count"), [("qwen2", 2), ("qwen3", 3)])
+def test_the_shards_of_a_model(model_type: str, count: int) -> None:
+    """Of three heads of keys and values, with two of queries each: a head goes whole, with its queries."""
+    config = ModelConfig(
+        path=Path("nowhere"),
+        model_type=model_type,
+        architecture="",
+        dtype="float32",
+        vocab_size=101,
+        hidden_size=48,
+        intermediate_size=50,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=8,
+        rms_norm_eps=1e-5,
+        rope=RopeConfig(1e4, "default", {}),
+        max_position_embeddings=64,
+        tie_word_embeddings=model_type == "qwen2",
+        attention_bias=False,
+        mlp_bias=False,
+        layer_windows=(0, 0),
+    )
+
+    def parts_of(shard: Shard) -> dict[str, tuple[torch.Tensor, ...]]:
+        model = build_model(config, Weights(DummySource(CPU), torch.float32, CPU, shard=shard))
+        attention, mlp = model.layers[1].attention, model.layers[1].feed_forward
+        assert isinstance(attention, GroupedQueryAttention)
+        assert isinstance(mlp, GatedMLP)
+        planes = attention.attend.spec.planes
+        num_kv = {plane.num_heads for plane in planes}.pop()
+        rows = attention.qkv.dense_weight().split([2 * num_kv * 8, num_kv * 8, num_kv * 8])
+        return {
+            "embedding": (model.embedding.weight,),
+            "head": (model.head.dense_weight(),),
+            "qkv": rows,
+            "out": (attention.out.dense_weight(),),
+            "gate_up": mlp.gate_up.dense_weight().chunk(2),
+            "down": (mlp.down.dense_weight(),),
+        }
+
+    whole = parts_of(Shard())
+    shards = [parts_of(Shard(index, count)) for index in range(count)]
+    for name, tensors in whole.items():
+        for number, tensor in enumerate(tensors):
+            parts = [shard[name][number] for shard in shards]
+            assert max(map(len, parts)) < len(tensor)
+            assert torch.equal(torch.cat(parts), tensor)

@@ -17,33 +17,32 @@ from penstock.config.eagle3 import Eagle3Config
 from penstock.layers.embedding import Embedding
 from penstock.layers.norm import RMSNorm
 from penstock.layers.rotary import rotary_table
+from penstock.models.decoder import Decoder
 from penstock.models.interface import Model, ModelOutput
-from penstock.models.llama import LlamaAttention, LlamaForCausalLM, LlamaMLP
+from penstock.models.parts import GatedMLP, GroupedQueryAttention
 from penstock.models.weights import Weights
 from penstock.utils.errors import ConfigError
-
-
-class Eagle3Attention(LlamaAttention):
-    inputs = 2  # the embedding and the hidden state
 
 
 class Eagle3Head:
     def __init__(self, config: Eagle3Config, weights: Weights, model: Model) -> None:
         """Takes from `model` the embedding and the output head that the checkpoint leaves out. Raises ConfigError."""
-        assert isinstance(model, LlamaForCausalLM), type(model)
+        assert isinstance(model, Decoder), type(model)
         shape = config.shape
         hidden, eps = shape.hidden_size, shape.rms_norm_eps
         self.fc = weights.linear({"fc": hidden}, len(config.aux_layers) * config.target_hidden_size)
         self.embedding = model.embedding
         if weights.has("embed_tokens.weight") or hidden != config.target_hidden_size:
-            self.embedding = Embedding(weights.tensor("embed_tokens.weight", shape.vocab_size, hidden))
+            self.embedding = Embedding(weights.tensors({"embed_tokens.weight": shape.vocab_size}, hidden))
         layer = weights / "midlayer" if weights.has("midlayer.hidden_norm.weight") else weights / "layers" / 0
         self.input_norm = RMSNorm(layer.tensor("input_layernorm.weight", hidden), eps)
         self.hidden_norm = RMSNorm(layer.tensor("hidden_norm.weight", hidden), eps)
         rotary = rotary_table(shape.rope, shape.head_dim, shape.max_position_embeddings)
-        self.attention = Eagle3Attention(shape, layer / "self_attn", 0, rotary.to(self.embedding.weight.device))
+        rotary = rotary.to(self.embedding.weight.device)
+        # Its rows are the embedding and the hidden state.
+        self.attention = GroupedQueryAttention(shape, layer / "self_attn", 0, rotary, num_inputs=2)
         self.post_norm = RMSNorm(layer.tensor("post_attention_layernorm.weight", hidden), eps)
-        self.mlp = LlamaMLP(shape, layer / "mlp")
+        self.mlp = GatedMLP(shape, layer / "mlp")
         self.norm = RMSNorm(weights.tensor("norm.weight", hidden), eps)
         self.head = model.head
         self.token_ids = torch.arange(config.draft_vocab_size, device=self.embedding.weight.device)
@@ -55,7 +54,7 @@ class Eagle3Head:
             self.token_ids = self.token_ids + weights.integers("d2t", config.draft_vocab_size)
             self._check_token_ids(config)
         self.residual_is_normed = config.norm_before_residual
-        self.kv_cache_specs = {self.attention.attend.name: self.attention.attend.spec}
+        self.kv_cache_specs = self.attention.kv_cache_specs
 
     def enter(self, output: ModelOutput) -> torch.Tensor:
         return self.fc(output.aux_hidden)

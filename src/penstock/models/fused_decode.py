@@ -1,11 +1,12 @@
-"""A Llama-like decoder that takes few tokens by `penstock.kernels.triton.linear`: five kernels a layer.
+"""A decoder that takes few tokens by `penstock.kernels.triton.linear`: five kernels a layer.
 
-        ids -> prepare -> [ qkv -> attend -> out, + -> gate_up, silu -> down, + ] x layers -> norm -> logits, or greedy
+        ids -> prepare -> [ qkv -> attend -> out, + -> gate_up, silu -> down, + ] x layers -> norm -> logits
 
-It stands before the model that it is made from, reads that model's own weights and KV cache, and returns what that
-model returns but for rounding: a norm's gain is applied before its division, and a sum is rounded once where the model
-rounds it between two layers. Which of the two ran is therefore visible in last bits; within 2 to 16 tokens, 17 to 32,
-and 33 to 64, a row's bits do not depend on the others. Larger batches are left to the model's own forward.
+It stands before the model that it is made from, whose layers are grouped-query attention and gated MLPs, reads that
+model's own weights and KV cache, and returns what that model returns but for rounding: a norm's gain is applied before
+its division, and a sum is rounded once where the model rounds it between two layers. Which of the two ran is therefore
+visible in last bits; within 2 to 16 tokens, 17 to 32, and 33 to 64, a row's bits do not depend on the others. Larger
+batches are left to the model's own forward.
 
 What a pass computes lies in tensors that torch allocates for it: a `ModelOutput` outlives the pass, and in a CUDA graph
 the graph's own pool gives the fixed addresses.
@@ -22,11 +23,12 @@ from penstock.kernels.triton.capabilities import Capabilities
 from penstock.kernels.triton.linear import decode
 from penstock.kernels.triton.linear.tiles import MAX_TOKENS, Role
 from penstock.layers.attention import PagedAttention
+from penstock.models.decoder import Decoder, DecoderLayer
 from penstock.models.interface import Model, ModelOutput
-from penstock.models.llama import LlamaDecoderLayer, LlamaForCausalLM
+from penstock.models.parts import GatedMLP, GroupedQueryAttention
 
-# Of hidden sizes up to the first, as many tokens as the kernels have; of wider ones cuBLAS is better from 32 tokens on,
-# measured on an H200 at 1024 and 4096.
+# Of hidden sizes up to the first, as many tokens as the kernels have; for wider ones cuBLAS is assumed to be better
+# from 32 tokens on, as it was beside a prototype of these kernels.
 _NARROW, _MAX_TOKENS_OF_WIDE = 2048, 16
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -51,7 +53,7 @@ class FusedDecoder:
     def __init__(self, model: Model, capabilities: Capabilities | None = None) -> None:
         """`capabilities`: what the kernels may use, by default what they find. `supports` must have said yes."""
         reason = self.supports(model)
-        assert not reason and isinstance(model, LlamaForCausalLM), reason
+        assert not reason and isinstance(model, Decoder), reason
         self.kv_cache_specs = model.kv_cache_specs
         self._model = model
         self._embedding = model.embedding.weight
@@ -68,20 +70,23 @@ class FusedDecoder:
     @staticmethod
     def supports(model: Model) -> str:
         """Why the model cannot be decoded so; empty when it can."""
-        if not isinstance(model, LlamaForCausalLM):
-            return f"{type(model).__name__} is not of Llama's family"
+        if not isinstance(model, Decoder):
+            return f"{type(model).__name__} is no decoder made of parts"
         if model.embedding.weight.dtype not in _DTYPES:
             return f"weights are {model.embedding.weight.dtype}"
-        linears = [x for layer in model.layers for x in (layer.attention.out, layer.mlp.gate_up, layer.mlp.down)]
-        if any(linear.bias is not None for linear in linears):
-            return "there are biases behind the attention or in the MLP"
+        for layer in model.layers:
+            attention, mlp = layer.attention, layer.feed_forward
+            if not isinstance(attention, GroupedQueryAttention) or not isinstance(mlp, GatedMLP):
+                return f"layers are made of {type(attention).__name__} and {type(mlp).__name__}"
+            if any(linear.bias is not None for linear in (attention.out, mlp.gate_up, mlp.down)):
+                return "there are biases behind the attention or in the MLP"
         return ""
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> ModelOutput:
         if len(input_ids) > self.max_tokens:
             return self._model.forward(input_ids, positions, context)
         stream = decode.prepare(input_ids, self._embedding, self._first_gain, self._capabilities)
-        kept = [stream.residual[:, :0]]  # what is left where nobody asked
+        kept = [stream.residual[:, :0]]  # the result where no layer is asked for
         eps = self._norm.eps
         for number, layer in enumerate(self._layers):
             if number in self._aux_layers:
@@ -100,14 +105,9 @@ class FusedDecoder:
             return self._model.compute_logits(hidden)
         return decode.linear(self._head, hidden)
 
-    def compute_best(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What `compute_logits(hidden).max(-1)` returns for up to `max_tokens` rows, values as float32, while no logits
-        are stored."""
-        _, values, token_ids = decode.linear_argmax(self._head, hidden)
-        return values, token_ids
-
-    def _layer(self, layer: LlamaDecoderLayer, next_gain: torch.Tensor) -> _Layer:
-        attention, mlp = layer.attention, layer.mlp
+    def _layer(self, layer: DecoderLayer, next_gain: torch.Tensor) -> _Layer:
+        attention, mlp = layer.attention, layer.feed_forward
+        assert isinstance(attention, GroupedQueryAttention) and isinstance(mlp, GatedMLP), "see supports()"
         return _Layer(
             self._weight(Role.QKV, attention.qkv.dense_weight(), attention.qkv.bias),
             attention.attend,

@@ -1,9 +1,8 @@
-"""Mistral (Jiang et al. 2023, arXiv:2310.06825): Llama with a sliding window, which the configuration carries."""
+"""Mistral (Jiang et al. 2023, arXiv:2310.06825): as Llama, with a sliding window, which the configuration states."""
 
 from __future__ import annotations
 
-from penstock.models.llama import LlamaForCausalLM
+from penstock.models.decoder import Architecture
+from penstock.models.parts import GatedMLP, GroupedQueryAttention
 
-
-class MistralForCausalLM(LlamaForCausalLM):
-    pass
+ARCHITECTURE = Architecture(attention=GroupedQueryAttention, feed_forward=GatedMLP)

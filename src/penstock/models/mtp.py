@@ -18,8 +18,8 @@ import torch
 from penstock.attention.metadata import ForwardContext
 from penstock.config.model import ModelConfig
 from penstock.layers.norm import RMSNorm
+from penstock.models.decoder import Decoder, DecoderLayer
 from penstock.models.interface import Model, ModelOutput
-from penstock.models.llama import LlamaForCausalLM
 from penstock.models.weights import Weights, WeightSource
 from penstock.utils.errors import ConfigError
 
@@ -41,7 +41,7 @@ _DEEPSEEK = _Layout(("model", "layers", "{layer}"), (), "eh_proj", "enorm", "hno
 
 
 class MultiTokenPredictor:
-    def __init__(self, config: ModelConfig, weights: Weights, model: LlamaForCausalLM, layout: _Layout) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, model: Decoder, layout: _Layout) -> None:
         number, hidden, eps = config.num_hidden_layers, config.hidden_size, config.rms_norm_eps
         for part in layout.root:
             weights = weights / part.format(layer=number)
@@ -53,10 +53,10 @@ class MultiTokenPredictor:
             weights = weights / part
         # The module's layer comes after the model's, and attends as its last one does.
         config = replace(config, layer_windows=(*config.layer_windows, config.layer_windows[-1]))
-        self.layer = model.layer_class(config, weights, number, model.rotary)
+        self.layer = DecoderLayer(model.architecture, config, weights, number, model.rotary)
         self.embedding = model.embedding
         self.compute_logits = model.compute_logits
-        self.kv_cache_specs = {self.layer.attention.attend.name: self.layer.attention.attend.spec}
+        self.kv_cache_specs = self.layer.attention.kv_cache_specs
 
     def enter(self, output: ModelOutput) -> torch.Tensor:
         return output.hidden
@@ -73,7 +73,7 @@ class MultiTokenPredictor:
 
 def build_mtp(config: ModelConfig, weights: Weights, model: Model) -> MultiTokenPredictor:
     """The checkpoint's module. Raises ConfigError when it has none."""
-    assert isinstance(model, LlamaForCausalLM), type(model)
+    assert isinstance(model, Decoder), type(model)
     for layout, probe in _probes(config):
         if weights.has(probe):
             return MultiTokenPredictor(config, weights, model, layout)

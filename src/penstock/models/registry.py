@@ -1,20 +1,15 @@
-"""Which architectures there are: Hugging Face `model_type` -> module and class, imported when asked for."""
+"""Which architectures there are: each Hugging Face `model_type` has a module of its name, imported when asked for."""
 
 from __future__ import annotations
 
 import importlib
 
 from penstock.config.model import ModelConfig
-from penstock.models.interface import Model
+from penstock.models.decoder import Decoder
 from penstock.models.weights import Weights
 from penstock.utils.errors import ConfigError
 
-MODELS = {
-    "llama": ("penstock.models.llama", "LlamaForCausalLM"),
-    "mistral": ("penstock.models.mistral", "MistralForCausalLM"),
-    "qwen2": ("penstock.models.qwen2", "Qwen2ForCausalLM"),
-    "qwen3": ("penstock.models.qwen3", "Qwen3ForCausalLM"),
-}
+MODELS = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def check_supported(config: ModelConfig) -> None:
@@ -26,11 +21,11 @@ def check_supported(config: ModelConfig) -> None:
         )
 
 
-def build_model(config: ModelConfig, weights: Weights, aux_layers: tuple[int, ...] = ()) -> Model:
+def build_model(config: ModelConfig, weights: Weights, aux_layers: tuple[int, ...] = ()) -> Decoder:
     """The finished model, which hands out its residual stream at the inputs of `aux_layers` (ascending).
 
     Raises ConfigError for an unknown architecture or an unfit checkpoint.
     """
     check_supported(config)
-    module, name = MODELS[config.model_type]
-    return getattr(importlib.import_module(module), name)(config, weights, aux_layers)
+    module = importlib.import_module(f"penstock.models.{config.model_type}")
+    return Decoder(module.ARCHITECTURE, config, weights, aux_layers)

@@ -40,6 +40,10 @@ class Slice:
     dim: int = 0
 
     @property
+    def size(self) -> int:
+        return self.end - self.start
+
+    @property
     def index(self) -> tuple[slice, ...]:
         return (*[slice(None)] * self.dim, slice(self.start, self.end))
 
@@ -173,7 +177,7 @@ class Weights:
         """
         slices = {name: self.shard.rows(count, num_units or count) for name, count in rows.items()}
         parts = (self.source.read(self.prefix + name, (count, *width), slices[name]) for name, count in rows.items())
-        num_rows = sum(part.end - part.start for part in slices.values())
+        num_rows = sum(part.size for part in slices.values())
         return self.delivery.joined(parts, (num_rows, *width), self.dtype, self.device)
 
     def linear(

@@ -1,0 +1,77 @@
+"""The parts of a decoder's layers: attentions and feed-forwards.
+
+A part takes its tensors when it is made and treats every row alone. Of the features that ranks divide it holds those of
+its weights' shard. Shapes: T tokens of this step, H hidden size, Q and KV heads of size D, I intermediate size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from penstock.attention.metadata import ForwardContext
+from penstock.config.model import ModelConfig
+from penstock.kernels.silu_and_mul import silu_and_mul
+from penstock.layers.attention import PagedAttention
+from penstock.messages.kv_cache_spec import KVCacheSpec
+from penstock.models.weights import Weights
+
+
+class Attention(Protocol):
+    kv_cache_specs: dict[str, KVCacheSpec]
+    """Layer name -> what it stores in the KV cache."""
+
+    def __call__(self, x: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """[T, H] at `positions`, [T] -> [T, H]."""
+        ...
+
+
+class FeedForward(Protocol):
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, H] -> [T, H]."""
+        ...
+
+
+class GroupedQueryAttention:
+    """Query heads that share heads of keys and values in groups (Ainslie et al. 2023, arXiv:2305.13245)."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        layer: int,
+        rotary: torch.Tensor,
+        qkv_bias: bool = False,
+        head_norms: bool = False,
+        num_inputs: int = 1,
+    ) -> None:
+        """`head_norms`: on every query and key head. Rows hold `num_inputs` hidden states, side by side."""
+        hidden, size = config.hidden_size, config.head_dim
+        num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        sizes = {"q_proj": num_heads * size, "k_proj": num_kv_heads * size, "v_proj": num_kv_heads * size}
+        # A shard has whole groups: heads of keys and values with the queries that share them.
+        has_bias = qkv_bias or config.attention_bias
+        self.qkv = weights.linear(sizes, num_inputs * hidden, has_bias, num_units=num_kv_heads)
+        num_own = weights.shard.rows(num_kv_heads, num_kv_heads).size
+        own = replace(config, num_attention_heads=num_heads // num_kv_heads * num_own, num_key_value_heads=num_own)
+        norms = [weights.tensor(f"{name}_norm.weight", size) for name in ("q", "k")] if head_norms else []
+        self.attend = PagedAttention(own, layer, rotary, *norms)
+        self.out = weights.linear({"o_proj": hidden}, num_heads * size, config.attention_bias)
+        self.kv_cache_specs = {self.attend.name: self.attend.spec}
+
+    def __call__(self, x: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        return self.out(self.attend(self.qkv(x), positions, context))  # [T, H] -> [T, (Q + 2 KV) D] -> [T, H]
+
+
+class GatedMLP:
+    """SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
+
+    def __init__(self, config: ModelConfig, weights: Weights) -> None:
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate_up = weights.linear({"gate_proj": inner, "up_proj": inner}, hidden, config.mlp_bias)
+        self.down = weights.linear({"down_proj": hidden}, inner, config.mlp_bias)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(silu_and_mul(self.gate_up(x)))  # [T, H] -> [T, 2 I] -> [T, I] -> [T, H]
