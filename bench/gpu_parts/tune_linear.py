@@ -180,7 +180,7 @@ class LinearCell(_Weights):
         if self.role is Role.GATE_UP:
             return lambda weight: (decode.linear_silu(weight, operands.stream, _EPS),)
         if self.role is Role.HEAD:
-            return lambda weight: decode.linear_argmax(weight, operands.stream.residual)[1:]
+            return lambda weight: (decode.linear(weight, operands.stream.residual),)
 
         def residual(weight: DecodeWeight) -> Tensors:
             new = decode.linear_residual(weight, operands.stream.residual, operands.old, operands.old_gain)
@@ -198,12 +198,7 @@ class LinearCell(_Weights):
             gate, up = products(normed, weight).chunk(2, 1)
             return relative(outputs[0], torch.nn.functional.silu(gate) * up)
         if self.role is Role.HEAD:
-            best, ids = outputs
-            logits = products(x, weight)
-            # The token's own logit too: of near equals either may win.
-            chosen = logits.gather(1, ids.clamp(0, logits.shape[1] - 1)[:, None])
-            highest = logits.max(1, keepdim=True).values
-            return max(relative(best[:, None], highest), relative(chosen, highest))
+            return relative(outputs[0], products(x, weight))
         residual, scaled, squares = outputs
         errors = relative(residual, operands.old.residual.double() + products(x, weight))
         scaled_error = relative(scaled, residual.double() * operands.old_gain.double())

@@ -9,7 +9,6 @@ import torch
 
 from penstock.kernels.triton.capabilities import Capabilities
 from penstock.kernels.triton.linear import decode
-from penstock.kernels.triton.linear.argmax import argmax
 from penstock.kernels.triton.linear.decode import DecodeWeight, Stream
 from penstock.kernels.triton.linear.matmul import Matmul
 from penstock.kernels.triton.linear.tiles import BUCKETS, Role, choose
@@ -115,43 +114,9 @@ def test_sums_are_split_where_there_is_much_to_add() -> None:
 
 
 @pytest.mark.parametrize(("num_tokens", "dtype", "device"), CASES)
-def test_linear_argmax(num_tokens: int, dtype: torch.dtype, device: Capabilities) -> None:
+def test_linear(num_tokens: int, dtype: torch.dtype, device: Capabilities) -> None:
     x, w = values(num_tokens, 296, dtype=dtype), weight_of(301, 296, dtype)
-    # The winners of a few rows stand twice, far apart and next to each other.
-    w[290] = w[17]
-    w[18] = w[17]
-    x[::3] = 2 * w[17]
-    weight = DecodeWeight(Role.HEAD, w, None, device)
-    logits, value, token_id = decode.linear_argmax(weight, x, stores=True)
-    check(logits, x.double() @ w.double().T)
-    assert torch.equal(token_id, logits.max(-1).indices)
-    assert token_id.dtype == torch.int64
-    assert (token_id[::3] == 17).all()
-    assert torch.equal(value, logits.max(-1).values.float())
-    empty, *without = decode.linear_argmax(weight, x)
-    assert not len(empty)
-    assert torch.equal(without[0], value)
-    assert torch.equal(without[1], token_id)
-    assert torch.equal(decode.linear(weight, x), logits)
-
-
-@pytest.mark.parametrize("num_tokens", [1, 3])
-def test_argmax_of_what_is_no_number(num_tokens: int) -> None:
-    w = torch.zeros(200, 16, device=ON)
-    w[70], w[130] = torch.nan, 1
-    _, value, token_id = decode.linear_argmax(
-        DecodeWeight(Role.HEAD, w, None, Capabilities()), torch.ones(num_tokens, 16, device=ON)
-    )
-    assert value.isnan().all()
-    assert (token_id == 70).all()
-    w[70] = -torch.inf
-    w[130] = -torch.inf
-    w[:] = w[70]
-    _, value, token_id = decode.linear_argmax(
-        DecodeWeight(Role.HEAD, w, None, Capabilities()), torch.ones(num_tokens, 16, device=ON)
-    )
-    assert (value == -torch.inf).all()
-    assert (token_id == 0).all()
+    check(decode.linear(DecodeWeight(Role.HEAD, w, None, device), x), x.double() @ w.double().T)
 
 
 @pytest.mark.parametrize("bucket", [bucket for bucket in BUCKETS if bucket > 1])
@@ -199,17 +164,3 @@ def test_tensor_cores_that_read_no_tile_early(epilogue: str, monkeypatch: pytest
         old = stream_of(5, 72, F16)
         new = decode.linear_residual(DecodeWeight(Role.DOWN, w, None, PLAIN), stream.scaled, old, w[:, 0].contiguous())
         check(new.residual, old.residual.double() + stream.scaled.double() @ w.double().T)
-
-
-def test_argmax_of_more_parts_than_it_looks_at_together() -> None:
-    best = torch.zeros(4, 100, device=ON)
-    best[0, 40] = best[0, 70] = best[0, 75] = 1
-    best[1, 99] = 1
-    best[2] = -torch.inf
-    best[3, 90], best[3, 10] = torch.nan, torch.inf
-    ids = torch.arange(0, 1000, 10, dtype=torch.int32, device=ON).repeat(4, 1)
-    value, token_id = torch.empty(4, device=ON), torch.empty(4, dtype=torch.int64, device=ON)
-    argmax[(4,)](best, ids, value, token_id, 100, 32, False)
-    assert token_id.tolist()[:3] == [400, 990, 0]
-    assert value.tolist()[:3] == [1, 1, -torch.inf]
-    assert value[3].isnan()

@@ -40,11 +40,11 @@ EPILOGUES = {
     Role.OUT: "residual",
     Role.GATE_UP: "silu",
     Role.DOWN: "residual",
-    Role.HEAD: "argmax",
+    Role.HEAD: "plain",
 }
 WRITERS = {Role.QKV: Role.DOWN, Role.GATE_UP: Role.OUT}  # of the streams that these read
 OPERANDS = (
-    "x", "weight", "squares", "bias", "old_residual", "gain", "residual", "out", "side", "side_ids", "eps",
+    "x", "weight", "squares", "bias", "old_residual", "gain", "residual", "out", "side", "eps",
     "partials", "counters", "num_tokens",
 )  # fmt: skip
 
@@ -67,11 +67,9 @@ def compile_product(
         types["squares"] = floats
     if epilogue == "residual":
         types |= {"old_residual": values, "gain": values, "residual": values, "side": floats}
-    if epilogue == "argmax":
-        types |= {"side": floats, "side_ids": "*i32:16"}
     constants: dict[str, Any] = {
         "n": height // 2 if role is Role.GATE_UP else height, "k": k, "num_parts": parts, "tile_rows": tile.rows,
-        "depth": tile.depth, "epilogue": epilogue, "stores": False, "pdl": pdl,
+        "depth": tile.depth, "epilogue": epilogue, "pdl": pdl,
     }  # fmt: skip
     names = OPERANDS
     if bucket == 1:
@@ -155,16 +153,10 @@ def test_matmul(dtype: str, tma: bool) -> None:
     assert ("cp.async.bulk.tensor" in cost.ptx) == tma
 
 
-def test_prepare_and_argmax() -> None:
+def test_prepare() -> None:
     values, floats = "*bf16:16", "*fp32:16"
     signature = {"ids": "*i64:16", **dict.fromkeys(("table", "gain", "x", "scaled"), values), "squares": floats}
     constants = {"vocab": 151936, "hidden": 4096, "block": 4096, "pdl": True}
     cost = compile_for_gpu(f"{PACKAGE}.prepare", "prepare", signature, constants, num_warps=16)
     assert_fits(cost)
     assert "griddepcontrol.wait" not in cost.ptx, "it is not launched early"
-    signature = {"best": floats, "best_ids": "*i32:16", "value": floats, "token_id": "*i64:16"}
-    cost = compile_for_gpu(
-        f"{PACKAGE}.argmax", "argmax", signature, {"num_parts": 9496, "block": 4096, "pdl": True}, num_warps=8
-    )
-    assert_fits(cost)
-    assert "ld.global" not in cost.ptx.partition("griddepcontrol.wait")[0]

@@ -35,7 +35,7 @@ def steps() -> None:
             stream = decode.linear_residual(weights[Role.OUT], qkv, stream, gain)
             inner = decode.linear_silu(weights[Role.GATE_UP], stream, 1e-6)
             stream = decode.linear_residual(weights[Role.DOWN], inner, stream, gain)
-        decode.linear_argmax(weights[Role.HEAD], stream.residual)
+        decode.linear(weights[Role.HEAD], stream.residual)
 
 
 def products() -> None:
@@ -46,17 +46,17 @@ def products() -> None:
 
 def test_steps() -> None:
     launches = launches_of(__name__, "steps")
-    each = 1 + 4 * LAYERS + 2
+    each = 1 + 4 * LAYERS + 1
     assert len(launches) == len(TOKENS) * each
     for first in range(0, len(launches), each):
         step = launches[first : first + each]
         product = "gemv" if TOKENS[first // each] == 1 else "gemm"
-        assert [launch.kernel for launch in step] == ["prepare", *[product] * (4 * LAYERS + 1), "argmax"]
+        assert [launch.kernel for launch in step] == ["prepare", *[product] * (4 * LAYERS + 1)]
         # The first waits for all before it, so that the others may read weights, and a batch's metadata, early.
         assert [launch.is_early for launch in step] == [False] + [True] * (each - 1)
     # In the first layer qkv reads the sums of squares in other parts than behind a layer.
     compiled = Counter(launch.kernel for launch in launches if launch.is_new)
-    assert compiled == {"prepare": 1, "gemv": 6, "gemm": 6, "argmax": 2}
+    assert compiled == {"prepare": 1, "gemv": 6, "gemm": 6}
     assert not any(launch.is_new for launch in launches[2 * each :])
 
 

@@ -3,7 +3,6 @@
     tiles      the sizes that may be tuned, in one table
     decode     what a decode step of a Llama-like layer launches: y = x @ W.T with what stands before and behind it
     prepare    the embedding at the head of the step
-    argmax     the greedy token, from what the vocabulary's tiles leave
     matmul     y = x @ W.T for any number of rows, every row in one order
 
 A decode step never normalises. Whoever writes the residual stream x also writes x * gain, rounded, and sums of squares

@@ -1,7 +1,7 @@
 """A small decode step's launches: up to 64 tokens, five kernels a layer of which one is attention.
 
     prepare -> [ linear -> attention -> linear_residual -> linear_silu -> linear_residual ] x layers -> (norm)
-            -> linear, or greedy: products and their argmax
+            -> linear
 
 A launch allocates its outputs by torch alone, so that it may be captured in a CUDA graph, and costs nothing else. What
 is chosen per weight, tiles and descriptors, is chosen when the weight is wrapped.
@@ -21,13 +21,11 @@ import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from penstock.kernels.triton.capabilities import Capabilities
-from penstock.kernels.triton.linear.argmax import argmax
 from penstock.kernels.triton.linear.prepare import prepare as prepare_kernel
 from penstock.kernels.triton.linear.products import gemm, gemv
 from penstock.kernels.triton.linear.tiles import BUCKETS, MAX_TOKENS, Role, Tile, choose
 
-_ARGMAX_BLOCK = 4096
-_OPTIONAL = ("squares", "bias", "old_residual", "gain", "residual", "out", "side", "side_ids")
+_OPTIONAL = ("squares", "bias", "old_residual", "gain", "residual", "out", "side")
 _ABSENT: dict[str, Any] = {**dict.fromkeys(_OPTIONAL), "eps": 0.0}
 
 
@@ -68,7 +66,7 @@ class DecodeWeight:
     def tile(self, num_tokens: int) -> Tile:
         return self._plan_of(num_tokens).tile
 
-    def launch(self, x: torch.Tensor, epilogue: str, operands: dict[str, Any], stores: bool = True) -> None:
+    def launch(self, x: torch.Tensor, epilogue: str, operands: dict[str, Any]) -> None:
         """Multiplies x, [T, K]. `operands`: by name, as the kernels have them; what is left out does not exist."""
         num_tokens = x.shape[0]
         assert 0 < num_tokens <= MAX_TOKENS and x.shape[1] == self.k, f"{tuple(x.shape)} for K={self.k}"
@@ -83,7 +81,6 @@ class DecodeWeight:
             "tile_rows": tile.rows,
             "depth": tile.depth,
             "epilogue": epilogue,
-            "stores": stores,
             "pdl": self.device.pdl,
             "num_warps": tile.warps,
             "num_stages": tile.stages,
@@ -178,25 +175,6 @@ def linear(weight: DecodeWeight, x: torch.Tensor) -> torch.Tensor:
     out = x.new_empty((x.shape[0], weight.n))
     weight.launch(x, "plain", {"bias": weight.bias, "out": out})
     return out
-
-
-def linear_argmax(
-    weight: DecodeWeight, x: torch.Tensor, stores: bool = False
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of x @ W.T rounded to the dtype: [T, N] itself, empty unless `stores`, [T] float32 the highest of each row, and
-    [T] int64 the first place where it stands. The highest is NaN where any is."""
-    num_tokens = x.shape[0]
-    parts = triton.cdiv(weight.n, weight.tile(num_tokens).rows)
-    out = x.new_empty((num_tokens if stores else 0, weight.n))
-    best = torch.empty((num_tokens, parts), dtype=torch.float32, device=x.device)
-    best_ids = torch.empty((num_tokens, parts), dtype=torch.int32, device=x.device)
-    weight.launch(x, "argmax", {"out": out, "side": best, "side_ids": best_ids}, stores)
-    value = torch.empty(num_tokens, dtype=torch.float32, device=x.device)
-    token_id = torch.empty(num_tokens, dtype=torch.int64, device=x.device)
-    block = min(triton.next_power_of_2(parts), _ARGMAX_BLOCK)
-    device = weight.device
-    argmax[(num_tokens,)](best, best_ids, value, token_id, parts, block, device.pdl, num_warps=8, **device.options)
-    return out, value, token_id
 
 
 def _new_stream(residual: torch.Tensor, parts: int) -> Stream:

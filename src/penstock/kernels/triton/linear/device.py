@@ -5,10 +5,9 @@ Sums arrive as `acc` [tokens, rows] float32, rows being outputs of the weight. W
     plain       y = acc (+ bias)
     residual    x = x + acc;  scaled = x * gain;  squares = sum over this tile's rows of x^2
     silu        y = silu(gate) * up, of two accumulators
-    argmax      the highest of this tile's sums and where it first stands; y = acc where it is wanted
 
-x is rounded before it is multiplied or squared, as a model that stores it and reads it again does; so are the sums
-before they are compared. Whatever lies beyond the last token or the last row is computed and not stored.
+x is rounded before it is multiplied or squared, as a model that stores it and reads it again does. Whatever lies beyond
+the last token or the last row is computed and not stored.
 """
 
 from __future__ import annotations
@@ -95,33 +94,6 @@ def store_silu(gate, up, out, places, is_there):
 
 
 @triton.jit
-def store_argmax(
-    acc,
-    out,
-    best,
-    best_ids,
-    places,
-    is_there,
-    first_row,
-    tokens,
-    num_tokens,
-    part,
-    num_parts: tl.constexpr,
-    stores: tl.constexpr,
-):
-    """NaN counts as the highest, as it does for torch.max."""
-    logits = acc.to(out.dtype.element_ty)
-    if stores:
-        tl.store(out + places, logits, mask=is_there)
-    wide = tl.where(is_there, logits.to(tl.float32), float("-inf"))
-    is_nan = wide != wide
-    value, index = tl.max(tl.where(is_nan, float("inf"), wide), axis=1, return_indices=True)
-    value = tl.where(tl.max(is_nan.to(tl.int32), axis=1) > 0, float("nan"), value)
-    tl.store(best + tokens * num_parts + part, value, mask=tokens < num_tokens)
-    tl.store(best_ids + tokens * num_parts + part, first_row + index, mask=tokens < num_tokens)
-
-
-@triton.jit
 def finish(
     acc,
     up,
@@ -131,7 +103,6 @@ def finish(
     residual,
     out,
     side,
-    side_ids,
     first_row,
     first_token,
     num_tokens,
@@ -139,11 +110,10 @@ def finish(
     tile_rows: tl.constexpr,
     tile_tokens: tl.constexpr,
     epilogue: tl.constexpr,
-    stores: tl.constexpr,
 ):
     """What follows the sums `acc` (and `up`), [tile_tokens, tile_rows], of the outputs from `first_row` on.
 
-    `side` takes what a tile tells of itself: squares, or the highest.
+    `side` takes the squares of a tile's part of the residual stream.
     """
     tokens = first_token + tl.arange(0, tile_tokens)
     rows = first_row + tl.arange(0, tile_rows)
@@ -155,8 +125,6 @@ def finish(
         add_residual(acc, old, gain, residual, out, side, places, is_there, tokens, num_tokens, part, parts)
     elif epilogue == "silu":
         store_silu(acc, up, out, places, is_there)
-    elif epilogue == "argmax":
-        store_argmax(acc, out, side, side_ids, places, is_there, first_row, tokens, num_tokens, part, parts, stores)
     else:
         if bias is not None:
             acc += tl.load(bias + rows, mask=rows < n, other=0.0).to(tl.float32)[None, :]

@@ -28,9 +28,9 @@ from penstock.kernels.triton.linear.device import (
 
 @triton.jit
 def gemv(
-    x, weight, squares, bias, old_residual, gain, residual, out, side, side_ids, eps,
+    x, weight, squares, bias, old_residual, gain, residual, out, side, eps,
     n: tl.constexpr, k: tl.constexpr, num_parts: tl.constexpr, tile_rows: tl.constexpr, depth: tl.constexpr,
-    stages: tl.constexpr, epilogue: tl.constexpr, stores: tl.constexpr, pdl: tl.constexpr,
+    stages: tl.constexpr, epilogue: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
     """One token; grid [tiles of n]. n counts the outputs: a silu weight has 2 n rows, the gate's first."""
     begin_early(pdl)
@@ -71,15 +71,15 @@ def gemv(
     if epilogue == "silu":
         acc, up = tl.split(tl.reshape(acc, [tile_rows, 2]))
         up = up[None, :]
-    finish(acc[None, :], up, old, gains, bias, residual, out, side, side_ids, first_row, 0, 1,
-           n, tile_rows, 1, epilogue, stores)  # fmt: skip
+    finish(acc[None, :], up, old, gains, bias, residual, out, side, first_row, 0, 1,
+           n, tile_rows, 1, epilogue)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def gemm(
-    x, weight, squares, bias, old_residual, gain, residual, out, side, side_ids, eps, partials, counters, num_tokens,
+    x, weight, squares, bias, old_residual, gain, residual, out, side, eps, partials, counters, num_tokens,
     n: tl.constexpr, k: tl.constexpr, num_parts: tl.constexpr, tile_rows: tl.constexpr, tile_tokens: tl.constexpr,
-    depth: tl.constexpr, split: tl.constexpr, early: tl.constexpr, epilogue: tl.constexpr, stores: tl.constexpr,
+    depth: tl.constexpr, split: tl.constexpr, early: tl.constexpr, epilogue: tl.constexpr,
     tma: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
     """Any number of tokens; grid [tiles of tokens, tiles of n, split], `split` dividing the steps of k. n as above."""
@@ -120,15 +120,15 @@ def gemm(
         is_last = share_sums(acc, partials, counters, tile_id, tile_rows, tile_tokens, split)
         if is_last:
             acc = gather_sums(partials, tile_id, tile_rows, tile_tokens, split)
-            finish(acc, up, old, gains, bias, residual, out, side, side_ids, first_row, first_token, num_tokens,
-                   n, tile_rows, tile_tokens, epilogue, stores)  # fmt: skip
+            finish(acc, up, old, gains, bias, residual, out, side, first_row, first_token, num_tokens,
+                   n, tile_rows, tile_tokens, epilogue)  # fmt: skip
     else:
         if num_parts > 0:
             scale = inverse_rms(sums_of_squares, eps, k)[:, None]
             acc *= scale
             up *= scale
-        finish(acc, up, old, gains, bias, residual, out, side, side_ids, first_row, first_token, num_tokens,
-               n, tile_rows, tile_tokens, epilogue, stores)  # fmt: skip
+        finish(acc, up, old, gains, bias, residual, out, side, first_row, first_token, num_tokens,
+               n, tile_rows, tile_tokens, epilogue)  # fmt: skip
 
 
 @triton.jit
