@@ -23,7 +23,7 @@ from penstock.models.fused_decode import FusedDecoder
 from penstock.models.interface import Model, ModelOutput
 from penstock.models.parts import GroupedQueryAttention
 from penstock.models.registry import build_model
-from penstock.models.weights import Slice, Weights
+from penstock.models.weights import ALL, Part, Weights
 from penstock.runner.load import allocate_kv_cache
 
 ON = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -59,11 +59,11 @@ MODELS = {
 class RandomSource:
     """Every tensor random, biases and gains too: a forgotten one would show."""
 
-    def read(self, name: str, shape: Sequence[int], part: Slice | None = None) -> torch.Tensor:
+    def read(self, name: str, shape: Sequence[int], part: Part = ALL) -> torch.Tensor:
         random = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         values = torch.randn(*shape, generator=random)
         values = values * shape[-1] ** -0.5 if len(shape) > 1 else values * 0.3 + (not name.endswith("bias"))
-        return values if part is None else values[part.index]
+        return values[part]
 
     def has(self, name: str) -> bool:
         return True

@@ -2,34 +2,40 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from penstock.config.engine import EngineArgs
 from penstock.config.model import ModelConfig, RopeConfig
+from penstock.engine.build import make_config
 from penstock.kernels.staging import Stager
 from penstock.models.parts import GatedMLP, GroupedQueryAttention
 from penstock.models.registry import build_model
 from penstock.models.weights import (
-    DIRECT,
-    Delivery,
+    ALL,
     DummySource,
+    Part,
     Shard,
-    Slice,
-    StagedDelivery,
     Weights,
     WeightsDigest,
     WeightSource,
+    direct,
     open_weights,
+    staged,
 )
+from penstock.runner.load import load_model
 from penstock.utils.errors import ConfigError
 from tests.kernels.test_staging import LateQueue
 
 CPU = torch.device("cpu")
+WHOLE = Shard()
 ROWS = {"q_proj.weight": 48, "k_proj.weight": 16, "v_proj.weight": 16}
 
 
@@ -49,7 +55,7 @@ def stored(tmp_path: Path) -> dict[str, torch.Tensor]:
 def test_every_tensor(stored: dict[str, torch.Tensor], tmp_path: Path, dtype: torch.dtype, is_staged: bool) -> None:
     source = open_weights(tmp_path, "auto")
     with closing(source), closing(Stager(LateQueue(), 64, 2)) as stager, torch.inference_mode():
-        delivery: Delivery = StagedDelivery(stager) if is_staged else DIRECT
+        delivery = partial(staged, stager) if is_staged else direct
         weights = Weights(source, dtype, CPU, delivery=delivery)
         assert torch.equal(weights.tensor("norm.weight", 33), stored["norm.weight"].to(dtype))
         layer = weights / "layer"
@@ -104,7 +110,7 @@ class CountingSource:
         self.source = source
         self.num_elements = 0
 
-    def read(self, name: str, shape: Sequence[int], part: Slice | None = None) -> torch.Tensor:
+    def read(self, name: str, shape: Sequence[int], part: Part = ALL) -> torch.Tensor:
         tensor = self.source.read(name, shape, part)
         self.num_elements += tensor.numel()
         return tensor
@@ -129,7 +135,7 @@ def test_a_shard_is_its_rows_of_the_whole(tmp_path: Path, count: int, is_staged:
         source.num_elements = 0
         shards: list[list[torch.Tensor]] = []
         for index in range(count):
-            delivery: Delivery = StagedDelivery(stager) if is_staged else DIRECT
+            delivery = partial(staged, stager) if is_staged else direct
             weights = Weights(source, torch.bfloat16, CPU, delivery=delivery, shard=Shard(index, count)) / "layer"
             shards.append([weights.tensors({name: rows}, 33) for name, rows in ROWS.items()])
             assert torch.equal(weights.tensors(ROWS, 33), torch.cat(shards[-1]))
@@ -148,64 +154,78 @@ def test_a_slice_of_a_file_is_its_pages(stored: dict[str, torch.Tensor], tmp_pat
     """Where it lies: nothing before it and nothing behind it is read."""
     name, shape = "layer.q_proj.weight", (48, 33)
     with closing(open_weights(tmp_path, "auto")) as source:
-        whole, part = source.read(name, shape), source.read(name, shape, Slice(7, 20))
+        whole, part = source.read(name, shape), source.read(name, shape, (slice(7, 20),))
         assert part.data_ptr() == whole.data_ptr() + 7 * 33 * 2
         assert torch.equal(part, stored[name][7:20])
-        assert torch.equal(source.read(name, shape, Slice(5, 9, dim=1)), stored[name][:, 5:9])
+        assert torch.equal(source.read(name, shape, (slice(None), slice(5, 9))), stored[name][:, 5:9])
         with pytest.raises(ConfigError, match=r"has shape \[48, 33\], config.json asks for \[47, 33\]"):
-            source.read(name, (47, 33), Slice(0, 2))
+            source.read(name, (47, 33), (slice(2),))
 
 
 def test_a_slice_of_dummy_weights() -> None:
     shape = (7, (1 << 20) + 5)
     source = DummySource(CPU)
     whole = source.read("w", shape)
-    for part in (Slice(0, 7), Slice(3, 6), Slice(2, 9, dim=1)):
-        assert torch.equal(source.read("w", shape, part), whole[part.index])
-    assert source.read("norm.weight", (4,), Slice(1, 3)).tolist() == [1.0] * 2
+    for part in (ALL, (slice(3, 6),), (slice(1, 5), slice(2, 9))):
+        assert torch.equal(source.read("w", shape, part), whole[part])
+    assert source.read("norm.weight", (4,), (slice(1, 3),)).tolist() == [1.0] * 2
 
 
-def digest_of(folder: Path, *reads: tuple[str, tuple[int, ...], Slice | None], load_format: str = "auto") -> bytes:
+def digest_of(folder: Path, *names: str, load_format: str = "auto", shard: Shard = WHOLE, width: int = 33) -> bytes:
     found = WeightsDigest(has_bytes=load_format == "auto")
-    with closing(found.reading(open_weights(folder, load_format))) as source:
-        for name, shape, part in reads:
-            source.read(name, shape, part)
+    with closing(open_weights(folder, load_format)) as source:
+        weights = Weights(source, torch.bfloat16, CPU, shard=shard, digest=found) / "layer"
+        for name in names:
+            weights.tensors({name: ROWS[name]}, width)
     return found.value()
 
 
 def test_the_digest_is_of_what_is_read(stored: dict[str, torch.Tensor], tmp_path: Path) -> None:
-    q, k = ("layer.q_proj.weight", (48, 33), None), ("layer.k_proj.weight", (16, 33), None)
-    part = ("layer.q_proj.weight", (48, 33), Slice(0, 24))
+    q, k, v = ROWS
     first = digest_of(tmp_path, q, k)
     assert len(first) == 16
     assert first == digest_of(tmp_path, k, q)
-    assert len({first, digest_of(tmp_path, q), digest_of(tmp_path, k), digest_of(tmp_path, part, k)}) == 4
+    halves = [digest_of(tmp_path, q, k, shard=Shard(index, 2)) for index in range(2)]
+    assert len({first, digest_of(tmp_path, q), digest_of(tmp_path, k), digest_of(tmp_path, q, v), *halves}) == 6
     other = tmp_path / "other"
     other.mkdir()
-    changed = {**stored, "layer.q_proj.weight": stored["layer.q_proj.weight"].clone()}
-    changed["layer.q_proj.weight"][30, 30] += 1
+    changed = {**stored, f"layer.{q}": stored[f"layer.{q}"].clone()}
+    changed[f"layer.{q}"][30, 30] += 1
     save_file(changed, other / "model.safetensors")
     assert digest_of(other, q, k) != first
-    assert digest_of(other, part, k) == digest_of(tmp_path, part, k)
-    assert digest_of(other, k) == digest_of(tmp_path, k)
+    assert digest_of(other, k, v) == digest_of(tmp_path, k, v)
+    assert [digest_of(other, q, k, shard=Shard(index, 2)) == halves[index] for index in range(2)] == [True, False]
 
 
-@pytest.mark.usefixtures("stored")
 def test_the_digest_tells_a_target_from_its_drafter(tmp_path: Path) -> None:
-    def read_in_turn(*names: str) -> bytes:
-        found = WeightsDigest(has_bytes=True)
-        for name in names:
-            with closing(found.reading(open_weights(tmp_path, "auto"))) as source:
-                source.read(f"layer.{name}_proj.bias", (16 if name == "k" else 48,))
-        return found.value()
+    folders = [tmp_path / name for name in ("one", "other")]
+    for folder, inner in zip(folders, (32, 48), strict=True):
+        folder.mkdir()
+        shape = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 64}
+        fields = {
+            "model_type": "llama",
+            "intermediate_size": inner,
+            "max_position_embeddings": 64,
+            "rms_norm_eps": 1e-5,
+        }
+        (folder / "config.json").write_text(json.dumps({**shape, **fields}))
 
-    assert read_in_turn("q", "k") != read_in_turn("k", "q")
+    def load(target: Path, drafter: Path | None) -> bytes:
+        speculative = drafter and {"method": "draft_model", "model": str(drafter), "num_speculative_tokens": 2}
+        args = EngineArgs(model=str(target), load_format="dummy", device="cpu", speculative_config=speculative)
+        return load_model(make_config(args)).weights_digest
+
+    one, other = folders
+    assert load(one, other) == load(one, other)
+    assert len({load(one, other), load(other, one), load(one, None), load(other, None)}) == 4
 
 
 def test_the_digest_of_dummy_weights_is_of_names_and_shapes(tmp_path: Path) -> None:
-    made = [digest_of(tmp_path, read, load_format="dummy") for read in (("w", (2, 3), None), ("w", (3, 2), None))]
-    assert made == [digest_of(tmp_path, ("w", shape, None), load_format="dummy") for shape in ((2, 3), (3, 2))]
-    assert made[0] != made[1]
+    q, k, v = ROWS
+    first = digest_of(tmp_path, q, k, load_format="dummy")
+    assert first == digest_of(tmp_path / "other", q, k, load_format="dummy")
+    assert first != digest_of(tmp_path, q, v, load_format="dummy")
+    assert first != digest_of(tmp_path, q, k, load_format="dummy", width=34)
 
 
 @pytest.mark.parametrize(("model_type", "count"), [("qwen2", 2), ("qwen3", 3)])

@@ -13,15 +13,13 @@ from typing import Protocol
 import torch
 
 from penstock.attention.metadata import AttentionMetadata
-from penstock.messages.kv_cache_spec import KVCacheSpec
+from penstock.messages.kv_cache_spec import KVCacheSpec, KVPlane
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionHeads:
     """What does not change of a layer: heads, rotation, and the norms that some models have on queries and keys.
-
-    Its cache has two planes of one shape, keys and values.
-    """
+    Its cache has two planes of one shape, keys and values."""
 
     spec: KVCacheSpec
     num_heads: int
@@ -32,12 +30,8 @@ class AttentionHeads:
     eps: float = 1e-6
 
     @property
-    def num_kv_heads(self) -> int:
-        return self.spec.planes[0].num_heads
-
-    @property
-    def head_size(self) -> int:
-        return self.spec.planes[0].head_size
+    def keys(self) -> KVPlane:
+        return self.spec.planes[0]
 
 
 class AttentionBackend(Protocol):

@@ -23,12 +23,12 @@ class LibraryLimits:
             raise self._refusal("dtype", heads.spec.dtype, self.dtypes)
         if block_size not in self.block_sizes:
             raise self._refusal("block_size", block_size, self.block_sizes)
-        if heads.head_size not in self.head_sizes:
-            raise self._refusal("heads of size", heads.head_size, self.head_sizes)
-        if heads.num_heads // heads.num_kv_heads > self.max_group:
+        if heads.keys.head_size not in self.head_sizes:
+            raise self._refusal("heads of size", heads.keys.head_size, self.head_sizes)
+        if heads.num_heads // heads.keys.num_heads > self.max_group:
             raise ConfigError(
                 f"attention_backend={self.backend} serves at most {self.max_group} heads per KV head, and the model "
-                f"has {heads.num_heads} for {heads.num_kv_heads}: choose another attention_backend"
+                f"has {heads.num_heads} for {heads.keys.num_heads}: choose another attention_backend"
             )
 
     def _refusal(self, what: str, found: object, served: Collection[object]) -> ConfigError:

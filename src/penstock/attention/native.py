@@ -39,7 +39,7 @@ class NativeAttention:
 
 def queries_of(qkv: torch.Tensor, heads: AttentionHeads) -> torch.Tensor:
     """[num_tokens, num_heads, head_size]: a view of `qkv`."""
-    size = heads.head_size
+    size = heads.keys.head_size
     return qkv[:, : heads.num_heads * size].unflatten(1, (heads.num_heads, size))
 
 
@@ -54,7 +54,7 @@ def rotate_and_store(
     rope_and_store_kv(
         qkv,
         heads.num_heads,
-        heads.num_kv_heads,
+        heads.keys.num_heads,
         heads.rotary,
         positions,
         kv_cache,

@@ -6,6 +6,7 @@ its weights' shard. Shapes: T tokens of this step, H hidden size, Q and KV heads
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
@@ -28,10 +29,8 @@ class Attention(Protocol):
         ...
 
 
-class FeedForward(Protocol):
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, H] -> [T, H]."""
-        ...
+FeedForward = Callable[[torch.Tensor], torch.Tensor]
+"""[T, H] -> [T, H]."""
 
 
 class GroupedQueryAttention:
@@ -54,7 +53,7 @@ class GroupedQueryAttention:
         # A shard has whole groups: heads of keys and values with the queries that share them.
         has_bias = qkv_bias or config.attention_bias
         self.qkv = weights.linear(sizes, num_inputs * hidden, has_bias, num_units=num_kv_heads)
-        num_own = weights.shard.rows(num_kv_heads, num_kv_heads).size
+        num_own = len(weights.shard.rows(num_kv_heads, num_kv_heads))
         own = replace(config, num_attention_heads=num_heads // num_kv_heads * num_own, num_key_value_heads=num_own)
         norms = [weights.tensor(f"{name}_norm.weight", size) for name in ("q", "k")] if head_norms else []
         self.attend = PagedAttention(own, layer, rotary, *norms)

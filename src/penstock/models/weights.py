@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -31,21 +32,9 @@ _DUMMY_POOL = 1 << 22
 _HOST = torch.device("cpu")
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """The places [start, end) along dimension `dim` of a tensor."""
-
-    start: int
-    end: int
-    dim: int = 0
-
-    @property
-    def size(self) -> int:
-        return self.end - self.start
-
-    @property
-    def index(self) -> tuple[slice, ...]:
-        return (*[slice(None)] * self.dim, slice(self.start, self.end))
+Part = tuple[slice, ...]
+"""Of a tensor: an interval of each dimension, from the first one on; all of those that are left out."""
+ALL: Part = (slice(None),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,21 +44,18 @@ class Shard:
     index: int = 0
     count: int = 1
 
-    def rows(self, num_rows: int, num_units: int) -> Slice:
+    def rows(self, num_rows: int, num_units: int) -> range:
         """Its rows of a tensor that is divided into `num_units` units of equally many rows."""
         assert num_rows % num_units == 0, f"{num_rows} rows in {num_units} equal units"
         start, end = interval(num_units, self.index, self.count)
-        return Slice(start * (num_rows // num_units), end * (num_rows // num_units))
-
-
-WHOLE = Shard()
+        return range(start * (num_rows // num_units), end * (num_rows // num_units))
 
 
 class WeightSource(Protocol):
     """Where tensors come from; they stay valid after it is closed."""
 
-    def read(self, name: str, shape: Sequence[int], part: Slice | None = None) -> torch.Tensor:
-        """The tensor in its stored dtype, which is of `shape`, or that part of it: nothing else is read.
+    def read(self, name: str, shape: Sequence[int], part: Part = ALL) -> torch.Tensor:
+        """That part of the tensor, in its stored dtype; of the rest, nothing is read. `shape` is the whole tensor's.
 
         Raises ConfigError when it is missing or has another shape.
         """
@@ -80,67 +66,60 @@ class WeightSource(Protocol):
     def close(self) -> None: ...
 
 
-class Delivery(Protocol):
-    """How a stored tensor becomes the model's."""
-
-    def one(self, stored: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor: ...
-
-    def joined(
-        self, parts: Iterable[torch.Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """The parts one after the other along their first dimension, `shape` in all; they are read one by one."""
-        ...
+Delivery = Callable[[Iterable[torch.Tensor], Sequence[int], torch.dtype, torch.device], torch.Tensor]
+"""How stored tensors become the model's: one after the other along their first dimension, of this shape in all."""
 
 
-class DirectDelivery:
-    """Leaves a tensor where it is if it may."""
-
-    def one(self, stored: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return stored.to(device=device, dtype=dtype)
-
-    def joined(
-        self, parts: Iterable[torch.Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        tensors = [self.one(part, dtype, device) for part in parts]
-        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+def direct(
+    parts: Iterable[torch.Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Leaves a tensor where it is if it may (`Delivery`)."""
+    tensors = [part.to(device=device, dtype=dtype) for part in parts]
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
-class StagedDelivery:
-    """Allocates what the model keeps and nothing else, and fills it by a `Stager`."""
-
-    def __init__(self, stager: Stager) -> None:
-        self._stager = stager
-
-    def one(self, stored: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return self.joined((stored,), stored.shape, dtype, device)
-
-    def joined(
-        self, parts: Iterable[torch.Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        out = torch.empty(tuple(shape), dtype=dtype, device=device)
-        start = 0
-        for part in parts:
-            place = out[start : start + len(part)]
-            if part.is_cpu:
-                self._stager.copy(part.contiguous(), place)
-            else:
-                place.copy_(part)
-            start += len(part)
-        assert start == len(out), f"parts of {start} rows for {tuple(shape)}"
-        return out
-
-
-DIRECT = DirectDelivery()
+def staged(
+    stager: Stager, parts: Iterable[torch.Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Allocates what the model keeps and nothing else, and fills it by the stager (`Delivery`)."""
+    out = torch.empty(tuple(shape), dtype=dtype, device=device)
+    start = 0
+    for part in parts:
+        place = out[start : start + len(part)]
+        if part.is_cpu:
+            stager.copy(part.contiguous(), place)
+        else:
+            place.copy_(part)
+        start += len(part)
+    assert start == len(out), f"parts of {start} rows for {tuple(shape)}"
+    return out
 
 
 @contextlib.contextmanager
 def delivery_to(device: torch.device) -> Iterator[Delivery]:
     """The one that suits the device."""
     if device.type != "cuda":
-        yield DIRECT
+        yield direct
         return
     with contextlib.closing(Stager(CudaCopyQueue(device))) as stager:
-        yield StagedDelivery(stager)
+        yield partial(staged, stager)
+
+
+class WeightsDigest:
+    """Digests what is read, in any order: names, dtypes, shapes, parts and, where asked for, bytes."""
+
+    def __init__(self, has_bytes: bool = False) -> None:
+        self._has_bytes = has_bytes
+        self._digests: list[bytes] = []
+
+    def add(self, name: str, shape: Sequence[int], part: Part, tensor: torch.Tensor) -> None:
+        what = repr((name, tensor.dtype, tuple(shape), part)).encode()
+        data = tensor.contiguous().view(-1).view(torch.uint8).numpy().data if self._has_bytes else b""
+        self._digests.append(digest(what, data))
+
+    def value(self) -> bytes:
+        """[16 bytes]."""
+        return digest(*sorted(self._digests))
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +135,9 @@ class Weights:
     device: torch.device
     deterministic: bool = False
     prefix: str = ""
-    delivery: Delivery = DIRECT
-    shard: Shard = WHOLE
+    delivery: Delivery = direct
+    shard: Shard = Shard()
+    digest: WeightsDigest = field(default_factory=WeightsDigest)
 
     def __truediv__(self, part: str | int) -> Weights:
         return replace(self, prefix=f"{self.prefix}{part}.")
@@ -168,17 +148,18 @@ class Weights:
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         """The tensor `prefix + name`, of exactly this shape: all of it, on every rank."""
-        return self.delivery.one(self.source.read(self.prefix + name, shape), self.dtype, self.device)
+        return self.delivery([self._read(name, shape)], shape, self.dtype, self.device)
 
     def tensors(self, rows: Mapping[str, int], *width: int, num_units: int | None = None) -> torch.Tensor:
         """[sum of the shard's rows, *width]: the shard's rows of each tensor `prefix + name`, which is [rows, *width].
 
         Ranks divide each tensor into `num_units` equal units, by default its rows.
         """
-        slices = {name: self.shard.rows(count, num_units or count) for name, count in rows.items()}
-        parts = (self.source.read(self.prefix + name, (count, *width), slices[name]) for name, count in rows.items())
-        num_rows = sum(part.size for part in slices.values())
-        return self.delivery.joined(parts, (num_rows, *width), self.dtype, self.device)
+        own = {name: self.shard.rows(count, num_units or count) for name, count in rows.items()}
+        parts = (
+            self._read(name, (count, *width), (slice(own[name].start, own[name].stop),)) for name, count in rows.items()
+        )
+        return self.delivery(parts, (sum(map(len, own.values())), *width), self.dtype, self.device)
 
     def linear(
         self, outputs: Mapping[str, int], width: int, bias: bool = False, num_units: int | None = None
@@ -200,7 +181,12 @@ class Weights:
 
     def integers(self, name: str, *shape: int) -> torch.Tensor:
         """The same as int64, for tensors of ids."""
-        return self.source.read(self.prefix + name, shape).to(device=self.device, dtype=torch.int64)
+        return self._read(name, shape).to(device=self.device, dtype=torch.int64)
+
+    def _read(self, name: str, shape: Sequence[int], part: Part = ALL) -> torch.Tensor:
+        tensor = self.source.read(self.prefix + name, shape, part)
+        self.digest.add(self.prefix + name, shape, part, tensor)
+        return tensor
 
 
 class CheckpointSource:
@@ -213,20 +199,17 @@ class CheckpointSource:
         total = len(self._file_of)
         self._progress = tqdm(total=total, desc="loading weights", unit="tensor", delay=_PROGRESS_DELAY_SECONDS)
 
-    def read(self, name: str, shape: Sequence[int], part: Slice | None = None) -> torch.Tensor:
+    def read(self, name: str, shape: Sequence[int], part: Part = ALL) -> torch.Tensor:
         file = self._file_of.get(name)
         if file is None:
             raise ConfigError(f"{self._folder} has no tensor {name!r}: the checkpoint is incomplete or another model's")
         try:
             stored = self._open_files[file].get_slice(name)
-            if tuple(stored.get_shape()) != tuple(shape):
-                found = list(stored.get_shape())
-                raise ConfigError(
-                    f"{self._folder / file}: {name!r} has shape {found}, config.json asks for {list(shape)}"
-                )
-            tensor = stored[:] if part is None else stored[part.index]
+            found, tensor = list(stored.get_shape()), stored[part]
         except SafetensorError as error:
             raise ConfigError(f"{self._folder / file}: cannot read {name!r}: {error}") from None
+        if found != list(shape):
+            raise ConfigError(f"{self._folder / file}: {name!r} has shape {found}, config.json asks for {list(shape)}")
         self._progress.update()
         return tensor
 
@@ -249,71 +232,26 @@ class DummySource:
         pool = torch.randn(_DUMMY_POOL, generator=torch.Generator().manual_seed(0)).mul_(_DUMMY_STD).bfloat16()
         self._pool = pool.to(device)
 
-    def read(self, name: str, shape: Sequence[int], part: Slice | None = None) -> torch.Tensor:
-        if part is not None and part.dim > 0:
-            return self.read(name, shape)[part.index]
-        first_row, end_row = (0, shape[0]) if part is None else (part.start, part.end)
-        shape = (end_row - first_row, *shape[1:])
+    def read(self, name: str, shape: Sequence[int], part: Part = ALL) -> torch.Tensor:
+        rows, columns = range(shape[0])[part[0]], (slice(None), *part[1:])
+        shape = (len(rows), *shape[1:])
         if len(shape) == 1:
             make = torch.zeros if name.endswith(("bias", "d2t")) else torch.ones
             return make(shape, device=self._device)
         count = torch.Size(shape).numel()
-        first = first_row * torch.Size(shape[1:]).numel()
+        first = rows.start * torch.Size(shape[1:]).numel()
         pool = self._pool.roll((zlib.crc32(name.encode()) - first) % _DUMMY_POOL)
         values = torch.empty(count, dtype=pool.dtype, device=self._device)
         num_whole = count // _DUMMY_POOL
         values[: num_whole * _DUMMY_POOL].view(num_whole, _DUMMY_POOL).copy_(pool.expand(num_whole, -1))
         values[num_whole * _DUMMY_POOL :].copy_(pool[: count % _DUMMY_POOL])
-        return values.view(*shape)
+        return values.view(shape)[columns]
 
     def has(self, name: str) -> bool:
         return True
 
     def close(self) -> None:
         self._pool = torch.empty(0)
-
-
-class WeightsDigest:
-    """Digests what is read of some sources: names, dtypes, shapes, slices and, if wanted, bytes.
-
-    The order of reading does not matter, that of `reading` does: a target's tensors are not its drafter's.
-    """
-
-    def __init__(self, has_bytes: bool) -> None:
-        self._has_bytes = has_bytes
-        self._num_sources = 0
-        self._digests: list[bytes] = []
-
-    def reading(self, source: WeightSource) -> WeightSource:
-        """The source, of which each tensor enters the digest as it is read."""
-        self._num_sources += 1
-        return _DigestedSource(source, self._num_sources, self._add)
-
-    def value(self) -> bytes:
-        """[16 bytes]."""
-        return digest(*sorted(self._digests))
-
-    def _add(self, what: str, tensor: torch.Tensor) -> None:
-        data = tensor.contiguous().view(-1).view(torch.uint8).numpy().data if self._has_bytes else b""
-        self._digests.append(digest(what.encode(), data))
-
-
-@dataclass(frozen=True, slots=True)
-class _DigestedSource:
-    source: WeightSource
-    number: int
-    add: Callable[[str, torch.Tensor], None]
-
-    def read(self, name: str, shape: Sequence[int], part: Slice | None = None) -> torch.Tensor:
-        tensor = self.source.read(name, shape, part)
-        self.add(repr((self.number, name, tensor.dtype, tuple(shape), part)), tensor)
-        return tensor
-
-    def has(self, name: str) -> bool:
-        return self.source.has(name)
-
-    def close(self) -> None:
-        self.source.close()
 
 
 def open_weights(folder: Path, load_format: str, device: torch.device = _HOST) -> WeightSource:

@@ -24,6 +24,7 @@ from penstock.models.registry import build_model, check_supported
 from penstock.models.weights import Weights, WeightsDigest, checkpoint_bytes, delivery_to, open_weights
 from penstock.runner.memory import available_bytes, memory_for
 from penstock.utils import logging
+from penstock.utils.digest import digest
 from penstock.utils.errors import ConfigError
 
 logger = logging.get_logger(__name__)
@@ -95,25 +96,27 @@ def load_model(config: EngineConfig) -> LoadedModel:
         return f"it has {available_bytes(device) / 2**30:.1f} GiB left; choose a smaller model or a narrower dtype"
 
     with memory_for(f"the weights of {config.model.path}", device, advice):
-        digest = WeightsDigest(has_bytes=config.load_format != "dummy" and device.type != "meta")
-        model, drafter = _build(config, device, digest)
-    return LoadedModel(_for_small_steps(model, config), config.model, device, digest.value(), drafter)
+        digests: list[WeightsDigest] = []
+        model, drafter = _build(config, device, digests)
+    weights_digest = digest(*(each.value() for each in digests))
+    return LoadedModel(_for_small_steps(model, config), config.model, device, weights_digest, drafter)
 
 
-def _build(config: EngineConfig, device: torch.device, digest: WeightsDigest) -> tuple[Model, Drafter | None]:
+def _build(config: EngineConfig, device: torch.device, digests: list[WeightsDigest]) -> tuple[Model, Drafter | None]:
+    """`digests` takes one of each checkpoint that is read, the target's first."""
     speculative = config.speculative
     eagle3 = None if speculative is None else speculative.eagle3
-    with _weights(config, config.model.path, device, digest) as weights:
+    with _weights(config, config.model.path, device, digests) as weights:
         model = build_model(config.model, weights, () if eagle3 is None else eagle3.aux_layers)
         if speculative is not None and speculative.method == "mtp":
             return model, build_mtp(config.model, weights, model)
     if eagle3 is not None:
-        with _weights(config, eagle3.shape.path, device, digest) as weights:
+        with _weights(config, eagle3.shape.path, device, digests) as weights:
             return model, Eagle3Head(eagle3, weights, model)
     if speculative is None or speculative.draft_model is None:
         return model, None
     check_supported(speculative.draft_model)
-    with _weights(config, speculative.draft_model.path, device, digest) as weights:
+    with _weights(config, speculative.draft_model.path, device, digests) as weights:
         return model, _for_small_steps(build_model(speculative.draft_model, weights), config)
 
 
@@ -132,12 +135,14 @@ def _for_small_steps(model: Model, config: EngineConfig) -> Model:
 
 
 @contextmanager
-def _weights(config: EngineConfig, folder: Path, device: torch.device, digest: WeightsDigest) -> Iterator[Weights]:
-    opened = closing(digest.reading(open_weights(folder, config.load_format, device)))
+def _weights(
+    config: EngineConfig, folder: Path, device: torch.device, digests: list[WeightsDigest]
+) -> Iterator[Weights]:
+    digests.append(WeightsDigest(has_bytes=config.load_format != "dummy" and device.type != "meta"))
+    opened = closing(open_weights(folder, config.load_format, device))
     with opened as source, delivery_to(device) as delivery, torch.inference_mode():
-        yield Weights(
-            source, TORCH_DTYPES[config.model.dtype], device, config.execution.deterministic, delivery=delivery
-        )
+        dtype, exact = TORCH_DTYPES[config.model.dtype], config.execution.deterministic
+        yield Weights(source, dtype, device, exact, delivery=delivery, digest=digests[-1])
 
 
 def allocate_kv_cache(config: KVCacheConfig, device: torch.device) -> KVCache:
