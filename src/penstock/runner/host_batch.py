@@ -1,4 +1,4 @@
-"""What the CPU knows of a step: which rows run, how many tokens each, and which of them sample."""
+"""What the CPU knows of a step: which rows run, how many tokens each, and which of them sample. It needs no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from penstock.messages.scheduler_output import SchedulerOutput
-from penstock.runner.request_states import RequestStates
+from penstock.runner.rows import Rows
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class HostBatch:
     request_ids: tuple[str, ...]
     rows: np.ndarray  # [num_reqs] int64: state row of each request
     query_lens: np.ndarray  # [num_reqs] int64: tokens computed in this step
-    num_computed: np.ndarray  # [num_reqs] int64: the scheduler's count before this step
+    num_computed_upper_bound: np.ndarray  # [num_reqs] int64: the scheduler's count before this step
     sampling: np.ndarray  # [num_sampling] int64: batch rows whose step reaches the last known token
     num_drafts: np.ndarray  # [num_sampling] int64: drafts verified behind it
     num_tokens: int  # of all requests
@@ -26,7 +26,7 @@ class HostBatch:
     @cached_property
     def max_seq_len(self) -> int:
         """Of any request, an upper bound."""
-        return int((self.num_computed + self.query_lens).max())
+        return int((self.num_computed_upper_bound + self.query_lens).max())
 
     @cached_property
     def max_query_len(self) -> int:
@@ -83,15 +83,15 @@ class HostBatch:
         return self.windows[self.sampling]
 
 
-def read_plan(plan: SchedulerOutput, states: RequestStates) -> HostBatch:
-    """The plan's counts, by batch row."""
+def read_plan(plan: SchedulerOutput, state_rows: Rows) -> HostBatch:
+    """The plan's counts by batch row, once `state_rows` have been brought up to date with it."""
     request_ids, num_tokens = tuple(plan.num_scheduled_tokens), plan.total_num_scheduled_tokens
     count = len(request_ids)
-    rows = states.rows(request_ids)
+    rows = state_rows.rows(request_ids)
     query_lens = np.fromiter(plan.num_scheduled_tokens.values(), np.int64, count)
-    num_computed = states.num_computed_np[rows]
+    num_computed = state_rows.num_computed_upper_bound[rows]
     # A row samples when it has computed all tokens known at its admission: a chunk in the middle of them does not.
-    sampling = np.nonzero(num_computed + query_lens >= states.prefill_len_np[rows])[0]
+    sampling = np.nonzero(num_computed + query_lens >= state_rows.prefill_len[rows])[0]
     num_drafts = np.zeros(len(sampling), dtype=np.int64)
     if plan.num_draft_tokens:
         num_drafts[:] = [plan.num_draft_tokens.get(request_ids[i], 0) for i in sampling]
@@ -99,7 +99,7 @@ def read_plan(plan: SchedulerOutput, states: RequestStates) -> HostBatch:
 
 
 def blank_batch(num_reqs: int, num_tokens: int, query_len: int) -> HostBatch:
-    """Tokens of requests that are nobody's, each of which verifies `query_len - 1` drafts."""
+    """Padding only: requests without a state row, each of which verifies `query_len - 1` drafts."""
     nothing = np.zeros(num_reqs, dtype=np.int64)
     drafts = nothing + (query_len - 1)
     return HostBatch(("",) * num_reqs, nothing - 1, drafts + 1, nothing, np.arange(num_reqs), drafts, num_tokens)

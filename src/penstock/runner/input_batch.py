@@ -107,7 +107,7 @@ class HostInputBuilder:
         self._blocks = blocks
 
     def build(self, plan: SchedulerOutput) -> InputBatch:
-        host = read_plan(plan, self._states)
+        host = read_plan(plan, self._states.rows)
         shape = self._shapes.of(host)
         return InputBatch(host, shape, lambda: self._make_tensors(host, shape))
 

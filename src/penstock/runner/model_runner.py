@@ -106,7 +106,9 @@ class ModelRunner:
             return None
         batch = self._inputs.build(plan)
         if self._debug:
-            ahead = batch.host.num_computed - self._states.num_computed_exact[batch.host.rows, 0].cpu().numpy()
+            ahead = (
+                batch.host.num_computed_upper_bound - self._states.num_computed_exact[batch.host.rows, 0].cpu().numpy()
+            )
             assert ((ahead >= 0) & (ahead <= self._max_drafts_in_flight)).all(), ahead
         output = self._passes.forward(batch)
         return ExecuteModelState(batch, output, plan.num_drafts_to_propose, plan.grammar_request_ids)
@@ -149,14 +151,15 @@ class ModelRunner:
         return (CopiedDrafts(names, wanted, self._speculator.leaves_gaps, drafts),)
 
     def _update_rows(self, plan: SchedulerOutput) -> None:
-        self._sampling.remove(self._states.remove(plan.finished_request_ids | plan.preempted_request_ids))
+        self._sampling.remove(self._states.rows.remove(plan.finished_request_ids | plan.preempted_request_ids))
         for new in plan.new_requests:
             row = self._states.add(new)
             self._sampler.add(row, new.request)
             self._blocks.clear(row)
             self._append_blocks(row, new.block_ids, num_kept=new.num_computed_tokens)
         for cached in plan.cached_requests:
-            self._append_blocks(self._states.update(cached), cached.new_block_ids)
+            row = self._states.rows.update(cached.request_id, cached.num_computed_tokens)
+            self._append_blocks(row, cached.new_block_ids)
         self._writer.apply()
 
     def _append_blocks(self, row: int, block_ids: BlockIds, num_kept: int = 0) -> None:

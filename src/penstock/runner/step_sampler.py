@@ -125,7 +125,7 @@ class TorchStepSampler:
         host = batch.host
         index = host.sampling[host.logits_request]
         if self._knows_positions:
-            positions_np = host.num_computed[index] + host.query_lens[index]
+            positions_np = host.num_computed_upper_bound[index] + host.query_lens[index]
         else:
             positions_np = batch.tensors.logits_positions.cpu().numpy()
         return SamplingBatch(

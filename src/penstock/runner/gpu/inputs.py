@@ -79,7 +79,7 @@ class GpuInputBuilder:
         self._sampling = SamplingInputs(*logits)
 
     def build(self, plan: SchedulerOutput) -> InputBatch:
-        host = read_plan(plan, self._states)
+        host = read_plan(plan, self._states.rows)
         num_sampling = len(host.sampling)
         arrays = {
             "idx_mapping": host.rows,

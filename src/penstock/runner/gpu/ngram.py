@@ -19,5 +19,5 @@ class GpuNgramSpeculator:
     def propose(self, step: StepResult, num_drafts: int) -> torch.Tensor:
         drafts = torch.empty((len(step.rows), num_drafts), dtype=torch.int64, device=step.rows.device)
         if drafts.numel():
-            propose_ngrams(step.token_ids, step.rows, step.num_computed, self._shortest, self._longest, drafts)
+            propose_ngrams(step.token_ids, step.rows, step.num_computed_exact, self._shortest, self._longest, drafts)
         return drafts

@@ -50,7 +50,7 @@ class PromptScorer:
             return ()
         found: dict[str, list[PendingLogprobs]] = {}
         for index, request in zip(chosen, self._sampling.at(host.rows[chosen]), strict=True):
-            first, start = int(host.num_computed[index]), int(host.query_start_loc[index])
+            first, start = int(host.num_computed_upper_bound[index]), int(host.query_start_loc[index])
             # The logits at position p speak of the token at p + 1, so the prompt's last position asks for nothing.
             count = min(int(host.query_lens[index]), len(request.prompt_token_ids) - 1 - first)
             if count > 0:

@@ -52,7 +52,7 @@ class DraftModelSpeculator:
         self._model.forward(tensors.tokens.input_ids, tensors.tokens.positions, context)
         pick = self._picker.of_step(step)
         drafts: list[torch.Tensor] = []
-        last = step.token_ids[step.rows, step.num_computed].long()
+        last = step.token_ids[step.rows, step.num_computed_exact].long()
         for index in range(num_drafts if len(step.rows) else 0):
             following = self._inputs.follow(step.batch, index)
             hidden = self._model.forward(last, following.positions, self._cache.context(following.attention)).hidden
@@ -84,7 +84,7 @@ class HeadSpeculator:
             # The last position of each request whose token and hidden state are both final.
             starts = tensors.query_start_loc[step.sampling].long()
             first = tokens.positions[starts]
-            hidden = hidden[starts + step.num_computed - 1 - first]
+            hidden = hidden[starts + step.num_computed_exact - 1 - first]
             drafts.append(pick(head.compute_logits(hidden), 0))
         for index in range(1, num_drafts if len(step.rows) else 0):
             following = self._inputs.follow(step.batch, index - 1)

@@ -22,7 +22,7 @@ class NgramSpeculator:
     def propose(self, step: StepResult, num_drafts: int) -> torch.Tensor:
         drafts = np.full((len(step.rows), num_drafts), -1, dtype=np.int64)
         if num_drafts:
-            rows, lengths = step.rows.tolist(), (step.num_computed + 1).tolist()
+            rows, lengths = step.rows.tolist(), (step.num_computed_exact + 1).tolist()
             for index, (row, length) in enumerate(zip(rows, lengths, strict=True)):
                 found = self._lookup(step.token_ids[row, :length].cpu().numpy(), num_drafts)
                 drafts[index, : len(found)] = found

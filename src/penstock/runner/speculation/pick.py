@@ -88,8 +88,8 @@ class SamplingPicker:
     def of_step(self, step: StepResult) -> Pick:
         requests = self._states.at(step.batch.host.rows[step.batch.host.sampling])
         # Exact positions are known on the device alone, and noise is made on the CPU.
-        first = step.num_computed.cpu().numpy() + 1
-        batch = SamplingBatch(requests, first, step.rows, step.num_computed + 1, step.token_ids, {})
+        first = step.num_computed_exact.cpu().numpy() + 1
+        batch = SamplingBatch(requests, first, step.rows, step.num_computed_exact + 1, step.token_ids, {})
         random_rows = batch.where(lambda request: not request.sampling_params.is_greedy)
         if not random_rows:
             return BestPicker().of_step(step)

@@ -24,7 +24,7 @@ class StepResult:
     output: ModelOutput  # of the target model
     sampling: torch.Tensor  # [num_sampling] int64: batch rows that sampled
     rows: torch.Tensor  # [num_sampling] int64: their state rows
-    num_computed: torch.Tensor  # [num_sampling] int64: their tokens whose KV is in place; one more token is known
+    num_computed_exact: torch.Tensor  # [num_sampling] int64: their tokens whose KV is in place; one more token is known
     token_ids: torch.Tensor  # [max_num_reqs, width] int32: all known tokens by state row
 
 

@@ -31,7 +31,7 @@ class DrawingPicker:
         def pick(logits: torch.Tensor, place: int) -> torch.Tensor:
             drafts = torch.empty_like(rows)
             verdicts = torch.empty_like(rows, dtype=torch.int8)
-            positions = step.num_computed + (1 + place)
+            positions = step.num_computed_exact + (1 + place)
             sample(logits, rows, positions, tables, workspace, int(Purpose.DRAFT), False, drafts, verdicts)
             keep_drafts(logits, rows, place, tables.temperature, workspace, self._kept)
             return drafts
