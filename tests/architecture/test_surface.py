@@ -15,7 +15,8 @@ from penstock.config import env
 from tests.architecture.sources import ROOT, imports, modules
 
 ENGINE_FLAGS = {
-    "--async-scheduling", "--attention-backend", "--block-size", "--deterministic", "--device", "--dtype",
+    "--async-scheduling", "--attention-backend", "--block-size", "--deterministic", "--device",
+    "--distributed-executor-backend", "--dtype",
     "--enable-prefix-caching", "--enforce-eager",
     "--gpu-memory-utilization", "--kv-cache-memory", "--kv-events-config", "--kv-transfer-config",
     "--load-format", "--max-model-len",

@@ -21,9 +21,9 @@ from triton.runtime.interpreter import InterpretedFunction
 
 import penstock
 from penstock import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
+from penstock.config.model_path import resolve_model_path
 from penstock.engine import build
-from penstock.engine.model_path import resolve_model_path
-from penstock.executor.uniproc import LaunchExecutor
+from penstock.executor.uniproc import LaunchedSteps
 from penstock.kernels import native
 from penstock.runner import batch_shapes, buffers, input_batch, model_runner, step_sampler
 from penstock.runner.gpu import cudagraphs
@@ -257,22 +257,22 @@ def test_a_replayed_step_launches_nothing_beside_its_graphs(
         launched.clear()
         return found
 
-    execute_model, sample_tokens = LaunchExecutor.execute_model, LaunchExecutor.sample_tokens
+    execute_model, sample_tokens = LaunchedSteps.execute_model, LaunchedSteps.sample_tokens
 
-    def executed(self: LaunchExecutor, plan: Any) -> None:
+    def executed(self: LaunchedSteps, plan: Any) -> None:
         launched.clear()
         execute_model(self, plan)
         num_sampled_from = len(plan.num_scheduled_tokens) + sum(plan.num_draft_tokens.values())
         by_step.append((False, plan.total_num_scheduled_tokens > num_sampled_from, names(), set()))
 
-    def sampled(self: LaunchExecutor, grammars: Any) -> Any:
+    def sampled(self: LaunchedSteps, grammars: Any) -> Any:
         result = sample_tokens(self, grammars)
         _, is_mixed, forward, _ = by_step.pop()
-        by_step.append((result._pending.is_replayed, is_mixed, forward, names()))
+        by_step.append((result.is_replayed, is_mixed, forward, names()))
         return result
 
-    monkeypatch.setattr(LaunchExecutor, "execute_model", executed)
-    monkeypatch.setattr(LaunchExecutor, "sample_tokens", sampled)
+    monkeypatch.setattr(LaunchedSteps, "execute_model", executed)
+    monkeypatch.setattr(LaunchedSteps, "sample_tokens", sampled)
 
     def replayed(numbers: Sequence[int]) -> list[set[str]]:
         """What was launched behind the forward passes of uniform steps."""
@@ -325,17 +325,17 @@ def test_nothing_is_read_back(
     monkeypatch.setenv("PENSTOCK_DEBUG", "0")
     copied: list[bool] = []
     for name in ("execute_model", "sample_tokens"):
-        original = getattr(LaunchExecutor, name)
+        original = getattr(LaunchedSteps, name)
 
-        def watched(self: LaunchExecutor, argument: Any, original: Any = original) -> Any:
+        def watched(self: LaunchedSteps, argument: Any, original: Any = original) -> Any:
             with monkeypatch.context() as guard, NobodyWaits():
                 refuse_reading(guard)
                 result = original(self, argument)
             if result is not None:
-                copied.append(isinstance(result._pending.sampled, CopiedOutput))
+                copied.append(isinstance(result.sampled, CopiedOutput))
             return result
 
-        monkeypatch.setattr(LaunchExecutor, name, watched)
+        monkeypatch.setattr(LaunchedSteps, name, watched)
     numbers = (SEEDED, TOP_K, *range(len(PLAIN), len(KINDS)))
     found = outputs_of(numbers, 3, async_scheduling=True, speculative_config=speculative)
     if speculative in (None, NGRAM):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from penstock import LLM, SamplingParams
-from penstock.engine.model_path import resolve_model_path
+from penstock.config.model_path import resolve_model_path
 from tests.integration.test_identity_matrix import MAX_TOKENS, PLAIN, run
 
 COUNT = 22

@@ -17,6 +17,7 @@ import pytest
 
 import penstock
 from penstock import LLM, ConfigError, EngineDeadError, RequestError, SamplingParams
+from penstock.runner.model_runner import ModelRunner
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 
@@ -173,7 +174,7 @@ def test_a_failed_worker_is_said_and_not_forgotten(monkeypatch: pytest.MonkeyPat
     def fail(*_: Any) -> None:
         raise RuntimeError("the device is on fire")
 
-    monkeypatch.setattr(llm._core._executor._runner, "execute_model", fail)
+    monkeypatch.setattr(ModelRunner, "execute_model", fail)
     with pytest.raises(EngineDeadError, match="on fire"):
         llm.generate("x", GREEDY, use_tqdm=False)
     monkeypatch.undo()

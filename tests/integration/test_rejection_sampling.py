@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from penstock import LLM, SamplingParams, StructuredOutputsParams
-from penstock.engine.model_path import resolve_model_path
+from penstock.config.model_path import resolve_model_path
 from penstock.messages.stats import SpeculationStats
 from tests.integration.test_identity_matrix import PLAIN, requests, run
 

@@ -15,7 +15,6 @@ from penstock.cli.main import main
 from penstock.config.engine import EngineArgs
 from penstock.core import request
 from penstock.core.scheduler import Scheduler
-from penstock.engine.build import make_config
 from penstock.kernels.prepare_inputs import TokenInputs
 from penstock.messages.requests import EngineRequest
 from penstock.messages.sampling_params import SamplingParams
@@ -24,6 +23,7 @@ from penstock.runner.sampling import states
 from penstock.verify.matrix import RowResult, verify
 from penstock.verify.rows import make_rows
 from penstock.verify.workload import Case
+from penstock.worker.config import make_config
 
 ROWS = [
     "plain run", "in company", "asynchronous scheduling", "chunked prefill", "prefix hits", "preemption",

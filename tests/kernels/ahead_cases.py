@@ -32,10 +32,10 @@ def walked(device: str, engine_args: dict[str, Any]) -> list[str]:
     """The variants that a walk asks for, on tensors without memory or on a CPU's."""
     import torch
 
-    from penstock.engine.compile_ahead import walk
     from penstock.kernels import dispatch
     from penstock.kernels.triton.capabilities import Capabilities
     from penstock.runner.gpu.ahead import dry_run
+    from penstock.worker.compile_ahead import walk
 
     # A CPU that stands in for a GPU, though nothing is interpreted.
     dispatch.is_interpreted = lambda: device == "cpu"
@@ -54,10 +54,12 @@ def served(engine_args: dict[str, Any]) -> list[str]:
     import numpy as np
 
     from penstock import LLM, SamplingParams
-    from penstock.frontend import llm as llm_module
+    from penstock.config.engine import resolve
+    from penstock.engine import build
     from penstock.runner.gpu.ahead import dry_run
     from penstock.runner.gpu.sampling.outputs import CopiedOutput
     from penstock.runner.outputs import SampledArrays, make_output
+    from penstock.worker import worker as worker_module
 
     def result(self: CopiedOutput) -> Any:
         host = self.host
@@ -66,8 +68,10 @@ def served(engine_args: dict[str, Any]) -> list[str]:
         return make_output(host, SampledArrays(tokens, verdicts, nothing, host.num_drafts))
 
     CopiedOutput.result = result
-    make_config = llm_module.make_config
-    llm_module.make_config = lambda args: replace(make_config(args), device="meta")
+    make_config = worker_module.make_config
+    worker_module.make_config = lambda args: replace(make_config(args), device="meta")
+    worker_module.arithmetic = lambda config: "without a device"
+    build.resolve = lambda args, device: replace(resolve(args, "cpu"), device=device)
     found: list[str] = []
     kinds = ({"temperature": 0.0}, {"temperature": 0.7}, {"temperature": 0.8, "top_k": 5, "seed": 1})
     with dry_run(CAPABILITY, found.append):
@@ -158,7 +162,7 @@ def reads() -> dict[str, Any]:
 
 def _config(engine_args: dict[str, Any]) -> Any:
     from penstock.config.engine import EngineArgs
-    from penstock.engine.build import make_config
+    from penstock.worker.config import make_config
 
     return replace(make_config(EngineArgs(device="cpu", **LIMITS, **engine_args)), device="cuda")
 

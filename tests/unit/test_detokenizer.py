@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from penstock.config.engine import EngineArgs
-from penstock.engine.build import make_config
 from penstock.frontend.detokenizer import Detokenizer
 from penstock.messages.sampling_params import SamplingParams
 from penstock.tokenizer.tokenizer import Tokenizer
+from penstock.worker.config import make_config
 
 
 @pytest.fixture(scope="module")

@@ -11,16 +11,19 @@ import torch
 from penstock import LLM
 from penstock.config.engine import CacheConfig, EngineArgs
 from penstock.config.kv_cache_groups import attach_layers, group_layers
-from penstock.engine import build, memory_profile
-from penstock.engine.build import make_config
-from penstock.engine.memory_profile import profile, run_largest_steps
-from penstock.engine.warm_up import KINDS
+from penstock.engine import build
+from penstock.engine.cache_plan import num_blocks_in_budget
 from penstock.messages.kv_cache_spec import KVCacheConfig
+from penstock.messages.memory_budget import MemoryBudget
 from penstock.runner import load
 from penstock.runner.load import load_model
-from penstock.runner.memory import MemoryBudget, is_out_of_memory, measure, num_blocks_in_budget
+from penstock.runner.memory import is_out_of_memory, measure
 from penstock.runner.model_runner import ModelRunner
 from penstock.utils.errors import ConfigError
+from penstock.worker import memory_profile, worker
+from penstock.worker.config import make_config
+from penstock.worker.made_up_steps import KINDS
+from penstock.worker.memory_profile import profile, run_largest_steps
 
 GIB = 1 << 30
 MTP = {"method": "mtp", "num_speculative_tokens": 2}
@@ -123,14 +126,18 @@ def raise_out_of_memory(*args: Any, **kwargs: Any) -> Any:
             r"the weights of .* need more memory than cpu has: .* smaller model .*Tried to allocate 3.00 GiB",
         ),
         (
-            build,
+            worker,
             "allocate_kv_cache",
             "KV blocks need more memory than cpu has: lower gpu_memory_utilization from 0.5 to 0.4",
         ),
-        (build, "ModelRunner", "max_num_seqs=8 requests of 64 tokens need more .* lower max_num_seqs or max_model_len"),
         (
-            build,
-            "warm_up",
+            worker,
+            "ModelRunner",
+            "max_num_seqs=8 requests of 64 tokens need more .* lower max_num_seqs or max_model_len",
+        ),
+        (
+            ModelRunner,
+            "execute_model",
             "the first steps need .* lower gpu_memory_utilization, or lower max_num_batched_tokens from 96 to",
         ),
     ],

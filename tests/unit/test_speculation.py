@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from penstock.config.model import load_model_config
+from penstock.config.model_path import resolve_model_path
 from penstock.config.speculative import SpeculativeConfig, parse_speculative_config
-from penstock.engine.model_path import resolve_model_path
 from penstock.runner.sampling.noise import Purpose, uniform
 from penstock.runner.sampling.sampler import draw
 from penstock.runner.speculation.ngram import NgramSpeculator

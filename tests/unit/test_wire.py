@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from penstock import SamplingParams
 from penstock.config.engine import EngineArgs, EngineConfig, SchedulerConfig
-from penstock.engine.build import make_config
 from penstock.engine.core_messages import (
     CODEC,
     AbortRequests,
@@ -33,6 +32,7 @@ from penstock.messages.stats import RequestEvent, RequestEventKind, SchedulerSta
 from penstock.utils import wire
 from penstock.utils.errors import WireError
 from penstock.utils.wire import Codec, FrameReader
+from penstock.worker.config import make_config
 
 HEADER = struct.Struct("<IB")
 

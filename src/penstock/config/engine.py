@@ -24,6 +24,7 @@ BUILT_IN_MODEL = "demo"
 DEVICES = ("auto", "cpu", "cuda")
 POLICIES = ("fcfs", "priority")
 LOAD_FORMATS = ("auto", "dummy")
+EXECUTOR_BACKENDS = ("uniproc", "mp")
 ATTENTION_BACKENDS = ("auto", "triton", "flashinfer", "flash_attention", "native")
 
 
@@ -46,6 +47,9 @@ class EngineArgs:
     load_format: str = _arg("auto", "auto reads the checkpoint, dummy makes random weights", LOAD_FORMATS)
     dtype: str = _arg("auto", "auto (the checkpoint's), bfloat16, float16 or float32")
     device: str = _arg("auto", "auto takes CUDA where there is one, else the CPU", DEVICES)
+    distributed_executor_backend: str = _arg(
+        "uniproc", "where the worker runs: uniproc in the engine's process, mp in one of its own", EXECUTOR_BACKENDS
+    )
     attention_backend: str = _arg("auto", "what computes attention (docs/GPU.md)", ATTENTION_BACKENDS)
     seed: int = _arg(0, "seed of requests that bring none")
     max_model_len: int | None = _arg(None, "longest prompt plus output in tokens; the model's own by default")
@@ -164,7 +168,7 @@ def resolve(args: EngineArgs, device: str) -> EngineConfig:
 
     `device` is the one chosen ("cpu" or "cuda"). Raises ConfigError naming the argument and its bound.
     """
-    _check(args)
+    check(args)
     model_path = Path(args.model)
     model = load_model_config(model_path, args.dtype)
     max_model_len = args.max_model_len or model.max_position_embeddings
@@ -227,7 +231,8 @@ def _check_types(args: EngineArgs) -> None:
             raise ConfigError(f"{name} must be {wanted}, got {value!r}")
 
 
-def _check(args: EngineArgs) -> None:
+def check(args: EngineArgs) -> None:
+    """What can be checked without a device and a checkpoint. Raises ConfigError naming the argument and its bound."""
     at_least = {
         "max_num_batched_tokens": 1,
         "max_num_seqs": 1,
@@ -250,6 +255,7 @@ def _check(args: EngineArgs) -> None:
         "load_format": LOAD_FORMATS,
         "device": DEVICES,
         "attention_backend": ATTENTION_BACKENDS,
+        "distributed_executor_backend": EXECUTOR_BACKENDS,
     }
     for name, allowed in choices.items():
         if getattr(args, name) not in allowed:

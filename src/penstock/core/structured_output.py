@@ -8,7 +8,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 import numpy as np
 
 from penstock.grammar.backend import Grammar, GrammarBackend
-from penstock.messages.scheduler_output import NO_GRAMMARS, GrammarOutput, SchedulerOutput
+from penstock.messages.scheduler_output import GrammarOutput, SchedulerOutput
 from penstock.messages.structured_outputs import GrammarSpec
 from penstock.utils.errors import GrammarError, RequestError
 
@@ -63,10 +63,10 @@ class StructuredOutputs:
         if self._grammars:
             self._drafts.update((request_id, ids) for request_id, ids in drafts.items() if request_id in self._grammars)
 
-    def masks(self, plan: SchedulerOutput) -> GrammarOutput:
-        """The masks of the plan's requests; where it has any, all earlier steps must have been processed."""
+    def masks(self, plan: SchedulerOutput) -> GrammarOutput | None:
+        """The masks of the plan's requests, None where it has none; else all earlier steps must have been processed."""
         if not plan.grammar_request_ids:
-            return NO_GRAMMARS
+            return None
         masks: dict[str, np.ndarray] = {}
         for request_id in plan.grammar_request_ids:
             grammar = self._grammars.get(request_id)

@@ -19,8 +19,8 @@ import sys
 import threading
 from typing import Any, NoReturn
 
-from penstock.config.engine import EngineArgs, EngineConfig
-from penstock.engine.build import build_engine_core, make_config
+from penstock.config.engine import EngineArgs
+from penstock.engine.build import build_engine
 from penstock.engine.core_messages import (
     CODEC,
     AbortRequests,
@@ -48,6 +48,10 @@ _CRASHED = 1
 
 class _Hangup:
     """Stands in the inbox for the end of the stream."""
+
+
+class _WorkerDied:
+    """Stands in the inbox for the death of a worker, which may be noticed while no step runs."""
 
 
 class CoreProcess:
@@ -89,6 +93,8 @@ class CoreProcess:
                 self._send(Reply(call, self._core.block_map(max_cells)))
             case CheckIntegrity(call):
                 self._send(self._check_integrity(call))
+            case _WorkerDied():
+                self._core.check_workers()
             case _:
                 raise WireError(f"the engine core takes no {type(message).__name__}")
 
@@ -127,15 +133,16 @@ def _start(connection: socket.socket, inbox: queue.SimpleQueue[Any]) -> EngineCo
     if not isinstance(args, EngineArgs):
         return None
     try:
-        config: EngineConfig = make_config(args)
-        core, limits = build_engine_core(config)
+        engine = build_engine(args)
     except ConfigError as error:
         connection.sendall(CODEC.encode(Failed(str(error), is_config=True)))
         return None
     # What stands now stays: collections need not walk over every block of the pool, which takes longer than a step.
     gc.collect()
     gc.freeze()
-    connection.sendall(CODEC.encode(Ready(config.device, limits, core.num_blocks, config.cache.block_size)))
+    core, config = engine.core, engine.config
+    core.watch_workers(lambda: inbox.put(_WorkerDied()))
+    connection.sendall(CODEC.encode(Ready(config.device, engine.limits, core.num_blocks, config.cache.block_size)))
     return core
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 
 from penstock.core.scheduler import Scheduler
-from penstock.executor.executor import Executor
+from penstock.executor.executor import Executor, Pending
 from penstock.kv_transfer.events import EventPublisher, NullEventPublisher
 from penstock.messages.outputs import EngineOutput
 from penstock.messages.requests import EngineRequest
@@ -45,7 +45,7 @@ class EngineCore:
         self._publisher = publisher or NullEventPublisher()
         self._debug = debug
         self._failure: Exception | None = None
-        self._in_flight: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()
+        self._in_flight: deque[tuple[SchedulerOutput, Pending[ModelRunnerOutput]]] = deque()
         self._clock = clock
         self._events: list[RequestEvent] = []
 
@@ -106,12 +106,19 @@ class EngineCore:
         """
         if self._failure is not None:
             raise EngineDeadError(f"the engine has stopped: {self._failure}") from self._failure
-        try:
+        with self._failing():
             return self._step()
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """An exception inside is the end of the engine."""
+        try:
+            yield
         except Exception as error:
             # What is in flight stays: where memory is freed that a broken GPU was to write, torch aborts the process.
             self._failure = error
-            raise EngineDeadError(f"the engine core failed: {type(error).__name__}: {error}") from error
+            what = str(error) if isinstance(error, EngineDeadError) else f"{type(error).__name__}: {error}"
+            raise EngineDeadError(f"the engine core failed: {what}") from error
 
     def _step(self) -> StepReport:
         processed: list[_Processed] = []
@@ -170,6 +177,15 @@ class EngineCore:
         steps = [plan.step for plan, _ in self._in_flight]
         assert self._scheduler.steps_in_flight == steps, (self._scheduler.steps_in_flight, steps)
         self._scheduler.check_integrity()
+
+    def watch_workers(self, on_death: Callable[[], None]) -> None:
+        """Has `on_death` called, from another thread, when a worker dies; `check_workers` then says why."""
+        self._executor.watch(on_death)
+
+    def check_workers(self) -> None:
+        """Raises EngineDeadError, now and from then on, if a worker is dead."""
+        with self._failing():
+            self._executor.check()
 
     def shutdown(self) -> None:
         """Waits for the steps in flight and for KV on its way, and frees the worker; the engine is dead afterwards.

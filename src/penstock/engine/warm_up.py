@@ -19,15 +19,9 @@ from penstock.messages.kv_cache_spec import KVCacheConfig
 from penstock.messages.requests import EngineRequest
 from penstock.messages.sampling_params import SamplingParams
 from penstock.utils.errors import ConfigError, EngineDeadError
+from penstock.worker.made_up_steps import KINDS
 
 _MAX_BLOCKS = 256
-KINDS = (
-    {"temperature": 0.0},
-    {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 2},
-    {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "min_p": 0.01},
-    {"temperature": 0.8, "repetition_penalty": 1.1, "presence_penalty": 0.1, "min_tokens": 2, "logit_bias": {0: 1.0}},
-    {"temperature": 0.8, "top_k": 5, "logit_bias": {0: 1.0}},
-)
 
 
 def warm_up(executor: Executor, cache: KVCacheConfig, limits: SchedulerConfig) -> None:

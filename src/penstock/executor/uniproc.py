@@ -1,96 +1,193 @@
-"""One worker in this process.
+"""A rank in this process.
 
-On a CPU inline when steps are synchronous, and on a thread of its own when they overlap; where a GPU computes, the
-caller only launches.
+On a CPU it runs inline when steps are synchronous, and on a thread of its own when they overlap; where a GPU computes,
+the caller only launches.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Generic, Protocol, TypeVar
 
-from penstock.executor.executor import Executor
+from penstock.config import env
+from penstock.config.engine import EngineArgs
+from penstock.executor.executor import Pending, WorkerHandle
+from penstock.messages.kv_transfer import ShardId
 from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.messages.scheduler_output import GrammarOutput, SchedulerOutput
-from penstock.runner.model_runner import ModelRunner
-from penstock.runner.outputs import PendingOutput
+from penstock.worker.messages import CODEC, InitializeWorker, SampleTokens, WorkerFacts, WorkerReady
+from penstock.worker.worker import LoadedWorker, Worker, load_worker
+
+_Value = TypeVar("_Value")
 
 
-def make_executor(runner: ModelRunner, max_num_in_flight: int) -> Executor:
-    if runner.runs_ahead:
-        return LaunchExecutor(runner)
-    return InlineExecutor(runner) if max_num_in_flight == 1 else ThreadExecutor(runner)
+def make_local_worker(args: EngineArgs, shard: ShardId) -> WorkerHandle:
+    """In debug mode every message is encoded and decoded on its way, as it would be between processes."""
+    worker = LocalWorker(args, shard)
+    return OverTheWire(worker) if env.debug() else worker
 
 
-class InlineExecutor:
-    """Runs every step where it is called."""
+class Answered(Generic[_Value]):
+    """An answer that is there (`Pending`)."""
 
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
+    def __init__(self, value: _Value) -> None:
+        self._value = value
+
+    def result(self) -> _Value:
+        return self._value
+
+
+class LocalWorker:
+    """Drives a worker on this process's device (`WorkerHandle`)."""
+
+    def __init__(self, args: EngineArgs, shard: ShardId) -> None:
+        self._args = args
+        self._shard = shard
+        self._loaded: LoadedWorker | None = None
+        self._steps: Steps = NoSteps()
+
+    def load(self) -> Pending[WorkerFacts]:
+        self._loaded = load_worker(self._args, self._shard)
+        return Answered(self._loaded.facts)
+
+    def initialize(self, plan: InitializeWorker) -> Pending[WorkerReady]:
+        assert self._loaded is not None, "initialize before load"
+        worker = self._loaded.initialize(plan)
+        if worker.ready.runs_ahead:
+            self._steps = LaunchedSteps(worker)
+        else:
+            self._steps = InlineSteps(worker) if plan.limits.max_num_in_flight == 1 else ThreadedSteps(worker)
+        return Answered(worker.ready)
 
     def execute_model(self, plan: SchedulerOutput) -> None:
-        self._runner.execute_model(plan)
+        self._steps.execute_model(plan)
 
-    def sample_tokens(self, grammars: GrammarOutput) -> Future[ModelRunnerOutput]:
-        future: Future[ModelRunnerOutput] = Future()
-        future.set_result(self._runner.sample_tokens(grammars).result())
-        return future
+    def sample_tokens(self, grammars: GrammarOutput | None) -> Pending[ModelRunnerOutput]:
+        return self._steps.sample_tokens(grammars)
+
+    def watch(self, on_death: Callable[[], None]) -> None:
+        """It lives as long as this process."""
+
+    def check(self) -> None: ...
 
     def shutdown(self) -> None:
-        self._runner.shutdown()
+        self._steps.shutdown()
 
 
-class ThreadExecutor:
+class Steps(Protocol):
+    """Where and when the steps of a local worker run."""
+
+    def execute_model(self, plan: SchedulerOutput) -> None: ...
+
+    def sample_tokens(self, grammars: GrammarOutput | None) -> Pending[ModelRunnerOutput]: ...
+
+    def shutdown(self) -> None: ...
+
+
+class NoSteps:
+    """Of a worker that is not initialized."""
+
+    def execute_model(self, plan: SchedulerOutput) -> None:
+        raise AssertionError("a step before initialize")
+
+    def sample_tokens(self, grammars: GrammarOutput | None) -> Pending[ModelRunnerOutput]:
+        raise AssertionError("a step before initialize")
+
+    def shutdown(self) -> None: ...
+
+
+class InlineSteps:
+    """Runs every step where it is called."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def execute_model(self, plan: SchedulerOutput) -> None:
+        self._worker.execute_model(plan)
+
+    def sample_tokens(self, grammars: GrammarOutput | None) -> Pending[ModelRunnerOutput]:
+        return Answered(self._worker.sample_tokens(grammars).result())
+
+    def shutdown(self) -> None:
+        self._worker.shutdown()
+
+
+class ThreadedSteps:
     """Runs the steps in order on one thread, while the caller schedules the next.
 
     The kernels release the interpreter lock, so the two do overlap.
     """
 
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="penstock-worker")
         self._forward: Future[None] | None = None
 
     def execute_model(self, plan: SchedulerOutput) -> None:
-        self._forward = self._thread.submit(self._runner.execute_model, plan)
+        self._forward = self._thread.submit(self._worker.execute_model, plan)
 
-    def sample_tokens(self, grammars: GrammarOutput) -> Future[ModelRunnerOutput]:
+    def sample_tokens(self, grammars: GrammarOutput | None) -> Pending[ModelRunnerOutput]:
         forward, self._forward = self._forward, None
         assert forward is not None, "sample_tokens without execute_model"
         return self._thread.submit(self._sample_after, forward, grammars)
 
-    def _sample_after(self, forward: Future[None], grammars: GrammarOutput) -> ModelRunnerOutput:
+    def _sample_after(self, forward: Future[None], grammars: GrammarOutput | None) -> ModelRunnerOutput:
         forward.result()
-        return self._runner.sample_tokens(grammars).result()
+        return self._worker.sample_tokens(grammars).result()
 
     def shutdown(self) -> None:
         self._thread.shutdown()
-        self._runner.shutdown()
+        self._worker.shutdown()
 
 
-class LaunchExecutor:
+class LaunchedSteps:
     """Launches every step where it is called, and waits for one when its result is asked for."""
 
-    def __init__(self, runner: ModelRunner) -> None:
-        self._runner = runner
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
 
     def execute_model(self, plan: SchedulerOutput) -> None:
-        self._runner.execute_model(plan)
+        self._worker.execute_model(plan)
 
-    def sample_tokens(self, grammars: GrammarOutput) -> Future[ModelRunnerOutput]:
-        return _LaunchedStep(self._runner.sample_tokens(grammars))
+    def sample_tokens(self, grammars: GrammarOutput | None) -> Pending[ModelRunnerOutput]:
+        return self._worker.sample_tokens(grammars)
 
     def shutdown(self) -> None:
-        self._runner.shutdown()
+        self._worker.shutdown()
 
 
-class _LaunchedStep(Future[ModelRunnerOutput]):
-    """A step's result, which is fetched when it is asked for."""
+class OverTheWire:
+    """Sends every message to a worker, and every answer back, through the codec (`WorkerHandle`)."""
 
-    def __init__(self, pending: PendingOutput) -> None:
-        super().__init__()
+    def __init__(self, worker: WorkerHandle) -> None:
+        self._worker = worker
+
+    def load(self) -> Pending[WorkerFacts]:
+        return _Decoded(self._worker.load())
+
+    def initialize(self, plan: InitializeWorker) -> Pending[WorkerReady]:
+        return _Decoded(self._worker.initialize(CODEC.copy(plan)))
+
+    def execute_model(self, plan: SchedulerOutput) -> None:
+        self._worker.execute_model(CODEC.copy(plan))
+
+    def sample_tokens(self, grammars: GrammarOutput | None) -> Pending[ModelRunnerOutput]:
+        return _Decoded(self._worker.sample_tokens(CODEC.copy(SampleTokens(grammars)).grammars))
+
+    def watch(self, on_death: Callable[[], None]) -> None:
+        self._worker.watch(on_death)
+
+    def check(self) -> None:
+        self._worker.check()
+
+    def shutdown(self) -> None:
+        self._worker.shutdown()
+
+
+class _Decoded:
+    def __init__(self, pending: Pending[Any]) -> None:
         self._pending = pending
 
-    def result(self, timeout: float | None = None) -> ModelRunnerOutput:
-        if not self.done():
-            self.set_result(self._pending.result())
-        return super().result(timeout)
+    def result(self) -> Any:
+        return CODEC.copy(self._pending.result())

@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from penstock.config.engine import EngineArgs, EngineConfig, resolve
+from penstock.config.model_path import localise
 from penstock.engine.core_messages import Ready, Refused
-from penstock.engine.model_path import localise
 from penstock.frontend.core_client import CoreClient
 from penstock.frontend.front_end import FrontEnd, build_front_end
 from penstock.frontend.grammar_check import make_grammar_checker

@@ -11,7 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from penstock.config.engine import EngineArgs
-from penstock.engine.build import build_engine_core, make_config
+from penstock.engine.build import build_engine
 from penstock.frontend.front_end import build_front_end
 from penstock.frontend.input_processor import ProcessedRequest, Prompt
 from penstock.frontend.output_processor import OutputProcessor
@@ -37,8 +37,8 @@ class LLM:
     def __init__(self, model: str | None = None, **engine_args: Any) -> None:
         if model is not None:
             engine_args["model"] = model
-        self.config = make_config(EngineArgs.from_kwargs(**engine_args))
-        self._core, self._limits = build_engine_core(self.config)
+        engine = build_engine(EngineArgs.from_kwargs(**engine_args))
+        self.config, self._core, self._limits = engine.config, engine.core, engine.limits
         self._front_end = build_front_end(self.config, self._limits)
         self._outputs = OutputProcessor(self._front_end.tokenizer)
         self._is_running = False

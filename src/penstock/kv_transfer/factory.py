@@ -61,3 +61,15 @@ def make_connector(context: ConnectorContext) -> Connector:
     if kind is None:
         raise ConfigError(f"the module {module.__name__} has no {name!r}: kv_connector must name a class in it")
     return kind(context)
+
+
+_SHIM: dict[bytes, Connector] = {}
+
+
+def make_scheduler_connector(context: ConnectorContext) -> SchedulerConnector:
+    _SHIM[context.fingerprint] = make_connector(context)
+    return _SHIM[context.fingerprint].make_scheduler_connector()
+
+
+def make_worker_connector(context: ConnectorContext, shard: ShardId, setup: object) -> WorkerConnector:
+    return (_SHIM.get(context.fingerprint) or make_connector(context)).make_worker_connector(shard)

@@ -67,4 +67,10 @@ class HandshakePayload(OpenMessage):
     __slots__ = ()
 
 
+class ConnectorSetup(OpenMessage):
+    """What a connector's scheduler side gives its worker sides when they are built, such as the name of memory."""
+
+    __slots__ = ()
+
+
 NO_OUTPUT = KVConnectorOutput()

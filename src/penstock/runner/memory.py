@@ -11,19 +11,16 @@ import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from penstock.config.engine import CacheConfig
+from penstock.messages.memory_budget import MemoryBudget
 from penstock.utils.errors import ConfigError
-from penstock.utils.math import cdiv
 
 # On a CPU the memory is shared with everything else, so the default budget stays modest.
 CPU_DEFAULT_KV_BYTES = 4 << 30
-_MIN_BLOCKS = 2  # the null block, and one
 _OUT_OF_MEMORY = ("out of memory", "allocate memory", "not enough memory", "size calculation overflowed")
 
 
@@ -39,68 +36,6 @@ def available_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return _linux_available_bytes() or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryBudget:
-    """Where a device's memory goes, in bytes, when the weights are loaded and there is no KV cache yet.
-
-    `in_use` is everybody's and includes what torch knows nothing of; `step` is what the largest step needs on top of
-    it, `graphs` what captured graphs will. A cache that nobody gave a size takes at most `most`.
-    """
-
-    total: int
-    in_use: int
-    step: int = 0
-    graphs: int = 0
-    most: int = 1 << 62
-
-    @property
-    def taken(self) -> int:
-        return self.in_use + self.step + self.graphs
-
-    def left(self, utilization: float) -> int:
-        """What is left for the KV cache of this part of the device; may be negative."""
-        return min(int(self.total * utilization) - self.taken, self.most)
-
-    def utilization_for(self, num_bytes: int) -> float:
-        """The part of the device, in whole hundredths, that leaves so many bytes; above 1 there is none."""
-        return cdiv(100 * (self.taken + num_bytes), self.total) / 100
-
-    def __str__(self) -> str:
-        return (
-            f"{_gib(self.in_use)} GiB in use with the weights, {_gib(self.step)} GiB for the largest step and "
-            f"{_gib(self.graphs)} GiB for graphs, of {_gib(self.total)} GiB"
-        )
-
-
-def num_blocks_in_budget(config: CacheConfig, budget: MemoryBudget, bytes_per_block: int) -> int:
-    """How many blocks the configuration pays for: an explicit number, else explicit bytes, else what is left.
-
-    Raises ConfigError that says what to raise, and how far.
-    """
-    if config.num_blocks_override is not None:
-        return config.num_blocks_override
-    least = _MIN_BLOCKS * bytes_per_block
-    if config.kv_cache_memory is not None:
-        if config.kv_cache_memory < least:
-            raise ConfigError(
-                f"kv_cache_memory={config.kv_cache_memory} is less than two KV blocks of {bytes_per_block} bytes: "
-                f"raise it to {least} at least"
-            )
-        return config.kv_cache_memory // bytes_per_block
-    utilization = config.gpu_memory_utilization
-    left = budget.left(utilization)
-    if left < least:
-        needed = budget.utilization_for(least)
-        advice = (
-            f"raise it to {needed} at least" if needed <= 1 else "free memory on the device, or take a smaller model"
-        )
-        raise ConfigError(
-            f"gpu_memory_utilization={utilization} leaves no memory for the KV cache ({budget}): {advice}, or lower "
-            "max_num_batched_tokens and max_num_seqs, or set kv_cache_memory"
-        )
-    return left // bytes_per_block
 
 
 class MemoryMeter(Protocol):
@@ -159,10 +94,6 @@ def is_out_of_memory(error: Exception) -> bool:
         return True
     text = str(error).lower()
     return any(sign in text for sign in _OUT_OF_MEMORY)
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f}"
 
 
 def _linux_available_bytes() -> int:

@@ -64,6 +64,7 @@ class Codec:
     """
 
     def __init__(self, *types: type) -> None:
+        self.kinds = types
         self._numbers = {kind: number for number, kind in enumerate(types)}
         self._decoders = [msgspec.msgpack.Decoder(kind, dec_hook=_restored) for kind in types]
         self._encoder = msgspec.msgpack.Encoder(enc_hook=_plain)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from penstock.config.engine import EngineArgs, EngineConfig, SchedulerConfig
-from penstock.engine.build import build_engine_core, make_config
+from penstock.engine.build import build_engine
 from penstock.engine.engine_core import EngineCore
 from penstock.frontend.front_end import build_front_end
 from penstock.messages.requests import EngineRequest
@@ -25,6 +25,7 @@ from penstock.utils.clock import SystemClock
 from penstock.utils.errors import ConfigError, EngineDeadError
 from penstock.verify.rows import Row, Seen, make_rows, plain_arguments
 from penstock.verify.workload import Case, make_cases
+from penstock.worker.config import make_config
 
 REFERENCE = "plain run"
 
@@ -153,7 +154,8 @@ class _Engine:
         self._row = row
 
     def __enter__(self) -> _Engine:
-        self._core, self._limits = build_engine_core(make_config(EngineArgs.from_kwargs(**self._row.arguments)))
+        engine = build_engine(EngineArgs.from_kwargs(**self._row.arguments))
+        self._core, self._limits = engine.core, engine.limits
         return self
 
     def __exit__(self, *_: object) -> None:

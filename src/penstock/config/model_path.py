@@ -43,7 +43,7 @@ def localise(args: EngineArgs) -> EngineArgs:
 
 def _download(model: str, revision: str | None) -> Path:
     # Imported here because it costs every start of the built-in model more than the model itself does.
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:

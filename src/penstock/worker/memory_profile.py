@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from penstock.config.engine import EngineConfig, SchedulerConfig
-from penstock.engine.made_up_steps import MadeUpSteps, largest_steps
-from penstock.engine.warm_up import KINDS
 from penstock.messages.kv_cache_spec import KVCacheConfig
+from penstock.messages.memory_budget import MemoryBudget
 from penstock.messages.scheduler_output import NO_GRAMMARS
 from penstock.runner.load import LoadedModel, allocate_kv_cache
 from penstock.runner.memory import (
     CPU_DEFAULT_KV_BYTES,
     CudaMeter,
-    MemoryBudget,
     MemoryMeter,
     available_bytes,
     measure,
@@ -21,6 +19,7 @@ from penstock.runner.memory import (
     total_bytes,
 )
 from penstock.runner.model_runner import ModelRunner
+from penstock.worker.made_up_steps import KINDS, MadeUpSteps, largest_steps
 
 # Of graphs that are captured once the cache is there.
 _GRAPH_BYTES = 512 << 20

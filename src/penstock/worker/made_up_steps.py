@@ -16,6 +16,15 @@ from penstock.messages.sampling_params import SamplingParams
 from penstock.messages.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from penstock.utils.math import cdiv
 
+# The kinds of sampling that a warm-up and a profile walk through, as sampling parameters.
+KINDS = (
+    {"temperature": 0.0},
+    {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 2},
+    {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "min_p": 0.01},
+    {"temperature": 0.8, "repetition_penalty": 1.1, "presence_penalty": 0.1, "min_tokens": 2, "logit_bias": {0: 1.0}},
+    {"temperature": 0.8, "top_k": 5, "logit_bias": {0: 1.0}},
+)
+
 
 class MadeUpSteps:
     """Plans for one runner, in the order in which they are to run."""

@@ -1,6 +1,6 @@
 """Compiles an engine's kernels while its weights load: processes without a GPU walk through its steps.
 
-    python -m penstock.engine.compile_ahead < a Job
+    python -m penstock.worker.compile_ahead < a Job
 
 Each walks through all of them, on tensors without memory, and compiles what no other has begun with, into Triton's own
 cache on disk (`penstock.runner.gpu.ahead`). When all have ended well the cache is marked as complete for these
@@ -25,14 +25,13 @@ from tqdm import tqdm
 import penstock
 from penstock.config.engine import EngineConfig
 from penstock.config.kv_cache_groups import attach_layers, group_layers
-from penstock.engine.made_up_steps import MadeUpSteps
-from penstock.engine.warm_up import KINDS
 from penstock.messages.kv_cache_spec import KVCacheConfig
 from penstock.messages.scheduler_output import NO_GRAMMARS, SchedulerOutput
 from penstock.runner.load import allocate_kv_cache, load_model
 from penstock.runner.model_runner import ModelRunner
 from penstock.utils import logging
 from penstock.utils.wire import Codec, FrameReader
+from penstock.worker.made_up_steps import KINDS, MadeUpSteps
 
 logger = logging.get_logger(__name__)
 
@@ -95,7 +94,7 @@ def compiling(config: EngineConfig, capability: int, num_processes: int) -> Iter
 
 @contextlib.contextmanager
 def _process(frame: bytes, log: int) -> Iterator[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-m", "penstock.engine.compile_ahead"]
+    command = [sys.executable, "-m", "penstock.worker.compile_ahead"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=log) as process:
         try:
             assert process.stdin is not None

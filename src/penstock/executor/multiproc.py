@@ -1,0 +1,160 @@
+"""A rank in a process of its own, on this host.
+
+The process is started by command, never forked, and joined to this one by a socket pair over which the messages of
+`worker.messages` travel. Answers come in the order of the questions and are read by whoever waits for them, so that a
+step takes no detour through another thread. A thread beside it only watches for the hang-up: a dead rank is told at
+once, also while nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from penstock.config.engine import EngineArgs
+from penstock.executor.executor import Pending
+from penstock.messages.kv_transfer import ShardId
+from penstock.messages.runner_output import ModelRunnerOutput
+from penstock.messages.scheduler_output import GrammarOutput, SchedulerOutput
+from penstock.utils.errors import ConfigError, EngineDeadError, WireError
+from penstock.utils.wire import FrameReader
+from penstock.worker.messages import (
+    CODEC,
+    InitializeWorker,
+    LoadWorker,
+    SampleTokens,
+    WorkerFacts,
+    WorkerFailed,
+    WorkerReady,
+)
+
+_RECEIVE_BYTES = 1 << 20
+_SOCKET_BYTES = 4 << 20
+_EXIT_SECONDS = 10.0
+_DEATH_SECONDS = 0.5
+
+
+class ProcessWorker:
+    """One worker process and the connection to it (`WorkerHandle`). One thread drives it."""
+
+    def __init__(self, args: EngineArgs, shard: ShardId) -> None:
+        self._args = args
+        self._shard = shard
+        self._connection, theirs = socket.socketpair()
+        for each in (self._connection, theirs):
+            # A step's messages fit, so that to send them waits for nobody; the system may grant less.
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
+        command = [sys.executable, "-m", "penstock.worker.worker_process", str(theirs.fileno())]
+        with theirs:
+            self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
+        self._reader = FrameReader(CODEC)
+        self._received: deque[Any] = deque()
+        self._failure: Exception | None = None
+        self._is_closing = False
+
+    def load(self) -> Pending[WorkerFacts]:
+        return self._ask(LoadWorker(self._args, self._shard))
+
+    def initialize(self, plan: InitializeWorker) -> Pending[WorkerReady]:
+        return self._ask(plan)
+
+    def execute_model(self, plan: SchedulerOutput) -> None:
+        self._send(plan)
+
+    def sample_tokens(self, grammars: GrammarOutput | None) -> Pending[ModelRunnerOutput]:
+        return self._ask(SampleTokens(grammars))
+
+    def watch(self, on_death: Callable[[], None]) -> None:
+        threading.Thread(target=self._watch, args=(on_death,), name="penstock-watch-worker", daemon=True).start()
+
+    def check(self) -> None:
+        while self._failure is not None or self._hangs_up(timeout=0):
+            self._receive()
+
+    def shutdown(self) -> None:
+        self._is_closing = True
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        try:
+            self._process.wait(_EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._connection.close()
+
+    def _ask(self, message: Any) -> _Answer:
+        self._send(message)
+        return _Answer(self._receive)
+
+    def _send(self, message: Any) -> None:
+        try:
+            self._connection.sendall(CODEC.encode(message))
+        except OSError:
+            # Why it hung up may be among what it sent before.
+            while True:
+                self._receive()
+
+    def _receive(self) -> Any:
+        """The next answer. Raises ConfigError or EngineDeadError, now and from then on, when there will be none."""
+        if self._failure is not None:
+            raise self._failure
+        while not self._received:
+            try:
+                data = self._connection.recv(_RECEIVE_BYTES)
+                self._received.extend(self._reader.feed(data) if data else [self._unexpected_end()])
+            except OSError:
+                self._received.append(self._unexpected_end())
+            except WireError as error:
+                self._process.kill()
+                self._received.append(EngineDeadError(f"{self._name} sent what cannot be read: {error}"))
+        message = self._received.popleft()
+        if isinstance(message, WorkerFailed):
+            message = self._told(message)
+        if isinstance(message, Exception):
+            self._failure = message
+            raise message
+        return message
+
+    @property
+    def _name(self) -> str:
+        return f"worker {self._shard}"
+
+    def _told(self, failed: WorkerFailed) -> Exception:
+        """The worker's own account of its end."""
+        error = ConfigError(failed.message) if failed.is_config else EngineDeadError(f"{self._name}: {failed.message}")
+        if failed.traceback:
+            error.add_note(f"In {self._name}:\n{failed.traceback}")
+        return error
+
+    def _unexpected_end(self) -> EngineDeadError:
+        try:
+            code = self._process.wait(_DEATH_SECONDS)
+        except subprocess.TimeoutExpired:
+            return EngineDeadError(f"{self._name} hung up")
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        return EngineDeadError(f"the process of {self._name} {how}")
+
+    def _watch(self, on_death: Callable[[], None]) -> None:
+        self._hangs_up(timeout=None)
+        if not self._is_closing:
+            on_death()
+
+    def _hangs_up(self, timeout: int | None) -> bool:
+        """Whether the other end has gone, within so many milliseconds."""
+        poll = select.poll()
+        poll.register(self._connection, select.POLLRDHUP)
+        return bool(poll.poll(timeout))
+
+
+class _Answer:
+    """The next answer of a worker, once it is asked for (`Pending`)."""
+
+    def __init__(self, receive: Callable[[], Any]) -> None:
+        self.result = receive

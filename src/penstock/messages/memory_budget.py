@@ -1,0 +1,48 @@
+"""Where a device's memory goes: measured by a worker, divided by the engine core."""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.utils.math import cdiv
+
+
+class MemoryBudget(msgspec.Struct, frozen=True):
+    """Where a device's memory goes, in bytes, when the weights are loaded and there is no KV cache yet.
+
+    `in_use` is everybody's and includes what torch knows nothing of; `step` is what the largest step needs on top of
+    it, `graphs` what captured graphs will. A cache that nobody gave a size takes at most `most`.
+    """
+
+    total: int
+    in_use: int
+    step: int = 0
+    graphs: int = 0
+    most: int = 1 << 62
+
+    @property
+    def taken(self) -> int:
+        return self.in_use + self.step + self.graphs
+
+    @property
+    def room(self) -> int:
+        """What is left when all of the device may be used."""
+        return self.total - self.taken
+
+    def left(self, utilization: float) -> int:
+        """What is left for the KV cache of this part of the device; may be negative."""
+        return min(int(self.total * utilization) - self.taken, self.most)
+
+    def utilization_for(self, num_bytes: int) -> float:
+        """The part of the device, in whole hundredths, that leaves so many bytes; above 1 there is none."""
+        return cdiv(100 * (self.taken + num_bytes), self.total) / 100
+
+    def __str__(self) -> str:
+        return (
+            f"{_gib(self.in_use)} GiB in use with the weights, {_gib(self.step)} GiB for the largest step and "
+            f"{_gib(self.graphs)} GiB for graphs, of {_gib(self.total)} GiB"
+        )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f}"

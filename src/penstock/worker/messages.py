@@ -1,0 +1,94 @@
+"""What the engine core and a worker say to each other.
+
+    core -> worker   LoadWorker         first, once
+    worker -> core   WorkerFacts        the weights are loaded
+    core -> worker   InitializeWorker   what was planned from the facts of all ranks
+    worker -> core   WorkerReady        the KV cache is allocated and the connector's worker side is built
+
+Then follow the steps: each is a SchedulerOutput and a SampleTokens, answered by one ModelRunnerOutput. A WorkerFailed
+may take the place of any answer and is the last message of its worker.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.config.engine import EngineArgs, SchedulerConfig
+from penstock.kv_transfer.factory import ConnectorContext
+from penstock.messages.kv_cache_spec import KVCacheConfig, KVCacheSpec
+from penstock.messages.kv_transfer import ConnectorSetup, HandshakePayload, ShardId
+from penstock.messages.memory_budget import MemoryBudget
+from penstock.messages.runner_output import ModelRunnerOutput
+from penstock.messages.scheduler_output import GrammarOutput, SchedulerOutput
+from penstock.utils.wire import Codec
+
+
+class LoadWorker(msgspec.Struct, frozen=True):
+    """The folders in `args` hold the models; the worker chooses its device."""
+
+    args: EngineArgs
+    shard: ShardId
+
+
+class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank knows of its device and of what it has loaded.
+
+    Specs are by layer name in the order of the layers, a drafter's under names of their own; its KV at a position
+    depends on `num_tokens_ahead` tokens behind it. `arithmetic` names the kernels: others have other last bits.
+    `weights_digest` [16 bytes] is of every tensor as it was loaded.
+    """
+
+    shard: ShardId
+    device: str
+    kv_cache_specs: dict[str, KVCacheSpec]
+    draft_kv_cache_specs: dict[str, KVCacheSpec]
+    num_tokens_ahead: int
+    memory: MemoryBudget
+    arithmetic: str
+    weights_digest: bytes
+
+
+class InitializeWorker(msgspec.Struct, frozen=True, kw_only=True):
+    """`connector` is None where KV stays in the engine, `connector_setup` where its worker sides need nothing else."""
+
+    cache: KVCacheConfig
+    limits: SchedulerConfig
+    connector: ConnectorContext | None = None
+    connector_setup: ConnectorSetup | None = None
+
+
+class WorkerReady(msgspec.Struct, frozen=True):
+    """`handshake` is what other engines must know of this rank, None where its connector has nothing to tell them.
+
+    `runs_ahead`: a step is launched here and computed elsewhere, so that its result comes later.
+    """
+
+    shard: ShardId
+    handshake: HandshakePayload | None
+    runs_ahead: bool
+
+
+class SampleTokens(msgspec.Struct, frozen=True):
+    """Samples for the step that was sent last, within its grammars."""
+
+    grammars: GrammarOutput | None = None
+
+
+class WorkerFailed(msgspec.Struct, frozen=True):
+    """The worker ends after this: its configuration cannot work (`is_config`), or it broke."""
+
+    message: str
+    traceback: str
+    is_config: bool
+
+
+CODEC = Codec(
+    LoadWorker,
+    WorkerFacts,
+    InitializeWorker,
+    WorkerReady,
+    SchedulerOutput,
+    SampleTokens,
+    ModelRunnerOutput,
+    WorkerFailed,
+)

@@ -1,0 +1,130 @@
+"""One rank's life: load, measure, allocate, hand over facts and handshake, step, shut down.
+
+    loaded = load_worker(args, shard)      # the weights are on the device; `loaded.facts` is what the core plans from
+    worker = loaded.initialize(plan)       # the KV cache, the connector's worker side and the runner; `worker.ready`
+    worker.execute_model(plan)             # then the steps
+    worker.sample_tokens(grammars)
+
+A worker knows nothing of other processes: an executor drives it in this one, or `worker_process` in one of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+import torch
+
+from penstock.config import env
+from penstock.config.engine import EngineArgs, EngineConfig
+from penstock.config.kv_cache_groups import attach_layers, block_bytes, group_layers
+from penstock.kv_transfer.connector import WorkerConnector
+from penstock.kv_transfer.factory import make_worker_connector
+from penstock.kv_transfer.null import NullWorkerConnector
+from penstock.messages.kv_cache_spec import KVCacheConfig
+from penstock.messages.kv_transfer import ShardId
+from penstock.messages.scheduler_output import NO_GRAMMARS, GrammarOutput, SchedulerOutput
+from penstock.runner.load import KVCache, LoadedModel, allocate_kv_cache, arithmetic, load_model
+from penstock.runner.memory import available_bytes, memory_for, total_bytes
+from penstock.runner.model_runner import ModelRunner
+from penstock.runner.outputs import PendingOutput
+from penstock.utils import logging
+from penstock.worker.compile_ahead import compiling_ahead
+from penstock.worker.config import make_config
+from penstock.worker.memory_profile import memory_budget, step_advice
+from penstock.worker.messages import InitializeWorker, WorkerFacts, WorkerReady
+
+
+def load_worker(args: EngineArgs, shard: ShardId) -> LoadedWorker:
+    """Loads the weights and measures the device. Raises ConfigError when the arguments cannot work here."""
+    logging.configure(env.log_level())
+    config = make_config(args)
+    with compiling_ahead(config) as wait_for_kernels:
+        loaded = load_model(config)
+        wait_for_kernels()
+    return LoadedWorker(config, shard, loaded)
+
+
+class LoadedWorker:
+    """A rank with its weights and without a KV cache."""
+
+    def __init__(self, config: EngineConfig, shard: ShardId, loaded: LoadedModel) -> None:
+        self._config = config
+        self._loaded = loaded
+        groups = group_layers(loaded.model.kv_cache_specs)
+        attached = attach_layers(loaded.draft_kv_cache_specs, groups, loaded.num_tokens_ahead)
+        smallest = KVCacheConfig(1, config.cache.block_size, groups, attached)
+        self.facts = WorkerFacts(
+            shard=shard,
+            device=config.device,
+            kv_cache_specs=dict(loaded.model.kv_cache_specs),
+            draft_kv_cache_specs=loaded.draft_kv_cache_specs,
+            num_tokens_ahead=loaded.num_tokens_ahead,
+            memory=memory_budget(config, loaded, smallest),
+            arithmetic=arithmetic(config),
+            weights_digest=loaded.weights_digest,
+        )
+
+    def initialize(self, plan: InitializeWorker) -> Worker:
+        """Raises ConfigError when the memory is too small, or when the connector refuses its configuration."""
+        loaded, config, limits = self._loaded, self._config, plan.limits
+        cache = self._allocate(plan.cache)
+        connector: WorkerConnector = NullWorkerConnector()
+        if plan.connector is not None:
+            connector = make_worker_connector(plan.connector, self.facts.shard, plan.connector_setup)
+        rows = f"token ids and drafts of max_num_seqs={limits.max_num_seqs} requests of {limits.max_model_len} tokens"
+        with memory_for(rows, loaded.device, lambda: "lower max_num_seqs or max_model_len"):
+            runner = ModelRunner(
+                loaded, cache, limits, config.execution, config.speculative, connector, debug=env.debug()
+            )
+        ready = WorkerReady(self.facts.shard, connector.get_handshake_metadata(), runner.runs_ahead)
+        return Worker(runner, ready, loaded.device, f"lower gpu_memory_utilization, or {step_advice(limits)}")
+
+    def _allocate(self, planned: KVCacheConfig) -> KVCache:
+        device, config, budget = self._loaded.device, self._config.cache, self.facts.memory
+        needed = planned.num_blocks * block_bytes(planned.groups, planned.block_size, planned.attached)
+        # What is free may lie in pieces: less than was asked for in any case.
+        fits = max(0, min(available_bytes(device), budget.room, needed * 99 // 100))
+
+        def advice() -> str:
+            if config.num_blocks_override is not None:
+                return f"lower num_gpu_blocks_override to {planned.num_blocks * fits // needed}"
+            if config.kv_cache_memory is not None:
+                return f"lower kv_cache_memory to {fits}"
+            lower = math.floor(100 * (config.gpu_memory_utilization - (needed - fits) / total_bytes(device))) / 100
+            return f"lower gpu_memory_utilization from {config.gpu_memory_utilization} to {lower}"
+
+        with memory_for(f"{planned.num_blocks} KV blocks", device, advice):
+            return allocate_kv_cache(planned, device)
+
+
+class Worker:
+    """A complete rank. One thread drives it, in the order of the steps."""
+
+    def __init__(self, runner: ModelRunner, ready: WorkerReady, device: torch.device, memory_advice: str) -> None:
+        self.ready = ready
+        self._runner = runner
+        self._device = device
+        self._memory_advice = memory_advice
+        self._is_warming_up = False
+
+    def execute_model(self, plan: SchedulerOutput) -> None:
+        """Launches the forward pass."""
+        self._is_warming_up = plan.is_warm_up
+        with self._enough_memory():
+            self._runner.execute_model(plan)
+
+    def sample_tokens(self, grammars: GrammarOutput | None) -> PendingOutput:
+        """Launches sampling for the step before."""
+        with self._enough_memory():
+            return self._runner.sample_tokens(grammars or NO_GRAMMARS)
+
+    def shutdown(self) -> None:
+        """No step will follow."""
+        self._runner.shutdown()
+
+    def _enough_memory(self) -> contextlib.AbstractContextManager[None]:
+        """The first steps take what was not measured; running out of memory then is the configuration's fault."""
+        if not self._is_warming_up:
+            return contextlib.nullcontext()
+        return memory_for("the first steps", self._device, lambda: self._memory_advice)
