@@ -25,10 +25,11 @@ from penstock.executor.uniproc import make_executor
 from penstock.kv_transfer.events import make_event_publisher
 from penstock.messages.kv_cache_spec import KVCacheConfig
 from penstock.runner.load import KVCache, LoadedModel, allocate_kv_cache, load_model
-from penstock.runner.memory import available_bytes, memory_for, num_blocks_in_budget, total_bytes
-from penstock.runner.model_runner import ModelRunner
+from penstock.runner.memory import DeviceMemory, memory_for, num_blocks_in_budget
 from penstock.utils import logging
 from penstock.utils.errors import ConfigError
+from penstock.worker.build_runner import make_runner
+from penstock.worker.parts import make_parts
 
 logger = logging.get_logger(__name__)
 
@@ -47,14 +48,15 @@ def make_config(args: EngineArgs) -> EngineConfig:
 def build_engine_core(config: EngineConfig) -> tuple[EngineCore, SchedulerConfig]:
     """Loads the model, plans and allocates the cache. The scheduler's limits come back as the memory allows them."""
     with compiling_ahead(config) as wait_for_kernels:
-        loaded = load_model(config)
+        parts = make_parts(torch.device(config.device))
+        loaded = load_model(config, parts.memory)
         wait_for_kernels()
-    limits, planned, room = _plan(config, loaded)
-    cache = _allocate(planned, loaded, config.cache, room)
+    limits, planned, room = _plan(config, loaded, parts.memory)
+    cache = _allocate(planned, loaded, config.cache, room, parts.memory)
     transfer, worker = build_transfer(config, planned)
     rows = f"token ids and drafts of max_num_seqs={limits.max_num_seqs} requests of {limits.max_model_len} tokens"
     with memory_for(rows, loaded.device, lambda: "lower max_num_seqs or max_model_len"):
-        runner = ModelRunner(loaded, cache, limits, config.execution, config.speculative, worker, debug=env.debug())
+        runner = make_runner(loaded, cache, limits, config.execution, config.speculative, worker, debug=env.debug())
     if config.speculative is not None and config.speculative.synthetic_acceptance_rates:
         logger.warning("rejection_sample_method=synthetic takes drafts by chance: the outputs are not the model's")
     executor = make_executor(runner, limits.max_num_in_flight)
@@ -69,12 +71,14 @@ def build_engine_core(config: EngineConfig) -> tuple[EngineCore, SchedulerConfig
     return EngineCore(scheduler, executor, limits.max_num_in_flight, publisher, debug=env.debug()), limits
 
 
-def _plan(config: EngineConfig, loaded: LoadedModel) -> tuple[SchedulerConfig, KVCacheConfig, int]:
+def _plan(
+    config: EngineConfig, loaded: LoadedModel, memory: DeviceMemory
+) -> tuple[SchedulerConfig, KVCacheConfig, int]:
     """With the bytes that the cache may have beside all else."""
     limits, block_size = config.scheduler, config.cache.block_size
     groups = group_layers(loaded.model.kv_cache_specs)
     attached = attach_layers(loaded.draft_kv_cache_specs, groups)
-    budget = memory_budget(config, loaded, KVCacheConfig(1, block_size, groups, attached))
+    budget = memory_budget(config, loaded, KVCacheConfig(1, block_size, groups, attached), memory)
     per_block = block_bytes(groups, block_size, attached)
     num_blocks = num_blocks_in_budget(config.cache, budget, per_block)
     room = budget.total - budget.taken
@@ -96,18 +100,20 @@ def _plan(config: EngineConfig, loaded: LoadedModel) -> tuple[SchedulerConfig, K
     return limits, planned, room
 
 
-def _allocate(planned: KVCacheConfig, loaded: LoadedModel, config: CacheConfig, room: int) -> KVCache:
+def _allocate(
+    planned: KVCacheConfig, loaded: LoadedModel, config: CacheConfig, room: int, memory: DeviceMemory
+) -> KVCache:
     device = loaded.device
     needed = planned.num_blocks * block_bytes(planned.groups, planned.block_size, planned.attached)
     # What is free may lie in pieces: less than was asked for in any case.
-    fits = max(0, min(available_bytes(device), room, needed * 99 // 100))
+    fits = max(0, min(memory.available(), room, needed * 99 // 100))
 
     def advice() -> str:
         if config.num_blocks_override is not None:
             return f"lower num_gpu_blocks_override to {planned.num_blocks * fits // needed}"
         if config.kv_cache_memory is not None:
             return f"lower kv_cache_memory to {fits}"
-        lower = math.floor(100 * (config.gpu_memory_utilization - (needed - fits) / total_bytes(device))) / 100
+        lower = math.floor(100 * (config.gpu_memory_utilization - (needed - fits) / memory.total())) / 100
         return f"lower gpu_memory_utilization from {config.gpu_memory_utilization} to {lower}"
 
     with memory_for(f"{planned.num_blocks} KV blocks", device, advice):
