@@ -79,7 +79,7 @@ def main() -> None:
     stages.watch_compilation_ahead(build)
     stages.watch("penstock.engine.build", "memory_budget", "profile run")
     stages.watch("penstock.engine.build", "_allocate", "KV cache")
-    stages.watch("penstock.engine.build", "ModelRunner", "runner")
+    stages.watch("penstock.engine.build", "make_runner", "runner")
     stages.watch("penstock.engine.build", "warm_up", "warm-up")
     if options["device"] == "cuda":
         stages.watch("penstock.runner.gpu.cudagraphs", "capture", "graphs")

@@ -25,14 +25,14 @@ from penstock.config.model_path import resolve_model_path
 from penstock.engine import build
 from penstock.executor.uniproc import LaunchedSteps
 from penstock.kernels import native
-from penstock.runner import batch_shapes, buffers, input_batch, model_runner, step_sampler
+from penstock.runner import batch_shapes
 from penstock.runner.gpu import cudagraphs
 from penstock.runner.gpu.inputs import GpuInputBuilder
+from penstock.runner.gpu.parts import GpuParts
 from penstock.runner.gpu.sampling.outputs import CopiedOutput
 from penstock.runner.model_runner import ModelRunner
 from penstock.runner.outputs import NOT_FINITE, NOTHING_ALLOWED
-from penstock.runner.sampling import logprobs
-from penstock.runner.speculation import select
+from penstock.worker import parts
 from tests.kernels.graph_emulator import EmulatedRecorder
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU stands in for the GPU")
@@ -126,8 +126,7 @@ def check_logprobs(found: Any, expected: Any) -> None:
 @pytest.fixture
 def gpu_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The runner takes its parts for a GPU; a model's layers do not."""
-    for module in (buffers, input_batch, step_sampler, logprobs, select):
-        monkeypatch.setattr(module, "has_gpu_kernels", lambda device: True)
+    monkeypatch.setattr(parts, "has_gpu_kernels", lambda device: True)
     monkeypatch.setattr(build, "warm_up", lambda *args: None)
 
 
@@ -145,7 +144,7 @@ def use_graphs(patched: pytest.MonkeyPatch, contexts: tuple[int, ...] = (64, 128
     patched.setattr(batch_shapes, "_MIXED_SIZES", (16, 256))
     EmulatedRecorder.install(patched)
     patched.setattr(cudagraphs, "CudaGraphRecorder", EmulatedRecorder)
-    patched.setattr(model_runner, "graph_contexts", lambda *args: () if args[2].enforce_eager else contexts)
+    patched.setattr(GpuParts, "graph_contexts", lambda *args: () if args[2].enforce_eager else contexts)
     patched.setattr(EmulatedRecorder, "num_replays", 0)
 
 

@@ -21,8 +21,8 @@ from penstock.kv_transfer.offload.worker import OffloadingWorker
 from penstock.kv_transfer.view import Place, Take, Transfer, write_now
 from penstock.messages.kv_transfer import BadRange, TransferReport, TransferStatus
 from penstock.messages.outputs import CompletionOutput
-from penstock.runner import kv_cache_view
-from penstock.runner.kv_cache_view import TorchKVCacheView
+from penstock.runner.cpu.kv_cache_view import HostKVCacheView
+from penstock.worker import parts
 from tests.integration.test_identity_matrix import requests, run
 from tests.integration.test_identity_speculation import METHODS
 
@@ -119,15 +119,15 @@ class Late:
 def test_transfers_that_take_some_steps(plain_tokens: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks are given away while they are copied, and wanted while they come."""
 
-    def read_blocks(self: TorchKVCacheView, places: Sequence[Place], take: Take) -> Late:
+    def read_blocks(self: HostKVCacheView, places: Sequence[Place], take: Take) -> Late:
         kept = [[memoryview(bytes(part)) for part in self.block_parts(*place)] for place in places]
         return Late(lambda: [take(number, parts) for number, parts in enumerate(kept)])
 
-    def write_blocks(self: TorchKVCacheView, places: Sequence[Place], data: Sequence[memoryview], take: Take) -> Late:
+    def write_blocks(self: HostKVCacheView, places: Sequence[Place], data: Sequence[memoryview], take: Take) -> Late:
         return Late(lambda: write_now(self, places, data, take))
 
-    monkeypatch.setattr(TorchKVCacheView, "read_blocks", read_blocks)
-    monkeypatch.setattr(TorchKVCacheView, "write_blocks", write_blocks)
+    monkeypatch.setattr(HostKVCacheView, "read_blocks", read_blocks)
+    monkeypatch.setattr(HostKVCacheView, "write_blocks", write_blocks)
     llm = make(offloading(), async_scheduling=True)
     assert tokens(llm) == plain_tokens
     assert run_again(llm) == plain_tokens
@@ -141,7 +141,7 @@ def test_transfers_that_take_some_steps(plain_tokens: list[list[int]], monkeypat
 
 def test_by_the_kernels_of_a_gpu(plain_tokens: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """In Triton's interpreter."""
-    monkeypatch.setattr(kv_cache_view, "has_gpu_kernels", lambda device: True)
+    monkeypatch.setattr(parts, "has_gpu_kernels", lambda device: True)
     llm = make(offloading())
     assert completions_of(llm, 4) == plain_tokens[:4]
     assert llm.reset_prefix_cache()

@@ -18,8 +18,8 @@ from penstock.core.scheduler import Scheduler
 from penstock.kernels.prepare_inputs import TokenInputs
 from penstock.messages.requests import EngineRequest
 from penstock.messages.sampling_params import SamplingParams
-from penstock.runner import input_batch
-from penstock.runner.sampling import states
+from penstock.runner.cpu import inputs
+from penstock.runner.sampling import batch
 from penstock.verify.matrix import RowResult, verify
 from penstock.verify.rows import make_rows
 from penstock.verify.workload import Case
@@ -74,12 +74,12 @@ def test_the_rows_of_a_gpu() -> None:
 
 
 def test_noise_that_depends_on_the_batch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    uniform = states.uniform
+    uniform = batch.uniform
 
     def by_batch(seeds: Any, positions: np.ndarray, purpose: Any) -> np.ndarray:
         return uniform(seeds, positions + len(seeds) - 1, purpose)
 
-    monkeypatch.setattr(states, "uniform", by_batch)
+    monkeypatch.setattr(batch, "uniform", by_batch)
     assert main(["verify", "--quick", "--max-tokens", "12"]) == 1
     written = capsys.readouterr()
     assert "rows do not agree" in written.err
@@ -106,7 +106,7 @@ def test_blocks_found_by_what_is_in_them_alone(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_an_off_by_one_in_later_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    expand_tokens = input_batch.expand_tokens
+    expand_tokens = inputs.expand_tokens
 
     def shifted(idx_mapping: Any, starts: Any, num_computed: Any, token_ids: Any, num_tokens: int) -> TokenInputs:
         inputs = expand_tokens(idx_mapping, starts, num_computed, token_ids, num_tokens)
@@ -115,7 +115,7 @@ def test_an_off_by_one_in_later_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         inputs.input_ids[is_late] = token_ids[inputs.rows, inputs.positions - 1].long()[is_late]
         return inputs
 
-    monkeypatch.setattr(input_batch, "expand_tokens", shifted)
+    monkeypatch.setattr(inputs, "expand_tokens", shifted)
     results = run(last="chunked prefill")
     assert results["in company"].agrees
     difference = results["chunked prefill"].difference

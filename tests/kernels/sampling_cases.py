@@ -15,9 +15,9 @@ from penstock.kernels.triton.sampling.draw import sample
 from penstock.kernels.triton.sampling.tiles import SamplingTables, Workspace
 from penstock.messages.requests import EngineRequest
 from penstock.messages.sampling_params import SamplingParams
-from penstock.runner.sampling import sampler
+from penstock.runner.cpu import sampler
+from penstock.runner.sampling.batch import SamplingBatch
 from penstock.runner.sampling.noise import Purpose
-from penstock.runner.sampling.states import SamplingBatch
 from tests.kernels.gpu_compiler import KernelCost, compile_for_gpu
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

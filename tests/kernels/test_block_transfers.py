@@ -11,9 +11,9 @@ import torch
 from penstock.kernels.triton.move_blocks import LayerTable, gather_blocks, scatter_blocks
 from penstock.kv_transfer.view import Place
 from penstock.messages.kv_cache_spec import AttachedLayer, KVCacheConfig, KVCacheGroup, KVCacheSpec
-from penstock.runner import kv_cache_view
+from penstock.runner.cpu.kv_cache_view import HostKVCacheView
 from penstock.runner.gpu.block_transfers import BlockTransfers
-from penstock.runner.kv_cache_view import TorchKVCacheView
+from penstock.runner.gpu.kv_cache_view import GpuKVCacheView
 from penstock.runner.load import KVCache, allocate_kv_cache
 from tests.kernels.gpu_compiler import compile_for_gpu
 from tests.kernels.test_staging import LateQueue
@@ -39,7 +39,7 @@ def make_cache(device: torch.device = ON) -> KVCache:
 
 
 def layers_of(cache: KVCache) -> list[list[torch.Tensor]]:
-    view = TorchKVCacheView(cache)
+    view = GpuKVCacheView(cache)
     names = [view.layer_names(group) for group in range(2)]
     return [[cache.tensors[name].view(torch.uint8).flatten(1) for name in each] for each in names]
 
@@ -129,17 +129,17 @@ def test_what_fails_is_told_and_gives_its_room_back(transfers: tuple[BlockTransf
 
 
 @pytest.mark.parametrize("is_remote", [False, True])
-def test_the_view_is_the_same_for_both(is_remote: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache_view, "has_gpu_kernels", lambda device: is_remote)
+def test_the_view_is_the_same_for_both(is_remote: bool) -> None:
     cache = make_cache(torch.device("cpu"))
-    view = TorchKVCacheView(cache)
+    view = GpuKVCacheView(cache) if is_remote else HostKVCacheView(cache)
     wanted = expected(cache, PLACES)
     found: list[bytes] = []
     view.read_blocks(PLACES, lambda _, parts: found.append(b"".join(parts))).result()
     assert found == wanted
     view.write_blocks(PLACES[:2], [memoryview(each) for each in wanted[1::-1]], lambda *_: None).result()
     assert expected(cache, PLACES[:2]) == wanted[1::-1]
-    assert ("_transfers" in vars(view)) is is_remote
+    view.write_block(*PLACES[2], memoryview(wanted[2][::-1]))
+    assert expected(cache, PLACES[2:3]) == [wanted[2][::-1]]
 
 
 def test_the_kernel_compiles_without_spills() -> None:
@@ -161,7 +161,7 @@ def test_the_kernel_compiles_without_spills() -> None:
 def test_on_a_gpu_beside_steps() -> None:
     """Reads and writes between launches that overwrite what was read."""
     cache = make_cache()
-    view = TorchKVCacheView(cache)
+    view = GpuKVCacheView(cache)
     with torch.inference_mode():
         for _ in range(20):
             wanted, found = expected(cache, PLACES), []

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from penstock.runner.buffers import HostTableWriter, TableWriter
+from penstock.runner.buffers import TableWriter
+from penstock.runner.cpu.buffers import HostTableWriter
 from penstock.runner.gpu.buffers import PinnedRing, StagedTableWriter
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

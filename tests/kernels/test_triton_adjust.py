@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from penstock.kernels.triton.sampling.adjust import adjust_logits, count_tokens, pack_bits
-from penstock.runner.buffers import HostTableWriter
+from penstock.runner.cpu.buffers import HostTableWriter
+from penstock.runner.cpu.sampler import LOGITS_FEATURES
 from penstock.runner.gpu.sampling.rows import SamplingRows
-from penstock.runner.sampling.sampler import LOGITS_FEATURES
 from tests.kernels.sampling_cases import CONSTEXPRS, DTYPES, MAX_REQS, POINTERS, Case, compile_sampling
 
 WIDTH = 2500

@@ -11,8 +11,9 @@ import torch
 from penstock.kernels.triton.sampling.logprobs import RECORD, LogprobsWorkspace, score_tokens
 from penstock.messages.runner_output import TokenLogprobs
 from penstock.messages.sampling_params import MAX_LOGPROBS
+from penstock.runner.cpu.logprobs import TorchScorer
 from penstock.runner.gpu.sampling.logprobs import GpuScorer, read_records
-from penstock.runner.sampling.logprobs import TorchScorer, token_logprobs
+from penstock.runner.sampling.logprobs import token_logprobs
 from tests.kernels.sampling_cases import CONSTEXPRS, DTYPES, POINTERS, compile_sampling
 
 # The interpreter's numpy speaks of infinity minus infinity, which a mask then drops; a GPU does not.

@@ -1,4 +1,4 @@
-"""Prompt lookup in Triton against `penstock.runner.speculation.ngram`."""
+"""Prompt lookup in Triton against `penstock.runner.cpu.ngram`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penstock.kernels.triton.ngram import propose_ngrams
-from penstock.runner.speculation.ngram import NgramSpeculator
+from penstock.runner.cpu.ngram import NgramSpeculator
 from tests.kernels.gpu_compiler import compile_for_gpu
 
 

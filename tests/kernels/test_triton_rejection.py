@@ -15,12 +15,13 @@ from penstock.kernels.triton.sampling.draw import sample
 from penstock.kernels.triton.sampling.rejection import KeptDrafts, Residuals, accept_or_resample, keep_drafts
 from penstock.kernels.triton.sampling.tiles import Workspace
 from penstock.kernels.triton.sampling.verify import toss
-from penstock.runner.sampling import sampler
+from penstock.runner.cpu import sampler
+from penstock.runner.cpu.verifiers import SyntheticVerifier
+from penstock.runner.cpu.verifiers import accept_or_resample as accept_or_resample_reference
+from penstock.runner.sampling.batch import SamplingBatch
 from penstock.runner.sampling.noise import Purpose, uniform
-from penstock.runner.sampling.states import SamplingBatch
-from penstock.runner.speculation.rejection import accept_or_resample as accept_or_resample_reference
-from penstock.runner.speculation.synthetic import SyntheticVerifier
 from tests.kernels.sampling_cases import CONSTEXPRS, MAX_REQS, POINTERS, Case, compile_sampling
+from tests.verified_steps import verified_step
 
 NUM_DRAFTS = 3
 PURPOSES = (int(Purpose.ACCEPT), int(Purpose.RESAMPLE))
@@ -201,7 +202,7 @@ def test_coins(rates: tuple[float, ...]) -> None:
             batch.requests, batch.positions_np, batch.rows, batch.positions, batch.token_ids, bitmasks
         )
         verifier = SyntheticVerifier(windows.drafts, rates)
-        expected, verified = verifier.verify(logits, batch, windows.case.rows, windows.num_drafts)
+        expected = verified_step(verifier, logits, batch, windows.case.rows, windows.num_drafts)
         token_ids = sampler.sample(logits, batch).token_ids
         mask_of_row = torch.full((count if bitmasks else 0,), -1, dtype=torch.int32)
         for number, index in enumerate(bitmasks):
@@ -221,8 +222,8 @@ def test_coins(rates: tuple[float, ...]) -> None:
             *counts,
         )
         assert token_ids.tolist() == expected.token_ids.tolist()
-        assert counts[0].tolist() == [*verified.num_accepted.tolist(), 0]
-        assert counts[1].tolist() == [*verified.num_real_drafts.tolist(), 0]
+        assert counts[0].tolist() == [*expected.num_accepted.tolist(), 0]
+        assert counts[1].tolist() == [*expected.num_real_drafts.tolist(), 0]
 
 
 @pytest.mark.parametrize(("kernel", "num_warps"), [("_keep_drafts", 4), ("_sum_residuals", 8), ("_replace", 8)])

@@ -17,13 +17,13 @@ from penstock.messages.kv_cache_spec import KVCacheConfig
 from penstock.messages.memory_budget import MemoryBudget
 from penstock.runner import load
 from penstock.runner.load import load_model
-from penstock.runner.memory import is_out_of_memory, measure
+from penstock.runner.memory import HostMemory, is_out_of_memory, measure
 from penstock.runner.model_runner import ModelRunner
 from penstock.utils.errors import ConfigError
 from penstock.worker import memory_profile, worker
 from penstock.worker.config import make_config
 from penstock.worker.made_up_steps import KINDS
-from penstock.worker.memory_profile import profile, run_largest_steps
+from penstock.worker.memory_profile import memory_budget, run_largest_steps
 
 GIB = 1 << 30
 MTP = {"method": "mtp", "num_speculative_tokens": 2}
@@ -36,6 +36,15 @@ class FakeMeter:
         self.reading = (100 * GIB, (100 - in_use) * GIB, held * GIB)
         self.peak_bytes = peak * GIB
         self.calls: list[str] = []
+
+    def total(self) -> int:
+        return self.reading[0]
+
+    def available(self) -> int:
+        return self.reading[1]
+
+    def budget(self, largest_step: Callable[[], None], graph_bytes: int) -> MemoryBudget:
+        return measure(self, largest_step, graph_bytes)
 
     def settle(self) -> tuple[int, int, int]:
         self.calls.append("settle")
@@ -103,7 +112,7 @@ def test_the_largest_step(speculative: dict[str, Any] | None, monkeypatch: pytes
         device="cpu", max_num_batched_tokens=50, max_num_seqs=20, max_model_len=40, speculative_config=speculative
     )
     config = make_config(args)
-    loaded = load_model(config)
+    loaded = load_model(config, HostMemory())
     groups = group_layers(loaded.model.kv_cache_specs)
     cache = KVCacheConfig(1, 16, groups, attach_layers(loaded.draft_kv_cache_specs, groups, loaded.num_tokens_ahead))
     run_largest_steps(config, loaded, cache)
@@ -132,7 +141,7 @@ def raise_out_of_memory(*args: Any, **kwargs: Any) -> Any:
         ),
         (
             worker,
-            "ModelRunner",
+            "make_runner",
             "max_num_seqs=8 requests of 64 tokens need more .* lower max_num_seqs or max_model_len",
         ),
         (
@@ -165,10 +174,10 @@ def test_an_impossible_cache(given: dict[str, Any], message: str) -> None:
 def test_a_largest_step_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_profile, "run_largest_steps", raise_out_of_memory)
     config = make_config(EngineArgs(device="cpu", max_num_batched_tokens=64, max_num_seqs=20))
-    loaded = load_model(config)
+    loaded = load_model(config, HostMemory())
     cache = KVCacheConfig(1, 16, group_layers(loaded.model.kv_cache_specs))
     with pytest.raises(ConfigError, match="lower max_num_batched_tokens from 64 to 32 or max_num_seqs from 20 to 10"):
-        profile(config, loaded, cache, FakeMeter(1, 1, 1))
+        memory_budget(config, loaded, cache, FakeMeter(1, 1, 1))
 
 
 @pytest.mark.parametrize(

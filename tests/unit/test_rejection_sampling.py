@@ -17,16 +17,18 @@ import torch
 
 from penstock.messages.requests import EngineRequest
 from penstock.messages.sampling_params import SamplingParams
+from penstock.runner.cpu.picker import DraftDistributions, SamplingPicker
+from penstock.runner.cpu.sampler import draw, sample
+from penstock.runner.cpu.verifiers import RejectionVerifier, SyntheticVerifier, TorchSampledStep, accept_or_resample
+from penstock.runner.memory import DeviceMemory
+from penstock.runner.sampling.batch import SamplingBatch
 from penstock.runner.sampling.noise import Purpose, uniform
-from penstock.runner.sampling.sampler import SamplerOutput, draw, sample
-from penstock.runner.sampling.states import SamplingBatch, SamplingStates
-from penstock.runner.speculation import pick
-from penstock.runner.speculation.pick import DraftDistributions, SamplingPicker, allocate_draft_logits
-from penstock.runner.speculation.rejection import RejectionVerifier, accept_or_resample
+from penstock.runner.sampling.states import SamplingStates
+from penstock.runner.speculation.pick import allocate_draft_logits
 from penstock.runner.speculation.speculator import StepResult
-from penstock.runner.speculation.synthetic import SyntheticVerifier
-from penstock.runner.speculation.verify import Verified, Verifier
+from penstock.runner.speculation.verifier import Verifier
 from penstock.utils.errors import ConfigError
+from tests.verified_steps import verified_step
 
 NUM_DRAWS = 100_000
 NUM_DRAFTS = 2
@@ -96,7 +98,7 @@ class Toy:
         for place, each in enumerate(logits):
             self.drafts[:, place] = picker(each.expand(len(every), -1), place)
 
-    def verify(self, verifier: Verifier, *logits: torch.Tensor) -> tuple[SamplerOutput, Verified]:
+    def verify(self, verifier: Verifier[TorchSampledStep], *logits: torch.Tensor) -> TorchSampledStep:
         """`logits` [vocab_size] of each of the window's places; a request's drafts are one less."""
         count, width = len(self.requests), len(logits)
         index = np.repeat(np.arange(count), width)
@@ -106,7 +108,8 @@ class Toy:
         batch = SamplingBatch(
             requests, positions, torch.from_numpy(index), torch.from_numpy(positions), self.tokens, masks
         )
-        return verifier.verify(torch.stack(logits).repeat(count, 1), batch, self.rows, np.full(count, width - 1))
+        all_logits, num_drafts = torch.stack(logits).repeat(count, 1), np.full(count, width - 1)
+        return verified_step(verifier, all_logits, batch, self.rows, num_drafts)
 
     def rejection(self) -> RejectionVerifier:
         return RejectionVerifier(self.drafts, self.distributions)
@@ -116,8 +119,8 @@ def run(requests: list[EngineRequest], target: list[torch.Tensor], drafter: list
     """[num_requests, width] tokens and [num_requests] accepted drafts."""
     made = Toy(requests, len(target[0]), **toy)
     made.propose(*drafter)
-    sampled, verified = made.verify(made.rejection(), *target)
-    return sampled.token_ids.view(len(requests), -1), verified.num_accepted, made
+    step = made.verify(made.rejection(), *target)
+    return step.token_ids.view(len(requests), -1), step.num_accepted, made
 
 
 @pytest.mark.parametrize("quality", DRAFTERS)
@@ -207,13 +210,13 @@ def test_positions_without_a_draft_are_those_of_the_plain_run() -> None:
     """Requests that opted out, and the row behind the last draft."""
     made = Toy(make_requests(500))
     made.propose(DRAFTERS["sometimes"].log())
-    sampled, verified = made.verify(made.rejection(), TARGET.log())
+    step = made.verify(made.rejection(), TARGET.log())
     positions = np.full(500, NUM_COMPUTED + 1)
     batch = SamplingBatch(made.requests, positions, made.rows, torch.from_numpy(positions), made.tokens, {})
     plain = sample(TARGET.log().expand(500, -1), batch).token_ids
-    assert torch.equal(sampled.token_ids, plain)
-    assert verified.num_accepted.eq(0).all()
-    together, _ = made.verify(made.rejection(), TARGET.log(), TARGET.log())
+    assert torch.equal(step.token_ids, plain)
+    assert step.num_accepted.eq(0).all()
+    together = made.verify(made.rejection(), TARGET.log(), TARGET.log())
     behind = draw(
         TARGET.log().softmax(-1).expand(500, -1), torch.from_numpy(uniform(range(500), positions + 1, Purpose.SAMPLE))
     )
@@ -253,14 +256,14 @@ def test_a_model_without_numbers_is_reported() -> None:
     nan = torch.full((8,), torch.nan)
     made = Toy(make_requests(20))
     made.propose(TARGET.log(), TARGET.log())
-    sampled, verified = made.verify(made.rejection(), nan, TARGET.log(), TARGET.log())
-    assert not sampled.is_valid.view(20, 3)[:, 0].any()
-    assert sampled.is_valid.view(20, 3)[:, 1:].all()
+    step = made.verify(made.rejection(), nan, TARGET.log(), TARGET.log())
+    assert not step.distributions.is_valid.view(20, 3)[:, 0].any()
+    assert step.distributions.is_valid.view(20, 3)[:, 1:].all()
     # And a drafter without numbers harms nobody.
     made.propose(nan, nan)
-    sampled, verified = made.verify(made.rejection(), TARGET.log(), TARGET.log(), TARGET.log())
-    assert sampled.is_valid.all()
-    assert (verified.num_accepted >= 0).all()
+    step = made.verify(made.rejection(), TARGET.log(), TARGET.log(), TARGET.log())
+    assert step.distributions.is_valid.all()
+    assert (step.num_accepted >= 0).all()
 
 
 def test_a_grammar_s_word_is_final() -> None:
@@ -279,15 +282,15 @@ def test_a_row_that_is_taken_again_reads_no_old_logits() -> None:
     made = Toy(make_requests(400))
     made.propose(torch.tensor([9.0, *[-9.0] * 7]), torch.tensor([9.0, *[-9.0] * 7]))
     made.propose(TARGET.log(), TARGET.log())
-    _, verified = made.verify(made.rejection(), TARGET.log(), TARGET.log(), TARGET.log())
-    assert verified.num_accepted.eq(2).all(), "the drafter is the target now, and always right"
+    step = made.verify(made.rejection(), TARGET.log(), TARGET.log(), TARGET.log())
+    assert step.num_accepted.eq(2).all(), "the drafter is the target now, and always right"
 
 
-def test_the_buffer_is_refused_when_it_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pick, "available_bytes", lambda device: 2**30)
+def test_the_buffer_is_refused_when_it_does_not_fit() -> None:
+    memory = cast(DeviceMemory, SimpleNamespace(available=lambda: 2**30))
     loaded = SimpleNamespace(device=CPU, config=SimpleNamespace(dtype="bfloat16", vocab_size=256_000))
     with pytest.raises(ConfigError, match=r"max_num_seqs=256 requests, which take 3\.9 GiB.*1\.0 GiB free"):
-        allocate_draft_logits(cast(Any, loaded), 256, 32)
+        allocate_draft_logits(cast(Any, loaded), 256, 32, memory)
 
 
 @pytest.mark.parametrize("rates", [(0.8, 0.5), (0.0, 1.0), (1.0, 0.3)])
@@ -295,8 +298,8 @@ def test_the_buffer_is_refused_when_it_does_not_fit(monkeypatch: pytest.MonkeyPa
 def test_synthetic_acceptance_is_what_was_asked_for(rates: tuple[float, float], temperature: float) -> None:
     made = Toy(make_requests(20_000, temperature=temperature))
     made.drafts[:] = torch.tensor([1, 7])  # the likeliest token, and one that the target never says
-    sampled, verified = made.verify(SyntheticVerifier(made.drafts, rates), *[TARGET.log()] * 3)
-    tokens, accepted = sampled.token_ids.view(-1, 3), verified.num_accepted
+    step = made.verify(SyntheticVerifier(made.drafts, rates), *[TARGET.log()] * 3)
+    tokens, accepted = step.token_ids.view(-1, 3), step.num_accepted
     for place, rate in enumerate(rates):
         reached = accepted[accepted >= place]
         if len(reached):
@@ -309,7 +312,7 @@ def test_synthetic_acceptance_keeps_to_gaps_and_grammars() -> None:
     made = Toy(make_requests(10), bitmask=np.array([0b0000_1010], dtype=np.int32))
     made.drafts[:] = torch.tensor([3, 2])
     made.drafts[5] = torch.tensor([-1, 3])
-    sampled, verified = made.verify(SyntheticVerifier(made.drafts, (1.0, 1.0)), *[TARGET.log()] * 3)
-    assert verified.num_accepted.tolist() == [1] * 5 + [0] + [1] * 4
-    assert verified.num_real_drafts.tolist() == [2] * 5 + [0] + [2] * 4
-    assert torch.isin(sampled.token_ids, torch.tensor([1, 3])).all()
+    step = made.verify(SyntheticVerifier(made.drafts, (1.0, 1.0)), *[TARGET.log()] * 3)
+    assert step.num_accepted.tolist() == [1] * 5 + [0] + [1] * 4
+    assert step.num_real_drafts.tolist() == [2] * 5 + [0] + [2] * 4
+    assert torch.isin(step.token_ids, torch.tensor([1, 3])).all()

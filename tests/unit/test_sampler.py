@@ -11,9 +11,9 @@ import torch
 
 from penstock.messages.requests import EngineRequest
 from penstock.messages.sampling_params import SamplingParams
+from penstock.runner.cpu.sampler import draw, sample
+from penstock.runner.sampling.batch import SamplingBatch
 from penstock.runner.sampling.noise import Purpose, uniform
-from penstock.runner.sampling.sampler import draw, sample
-from penstock.runner.sampling.states import SamplingBatch
 
 VOCAB = 1500
 
@@ -149,7 +149,7 @@ def test_what_cannot_be_drawn_is_reported() -> None:
     logits = torch.zeros(2, VOCAB)
     logits[1] = math.nan
     output = sample(logits, make_batch([{"temperature": 0.0}, {"temperature": 0.0}], [[1], [1]], [1, 1]))
-    assert output.is_valid.tolist() == [True, False]
+    assert output.distributions.is_valid.tolist() == [True, False]
 
 
 def test_noise_is_uniform_and_a_function_of_its_key() -> None:

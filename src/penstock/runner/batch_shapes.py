@@ -6,15 +6,9 @@ import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from penstock.attention.backend import AttentionBackend
-from penstock.config.engine import ExecutionConfig, SchedulerConfig
-from penstock.kv_transfer.connector import WorkerConnector
+from penstock.config.engine import SchedulerConfig
 from penstock.runner.host_batch import HostBatch
-from penstock.utils import logging
-
-logger = logging.get_logger(__name__)
 
 # Graphs are captured for so many requests, and beyond them for every quarter of a power of two.
 _SMALL_SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)
@@ -102,15 +96,3 @@ def graph_sizes(max_num_reqs: int) -> list[int]:
     while (size := size + (1 << size.bit_length() - 3)) < max_num_reqs:
         sizes.append(size)
     return [*sizes, max_num_reqs]
-
-
-def graph_contexts(
-    device: torch.device, attention: AttentionBackend, execution: ExecutionConfig, connector: WorkerConnector
-) -> tuple[int, ...]:
-    """The lengths of contexts for which steps are captured; none where steps cannot be, or shall not."""
-    if device.type != "cuda" or execution.enforce_eager or not attention.graph_contexts:
-        return ()
-    if connector.layerwise:
-        logger.info("no CUDA graphs: the KV connector moves layers while a step computes them")
-        return ()
-    return attention.graph_contexts

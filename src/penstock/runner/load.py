@@ -22,7 +22,7 @@ from penstock.models.interface import Model
 from penstock.models.mtp import MultiTokenPredictor, build_mtp
 from penstock.models.registry import build_model, check_supported
 from penstock.models.weights import Weights, WeightsDigest, checkpoint_bytes, delivery_to, open_weights
-from penstock.runner.memory import available_bytes, memory_for
+from penstock.runner.memory import DeviceMemory, memory_for
 from penstock.utils import logging
 from penstock.utils.digest import digest
 from penstock.utils.errors import ConfigError
@@ -78,13 +78,13 @@ def arithmetic(config: EngineConfig) -> str:
     return f"torch {torch.__version__}" if library is None else library.isa
 
 
-def load_model(config: EngineConfig) -> LoadedModel:
+def load_model(config: EngineConfig, memory: DeviceMemory) -> LoadedModel:
     """Builds the model with its weights. Raises ConfigError when checkpoint, memory or attention backend are unfit."""
     check_supported(config.model)
     device = torch.device(config.device)
     check_backend(device, config.execution)
     if config.load_format != "dummy" and device.type != "meta":
-        needed, available = checkpoint_bytes(config.model.path), available_bytes(device)
+        needed, available = checkpoint_bytes(config.model.path), memory.available()
         if needed > available:
             raise ConfigError(
                 f"the weights of {config.model.path} take {needed / 2**30:.1f} GiB and {device} has "
@@ -93,7 +93,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
             )
 
     def advice() -> str:
-        return f"it has {available_bytes(device) / 2**30:.1f} GiB left; choose a smaller model or a narrower dtype"
+        return f"it has {memory.available() / 2**30:.1f} GiB left; choose a smaller model or a narrower dtype"
 
     with memory_for(f"the weights of {config.model.path}", device, advice):
         digests: list[WeightsDigest] = []

@@ -7,7 +7,6 @@ instead: weights are allocated once (`penstock.models.weights`), and what a prof
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,18 +23,35 @@ CPU_DEFAULT_KV_BYTES = 4 << 30
 _OUT_OF_MEMORY = ("out of memory", "allocate memory", "not enough memory", "size calculation overflowed")
 
 
-def total_bytes(device: torch.device) -> int:
-    """All of the device's memory in bytes."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[1]
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+class DeviceMemory(Protocol):
+    """The memory that a device allocates from."""
+
+    def total(self) -> int:
+        """All of it, in bytes."""
+        ...
+
+    def available(self) -> int:
+        """Bytes that can be allocated without taking them from another process."""
+        ...
+
+    def budget(self, largest_step: Callable[[], None], graph_bytes: int) -> MemoryBudget:
+        """Where the memory goes before there is a KV cache; may run the largest step to find out."""
+        ...
 
 
-def available_bytes(device: torch.device) -> int:
-    """Bytes that can still be allocated without taking them from anybody."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return _linux_available_bytes() or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+class HostMemory:
+    """The machine's main memory (`DeviceMemory`)."""
+
+    def total(self) -> int:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    def available(self) -> int:
+        return _linux_available_bytes() or self.total() // 2
+
+    def budget(self, largest_step: Callable[[], None], graph_bytes: int) -> MemoryBudget:
+        """Nothing is measured: other processes use the same memory."""
+        total = self.total()
+        return MemoryBudget(total, total - self.available(), most=CPU_DEFAULT_KV_BYTES)
 
 
 class MemoryMeter(Protocol):
@@ -48,23 +64,6 @@ class MemoryMeter(Protocol):
     def peak(self) -> int:
         """Most bytes that torch has held at once since then, what it could not use included."""
         ...
-
-
-class CudaMeter:
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def settle(self) -> tuple[int, int, int]:
-        gc.collect()
-        torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(self._device)
-        free, total = torch.cuda.mem_get_info(self._device)
-        return total, free, torch.cuda.memory_reserved(self._device)
-
-    def peak(self) -> int:
-        torch.cuda.synchronize(self._device)
-        return torch.cuda.max_memory_reserved(self._device)
 
 
 def measure(meter: MemoryMeter, largest_step: Callable[[], None], graph_bytes: int) -> MemoryBudget:

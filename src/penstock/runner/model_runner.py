@@ -14,29 +14,12 @@ from functools import partial
 
 import torch
 
-from penstock.attention.select import make_attention
-from penstock.config.engine import ExecutionConfig, SchedulerConfig
-from penstock.config.speculative import SpeculativeConfig
-from penstock.kv_transfer.connector import WorkerConnector
-from penstock.kv_transfer.kv_step import KVStep
-from penstock.kv_transfer.null import NullWorkerConnector
-from penstock.messages.kv_cache_spec import NULL_BLOCK
 from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.messages.scheduler_output import BlockIds, GrammarOutput, SchedulerOutput
 from penstock.models.interface import ModelOutput
-from penstock.runner.batch_shapes import BatchShapes, graph_contexts
-from penstock.runner.block_tables import BlockTables
-from penstock.runner.buffers import HostCopy, make_table_writer
-from penstock.runner.input_batch import InputBatch, make_input_builder
-from penstock.runner.kv_cache_view import TorchKVCacheView
-from penstock.runner.load import KVCache, LoadedModel
+from penstock.runner.input_batch import InputBatch
 from penstock.runner.outputs import CopiedDrafts, PendingOutput, PendingPart, ReadyOutput, StepOutput
-from penstock.runner.passes import EagerPasses, TargetCache, make_passes
-from penstock.runner.request_states import RequestStates
-from penstock.runner.sampling.prompt_logprobs import PromptScorer
-from penstock.runner.sampling.states import SamplingStates
-from penstock.runner.speculation.select import make_speculator
-from penstock.runner.step_sampler import make_step_sampler
+from penstock.runner.parts import RunnerParts
 
 
 def _no_output() -> None:
@@ -56,43 +39,22 @@ class ExecuteModelState:
 class ModelRunner:
     """Receives finished parts and owns the rows. Not thread-safe: one thread drives it."""
 
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        cache: KVCache,
-        config: SchedulerConfig,
-        execution: ExecutionConfig = ExecutionConfig(),  # noqa: B008 - it is frozen
-        speculative: SpeculativeConfig | None = None,
-        connector: WorkerConnector = NullWorkerConnector(),  # noqa: B008 - it has no state
-        debug: bool = False,
-    ) -> None:
-        self._cache = cache
-        self._debug = debug
-        attention = make_attention(loaded.device, config, execution)
-        # The null block is unreadable: whoever reads it shall see.
-        self._poisons = debug and not attention.reads_unseen
-        for tensor in cache.tensors.values():
-            tensor[NULL_BLOCK] = torch.nan if self._poisons else 0
-        self._max_drafts_in_flight = config.max_num_drafts * (config.max_num_in_flight - 1)
-        self._writer = make_table_writer(loaded.device, config.max_num_in_flight)
-        self._states = RequestStates(
-            config.max_num_seqs, config.max_model_len, config.max_num_drafts, loaded.device, self._writer
-        )
-        self._sampling = SamplingStates(config.max_num_seqs)
-        self._blocks = BlockTables(cache.config, config.max_num_seqs, config.max_model_len, loaded.device, self._writer)
-        shapes = BatchShapes(config, graph_contexts(loaded.device, attention, execution, connector), attention)
-        self._inputs = make_input_builder(config, shapes, self._states, self._blocks)
-        self._prompt_scorer = PromptScorer(loaded.model, self._states.token_ids, self._sampling)
-        self._sampler, picker = make_step_sampler(
-            loaded, config, speculative, self._states, self._sampling, self._writer
-        )
-        self._speculator = make_speculator(loaded, cache, speculative, self._inputs, attention, picker)
-        self._kv_step = KVStep(connector)
-        target = TargetCache(cache, attention, lambda: self._kv_step.hooks)
-        eager = EagerPasses(loaded.model, target, self._inputs, self._sampler, self._speculator, self._states)
-        self._passes = make_passes(eager, self._inputs, self._sampler, shapes)
+    def __init__(self, parts: RunnerParts, max_drafts_in_flight: int | None = None) -> None:
+        """With `max_drafts_in_flight` every step checks the two counts of computed tokens against each other."""
+        self._states = parts.states
+        self._sampling = parts.sampling
+        self._blocks = parts.blocks
+        self._writer = parts.writer
+        self._inputs = parts.inputs
+        self._prompt_scorer = parts.prompt_scorer
+        self._sampler = parts.sampler
+        self._speculator = parts.speculator
+        self._passes = parts.passes
+        self._kv_step = parts.kv_step
+        self._copy_to_host = parts.copy_to_host
+        self._poisoned = parts.poisoned
+        self._max_drafts_in_flight = max_drafts_in_flight
         self._parked: ExecuteModelState | None = None
-        connector.register_kv_caches(TorchKVCacheView(cache))
 
     @torch.inference_mode()
     def execute_model(self, plan: SchedulerOutput) -> None:
@@ -105,10 +67,9 @@ class ModelRunner:
         if plan.is_empty:
             return None
         batch = self._inputs.build(plan)
-        if self._debug:
-            ahead = (
-                batch.host.num_computed_upper_bound - self._states.num_computed_exact[batch.host.rows, 0].cpu().numpy()
-            )
+        if self._max_drafts_in_flight is not None:
+            exact = self._states.num_computed_exact[batch.host.rows, 0].cpu().numpy()
+            ahead = batch.host.num_computed_upper_bound - exact
             assert ((ahead >= 0) & (ahead <= self._max_drafts_in_flight)).all(), ahead
         output = self._passes.forward(batch)
         return ExecuteModelState(batch, output, plan.num_drafts_to_propose, plan.grammar_request_ids)
@@ -147,7 +108,7 @@ class ModelRunner:
         wanted = [i for i, name in enumerate(names) if name in state.grammar_request_ids]
         if not names or not (wanted or self._speculator.leaves_gaps):
             return ()
-        drafts = HostCopy.of(self._states.drafts[state.batch.tensors.sampling_rows, :num_drafts])
+        drafts = self._copy_to_host(self._states.drafts[state.batch.tensors.sampling_rows, :num_drafts])
         return (CopiedDrafts(names, wanted, self._speculator.leaves_gaps, drafts),)
 
     def _update_rows(self, plan: SchedulerOutput) -> None:
@@ -164,8 +125,8 @@ class ModelRunner:
 
     def _append_blocks(self, row: int, block_ids: BlockIds, num_kept: int = 0) -> None:
         self._blocks.append(row, block_ids)
-        if self._poisons:
-            # Blocks beyond the cached prefix hold nothing yet: whoever reads them before they are written shall see.
+        if self._poisoned:
+            # Blocks beyond the cached prefix hold nothing yet: a read before they are written must show.
             fresh = [i for ids in block_ids for i in ids[num_kept // self._blocks.block_size :]]
-            for tensor in self._cache.tensors.values():
+            for tensor in self._poisoned:
                 tensor[fresh] = torch.nan

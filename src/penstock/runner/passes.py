@@ -13,7 +13,6 @@ from penstock.attention.metadata import AttentionMetadata, ForwardContext, Layer
 from penstock.kernels.prepare_inputs import store_drafts
 from penstock.messages.scheduler_output import GrammarOutput
 from penstock.models.interface import Model, ModelOutput
-from penstock.runner.batch_shapes import BatchShapes
 from penstock.runner.input_batch import InputBatch, InputBuilder
 from penstock.runner.load import KVCache
 from penstock.runner.outputs import PendingOutput
@@ -116,13 +115,3 @@ class EagerPasses:
         drafts = self._speculator.propose(step, num_drafts)
         if num_drafts and len(rows):
             store_drafts(drafts, rows, states.num_computed_exact, states.drafts, states.token_ids)
-
-
-def make_passes(eager: EagerPasses, inputs: InputBuilder, sampler: StepSampler, shapes: BatchShapes) -> Passes:
-    """With graphs of the shapes that are to be captured; that they are recorded shows as progress."""
-    if not shapes.captured:
-        return eager
-    # Only now: a CPU has no graphs.
-    from penstock.runner.gpu.cudagraphs import capture
-
-    return capture(eager, inputs, sampler, shapes)

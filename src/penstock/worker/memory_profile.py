@@ -9,35 +9,21 @@ from penstock.messages.kv_cache_spec import KVCacheConfig
 from penstock.messages.memory_budget import MemoryBudget
 from penstock.messages.scheduler_output import NO_GRAMMARS
 from penstock.runner.load import LoadedModel, allocate_kv_cache
-from penstock.runner.memory import (
-    CPU_DEFAULT_KV_BYTES,
-    CudaMeter,
-    MemoryMeter,
-    available_bytes,
-    measure,
-    memory_for,
-    total_bytes,
-)
-from penstock.runner.model_runner import ModelRunner
+from penstock.runner.memory import DeviceMemory, memory_for
+from penstock.worker.build_runner import make_runner
 from penstock.worker.made_up_steps import KINDS, MadeUpSteps, largest_steps
 
 # Of graphs that are captured once the cache is there.
 _GRAPH_BYTES = 512 << 20
 
 
-def memory_budget(config: EngineConfig, loaded: LoadedModel, cache: KVCacheConfig) -> MemoryBudget:
-    """`cache` is the planned one, of whatever size. On a CPU nothing is measured: its memory is everybody's."""
-    if loaded.device.type != "cuda":
-        total = total_bytes(loaded.device)
-        return MemoryBudget(total, total - available_bytes(loaded.device), most=CPU_DEFAULT_KV_BYTES)
-    return profile(config, loaded, cache, CudaMeter(loaded.device))
-
-
-def profile(config: EngineConfig, loaded: LoadedModel, cache: KVCacheConfig, meter: MemoryMeter) -> MemoryBudget:
-    """Raises ConfigError when the largest step does not fit even without a KV cache."""
+def memory_budget(
+    config: EngineConfig, loaded: LoadedModel, cache: KVCacheConfig, memory: DeviceMemory
+) -> MemoryBudget:
+    """`cache` is the planned one, of any size. Raises ConfigError when the largest step does not fit without it."""
     limits = config.scheduler
     with memory_for("the largest step's tensors", loaded.device, lambda: step_advice(limits)):
-        return measure(meter, lambda: run_largest_steps(config, loaded, cache), _GRAPH_BYTES)
+        return memory.budget(lambda: run_largest_steps(config, loaded, cache), _GRAPH_BYTES)
 
 
 def run_largest_steps(config: EngineConfig, loaded: LoadedModel, cache: KVCacheConfig) -> None:
@@ -45,11 +31,11 @@ def run_largest_steps(config: EngineConfig, loaded: LoadedModel, cache: KVCacheC
     limits = config.scheduler
     tiny = allocate_kv_cache(replace(cache, num_blocks=1), loaded.device)
     for tensor in tiny.tensors.values():
-        # Whatever lay there may be no number, and not every kernel of torch's can be trusted with those.
+        # The memory may hold NaN, which not every kernel of torch handles.
         tensor.zero_()
     # The graphs are those of the runner that stays.
     execution = replace(config.execution, enforce_eager=True)
-    runner = ModelRunner(loaded, tiny, limits, execution, config.speculative)
+    runner = make_runner(loaded, tiny, limits, execution, config.speculative)
     steps = MadeUpSteps(limits, len(cache.groups), cache.block_size)
     for plan in largest_steps(steps, limits, KINDS):
         runner.execute_model(plan)

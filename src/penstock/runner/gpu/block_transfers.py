@@ -26,7 +26,7 @@ import torch
 from penstock.kernels.staging import CopyQueue
 from penstock.kernels.triton.move_blocks import LayerTable, gather_blocks, scatter_blocks
 from penstock.kv_transfer.view import Place, Take, Transfer
-from penstock.runner.buffers import to_device
+from penstock.runner.gpu.buffers import upload
 
 _PIECE_BYTES = 32 << 20
 _MAX_WAITING_BYTES = 256 << 20
@@ -115,7 +115,7 @@ class BlockTransfers:
             shape = (len(ids), self._tables[group].block_bytes)
             self._room.take(shape[0] * shape[1])
             packed = torch.empty(shape, dtype=torch.uint8, device=self._device)
-            piece = _Piece(first, group, to_device(np.array(ids, dtype=np.int64), self._device), packed)
+            piece = _Piece(first, group, upload(np.array(ids, dtype=np.int64), self._device), packed)
             launch(piece)
             # Also where nothing was launched: `packed` may be memory that an earlier step still uses.
             self._queue.follow()

@@ -5,16 +5,72 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from itertools import cycle
 
 import numpy as np
 import torch
 
 from penstock.kernels.triton.staged_writes import StagedWrites, scatter_staged
-from penstock.runner.buffers import Fence, HostCopy, launch_stream
 
 # Of the changes that a step makes in tables: 262,144 tokens of new requests, without making a slot larger on the way.
 _WRITES_BYTES = 4 << 20
+
+
+def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A snapshot of a CPU array on the device, as `to_device` and without waiting for the copy."""
+    tensor = torch.from_numpy(array)
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True, copy=True)
+
+
+@cache
+def launch_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which a runner launches its steps. Asking torch for the current one takes longer than a launch."""
+    return torch.cuda.default_stream(device)
+
+
+class Fence:
+    """A place on the runner's stream that the CPU can wait for; a CPU that stands in for a GPU has always passed it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._events = [torch.cuda.Event()] if device.type == "cuda" else []
+
+    def record(self, stream: torch.cuda.Stream | None = None) -> None:
+        """`stream`: another one."""
+        for event in self._events:
+            event.record(stream or launch_stream(self._device))
+
+    def wait(self) -> None:
+        for event in self._events:
+            event.synchronize()
+
+    def hold(self, stream: torch.cuda.Stream) -> None:
+        """What is launched there next begins when the fence has been passed."""
+        for event in self._events:
+            stream.wait_event(event)
+
+
+@dataclass(frozen=True, slots=True)
+class FencedCopy:
+    """A tensor on its way to the CPU (`HostCopy`)."""
+
+    memory: torch.Tensor
+    fence: Fence  # behind the copy
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> FencedCopy:
+        """As it is when this is reached on the device."""
+        # Torch's pool of pinned memory gives none away that a copy may still write to.
+        memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+        memory.copy_(tensor, non_blocking=True)
+        fence = Fence(tensor.device)
+        fence.record()
+        return cls(memory, fence)
+
+    def wait(self) -> np.ndarray:
+        self.fence.wait()
+        return self.memory.numpy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +131,7 @@ class FetchRing:
         self._beside = torch.cuda.Stream(source.device) if source.is_cuda else None
         self._ready = self._copied = Fence(source.device)
 
-    def fetch(self, num_bytes: int) -> HostCopy:
+    def fetch(self, num_bytes: int) -> FencedCopy:
         """The beginning, as all that was launched before leaves it."""
         slot = next(self._slots)
         memory = slot.memory[:num_bytes]
@@ -83,7 +139,7 @@ class FetchRing:
             memory.copy_(self._source[:num_bytes], non_blocking=True)
         slot.fence.record(self._beside)
         self._copied = slot.fence
-        return HostCopy(memory, slot.fence)
+        return FencedCopy(memory, slot.fence)
 
     def join(self) -> None:
         """What is launched next may write to the source."""

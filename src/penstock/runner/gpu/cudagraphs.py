@@ -23,7 +23,7 @@ from penstock.runner.batch_shapes import BatchDescriptor, BatchShapes
 from penstock.runner.gpu.inputs import GpuInputBuilder
 from penstock.runner.gpu.sampling.sampler import CommonSampling, GpuStepSampler
 from penstock.runner.input_batch import InputBatch, InputBuilder
-from penstock.runner.memory import available_bytes, memory_for
+from penstock.runner.memory import DeviceMemory, memory_for
 from penstock.runner.outputs import PendingOutput
 from penstock.runner.passes import EagerPasses
 from penstock.runner.step_sampler import StepSampler
@@ -139,13 +139,15 @@ def _cut(output: ModelOutput, batch: InputBatch) -> ModelOutput:
     return ModelOutput(output.hidden[:count], output.aux_hidden[:count])
 
 
-def capture(eager: EagerPasses, inputs: InputBuilder, sampler: StepSampler, shapes: BatchShapes) -> GraphedPasses:
+def capture(
+    eager: EagerPasses, inputs: InputBuilder, sampler: StepSampler, shapes: BatchShapes, memory: DeviceMemory
+) -> GraphedPasses:
     """Records every shape that is to be captured. Raises ConfigError where there is no memory for all."""
     assert isinstance(inputs, GpuInputBuilder), type(inputs)
     assert isinstance(sampler, GpuStepSampler), type(sampler)
     passes, recorder = GraphedPasses(eager, sampler), CudaGraphRecorder(inputs.device)
     torch.cuda.empty_cache()
-    free = available_bytes(inputs.device)
+    free = memory.available()
     with memory_for("CUDA graphs", inputs.device, lambda: _ADVICE), torch.inference_mode():
         for shape in tqdm(shapes.captured, desc="capturing CUDA graphs", unit="shape"):
             batch = inputs.blank(shape)
@@ -154,5 +156,5 @@ def capture(eager: EagerPasses, inputs: InputBuilder, sampler: StepSampler, shap
                 passes.capture_behind(batch, output, recorder)
     # What the first calls needed belongs to the recorder's stream and would never be used again.
     torch.cuda.empty_cache()
-    logger.info("CUDA graphs take %.2f GiB", (free - available_bytes(inputs.device)) / 2**30)
+    logger.info("CUDA graphs take %.2f GiB", (free - memory.available()) / 2**30)
     return passes

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from penstock.runner.buffers import to_device
-from penstock.runner.sampling.states import SamplingBatch
+from penstock.runner.sampling.batch import SamplingBatch
 
 
 def apply_bitmask(logits: torch.Tensor, batch: SamplingBatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from penstock.messages.requests import EngineRequest
-from penstock.runner.sampling.states import SamplingBatch
+from penstock.runner.sampling.batch import SamplingBatch
 
 
 def apply_allowed_token_ids(logits: torch.Tensor, batch: SamplingBatch) -> None:

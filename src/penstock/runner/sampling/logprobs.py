@@ -6,7 +6,6 @@ from typing import Protocol
 
 import torch
 
-from penstock.kernels.dispatch import has_gpu_kernels
 from penstock.messages.runner_output import TokenLogprobs
 
 
@@ -22,32 +21,6 @@ class Scorer(Protocol):
     def score(self, logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> PendingLogprobs:
         """As `token_logprobs`, with as many of the likeliest tokens for every row."""
         ...
-
-
-def make_scorer(device: torch.device) -> Scorer:
-    if not has_gpu_kernels(device):
-        return TorchScorer()
-    # Only now: a CPU needs no Triton.
-    from penstock.runner.gpu.sampling.logprobs import GpuScorer
-
-    return GpuScorer()
-
-
-class ReadyLogprobs:
-    """`PendingLogprobs`."""
-
-    def __init__(self, rows: list[TokenLogprobs]) -> None:
-        self._rows = rows
-
-    def result(self) -> list[TokenLogprobs]:
-        return self._rows
-
-
-class TorchScorer:
-    """`Scorer`."""
-
-    def score(self, logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> PendingLogprobs:
-        return ReadyLogprobs(token_logprobs(logits, chosen, [num_top] * len(chosen)))
 
 
 def token_logprobs(logits: torch.Tensor, chosen: torch.Tensor, num_top: list[int]) -> list[TokenLogprobs]:

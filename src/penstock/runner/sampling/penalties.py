@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from penstock.messages.requests import EngineRequest
-from penstock.runner.sampling.states import SamplingBatch
+from penstock.runner.sampling.batch import SamplingBatch
 
 
 def has_penalty(request: EngineRequest) -> bool:

@@ -12,7 +12,7 @@ from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.models.interface import Model
 from penstock.runner.input_batch import InputBatch
 from penstock.runner.outputs import PendingPart
-from penstock.runner.sampling.logprobs import PendingLogprobs, make_scorer
+from penstock.runner.sampling.logprobs import PendingLogprobs, Scorer
 from penstock.runner.sampling.states import SamplingStates
 
 _LOGITS_ROWS = 256  # rows of the vocabulary at a time
@@ -35,12 +35,12 @@ class CopiedPromptLogprobs:
 class PromptScorer:
     """Lifecycle: one per runner. Threading: the runner's thread."""
 
-    def __init__(self, model: Model, token_ids: torch.Tensor, sampling: SamplingStates) -> None:
+    def __init__(self, model: Model, token_ids: torch.Tensor, sampling: SamplingStates, scorer: Scorer) -> None:
         """`token_ids` [max_num_reqs, width] int32 and `sampling` are the runner's, by state row."""
         self._model = model
         self._token_ids = token_ids
         self._sampling = sampling
-        self._scorer = make_scorer(token_ids.device)
+        self._scorer = scorer
 
     def of_step(self, batch: InputBatch, hidden: torch.Tensor) -> tuple[PendingPart, ...]:
         """Of the prompt tokens that the step computed; `hidden` is [num_tokens, hidden_size]."""

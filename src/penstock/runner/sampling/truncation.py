@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from penstock.runner.sampling.states import SamplingBatch
+from penstock.runner.sampling.batch import SamplingBatch
 
 # Most distributions have their mass in few tokens: look at these many before sorting a whole vocabulary.
 _NUM_CANDIDATES = 1024

@@ -11,14 +11,14 @@ import torch
 from penstock.kernels.triton.sampling.logprobs import RECORD, LogprobsWorkspace, score_tokens
 from penstock.messages.runner_output import TokenLogprobs
 from penstock.messages.sampling_params import MAX_LOGPROBS
-from penstock.runner.buffers import HostCopy
+from penstock.runner.gpu.buffers import FencedCopy
 
 
 @dataclass(frozen=True, slots=True)
 class CopiedLogprobs:
     """`PendingLogprobs`."""
 
-    records: HostCopy  # [num_rows, RECORD] int32
+    records: FencedCopy  # [num_rows, RECORD] int32
     num_top: int
 
     def result(self) -> list[TokenLogprobs]:
@@ -37,7 +37,7 @@ class GpuScorer:
         workspace = LogprobsWorkspace.allocate(num_rows, vocab_size, logits.device)
         records = torch.empty((num_rows, RECORD), dtype=torch.int32, device=logits.device)
         score_tokens(logits, rows, wanted, chosen, workspace, num_top > 0, records)
-        return CopiedLogprobs(HostCopy.of(records), num_top)
+        return CopiedLogprobs(FencedCopy.of(records), num_top)
 
 
 def read_records(records: np.ndarray, num_top: Sequence[int]) -> list[TokenLogprobs]:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from penstock.kernels.triton.sampling.logprobs import RECORD
 from penstock.messages.runner_output import ModelRunnerOutput, TokenLogprobs
-from penstock.runner.buffers import Fence, HostCopy
+from penstock.runner.gpu.buffers import Fence, FencedCopy
 from penstock.runner.gpu.sampling.logprobs import read_records
 from penstock.runner.host_batch import HostBatch
 from penstock.runner.outputs import SampledArrays, make_empty_output, make_output
@@ -46,7 +46,7 @@ class CopiedOutput:
 
     host: HostBatch
     num_top: np.ndarray  # [num_sampling] int64: likeliest tokens that a request wants to know, -1: no logprobs at all
-    copied: HostCopy
+    copied: FencedCopy
     packed: Packed
 
     def result(self) -> ModelRunnerOutput:

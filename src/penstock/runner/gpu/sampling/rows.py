@@ -11,9 +11,10 @@ import torch
 from penstock.kernels.triton.sampling.adjust import PENALTY_COLUMNS, RULE_COLUMNS, AdjustTables, PackedRules, pack_rules
 from penstock.kernels.triton.sampling.tiles import SamplingTables
 from penstock.messages.requests import EngineRequest
-from penstock.runner.buffers import TableWriter, to_device
+from penstock.runner.buffers import TableWriter
+from penstock.runner.gpu.buffers import upload
+from penstock.runner.sampling.features import changes_logits
 from penstock.runner.sampling.penalties import has_penalty
-from penstock.runner.sampling.sampler import changes_logits
 
 _SMALLEST_TEMPERATURE = 1e-6  # of requests that are not greedy
 
@@ -96,7 +97,7 @@ class SamplingRows:
         packed, prompt_len = _pack(request, self._vocab_size), len(request.prompt_token_ids)
         if not len(packed.words):
             return packed.columns(0, prompt_len)
-        words = self._lists[row] = to_device(packed.words, self._device)
+        words = self._lists[row] = upload(packed.words, self._device)
         return packed.columns(words.data_ptr(), prompt_len)
 
 

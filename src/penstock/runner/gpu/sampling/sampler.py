@@ -1,5 +1,5 @@
-"""The end of a step without a word from the device: tokens are drawn, judged and stored by Triton's kernels, and copied
-back while the CPU goes on.
+"""The end of a step without waiting for the device: Triton's kernels draw, verify and store tokens, which are
+copied back while the CPU goes on.
 
 What a step launches beyond that follows from what its rows' requests asked for when they came (`Needs`) and whether it
 has a grammar:
@@ -9,7 +9,7 @@ has a grammar:
     adjustment      one before them, for everything that changes logits; one more that counts tokens, for penalties;
                     one copy to the device, for grammars
     log probabilities   two launches behind them; one more for likeliest tokens
-    drafts          what the judge does, which is one launch, or three where drafts were drawn
+    drafts          what the verifier does, which is one launch, or three where drafts were drawn
 """
 
 from __future__ import annotations
@@ -27,20 +27,22 @@ from penstock.kernels.triton.sampling.rejection import KeptDrafts
 from penstock.kernels.triton.sampling.tiles import Workspace
 from penstock.messages.requests import EngineRequest
 from penstock.messages.scheduler_output import GrammarOutput
-from penstock.runner.buffers import Fence, TableWriter
-from penstock.runner.gpu.buffers import FetchRing
+from penstock.runner.buffers import TableWriter
+from penstock.runner.gpu.buffers import Fence, FetchRing
 from penstock.runner.gpu.sampling.adjuster import Bitmasks, BitmaskUploader, LogitsAdjuster
-from penstock.runner.gpu.sampling.judges import ExactJudge, Judge, RejectionJudge, Sampled, SyntheticJudge
 from penstock.runner.gpu.sampling.outputs import CopiedOutput, EmptyOutput, Packed
 from penstock.runner.gpu.sampling.picker import DrawingPicker
 from penstock.runner.gpu.sampling.rows import SamplingRows
+from penstock.runner.gpu.sampling.verifiers import ExactVerifier, GpuSampledStep, RejectionVerifier, SyntheticVerifier
 from penstock.runner.input_batch import InputBatch
 from penstock.runner.load import LoadedModel
+from penstock.runner.memory import DeviceMemory
 from penstock.runner.outputs import PendingOutput
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling.noise import Purpose
 from penstock.runner.sampling.states import SamplingStates
 from penstock.runner.speculation.pick import BestPicker, Picker, allocate_draft_logits
+from penstock.runner.speculation.verifier import Verifier
 
 
 def make_gpu_sampling(
@@ -50,23 +52,24 @@ def make_gpu_sampling(
     states: RequestStates,
     sampling: SamplingStates,
     writer: TableWriter,
+    memory: DeviceMemory,
 ) -> tuple[GpuStepSampler, Picker]:
-    """How tokens are sampled and drafts judged, and how drafts are picked, which belong together.
+    """What samples tokens and verifies drafts, and what picks these drafts: the two belong together.
 
     Raises ConfigError when the drafts' logits do not fit into the memory.
     """
     device, vocab_size = loaded.device, loaded.config.vocab_size
     rows = SamplingRows(config.max_num_seqs, vocab_size, device, writer)
     workspace = Workspace.allocate(config.max_num_seqs * (1 + config.max_num_drafts), vocab_size, device)
-    judge: Judge = ExactJudge(states.drafts)
+    verifier: Verifier[GpuSampledStep] = ExactVerifier(states.drafts)
     picker: Picker = BestPicker()
     if speculative is not None and speculative.synthetic_acceptance_rates:
-        judge = SyntheticJudge(states.drafts, speculative.synthetic_acceptance_rates, rows.tables.seed)
+        verifier = SyntheticVerifier(states.drafts, speculative.synthetic_acceptance_rates, rows.tables.seed)
     elif speculative is not None and speculative.samples_drafts:
-        kept = KeptDrafts.around(allocate_draft_logits(loaded, config.max_num_seqs, config.max_num_drafts))
-        judge = RejectionJudge(states.drafts, kept, rows.tables, workspace)
+        kept = KeptDrafts.around(allocate_draft_logits(loaded, config.max_num_seqs, config.max_num_drafts, memory))
+        verifier = RejectionVerifier(states.drafts, kept, rows.tables, workspace)
         picker = DrawingPicker(rows.tables, workspace, kept)
-    return GpuStepSampler(config, states, sampling, rows, workspace, judge), picker
+    return GpuStepSampler(config, states, sampling, rows, workspace, verifier), picker
 
 
 class CommonSampling(enum.Enum):
@@ -88,7 +91,7 @@ class GpuStepSampler:
         sampling: SamplingStates,
         rows: SamplingRows,
         workspace: Workspace,
-        judge: Judge,
+        verifier: Verifier[GpuSampledStep],
     ) -> None:
         device = states.token_ids.device
         self._device = device
@@ -96,7 +99,7 @@ class GpuStepSampler:
         self._sampling = sampling
         self._rows = rows
         self._workspace = workspace
-        self._judge = judge
+        self._verifier = verifier
         self._bitmasks = BitmaskUploader(device, config.max_num_in_flight)
         num_logits = config.max_num_seqs * (1 + config.max_num_drafts)
         self._adjuster = LogitsAdjuster(rows, states.token_ids, num_logits)
@@ -159,8 +162,9 @@ class GpuStepSampler:
             drawn.verdicts[:num_logits],
         )
         if batch.host.has_drafts:
-            counts = [each[: len(step.idx_mapping)] for each in (drawn.num_accepted, drawn.num_real_drafts)]
-            self._judge.judge(Sampled(batch, logits, truncates, bitmasks, token_ids, *counts))
+            num_reqs = len(step.idx_mapping)
+            counts = (drawn.num_accepted[:num_reqs], drawn.num_real_drafts[:num_reqs])
+            self._verifier.verify(GpuSampledStep(batch, token_ids, *counts, logits, truncates, bitmasks))
         self._finish(batch)
 
     def _score(self, logits: torch.Tensor, batch: InputBatch, with_top: bool) -> None:

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import torch
 
 from penstock.messages.requests import EngineRequest
+from penstock.runner.sampling.batch import SamplingBatch
 from penstock.runner.sampling.bitmask import apply_bitmask
+from penstock.runner.sampling.features import changes_logits
 from penstock.runner.sampling.logit_bias import apply_allowed_token_ids, apply_logit_bias, apply_min_tokens
 from penstock.runner.sampling.noise import Purpose
-from penstock.runner.sampling.penalties import apply_bad_words, apply_penalties, has_penalty
-from penstock.runner.sampling.states import SamplingBatch
+from penstock.runner.sampling.penalties import apply_bad_words, apply_penalties
 from penstock.runner.sampling.truncation import apply_min_p, apply_top_k, apply_top_p
 
 Feature = Callable[[torch.Tensor, SamplingBatch], None]
@@ -40,29 +41,29 @@ _CDF_BLOCK = 128
 
 
 @dataclass(frozen=True, slots=True)
-class SamplerOutput:
-    token_ids: torch.Tensor  # [num_sampling] int64
-    is_valid: torch.Tensor  # [num_sampling] bool: false where the model produced NaN, or nothing may be drawn
-
-
-@dataclass(frozen=True, slots=True)
 class Distributions:
-    """What the rows may become once every sampling feature has had its say."""
+    """What the rows may become once every sampling feature has been applied."""
 
     best: torch.Tensor  # [num_sampling] int64: the greedy token
-    is_valid: torch.Tensor  # [num_sampling] bool, as in SamplerOutput
+    is_valid: torch.Tensor  # [num_sampling] bool: false where the model produced NaN, or nothing may be drawn
     random_rows: list[int]  # the rows that draw
     probs: torch.Tensor  # [len(random_rows), vocab_size] float32: what they draw from
 
 
-def sample(logits: torch.Tensor, batch: SamplingBatch) -> SamplerOutput:
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    token_ids: torch.Tensor  # [num_sampling] int64
+    distributions: Distributions  # what they were drawn from
+
+
+def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
     """One token per row of `logits`, [num_sampling, vocab_size] in the model's dtype, which is left as it is."""
     found = distributions(logits, batch)
     token_ids = found.best
     if found.random_rows:
         noise = batch.noise(found.random_rows, Purpose.SAMPLE)
-        token_ids[batch.indices(found.random_rows)] = draw(found.probs, noise)
-    return SamplerOutput(token_ids, found.is_valid)
+        token_ids = token_ids.index_copy(0, batch.indices(found.random_rows), draw(found.probs, noise))
+    return Sampled(token_ids, found)
 
 
 def distributions(logits: torch.Tensor, batch: SamplingBatch) -> Distributions:
@@ -103,18 +104,6 @@ def draw(probs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     places = torch.arange(_CDF_BLOCK, device=probs.device)
     last = torch.where(inner > 0, places, 0).amax(-1, keepdim=True)
     return (block * _CDF_BLOCK + torch.minimum(offset, last))[:, 0]
-
-
-def changes_logits(request: EngineRequest) -> bool:
-    """Whether any of LOGITS_FEATURES but a grammar may concern the request."""
-    params = request.sampling_params
-    return bool(
-        params.logit_bias
-        or params.allowed_token_ids
-        or request.bad_words_token_ids
-        or params.min_tokens
-        or has_penalty(request)
-    )
 
 
 def _needs_processing(request: EngineRequest) -> bool:

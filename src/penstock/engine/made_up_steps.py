@@ -1,0 +1,105 @@
+"""Steps that no scheduler planned, on a runner that has no KV: for what depends on a step's size and not on its tokens.
+
+All of a made-up request's blocks are the null block, so a cache of one block is enough for any context; what is written
+there and what comes out means nothing. A runner that has run such a step is to be thrown away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from penstock.config.engine import SchedulerConfig
+from penstock.messages.kv_cache_spec import NULL_BLOCK
+from penstock.messages.requests import EngineRequest
+from penstock.messages.sampling_params import SamplingParams
+from penstock.messages.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from penstock.utils.math import cdiv
+
+
+class MadeUpSteps:
+    """Plans for one runner, in the order in which they are to run."""
+
+    def __init__(self, limits: SchedulerConfig, num_groups: int, block_size: int) -> None:
+        self._limits = limits
+        self._num_groups = num_groups
+        self._block_size = block_size
+        self._number = 0
+        self._running: dict[str, int] = {}  # request id -> tokens computed
+
+    def prefill(self, lengths: Sequence[int], kind: dict[str, Any]) -> SchedulerOutput:
+        """One prompt of each length, computed whole; `kind` are their sampling parameters. Earlier requests end."""
+        return self._start([(0, length) for length in lengths], kind)
+
+    def decode(self, num_reqs: int, context: int, kind: dict[str, Any]) -> SchedulerOutput:
+        """So many requests with a context of so many tokens, the last of which is computed. Earlier requests end."""
+        return self._start([(context - 1, 1)] * num_reqs, kind)
+
+    def verify(self, num_drafts: int) -> SchedulerOutput:
+        """As many of the requests of the step before as the budget allows check so many drafts each."""
+        chosen = list(self._running)[: self._limits.max_num_batched_tokens // (1 + num_drafts)]
+        nothing: tuple[tuple[int, ...], ...] = ((),) * self._num_groups
+        plan = self._plan(
+            dict.fromkeys(chosen, 1 + num_drafts),
+            cached_requests=tuple(
+                CachedRequestData(request_id=name, new_block_ids=nothing, num_computed_tokens=self._running[name])
+                for name in chosen
+            ),
+            num_draft_tokens=dict.fromkeys(chosen, num_drafts),
+        )
+        for name in chosen:
+            self._running[name] += 1
+        return plan
+
+    def _start(self, spans: Sequence[tuple[int, int]], kind: dict[str, Any]) -> SchedulerOutput:
+        finished = frozenset(self._running)
+        names = [f"made-up-{self._number}-{index}" for index in range(len(spans))]
+        self._running = {name: start + count for name, (start, count) in zip(names, spans, strict=True)}
+        return self._plan(
+            {name: count for name, (_, count) in zip(names, spans, strict=True)},
+            new_requests=tuple(self._request(name, *span, kind) for name, span in zip(names, spans, strict=True)),
+            finished_request_ids=finished,
+        )
+
+    def _request(self, name: str, start: int, count: int, kind: dict[str, Any]) -> NewRequestData:
+        # Drafts behind the tokens have slots too.
+        num_blocks = cdiv(start + count + self._limits.num_lookahead_tokens, self._block_size)
+        prompt = (0,) * count
+        request = EngineRequest(
+            request_id=name,
+            prompt_token_ids=prompt,
+            sampling_params=SamplingParams(**kind),
+            max_tokens=1 + self._limits.max_num_drafts,
+            seed=0,
+        )
+        return NewRequestData(
+            request=request,
+            token_ids=prompt,
+            block_ids=((NULL_BLOCK,) * num_blocks,) * self._num_groups,
+            num_computed_tokens=start,
+        )
+
+    def _plan(self, counts: dict[str, int], **parts: Any) -> SchedulerOutput:
+        self._number += 1
+        return SchedulerOutput(
+            step=self._number,
+            num_scheduled_tokens=counts,
+            total_num_scheduled_tokens=sum(counts.values()),
+            num_drafts_to_propose=self._limits.max_num_drafts,
+            is_warm_up=True,
+            **parts,
+        )
+
+
+def largest_steps(
+    steps: MadeUpSteps, limits: SchedulerConfig, kinds: Sequence[dict[str, Any]]
+) -> Iterator[SchedulerOutput]:
+    """The whole budget of tokens in as many requests as there may be, all of a kind; and with drafts, all verified."""
+    longest = max(1, limits.max_model_len - 1 - limits.max_num_drafts)
+    num_reqs = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+    share, rest = divmod(limits.max_num_batched_tokens, num_reqs)
+    lengths = [min(share + (index < rest), longest) for index in range(num_reqs)]
+    for kind in kinds:
+        yield steps.prefill(lengths, kind)
+        if limits.max_num_drafts:
+            yield steps.verify(limits.max_num_drafts)

@@ -1,0 +1,55 @@
+"""Where a model's files are: the built-in model, a local folder, or a Hugging Face model id."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from penstock.config.engine import BUILT_IN_MODEL, EngineArgs
+from penstock.config.speculative import read_speculative_config
+from penstock.utils.errors import ConfigError
+
+_FILES = ("*.json", "*.safetensors", "*.jinja")
+_DEMO_FOLDER = Path(__file__).parents[1] / "demo"
+# The built-in model, and its EAGLE-3 head.
+_BUILT_IN = {BUILT_IN_MODEL: _DEMO_FOLDER, f"{BUILT_IN_MODEL}/eagle3": _DEMO_FOLDER / "eagle3"}
+
+
+def resolve_model_path(model: str, revision: str | None = None) -> Path:
+    """The folder that holds the checkpoint. A model id is downloaded through huggingface_hub, or found in its cache.
+
+    Raises ConfigError when there is no such folder and the id cannot be had.
+    """
+    if model in _BUILT_IN:
+        return _BUILT_IN[model]
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
+        raise ConfigError(f"there is no folder {model!r}, and it is not a Hugging Face model id (owner/name)")
+    return _download(model, revision)
+
+
+def localise(args: EngineArgs) -> EngineArgs:
+    """The same arguments with folders for all models. Raises ConfigError as `resolve_model_path` does."""
+    local = replace(args, model=str(resolve_model_path(args.model, args.revision)))
+    if args.speculative_config is None:
+        return local
+    speculative = dict(read_speculative_config(args.speculative_config))
+    if "model" in speculative:
+        speculative["model"] = str(resolve_model_path(str(speculative["model"])))
+    return replace(local, speculative_config=speculative)
+
+
+def _download(model: str, revision: str | None) -> Path:
+    # Imported here because it costs every start of the built-in model more than the model itself does.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=list(_FILES)))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"the model id {model!r} cannot be downloaded and is not in the local cache: {reason}"
+        ) from None

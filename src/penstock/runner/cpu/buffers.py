@@ -1,0 +1,29 @@
+"""Copies that are done when they are asked for: the CPU is the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyCopy:
+    """`HostCopy`."""
+
+    array: np.ndarray
+
+    def wait(self) -> np.ndarray:
+        return self.array
+
+
+class HostTableWriter:
+    """Writes tables where they are (`TableWriter`)."""
+
+    def write(self, table: torch.Tensor, row: int, start: int, values: Sequence[int] | Sequence[float]) -> None:
+        assert 0 <= start <= start + len(values) <= table.shape[1], (start, len(values), table.shape)
+        table[row, start : start + len(values)] = torch.as_tensor(values, dtype=table.dtype)
+
+    def apply(self) -> None: ...

@@ -1,0 +1,40 @@
+"""KV blocks in a GPU's memory."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from penstock.kernels.staging import CudaCopyQueue, NoQueue
+from penstock.kv_transfer.view import Place, Take, Transfer
+from penstock.runner.gpu.block_transfers import BlockTransfers
+from penstock.runner.kv_cache_view import TensorKVCacheView
+
+
+class GpuKVCacheView(TensorKVCacheView):
+    """`read_blocks` and `write_blocks` run beside the steps; everything else waits (`KVCacheView`)."""
+
+    def read_blocks(self, places: Sequence[Place], take: Take) -> Transfer:
+        return self._transfers.read_blocks(places, take)
+
+    def write_blocks(self, places: Sequence[Place], data: Sequence[memoryview], take: Take) -> Transfer:
+        return self._transfers.write_blocks(places, data, take)
+
+    @functools.cached_property
+    def _transfers(self) -> BlockTransfers:
+        """Made when it is first used, which in most engines is never: it has a thread and memory of its own."""
+        layers = [[self._rows[name] for name in names] for names in self._names]
+        device = layers[0][0].device
+        if device.type == "cuda":
+            return BlockTransfers(layers, CudaCopyQueue(device))
+        # Triton's interpreter is for one thread at a time.
+        return BlockTransfers(layers, NoQueue(), waits=True)
+
+    def write_layer(self, layer_name: str, block_id: int, data: memoryview) -> None:
+        self._rows[layer_name][block_id].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    def _row(self, layer_name: str, block_id: int) -> memoryview:
+        """A copy, except where the tensor is in the CPU's memory."""
+        return self._rows[layer_name][block_id].cpu().numpy().data

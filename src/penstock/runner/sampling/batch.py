@@ -1,0 +1,49 @@
+"""The sampling parameters of one step's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from penstock.messages.requests import EngineRequest
+from penstock.runner.buffers import to_device
+from penstock.runner.sampling.noise import Purpose, uniform
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """The rows that sample in this step, in the order of the logits."""
+
+    requests: list[EngineRequest]  # [num_sampling]
+    positions_np: np.ndarray  # [num_sampling] int64: where the sampled token will stand in its request
+    rows: torch.Tensor  # [num_sampling] int64: state rows
+    positions: torch.Tensor  # [num_sampling] int64: positions_np, exact, on the device
+    token_ids: torch.Tensor  # [max_num_reqs, width] int32: all tokens by state row; known below `positions`
+    bitmasks: dict[int, np.ndarray]  # row -> [ceil(vocab_size / 32)] int32: the tokens that its grammar allows
+
+    def where(self, condition: Callable[[EngineRequest], object]) -> list[int]:
+        """The indices of those requests that a feature concerns."""
+        return [i for i, request in enumerate(self.requests) if condition(request)]
+
+    def num_output_tokens(self, index: int) -> int:
+        return int(self.positions_np[index]) - len(self.requests[index].prompt_token_ids)
+
+    def noise(self, indices: Sequence[int] | np.ndarray, purpose: Purpose, ahead: int = 0) -> torch.Tensor:
+        """[len(indices)] float64 in [0, 1) on the device: those rows' random numbers, `ahead` positions further on."""
+        seeds = [self.requests[i].seed for i in indices]
+        return to_device(uniform(seeds, self.positions_np[indices] + ahead, purpose), self.rows.device)
+
+    def temperatures(self, indices: Iterable[int]) -> torch.Tensor:
+        """[len(indices), 1] float32 on the device, kept from being zero."""
+        return self.column(max(self.requests[i].sampling_params.temperature, 1e-6) for i in indices)
+
+    def column(self, values: Iterable[float]) -> torch.Tensor:
+        """[len(values), 1] float32 on the device."""
+        return to_device(np.fromiter(values, np.float32), self.rows.device)[:, None]
+
+    def indices(self, values: Iterable[int]) -> torch.Tensor:
+        """[len(values)] int64 on the device."""
+        return to_device(np.fromiter(values, np.int64), self.rows.device)

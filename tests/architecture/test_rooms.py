@@ -1,0 +1,67 @@
+"""The rooms of the runner: a step is the same on every device, and only the worker knows which device there is."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tests.architecture.sources import imports, modules
+
+RUNNER = [module for module in sorted(modules()) if module.split(".")[0] == "runner"]
+ROOMS = ("runner.cpu", "runner.gpu")
+SHARED = [module for module in RUNNER if not module.startswith(ROOMS)]
+# How a file could find out which device there is.
+QUESTIONS = ("has_gpu_kernels", "uses_triton", "is_interpreted", "is_cpu", "is_cuda", "is_meta", "is_available")
+# It becomes the worker's when the worker loads models.
+ASKS = {"runner.load": "places weights and the KV cache"}
+
+
+def _inside(module: str) -> set[str]:
+    """The modules of the runner that a module imports."""
+    names = {name.removeprefix("penstock.") for name in imports(modules()[module]) if name.startswith("penstock.")}
+    return {name for name in names if name in RUNNER and name != module}
+
+
+def _asks_for_the_device(tree: ast.Module) -> bool:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name | ast.Attribute):
+            name = node.id if isinstance(node, ast.Name) else node.attr
+            if name in QUESTIONS:
+                return True
+        if isinstance(node, ast.Compare):
+            sides = [ast.unparse(side) for side in (node.left, *node.comparators)]
+            if any(side.endswith(".type") for side in sides):
+                return True
+    return False
+
+
+@pytest.mark.parametrize("module", SHARED)
+def test_only_the_worker_asks_for_the_device(module: str) -> None:
+    assert _asks_for_the_device(modules()[module]) == (module in ASKS)
+    assert not {name for name in imports(modules()[module]) if name.split(".")[0] == "triton"}
+
+
+def test_the_worker_asks_once() -> None:
+    asking = {name for name in modules() if name.split(".")[0] == "worker" and _asks_for_the_device(modules()[name])}
+    assert asking == {"worker.parts"}
+
+
+@pytest.mark.parametrize("module", RUNNER)
+def test_rooms_do_not_know_each_other(module: str) -> None:
+    room = next((room for room in ROOMS if module.startswith(room)), None)
+    assert not [name for name in _inside(module) if name.startswith(ROOMS) and (room is None or room not in name)]
+
+
+def test_no_circles() -> None:
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, f"{' -> '.join(path[path.index(module) :])} -> {module}"
+        if module not in done:
+            for name in sorted(_inside(module)):
+                visit(name, (*path, module))
+            done.add(module)
+
+    for module in RUNNER:
+        visit(module, ())
