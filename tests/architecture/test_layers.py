@@ -22,7 +22,7 @@ ALLOWED = {
     "kv_transfer": {"config", "messages", "utils"},
     "core": {"grammar", "kv_transfer", "config", "messages", "utils"},
     "runner": {"kv_transfer", "models", "layers", "attention", "kernels", "config", "messages", "utils"},
-    "worker": {"runner", "kv_transfer", "models", "attention", "config", "messages", "utils"},
+    "worker": {"runner", "kv_transfer", "models", "attention", "kernels", "config", "messages", "utils"},
     "executor": {"worker", "kv_transfer", "config", "messages", "utils"},
     "metrics": {"config", "messages", "utils"},
     "tokenizer": {"config", "messages", "utils"},

@@ -144,5 +144,5 @@ def test_a_kind_that_is_not_registered_is_an_error_and_not_an_empty_message() ->
 def test_a_kind_needs_a_tag_of_its_own() -> None:
     with pytest.raises(TypeError, match="with a tag"):
         register_kind(type("Untagged", (KVConnectorMetadata,), {}))
-    with pytest.raises(TypeError, match="taken by penstock.kv_transfer.multi"):
+    with pytest.raises(TypeError, match=r"taken by penstock\.kv_transfer\.multi"):
         register_kind(msgspec.defstruct("MultiMetadata", [], bases=(Unregistered,), frozen=True, tag="MultiMetadata"))

@@ -7,6 +7,16 @@ import torch
 from penstock.kernels.dispatch import has_gpu_kernels
 from penstock.runner.cpu.parts import CpuParts
 from penstock.runner.parts import DeviceParts
+from penstock.utils.errors import ConfigError
+
+
+def choose_device(asked: str) -> str:
+    """ "cpu" or "cuda" for the argument `device`. Raises ConfigError where there is no such device."""
+    if asked == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device=cuda, but torch sees no CUDA device: use device=cpu or auto")
+    return asked
 
 
 def make_parts(device: torch.device) -> DeviceParts:

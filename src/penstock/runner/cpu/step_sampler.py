@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from penstock.config.speculative import SpeculativeConfig
 from penstock.kernels.prepare_inputs import store_sampled
