@@ -37,6 +37,7 @@ class KVCacheManager:
         self._recorder = recorder or NullKVEventRecorder()
         self.pool = BlockPool(config.num_blocks, self._recorder.on_removed)
         self.block_size = config.block_size
+        self.num_tokens_ahead = config.num_tokens_ahead
         self.num_hit_tokens = 0
         self.num_queried_tokens = 0
         self._enable_prefix_caching = enable_prefix_caching

@@ -74,7 +74,7 @@ class Scheduler:
             raise RequestError(f"request id {data.request_id!r} is already in use", "request_id")
         if len(self._requests) >= self._config.max_num_queued_requests:
             raise OverloadedError(f"the engine already holds max_num_queued_requests={len(self._requests)} requests")
-        request = Request(data, self._num_arrivals, self.kv.block_size)
+        request = Request(data, self._num_arrivals, self.kv.block_size, self.kv.num_tokens_ahead)
         if data.grammar is not None:
             self.grammars.add(data.request_id, data.grammar)
         try:

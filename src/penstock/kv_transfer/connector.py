@@ -42,7 +42,7 @@ class RequestView(Protocol):
 
     @property
     def block_hashes(self) -> Sequence[bytes]:
-        """One per full block of known tokens, chained from the start of the prompt."""
+        """One per block whose tokens are known, chained from the start of the prompt (`core.block_hash`)."""
         ...
 
     @property
