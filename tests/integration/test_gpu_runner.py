@@ -28,7 +28,6 @@ from penstock.kernels import native
 from penstock.runner import batch_shapes
 from penstock.runner.gpu import cudagraphs
 from penstock.runner.gpu.inputs import GpuInputBuilder
-from penstock.runner.gpu.parts import GpuParts
 from penstock.runner.gpu.sampling.outputs import CopiedOutput
 from penstock.runner.model_runner import ModelRunner
 from penstock.runner.outputs import NOT_FINITE, NOTHING_ALLOWED
@@ -144,7 +143,7 @@ def use_graphs(patched: pytest.MonkeyPatch, contexts: tuple[int, ...] = (64, 128
     patched.setattr(batch_shapes, "_MIXED_SIZES", (16, 256))
     EmulatedRecorder.install(patched)
     patched.setattr(cudagraphs, "CudaGraphRecorder", EmulatedRecorder)
-    patched.setattr(GpuParts, "graph_contexts", lambda *args: () if args[2].enforce_eager else contexts)
+    patched.setattr("penstock.runner.gpu.parts.graph_contexts", lambda *args: () if args[2].enforce_eager else contexts)
     patched.setattr(EmulatedRecorder, "num_replays", 0)
 
 

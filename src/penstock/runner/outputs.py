@@ -54,7 +54,7 @@ class CopiedDrafts:
     drafts: HostCopy  # [len(request_ids), num_drafts] int64, -1 for gaps
 
     def complete(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
-        drafts = self.drafts.wait()
+        drafts = self.drafts()
         counts = (drafts >= 0).sum(1).tolist() if self.with_counts else []
         return replace(
             output,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-from msgspec.structs import replace
 
 from penstock.messages.requests import EngineRequest
 from penstock.messages.scheduler_output import GrammarOutput
