@@ -1,4 +1,4 @@
-"""From what a step sampled to what the scheduler is told, at once or when somebody asks."""
+"""From what a step sampled to what the scheduler is told, at once or when the result is asked for."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PendingOutput(Protocol):
     """A step that was launched. It needs nothing of the runner any more."""
 
     def result(self) -> ModelRunnerOutput:
-        """Waits for the step. Whoever asks may be another thread, and asks once."""
+        """Waits for the step. Called once, from any thread."""
         ...
 
 

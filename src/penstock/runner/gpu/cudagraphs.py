@@ -2,7 +2,7 @@
 
 A graph belongs to a shape (`BatchDescriptor`). It is recorded over a step that is padding throughout, whose inputs lie
 in the buffers of all steps; to replay it, the input builder has published the step's counts, and padding behind them.
-Padding reads no state row, writes no KV, and its results are nobody's.
+Padding reads no state row, writes no KV, and its results are not used.
 
 All graphs share one pool of memory: what one leaves is gone when another one, or the same one again, is replayed.
 """

@@ -79,7 +79,7 @@ class LogitsAdjuster:
         where = (batch.tensors.logits_rows, batch.tensors.logits_positions, self._token_ids)
         if needs & COUNTED_TOKENS:
             if not len(self._counts):
-                # For any step: growing with them would leave a trail of memory that fits nobody.
+                # For any step: growing with them would leave memory behind that fits no other step.
                 self._counts = logits.new_zeros((self._max_num_logits, logits.shape[1]), dtype=torch.int32)
             count_tokens(*where, batch.host.max_seq_len, tables, self._counts)
         adjusted = logits.new_empty(logits.shape, dtype=torch.float32)
