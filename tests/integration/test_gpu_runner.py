@@ -30,7 +30,7 @@ from penstock.runner.gpu import cudagraphs
 from penstock.runner.gpu.inputs import GpuInputBuilder
 from penstock.runner.gpu.sampling.outputs import CopiedOutput
 from penstock.runner.model_runner import ModelRunner
-from penstock.runner.outputs import NOT_FINITE, NOTHING_ALLOWED
+from penstock.runner.outputs import NOT_FINITE, NOTHING_ALLOWED, StepOutput
 from penstock.worker import parts
 from tests.kernels.graph_emulator import EmulatedRecorder
 
@@ -266,7 +266,8 @@ def test_a_replayed_step_launches_nothing_beside_its_graphs(
     def sampled(self: LaunchExecutor, grammars: Any) -> Any:
         result = sample_tokens(self, grammars)
         _, is_mixed, forward, _ = by_step.pop()
-        by_step.append((result._pending.is_replayed, is_mixed, forward, names()))
+        is_replayed = isinstance(result._pending, StepOutput) and result._pending.is_replayed
+        by_step.append((is_replayed, is_mixed, forward, names()))
         return result
 
     monkeypatch.setattr(LaunchExecutor, "execute_model", executed)
@@ -329,7 +330,7 @@ def test_nothing_is_read_back(
             with monkeypatch.context() as guard, NobodyWaits():
                 refuse_reading(guard)
                 result = original(self, argument)
-            if result is not None:
+            if result is not None and isinstance(result._pending, StepOutput):
                 copied.append(isinstance(result._pending.sampled, CopiedOutput))
             return result
 
