@@ -21,8 +21,9 @@ from penstock.kv_transfer.offload.worker import OffloadingWorker
 from penstock.kv_transfer.view import Place, Take, Transfer, write_now
 from penstock.messages.kv_transfer import BadRange, TransferReport, TransferStatus
 from penstock.messages.outputs import CompletionOutput
+from penstock.runner.cpu import parts
 from penstock.runner.cpu.kv_cache_view import HostKVCacheView
-from penstock.worker import parts
+from penstock.runner.gpu.kv_cache_view import GpuKVCacheView
 from tests.integration.test_identity_matrix import requests, run
 from tests.integration.test_identity_speculation import METHODS
 
@@ -141,7 +142,7 @@ def test_transfers_that_take_some_steps(plain_tokens: list[list[int]], monkeypat
 
 def test_by_the_kernels_of_a_gpu(plain_tokens: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """In Triton's interpreter."""
-    monkeypatch.setattr(parts, "has_gpu_kernels", lambda device: True)
+    monkeypatch.setattr(parts, "HostKVCacheView", GpuKVCacheView)
     llm = make(offloading())
     assert completions_of(llm, 4) == plain_tokens[:4]
     assert llm.reset_prefix_cache()
@@ -259,7 +260,7 @@ def test_bytes_that_change_in_memory_are_found_out(plain_tokens: list[list[int]]
 
 
 def _region(llm: LLM) -> Any:
-    return llm._core._executor._runner._kv_step._connectors[True]._region
+    return llm._core._executor._runner.kv_step._connectors[True]._region
 
 
 def test_example_connector(plain_tokens: list[list[int]], tmp_path: Path) -> None:
