@@ -225,7 +225,7 @@ def test_bytes_that_change_in_memory_are_found_out(plain_tokens: list[list[int]]
 
 
 def _region(llm: LLM) -> Any:
-    return llm._core._executor._runner._kv_step._connectors[True]._region
+    return llm._core._executor._runner._kv_step._connector._region
 
 
 def test_example_connector(plain_tokens: list[list[int]], tmp_path: Path) -> None:

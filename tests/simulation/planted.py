@@ -384,8 +384,8 @@ BUGS = (
         "layer hooks go to nobody",
         "layerwise_loads",
         "kv_transfer.kv_step:KVStep.hooks",
-        "self._active if self._active.layerwise else self._null",
-        "self._null",
+        "self._hooks if self._active is self._connector else self._no_hooks",
+        "self._no_hooks",
     ),
     _bug(
         "of several connectors the first loads what another has",

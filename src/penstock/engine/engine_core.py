@@ -144,7 +144,7 @@ class EngineCore:
         return plan.total_num_scheduled_tokens, outputs
 
     def _publish_kv_events(self) -> None:
-        events = (*self._scheduler.kv.take_events(), *self._scheduler.connector.take_events())
+        events = (*self._scheduler.kv.take_events(), *self._scheduler.connector_abilities.take_events())
         if events:
             self._publisher.publish(events)
 
@@ -153,7 +153,7 @@ class EngineCore:
         if not num_tokens and not self._in_flight:
             # Nothing could run: what the requests wait for needs the processor more.
             self._scheduler.grammars.wait(_GRAMMAR_SECONDS)
-            self._scheduler.connector.wait(_TRANSFER_SECONDS)
+            self._scheduler.connector_abilities.wait(_TRANSFER_SECONDS)
         events, self._events = tuple(self._events), []
         outputs = tuple(chain.from_iterable(outputs for _, outputs in processed))
         return StepReport(outputs=outputs, events=events, num_tokens=num_tokens, stats=self._scheduler.stats())

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from penstock.config.engine import EngineConfig
 from penstock.core.remote_kv import NO_TRANSFER, KVTransfer
+from penstock.kv_transfer.abilities import Abilities
 from penstock.kv_transfer.connector import WorkerConnector
-from penstock.kv_transfer.factory import ConnectorContext, make_connector
+from penstock.kv_transfer.factory import ConnectorContext, make_scheduler_connector, make_worker_connector
 from penstock.kv_transfer.null import NullWorkerConnector
 from penstock.messages.kv_cache_spec import KVCacheConfig
 from penstock.runner.load import arithmetic
@@ -34,10 +35,11 @@ def build_transfer(config: EngineConfig, cache: KVCacheConfig) -> tuple[KVTransf
         fingerprint=fingerprint(config, cache),
         shards=frozenset({_THIS_SHARD}),
     )
-    connector = make_connector(context)
-    scheduler_part, worker = connector.make_scheduler_connector(), connector.make_worker_connector(_THIS_SHARD)
-    scheduler_part.set_xfer_handshake_metadata_pp_aware({_THIS_SHARD: worker.get_handshake_metadata()})
-    return KVTransfer(scheduler_part, asked.kv_load_failure_policy, asked.kv_load_timeout), worker
+    part = make_scheduler_connector(context)
+    abilities = Abilities(part)
+    worker = make_worker_connector(context, _THIS_SHARD, abilities.worker_setup())
+    abilities.set_xfer_handshake_metadata_pp_aware({_THIS_SHARD: worker.get_handshake_metadata()})
+    return KVTransfer(part, asked.kv_load_failure_policy, asked.kv_load_timeout), worker
 
 
 def fingerprint(config: EngineConfig, cache: KVCacheConfig) -> bytes:

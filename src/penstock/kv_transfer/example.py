@@ -19,7 +19,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
-from penstock.kv_transfer.connector import NO_MATCH, ConnectorEvent, LoadEnded, Match, RequestView
+from penstock.kv_transfer.connector import NO_MATCH, ConnectorEvent, LayerHooks, LoadEnded, Match, RequestView
 from penstock.kv_transfer.factory import ConnectorContext
 from penstock.kv_transfer.ledger import TransferLedger, bad_ranges
 from penstock.kv_transfer.null import NullSchedulerConnector, NullWorkerConnector
@@ -28,6 +28,7 @@ from penstock.kv_transfer.view import KVCacheView
 from penstock.messages.kv_cache_spec import NULL_BLOCK
 from penstock.messages.kv_transfer import (
     BadRange,
+    ConnectorSetup,
     KVConnectorMetadata,
     KVConnectorOutput,
     ShardId,
@@ -67,25 +68,29 @@ class ExampleMetadata(KVConnectorMetadata, msgspec.Struct, frozen=True, tag=True
 class ExampleConnector:
     """Option: `shared_storage_path`, the folder."""
 
-    def __init__(self, context: ConnectorContext) -> None:
-        name = "ExampleConnector"
-        given = context.config.kv_connector_extra_config
-        options = read_options(name, given, {}, shared_storage_path=(is_text, "a folder"))
-        if len(context.cache.groups) > 1 or any(group.spec.sliding_window for group in context.cache.groups):
-            raise ConfigError(f"{name} takes models without sliding windows only: use OffloadingConnector")
-        # KV of other weights, or of another arithmetic, lies in another folder.
-        self._folder = Path(options["shared_storage_path"]).expanduser() / context.fingerprint.hex()
-        self._context = context
+    @staticmethod
+    def make_scheduler_connector(context: ConnectorContext) -> ExampleScheduler:
+        """Raises ConfigError for an invalid option, a folder that cannot be made, and sliding windows."""
+        groups = context.cache.groups
+        if len(groups) > 1 or any(group.spec.sliding_window for group in groups):
+            raise ConfigError("ExampleConnector takes models without sliding windows only: use OffloadingConnector")
+        folder = _folder(context)
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"shared_storage_path of {name} cannot be used: {error}") from None
+            raise ConfigError(f"shared_storage_path of ExampleConnector cannot be used: {error}") from None
+        return ExampleScheduler(folder, context)
 
-    def make_scheduler_connector(self) -> ExampleScheduler:
-        return ExampleScheduler(self._folder, self._context)
+    @staticmethod
+    def make_worker_connector(context: ConnectorContext, shard: ShardId, setup: ConnectorSetup | None) -> ExampleWorker:
+        return ExampleWorker(_folder(context), shard, context.cache.block_size)
 
-    def make_worker_connector(self, shard: ShardId) -> ExampleWorker:
-        return ExampleWorker(self._folder, shard, self._context.cache.block_size)
+
+def _folder(context: ConnectorContext) -> Path:
+    """KV of other weights, or of another arithmetic, lies in another folder."""
+    given = context.config.kv_connector_extra_config
+    options = read_options("ExampleConnector", given, {}, shared_storage_path=(is_text, "a folder"))
+    return Path(options["shared_storage_path"]).expanduser() / context.fingerprint.hex()
 
 
 class ExampleScheduler(NullSchedulerConnector):
@@ -150,8 +155,6 @@ class ExampleScheduler(NullSchedulerConnector):
 class ExampleWorker(NullWorkerConnector):
     """Reads and writes one rank's files."""
 
-    layerwise = True
-
     def __init__(self, folder: Path, shard: ShardId, block_size: int) -> None:
         self._folder = folder
         self._shard = shard
@@ -159,6 +162,10 @@ class ExampleWorker(NullWorkerConnector):
         self._metadata = ExampleMetadata()
         self._files: dict[Placed, dict[str, np.ndarray]] = {}
         self._lost: set[Placed] = set()
+
+    @property
+    def layer_hooks(self) -> LayerHooks:
+        return self
 
     def register_kv_caches(self, view: KVCacheView) -> None:
         self._view = view
@@ -194,6 +201,9 @@ class ExampleWorker(NullWorkerConnector):
     def wait_for_layer_load(self, layer_name: str) -> None:
         for (block_id, _), tensors in self._files.items():
             self._view.write_layer(layer_name, block_id, tensors[layer_name].data)
+
+    def save_kv_layer(self, layer_name: str) -> None:
+        """Blocks are saved with the next step, when they are complete in all layers."""
 
     def get_finished(self, finished_request_ids: frozenset[str]) -> KVConnectorOutput:
         return KVConnectorOutput(tuple(map(self._report, self._metadata.loads)))

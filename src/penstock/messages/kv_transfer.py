@@ -67,4 +67,10 @@ class HandshakePayload(OpenMessage):
     __slots__ = ()
 
 
+class ConnectorSetup(OpenMessage):
+    """What a connector's scheduler side tells every worker side once, before that is built: the name of memory, say."""
+
+    __slots__ = ()
+
+
 NO_OUTPUT = KVConnectorOutput()

@@ -110,7 +110,7 @@ def graph_contexts(
     """The lengths of contexts for which steps are captured; none where steps cannot be, or shall not."""
     if device.type != "cuda" or execution.enforce_eager or not attention.graph_contexts:
         return ()
-    if connector.layerwise:
+    if connector.layer_hooks is not None:
         logger.info("no CUDA graphs: the KV connector moves layers while a step computes them")
         return ()
     return attention.graph_contexts

@@ -38,6 +38,7 @@ from penstock.kv_transfer.transports.memory import MemoryFabric, MemoryTransport
 from penstock.messages.kv_cache_spec import NULL_BLOCK, KVCacheConfig
 from penstock.messages.kv_transfer import (
     BadRange,
+    HandshakePayload,
     KVConnectorMetadata,
     KVConnectorOutput,
     ShardId,
@@ -289,6 +290,9 @@ class StoreScheduler(NullSchedulerConnector):
         self._num_complete: dict[str, int] = {}
         self._num_saves = 0
         self._num_stale_reports = 0
+
+    def set_xfer_handshake_metadata_pp_aware(self, payloads: Mapping[ShardId, HandshakePayload | None]) -> None:
+        assert payloads.keys() == self._shards.keys(), f"handshakes of {sorted(payloads)}"
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
         first = num_computed_tokens // self._block_size

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from penstock.kv_transfer.connector import LayerHooks
 from penstock.kv_transfer.null import NullWorkerConnector
 from penstock.kv_transfer.transports.base import (
     CopyRun,
@@ -212,7 +213,9 @@ class StoreWorker(NullWorkerConnector):
 class LayerwiseStoreWorker(StoreWorker):
     """Waits for a step's own loads layer by layer while it runs, and for the drafter's layers before it drafts."""
 
-    layerwise = True
+    @property
+    def layer_hooks(self) -> LayerHooks:
+        return self
 
     def register_kv_caches(self, view: KVCacheView) -> None:
         super().register_kv_caches(view)
@@ -233,6 +236,8 @@ class LayerwiseStoreWorker(StoreWorker):
     def wait_for_layer_load(self, layer_name: str) -> None:
         for load, of_layer in self._awaited:
             self._wait(load, of_layer.get(layer_name, []))
+
+    def save_kv_layer(self, layer_name: str) -> None: ...
 
     def get_finished(self, finished_request_ids: frozenset[str]) -> KVConnectorOutput:
         for load, _ in self._awaited:

@@ -28,7 +28,15 @@ from penstock.kv_transfer.null import NullSchedulerConnector
 from penstock.kv_transfer.offload import OffloadKey
 from penstock.kv_transfer.offload.cost_model import LoadCostModel
 from penstock.kv_transfer.offload.manager import LookupResult, OffloadingManager, OffloadStats
-from penstock.kv_transfer.offload.messages import LoadBlock, OffloadLoad, OffloadMetadata, OffloadStore, StoreBlock
+from penstock.kv_transfer.offload.messages import (
+    LoadBlock,
+    OffloadLoad,
+    OffloadMetadata,
+    OffloadSetup,
+    OffloadStore,
+    StoreBlock,
+)
+from penstock.kv_transfer.offload.region import OffloadRegion
 from penstock.kv_transfer.offload.tiers.base import OffloadEvent
 from penstock.messages.kv_cache_spec import NULL_BLOCK, KVCacheConfig
 from penstock.messages.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored, KVEvent
@@ -106,12 +114,13 @@ class _Outbox:
 
 
 class OffloadingScheduler(NullSchedulerConnector):
-    """`epoch` names this life of the engine: reports of another are about transfers that nobody knows."""
+    """`epoch` names this life of the engine: reports of another are about unknown transfers."""
 
     def __init__(
         self,
         cache: KVCacheConfig,
         shards: frozenset[ShardId],
+        region: OffloadRegion,
         manager: OffloadingManager,
         rules: OffloadRules,
         clock: Clock,
@@ -120,6 +129,7 @@ class OffloadingScheduler(NullSchedulerConnector):
         self._epoch = epoch
         self._cache = cache
         self._shards = shards
+        self._region = region
         self._manager = manager
         self._attestation = rules.attestation
         self._default_policy = rules.policy
@@ -135,6 +145,9 @@ class OffloadingScheduler(NullSchedulerConnector):
         # Tokens and times of the steps in flight, and when the last one ended.
         self._steps: deque[tuple[int, float]] = deque()
         self._last_end = 0.0
+
+    def worker_setup(self) -> OffloadSetup:
+        return OffloadSetup(self._region.memory, self._region.chunk_bytes)
 
     # ---- Requests come and go ----
 
