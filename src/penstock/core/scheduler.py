@@ -327,7 +327,7 @@ class Scheduler:
             return _error_output(request_id, str(error), is_request_error=True)
         first, end = self.kv.publish(request)
         if first < end:
-            self.connector.on_blocks_complete(request, self.kv.block_ids(request), first, end)
+            self.connector.on_blocks_complete(request, self.kv.block_table(request), first, end)
         if not new_token_ids:
             return None
         if request.finish_reason is not None:

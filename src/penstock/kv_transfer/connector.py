@@ -28,7 +28,7 @@ from penstock.messages.kv_transfer import (
     ShardId,
     TransferId,
 )
-from penstock.messages.scheduler_output import BlockIds, SchedulerOutput
+from penstock.messages.scheduler_output import BlockIds, BlockTable, SchedulerOutput
 
 
 class RequestView(Protocol):
@@ -125,10 +125,11 @@ class SchedulerConnector(Protocol):
         """
         ...
 
-    def on_blocks_complete(self, request: RequestView, block_ids: BlockIds, first: int, end: int) -> None:
+    def on_blocks_complete(self, request: RequestView, block_ids: BlockTable, first: int, end: int) -> None:
         """Blocks [first, end) of the request's table hold final KV of final tokens, a speculator's layers included.
 
-        What the metadata of the next step asks to be read is read before anything of that step is written.
+        The table is good during the call only, and blocks before `first` were said before or found in the engine's
+        cache. What the metadata of the next step asks to be read is read before anything of that step is written.
         """
         ...
 

@@ -36,7 +36,7 @@ from penstock.messages.kv_transfer import (
     TransferReport,
     TransferStatus,
 )
-from penstock.messages.scheduler_output import BlockIds, SchedulerOutput
+from penstock.messages.scheduler_output import BlockIds, BlockTable, SchedulerOutput
 from penstock.utils.errors import ConfigError
 from penstock.utils.logging import get_logger
 from penstock.utils.wire import register_kind
@@ -123,7 +123,7 @@ class ExampleScheduler(NullSchedulerConnector):
         self._ranges[transfer_id] = (num_computed_tokens, end)
         self._ledger.open(transfer_id, self._shards)
 
-    def on_blocks_complete(self, request: RequestView, block_ids: BlockIds, first: int, end: int) -> None:
+    def on_blocks_complete(self, request: RequestView, block_ids: BlockTable, first: int, end: int) -> None:
         for block_id, block_hash in zip(block_ids[0][first:end], request.block_hashes[first:end], strict=True):
             name = _file_name(block_hash)
             if block_id != NULL_BLOCK and not self._has_all_shards(name):

@@ -40,7 +40,7 @@ from penstock.messages.kv_transfer import (
     TransferId,
     TransferReport,
 )
-from penstock.messages.scheduler_output import BlockIds, SchedulerOutput
+from penstock.messages.scheduler_output import BlockIds, BlockTable, SchedulerOutput
 from penstock.utils.errors import ConfigError, RequestError
 from penstock.utils.wire import register_kind
 
@@ -139,7 +139,7 @@ class MultiScheduler:
         child = self._children[self._chosen.pop(request.request_id)]
         child.update_state_after_alloc(request, transfer_id, block_ids, num_computed_tokens, end)
 
-    def on_blocks_complete(self, request: RequestView, block_ids: BlockIds, first: int, end: int) -> None:
+    def on_blocks_complete(self, request: RequestView, block_ids: BlockTable, first: int, end: int) -> None:
         for child in self._children.values():
             child.on_blocks_complete(request, block_ids, first, end)
 

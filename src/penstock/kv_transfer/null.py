@@ -14,7 +14,7 @@ from penstock.messages.kv_transfer import (
     ShardId,
     TransferId,
 )
-from penstock.messages.scheduler_output import BlockIds, SchedulerOutput
+from penstock.messages.scheduler_output import BlockIds, BlockTable, SchedulerOutput
 from penstock.utils.errors import ConfigError
 
 
@@ -33,7 +33,7 @@ class NullSchedulerConnector:
     ) -> None:
         raise AssertionError("a load without a match")
 
-    def on_blocks_complete(self, request: RequestView, block_ids: BlockIds, first: int, end: int) -> None: ...
+    def on_blocks_complete(self, request: RequestView, block_ids: BlockTable, first: int, end: int) -> None: ...
 
     def build_connector_meta(self, plan: SchedulerOutput) -> KVConnectorMetadata | None:
         return None

@@ -24,7 +24,7 @@ from penstock.messages.kv_transfer import (
     TransferReport,
     TransferStatus,
 )
-from penstock.messages.scheduler_output import BlockIds, SchedulerOutput
+from penstock.messages.scheduler_output import BlockIds, BlockTable, SchedulerOutput
 from penstock.simulation.backing import Backing, Parts, Site, Touch
 
 _UNKNOWN = TransferReport("nobody/load-0", (0, 0), TransferStatus.DONE)
@@ -61,7 +61,7 @@ class CheckedScheduler(Forwarding):
         self.inner.update_state_after_alloc(request, transfer_id, block_ids, num_computed_tokens, end)
         assert self.inner.has_pending_work, f"{transfer_id} is under way, and nothing is pending"
 
-    def on_blocks_complete(self, request: RequestView, block_ids: BlockIds, first: int, end: int) -> None:
+    def on_blocks_complete(self, request: RequestView, block_ids: BlockTable, first: int, end: int) -> None:
         assert 0 <= first < end <= len(request.block_hashes), (first, end)
         self.inner.on_blocks_complete(request, block_ids, first, end)
 

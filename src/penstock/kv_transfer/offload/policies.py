@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import sys
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -33,6 +34,10 @@ class CachePolicy(Protocol):
         """These members become as young as what will be inserted with the returned moment. It is no use of them."""
         ...
 
+    def keep_with(self, key: OffloadKey, moment: int) -> None:
+        """The member becomes at least as young as what is inserted with that moment. It is no use of it."""
+        ...
+
     def pin(self, key: OffloadKey) -> None: ...
 
     def unpin(self, key: OffloadKey) -> None: ...
@@ -41,8 +46,9 @@ class CachePolicy(Protocol):
         """The key's content is gone; nothing of it is remembered."""
         ...
 
-    def num_evictable(self, protected: Collection[OffloadKey]) -> int:
-        """Members that are neither pinned nor in `protected`, which holds no key twice."""
+    def num_evictable(self, protected: Collection[OffloadKey], enough: int = sys.maxsize) -> int:
+        """Members that are neither pinned nor in `protected`, which holds no key twice; or any number from `enough`
+        on, if there are so many."""
         ...
 
     def evict(self, num_keys: int, protected: Collection[OffloadKey]) -> list[OffloadKey] | None:
@@ -97,6 +103,10 @@ class _ByAge:
         member.moment = moment
         self._push(key, member)
 
+    def keep_with(self, key: OffloadKey, moment: int) -> None:
+        if self._members[key].moment < moment:
+            self.set_moment(key, moment)
+
     def set_pinned(self, key: OffloadKey, is_pinned: bool) -> None:
         member = self._members[key]
         assert member.is_pinned != is_pinned, (key, member)
@@ -104,9 +114,11 @@ class _ByAge:
         self._num_pinned += 1 if is_pinned else -1
         self._push(key, member)
 
-    def num_evictable(self, protected: Iterable[OffloadKey]) -> int:
-        num_protected = sum(key in self._members and not self._members[key].is_pinned for key in protected)
-        return len(self._members) - self._num_pinned - num_protected
+    def num_evictable(self, protected: Collection[OffloadKey], enough: int) -> int:
+        num_unpinned = len(self._members) - self._num_pinned
+        if num_unpinned - len(protected) >= enough:
+            return enough
+        return num_unpinned - sum(key in self._members and not self._members[key].is_pinned for key in protected)
 
     def pop_oldest(self, num_keys: int, protected: Collection[OffloadKey]) -> list[OffloadKey]:
         """There must be that many that are neither pinned nor protected."""
@@ -158,6 +170,9 @@ class LRUPolicy:
             self._keys.set_moment(key, self._moment)
         return self._moment
 
+    def keep_with(self, key: OffloadKey, moment: int) -> None:
+        self._keys.keep_with(key, moment)
+
     def pin(self, key: OffloadKey) -> None:
         self._keys.set_pinned(key, True)
 
@@ -167,11 +182,11 @@ class LRUPolicy:
     def remove(self, key: OffloadKey) -> None:
         self._keys.remove(key)
 
-    def num_evictable(self, protected: Collection[OffloadKey]) -> int:
-        return self._keys.num_evictable(protected)
+    def num_evictable(self, protected: Collection[OffloadKey], enough: int = sys.maxsize) -> int:
+        return self._keys.num_evictable(protected, enough)
 
     def evict(self, num_keys: int, protected: Collection[OffloadKey]) -> list[OffloadKey] | None:
-        if num_keys > self._keys.num_evictable(protected):
+        if num_keys > self._keys.num_evictable(protected, num_keys):
             return None
         return self._keys.pop_oldest(num_keys, protected)
 
@@ -229,6 +244,9 @@ class ARCPolicy:
             self._home(key).set_moment(key, self._moment)
         return self._moment
 
+    def keep_with(self, key: OffloadKey, moment: int) -> None:
+        self._home(key).keep_with(key, moment)
+
     def pin(self, key: OffloadKey) -> None:
         self._home(key).set_pinned(key, True)
 
@@ -238,11 +256,11 @@ class ARCPolicy:
     def remove(self, key: OffloadKey) -> None:
         self._home(key).remove(key)
 
-    def num_evictable(self, protected: Collection[OffloadKey]) -> int:
-        return self._t1.num_evictable(protected) + self._t2.num_evictable(protected)
+    def num_evictable(self, protected: Collection[OffloadKey], enough: int = sys.maxsize) -> int:
+        return self._t1.num_evictable(protected, enough) + self._t2.num_evictable(protected, enough)
 
     def evict(self, num_keys: int, protected: Collection[OffloadKey]) -> list[OffloadKey] | None:
-        num_t1, num_t2 = self._t1.num_evictable(protected), self._t2.num_evictable(protected)
+        num_t1, num_t2 = (each.num_evictable(protected, num_keys) for each in (self._t1, self._t2))
         if num_keys > num_t1 + num_t2:
             return None
         # REPLACE, key by key: from T1 while it is above its target, and from the other list where one has none to give.

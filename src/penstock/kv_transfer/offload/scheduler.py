@@ -27,7 +27,7 @@ from penstock.kv_transfer.ledger import TransferLedger, bad_ranges
 from penstock.kv_transfer.null import NullSchedulerConnector
 from penstock.kv_transfer.offload import OffloadKey
 from penstock.kv_transfer.offload.cost_model import LoadCostModel
-from penstock.kv_transfer.offload.manager import LookupResult, OffloadingManager, OffloadStats
+from penstock.kv_transfer.offload.manager import LookupResult, OffloadingManager, OffloadStats, Prompt
 from penstock.kv_transfer.offload.messages import (
     LoadBlock,
     OffloadLoad,
@@ -48,7 +48,7 @@ from penstock.messages.kv_transfer import (
     TransferReport,
     TransferStatus,
 )
-from penstock.messages.scheduler_output import BlockIds, SchedulerOutput
+from penstock.messages.scheduler_output import BlockIds, BlockTable, SchedulerOutput
 from penstock.utils.clock import Clock
 from penstock.utils.errors import RequestError
 from penstock.utils.math import cdiv
@@ -82,17 +82,17 @@ class _Request:
     max_load_blocks: int | None
     max_offload_blocks: int | None
     num_loaded_blocks: int = 0
-    first_computed: int | None = None
+    num_offered_blocks: int = 0
     promoting_since: float | None = None
+    prompt: Prompt = field(default_factory=Prompt)
 
 
 @dataclass(slots=True)
 class _Offer:
-    """A request's blocks up to the newest complete one; only those from `first` on may be new to the tier."""
+    """Complete blocks of one request that may be new to the tier: the block and its place in the prompt, by key."""
 
-    hashes: Sequence[bytes]
-    block_ids: BlockIds
-    first: int
+    prompt: Prompt
+    blocks: dict[OffloadKey, tuple[int, int]]
 
 
 @dataclass(slots=True)
@@ -110,7 +110,7 @@ class _Outbox:
     """What the next step's metadata will say."""
 
     loads: list[OffloadLoad] = field(default_factory=list[OffloadLoad])
-    offers: dict[str, _Offer] = field(default_factory=dict[str, _Offer])
+    offers: list[_Offer] = field(default_factory=list[_Offer])
 
 
 class OffloadingScheduler(NullSchedulerConnector):
@@ -284,31 +284,36 @@ class OffloadingScheduler(NullSchedulerConnector):
 
     # ---- Store ----
 
-    def on_blocks_complete(self, request: RequestView, block_ids: BlockIds, first: int, end: int) -> None:
-        state = self._requests[request.request_id]
-        if state.first_computed is None:
-            state.first_computed = first
+    def on_blocks_complete(self, request: RequestView, block_ids: BlockTable, first: int, end: int) -> None:
+        state, groups = self._requests[request.request_id], range(len(self._cache.groups))
         if state.policy is OffloadPolicy.NONE:
             return
         if state.max_offload_blocks is not None:
             end = min(end, state.max_offload_blocks)
-        start = 0 if state.policy is OffloadPolicy.REQUEST_LEVEL else state.first_computed
-        self._outbox.offers[request.request_id] = _Offer(request.block_hashes[:end], block_ids, start)
+        places = state.prompt.places
+        num_known = len(places) // len(groups)
+        for index, block_hash in enumerate(request.block_hashes[num_known:end], num_known):
+            places.update(((group, block_hash), index) for group in groups)
+        if state.policy is OffloadPolicy.REQUEST_LEVEL:
+            # With what it found in the engine's cache.
+            first = min(first, state.num_offered_blocks)
+        blocks = {
+            (group, block_hash): (table[index], index)
+            for group, table in enumerate(block_ids)
+            for index, block_hash in enumerate(request.block_hashes[first:end], first)
+            if table[index] != NULL_BLOCK
+        }
+        state.num_offered_blocks = end
+        self._outbox.offers.append(_Offer(state.prompt, blocks))
 
     def _take_stores(self) -> tuple[OffloadStore, ...]:
-        offers, self._outbox.offers = self._outbox.offers, {}
+        offers, self._outbox.offers = self._outbox.offers, []
         blocks: list[StoreBlock] = []
         keys: list[OffloadKey] = []
-        for offer in offers.values():
-            block_of = {
-                (group, block_hash): (block_id, index)
-                for group, table in enumerate(offer.block_ids)
-                for index, (block_id, block_hash) in enumerate(zip(table, offer.hashes, strict=False))
-                if block_id != NULL_BLOCK
-            }
-            offered = [(key, index) for key, (_, index) in block_of.items() if self._may_be_offered(key, index, offer)]
-            for key, chunk_id in self._manager.prepare_store(offered):
-                blocks.append(StoreBlock(key[0], block_of[key][0], chunk_id, self._attestation.covers(key)))
+        for offer in offers:
+            offered = [(key, index) for key, (_, index) in offer.blocks.items()]
+            for key, chunk_id in self._manager.prepare_store(offered, offer.prompt):
+                blocks.append(StoreBlock(key[0], offer.blocks[key][0], chunk_id, self._attestation.covers(key)))
                 keys.append(key)
         if not blocks:
             return ()
@@ -317,10 +322,6 @@ class OffloadingScheduler(NullSchedulerConnector):
         self._stores[job_id] = keys
         self._ledger.open(job_id, self._shards)
         return (OffloadStore(job_id, tuple(blocks)),)
-
-    def _may_be_offered(self, key: OffloadKey, index: int, offer: _Offer) -> bool:
-        # What is there already is named too: it stays as young as what comes behind it.
-        return index >= offer.first or self._manager.lookup(key) is LookupResult.HIT
 
     # ---- Steps ----
 
