@@ -116,7 +116,7 @@ class _ByAge:
 
     def num_evictable(self, protected: Collection[OffloadKey], enough: int) -> int:
         num_unpinned = len(self._members) - self._num_pinned
-        if num_unpinned - len(protected) >= enough:
+        if max(0, num_unpinned - len(protected)) >= enough:
             return enough
         return num_unpinned - sum(key in self._members and not self._members[key].is_pinned for key in protected)
 
