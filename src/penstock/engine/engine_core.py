@@ -89,9 +89,14 @@ class EngineCore:
     def stats(self) -> SchedulerStats:
         return self._scheduler.stats()
 
-    def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes; refused (False) while requests run."""
+    def reset_prefix_cache(self, reset_connector: bool = False) -> bool:
+        """Forgets all cached prefixes, and what the KV connector keeps outside the engine if that is wanted too.
+
+        False while requests run, and when there is no connector that can forget although that is wanted.
+        """
         is_reset = not self._in_flight and self._scheduler.kv.reset_prefix_cache()
+        if is_reset and reset_connector:
+            is_reset = self._scheduler.connector_abilities.reset_cache()
         self._publish_kv_events()
         return is_reset
 

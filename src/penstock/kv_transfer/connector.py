@@ -18,14 +18,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from penstock.kv_transfer.view import KVCacheView
-from penstock.messages.kv_events import KVEvent
 from penstock.messages.kv_transfer import (
     BadRange,
-    ConnectorSetup,
     HandshakePayload,
     KVConnectorMetadata,
     KVConnectorOutput,
-    ShardId,
     TransferId,
 )
 from penstock.messages.scheduler_output import BlockIds, BlockTable, SchedulerOutput
@@ -155,61 +152,6 @@ class SchedulerConnector(Protocol):
         ...
 
     def shutdown(self) -> None: ...
-
-
-# ---- Optional abilities of the scheduler's part: it has them if it has the methods (`abilities.Abilities`) ----
-
-
-class SetsUpWorkers(Protocol):
-    """Tells the workers' parts something before they are built."""
-
-    def worker_setup(self) -> ConnectorSetup: ...
-
-
-class TakesHandshakes(Protocol):
-    """Wants to know what the workers' parts tell other engines."""
-
-    def set_xfer_handshake_metadata_pp_aware(self, payloads: Mapping[ShardId, HandshakePayload | None]) -> None:
-        """The payloads of all ranks of this engine, pp * tp of them: exactly once, before the first request.
-
-        Raises ConfigError when there are pipeline ranks above 0 and it does not know how to move their KV.
-        """
-        ...
-
-
-class Waits(Protocol):
-    """Has something to wait for between steps that have nothing to compute."""
-
-    def wait(self, seconds: float) -> None:
-        """Returns when something may have changed, at the latest after so many seconds."""
-        ...
-
-
-class TakesEvents(Protocol):
-    """Knows which blocks its media hold."""
-
-    def take_events(self) -> Sequence[KVEvent]:
-        """Which blocks its media have come to hold and have lost since the last call, oldest first."""
-        ...
-
-
-class Counts(Protocol):
-    """Has numbers to show."""
-
-    def counters(self) -> Mapping[str, float]:
-        """Names to numbers, those that only grow ending in `_total`."""
-        ...
-
-
-class ResetsCache(Protocol):
-    """Keeps KV outside the engine that can be forgotten on demand."""
-
-    def reset_cache(self) -> bool:
-        """Forgets all KV outside the engine; False when that is not possible now."""
-        ...
-
-
-# ---- The worker's part ----
 
 
 class LayerHooks(Protocol):

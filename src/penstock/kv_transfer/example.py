@@ -25,7 +25,7 @@ from penstock.kv_transfer.ledger import TransferLedger, bad_ranges
 from penstock.kv_transfer.null import NullSchedulerConnector, NullWorkerConnector
 from penstock.kv_transfer.options import is_text, read_options
 from penstock.kv_transfer.view import KVCacheView
-from penstock.messages.kv_cache_spec import NULL_BLOCK
+from penstock.messages.kv_cache_spec import NULL_BLOCK, KVCacheConfig
 from penstock.messages.kv_transfer import (
     BadRange,
     ConnectorSetup,
@@ -83,7 +83,7 @@ class ExampleConnector:
 
     @staticmethod
     def make_worker_connector(context: ConnectorContext, shard: ShardId, setup: ConnectorSetup | None) -> ExampleWorker:
-        return ExampleWorker(_folder(context), shard, context.cache.block_size)
+        return ExampleWorker(_folder(context), shard, context.cache)
 
 
 def _folder(context: ConnectorContext) -> Path:
@@ -155,10 +155,11 @@ class ExampleScheduler(NullSchedulerConnector):
 class ExampleWorker(NullWorkerConnector):
     """Reads and writes one rank's files."""
 
-    def __init__(self, folder: Path, shard: ShardId, block_size: int) -> None:
+    def __init__(self, folder: Path, shard: ShardId, cache: KVCacheConfig) -> None:
         self._folder = folder
         self._shard = shard
-        self._block_size = block_size
+        self._block_size = cache.block_size
+        self._hooked = {name for group in cache.groups for name in group.layer_names}
         self._metadata = ExampleMetadata()
         self._files: dict[Placed, dict[str, np.ndarray]] = {}
         self._lost: set[Placed] = set()
@@ -169,7 +170,7 @@ class ExampleWorker(NullWorkerConnector):
 
     def register_kv_caches(self, view: KVCacheView) -> None:
         self._view = view
-        self._names = view.layer_names(0)
+        self._bytes_of = {layer.name: layer.block_bytes for layer in view.layout.layers}
 
     def begin_step(self, metadata: KVConnectorMetadata | None) -> None:
         assert isinstance(metadata, ExampleMetadata), metadata
@@ -182,18 +183,14 @@ class ExampleWorker(NullWorkerConnector):
         for placed in self._placed():
             try:
                 tensors = load_file(self._folder / _of_shard(placed[1], self._shard))
-                if [(name, each.nbytes) for name, each in sorted(tensors.items())] != self._layout():
+                if [(name, each.nbytes) for name, each in sorted(tensors.items())] != sorted(self._bytes_of.items()):
                     raise ValueError("it holds other layers")
                 self._files[placed] = tensors
             except (OSError, SafetensorError, ValueError) as error:
                 logger.warning("KV of block %s cannot be loaded: %s", placed[1], error)
                 self._lost.add(placed)
-        hooked = {name for group in self._view.config.groups for name in group.layer_names}
-        for name in set(self._names) - hooked:
+        for name in self._bytes_of.keys() - self._hooked:
             self.wait_for_layer_load(name)
-
-    def _layout(self) -> list[tuple[str, int]]:
-        return [(name, self._view.layer_bytes(name)) for name in sorted(self._names)]
 
     def _placed(self) -> list[Placed]:
         return [placed for load in self._metadata.loads for placed in load.blocks]
@@ -226,8 +223,8 @@ class ExampleWorker(NullWorkerConnector):
     def _save(self, block_id: int, name: str) -> None:
         """Visible by an atomic rename only, so that nobody ever reads half a file."""
         tensors: dict[str, np.ndarray] = {}
-        for layer_name in self._names:
-            tensors[layer_name] = np.empty(self._view.layer_bytes(layer_name), dtype=np.uint8)
+        for layer_name, num_bytes in self._bytes_of.items():
+            tensors[layer_name] = np.empty(num_bytes, dtype=np.uint8)
             self._view.read_layer(layer_name, block_id, tensors[layer_name].data)
         try:
             with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from typing import Protocol
+from typing import Protocol, cast
 
 import msgspec
 
 from penstock.config.kv_transfer import KVTransferConfig
 from penstock.kv_transfer.connector import SchedulerConnector, WorkerConnector
+from penstock.kv_transfer.forwarding import LoadsOnly, SavesOnly
 from penstock.messages.kv_cache_spec import KVCacheConfig
 from penstock.messages.kv_transfer import ConnectorSetup, ShardId
 from penstock.utils.errors import ConfigError
@@ -19,6 +20,8 @@ CONNECTORS = {
     "MultiConnector": "penstock.kv_transfer.multi",
     "OffloadingConnector": "penstock.kv_transfer.offload.connector",
 }
+
+_ONE_WAY = {"kv_producer": SavesOnly, "kv_consumer": LoadsOnly}
 
 
 class ConnectorContext(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,8 +55,10 @@ class Connector(Protocol):
 
 
 def make_scheduler_connector(context: ConnectorContext) -> SchedulerConnector:
-    """The side that decides. Raises ConfigError for an unknown connector, or one that refuses its configuration."""
-    return _find(context.config).make_scheduler_connector(context)
+    """The side that decides, within its `kv_role`. Raises ConfigError for an unknown connector or invalid options."""
+    part = _find(context.config).make_scheduler_connector(context)
+    one_way = _ONE_WAY.get(context.config.kv_role)
+    return part if one_way is None else cast(SchedulerConnector, one_way(part))
 
 
 def make_worker_connector(context: ConnectorContext, shard: ShardId, setup: ConnectorSetup | None) -> WorkerConnector:

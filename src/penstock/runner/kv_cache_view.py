@@ -11,10 +11,14 @@ import torch
 from penstock.kernels.dispatch import has_gpu_kernels
 from penstock.kernels.staging import CudaCopyQueue, NoQueue
 from penstock.kv_transfer.view import Place, Take, Transfer, read_now, write_now
+from penstock.messages.kv_layout import KVLayout, LayerLayout, MemoryRegion
 from penstock.runner.load import KVCache
 
 if TYPE_CHECKING:
     from penstock.runner.gpu.block_transfers import BlockTransfers
+
+# Of the tensors that `allocate_kv_cache` makes.
+_AXES = ("block", "kv", "head", "token", "dim")
 
 
 class TorchKVCacheView:
@@ -26,11 +30,9 @@ class TorchKVCacheView:
     """
 
     def __init__(self, cache: KVCache) -> None:
-        self.config = cache.config
-        self._names = [
-            (*group.layer_names, *(layer.name for layer in cache.config.attached if layer.group == number))
-            for number, group in enumerate(cache.config.groups)
-        ]
+        self.layout = layout_of(cache)
+        groups = range(len(cache.config.groups))
+        self._names = [tuple(layer.name for layer in self.layout.layers_of(group)) for group in groups]
         # [num_blocks, bytes of a block] per layer, over the same memory.
         self._rows = {name: tensor.view(torch.uint8).flatten(1) for name, tensor in cache.tensors.items()}
         self._num_bytes = {name: rows.shape[1] for name, rows in self._rows.items()}
@@ -39,30 +41,8 @@ class TorchKVCacheView:
         # A CPU may stand in for a GPU.
         self._is_remote = any(has_gpu_kernels(rows.device) for rows in self._rows.values())
 
-    def layer_names(self, group: int) -> tuple[str, ...]:
-        return self._names[group]
-
-    def block_bytes(self, group: int) -> int:
-        return self.config.block_bytes(group)
-
-    def layer_bytes(self, layer_name: str) -> int:
-        return self._num_bytes[layer_name]
-
     def block_parts(self, group: int, block_id: int) -> list[memoryview]:
         return [self._row(name, block_id) for name in self._names[group]]
-
-    def read_block(self, group: int, block_id: int, into: memoryview) -> None:
-        start = 0
-        for part in self.block_parts(group, block_id):
-            into[start : start + len(part)] = part
-            start += len(part)
-
-    def write_block(self, group: int, block_id: int, data: memoryview) -> None:
-        start = 0
-        for name in self._names[group]:
-            end = start + self._num_bytes[name]
-            self.write_layer(name, block_id, data[start:end])
-            start = end
 
     def read_blocks(self, places: Sequence[Place], take: Take) -> Transfer:
         return self._transfers.read_blocks(places, take) if self._is_remote else read_now(self, places, take)
@@ -100,3 +80,30 @@ class TorchKVCacheView:
             return self._rows[layer_name][block_id].cpu().numpy().data
         start = block_id * self._num_bytes[layer_name]
         return self._host[layer_name][start : start + self._num_bytes[layer_name]]
+
+
+def layout_of(cache: KVCache) -> KVLayout:
+    """Describes the tensors as they are; those of one storage lie in one region."""
+    group_of = {layer.name: layer.group for layer in cache.config.attached}
+    group_of |= {name: number for number, group in enumerate(cache.config.groups) for name in group.layer_names}
+    names = [name for group in cache.config.groups for name in group.layer_names]
+    regions: dict[int, MemoryRegion] = {}
+    layers: list[LayerLayout] = []
+    for name in (*names, *(layer.name for layer in cache.config.attached)):
+        tensor = cache.tensors[name]
+        storage = tensor.untyped_storage()
+        region = MemoryRegion(f"kv.{len(regions)}", storage.nbytes(), tensor.device.type, storage.data_ptr())
+        region = regions.setdefault(region.address, region)
+        layer = LayerLayout(
+            name=name,
+            group=group_of[name],
+            region=region.name,
+            offset=tensor.data_ptr() - region.address,
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            axes=_AXES,
+            shape=tuple(tensor.shape),
+            strides=tuple(stride * tensor.itemsize for stride in tensor.stride()),
+            heads=(0, tensor.shape[_AXES.index("head")]),
+        )
+        layers.append(layer)
+    return KVLayout(cache.config.block_size, tuple(regions.values()), tuple(layers))

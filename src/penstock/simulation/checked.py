@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -25,7 +25,7 @@ from penstock.messages.kv_transfer import (
     TransferStatus,
 )
 from penstock.messages.scheduler_output import BlockIds, BlockTable, SchedulerOutput
-from penstock.simulation.backing import Backing, Parts, Site, Touch
+from penstock.simulation.backing import Parts, Site
 
 _UNKNOWN = TransferReport("nobody/load-0", (0, 0), TransferStatus.DONE)
 
@@ -118,14 +118,11 @@ class CheckedWorker(Forwarding):
         self.inner.shutdown()
 
 
-class CheckedBacking:
+class CheckedBacking(Forwarding):
     """A backing whose connectors are all checked."""
 
-    def __init__(self, inner: Backing) -> None:
-        self._inner = inner
-
     def attach(self, site: Site) -> Parts:
-        parts = self._inner.attach(site)
+        parts: Parts = self.inner.attach(site)
         return replace(
             parts,
             scheduler=cast(SchedulerConnector, CheckedScheduler(parts.scheduler, site.cache.block_size)),
@@ -133,21 +130,3 @@ class CheckedBacking:
                 shard: cast(WorkerConnector, CheckedWorker(worker, shard)) for shard, worker in parts.workers.items()
             },
         )
-
-    def crash(self, name: str) -> None:
-        self._inner.crash(name)
-
-    def restart(self) -> None:
-        self._inner.restart()
-
-    def tick(self) -> None:
-        self._inner.tick()
-
-    def touching(self, name: str) -> Iterable[Touch]:
-        return self._inner.touching(name)
-
-    def check(self, contents: Callable[[int, bytes, str, int], bytes | None]) -> None:
-        self._inner.check(contents)
-
-    def check_idle(self) -> None:
-        self._inner.check_idle()

@@ -15,7 +15,7 @@ from penstock.kv_transfer.transports.base import (
     TransferHandle,
     TransferState,
 )
-from penstock.kv_transfer.view import KVCacheView
+from penstock.kv_transfer.view import KVCacheView, gather
 from penstock.messages.kv_transfer import (
     BadRange,
     KVConnectorMetadata,
@@ -80,7 +80,7 @@ class StoreWorker(NullWorkerConnector):
         self._view = view
         for name, region in view.regions.items():
             self._transport.register(name, memoryview(region))
-        self._slot_bytes = max(view.block_bytes(group) for group in range(len(view.config.groups)))
+        self._slot_bytes = max(view.layout.block_bytes(group) for group in range(len(view.config.groups)))
         self._staging_memory = bytearray(self._num_staging * self._slot_bytes)
         self._transport.register(_STAGING, memoryview(self._staging_memory))
 
@@ -144,9 +144,8 @@ class StoreWorker(NullWorkerConnector):
         for copy in save.job.copies:
             slot = self._free_staging.pop()
             save.staging.append(slot)
-            start = slot * self._slot_bytes
-            into = memoryview(self._staging_memory)[start : start + self._view.block_bytes(copy.group)]
-            self._view.read_block(copy.group, copy.block_id, into)
+            into = memoryview(self._staging_memory)[slot * self._slot_bytes :]
+            gather(self._view.block_parts(copy.group, copy.block_id), into)
 
     def _submit(self, each: _Open, operation: Operation, runs: list[list[CopyRun]]) -> None:
         """One transfer per block, so that some may fail while others are under way."""

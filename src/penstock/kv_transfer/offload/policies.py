@@ -151,36 +151,47 @@ class _ByAge:
         return member is not None and not member.is_pinned and (member.moment, -member.place) == item[:2]
 
 
-class LRUPolicy:
+class _Policy:
+    """What all policies do alike: every member has a home."""
+
+    _moment = 0
+
+    def _home(self, key: OffloadKey) -> _ByAge:
+        raise NotImplementedError
+
+    def refresh(self, keys: Iterable[OffloadKey]) -> int:
+        self._moment += 1
+        for key in keys:
+            self._home(key).set_moment(key, self._moment)
+        return self._moment
+
+    def keep_with(self, key: OffloadKey, moment: int) -> None:
+        self._home(key).keep_with(key, moment)
+
+    def pin(self, key: OffloadKey) -> None:
+        self._home(key).set_pinned(key, True)
+
+    def unpin(self, key: OffloadKey) -> None:
+        self._home(key).set_pinned(key, False)
+
+    def remove(self, key: OffloadKey) -> None:
+        self._home(key).remove(key)
+
+
+class LRUPolicy(_Policy):
     """The least recently used goes first."""
 
     def __init__(self) -> None:
         self._keys = _ByAge()
-        self._moment = 0
+
+    def _home(self, key: OffloadKey) -> _ByAge:
+        return self._keys
 
     def insert(self, key: OffloadKey, moment: int, place: int) -> None:
         self._keys.add(key, _Member(moment, place, is_pinned=False))
 
     def touch(self, keys: Iterable[OffloadKey]) -> None:
         self.refresh(keys)
-
-    def refresh(self, keys: Iterable[OffloadKey]) -> int:
-        self._moment += 1
-        for key in keys:
-            self._keys.set_moment(key, self._moment)
-        return self._moment
-
-    def keep_with(self, key: OffloadKey, moment: int) -> None:
-        self._keys.keep_with(key, moment)
-
-    def pin(self, key: OffloadKey) -> None:
-        self._keys.set_pinned(key, True)
-
-    def unpin(self, key: OffloadKey) -> None:
-        self._keys.set_pinned(key, False)
-
-    def remove(self, key: OffloadKey) -> None:
-        self._keys.remove(key)
 
     def num_evictable(self, protected: Collection[OffloadKey], enough: int = sys.maxsize) -> int:
         return self._keys.num_evictable(protected, enough)
@@ -197,7 +208,7 @@ class LRUPolicy:
         return self._keys.pinned()
 
 
-class ARCPolicy:
+class ARCPolicy(_Policy):
     """Adaptive replacement (Megiddo and Modha, "ARC: a self-tuning, low overhead replacement cache", FAST 2003).
 
     T1 holds keys used once, T2 keys used again; B1 and B2 remember keys that were evicted from them. A key that comes
@@ -215,7 +226,6 @@ class ARCPolicy:
         self._t1, self._t2 = _ByAge(), _ByAge()
         self._b1: OrderedDict[OffloadKey, None] = OrderedDict()
         self._b2: OrderedDict[OffloadKey, None] = OrderedDict()
-        self._moment = 0
 
     def insert(self, key: OffloadKey, moment: int, place: int) -> None:
         assert len(self._t1) + len(self._t2) < self._capacity, self._capacity
@@ -237,24 +247,6 @@ class ARCPolicy:
             member = self._home(key).remove(key)
             member.moment = self._moment
             self._t2.add(key, member)
-
-    def refresh(self, keys: Iterable[OffloadKey]) -> int:
-        self._moment += 1
-        for key in keys:
-            self._home(key).set_moment(key, self._moment)
-        return self._moment
-
-    def keep_with(self, key: OffloadKey, moment: int) -> None:
-        self._home(key).keep_with(key, moment)
-
-    def pin(self, key: OffloadKey) -> None:
-        self._home(key).set_pinned(key, True)
-
-    def unpin(self, key: OffloadKey) -> None:
-        self._home(key).set_pinned(key, False)
-
-    def remove(self, key: OffloadKey) -> None:
-        self._home(key).remove(key)
 
     def num_evictable(self, protected: Collection[OffloadKey], enough: int = sys.maxsize) -> int:
         return self._t1.num_evictable(protected, enough) + self._t2.num_evictable(protected, enough)

@@ -400,6 +400,7 @@ class OffloadingScheduler(NullSchedulerConnector):
         return {**{name: getattr(stats, name) for name in _COUNTERS}, "num_corrupted": self._num_corrupted}
 
     def reset_cache(self) -> bool:
+        self._outbox.offers.clear()
         self._manager.reset()
         return True
 
