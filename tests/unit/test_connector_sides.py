@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -211,7 +211,7 @@ class Vanishing(NullSchedulerConnector):
 
 def test_what_was_chosen_is_remembered_until_allocation() -> None:
     children = {"first": Vanishing(False), "second": Vanishing(True), "third": Vanishing(True)}
-    multi, request = MultiScheduler(children), SimpleNamespace(request_id="r", hold_id="r/hold-1")
+    multi, request = MultiScheduler(cast(Any, children)), cast(Any, SimpleNamespace(request_id="r"))
     assert multi.get_num_new_matched_tokens(request, 0) == multi.get_num_new_matched_tokens(request, 0) == Match(4)
     children["first"].has_it, children["second"].has_it = True, False
     multi.update_state_after_alloc(request, "r/load-1", ((1,),), 0, 4)

@@ -14,53 +14,8 @@ import sys
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 from penstock.kv_transfer.offload import OffloadKey
-
-
-class CachePolicy(Protocol):
-    """Belongs to one thread. Members come by `insert`, and leave by `evict`, `remove` or `clear`."""
-
-    def insert(self, key: OffloadKey, moment: int, place: int) -> None:
-        """A key has been stored; `moment` is what `refresh` returned when its room was made."""
-        ...
-
-    def touch(self, keys: Iterable[OffloadKey]) -> None:
-        """These members have been used again, all at one moment."""
-        ...
-
-    def refresh(self, keys: Iterable[OffloadKey]) -> int:
-        """These members become as young as what will be inserted with the returned moment. It is no use of them."""
-        ...
-
-    def keep_with(self, key: OffloadKey, moment: int) -> None:
-        """The member becomes at least as young as what is inserted with that moment. It is no use of it."""
-        ...
-
-    def pin(self, key: OffloadKey) -> None: ...
-
-    def unpin(self, key: OffloadKey) -> None: ...
-
-    def remove(self, key: OffloadKey) -> None:
-        """The key's content is gone; nothing of it is remembered."""
-        ...
-
-    def num_evictable(self, protected: Collection[OffloadKey], enough: int = sys.maxsize) -> int:
-        """Members that are neither pinned nor in `protected`, which holds no key twice; or any number from `enough`
-        on, if there are so many."""
-        ...
-
-    def evict(self, num_keys: int, protected: Collection[OffloadKey]) -> list[OffloadKey] | None:
-        """Takes exactly `num_keys` members out that are neither pinned nor protected; None, and no change, if there
-        are fewer."""
-        ...
-
-    def clear(self) -> None: ...
-
-    def members(self) -> dict[OffloadKey, bool]:
-        """Every member, and whether it is pinned: for `check_integrity`."""
-        ...
 
 
 @dataclass(slots=True)
@@ -151,21 +106,28 @@ class _ByAge:
         return member is not None and not member.is_pinned and (member.moment, -member.place) == item[:2]
 
 
-class _Policy:
-    """What all policies do alike: every member has a home."""
+class CachePolicy:
+    """Belongs to one thread. Members come by `insert`, and leave by `evict`, `remove` or `clear`."""
 
     _moment = 0
 
-    def _home(self, key: OffloadKey) -> _ByAge:
+    def insert(self, key: OffloadKey, moment: int, place: int) -> None:
+        """A key has been stored; `moment` is what `refresh` returned when its room was made."""
         raise NotImplementedError
 
+    def touch(self, keys: Iterable[OffloadKey]) -> None:
+        """These members have been used again, all at one moment."""
+        self.refresh(keys)
+
     def refresh(self, keys: Iterable[OffloadKey]) -> int:
+        """These members become as young as what will be inserted with the returned moment. It is no use of them."""
         self._moment += 1
         for key in keys:
             self._home(key).set_moment(key, self._moment)
         return self._moment
 
     def keep_with(self, key: OffloadKey, moment: int) -> None:
+        """The member becomes at least as young as what is inserted with that moment. It is no use of it."""
         self._home(key).keep_with(key, moment)
 
     def pin(self, key: OffloadKey) -> None:
@@ -175,10 +137,32 @@ class _Policy:
         self._home(key).set_pinned(key, False)
 
     def remove(self, key: OffloadKey) -> None:
+        """The key's content is gone; nothing of it is remembered."""
         self._home(key).remove(key)
 
+    def num_evictable(self, protected: Collection[OffloadKey], enough: int = sys.maxsize) -> int:
+        """Members that are neither pinned nor in `protected`, which holds no key twice; or any number from `enough`
+        on, if there are so many."""
+        raise NotImplementedError
 
-class LRUPolicy(_Policy):
+    def evict(self, num_keys: int, protected: Collection[OffloadKey]) -> list[OffloadKey] | None:
+        """Takes exactly `num_keys` members out that are neither pinned nor protected; None, and no change, if there
+        are fewer."""
+        raise NotImplementedError
+
+    def clear(self) -> None:
+        raise NotImplementedError
+
+    def members(self) -> dict[OffloadKey, bool]:
+        """Every member, and whether it is pinned: for `check_integrity`."""
+        raise NotImplementedError
+
+    def _home(self, key: OffloadKey) -> _ByAge:
+        """Where the member is."""
+        raise NotImplementedError
+
+
+class LRUPolicy(CachePolicy):
     """The least recently used goes first."""
 
     def __init__(self) -> None:
@@ -189,9 +173,6 @@ class LRUPolicy(_Policy):
 
     def insert(self, key: OffloadKey, moment: int, place: int) -> None:
         self._keys.add(key, _Member(moment, place, is_pinned=False))
-
-    def touch(self, keys: Iterable[OffloadKey]) -> None:
-        self.refresh(keys)
 
     def num_evictable(self, protected: Collection[OffloadKey], enough: int = sys.maxsize) -> int:
         return self._keys.num_evictable(protected, enough)
@@ -208,7 +189,7 @@ class LRUPolicy(_Policy):
         return self._keys.pinned()
 
 
-class ARCPolicy(_Policy):
+class ARCPolicy(CachePolicy):
     """Adaptive replacement (Megiddo and Modha, "ARC: a self-tuning, low overhead replacement cache", FAST 2003).
 
     T1 holds keys used once, T2 keys used again; B1 and B2 remember keys that were evicted from them. A key that comes

@@ -105,14 +105,6 @@ class _Load:
     since: float
 
 
-@dataclass(slots=True)
-class _Outbox:
-    """What the next step's metadata will say."""
-
-    loads: list[OffloadLoad] = field(default_factory=list[OffloadLoad])
-    offers: list[_Offer] = field(default_factory=list[_Offer])
-
-
 class OffloadingScheduler(NullSchedulerConnector):
     """`epoch` names this life of the engine: reports of another are about unknown transfers."""
 
@@ -128,6 +120,9 @@ class OffloadingScheduler(NullSchedulerConnector):
     ) -> None:
         self._epoch = epoch
         self._cache = cache
+        self._groups = range(len(cache.groups))
+        self._sliding_groups = [group for group in self._groups if cache.groups[group].spec.sliding_window]
+        self._full_groups = [group for group in self._groups if group not in self._sliding_groups]
         self._shards = shards
         self._region = region
         self._manager = manager
@@ -137,7 +132,9 @@ class OffloadingScheduler(NullSchedulerConnector):
         self._clock = clock
         self._ledger = TransferLedger()
         self._requests: dict[str, _Request] = {}
-        self._outbox = _Outbox()
+        # What the next step's metadata will say.
+        self._new_loads: list[OffloadLoad] = []
+        self._offers: list[_Offer] = []
         self._loads: dict[TransferId, _Load] = {}
         self._stores: dict[TransferId, list[OffloadKey]] = {}
         self._num_stores = 0
@@ -173,8 +170,7 @@ class OffloadingScheduler(NullSchedulerConnector):
 
     def request_finished(self, request: RequestView, block_ids: BlockIds) -> FinishAction:
         del self._requests[request.request_id]
-        groups = range(len(self._cache.groups))
-        self._manager.touch([(group, block_hash) for block_hash in request.block_hashes for group in groups])
+        self._manager.touch([(group, block_hash) for block_hash in request.block_hashes for group in self._groups])
         return FinishAction.FREE
 
     # ---- Load ----
@@ -226,21 +222,13 @@ class OffloadingScheduler(NullSchedulerConnector):
             length -= 1
         return length
 
-    @property
-    def _full_groups(self) -> list[int]:
-        return [number for number, group in enumerate(self._cache.groups) if not group.spec.sliding_window]
-
-    @property
-    def _sliding_groups(self) -> list[int]:
-        return [number for number, group in enumerate(self._cache.groups) if group.spec.sliding_window]
-
     def _first_needed(self, group: int, num_blocks: int) -> int:
         size = self._cache.block_size
         return self._cache.groups[group].spec.first_needed_block(num_blocks * size, size)
 
     def _needed(self, hashes: Sequence[bytes], first: int, length: int) -> Iterator[tuple[int, list[OffloadKey]]]:
         """Per group the first block that is to be loaded, and the keys from there on."""
-        for group in range(len(self._cache.groups)):
+        for group in self._groups:
             start = min(length, max(first, self._first_needed(group, length)))
             yield start, [(group, block_hash) for block_hash in hashes[start:length]]
 
@@ -272,7 +260,7 @@ class OffloadingScheduler(NullSchedulerConnector):
             for (group, block_id, index, _), chunk in zip(placed, chunks, strict=True)
         )
         job_id = f"{self._epoch}/load/{transfer_id}"
-        self._outbox.loads.append(OffloadLoad(job_id, blocks))
+        self._new_loads.append(OffloadLoad(job_id, blocks))
         state, now = self._requests[request.request_id], self._clock.now()
         medium = MEDIUM_CPU if state.promoting_since is None else MEDIUM_STORAGE
         index_of = {key: index for _, _, index, key in placed}
@@ -285,15 +273,15 @@ class OffloadingScheduler(NullSchedulerConnector):
     # ---- Store ----
 
     def on_blocks_complete(self, request: RequestView, block_ids: BlockTable, first: int, end: int) -> None:
-        state, groups = self._requests[request.request_id], range(len(self._cache.groups))
+        state = self._requests[request.request_id]
         if state.policy is OffloadPolicy.NONE:
             return
         if state.max_offload_blocks is not None:
             end = min(end, state.max_offload_blocks)
         places = state.prompt.places
-        num_known = len(places) // len(groups)
+        num_known = len(places) // len(self._groups)
         for index, block_hash in enumerate(request.block_hashes[num_known:end], num_known):
-            places.update(((group, block_hash), index) for group in groups)
+            places.update(((group, block_hash), index) for group in self._groups)
         if state.policy is OffloadPolicy.REQUEST_LEVEL:
             # With what it found in the engine's cache.
             first = min(first, state.num_offered_blocks)
@@ -304,10 +292,10 @@ class OffloadingScheduler(NullSchedulerConnector):
             if table[index] != NULL_BLOCK
         }
         state.num_offered_blocks = end
-        self._outbox.offers.append(_Offer(state.prompt, blocks))
+        self._offers.append(_Offer(state.prompt, blocks))
 
     def _take_stores(self) -> tuple[OffloadStore, ...]:
-        offers, self._outbox.offers = self._outbox.offers, []
+        offers, self._offers = self._offers, []
         blocks: list[StoreBlock] = []
         keys: list[OffloadKey] = []
         for offer in offers:
@@ -326,7 +314,7 @@ class OffloadingScheduler(NullSchedulerConnector):
     # ---- Steps ----
 
     def build_connector_meta(self, plan: SchedulerOutput) -> OffloadMetadata:
-        loads, self._outbox.loads = tuple(self._outbox.loads), []
+        loads, self._new_loads = tuple(self._new_loads), []
         self._steps.append((plan.total_num_scheduled_tokens, self._clock.now()))
         return OffloadMetadata(self._take_stores(), loads)
 
@@ -373,7 +361,7 @@ class OffloadingScheduler(NullSchedulerConnector):
 
     @property
     def has_pending_work(self) -> bool:
-        return bool(self._outbox.offers or self._outbox.loads or len(self._ledger)) or self._manager.has_pending_work
+        return bool(self._offers or self._new_loads or len(self._ledger)) or self._manager.has_pending_work
 
     def wait(self, seconds: float) -> None:
         self._manager.wait(seconds)
@@ -400,7 +388,7 @@ class OffloadingScheduler(NullSchedulerConnector):
         return {**{name: getattr(stats, name) for name in _COUNTERS}, "num_corrupted": self._num_corrupted}
 
     def reset_cache(self) -> bool:
-        self._outbox.offers.clear()
+        self._offers.clear()
         self._manager.reset()
         return True
 

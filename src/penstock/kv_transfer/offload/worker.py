@@ -42,6 +42,10 @@ class _Job:
     def is_done(self) -> bool:
         return not self.waiting and all(transfer.done() for transfer in self.transfers)
 
+    def wait(self) -> None:
+        for transfer in self.transfers:
+            transfer.result()
+
 
 class OffloadingWorker(NullWorkerConnector):
     """Transfers begin in the order of the steps, so that no block is overwritten before it was read. They end when they
@@ -76,16 +80,16 @@ class OffloadingWorker(NullWorkerConnector):
     def get_finished(self, finished_request_ids: frozenset[str]) -> KVConnectorOutput:
         ended = [job for job in self._jobs if job.is_done()]
         self._jobs = [job for job in self._jobs if job not in ended]
-        for transfer in (transfer for job in ended for transfer in job.transfers):
-            transfer.result()
+        for job in ended:
+            job.wait()
         return KVConnectorOutput(tuple(job.report() for job in ended))
 
     def end_step(self) -> None:
         self._new_loads = ()
 
     def shutdown(self) -> None:
-        for transfer in (transfer for job in self._jobs for transfer in job.transfers):
-            transfer.result()
+        for job in self._jobs:
+            job.wait()
 
     def _store(self, store: OffloadStore) -> _Job:
         chunks = [self._chunk(block) for block in store.blocks]
