@@ -13,16 +13,17 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from typing import cast
 from zlib import crc32
 
 from msgspec.structs import replace
 
 from penstock.kv_transfer.aggregate import aggregate
 from penstock.kv_transfer.connector import WorkerConnector
+from penstock.kv_transfer.forwarding import Forwarding
 from penstock.kv_transfer.kv_step import KVStep
-from penstock.kv_transfer.view import KVCacheView
 from penstock.messages.kv_cache_spec import NULL_BLOCK
-from penstock.messages.kv_transfer import HandshakePayload, KVConnectorMetadata, KVConnectorOutput, ShardId
+from penstock.messages.kv_transfer import KVConnectorMetadata, KVConnectorOutput, ShardId
 from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.messages.scheduler_output import GrammarOutput, NewRequestData, SchedulerOutput
 from penstock.simulation.oracle import (
@@ -82,45 +83,17 @@ class RankConfig:
         return range(number * size, (number + 1) * size)
 
 
-class _Poisoning:
+class _Poisoning(Forwarding):
     """A connector's worker part, with the blocks that a step hands out poisoned before anything can be written."""
 
     def __init__(self, inner: WorkerConnector, memory: OracleMemory) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._memory = memory
-        self.layerwise = inner.layerwise
         self.fresh_block_ids: Sequence[int] = ()
 
-    def register_kv_caches(self, view: KVCacheView) -> None:
-        self._inner.register_kv_caches(view)
-
-    def get_handshake_metadata(self) -> HandshakePayload | None:
-        return self._inner.get_handshake_metadata()
-
     def begin_step(self, metadata: KVConnectorMetadata | None) -> None:
-        self._inner.begin_step(metadata)
+        self.inner.begin_step(metadata)
         self._memory.poison(self.fresh_block_ids)
-
-    def start_load_kv(self) -> None:
-        self._inner.start_load_kv()
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        self._inner.wait_for_layer_load(layer_name)
-
-    def save_kv_layer(self, layer_name: str) -> None:
-        self._inner.save_kv_layer(layer_name)
-
-    def get_finished(self, finished_request_ids: frozenset[str]) -> KVConnectorOutput:
-        return self._inner.get_finished(finished_request_ids)
-
-    def wait_for_save(self) -> None:
-        self._inner.wait_for_save()
-
-    def end_step(self) -> None:
-        self._inner.end_step()
-
-    def shutdown(self) -> None:
-        self._inner.shutdown()
 
 
 class OracleRank:
@@ -136,7 +109,7 @@ class OracleRank:
         self._block_size = config.block_size
         self._num_blocks = config.num_blocks
         self._poisoning = _Poisoning(connector, self.memory)
-        self.kv_step = KVStep(self._poisoning)
+        self.kv_step = KVStep(cast(WorkerConnector, self._poisoning))
         connector.register_kv_caches(self.memory)
 
     def run_forward(self, plan: SchedulerOutput, fresh_block_ids: Sequence[int], forward: Callable[[], None]) -> None:

@@ -46,7 +46,7 @@ def graph_contexts(
     """See `DeviceParts`."""
     if device.type != "cuda" or execution.enforce_eager or not attention.graph_contexts:
         return ()
-    if connector.layerwise:
+    if connector.layer_hooks is not None:
         logger.info("no CUDA graphs: the KV connector moves layers while a step computes them")
         return ()
     return attention.graph_contexts
