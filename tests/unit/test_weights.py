@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 
 from penstock.config.engine import EngineArgs
 from penstock.config.model import ModelConfig, RopeConfig
-from penstock.engine.build import make_config
 from penstock.kernels.staging import Stager
 from penstock.models.parts import GatedMLP, GroupedQueryAttention
 from penstock.models.registry import build_model
@@ -32,6 +31,7 @@ from penstock.models.weights import (
 )
 from penstock.runner.load import load_model
 from penstock.utils.errors import ConfigError
+from penstock.worker.config import make_config
 from tests.kernels.test_staging import LateQueue
 
 CPU = torch.device("cpu")

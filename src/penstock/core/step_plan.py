@@ -72,5 +72,6 @@ class StepPlan:
             grammar_request_ids=frozenset(self._grammar_request_ids),
             finished_request_ids=finished_request_ids,
             preempted_request_ids=rewound_request_ids | self.preempted_request_ids,
+            is_barrier=bool(self._grammar_request_ids),
             is_warm_up=self._is_warm_up,
         )

@@ -101,6 +101,6 @@ def check_idle(engine: SimEngine) -> None:
         raise ViolationError(f"{engine.name} is idle and misses {len(missing)} blocks", *missing)
     if engine.executor.rows:
         raise ViolationError(f"{engine.name} is idle and has rows", *engine.executor.rows)
-    if engine.scheduler.connector.has_pending_work:
+    if engine.scheduler.has_transfers:
         raise ViolationError(f"{engine.name} is idle and its connector is not")
     engine.core.check_integrity()

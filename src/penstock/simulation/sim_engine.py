@@ -141,7 +141,7 @@ class SimEngine:
         self.executor = RankExecutor(site.ranks, answers, dict(parts.workers), rng, self.pool.take_fresh)
         if not parts.is_null:
             handshakes = {shard: worker.get_handshake_metadata() for shard, worker in parts.workers.items()}
-            self.scheduler.connector_abilities.set_xfer_handshake_metadata_pp_aware(handshakes)
+            self.scheduler._connector_abilities.set_xfer_handshake_metadata_pp_aware(handshakes)
         self.core = EngineCore(self.scheduler, self.executor, setup.depth, debug=True, clock=clock)
 
     @property
