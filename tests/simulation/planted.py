@@ -221,7 +221,7 @@ BUGS = (
     _bug(
         "a load has no deadline",
         "stuck_transfers",
-        "core.remote_kv:RemoteKV.overdue",
+        "core.remote_kv:RemoteKV.give_up_overdue",
         "load.deadline <= now",
         "False",
     ),

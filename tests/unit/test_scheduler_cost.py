@@ -89,7 +89,7 @@ def test_loads_are_not_counted_for_every_request() -> None:
     scheduler = make(300, KVTransfer(LoadsEverything()))
     add(scheduler, 200)
     scheduler._remote._loads = NeverWalked()
-    scheduler._remote.overdue = list
+    scheduler._remote.give_up_overdue = lambda: None
     plan: SchedulerOutput = scheduler.schedule()
     assert plan.num_scheduled_tokens == {}
     assert scheduler.stats().num_waiting_for_remote_kv == 200

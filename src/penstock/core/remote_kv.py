@@ -193,15 +193,18 @@ class RemoteKV:
                 self._num_waiting -= 1
                 self._num_quarantined += load.num_held
 
-    def overdue(self) -> list[Request]:
-        """Requests whose load has missed its deadline; the caller gives up waiting for them."""
-        if not self._loads:
-            return []
+    def give_up_overdue(self) -> None:
+        """Detaches requests from loads that have missed their deadline; they are computed here, whatever the policy."""
+        if not self._num_waiting:
+            return
         now = self._clock.now()
         waiting = (load for load in self._loads.values() if load.is_async and not load.is_detached)
-        late = [load.request for load in waiting if load.deadline <= now]
-        self._num_timeouts += len(late)
-        return late
+        for request in [load.request for load in waiting if load.deadline <= now]:
+            self._num_timeouts += 1
+            self.detach(request)
+            self._kv.release(request, fence=0)
+            request.set_status(RequestStatus.WAITING)
+            request.num_failed_loads = MAX_FAILED_LOADS
 
     def stats(self) -> RemoteKVStats:
         return RemoteKVStats(self._num_loads, self._num_failed, self._num_timeouts, self._num_loaded_tokens)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from penstock.config.engine import SchedulerConfig
 from penstock.core.kv_cache_manager import KVCacheManager, PrefixHit
-from penstock.core.remote_kv import MAX_FAILED_LOADS, NO_TRANSFER, KVTransfer, RemoteKV
+from penstock.core.remote_kv import NO_TRANSFER, KVTransfer, RemoteKV
 from penstock.core.request import Request, RequestStatus
 from penstock.core.request_queue import RequestQueue
 from penstock.core.speculation import SpeculationCounter
@@ -23,7 +23,7 @@ from penstock.messages.kv_events import KVEvent
 from penstock.messages.kv_transfer import KVConnectorOutput
 from penstock.messages.outputs import EngineOutput, FinishReason
 from penstock.messages.requests import EngineRequest
-from penstock.messages.runner_output import ModelRunnerOutput, TokenLogprobs
+from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.messages.scheduler_output import BlockIds, GrammarOutput, SchedulerOutput
 from penstock.messages.stats import SchedulerStats
 from penstock.utils.errors import GrammarError, OverloadedError, RequestError
@@ -175,7 +175,7 @@ class Scheduler:
         self._step += 1
         num_drafts = self._config.num_drafts(len(self._running))
         plan = StepPlan(self._step, self._config.max_num_batched_tokens, num_drafts, self._is_warm_up)
-        self._give_up_overdue_loads()
+        self._remote.give_up_overdue()
         self._schedule_running(plan)
         if not plan.preempted_request_ids and not plan.is_blocked:
             self._schedule_waiting(plan)
@@ -337,15 +337,6 @@ class Scheduler:
             self._rewound_request_ids.add(request.request_id)
         return []
 
-    def _give_up_overdue_loads(self) -> None:
-        """Detaches requests from loads that take too long; they are computed here, whatever the policy."""
-        for request in self._remote.overdue():
-            self._remote.detach(request)
-            if request.status is RequestStatus.WAITING_FOR_REMOTE_KV:
-                self._kv.release(request, fence=0)
-                request.set_status(RequestStatus.WAITING)
-                request.num_failed_loads = MAX_FAILED_LOADS
-
     def _fail_without_grammar(self) -> list[EngineOutput]:
         """Ends the requests whose grammar turned out to be none."""
         outputs: list[EngineOutput] = []
@@ -372,7 +363,7 @@ class Scheduler:
         if request_id in result.prompt_logprobs and not request.num_output_tokens:
             request.prompt_logprobs.extend(result.prompt_logprobs[request_id])
         try:
-            new_token_ids, stop_reason = self._append_until_stop(request, sampled)
+            new_token_ids, stop_reason = request.append_until_stop(sampled, self._grammars)
         except GrammarError as error:
             self._finish(request, FinishReason.ERROR)
             return _error_output(request_id, str(error), is_request_error=True)
@@ -387,7 +378,7 @@ class Scheduler:
             request_id=request_id,
             new_token_ids=new_token_ids,
             logprobs=result.logprobs[request_id][: len(new_token_ids)] if request_id in result.logprobs else (),
-            prompt_logprobs=self._take_prompt_logprobs(request) if request.prompt_logprobs else (),
+            prompt_logprobs=request.take_prompt_logprobs() if request.prompt_logprobs else (),
             finish_reason=request.finish_reason,
             stop_reason=stop_reason,
             num_cached_tokens=request.num_cached_tokens,
@@ -402,29 +393,6 @@ class Scheduler:
         if request_id in result.unsatisfiable_requests:
             return _error_output(request_id, result.unsatisfiable_requests[request_id], is_request_error=True)
         return _error_output(request_id, result.failed_requests[request_id], is_request_error=False)
-
-    def _append_until_stop(self, request: Request, sampled: tuple[int, ...]) -> tuple[tuple[int, ...], int | None]:
-        """Takes the tokens over up to one that ends the request; returns them and the stop token."""
-        data = request.data
-        for count, token_id in enumerate(sampled, start=1):
-            request.append_output(token_id)
-            if token_id in request.ending_token_ids and request.num_output_tokens >= data.sampling_params.min_tokens:
-                request.finish_reason = FinishReason.STOP
-                return sampled[:count], None if token_id in data.eos_token_ids else token_id
-            if data.grammar is not None and self._grammars.advance(request.request_id, token_id):
-                # Nothing may follow but an end of sequence, which would say nothing.
-                request.finish_reason = FinishReason.STOP
-                return sampled[:count], None
-            if request.num_tokens >= request.max_num_tokens:
-                request.finish_reason = FinishReason.LENGTH
-                return sampled[:count], None
-        return sampled, None
-
-    @staticmethod
-    def _take_prompt_logprobs(request: Request) -> tuple[TokenLogprobs, ...]:
-        taken = tuple(request.prompt_logprobs)
-        request.prompt_logprobs.clear()
-        return taken
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         """The one way out: takes the request from its queue and its blocks from it."""
