@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from penstock.messages.kv_transfer import KVConnectorMetadata
-from penstock.messages.requests import EngineRequest
+from penstock.messages.requests import RowRequest
 
 BlockIds = tuple[tuple[int, ...], ...]
 """Block ids by KV group: `block_ids[group][i]` holds the request's i-th block."""
@@ -27,7 +27,7 @@ class NewRequestData(msgspec.Struct, frozen=True, kw_only=True):
     `token_ids` is all that is known of it: the prompt and, after a preemption, the output so far.
     """
 
-    request: EngineRequest
+    request: RowRequest
     token_ids: tuple[int, ...]
     block_ids: BlockIds
     num_computed_tokens: int

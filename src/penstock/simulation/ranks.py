@@ -342,7 +342,7 @@ class RankExecutor:
 
     def _add(self, new: NewRequestData) -> None:
         assert new.request_id not in self.rows, f"{new.request_id} enters a row while it has one"
-        answer = self._answers.of(new.request.prompt_token_ids)
+        answer = self._answers.of(new.token_ids[: new.request.num_prompt_tokens])
         table = [list(ids) for ids in new.block_ids]
         known = list(new.token_ids)
         self.rows[new.request_id] = _Row(answer, known, len(known), new.num_computed_tokens, table)
