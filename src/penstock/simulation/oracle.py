@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from zlib import crc32
 
 from penstock.kv_transfer.view import Place, Take, Transfer, read_now, write_now
-from penstock.messages.kv_cache_spec import AttachedLayer, KVCacheConfig, KVCacheGroup, KVCacheSpec
+from penstock.messages.kv_cache_spec import NULL_BLOCK, AttachedLayer, KVCacheConfig, KVCacheGroup, KVCacheSpec
 from penstock.messages.kv_transfer import ShardId
 
 NUM_HEADS = 2
@@ -50,6 +50,11 @@ class OracleLayer:
     window: int
     is_draft: bool = False
 
+    @property
+    def num_tokens_ahead(self) -> int:
+        """A drafter's slot depends on the token behind it too, as where several tokens are predicted at once."""
+        return int(self.is_draft)
+
     def first_seen(self, position: int) -> int:
         """The first slot that decides the token at `position`."""
         return max(0, position - self.window) if self.window else 0
@@ -80,7 +85,11 @@ def cache_config(layers: Sequence[OracleLayer], num_blocks: int, block_size: int
         num_blocks,
         block_size,
         tuple(KVCacheGroup(tuple(each.name for each in of), spec(of[0].window)) for _, of in sorted(groups.items())),
-        tuple(AttachedLayer(each.name, spec(each.window), each.group) for each in layers if each.is_draft),
+        tuple(
+            AttachedLayer(each.name, spec(each.window), each.group, each.num_tokens_ahead)
+            for each in layers
+            if each.is_draft
+        ),
     )
 
 
@@ -104,7 +113,7 @@ class Answer:
 
     def slots(self, layer_name: str, head: int, start: int, end: int) -> bytes:
         """What the slots [start, end) must hold."""
-        self._extend(end)
+        self._extend(end + 1)
         return self._chain(layer_name, head, end)[start:end].tobytes()
 
     def draft_checksum(self, layer: OracleLayer, position: int) -> int:
@@ -125,10 +134,12 @@ class Answer:
 
     def _chain(self, layer_name: str, head: int, length: int) -> array[int]:
         chain = self.chains.setdefault((layer_name, head), array("I"))
-        salt = layer_salts(layer_name)[head] if len(chain) < length else 0
-        for position in range(len(chain), length):
-            before = chain[position - 1] if position else 0
-            chain.append(slot_digest(self.token_ids[position], position, salt, before))
+        if len(chain) < length:
+            salt = layer_salts(layer_name)[head]
+            ahead = next(layer.num_tokens_ahead for layer in self.layers if layer.name == layer_name)
+            for position in range(len(chain), length):
+                before = chain[position - 1] if position else 0
+                chain.append(slot_digest(self.token_ids[position + ahead], position, salt, before))
         return chain
 
 
@@ -208,6 +219,43 @@ class OracleMemory:
         """One head of a block of a layer, [block_size] words."""
         start = block_id * self.stride + (head - self.heads.start) * self.block_size * WORD_BYTES
         return memoryview(self.regions[layer_name])[start : start + self.block_size * WORD_BYTES]
+
+    def write(self, layer: OracleLayer, table: Sequence[int], start: int, tokens: Sequence[int]) -> None:
+        """Computes the slots of tokens from position `start` on, each from the slot before it, as memory has it."""
+        words = self.words[layer.name]
+        salts = layer_salts(layer.name)
+        for head in self.heads:
+            salt = salts[head]
+            before = words[self._word(table, start - 1, head)] if start else 0
+            for position, token in enumerate(tokens, start):
+                before = slot_digest(token, position, salt, before)
+                words[self._word(table, position, head)] = before
+
+    def read(self, layer: OracleLayer, table: Sequence[int], start: int, end: int) -> list[int]:
+        """What the slots [start, end) hold, head by head."""
+        words = self.words[layer.name]
+        return [words[self._word(table, position, head)] for head in self.heads for position in range(start, end)]
+
+    def checksum(self, layer: OracleLayer, table: Sequence[int], position: int, before: int) -> int:
+        """Of what a query at `position` sees behind it, head by head; continues the checksum `before`."""
+        for head in self.heads:
+            start = layer.first_seen(position)
+            while start < position:
+                index, offset = divmod(start, self.block_size)
+                end = min(position, (index + 1) * self.block_size)
+                block = self.head_bytes(layer.name, self._check(table[index]), head)
+                before = crc32(block[offset * WORD_BYTES : (offset + end - start) * WORD_BYTES], before)
+                start = end
+        return before
+
+    def _word(self, table: Sequence[int], position: int, head: int) -> int:
+        index, offset = divmod(position, self.block_size)
+        row = self._check(table[index]) * len(self.heads) + head - self.heads.start
+        return row * self.block_size + offset
+
+    def _check(self, block_id: int) -> int:
+        assert NULL_BLOCK < block_id < self.config.num_blocks, f"the step reads or writes block {block_id}"
+        return block_id
 
     def poison(self, block_ids: Iterable[int]) -> None:
         """Nothing may read what these blocks held."""
