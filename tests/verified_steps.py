@@ -8,8 +8,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from penstock.runner.cpu.drafts import TorchSampledStep
 from penstock.runner.cpu.sampler import sample
-from penstock.runner.cpu.verifiers import TorchSampledStep
 from penstock.runner.sampling.batch import SamplingBatch
 from penstock.runner.speculation.verifier import Verifier
 

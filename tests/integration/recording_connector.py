@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
+from penstock.kv_transfer.connector import LayerHooks
 from penstock.kv_transfer.factory import ConnectorContext
 from penstock.kv_transfer.null import NullSchedulerConnector, NullWorkerConnector
 from penstock.kv_transfer.view import KVCacheView
-from penstock.messages.kv_transfer import KVConnectorMetadata, KVConnectorOutput, ShardId
+from penstock.messages.kv_transfer import ConnectorSetup, KVConnectorMetadata, KVConnectorOutput, ShardId
 from penstock.messages.scheduler_output import SchedulerOutput
 from penstock.utils.wire import register_kind
 
@@ -25,13 +26,15 @@ class StepNumber(KVConnectorMetadata, msgspec.Struct, frozen=True, tag=True):
 
 
 class RecordingConnector:
-    def __init__(self, context: ConnectorContext) -> None:
-        self.sync = bool(context.config.kv_connector_extra_config.get("sync"))
+    @staticmethod
+    def make_scheduler_connector(context: ConnectorContext) -> RecordingScheduler:
+        return RecordingScheduler(bool(context.config.kv_connector_extra_config.get("sync")))
 
-    def make_scheduler_connector(self) -> RecordingScheduler:
-        return RecordingScheduler(self.sync)
-
-    def make_worker_connector(self, shard: ShardId) -> RecordingWorker:
+    @staticmethod
+    def make_worker_connector(
+        context: ConnectorContext, shard: ShardId, setup: ConnectorSetup | None
+    ) -> RecordingWorker:
+        assert setup is None
         return RecordingWorker()
 
 
@@ -45,7 +48,9 @@ class RecordingScheduler(NullSchedulerConnector):
 
 
 class RecordingWorker(NullWorkerConnector):
-    layerwise = True
+    @property
+    def layer_hooks(self) -> LayerHooks:
+        return self
 
     def register_kv_caches(self, view: KVCacheView) -> None:
         self.view = view

@@ -28,10 +28,9 @@ from penstock.kernels import native
 from penstock.runner import batch_shapes
 from penstock.runner.gpu import cudagraphs
 from penstock.runner.gpu.inputs import GpuInputBuilder
-from penstock.runner.gpu.parts import GpuParts
 from penstock.runner.gpu.sampling.outputs import CopiedOutput
 from penstock.runner.model_runner import ModelRunner
-from penstock.runner.outputs import NOT_FINITE, NOTHING_ALLOWED
+from penstock.runner.outputs import NOT_FINITE, NOTHING_ALLOWED, StepOutput
 from penstock.worker import parts
 from tests.kernels.graph_emulator import EmulatedRecorder
 
@@ -144,7 +143,7 @@ def use_graphs(patched: pytest.MonkeyPatch, contexts: tuple[int, ...] = (64, 128
     patched.setattr(batch_shapes, "_MIXED_SIZES", (16, 256))
     EmulatedRecorder.install(patched)
     patched.setattr(cudagraphs, "CudaGraphRecorder", EmulatedRecorder)
-    patched.setattr(GpuParts, "graph_contexts", lambda *args: () if args[2].enforce_eager else contexts)
+    patched.setattr("penstock.runner.gpu.parts.graph_contexts", lambda *args: () if args[2].enforce_eager else contexts)
     patched.setattr(EmulatedRecorder, "num_replays", 0)
 
 
@@ -267,7 +266,8 @@ def test_a_replayed_step_launches_nothing_beside_its_graphs(
     def sampled(self: LaunchedSteps, grammars: Any) -> Any:
         result = sample_tokens(self, grammars)
         _, is_mixed, forward, _ = by_step.pop()
-        by_step.append((result.is_replayed, is_mixed, forward, names()))
+        is_replayed = isinstance(result, StepOutput) and result.is_replayed
+        by_step.append((is_replayed, is_mixed, forward, names()))
         return result
 
     monkeypatch.setattr(LaunchedSteps, "execute_model", executed)
@@ -330,7 +330,7 @@ def test_nothing_is_read_back(
             with monkeypatch.context() as guard, NobodyWaits():
                 refuse_reading(guard)
                 result = original(self, argument)
-            if result is not None:
+            if result is not None and isinstance(result, StepOutput):
                 copied.append(isinstance(result.sampled, CopiedOutput))
             return result
 

@@ -141,3 +141,37 @@ def test_the_table_turns_drafts_off_under_load(plain_tokens: list[list[int]]) ->
     )
     assert tokens == plain_tokens
     assert llm.stats().speculation.num_draft_tokens < COUNT * MAX_TOKENS
+
+
+@pytest.mark.parametrize(("method", "tier"), [("mtp", False), ("mtp", True), ("eagle3", False)])
+def test_a_hit_by_another_prompt_changes_no_draft(method: str, tier: bool) -> None:
+    """Prompts that share whole blocks and then differ: a drafter that looks a token ahead must not find the other's."""
+    story = "Once upon a time there was a fox who lived in a small red house near the old bridge. "
+    tails = ("The fox", "Anna", "One day", "Ben had", "It was", "Every", "So", "What is 7 + 8?")
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    found: dict[bool, list[tuple[int, ...]]] = {}
+    for enable_prefix_caching in (False, True):
+        offload = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"load_policy": "always"}}
+        moving = tier and enable_prefix_caching
+        engine_args = {
+            **PLAIN,
+            "speculative_config": config(method, 3),
+            "enable_prefix_caching": enable_prefix_caching,
+            "kv_transfer_config": offload if moving else None,
+        }
+        llm = LLM(**engine_args)
+        stem = llm.get_tokenizer().encode(story)
+        counts: list[tuple[int, ...]] = []
+        for length in (32, 33):
+            for tail in tails:
+                prompt = (stem * 3)[:length] + llm.get_tokenizer().encode(tail)
+                (output,) = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
+                counts.append((*output.outputs[0].token_ids, output.num_draft_tokens, output.num_accepted_tokens))
+                if moving:
+                    assert llm.reset_prefix_cache()
+        stats = llm.stats()
+        hits = stats.remote_kv.num_tokens if moving else stats.prefix_cache_hits
+        assert (hits > 100) == enable_prefix_caching
+        llm.shutdown()
+        found[enable_prefix_caching] = counts
+    assert found[True] == found[False]

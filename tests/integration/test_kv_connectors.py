@@ -5,6 +5,7 @@ Every cell runs the requests of `test_identity_matrix` and compares with its pla
 
 from __future__ import annotations
 
+import ctypes
 import random
 import re
 import shutil
@@ -17,12 +18,14 @@ from safetensors.torch import load_file, save_file
 
 import penstock
 from penstock import LLM, ConfigError, SamplingParams
+from penstock.kv_transfer.multi import MultiScheduler
 from penstock.kv_transfer.offload.worker import OffloadingWorker
-from penstock.kv_transfer.view import Place, Take, Transfer, write_now
+from penstock.kv_transfer.view import Place, Take, write_now
 from penstock.messages.kv_transfer import BadRange, TransferReport, TransferStatus
 from penstock.messages.outputs import CompletionOutput
+from penstock.runner.cpu import parts
 from penstock.runner.cpu.kv_cache_view import HostKVCacheView
-from penstock.worker import parts
+from penstock.runner.gpu.kv_cache_view import GpuKVCacheView
 from tests.integration.test_identity_matrix import requests, run
 from tests.integration.test_identity_speculation import METHODS
 
@@ -141,7 +144,7 @@ def test_transfers_that_take_some_steps(plain_tokens: list[list[int]], monkeypat
 
 def test_by_the_kernels_of_a_gpu(plain_tokens: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """In Triton's interpreter."""
-    monkeypatch.setattr(parts, "has_gpu_kernels", lambda device: True)
+    monkeypatch.setattr(parts, "HostKVCacheView", GpuKVCacheView)
     llm = make(offloading())
     assert completions_of(llm, 4) == plain_tokens[:4]
     assert llm.reset_prefix_cache()
@@ -176,18 +179,23 @@ def test_a_block_that_does_not_come(
     assert tokens(llm) == plain_tokens
     load, num_loads = OffloadingWorker._load, 0
 
-    def lossy(self: OffloadingWorker, asked: Any) -> tuple[Transfer, Callable[[], TransferReport]]:
+    def lossy(self: OffloadingWorker, asked: Any) -> Any:
         nonlocal num_loads
         num_loads += 1
-        transfer, make_report = load(self, asked)
+        job = load(self, asked)
         if num_loads % 2:
-            return transfer, make_report
-        report = make_report()
+            return job
         block = sorted(asked.blocks, key=lambda each: each.index)[min(FAILING[place], len(asked.blocks) - 1)]
         size = 16
-        self._view.write_block(block.group, block.block_id, memoryview(bytes(self._view.block_bytes(block.group))))
-        bad = BadRange(block.group, block.index * size, (block.index + 1) * size)
-        return transfer, lambda: TransferReport(report.transfer_id, report.shard, TransferStatus.FAILED, (bad,))
+
+        def report() -> TransferReport:
+            for part in self._view.block_parts(block.group, block.block_id):
+                part[:] = bytes(len(part))
+            bad = BadRange(block.group, block.index * size, (block.index + 1) * size)
+            return TransferReport(asked.job_id, self._shard, TransferStatus.FAILED, (bad,))
+
+        job.report = report
+        return job
 
     monkeypatch.setattr(OffloadingWorker, "_load", lossy)
     assert llm.reset_prefix_cache()
@@ -259,7 +267,8 @@ def test_bytes_that_change_in_memory_are_found_out(plain_tokens: list[list[int]]
 
 
 def _region(llm: LLM) -> Any:
-    return llm._core._executor._runner._kv_step._connectors[True]._region
+    (handle,) = llm._core._executor._workers
+    return handle._worker._steps._worker._runner.kv_step._connector._region
 
 
 def test_example_connector(plain_tokens: list[list[int]], tmp_path: Path) -> None:
@@ -280,6 +289,80 @@ def test_example_connector(plain_tokens: list[list[int]], tmp_path: Path) -> Non
     assert tokens(llm) == plain_tokens
     assert llm.stats().remote_kv.num_failed > 0
     llm.check_integrity()
+    llm.shutdown()
+
+
+def test_a_file_that_vanishes_before_its_load(
+    plain_tokens: list[list[int]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Another host cleans the shared folder up between the match and the allocation: recomputed, by a living engine."""
+    example = {
+        "kv_connector": "ExampleConnector",
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+    }
+    both = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [example]}}
+    llm = make(both)
+    assert completions_of(llm, 4) == plain_tokens[:4]
+    llm.shutdown()
+    begin = MultiScheduler.update_state_after_alloc
+
+    def clean_up_first(self: MultiScheduler, *args: Any) -> None:
+        for path in tmp_path.rglob("*.safetensors"):
+            path.unlink()
+        begin(self, *args)
+
+    monkeypatch.setattr(MultiScheduler, "update_state_after_alloc", clean_up_first)
+    llm = make(both)
+    assert completions_of(llm, 4) == plain_tokens[:4]
+    assert llm.stats().remote_kv.num_failed > 0
+    assert not llm.reset_prefix_cache(reset_connector=True), "its files are not its own to remove"
+    llm.check_integrity()
+    llm.shutdown()
+
+
+def test_a_reset_reaches_the_tiers_when_it_is_to() -> None:
+    llm = make(offloading())
+    prompt, params = [[i % 90 + 5 for i in range(100)]], SamplingParams(temperature=0.0, max_tokens=1)
+
+    def num_cached() -> int | None:
+        return llm.generate(prompt, params, use_tqdm=False)[0].num_cached_tokens
+
+    assert num_cached() == 0
+    assert llm.reset_prefix_cache()
+    assert num_cached() == 96
+    assert llm.reset_prefix_cache(reset_connector=True)
+    assert num_cached() == 0
+    assert llm.reset_prefix_cache()
+    assert num_cached() == 96, "what is stored afterwards is found again"
+    llm.shutdown()
+
+
+def test_a_producer_saves_and_a_consumer_loads(tmp_path: Path) -> None:
+    prompt, params = [[i % 90 + 5 for i in range(100)]], SamplingParams(temperature=0.0, max_tokens=1)
+    files: list[int] = []
+    for role, expected in (("kv_consumer", 0), ("kv_producer", 0), ("kv_consumer", 96)):
+        llm = make({**offloading(disk_path=str(tmp_path)), "kv_role": role})
+        for _ in range(2):
+            assert llm.generate(prompt, params, use_tqdm=False)[0].num_cached_tokens == expected
+            assert llm.reset_prefix_cache()
+        llm.shutdown()
+        files.append(len([path for path in tmp_path.rglob("*") if path.is_file()]))
+    assert files[0] < files[1] == files[2]
+
+
+def test_the_layout_says_where_the_bytes_are() -> None:
+    llm = make(offloading(), speculative_config=SPECULATORS["mtp"])
+    llm.generate([[7] * 40], SamplingParams(max_tokens=2), use_tqdm=False)
+    view = llm._core._executor._runner._kv_step._connector._view
+    regions = {region.name: region for region in view.layout.regions}
+    layers = view.layout.layers_of(0)
+    for layer, part in zip(layers, view.block_parts(0, 1), strict=True):
+        region, start = regions[layer.region], layer.offset + layer.block_bytes
+        assert start + layer.block_bytes <= region.num_bytes
+        assert ctypes.string_at(region.address + start, layer.block_bytes) == bytes(part)
+        assert any(part)
+        assert layer.shape[layer.axes.index("token")] == view.layout.block_size == 16
+        assert layer.heads == (0, layer.shape[layer.axes.index("head")])
     llm.shutdown()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -105,3 +106,21 @@ def test_a_step_that_fails_ends(monkeypatch: pytest.MonkeyPatch, method: str) ->
     assert [name for name, _ in CALLS][-1] == "end"
     assert sum(name == "begin" for name, _ in CALLS) == sum(name == "end" for name, _ in CALLS) == 1
     llm.shutdown()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_connector_without_metadata_is_driven_in_every_step(overlap: bool) -> None:
+    """Also in steps without tokens: its load ends, and so does what is under way at the shutdown."""
+    transfer = {
+        "kv_connector": "DrivenConnector",
+        "kv_connector_module_path": "tests.integration.driven_connector",
+    }
+    llm = LLM(max_model_len=200, kv_transfer_config=transfer, async_scheduling=overlap)
+    (output,) = llm.generate([[5] * 40], GREEDY, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 6
+    stats = llm.stats().remote_kv
+    assert (stats.num_loads, stats.num_failed, stats.num_timeouts) == (1, 1, 0), "the load ended before its deadline"
+    started = time.perf_counter()
+    llm.shutdown()
+    assert not llm._core._scheduler.connector.has_pending_work
+    assert time.perf_counter() - started < 5, "it waited for what was never driven"

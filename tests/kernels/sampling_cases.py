@@ -126,6 +126,5 @@ class Case:
     def kept(self, logits: torch.Tensor) -> torch.Tensor:
         """What the reference leaves of [n, vocab_size] logits."""
         scaled = logits.float() / self.batch.temperatures(range(len(logits)))
-        for truncation in sampler.TRUNCATIONS:
-            truncation(scaled, self.batch)
+        sampler.truncate(scaled, self.batch)
         return scaled > -math.inf

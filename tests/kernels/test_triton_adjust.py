@@ -13,8 +13,9 @@ import torch
 
 from penstock.kernels.triton.sampling.adjust import adjust_logits, count_tokens, pack_bits
 from penstock.runner.cpu.buffers import HostTableWriter
-from penstock.runner.cpu.sampler import LOGITS_FEATURES
+from penstock.runner.cpu.sampler import adjusted
 from penstock.runner.gpu.sampling.rows import SamplingRows
+from penstock.runner.sampling.features import COUNTED_TOKENS, needs_of
 from tests.kernels.sampling_cases import CONSTEXPRS, DTYPES, MAX_REQS, POINTERS, Case, compile_sampling
 
 WIDTH = 2500
@@ -68,9 +69,7 @@ class AdjustCase(Case):
     def check(self, logits: torch.Tensor, masks: dict[int, np.ndarray] | None = None) -> torch.Tensor:
         """The adjusted logits, which are those of the reference; padding is left alone."""
         self.batch = replace(self.batch, bitmasks=masks or {})
-        expected = logits.to(torch.float32, copy=True)
-        for feature in LOGITS_FEATURES:
-            feature(expected, self.batch)
+        expected = adjusted(logits, self.batch)
         found = self.adjust(logits, masks or {})
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
         return found
@@ -83,7 +82,7 @@ class AdjustCase(Case):
         padded = torch.cat((logits, logits[:1]))
         where = (torch.cat((self.rows, torch.tensor([-1]))), torch.cat((self.positions, torch.tensor([99]))))
         counts = torch.zeros(padded.shape, dtype=torch.int32)
-        if rows.needs(self.rows.cpu().numpy()).counts:
+        if any(needs_of(request, self.vocab_size) & COUNTED_TOKENS for request in self.batch.requests):
             count_tokens(*where, self.token_ids, WIDTH, rows.adjust_tables, counts)
         mask_of_row = torch.full((count + 1 if masks else 0,), -1, dtype=torch.int32)
         for number, index in enumerate(masks):

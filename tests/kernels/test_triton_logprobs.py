@@ -11,8 +11,9 @@ import torch
 from penstock.kernels.triton.sampling.logprobs import RECORD, LogprobsWorkspace, score_tokens
 from penstock.messages.runner_output import TokenLogprobs
 from penstock.messages.sampling_params import MAX_LOGPROBS
-from penstock.runner.cpu.logprobs import TorchScorer
-from penstock.runner.gpu.sampling.logprobs import GpuScorer, read_records
+from penstock.runner.cpu.parts import cpu_parts
+from penstock.runner.gpu.sampling.logprobs import read_records
+from penstock.runner.gpu.sampling.logprobs import score as score_on_gpu
 from penstock.runner.sampling.logprobs import token_logprobs
 from tests.kernels.sampling_cases import CONSTEXPRS, DTYPES, POINTERS, compile_sampling
 
@@ -105,7 +106,7 @@ def test_rows_that_ask_for_nothing_and_rows_alone() -> None:
 @pytest.mark.parametrize("num_top", [0, 4, 20])
 def test_prompts(num_top: int) -> None:
     logits, chosen = shuffled(5, 100, 8.0), torch.tensor([1, 99, 3, 50, 0])
-    found, expected = (each.score(logits, chosen, num_top).result() for each in (GpuScorer(), TorchScorer()))
+    found, expected = (each(logits, chosen, num_top)() for each in (score_on_gpu, cpu_parts().score))
     assert [(each.token_ids, each.rank) for each in found] == [(each.token_ids, each.rank) for each in expected]
 
 

@@ -16,8 +16,8 @@ from penstock.kernels.triton.sampling.rejection import KeptDrafts, Residuals, ac
 from penstock.kernels.triton.sampling.tiles import Workspace
 from penstock.kernels.triton.sampling.verify import toss
 from penstock.runner.cpu import sampler
-from penstock.runner.cpu.verifiers import SyntheticVerifier
-from penstock.runner.cpu.verifiers import accept_or_resample as accept_or_resample_reference
+from penstock.runner.cpu.drafts import SyntheticVerifier
+from penstock.runner.cpu.drafts import accept_or_resample as accept_or_resample_reference
 from penstock.runner.sampling.batch import SamplingBatch
 from penstock.runner.sampling.noise import Purpose, uniform
 from tests.kernels.sampling_cases import CONSTEXPRS, MAX_REQS, POINTERS, Case, compile_sampling

@@ -17,7 +17,7 @@ from penstock.kernels.triton.sampling import noise as device_noise
 from penstock.kernels.triton.sampling.tiles import Workspace
 from penstock.kernels.triton.sampling.verify import verify
 from penstock.runner.cpu import sampler
-from penstock.runner.cpu.verifiers import count_accepted
+from penstock.runner.cpu.drafts import count_accepted
 from penstock.runner.sampling.noise import Purpose, uniform
 from tests.kernels.sampling_cases import CONSTEXPRS, DTYPES, MAX_REQS, POINTERS, Case, compile_sampling
 

@@ -17,9 +17,15 @@ import torch
 
 from penstock.messages.requests import EngineRequest
 from penstock.messages.sampling_params import SamplingParams
-from penstock.runner.cpu.picker import DraftDistributions, SamplingPicker
+from penstock.runner.cpu.drafts import (
+    DraftDistributions,
+    RejectionVerifier,
+    SamplingPicker,
+    SyntheticVerifier,
+    TorchSampledStep,
+    accept_or_resample,
+)
 from penstock.runner.cpu.sampler import draw, sample
-from penstock.runner.cpu.verifiers import RejectionVerifier, SyntheticVerifier, TorchSampledStep, accept_or_resample
 from penstock.runner.memory import DeviceMemory
 from penstock.runner.sampling.batch import SamplingBatch
 from penstock.runner.sampling.noise import Purpose, uniform
@@ -80,7 +86,7 @@ class Toy:
 
     def __post_init__(self) -> None:
         count = len(self.requests)
-        self.states = SamplingStates(count)
+        self.states = SamplingStates(count, self.vocab_size)
         for row, request in enumerate(self.requests):
             self.states.add(row, request)
         self.rows = torch.arange(count)

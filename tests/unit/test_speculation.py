@@ -14,9 +14,9 @@ import torch
 from penstock.config.model import load_model_config
 from penstock.config.model_path import resolve_model_path
 from penstock.config.speculative import SpeculativeConfig, parse_speculative_config
+from penstock.runner.cpu.drafts import count_accepted
 from penstock.runner.cpu.ngram import NgramSpeculator
 from penstock.runner.cpu.sampler import draw
-from penstock.runner.cpu.verifiers import count_accepted
 from penstock.runner.sampling.noise import Purpose, uniform
 from penstock.utils.errors import ConfigError
 

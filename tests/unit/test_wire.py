@@ -97,7 +97,7 @@ messages = st.one_of(
     requests,
     reports,
     st.builds(AbortRequests, st.lists(text, max_size=3).map(tuple)),
-    st.builds(ResetPrefixCache, count),
+    st.builds(ResetPrefixCache, count, flag),
     st.builds(CheckIntegrity, count),
     st.builds(GetBlockMap, count, count),
     st.builds(Failed, text, flag),

@@ -15,11 +15,14 @@ ROLES = ("kv_both", "kv_producer", "kv_consumer")
 LOAD_FAILURE_POLICIES = ("recompute", "fail")
 _DEFAULT_LOAD_SECONDS = 30.0
 _MAX_LOAD_SECONDS = 3600.0
+_MAX_ID_LENGTH = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVTransferConfig:
-    """`kv_load_timeout` is in seconds: a request waits no longer for KV, and is computed here instead.
+    """`kv_role` says whether KV is saved (kv_producer), loaded (kv_consumer) or both; `engine_id` names the engine.
+
+    `kv_load_timeout` is in seconds: a request waits no longer for KV, and is computed here instead.
 
     `kv_connector_module_path` is the Python module of a connector that Penstock does not bring.
     `kv_connector_extra_config` is the connector's own; it refuses what it does not know.
@@ -59,6 +62,10 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value)
 
 
+def _is_id(value: Any) -> bool:
+    return _is_text(value) and value.isprintable() and len(value) <= _MAX_ID_LENGTH
+
+
 def _is_timeout(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= _MAX_LOAD_SECONDS
 
@@ -66,7 +73,7 @@ def _is_timeout(value: Any) -> bool:
 _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "kv_connector": (_is_text, "the name of a connector"),
     "kv_role": (lambda value: value in ROLES, f"one of {', '.join(ROLES)}"),
-    "engine_id": (_is_text, "text"),
+    "engine_id": (_is_id, f"printable text of at most {_MAX_ID_LENGTH} characters"),
     "kv_load_failure_policy": (
         lambda value: value in LOAD_FAILURE_POLICIES,
         f"one of {', '.join(LOAD_FAILURE_POLICIES)}",

@@ -1,7 +1,9 @@
 """Chained block hashes: equal hashes mean equal tokens from the start of the prompt to the end of the block.
 
-`hash_i = SHA-256(hash_{i-1} || tokens of block i)`; the chain starts from the request's `cache_salt`, so prompts
-under different salts never share a block. Only full blocks have a hash.
+`hash_i = SHA-256(hash_{i-1} || tokens of block i || tokens ahead)`; the chain starts from the request's `cache_salt`,
+so prompts under different salts never share a block. A speculator that computes the KV of a position from the token
+behind it (MTP, EAGLE) makes the last slot of a block depend on the next block's first token: such tokens ahead are
+hashed with the block, so that its hash decides all that it holds. Only blocks whose tokens are all known have a hash.
 """
 
 from __future__ import annotations
@@ -18,9 +20,12 @@ def root_hash(cache_salt: str | None) -> BlockHash:
     return hashlib.sha256(b"penstock block chain\0" + (cache_salt or "").encode()).digest()
 
 
-def extend_chain(chain: list[BlockHash], root: BlockHash, tokens: Sequence[int], block_size: int) -> None:
-    """Appends the hashes of those full blocks of `tokens` that `chain` does not have yet."""
+def extend_chain(
+    chain: list[BlockHash], root: BlockHash, tokens: Sequence[int], block_size: int, num_tokens_ahead: int = 0
+) -> None:
+    """Appends the hashes of those blocks of `tokens` that `chain` does not have yet."""
     parent = chain[-1] if chain else root
-    for start in range(len(chain) * block_size, len(tokens) - block_size + 1, block_size):
-        parent = hashlib.sha256(parent + array("q", tokens[start : start + block_size]).tobytes()).digest()
+    length = block_size + num_tokens_ahead
+    for start in range(len(chain) * block_size, len(tokens) - length + 1, block_size):
+        parent = hashlib.sha256(parent + array("q", tokens[start : start + length]).tobytes()).digest()
         chain.append(parent)

@@ -17,7 +17,7 @@ from penstock.core.request import Request
 from penstock.messages.kv_cache_spec import NULL_BLOCK, KVCacheConfig
 from penstock.messages.kv_events import KVEvent
 from penstock.messages.kv_transfer import TransferId
-from penstock.messages.scheduler_output import BlockIds
+from penstock.messages.scheduler_output import BlockIds, BlockTable
 from penstock.utils.math import cdiv
 
 
@@ -37,6 +37,7 @@ class KVCacheManager:
         self._recorder = recorder or NullKVEventRecorder()
         self.pool = BlockPool(config.num_blocks, self._recorder.on_removed)
         self.block_size = config.block_size
+        self.num_tokens_ahead = config.num_tokens_ahead
         self.num_hit_tokens = 0
         self.num_queried_tokens = 0
         self._enable_prefix_caching = enable_prefix_caching
@@ -178,6 +179,10 @@ class KVCacheManager:
     def block_ids(self, request: Request) -> BlockIds:
         """The request's block table in every group."""
         return tuple(tuple(table) for table in self._tables[request.request_id])
+
+    def block_table(self, request: Request) -> BlockTable:
+        """The same, without a copy."""
+        return self._tables[request.request_id]
 
     def release(self, request: Request, fence: int) -> None:
         """Takes all blocks from a request; they stay untouched until step `fence` has been processed."""

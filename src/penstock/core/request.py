@@ -50,7 +50,7 @@ class Request:
     `admission` numbers its latest entry into the runner; results of an earlier admission are dropped.
     """
 
-    def __init__(self, data: EngineRequest, arrival_index: int, block_size: int) -> None:
+    def __init__(self, data: EngineRequest, arrival_index: int, block_size: int, num_tokens_ahead: int = 0) -> None:
         self.data = data
         self.request_id = data.request_id
         self.arrival_index = arrival_index
@@ -70,6 +70,7 @@ class Request:
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.block_hashes: list[BlockHash] = []
         self._block_size = block_size
+        self._num_tokens_ahead = num_tokens_ahead
         self._root_hash = root_hash(data.cache_salt)
         self._extend_hashes()
 
@@ -167,8 +168,8 @@ class Request:
 
     def append_output(self, token_id: int) -> None:
         self.token_ids.append(token_id)
-        if len(self.token_ids) % self._block_size == 0:
+        if (len(self.token_ids) - self._num_tokens_ahead) % self._block_size == 0:
             self._extend_hashes()
 
     def _extend_hashes(self) -> None:
-        extend_chain(self.block_hashes, self._root_hash, self.token_ids, self._block_size)
+        extend_chain(self.block_hashes, self._root_hash, self.token_ids, self._block_size, self._num_tokens_ahead)

@@ -17,6 +17,7 @@ from penstock.core.request_queue import RequestQueue
 from penstock.core.speculation import SpeculationCounter
 from penstock.core.step_plan import StepPlan
 from penstock.core.structured_output import StructuredOutputs
+from penstock.kv_transfer.abilities import Abilities
 from penstock.kv_transfer.connector import FinishAction, Match, Released
 from penstock.messages.kv_transfer import KVConnectorOutput
 from penstock.messages.outputs import EngineOutput, FinishReason
@@ -48,6 +49,7 @@ class Scheduler:
         self.kv = kv
         self.grammars = grammars or StructuredOutputs(None)
         self.connector = transfer.connector
+        self.connector_abilities = Abilities(transfer.connector)
         self._remote = RemoteKV(transfer, kv)
         self._fails_on_lost_kv = transfer.load_failure_policy == "fail"
         self._config = config
@@ -74,7 +76,7 @@ class Scheduler:
             raise RequestError(f"request id {data.request_id!r} is already in use", "request_id")
         if len(self._requests) >= self._config.max_num_queued_requests:
             raise OverloadedError(f"the engine already holds max_num_queued_requests={len(self._requests)} requests")
-        request = Request(data, self._num_arrivals, self.kv.block_size)
+        request = Request(data, self._num_arrivals, self.kv.block_size, self.kv.num_tokens_ahead)
         if data.grammar is not None:
             self.grammars.add(data.request_id, data.grammar)
         try:
@@ -121,7 +123,7 @@ class Scheduler:
             speculation=self._speculation.stats(),
             num_waiting_for_remote_kv=self._remote.num_waiting,
             remote_kv=self._remote.stats(),
-            connector=self.connector.counters(),
+            connector=self.connector_abilities.counters(),
             num_graph_replays=self._num_graph_replays,
         )
 
@@ -325,7 +327,7 @@ class Scheduler:
             return _error_output(request_id, str(error), is_request_error=True)
         first, end = self.kv.publish(request)
         if first < end:
-            self.connector.on_blocks_complete(request, self.kv.block_ids(request), first, end)
+            self.connector.on_blocks_complete(request, self.kv.block_table(request), first, end)
         if not new_token_ids:
             return None
         if request.finish_reason is not None:

@@ -54,7 +54,7 @@ def _build(args: EngineArgs, executor: Executor) -> Engine:
     handshakes = executor.initialize(
         InitializeWorker(cache=cache, limits=limits, connector=transfer.context, connector_setup=transfer.setup)
     )
-    transfer.transfer.connector.set_xfer_handshake_metadata_pp_aware(handshakes)
+    transfer.take_handshakes(handshakes)
     warm_up(executor, cache, limits)
     if config.speculative is not None and config.speculative.synthetic_acceptance_rates:
         logger.warning("rejection_sample_method=synthetic takes drafts by chance: the outputs are not the model's")

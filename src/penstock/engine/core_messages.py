@@ -51,6 +51,7 @@ class Refused:
 @dataclass(frozen=True, slots=True)
 class ResetPrefixCache:
     call: int
+    reset_connector: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,8 +87,8 @@ class CoreProcess:
                 self._core.abort_requests(request_ids)
                 # The requests are gone now, and no step need be left that would tell.
                 self._send(StepReport(outputs=(), events=(), num_tokens=0, stats=self._core.stats()))
-            case ResetPrefixCache(call):
-                self._send(Reply(call, self._core.reset_prefix_cache()))
+            case ResetPrefixCache(call, reset_connector):
+                self._send(Reply(call, self._core.reset_prefix_cache(reset_connector)))
             case GetBlockMap(call, max_cells):
                 self._send(Reply(call, self._core.block_map(max_cells)))
             case CheckIntegrity(call):

@@ -89,9 +89,14 @@ class EngineCore:
     def stats(self) -> SchedulerStats:
         return self._scheduler.stats()
 
-    def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes; refused (False) while requests run."""
+    def reset_prefix_cache(self, reset_connector: bool = False) -> bool:
+        """Forgets all cached prefixes, and what the KV connector keeps outside the engine if that is wanted too.
+
+        False while requests run, and when there is no connector that can forget although that is wanted.
+        """
         is_reset = not self._in_flight and self._scheduler.kv.reset_prefix_cache()
+        if is_reset and reset_connector:
+            is_reset = self._scheduler.connector_abilities.reset_cache()
         self._publish_kv_events()
         return is_reset
 
@@ -151,7 +156,7 @@ class EngineCore:
         return plan.total_num_scheduled_tokens, outputs
 
     def _publish_kv_events(self) -> None:
-        events = (*self._scheduler.kv.take_events(), *self._scheduler.connector.take_events())
+        events = (*self._scheduler.kv.take_events(), *self._scheduler.connector_abilities.take_events())
         if events:
             self._publisher.publish(events)
 
@@ -160,7 +165,7 @@ class EngineCore:
         if not num_tokens and not self._in_flight:
             # Nothing could run: what the requests wait for needs the processor more.
             self._scheduler.grammars.wait(_GRAMMAR_SECONDS)
-            self._scheduler.connector.wait(_TRANSFER_SECONDS)
+            self._scheduler.connector_abilities.wait(_TRANSFER_SECONDS)
         events, self._events = tuple(self._events), []
         outputs = tuple(chain.from_iterable(outputs for _, outputs in processed))
         return StepReport(outputs=outputs, events=events, num_tokens=num_tokens, stats=self._scheduler.stats())

@@ -211,9 +211,12 @@ class AsyncLLM:
             raise OverloadedError(f"the engine already holds {held} of max_num_queued_requests={limit} requests")
         return self._submit(request, arrived, trace)
 
-    async def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes; False when requests are running."""
-        return await self._core.reset_prefix_cache()
+    async def reset_prefix_cache(self, reset_connector: bool = False) -> bool:
+        """Forgets all cached prefixes, with `reset_connector` also what the KV connector keeps outside the engine.
+
+        False while requests run, and when there is no connector that can forget although that is wanted.
+        """
+        return await self._core.reset_prefix_cache(reset_connector)
 
     async def block_map(self, max_cells: int) -> bytes:
         """The block pool as at most `max_cells` letters (`BlockPool.map`)."""

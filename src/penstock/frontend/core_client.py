@@ -71,9 +71,9 @@ class CoreClient(asyncio.Protocol):
         if self.death is None:
             self._send(AbortRequests(request_ids))
 
-    async def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes; False when requests are running."""
-        return bool(await self._call(ResetPrefixCache))
+    async def reset_prefix_cache(self, reset_connector: bool = False) -> bool:
+        """See `EngineCore.reset_prefix_cache`."""
+        return bool(await self._call(lambda number: ResetPrefixCache(number, reset_connector)))
 
     async def block_map(self, max_cells: int) -> bytes:
         """The block pool as letters (`BlockPool.map`)."""

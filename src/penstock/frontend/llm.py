@@ -119,9 +119,12 @@ class LLM:
         """Counters and gauges of the scheduler."""
         return self._core.stats()
 
-    def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes; False when requests are running."""
-        return self._core.reset_prefix_cache()
+    def reset_prefix_cache(self, reset_connector: bool = False) -> bool:
+        """Forgets all cached prefixes, with `reset_connector` also what the KV connector keeps outside the engine.
+
+        False while requests run, and when there is no connector that can forget although that is wanted.
+        """
+        return self._core.reset_prefix_cache(reset_connector)
 
     def check_integrity(self) -> None:
         """Recomputes all derived state of the scheduler and the block pool; AssertionError when they disagree."""

@@ -18,16 +18,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from penstock.kv_transfer.view import KVCacheView
-from penstock.messages.kv_events import KVEvent
 from penstock.messages.kv_transfer import (
     BadRange,
     HandshakePayload,
     KVConnectorMetadata,
     KVConnectorOutput,
-    ShardId,
     TransferId,
 )
-from penstock.messages.scheduler_output import BlockIds, SchedulerOutput
+from penstock.messages.scheduler_output import BlockIds, BlockTable, SchedulerOutput
 
 
 class RequestView(Protocol):
@@ -42,7 +40,7 @@ class RequestView(Protocol):
 
     @property
     def block_hashes(self) -> Sequence[bytes]:
-        """One per full block of known tokens, chained from the start of the prompt."""
+        """One per block whose tokens are known, chained from the start of the prompt (`core.block_hash`)."""
         ...
 
     @property
@@ -124,10 +122,11 @@ class SchedulerConnector(Protocol):
         """
         ...
 
-    def on_blocks_complete(self, request: RequestView, block_ids: BlockIds, first: int, end: int) -> None:
+    def on_blocks_complete(self, request: RequestView, block_ids: BlockTable, first: int, end: int) -> None:
         """Blocks [first, end) of the request's table hold final KV of final tokens, a speculator's layers included.
 
-        What the metadata of the next step asks to be read is read before anything of that step is written.
+        The table is good during the call only, and blocks before `first` were said before or found in the engine's
+        cache. What the metadata of the next step asks to be read is read before anything of that step is written.
         """
         ...
 
@@ -143,29 +142,9 @@ class SchedulerConnector(Protocol):
         """Exactly once per request, however it ended, before its blocks are freed."""
         ...
 
-    def set_xfer_handshake_metadata_pp_aware(self, payloads: Mapping[ShardId, HandshakePayload | None]) -> None:
-        """The payloads of all ranks of this engine, pp * tp of them."""
-        ...
-
     @property
     def has_pending_work(self) -> bool:
         """Whether steps are needed, even without tokens, for transfers to go on."""
-        ...
-
-    def wait(self, seconds: float) -> None:
-        """Returns when something may have changed, at the latest after so many seconds."""
-        ...
-
-    def take_events(self) -> Sequence[KVEvent]:
-        """Which blocks its media have come to hold and have lost since the last call, oldest first."""
-        ...
-
-    def counters(self) -> Mapping[str, float]:
-        """What to show of the connector: names to numbers, those that only grow ending in `_total`."""
-        ...
-
-    def reset_cache(self) -> bool:
-        """Forgets all KV outside the engine; False when that is not possible now."""
         ...
 
     def check_integrity(self) -> None:
@@ -175,14 +154,31 @@ class SchedulerConnector(Protocol):
     def shutdown(self) -> None: ...
 
 
+class LayerHooks(Protocol):
+    """What is called around every attention layer of the target model."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Before the layer stores and reads."""
+        ...
+
+    def save_kv_layer(self, layer_name: str) -> None:
+        """When the layer has stored the step's keys and values.
+
+        A speculator's layers, which run over the step several times, are complete at `wait_for_save`.
+        """
+        ...
+
+
 class WorkerConnector(Protocol):
-    """A worker's part. Lifecycle: `register_kv_caches` once; then for every step `begin_step`, `start_load_kv`, the
-    layer hooks if `layerwise`, `get_finished`, `wait_for_save`, `end_step`, in this order; `shutdown`. A step that
-    fails ends early with `end_step`.
+    """A worker's part. Lifecycle: `register_kv_caches` once, then `get_handshake_metadata`; then for every step
+    `begin_step`, `start_load_kv`, the layer hooks, `get_finished`, `wait_for_save`, `end_step`, in this order;
+    `shutdown`. A step that fails ends early with `end_step`.
     """
 
-    layerwise: bool
-    """Whether it needs its hooks called around every attention layer, which CUDA graphs of whole steps exclude."""
+    @property
+    def layer_hooks(self) -> LayerHooks | None:
+        """What it needs called around every layer, which CUDA graphs of whole steps exclude; None for nothing."""
+        ...
 
     def register_kv_caches(self, view: KVCacheView) -> None: ...
 
@@ -195,17 +191,6 @@ class WorkerConnector(Protocol):
 
     def start_load_kv(self) -> None:
         """Before the forward pass if the metadata has synchronous loads, else behind its launch."""
-        ...
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Before the layer of the target model stores and reads, if `layerwise`."""
-        ...
-
-    def save_kv_layer(self, layer_name: str) -> None:
-        """When the layer has stored the step's keys and values, if `layerwise`.
-
-        A speculator's layers, which run over the step several times, are complete at `wait_for_save`.
-        """
         ...
 
     def get_finished(self, finished_request_ids: frozenset[str]) -> KVConnectorOutput:

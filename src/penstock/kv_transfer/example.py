@@ -19,15 +19,16 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save
 
-from penstock.kv_transfer.connector import NO_MATCH, ConnectorEvent, LoadEnded, Match, RequestView
+from penstock.kv_transfer.connector import NO_MATCH, ConnectorEvent, LayerHooks, LoadEnded, Match, RequestView
 from penstock.kv_transfer.factory import ConnectorContext
 from penstock.kv_transfer.ledger import TransferLedger, bad_ranges
 from penstock.kv_transfer.null import NullSchedulerConnector, NullWorkerConnector
 from penstock.kv_transfer.options import is_text, read_options
 from penstock.kv_transfer.view import KVCacheView
-from penstock.messages.kv_cache_spec import NULL_BLOCK
+from penstock.messages.kv_cache_spec import NULL_BLOCK, KVCacheConfig
 from penstock.messages.kv_transfer import (
     BadRange,
+    ConnectorSetup,
     KVConnectorMetadata,
     KVConnectorOutput,
     ShardId,
@@ -35,7 +36,7 @@ from penstock.messages.kv_transfer import (
     TransferReport,
     TransferStatus,
 )
-from penstock.messages.scheduler_output import BlockIds, SchedulerOutput
+from penstock.messages.scheduler_output import BlockIds, BlockTable, SchedulerOutput
 from penstock.utils.errors import ConfigError
 from penstock.utils.logging import get_logger
 from penstock.utils.wire import register_kind
@@ -67,25 +68,29 @@ class ExampleMetadata(KVConnectorMetadata, msgspec.Struct, frozen=True, tag=True
 class ExampleConnector:
     """Option: `shared_storage_path`, the folder."""
 
-    def __init__(self, context: ConnectorContext) -> None:
-        name = "ExampleConnector"
-        given = context.config.kv_connector_extra_config
-        options = read_options(name, given, {}, shared_storage_path=(is_text, "a folder"))
-        if len(context.cache.groups) > 1 or any(group.spec.sliding_window for group in context.cache.groups):
-            raise ConfigError(f"{name} takes models without sliding windows only: use OffloadingConnector")
-        # KV of other weights, or of another arithmetic, lies in another folder.
-        self._folder = Path(options["shared_storage_path"]).expanduser() / context.fingerprint.hex()
-        self._context = context
+    @staticmethod
+    def make_scheduler_connector(context: ConnectorContext) -> ExampleScheduler:
+        """Raises ConfigError for an invalid option, a folder that cannot be made, and sliding windows."""
+        groups = context.cache.groups
+        if len(groups) > 1 or any(group.spec.sliding_window for group in groups):
+            raise ConfigError("ExampleConnector takes models without sliding windows only: use OffloadingConnector")
+        folder = _folder(context)
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"shared_storage_path of {name} cannot be used: {error}") from None
+            raise ConfigError(f"shared_storage_path of ExampleConnector cannot be used: {error}") from None
+        return ExampleScheduler(folder, context)
 
-    def make_scheduler_connector(self) -> ExampleScheduler:
-        return ExampleScheduler(self._folder, self._context)
+    @staticmethod
+    def make_worker_connector(context: ConnectorContext, shard: ShardId, setup: ConnectorSetup | None) -> ExampleWorker:
+        return ExampleWorker(_folder(context), shard, context.cache)
 
-    def make_worker_connector(self, shard: ShardId) -> ExampleWorker:
-        return ExampleWorker(self._folder, shard, self._context.cache.block_size)
+
+def _folder(context: ConnectorContext) -> Path:
+    """KV of other weights, or of another arithmetic, lies in another folder."""
+    given = context.config.kv_connector_extra_config
+    options = read_options("ExampleConnector", given, {}, shared_storage_path=(is_text, "a folder"))
+    return Path(options["shared_storage_path"]).expanduser() / context.fingerprint.hex()
 
 
 class ExampleScheduler(NullSchedulerConnector):
@@ -118,7 +123,7 @@ class ExampleScheduler(NullSchedulerConnector):
         self._ranges[transfer_id] = (num_computed_tokens, end)
         self._ledger.open(transfer_id, self._shards)
 
-    def on_blocks_complete(self, request: RequestView, block_ids: BlockIds, first: int, end: int) -> None:
+    def on_blocks_complete(self, request: RequestView, block_ids: BlockTable, first: int, end: int) -> None:
         for block_id, block_hash in zip(block_ids[0][first:end], request.block_hashes[first:end], strict=True):
             name = _file_name(block_hash)
             if block_id != NULL_BLOCK and not self._has_all_shards(name):
@@ -150,19 +155,22 @@ class ExampleScheduler(NullSchedulerConnector):
 class ExampleWorker(NullWorkerConnector):
     """Reads and writes one rank's files."""
 
-    layerwise = True
-
-    def __init__(self, folder: Path, shard: ShardId, block_size: int) -> None:
+    def __init__(self, folder: Path, shard: ShardId, cache: KVCacheConfig) -> None:
         self._folder = folder
         self._shard = shard
-        self._block_size = block_size
+        self._block_size = cache.block_size
+        self._hooked = {name for group in cache.groups for name in group.layer_names}
         self._metadata = ExampleMetadata()
         self._files: dict[Placed, dict[str, np.ndarray]] = {}
         self._lost: set[Placed] = set()
 
+    @property
+    def layer_hooks(self) -> LayerHooks:
+        return self
+
     def register_kv_caches(self, view: KVCacheView) -> None:
         self._view = view
-        self._names = view.layer_names(0)
+        self._bytes_of = {layer.name: layer.block_bytes for layer in view.layout.layers}
 
     def begin_step(self, metadata: KVConnectorMetadata | None) -> None:
         assert isinstance(metadata, ExampleMetadata), metadata
@@ -175,18 +183,14 @@ class ExampleWorker(NullWorkerConnector):
         for placed in self._placed():
             try:
                 tensors = load_file(self._folder / _of_shard(placed[1], self._shard))
-                if [(name, each.nbytes) for name, each in sorted(tensors.items())] != self._layout():
+                if [(name, each.nbytes) for name, each in sorted(tensors.items())] != sorted(self._bytes_of.items()):
                     raise ValueError("it holds other layers")
                 self._files[placed] = tensors
             except (OSError, SafetensorError, ValueError) as error:
                 logger.warning("KV of block %s cannot be loaded: %s", placed[1], error)
                 self._lost.add(placed)
-        hooked = {name for group in self._view.config.groups for name in group.layer_names}
-        for name in set(self._names) - hooked:
+        for name in self._bytes_of.keys() - self._hooked:
             self.wait_for_layer_load(name)
-
-    def _layout(self) -> list[tuple[str, int]]:
-        return [(name, self._view.layer_bytes(name)) for name in sorted(self._names)]
 
     def _placed(self) -> list[Placed]:
         return [placed for load in self._metadata.loads for placed in load.blocks]
@@ -194,6 +198,9 @@ class ExampleWorker(NullWorkerConnector):
     def wait_for_layer_load(self, layer_name: str) -> None:
         for (block_id, _), tensors in self._files.items():
             self._view.write_layer(layer_name, block_id, tensors[layer_name].data)
+
+    def save_kv_layer(self, layer_name: str) -> None:
+        """Blocks are saved with the next step, when they are complete in all layers."""
 
     def get_finished(self, finished_request_ids: frozenset[str]) -> KVConnectorOutput:
         return KVConnectorOutput(tuple(map(self._report, self._metadata.loads)))
@@ -216,8 +223,8 @@ class ExampleWorker(NullWorkerConnector):
     def _save(self, block_id: int, name: str) -> None:
         """Visible by an atomic rename only, so that nobody ever reads half a file."""
         tensors: dict[str, np.ndarray] = {}
-        for layer_name in self._names:
-            tensors[layer_name] = np.empty(self._view.layer_bytes(layer_name), dtype=np.uint8)
+        for layer_name, num_bytes in self._bytes_of.items():
+            tensors[layer_name] = np.empty(num_bytes, dtype=np.uint8)
             self._view.read_layer(layer_name, block_id, tensors[layer_name].data)
         try:
             with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
+
+import msgspec
 
 from penstock.config.kv_transfer import KVTransferConfig
 from penstock.kv_transfer.connector import SchedulerConnector, WorkerConnector
+from penstock.kv_transfer.forwarding import LoadsOnly, SavesOnly
 from penstock.messages.kv_cache_spec import KVCacheConfig
-from penstock.messages.kv_transfer import ShardId
+from penstock.messages.kv_transfer import ConnectorSetup, ShardId
 from penstock.utils.errors import ConfigError
 from penstock.utils.names import did_you_mean
 
@@ -19,10 +21,11 @@ CONNECTORS = {
     "OffloadingConnector": "penstock.kv_transfer.offload.connector",
 }
 
+_ONE_WAY = {"kv_producer": SavesOnly, "kv_consumer": LoadsOnly}
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectorContext:
-    """What a connector is built from.
+
+class ConnectorContext(msgspec.Struct, frozen=True, kw_only=True):
+    """What both sides of a connector are built from: plain data, the same in every process.
 
     `fingerprint` stands for everything that must be equal for KV to mean the same: weights, shapes, dtype, layout,
     arithmetic. KV of another fingerprint must not be loaded.
@@ -35,19 +38,36 @@ class ConnectorContext:
 
 
 class Connector(Protocol):
-    """A connector of one engine, before it is split into its parts. Built as `Connector(context)`.
+    """A connector's class: two builders that run in different processes and share no object.
 
-    The constructor checks `context.config.kv_connector_extra_config` and raises ConfigError for what it does not know.
+    The scheduler side is built first, in the engine core. It checks `context.config.kv_connector_extra_config` and
+    raises ConfigError for what it does not know. Then every worker builds its side; `setup` is what the scheduler
+    side's `worker_setup` returned, None if it has no such method.
     """
 
-    def make_scheduler_connector(self) -> SchedulerConnector: ...
+    @staticmethod
+    def make_scheduler_connector(context: ConnectorContext) -> SchedulerConnector: ...
 
-    def make_worker_connector(self, shard: ShardId) -> WorkerConnector: ...
+    @staticmethod
+    def make_worker_connector(
+        context: ConnectorContext, shard: ShardId, setup: ConnectorSetup | None
+    ) -> WorkerConnector: ...
 
 
-def make_connector(context: ConnectorContext) -> Connector:
-    """Raises ConfigError when there is no such connector, or when it refuses its configuration."""
-    name, path = context.config.kv_connector, context.config.kv_connector_module_path
+def make_scheduler_connector(context: ConnectorContext) -> SchedulerConnector:
+    """The side that decides, within its `kv_role`. Raises ConfigError for an unknown connector or invalid options."""
+    part = _find(context.config).make_scheduler_connector(context)
+    one_way = _ONE_WAY.get(context.config.kv_role)
+    return part if one_way is None else cast(SchedulerConnector, one_way(part))
+
+
+def make_worker_connector(context: ConnectorContext, shard: ShardId, setup: ConnectorSetup | None) -> WorkerConnector:
+    """One rank's side, which moves bytes. Raises ConfigError for an unknown connector."""
+    return _find(context.config).make_worker_connector(context, shard, setup)
+
+
+def _find(config: KVTransferConfig) -> Connector:
+    name, path = config.kv_connector, config.kv_connector_module_path
     if path is None and name not in CONNECTORS:
         raise ConfigError(
             f"unknown kv_connector {name!r}{did_you_mean(name, tuple(CONNECTORS))}; there are {', '.join(CONNECTORS)}, "
@@ -60,16 +80,4 @@ def make_connector(context: ConnectorContext) -> Connector:
     kind = getattr(module, name, None)
     if kind is None:
         raise ConfigError(f"the module {module.__name__} has no {name!r}: kv_connector must name a class in it")
-    return kind(context)
-
-
-_SHIM: dict[bytes, Connector] = {}
-
-
-def make_scheduler_connector(context: ConnectorContext) -> SchedulerConnector:
-    _SHIM[context.fingerprint] = make_connector(context)
-    return _SHIM[context.fingerprint].make_scheduler_connector()
-
-
-def make_worker_connector(context: ConnectorContext, shard: ShardId, setup: object) -> WorkerConnector:
-    return (_SHIM.get(context.fingerprint) or make_connector(context)).make_worker_connector(shard)
+    return kind

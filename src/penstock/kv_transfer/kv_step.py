@@ -13,8 +13,8 @@ import enum
 from collections.abc import Callable
 from typing import TypeVar
 
-from penstock.kv_transfer.connector import WorkerConnector
-from penstock.kv_transfer.null import NullWorkerConnector
+from penstock.kv_transfer.connector import LayerHooks, WorkerConnector
+from penstock.kv_transfer.null import NullLayerHooks, NullWorkerConnector
 from penstock.messages.kv_transfer import KVConnectorMetadata, KVConnectorOutput
 from penstock.messages.scheduler_output import SchedulerOutput
 
@@ -43,15 +43,17 @@ class KVStep:
     def __init__(self, connector: WorkerConnector) -> None:
         self._connector = connector
         self._null = NullWorkerConnector()
+        self._no_hooks = NullLayerHooks()
+        self._hooks = connector.layer_hooks or self._no_hooks
         self._active: WorkerConnector = self._null
         self.state = KVStepState.IDLE
         self._metadata: KVConnectorMetadata | None = None
         self._finished_request_ids: frozenset[str] = frozenset()
 
     @property
-    def hooks(self) -> WorkerConnector:
-        """Whose layer hooks this step's forward pass calls."""
-        return self._active if self._active.layerwise else self._null
+    def hooks(self) -> LayerHooks:
+        """What this step's forward pass calls around its layers."""
+        return self._hooks if self._active is self._connector else self._no_hooks
 
     def run_forward(self, plan: SchedulerOutput, forward: Callable[[], _Result]) -> _Result:
         """The first half. `forward` updates the rows and launches the target's forward pass, if the step has one."""

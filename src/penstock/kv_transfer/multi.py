@@ -8,17 +8,18 @@ Everything that names a transfer is prefixed with its child's name on the way up
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from penstock.config.kv_transfer import parse_kv_transfer_config
+from penstock.kv_transfer.abilities import Abilities
 from penstock.kv_transfer.connector import (
     NO_MATCH,
     ConnectorEvent,
     FinishAction,
+    LayerHooks,
     LoadEnded,
     Match,
     Released,
@@ -26,11 +27,12 @@ from penstock.kv_transfer.connector import (
     SchedulerConnector,
     WorkerConnector,
 )
-from penstock.kv_transfer.factory import Connector, ConnectorContext, make_connector
+from penstock.kv_transfer.factory import ConnectorContext, make_scheduler_connector, make_worker_connector
 from penstock.kv_transfer.options import read_options
 from penstock.kv_transfer.view import KVCacheView
 from penstock.messages.kv_events import KVEvent
 from penstock.messages.kv_transfer import (
+    ConnectorSetup,
     HandshakePayload,
     KVConnectorMetadata,
     KVConnectorOutput,
@@ -38,7 +40,7 @@ from penstock.messages.kv_transfer import (
     TransferId,
     TransferReport,
 )
-from penstock.messages.scheduler_output import BlockIds, SchedulerOutput
+from penstock.messages.scheduler_output import BlockIds, BlockTable, SchedulerOutput
 from penstock.utils.errors import ConfigError, RequestError
 from penstock.utils.wire import register_kind
 
@@ -60,26 +62,41 @@ class MultiHandshake(HandshakePayload, msgspec.Struct, frozen=True, tag=True):
     children: dict[str, HandshakePayload | None]
 
 
+@register_kind
+class MultiSetup(ConnectorSetup, msgspec.Struct, frozen=True, tag=True):
+    children: dict[str, ConnectorSetup | None]
+
+
 class MultiConnector:
-    """Raises ConfigError when a child's configuration is not right, or two have one name."""
+    """See the module's docstring."""
 
-    def __init__(self, context: ConnectorContext) -> None:
-        given = context.config.kv_connector_extra_config
-        options = read_options("MultiConnector", given, {}, connectors=(_is_list_of_objects, "a list of objects"))
-        self._children: dict[str, Connector] = {}
-        for child in options["connectors"]:
-            shared = {"engine_id": context.config.engine_id, "kv_role": context.config.kv_role}
-            config = parse_kv_transfer_config({**shared, **{key: child[key] for key in child if key != "name"}})
-            name = child.get("name", config.kv_connector)
-            if not isinstance(name, str) or not name or not name.isprintable() or name in self._children:
-                raise ConfigError(f"connectors of MultiConnector need different names of their own, got {name!r}")
-            self._children[name] = make_connector(replace(context, config=config))
+    @staticmethod
+    def make_scheduler_connector(context: ConnectorContext) -> MultiScheduler:
+        """Raises ConfigError when a child's configuration is invalid, or two have one name."""
+        contexts = _contexts_of_children(context)
+        return MultiScheduler({name: make_scheduler_connector(child) for name, child in contexts.items()})
 
-    def make_scheduler_connector(self) -> MultiScheduler:
-        return MultiScheduler({name: child.make_scheduler_connector() for name, child in self._children.items()})
+    @staticmethod
+    def make_worker_connector(context: ConnectorContext, shard: ShardId, setup: ConnectorSetup | None) -> MultiWorker:
+        assert isinstance(setup, MultiSetup), setup
+        contexts = _contexts_of_children(context)
+        return MultiWorker(
+            {name: make_worker_connector(child, shard, setup.children[name]) for name, child in contexts.items()}
+        )
 
-    def make_worker_connector(self, shard: ShardId) -> MultiWorker:
-        return MultiWorker({name: child.make_worker_connector(shard) for name, child in self._children.items()})
+
+def _contexts_of_children(context: ConnectorContext) -> dict[str, ConnectorContext]:
+    given = context.config.kv_connector_extra_config
+    options = read_options("MultiConnector", given, {}, connectors=(_is_list_of_objects, "a list of objects"))
+    shared = {"engine_id": context.config.engine_id, "kv_role": context.config.kv_role}
+    contexts: dict[str, ConnectorContext] = {}
+    for child in options["connectors"]:
+        config = parse_kv_transfer_config({**shared, **{key: child[key] for key in child if key != "name"}})
+        name = child.get("name", config.kv_connector)
+        if not isinstance(name, str) or not name or not name.isprintable() or name in contexts:
+            raise ConfigError(f"connectors of MultiConnector need different names of their own, got {name!r}")
+        contexts[name] = msgspec.structs.replace(context, config=config)
+    return contexts
 
 
 def _is_list_of_objects(value: Any) -> bool:
@@ -91,6 +108,8 @@ class MultiScheduler:
 
     def __init__(self, children: Mapping[str, SchedulerConnector]) -> None:
         self._children = children
+        self._abilities = {name: Abilities(child) for name, child in children.items()}
+        self._chosen: dict[str, str] = {}
         self._holders: dict[TransferId, set[str]] = {}
 
     def on_new_request(self, request: RequestView) -> None:
@@ -105,23 +124,22 @@ class MultiScheduler:
             told.append(child)
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
-        return self._first_match(request, num_computed_tokens)[1]
-
-    def _first_match(self, request: RequestView, num_computed_tokens: int) -> tuple[str, Match]:
+        self._chosen.pop(request.request_id, None)
         for name, child in self._children.items():
             match = child.get_num_new_matched_tokens(request, num_computed_tokens)
             if match.is_pending or match.num_tokens:
-                return name, match
-        return "", NO_MATCH
+                self._chosen[request.request_id] = name
+                return match
+        return NO_MATCH
 
     def update_state_after_alloc(
         self, request: RequestView, transfer_id: TransferId, block_ids: BlockIds, num_computed_tokens: int, end: int
     ) -> None:
-        name, match = self._first_match(request, num_computed_tokens)
-        assert match.num_tokens, f"{transfer_id}: nobody has what one of them had"
-        self._children[name].update_state_after_alloc(request, transfer_id, block_ids, num_computed_tokens, end)
+        # Whoever was chosen then loads now: another answer would be about other KV.
+        child = self._children[self._chosen.pop(request.request_id)]
+        child.update_state_after_alloc(request, transfer_id, block_ids, num_computed_tokens, end)
 
-    def on_blocks_complete(self, request: RequestView, block_ids: BlockIds, first: int, end: int) -> None:
+    def on_blocks_complete(self, request: RequestView, block_ids: BlockTable, first: int, end: int) -> None:
         for child in self._children.values():
             child.on_blocks_complete(request, block_ids, first, end)
 
@@ -151,6 +169,7 @@ class MultiScheduler:
         return [Released(event.transfer_id)]
 
     def request_finished(self, request: RequestView, block_ids: BlockIds) -> FinishAction:
+        self._chosen.pop(request.request_id, None)
         actions = {name: child.request_finished(request, block_ids) for name, child in self._children.items()}
         holders = {name for name, action in actions.items() if action is FinishAction.HOLD}
         if not holders:
@@ -159,32 +178,37 @@ class MultiScheduler:
         return FinishAction.HOLD
 
     def set_xfer_handshake_metadata_pp_aware(self, payloads: Mapping[ShardId, HandshakePayload | None]) -> None:
-        for name, child in self._children.items():
+        for name, abilities in self._abilities.items():
             of_child: dict[ShardId, HandshakePayload | None] = {}
             for shard, payload in payloads.items():
                 assert isinstance(payload, MultiHandshake), payload
                 of_child[shard] = payload.children[name]
-            child.set_xfer_handshake_metadata_pp_aware(of_child)
+            abilities.set_xfer_handshake_metadata_pp_aware(of_child)
+
+    def worker_setup(self) -> MultiSetup:
+        return MultiSetup({name: abilities.worker_setup() for name, abilities in self._abilities.items()})
 
     @property
     def has_pending_work(self) -> bool:
         return any(child.has_pending_work for child in self._children.values())
 
     def wait(self, seconds: float) -> None:
-        waiting = [child for child in self._children.values() if child.has_pending_work]
-        for child in waiting:
-            child.wait(seconds / len(waiting))
+        waiting = [self._abilities[name] for name, child in self._children.items() if child.has_pending_work]
+        for abilities in waiting:
+            abilities.wait(seconds / len(waiting))
 
     def take_events(self) -> Sequence[KVEvent]:
-        return [event for child in self._children.values() for event in child.take_events()]
+        return [event for abilities in self._abilities.values() for event in abilities.take_events()]
 
     def counters(self) -> Mapping[str, float]:
         return {
-            f"{name}.{key}": value for name, child in self._children.items() for key, value in child.counters().items()
+            f"{name}.{key}": value
+            for name, abilities in self._abilities.items()
+            for key, value in abilities.counters().items()
         }
 
     def reset_cache(self) -> bool:
-        done = [child.reset_cache() for child in self._children.values()]
+        done = [abilities.reset_cache() for abilities in self._abilities.values()]
         return all(done)
 
     def check_integrity(self) -> None:
@@ -196,13 +220,27 @@ class MultiScheduler:
             child.shutdown()
 
 
+class _HooksOfAll:
+    def __init__(self, hooks: Sequence[LayerHooks]) -> None:
+        self._hooks = hooks
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        for hooks in self._hooks:
+            hooks.wait_for_layer_load(layer_name)
+
+    def save_kv_layer(self, layer_name: str) -> None:
+        for hooks in self._hooks:
+            hooks.save_kv_layer(layer_name)
+
+
 class MultiWorker:
     """Drives the children's parts side by side."""
 
     def __init__(self, children: Mapping[str, WorkerConnector]) -> None:
         self._children = children
         self._parts = tuple(children.values())
-        self.layerwise = any(part.layerwise for part in self._parts)
+        hooks = [part.layer_hooks for part in self._parts if part.layer_hooks is not None]
+        self.layer_hooks = _HooksOfAll(hooks) if hooks else None
 
     def register_kv_caches(self, view: KVCacheView) -> None:
         for part in self._parts:
@@ -217,13 +255,8 @@ class MultiWorker:
             part.begin_step(metadata.children[name])
 
     def start_load_kv(self) -> None:
-        self._each(lambda part: part.start_load_kv())
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        self._each(lambda part: part.wait_for_layer_load(layer_name), layerwise_only=True)
-
-    def save_kv_layer(self, layer_name: str) -> None:
-        self._each(lambda part: part.save_kv_layer(layer_name), layerwise_only=True)
+        for part in self._parts:
+            part.start_load_kv()
 
     def get_finished(self, finished_request_ids: frozenset[str]) -> KVConnectorOutput:
         reports: list[TransferReport] = []
@@ -236,15 +269,13 @@ class MultiWorker:
         return KVConnectorOutput(tuple(reports))
 
     def wait_for_save(self) -> None:
-        self._each(lambda part: part.wait_for_save())
+        for part in self._parts:
+            part.wait_for_save()
 
     def end_step(self) -> None:
-        self._each(lambda part: part.end_step())
+        for part in self._parts:
+            part.end_step()
 
     def shutdown(self) -> None:
-        self._each(lambda part: part.shutdown())
-
-    def _each(self, call: Callable[[WorkerConnector], None], layerwise_only: bool = False) -> None:
         for part in self._parts:
-            if part.layerwise or not layerwise_only:
-                call(part)
+            part.shutdown()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from penstock.kv_transfer.connector import NO_MATCH, ConnectorEvent, FinishAction, Match, RequestView
+from penstock.kv_transfer.connector import NO_MATCH, ConnectorEvent, FinishAction, LayerHooks, Match, RequestView
 from penstock.kv_transfer.view import KVCacheView
-from penstock.messages.kv_events import KVEvent
 from penstock.messages.kv_transfer import (
     NO_OUTPUT,
     HandshakePayload,
@@ -15,7 +14,8 @@ from penstock.messages.kv_transfer import (
     ShardId,
     TransferId,
 )
-from penstock.messages.scheduler_output import BlockIds, SchedulerOutput
+from penstock.messages.scheduler_output import BlockIds, BlockTable, SchedulerOutput
+from penstock.utils.errors import ConfigError
 
 
 class NullSchedulerConnector:
@@ -33,7 +33,7 @@ class NullSchedulerConnector:
     ) -> None:
         raise AssertionError("a load without a match")
 
-    def on_blocks_complete(self, request: RequestView, block_ids: BlockIds, first: int, end: int) -> None: ...
+    def on_blocks_complete(self, request: RequestView, block_ids: BlockTable, first: int, end: int) -> None: ...
 
     def build_connector_meta(self, plan: SchedulerOutput) -> KVConnectorMetadata | None:
         return None
@@ -44,28 +44,35 @@ class NullSchedulerConnector:
     def request_finished(self, request: RequestView, block_ids: BlockIds) -> FinishAction:
         return FinishAction.FREE
 
-    def set_xfer_handshake_metadata_pp_aware(self, payloads: Mapping[ShardId, HandshakePayload | None]) -> None: ...
+    def set_xfer_handshake_metadata_pp_aware(self, payloads: Mapping[ShardId, HandshakePayload | None]) -> None:
+        """For connectors that know tensor ranks alone. Raises ConfigError when there are pipeline ranks above 0."""
+        if any(pp_rank > 0 for pp_rank, _ in payloads):
+            raise ConfigError(
+                f"{type(self).__name__} does not know pipeline ranks: set pipeline_parallel_size to 1, or choose "
+                "another kv_connector"
+            )
+        self.set_xfer_handshake_metadata({tp_rank: payload for (_, tp_rank), payload in payloads.items()})
 
-    def wait(self, seconds: float) -> None: ...
-
-    def take_events(self) -> Sequence[KVEvent]:
-        return ()
-
-    def counters(self) -> Mapping[str, float]:
-        return {}
-
-    def reset_cache(self) -> bool:
-        return True
+    def set_xfer_handshake_metadata(self, payloads: Mapping[int, HandshakePayload | None]) -> None:
+        """The payloads of an engine without pipeline stages, by tensor rank."""
 
     def check_integrity(self) -> None: ...
 
     def shutdown(self) -> None: ...
 
 
+class NullLayerHooks:
+    """Called for nothing."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None: ...
+
+    def save_kv_layer(self, layer_name: str) -> None: ...
+
+
 class NullWorkerConnector:
     """Moves nothing. Also the base of parts that have no use for every method."""
 
-    layerwise = False
+    layer_hooks: LayerHooks | None = None
 
     def register_kv_caches(self, view: KVCacheView) -> None: ...
 
@@ -75,10 +82,6 @@ class NullWorkerConnector:
     def begin_step(self, metadata: KVConnectorMetadata | None) -> None: ...
 
     def start_load_kv(self) -> None: ...
-
-    def wait_for_layer_load(self, layer_name: str) -> None: ...
-
-    def save_kv_layer(self, layer_name: str) -> None: ...
 
     def get_finished(self, finished_request_ids: frozenset[str]) -> KVConnectorOutput:
         return NO_OUTPUT

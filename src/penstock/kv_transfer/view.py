@@ -1,11 +1,11 @@
-"""The engine's KV memory as a connector sees it: bytes of blocks, by group or by layer, whatever holds them."""
+"""The engine's KV memory as a connector sees it: its layout, and bytes of blocks by group or by layer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from penstock.messages.kv_cache_spec import KVCacheConfig
+from penstock.messages.kv_layout import KVLayout
 
 Place = tuple[int, int]
 """(group, block id)."""
@@ -28,33 +28,18 @@ class Transfer(Protocol):
 
 
 class KVCacheView(Protocol):
-    """One rank's cache. A block's bytes are those of every layer of its group one after the other, in the order of
-    `layer_names`, the layers of a speculator included."""
+    """One rank's cache. `layout` says where everything lies; the methods move bytes of blocks.
 
-    config: KVCacheConfig
+    A block's bytes are those of every layer of its group one after the other, in the layout's order.
+    """
 
-    def layer_names(self, group: int) -> tuple[str, ...]:
-        """The group's layers and those attached to it."""
-        ...
-
-    def block_bytes(self, group: int) -> int:
-        """Bytes of one block in all layers of the group."""
-        ...
-
-    def layer_bytes(self, layer_name: str) -> int:
-        """Bytes of one block in one layer."""
-        ...
-
-    def read_block(self, group: int, block_id: int, into: memoryview) -> None:
-        """Copies the block's bytes to `into`, which is as long as they are."""
-        ...
+    layout: KVLayout
 
     def block_parts(self, group: int, block_id: int) -> Sequence[memoryview]:
-        """The block's bytes as they lie in the cache now, to be read at once; a copy where the host cannot see them."""
-        ...
+        """The block's bytes, a layer's after the other's, as they lie in the cache now, to be used at once.
 
-    def write_block(self, group: int, block_id: int, data: memoryview) -> None:
-        """Overwrites the block's bytes."""
+        They are the cache itself where the host can see it, and may be written; elsewhere they are a copy.
+        """
         ...
 
     def read_blocks(self, places: Sequence[Place], take: Take) -> Transfer:
@@ -72,9 +57,13 @@ class KVCacheView(Protocol):
         """
         ...
 
-    def read_layer(self, layer_name: str, block_id: int, into: memoryview) -> None: ...
+    def read_layer(self, layer_name: str, block_id: int, into: memoryview) -> None:
+        """Copies one layer's bytes of a block."""
+        ...
 
-    def write_layer(self, layer_name: str, block_id: int, data: memoryview) -> None: ...
+    def write_layer(self, layer_name: str, block_id: int, data: memoryview) -> None:
+        """Overwrites one layer's bytes of a block."""
+        ...
 
 
 class Done:
@@ -89,6 +78,14 @@ class Done:
 DONE = Done()
 
 
+def gather(parts: Parts, into: memoryview) -> None:
+    """Copies the parts one after the other."""
+    start = 0
+    for part in parts:
+        into[start : start + len(part)] = part
+        start += len(part)
+
+
 def read_now(view: KVCacheView, places: Sequence[Place], take: Take) -> Transfer:
     """`read_blocks` of memory that the host can see."""
     for number, place in enumerate(places):
@@ -99,6 +96,9 @@ def read_now(view: KVCacheView, places: Sequence[Place], take: Take) -> Transfer
 def write_now(view: KVCacheView, places: Sequence[Place], data: Sequence[memoryview], take: Take) -> Transfer:
     """`write_blocks` of memory that the host can see."""
     for number, (place, each) in enumerate(zip(places, data, strict=True)):
-        view.write_block(*place, each)
-        take(number, view.block_parts(*place))
+        parts, start = view.block_parts(*place), 0
+        for part in parts:
+            part[:] = each[start : start + len(part)]
+            start += len(part)
+        take(number, parts)
     return DONE

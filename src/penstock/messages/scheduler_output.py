@@ -5,6 +5,8 @@ What is made anew in every step is a `msgspec.Struct`: a frozen dataclass takes 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import numpy as np
 
@@ -13,6 +15,10 @@ from penstock.messages.requests import EngineRequest
 
 BlockIds = tuple[tuple[int, ...], ...]
 """Block ids by KV group: `block_ids[group][i]` holds the request's i-th block."""
+
+
+BlockTable = Sequence[Sequence[int]]
+"""As `BlockIds`, but the table itself, which changes as the request goes on: to be read at once and not kept."""
 
 
 class NewRequestData(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ on the device; `apply()` makes it visible to all that is launched afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -18,12 +18,8 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(array).to(device, copy=True)
 
 
-class HostCopy(Protocol):
-    """An array on its way to the CPU."""
-
-    def wait(self) -> np.ndarray:
-        """The array, once it is there."""
-        ...
+HostCopy = Callable[[], np.ndarray]
+"""A tensor on its way to the CPU: waits for it and returns it."""
 
 
 class TableWriter(Protocol):

@@ -1,10 +1,14 @@
-"""The allocated cache as connectors see it: bytes of blocks (`kv_transfer.view.KVCacheView`)."""
+"""The allocated cache as connectors see it: its layout and the bytes of its blocks (`kv_transfer.view.KVCacheView`)."""
 
 from __future__ import annotations
 
 import torch
 
+from penstock.messages.kv_layout import KVLayout, LayerLayout, MemoryRegion
 from penstock.runner.load import KVCache
+
+# Of the tensors that `allocate_kv_cache` makes.
+_AXES = ("block", "kv", "head", "token", "dim")
 
 
 class TensorKVCacheView:
@@ -12,39 +16,15 @@ class TensorKVCacheView:
     blocks at once; the rest follows from that."""
 
     def __init__(self, cache: KVCache) -> None:
-        self.config = cache.config
-        self._names = [
-            (*group.layer_names, *(layer.name for layer in cache.config.attached if layer.group == number))
-            for number, group in enumerate(cache.config.groups)
-        ]
+        self.layout = layout_of(cache)
+        groups = range(len(cache.config.groups))
+        self._names = [tuple(layer.name for layer in self.layout.layers_of(group)) for group in groups]
         # [num_blocks, bytes of a block] per layer, over the same memory.
         self._rows = {name: tensor.view(torch.uint8).flatten(1) for name, tensor in cache.tensors.items()}
         self._num_bytes = {name: rows.shape[1] for name, rows in self._rows.items()}
 
-    def layer_names(self, group: int) -> tuple[str, ...]:
-        return self._names[group]
-
-    def block_bytes(self, group: int) -> int:
-        return self.config.block_bytes(group)
-
-    def layer_bytes(self, layer_name: str) -> int:
-        return self._num_bytes[layer_name]
-
     def block_parts(self, group: int, block_id: int) -> list[memoryview]:
         return [self._row(name, block_id) for name in self._names[group]]
-
-    def read_block(self, group: int, block_id: int, into: memoryview) -> None:
-        start = 0
-        for part in self.block_parts(group, block_id):
-            into[start : start + len(part)] = part
-            start += len(part)
-
-    def write_block(self, group: int, block_id: int, data: memoryview) -> None:
-        start = 0
-        for name in self._names[group]:
-            end = start + self._num_bytes[name]
-            self.write_layer(name, block_id, data[start:end])
-            start = end
 
     def write_layer(self, layer_name: str, block_id: int, data: memoryview) -> None:
         raise NotImplementedError
@@ -55,3 +35,30 @@ class TensorKVCacheView:
     def _row(self, layer_name: str, block_id: int) -> memoryview:
         """A block's bytes in one layer: themselves where the host can see them, else a copy."""
         raise NotImplementedError
+
+
+def layout_of(cache: KVCache) -> KVLayout:
+    """Describes the tensors as they are; those of one storage lie in one region."""
+    group_of = {layer.name: layer.group for layer in cache.config.attached}
+    group_of |= {name: number for number, group in enumerate(cache.config.groups) for name in group.layer_names}
+    names = [name for group in cache.config.groups for name in group.layer_names]
+    regions: dict[int, MemoryRegion] = {}
+    layers: list[LayerLayout] = []
+    for name in (*names, *(layer.name for layer in cache.config.attached)):
+        tensor = cache.tensors[name]
+        storage = tensor.untyped_storage()
+        region = MemoryRegion(f"kv.{len(regions)}", storage.nbytes(), tensor.device.type, storage.data_ptr())
+        region = regions.setdefault(region.address, region)
+        layer = LayerLayout(
+            name=name,
+            group=group_of[name],
+            region=region.name,
+            offset=tensor.data_ptr() - region.address,
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            axes=_AXES,
+            shape=tuple(tensor.shape),
+            strides=tuple(stride * tensor.itemsize for stride in tensor.stride()),
+            heads=(0, tensor.shape[_AXES.index("head")]),
+        )
+        layers.append(layer)
+    return KVLayout(cache.config.block_size, tuple(regions.values()), tuple(layers))

@@ -1,4 +1,4 @@
-"""From what a step sampled to what the scheduler is told, at once or when somebody asks."""
+"""From what a step sampled to what the scheduler is told, at once or when the result is asked for."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class PendingOutput(Protocol):
     """A step that was launched. It needs nothing of the runner any more."""
 
     def result(self) -> ModelRunnerOutput:
-        """Waits for the step. Whoever asks may be another thread, and asks once."""
+        """Waits for the step. Called once, from any thread."""
         ...
 
 
@@ -54,7 +54,7 @@ class CopiedDrafts:
     drafts: HostCopy  # [len(request_ids), num_drafts] int64, -1 for gaps
 
     def complete(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
-        drafts = self.drafts.wait()
+        drafts = self.drafts()
         counts = (drafts >= 0).sum(1).tolist() if self.with_counts else []
         return replace(
             output,

@@ -1,4 +1,4 @@
-"""What a runner is made of, and what makes the parts that differ between devices.
+"""The parts of a runner that differ between devices.
 
 A worker asks once which device it has and gets that device's `DeviceParts` (`penstock.worker.parts`). Everything else
 in this folder is the same on every device.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -16,7 +15,6 @@ from penstock.attention.backend import AttentionBackend
 from penstock.config.engine import ExecutionConfig, SchedulerConfig
 from penstock.config.speculative import SpeculativeConfig
 from penstock.kv_transfer.connector import WorkerConnector
-from penstock.kv_transfer.kv_step import KVStep
 from penstock.kv_transfer.view import KVCacheView
 from penstock.runner.batch_shapes import BatchShapes
 from penstock.runner.block_tables import BlockTables
@@ -26,81 +24,55 @@ from penstock.runner.load import KVCache, LoadedModel
 from penstock.runner.memory import DeviceMemory
 from penstock.runner.passes import EagerPasses, Passes
 from penstock.runner.request_states import RequestStates
-from penstock.runner.sampling.logprobs import Scorer
-from penstock.runner.sampling.prompt_logprobs import PromptScorer
+from penstock.runner.sampling.logprobs import Score
 from penstock.runner.sampling.states import SamplingStates
 from penstock.runner.speculation.pick import Picker
 from penstock.runner.speculation.speculator import Speculator
 from penstock.runner.step_sampler import StepSampler
 
 
-class DeviceParts(Protocol):
-    """Makes the parts of one device's runner. Lifecycle: one per worker; each method is called once per runner."""
+@dataclass(frozen=True, slots=True)
+class SamplingContext:
+    """What sampling and speculation are built from."""
 
-    @property
-    def memory(self) -> DeviceMemory: ...
-
-    def make_table_writer(self, depth: int) -> TableWriter:
-        """`depth` is how many steps the CPU may have launched whose results it does not know."""
-        ...
-
-    def make_input_builder(
-        self, config: SchedulerConfig, shapes: BatchShapes, states: RequestStates, blocks: BlockTables
-    ) -> InputBuilder: ...
-
-    def make_sampling(
-        self,
-        loaded: LoadedModel,
-        config: SchedulerConfig,
-        speculative: SpeculativeConfig | None,
-        states: RequestStates,
-        sampling: SamplingStates,
-        writer: TableWriter,
-    ) -> tuple[StepSampler, Picker]:
-        """What samples tokens and verifies drafts, and what picks these drafts: the two belong together.
-
-        Raises ConfigError when the drafts' distributions do not fit into memory.
-        """
-        ...
-
-    def make_scorer(self) -> Scorer: ...
-
-    def make_ngram_speculator(self, shortest: int, longest: int) -> Speculator: ...
-
-    def graph_contexts(
-        self, attention: AttentionBackend, execution: ExecutionConfig, connector: WorkerConnector
-    ) -> tuple[int, ...]:
-        """The context lengths for which steps are captured as graphs; none where graphs are not used."""
-        ...
-
-    def make_passes(
-        self, eager: EagerPasses, inputs: InputBuilder, sampler: StepSampler, shapes: BatchShapes
-    ) -> Passes:
-        """Captures the graphs that `shapes` lists. Raises ConfigError when they do not fit into memory."""
-        ...
-
-    def make_kv_cache_view(self, cache: KVCache) -> KVCacheView:
-        """The cache as connectors see it."""
-        ...
-
-    def copy_to_host(self, tensor: torch.Tensor) -> HostCopy:
-        """The tensor as it is when the device reaches this."""
-        ...
+    loaded: LoadedModel
+    config: SchedulerConfig
+    speculative: SpeculativeConfig | None
+    states: RequestStates
+    sampling: SamplingStates
+    writer: TableWriter
 
 
 @dataclass(frozen=True, slots=True)
-class RunnerParts:
-    """The finished parts of a `ModelRunner`."""
+class DeviceParts:
+    """One device's makers. Each is called once per runner."""
 
-    states: RequestStates
-    sampling: SamplingStates
-    blocks: BlockTables
-    writer: TableWriter  # of all tables of the three above
-    inputs: InputBuilder
-    prompt_scorer: PromptScorer
-    sampler: StepSampler
-    speculator: Speculator
-    passes: Passes
-    kv_step: KVStep
+    memory: DeviceMemory
+
+    make_table_writer: Callable[[int], TableWriter]
+    """Of how many steps the CPU may have launched whose results it does not know."""
+
+    make_input_builder: Callable[[SchedulerConfig, BatchShapes, RequestStates, BlockTables], InputBuilder]
+
+    make_sampling: Callable[[SamplingContext, DeviceMemory], tuple[StepSampler, Picker]]
+    """What samples tokens and verifies drafts, and what picks these drafts: the two belong together.
+
+    Raises ConfigError when the drafts' distributions do not fit into memory.
+    """
+
+    score: Score
+
+    make_ngram_speculator: Callable[[int, int], Speculator]
+    """Of the fewest and the most tokens that are looked up."""
+
+    graph_contexts: Callable[[AttentionBackend, ExecutionConfig, WorkerConnector], tuple[int, ...]]
+    """The context lengths for which steps are captured as graphs; none where graphs are not used."""
+
+    make_passes: Callable[[EagerPasses, InputBuilder, StepSampler, BatchShapes], Passes]
+    """Captures the graphs that the shapes list. Raises ConfigError when they do not fit into memory."""
+
+    make_kv_cache_view: Callable[[KVCache], KVCacheView]
+    """The cache as connectors see it."""
+
     copy_to_host: Callable[[torch.Tensor], HostCopy]
-    poisoned: tuple[torch.Tensor, ...]  # the cache where new blocks are filled with NaN, to show reads before writes
+    """The tensor as it is when the device reaches this."""

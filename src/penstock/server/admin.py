@@ -12,11 +12,14 @@ router = APIRouter()
 
 
 @router.post("/reset_prefix_cache")
-async def reset_prefix_cache(request: Request) -> Response:
-    """Forgets all cached prefixes; 409 while requests are running."""
-    if await service_of(request).llm.reset_prefix_cache():
+async def reset_prefix_cache(request: Request, reset_external: bool = False) -> Response:
+    """Forgets all cached prefixes, with `?reset_external=true` those that the KV connector keeps too.
+
+    409 while requests are running, and when the connector cannot forget.
+    """
+    if await service_of(request).llm.reset_prefix_cache(reset_connector=reset_external):
         return JSONResponse({"reset": True})
-    return error_response(409, "requests are running: drain first, or try again")
+    return error_response(409, "requests are running (drain first, or try again), or the KV connector cannot forget")
 
 
 @router.post("/drain")

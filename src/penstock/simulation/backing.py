@@ -33,10 +33,11 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A connector for one life of one engine, with a worker part for each of its ranks."""
+    """A connector for one life of one engine, with a worker part for each of its ranks; or none, and null parts."""
 
     scheduler: SchedulerConnector
     workers: Mapping[ShardId, WorkerConnector]
+    is_null: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,8 @@ class NoBacking:
     """Engines whose KV stays where it is."""
 
     def attach(self, site: Site) -> Parts:
-        return Parts(NullSchedulerConnector(), {shard: NullWorkerConnector() for shard in site.ranks.shards})
+        workers = {shard: NullWorkerConnector() for shard in site.ranks.shards}
+        return Parts(NullSchedulerConnector(), workers, is_null=True)
 
     def crash(self, name: str) -> None: ...
 

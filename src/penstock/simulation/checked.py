@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import cast
 
 from penstock.kv_transfer.connector import (
     ConnectorEvent,
@@ -14,10 +15,8 @@ from penstock.kv_transfer.connector import (
     SchedulerConnector,
     WorkerConnector,
 )
-from penstock.kv_transfer.view import KVCacheView
-from penstock.messages.kv_events import KVEvent
+from penstock.kv_transfer.forwarding import Forwarding
 from penstock.messages.kv_transfer import (
-    HandshakePayload,
     KVConnectorMetadata,
     KVConnectorOutput,
     ShardId,
@@ -25,17 +24,17 @@ from penstock.messages.kv_transfer import (
     TransferReport,
     TransferStatus,
 )
-from penstock.messages.scheduler_output import BlockIds, SchedulerOutput
-from penstock.simulation.backing import Backing, Parts, Site, Touch
+from penstock.messages.scheduler_output import BlockIds, BlockTable, SchedulerOutput
+from penstock.simulation.backing import Parts, Site
 
 _UNKNOWN = TransferReport("nobody/load-0", (0, 0), TransferStatus.DONE)
 
 
-class CheckedScheduler:
+class CheckedScheduler(Forwarding):
     """Raises AssertionError when the connector or its caller breaks the contract of `SchedulerConnector`."""
 
     def __init__(self, inner: SchedulerConnector, block_size: int) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._block_size = block_size
         self._loads: dict[TransferId, tuple[int, int]] = {}
         self._holds: set[TransferId] = set()
@@ -44,12 +43,9 @@ class CheckedScheduler:
         inner.update_connector_output(KVConnectorOutput((_UNKNOWN,)))
         assert not inner.has_pending_work, "a new connector has work"
 
-    def on_new_request(self, request: RequestView) -> None:
-        self._inner.on_new_request(request)
-
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
-        match = self._inner.get_num_new_matched_tokens(request, num_computed_tokens)
-        again = self._inner.get_num_new_matched_tokens(request, num_computed_tokens)
+        match = self.inner.get_num_new_matched_tokens(request, num_computed_tokens)
+        again = self.inner.get_num_new_matched_tokens(request, num_computed_tokens)
         assert match == again, f"{request.request_id} was promised {match}, and then {again}"
         assert match.num_tokens % self._block_size == 0, f"{match} is no number of whole blocks"
         most = request.num_tokens - 1 - num_computed_tokens
@@ -62,20 +58,20 @@ class CheckedScheduler:
     ) -> None:
         assert transfer_id not in self._loads, f"{transfer_id} begins twice"
         self._loads[transfer_id] = num_computed_tokens, end
-        self._inner.update_state_after_alloc(request, transfer_id, block_ids, num_computed_tokens, end)
-        assert self._inner.has_pending_work, f"{transfer_id} is under way, and nothing is pending"
+        self.inner.update_state_after_alloc(request, transfer_id, block_ids, num_computed_tokens, end)
+        assert self.inner.has_pending_work, f"{transfer_id} is under way, and nothing is pending"
 
-    def on_blocks_complete(self, request: RequestView, block_ids: BlockIds, first: int, end: int) -> None:
+    def on_blocks_complete(self, request: RequestView, block_ids: BlockTable, first: int, end: int) -> None:
         assert 0 <= first < end <= len(request.block_hashes), (first, end)
-        self._inner.on_blocks_complete(request, block_ids, first, end)
+        self.inner.on_blocks_complete(request, block_ids, first, end)
 
     def build_connector_meta(self, plan: SchedulerOutput) -> KVConnectorMetadata | None:
         assert plan.step == self._last_step + 1, f"step {plan.step} follows step {self._last_step}"
         self._last_step = plan.step
-        return self._inner.build_connector_meta(plan)
+        return self.inner.build_connector_meta(plan)
 
     def update_connector_output(self, output: KVConnectorOutput) -> Sequence[ConnectorEvent]:
-        events = self._inner.update_connector_output(output)
+        events = self.inner.update_connector_output(output)
         for event in events:
             if isinstance(event, LoadEnded):
                 assert event.transfer_id in self._loads, f"{event.transfer_id} ends and was not under way"
@@ -85,118 +81,52 @@ class CheckedScheduler:
             else:
                 assert event.transfer_id in self._holds, f"{event.transfer_id} is released and was not held"
                 self._holds.remove(event.transfer_id)
-        assert not (self._loads or self._holds) or self._inner.has_pending_work, "nothing is pending, and much is"
+        assert not (self._loads or self._holds) or self.inner.has_pending_work, "nothing is pending, and much is"
         return events
 
     def request_finished(self, request: RequestView, block_ids: BlockIds) -> FinishAction:
-        action = self._inner.request_finished(request, block_ids)
+        action = self.inner.request_finished(request, block_ids)
         if action is FinishAction.HOLD:
             assert any(block_ids), f"{request.request_id} has no blocks to hold"
             assert request.hold_id not in self._holds, f"{request.hold_id} is held twice"
             self._holds.add(request.hold_id)
         return action
 
-    def set_xfer_handshake_metadata_pp_aware(self, payloads: Mapping[ShardId, HandshakePayload | None]) -> None:
-        self._inner.set_xfer_handshake_metadata_pp_aware(payloads)
-
-    @property
-    def has_pending_work(self) -> bool:
-        return self._inner.has_pending_work
-
-    def wait(self, seconds: float) -> None:
-        self._inner.wait(seconds)
-
-    def take_events(self) -> Sequence[KVEvent]:
-        return self._inner.take_events()
-
-    def counters(self) -> Mapping[str, float]:
-        return self._inner.counters()
-
-    def reset_cache(self) -> bool:
-        return self._inner.reset_cache()
-
-    def check_integrity(self) -> None:
-        self._inner.check_integrity()
-
     def shutdown(self) -> None:
-        self._inner.shutdown()
-        self._inner.shutdown()
+        self.inner.shutdown()
+        self.inner.shutdown()
 
 
-class CheckedWorker:
+class CheckedWorker(Forwarding):
     """Raises AssertionError when a worker's part reports for another rank, or a transfer twice."""
 
     def __init__(self, inner: WorkerConnector, shard: ShardId) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._shard = shard
         self._reported: set[TransferId] = set()
-        self.layerwise = inner.layerwise
-
-    def register_kv_caches(self, view: KVCacheView) -> None:
-        self._inner.register_kv_caches(view)
-
-    def get_handshake_metadata(self) -> HandshakePayload | None:
-        return self._inner.get_handshake_metadata()
-
-    def begin_step(self, metadata: KVConnectorMetadata | None) -> None:
-        self._inner.begin_step(metadata)
-
-    def start_load_kv(self) -> None:
-        self._inner.start_load_kv()
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        self._inner.wait_for_layer_load(layer_name)
-
-    def save_kv_layer(self, layer_name: str) -> None:
-        self._inner.save_kv_layer(layer_name)
 
     def get_finished(self, finished_request_ids: frozenset[str]) -> KVConnectorOutput:
-        output = self._inner.get_finished(finished_request_ids)
+        output = self.inner.get_finished(finished_request_ids)
         for report in output.reports:
             assert report.shard == self._shard, f"rank {self._shard} reports for {report.shard}"
             assert report.transfer_id not in self._reported, f"{report.transfer_id} ends twice on {self._shard}"
             self._reported.add(report.transfer_id)
         return output
 
-    def wait_for_save(self) -> None:
-        self._inner.wait_for_save()
-
-    def end_step(self) -> None:
-        self._inner.end_step()
-
     def shutdown(self) -> None:
-        self._inner.shutdown()
-        self._inner.shutdown()
+        self.inner.shutdown()
+        self.inner.shutdown()
 
 
-class CheckedBacking:
+class CheckedBacking(Forwarding):
     """A backing whose connectors are all checked."""
 
-    def __init__(self, inner: Backing) -> None:
-        self._inner = inner
-
     def attach(self, site: Site) -> Parts:
-        parts = self._inner.attach(site)
+        parts: Parts = self.inner.attach(site)
         return replace(
             parts,
-            scheduler=CheckedScheduler(parts.scheduler, site.cache.block_size),
-            workers={shard: CheckedWorker(worker, shard) for shard, worker in parts.workers.items()},
+            scheduler=cast(SchedulerConnector, CheckedScheduler(parts.scheduler, site.cache.block_size)),
+            workers={
+                shard: cast(WorkerConnector, CheckedWorker(worker, shard)) for shard, worker in parts.workers.items()
+            },
         )
-
-    def crash(self, name: str) -> None:
-        self._inner.crash(name)
-
-    def restart(self) -> None:
-        self._inner.restart()
-
-    def tick(self) -> None:
-        self._inner.tick()
-
-    def touching(self, name: str) -> Iterable[Touch]:
-        return self._inner.touching(name)
-
-    def check(self, contents: Callable[[int, bytes, str, int], bytes | None]) -> None:
-        self._inner.check(contents)
-
-    def check_idle(self) -> None:
-        self._inner.check_idle()

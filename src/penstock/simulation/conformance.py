@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from penstock.kv_transfer.transports.base import CopyRun, DataTransport, Operation, PeerId, TransferState
 from penstock.simulation.backing import Backing, BackingContext
@@ -56,7 +57,9 @@ def check_connector(
             setup = SCENARIOS[name].draw(rng)
             if same_split:
                 setup = setup.with_one_split()
-            result = World(setup, f"{name} {seed} world", lambda context: CheckedBacking(make(context))).run()
+            result = World(
+                setup, f"{name} {seed} world", lambda context: cast(Backing, CheckedBacking(make(context)))
+            ).run()
             trace = "\n".join(result.trace)
             assert not result.violation, f"{name}, seed {seed}, tick {result.num_ticks}: {result.violation}\n{trace}"
 

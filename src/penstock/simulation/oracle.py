@@ -18,6 +18,7 @@ from zlib import crc32
 
 from penstock.kv_transfer.view import Place, Take, Transfer, read_now, write_now
 from penstock.messages.kv_cache_spec import NULL_BLOCK, AttachedLayer, KVCacheConfig, KVCacheGroup, KVCacheSpec
+from penstock.messages.kv_layout import KVLayout, LayerLayout, MemoryRegion
 from penstock.messages.kv_transfer import ShardId
 
 NUM_HEADS = 2
@@ -181,27 +182,35 @@ class OracleMemory:
             (*group.layer_names, *(layer.name for layer in config.attached if layer.group == number))
             for number, group in enumerate(config.groups)
         ]
+        self.layout = self._describe()
+
+    def _describe(self) -> KVLayout:
+        """A word is a key and a value of 16 bits each."""
+        heads, size = self.heads, self.block_size
+        layers = [
+            LayerLayout(
+                name=name,
+                group=group,
+                region=name,
+                offset=0,
+                dtype="bfloat16",
+                axes=("block", "head", "token", "kv"),
+                shape=(self.config.num_blocks, len(heads), size, 2),
+                strides=(self.stride, size * WORD_BYTES, WORD_BYTES, WORD_BYTES // 2),
+                heads=(heads.start, heads.stop),
+            )
+            for group, names in enumerate(self._names)
+            for name in names
+        ]
+        regions = [MemoryRegion(name, len(region)) for name, region in self.regions.items()]
+        return KVLayout(size, tuple(regions), tuple(layers))
 
     def layer_names(self, group: int) -> tuple[str, ...]:
         return self._names[group]
 
-    def block_bytes(self, group: int) -> int:
-        return self.stride * len(self._names[group])
-
-    def layer_bytes(self, layer_name: str) -> int:
-        return self.stride
-
-    def read_block(self, group: int, block_id: int, into: memoryview) -> None:
-        for number, name in enumerate(self._names[group]):
-            self.read_layer(name, block_id, into[number * self.stride : (number + 1) * self.stride])
-
     def block_parts(self, group: int, block_id: int) -> list[memoryview]:
         start, end = block_id * self.stride, (block_id + 1) * self.stride
         return [memoryview(self.regions[name])[start:end] for name in self._names[group]]
-
-    def write_block(self, group: int, block_id: int, data: memoryview) -> None:
-        for number, name in enumerate(self._names[group]):
-            self.write_layer(name, block_id, data[number * self.stride : (number + 1) * self.stride])
 
     def read_blocks(self, places: Sequence[Place], take: Take) -> Transfer:
         return read_now(self, places, take)

@@ -13,13 +13,14 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 from msgspec.structs import replace
 
 from penstock.config.engine import SchedulerConfig
 from penstock.executor.executor import Answered, Pending
 from penstock.kv_transfer.connector import WorkerConnector
+from penstock.kv_transfer.forwarding import Forwarding
 from penstock.kv_transfer.kv_step import KVStep
 from penstock.messages.kv_transfer import KVConnectorMetadata, KVConnectorOutput, ShardId
 from penstock.messages.memory_budget import MemoryBudget
@@ -152,22 +153,19 @@ class _Step:
     result: ModelRunnerOutput = field(default_factory=ModelRunnerOutput)
 
 
-class _Watched:
+class _Watched(Forwarding):
     """A rank's connector, with a look at the memory where a step begins and where nothing of it may write any more."""
 
     def __init__(self, inner: WorkerConnector, rank: SimWorker) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._rank = rank
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
     def begin_step(self, metadata: KVConnectorMetadata | None) -> None:
-        self._inner.begin_step(metadata)
+        self.inner.begin_step(metadata)
         self._rank.memory.poison(self._rank.step.fresh_block_ids)
 
     def wait_for_save(self) -> None:
-        self._inner.wait_for_save()
+        self.inner.wait_for_save()
         self._rank.read_drafts()
 
 

@@ -145,11 +145,12 @@ class SimEngine:
         transfer = KVTransfer(parts.scheduler, setup.load_failure_policy, setup.load_timeout, clock)
         self.devices = Devices(site.ranks, answers, rng, self.pool.take_fresh)
         executor = make_executor(self.devices, parts.workers)
-        limits = setup.scheduler_config()
         executor.load()
+        limits = setup.scheduler_config()
         handshakes = executor.initialize(InitializeWorker(cache=site.cache, limits=limits))
-        parts.scheduler.set_xfer_handshake_metadata_pp_aware(handshakes)
         self.scheduler = Scheduler(limits, self.kv, None, transfer)
+        if not parts.is_null:
+            self.scheduler.connector_abilities.set_xfer_handshake_metadata_pp_aware(handshakes)
         self.core = EngineCore(self.scheduler, executor, setup.depth, debug=True, clock=clock)
 
     @property

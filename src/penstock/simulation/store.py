@@ -38,13 +38,14 @@ from penstock.kv_transfer.transports.memory import MemoryFabric, MemoryTransport
 from penstock.messages.kv_cache_spec import NULL_BLOCK, KVCacheConfig
 from penstock.messages.kv_transfer import (
     BadRange,
+    HandshakePayload,
     KVConnectorMetadata,
     KVConnectorOutput,
     ShardId,
     TransferId,
     TransferReport,
 )
-from penstock.messages.scheduler_output import BlockIds, SchedulerOutput
+from penstock.messages.scheduler_output import BlockIds, BlockTable, SchedulerOutput
 from penstock.simulation.oracle import NUM_HEADS, WORD_BYTES, OracleLayer
 from penstock.simulation.trace import ViolationError, hash_name
 from penstock.utils.clock import Clock
@@ -290,6 +291,9 @@ class StoreScheduler(NullSchedulerConnector):
         self._num_saves = 0
         self._num_stale_reports = 0
 
+    def set_xfer_handshake_metadata_pp_aware(self, payloads: Mapping[ShardId, HandshakePayload | None]) -> None:
+        assert payloads.keys() == self._shards.keys(), f"handshakes of {sorted(payloads)}"
+
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
         first = num_computed_tokens // self._block_size
         length = (request.num_tokens - 1) // self._block_size
@@ -307,8 +311,10 @@ class StoreScheduler(NullSchedulerConnector):
         asked_at = self._asked_at.get(request.request_id)
         if asked_at is not None and self._clock.now() - asked_at < self._policy.lookup_seconds:
             return PENDING
-        is_async = random.Random(request.request_id).random() >= self._policy.sync_share
-        return Match((length - first) * self._block_size, is_async)
+        return Match((length - first) * self._block_size, is_async=not self._is_sync(request))
+
+    def _is_sync(self, request: RequestView) -> bool:
+        return random.Random(request.request_id).random() < self._policy.sync_share
 
     def on_new_request(self, request: RequestView) -> None:
         self._asked_at[request.request_id] = self._clock.now()
@@ -331,17 +337,16 @@ class StoreScheduler(NullSchedulerConnector):
                 self._store.pin(entry, self._life)
                 entries.append(entry)
                 copies.append(BlockCopy(group, index, table[index], entry.place, entry.digests))
-        is_sync = not self.get_num_new_matched_tokens(request, num_computed_tokens).is_async
         self._loads[transfer_id] = _Load(num_computed_tokens, end, entries, tuple(missing))
-        self._new_loads.append(self._open(transfer_id, copies, is_sync=is_sync))
+        self._new_loads.append(self._open(transfer_id, copies, is_sync=self._is_sync(request)))
 
-    def on_blocks_complete(self, request: RequestView, block_ids: BlockIds, first: int, end: int) -> None:
+    def on_blocks_complete(self, request: RequestView, block_ids: BlockTable, first: int, end: int) -> None:
         if self._policy.direct_saves:
             self._num_complete[request.request_id] = end
         else:
             self._save(request, block_ids, first, end, is_staged=True)
 
-    def _save(self, request: RequestView, block_ids: BlockIds, first: int, end: int, *, is_staged: bool) -> bool:
+    def _save(self, request: RequestView, block_ids: BlockTable, first: int, end: int, *, is_staged: bool) -> bool:
         """Saves what the store does not have; returns whether there is anything to save."""
         savers = tuple(transport for transport, _ in self._shards.values())
         copies: list[BlockCopy] = []

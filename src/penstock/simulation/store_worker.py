@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from penstock.kv_transfer.connector import LayerHooks
 from penstock.kv_transfer.null import NullWorkerConnector
 from penstock.kv_transfer.transports.base import (
     CopyRun,
@@ -14,7 +15,7 @@ from penstock.kv_transfer.transports.base import (
     TransferHandle,
     TransferState,
 )
-from penstock.kv_transfer.view import KVCacheView
+from penstock.kv_transfer.view import KVCacheView, gather
 from penstock.messages.kv_transfer import (
     BadRange,
     KVConnectorMetadata,
@@ -79,7 +80,7 @@ class StoreWorker(NullWorkerConnector):
         self._view = view
         for name, region in view.regions.items():
             self._transport.register(name, memoryview(region))
-        self._slot_bytes = max(view.block_bytes(group) for group in range(len(view.config.groups)))
+        self._slot_bytes = max(view.layout.block_bytes(group) for group in range(len(view.config.groups)))
         self._staging_memory = bytearray(self._num_staging * self._slot_bytes)
         self._transport.register(_STAGING, memoryview(self._staging_memory))
 
@@ -143,9 +144,8 @@ class StoreWorker(NullWorkerConnector):
         for copy in save.job.copies:
             slot = self._free_staging.pop()
             save.staging.append(slot)
-            start = slot * self._slot_bytes
-            into = memoryview(self._staging_memory)[start : start + self._view.block_bytes(copy.group)]
-            self._view.read_block(copy.group, copy.block_id, into)
+            into = memoryview(self._staging_memory)[slot * self._slot_bytes :]
+            gather(self._view.block_parts(copy.group, copy.block_id), into)
 
     def _submit(self, each: _Open, operation: Operation, runs: list[list[CopyRun]]) -> None:
         """One transfer per block, so that some may fail while others are under way."""
@@ -212,7 +212,9 @@ class StoreWorker(NullWorkerConnector):
 class LayerwiseStoreWorker(StoreWorker):
     """Waits for a step's own loads layer by layer while it runs, and for the drafter's layers before it drafts."""
 
-    layerwise = True
+    @property
+    def layer_hooks(self) -> LayerHooks:
+        return self
 
     def register_kv_caches(self, view: KVCacheView) -> None:
         super().register_kv_caches(view)
@@ -233,6 +235,8 @@ class LayerwiseStoreWorker(StoreWorker):
     def wait_for_layer_load(self, layer_name: str) -> None:
         for load, of_layer in self._awaited:
             self._wait(load, of_layer.get(layer_name, []))
+
+    def save_kv_layer(self, layer_name: str) -> None: ...
 
     def get_finished(self, finished_request_ids: frozenset[str]) -> KVConnectorOutput:
         for load, _ in self._awaited:

@@ -174,6 +174,7 @@ class OffloadBacking:
         scheduler = OffloadingScheduler(
             cache=site.cache,
             shards=frozenset({shard}),
+            region=region,
             manager=manager,
             rules=OffloadRules(
                 attestation=Attestation.ALL,
@@ -183,7 +184,9 @@ class OffloadBacking:
             clock=self._context.clock,
             epoch=f"{site.name}.{site.life}",
         )
-        return Parts(scheduler, {shard: OffloadingWorker(region, shard, site.cache.block_size)})
+        setup_of_workers = scheduler.worker_setup()
+        attached = OffloadRegion.attach(setup_of_workers.memory, setup_of_workers.chunk_bytes)
+        return Parts(scheduler, {shard: OffloadingWorker(attached, shard, site.cache.block_size)})
 
     def crash(self, name: str) -> None:
         del self._lives[name]

@@ -15,7 +15,7 @@ from penstock.runner.batch_shapes import BatchShapes
 from penstock.runner.block_tables import BlockTables
 from penstock.runner.load import KVCache, LoadedModel
 from penstock.runner.model_runner import ModelRunner
-from penstock.runner.parts import RunnerParts
+from penstock.runner.parts import SamplingContext
 from penstock.runner.passes import EagerPasses, TargetCache
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling.prompt_logprobs import PromptScorer
@@ -42,30 +42,30 @@ def make_runner(
         tensor[NULL_BLOCK] = torch.nan if poisoned else 0
     writer = parts.make_table_writer(config.max_num_in_flight)
     states = RequestStates(config.max_num_seqs, config.max_model_len, config.max_num_drafts, device, writer)
-    sampling = SamplingStates(config.max_num_seqs)
+    sampling = SamplingStates(config.max_num_seqs, loaded.config.vocab_size)
     blocks = BlockTables(cache.config, config.max_num_seqs, config.max_model_len, device, writer)
     shapes = BatchShapes(config, parts.graph_contexts(attention, execution, connector), attention)
     inputs = parts.make_input_builder(config, shapes, states, blocks)
-    sampler, picker = parts.make_sampling(loaded, config, speculative, states, sampling, writer)
+    context = SamplingContext(loaded, config, speculative, states, sampling, writer)
+    sampler, picker = parts.make_sampling(context, parts.memory)
     speculator = make_speculator(loaded, cache, speculative, inputs, attention, picker, parts)
     kv_step = KVStep(connector)
     target = TargetCache(cache, attention, lambda: kv_step.hooks)
     eager = EagerPasses(loaded.model, target, inputs, sampler, speculator, states)
     passes = parts.make_passes(eager, inputs, sampler, shapes)
     connector.register_kv_caches(parts.make_kv_cache_view(cache))
-    finished = RunnerParts(
+    return ModelRunner(
         states=states,
         sampling=sampling,
         blocks=blocks,
         writer=writer,
         inputs=inputs,
-        prompt_scorer=PromptScorer(loaded.model, states.token_ids, sampling, parts.make_scorer()),
+        prompt_scorer=PromptScorer(loaded.model, states.token_ids, sampling, parts.score),
         sampler=sampler,
         speculator=speculator,
         passes=passes,
         kv_step=kv_step,
         copy_to_host=parts.copy_to_host,
         poisoned=poisoned,
+        max_drafts_in_flight=config.max_num_drafts * (config.max_num_in_flight - 1) if debug else None,
     )
-    max_drafts_in_flight = config.max_num_drafts * (config.max_num_in_flight - 1) if debug else None
-    return ModelRunner(finished, max_drafts_in_flight)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from penstock.kernels.dispatch import has_gpu_kernels
-from penstock.runner.cpu.parts import CpuParts
+from penstock.runner.cpu.parts import cpu_parts
 from penstock.runner.parts import DeviceParts
 from penstock.utils.errors import ConfigError
 
@@ -22,8 +22,8 @@ def choose_device(asked: str) -> str:
 def make_parts(device: torch.device) -> DeviceParts:
     """The makers of the device's parts. A CPU whose kernels are interpreted stands in for a GPU and gets a GPU's."""
     if not has_gpu_kernels(device):
-        return CpuParts()
+        return cpu_parts()
     # Only now: a CPU needs no Triton.
-    from penstock.runner.gpu.parts import GpuParts
+    from penstock.runner.gpu.parts import gpu_parts
 
-    return GpuParts(device)
+    return gpu_parts(device)

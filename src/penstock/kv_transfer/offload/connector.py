@@ -15,18 +15,20 @@ from __future__ import annotations
 
 import uuid
 from pathlib import Path
+from typing import Any
 
 from penstock.kv_transfer.digest import Attestation
 from penstock.kv_transfer.factory import ConnectorContext
 from penstock.kv_transfer.offload.cost_model import LoadCostModel
 from penstock.kv_transfer.offload.manager import OffloadingManager
+from penstock.kv_transfer.offload.messages import OffloadSetup
 from penstock.kv_transfer.offload.policies import ARCPolicy, CachePolicy, LRUPolicy
 from penstock.kv_transfer.offload.region import OffloadRegion
 from penstock.kv_transfer.offload.scheduler import OffloadingScheduler, OffloadPolicy, OffloadRules
 from penstock.kv_transfer.offload.tiers.disk import DiskTier, DiskTierConfig
 from penstock.kv_transfer.offload.worker import OffloadingWorker
 from penstock.kv_transfer.options import Check, is_text, read_options
-from penstock.messages.kv_transfer import ShardId
+from penstock.messages.kv_transfer import ConnectorSetup, ShardId
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import ConfigError
 
@@ -52,39 +54,26 @@ _BYTES: Check = (
 
 
 class OffloadingConnector:
-    """See the module's docstring. Raises ConfigError for options that cannot be."""
+    """See the module's docstring."""
 
-    def __init__(self, context: ConnectorContext) -> None:
-        name = "OffloadingConnector"
-        options = read_options(
-            name,
-            context.config.kv_connector_extra_config,
-            _DEFAULTS,
-            cpu_bytes_to_use=_BYTES,
-            eviction_policy=_one_of("lru", "arc"),
-            disk_path=(is_text, "a folder"),
-            disk_bytes_to_use=_BYTES,
-            attestation=_one_of(*Attestation),
-            offload_policy=_one_of(*OffloadPolicy),
-            load_policy=_one_of("measured", "always"),
-        )
+    @staticmethod
+    def make_scheduler_connector(context: ConnectorContext) -> OffloadingScheduler:
+        """Raises ConfigError for invalid options, and when there is more than one worker."""
+        options = _read_options(context)
         if len(context.shards) > 1:
-            raise ConfigError(f"{name} works with one worker for now, and there are {len(context.shards)}")
-        self._context = context
-        self._options = options
+            raise ConfigError(f"OffloadingConnector works with one worker for now, and there are {len(context.shards)}")
         chunk_bytes = max(context.cache.block_bytes(group) for group in range(len(context.cache.groups)))
-        self._region = OffloadRegion(options["cpu_bytes_to_use"] // chunk_bytes, chunk_bytes)
-
-    def make_scheduler_connector(self) -> OffloadingScheduler:
-        options, num_chunks = self._options, self._region.num_chunks
+        region = OffloadRegion(options["cpu_bytes_to_use"] // chunk_bytes, chunk_bytes)
+        num_chunks = region.num_chunks
         policy: CachePolicy = LRUPolicy() if options["eviction_policy"] == "lru" else ARCPolicy(num_chunks)
         tiers: list[DiskTier] = []
         if options["disk_path"] is not None:
             disk = DiskTierConfig(Path(options["disk_path"]).expanduser(), options["disk_bytes_to_use"])
-            tiers.append(DiskTier(disk, self._context.fingerprint, self._region))
+            tiers.append(DiskTier(disk, context.fingerprint, region))
         return OffloadingScheduler(
-            cache=self._context.cache,
-            shards=self._context.shards,
+            cache=context.cache,
+            shards=context.shards,
+            region=region,
             manager=OffloadingManager(num_chunks, policy, tiers),
             rules=OffloadRules(
                 attestation=Attestation(options["attestation"]),
@@ -92,8 +81,27 @@ class OffloadingConnector:
                 costs=LoadCostModel() if options["load_policy"] == "measured" else None,
             ),
             clock=SystemClock(),
-            epoch=uuid.uuid4().hex,
+            epoch=f"{context.config.engine_id}/{uuid.uuid4().hex}",
         )
 
-    def make_worker_connector(self, shard: ShardId) -> OffloadingWorker:
-        return OffloadingWorker(self._region, shard, self._context.cache.block_size)
+    @staticmethod
+    def make_worker_connector(
+        context: ConnectorContext, shard: ShardId, setup: ConnectorSetup | None
+    ) -> OffloadingWorker:
+        assert isinstance(setup, OffloadSetup), setup
+        return OffloadingWorker(OffloadRegion.attach(setup.memory, setup.chunk_bytes), shard, context.cache.block_size)
+
+
+def _read_options(context: ConnectorContext) -> dict[str, Any]:
+    return read_options(
+        "OffloadingConnector",
+        context.config.kv_connector_extra_config,
+        _DEFAULTS,
+        cpu_bytes_to_use=_BYTES,
+        eviction_policy=_one_of("lru", "arc"),
+        disk_path=(is_text, "a folder"),
+        disk_bytes_to_use=_BYTES,
+        attestation=_one_of(*Attestation),
+        offload_policy=_one_of(*OffloadPolicy),
+        load_policy=_one_of("measured", "always"),
+    )

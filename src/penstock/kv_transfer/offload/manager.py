@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from penstock.kv_transfer.offload import OffloadKey
 from penstock.kv_transfer.offload.policies import CachePolicy
@@ -66,6 +66,10 @@ _LOOKUP = {
 }
 
 
+# While a tier evicts, a prompt that grows is made the youngest again after an eighth as many evictions as it has keys.
+_REFRESH_PART = 8
+
+
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
     """Where a key's bytes lie, and what they must digest to, None where nobody attests them."""
@@ -107,6 +111,19 @@ class _Chunk:
     state: ChunkState
     digest: bytes | None = None
     num_pins: int = 1
+
+
+@dataclass(slots=True)
+class Prompt:
+    """One request's keys, from the head, with their places. They were last made the youngest at `moment`.
+
+    What is stored of it later is as old as that, never younger: so a tail does not outlive its head, and a completed
+    block costs the same wherever in the prompt it lies. The moment is renewed with the eviction number `refresh_at`.
+    """
+
+    places: dict[OffloadKey, int] = field(default_factory=dict[OffloadKey, int])
+    moment: int = 0
+    refresh_at: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,25 +225,44 @@ class OffloadingManager:
                 del self._loads[key]
             self._unpin(key, self._chunks[key])
 
-    def prepare_store(self, keys: Sequence[tuple[OffloadKey, int]]) -> list[tuple[OffloadKey, int]]:
+    def prepare_store(
+        self, keys: Sequence[tuple[OffloadKey, int]], prompt: Prompt | None = None
+    ) -> list[tuple[OffloadKey, int]]:
         """Chunks to write for those of a prompt's keys that are not here, as many from the head as have room.
 
-        Each key comes with its place, its block's number in the prompt. Give the whole prompt up to the newest block:
-        what is here already becomes as young as what comes behind it, and so a tail never outlives its head. Each
-        returned (key, chunk id) must be given to `complete_store`.
+        Each key comes with its place, its block's number in the prompt. They are stored as old as the `prompt` was when
+        it was refreshed; without one the keys are the whole prompt. Each returned (key, chunk id) must be given to
+        `complete_store`.
         """
-        places = dict(keys)
-        here = [key for key in places if self.lookup(key) is LookupResult.HIT]
-        moment = self._policy.refresh(here)
-        for tier in self._tiers:
-            tier.touch(here)
-        missing = [key for key in places if key not in self._chunks]
-        stores = list(zip(missing, self._allocate(len(missing), places.keys()), strict=False))
-        self._counts["num_stores_without_room"] += len(missing) - len(stores)
-        for key, chunk_id in stores:
-            self._chunks[key] = _Chunk(chunk_id, places[key], moment, ChunkState.WRITING)
+        prompt = prompt or Prompt(dict(keys))
+        self._refresh(prompt, (key for key, _ in keys))
+        missing = [(key, place) for key, place in keys if key not in self._chunks]
+        chunk_ids = self._allocate(len(missing), prompt.places.keys())
+        self._counts["num_stores_without_room"] += len(missing) - len(chunk_ids)
+        stores: list[tuple[OffloadKey, int]] = []
+        for (key, place), chunk_id in zip(missing, chunk_ids, strict=False):
+            self._chunks[key] = _Chunk(chunk_id, place, prompt.moment, ChunkState.WRITING)
             self._writers.add(key)
+            stores.append((key, chunk_id))
         return stores
+
+    def _refresh(self, prompt: Prompt, keys: Iterable[OffloadKey]) -> None:
+        """Keeps `keys` as young as their prompt; makes the whole prompt the youngest after so many evictions."""
+        num_evicted = self._counts["num_evicted"]
+        if num_evicted >= prompt.refresh_at:
+            here = [key for key in prompt.places if self.lookup(key) is LookupResult.HIT]
+            prompt.moment = self._policy.refresh(here)
+            prompt.refresh_at = num_evicted + len(prompt.places) // _REFRESH_PART
+            keys = prompt.places
+            for tier in self._tiers:
+                tier.touch(here)
+        for key in keys:
+            chunk = self._chunks.get(key)
+            if chunk is None:
+                continue
+            chunk.moment = max(chunk.moment, prompt.moment)
+            if chunk.state is ChunkState.READY:
+                self._policy.keep_with(key, prompt.moment)
 
     def complete_store(self, key: OffloadKey, digest: bytes | None, success: bool) -> None:
         """The engine has ended writing the key's chunk. Only now, and only if it was a success, the key is found."""
@@ -313,8 +349,10 @@ class OffloadingManager:
 
     def _allocate(self, num_wanted: int, protected: Collection[OffloadKey]) -> list[int]:
         """Free chunks, as many of the wanted ones as there are when all that may be evicted is."""
-        num_chunks = min(num_wanted, len(self._free) + self._policy.num_evictable(protected))
-        victims = self._policy.evict(max(0, num_chunks - len(self._free)), protected)
+        num_missing = max(0, num_wanted - len(self._free))
+        num_victims = min(num_missing, self._policy.num_evictable(protected, num_missing))
+        num_chunks = num_wanted - num_missing + num_victims
+        victims = self._policy.evict(num_victims, protected)
         assert victims is not None, (num_chunks, len(self._free))
         for key in victims:
             self._events.removed(key)

@@ -1,10 +1,11 @@
-"""What the scheduler's part of the `OffloadingConnector` tells the workers' parts."""
+"""What the scheduler side of the `OffloadingConnector` tells the worker sides."""
 
 from __future__ import annotations
 
 import msgspec
 
-from penstock.messages.kv_transfer import KVConnectorMetadata, TransferId
+from penstock.messages.kv_layout import MemoryRegion
+from penstock.messages.kv_transfer import ConnectorSetup, KVConnectorMetadata, TransferId
 from penstock.utils.wire import register_kind
 
 
@@ -43,3 +44,11 @@ class OffloadMetadata(KVConnectorMetadata, msgspec.Struct, frozen=True, tag=True
 
     stores: tuple[OffloadStore, ...] = ()
     loads: tuple[OffloadLoad, ...] = ()
+
+
+@register_kind
+class OffloadSetup(ConnectorSetup, msgspec.Struct, frozen=True, tag=True):
+    """The memory of the CPU tier."""
+
+    memory: MemoryRegion
+    chunk_bytes: int

@@ -10,51 +10,12 @@ from __future__ import annotations
 
 import heapq
 import math
+import sys
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 from penstock.kv_transfer.offload import OffloadKey
-
-
-class CachePolicy(Protocol):
-    """Belongs to one thread. Members come by `insert`, and leave by `evict`, `remove` or `clear`."""
-
-    def insert(self, key: OffloadKey, moment: int, place: int) -> None:
-        """A key has been stored; `moment` is what `refresh` returned when its room was made."""
-        ...
-
-    def touch(self, keys: Iterable[OffloadKey]) -> None:
-        """These members have been used again, all at one moment."""
-        ...
-
-    def refresh(self, keys: Iterable[OffloadKey]) -> int:
-        """These members become as young as what will be inserted with the returned moment. It is no use of them."""
-        ...
-
-    def pin(self, key: OffloadKey) -> None: ...
-
-    def unpin(self, key: OffloadKey) -> None: ...
-
-    def remove(self, key: OffloadKey) -> None:
-        """The key's content is gone; nothing of it is remembered."""
-        ...
-
-    def num_evictable(self, protected: Collection[OffloadKey]) -> int:
-        """Members that are neither pinned nor in `protected`, which holds no key twice."""
-        ...
-
-    def evict(self, num_keys: int, protected: Collection[OffloadKey]) -> list[OffloadKey] | None:
-        """Takes exactly `num_keys` members out that are neither pinned nor protected; None, and no change, if there
-        are fewer."""
-        ...
-
-    def clear(self) -> None: ...
-
-    def members(self) -> dict[OffloadKey, bool]:
-        """Every member, and whether it is pinned: for `check_integrity`."""
-        ...
 
 
 @dataclass(slots=True)
@@ -97,6 +58,10 @@ class _ByAge:
         member.moment = moment
         self._push(key, member)
 
+    def keep_with(self, key: OffloadKey, moment: int) -> None:
+        if self._members[key].moment < moment:
+            self.set_moment(key, moment)
+
     def set_pinned(self, key: OffloadKey, is_pinned: bool) -> None:
         member = self._members[key]
         assert member.is_pinned != is_pinned, (key, member)
@@ -104,9 +69,11 @@ class _ByAge:
         self._num_pinned += 1 if is_pinned else -1
         self._push(key, member)
 
-    def num_evictable(self, protected: Iterable[OffloadKey]) -> int:
-        num_protected = sum(key in self._members and not self._members[key].is_pinned for key in protected)
-        return len(self._members) - self._num_pinned - num_protected
+    def num_evictable(self, protected: Collection[OffloadKey], enough: int) -> int:
+        num_unpinned = len(self._members) - self._num_pinned
+        if max(0, num_unpinned - len(protected)) >= enough:
+            return enough
+        return num_unpinned - sum(key in self._members and not self._members[key].is_pinned for key in protected)
 
     def pop_oldest(self, num_keys: int, protected: Collection[OffloadKey]) -> list[OffloadKey]:
         """There must be that many that are neither pinned nor protected."""
@@ -139,39 +106,79 @@ class _ByAge:
         return member is not None and not member.is_pinned and (member.moment, -member.place) == item[:2]
 
 
-class LRUPolicy:
+class CachePolicy:
+    """Belongs to one thread. Members come by `insert`, and leave by `evict`, `remove` or `clear`."""
+
+    _moment = 0
+
+    def insert(self, key: OffloadKey, moment: int, place: int) -> None:
+        """A key has been stored; `moment` is what `refresh` returned when its room was made."""
+        raise NotImplementedError
+
+    def touch(self, keys: Iterable[OffloadKey]) -> None:
+        """These members have been used again, all at one moment."""
+        self.refresh(keys)
+
+    def refresh(self, keys: Iterable[OffloadKey]) -> int:
+        """These members become as young as what will be inserted with the returned moment. It is no use of them."""
+        self._moment += 1
+        for key in keys:
+            self._home(key).set_moment(key, self._moment)
+        return self._moment
+
+    def keep_with(self, key: OffloadKey, moment: int) -> None:
+        """The member becomes at least as young as what is inserted with that moment. It is no use of it."""
+        self._home(key).keep_with(key, moment)
+
+    def pin(self, key: OffloadKey) -> None:
+        self._home(key).set_pinned(key, True)
+
+    def unpin(self, key: OffloadKey) -> None:
+        self._home(key).set_pinned(key, False)
+
+    def remove(self, key: OffloadKey) -> None:
+        """The key's content is gone; nothing of it is remembered."""
+        self._home(key).remove(key)
+
+    def num_evictable(self, protected: Collection[OffloadKey], enough: int = sys.maxsize) -> int:
+        """Members that are neither pinned nor in `protected`, which holds no key twice; or any number from `enough`
+        on, if there are so many."""
+        raise NotImplementedError
+
+    def evict(self, num_keys: int, protected: Collection[OffloadKey]) -> list[OffloadKey] | None:
+        """Takes exactly `num_keys` members out that are neither pinned nor protected; None, and no change, if there
+        are fewer."""
+        raise NotImplementedError
+
+    def clear(self) -> None:
+        raise NotImplementedError
+
+    def members(self) -> dict[OffloadKey, bool]:
+        """Every member, and whether it is pinned: for `check_integrity`."""
+        raise NotImplementedError
+
+    def _home(self, key: OffloadKey) -> _ByAge:
+        """Where the member is."""
+        raise NotImplementedError
+
+
+class LRUPolicy(CachePolicy):
     """The least recently used goes first."""
 
     def __init__(self) -> None:
         self._keys = _ByAge()
-        self._moment = 0
+
+    def _home(self, key: OffloadKey) -> _ByAge:
+        return self._keys
 
     def insert(self, key: OffloadKey, moment: int, place: int) -> None:
         self._keys.add(key, _Member(moment, place, is_pinned=False))
 
-    def touch(self, keys: Iterable[OffloadKey]) -> None:
-        self.refresh(keys)
-
-    def refresh(self, keys: Iterable[OffloadKey]) -> int:
-        self._moment += 1
-        for key in keys:
-            self._keys.set_moment(key, self._moment)
-        return self._moment
-
-    def pin(self, key: OffloadKey) -> None:
-        self._keys.set_pinned(key, True)
-
-    def unpin(self, key: OffloadKey) -> None:
-        self._keys.set_pinned(key, False)
-
-    def remove(self, key: OffloadKey) -> None:
-        self._keys.remove(key)
-
-    def num_evictable(self, protected: Collection[OffloadKey]) -> int:
-        return self._keys.num_evictable(protected)
+    def num_evictable(self, protected: Collection[OffloadKey], enough: int = sys.maxsize) -> int:
+        return self._keys.num_evictable(protected, enough)
 
     def evict(self, num_keys: int, protected: Collection[OffloadKey]) -> list[OffloadKey] | None:
-        if num_keys > self._keys.num_evictable(protected):
+        if num_keys > self._keys.num_evictable(protected, num_keys):
             return None
         return self._keys.pop_oldest(num_keys, protected)
 
@@ -182,7 +189,7 @@ class LRUPolicy:
         return self._keys.pinned()
 
 
-class ARCPolicy:
+class ARCPolicy(CachePolicy):
     """Adaptive replacement (Megiddo and Modha, "ARC: a self-tuning, low overhead replacement cache", FAST 2003).
 
     T1 holds keys used once, T2 keys used again; B1 and B2 remember keys that were evicted from them. A key that comes
@@ -200,7 +207,6 @@ class ARCPolicy:
         self._t1, self._t2 = _ByAge(), _ByAge()
         self._b1: OrderedDict[OffloadKey, None] = OrderedDict()
         self._b2: OrderedDict[OffloadKey, None] = OrderedDict()
-        self._moment = 0
 
     def insert(self, key: OffloadKey, moment: int, place: int) -> None:
         assert len(self._t1) + len(self._t2) < self._capacity, self._capacity
@@ -223,26 +229,11 @@ class ARCPolicy:
             member.moment = self._moment
             self._t2.add(key, member)
 
-    def refresh(self, keys: Iterable[OffloadKey]) -> int:
-        self._moment += 1
-        for key in keys:
-            self._home(key).set_moment(key, self._moment)
-        return self._moment
-
-    def pin(self, key: OffloadKey) -> None:
-        self._home(key).set_pinned(key, True)
-
-    def unpin(self, key: OffloadKey) -> None:
-        self._home(key).set_pinned(key, False)
-
-    def remove(self, key: OffloadKey) -> None:
-        self._home(key).remove(key)
-
-    def num_evictable(self, protected: Collection[OffloadKey]) -> int:
-        return self._t1.num_evictable(protected) + self._t2.num_evictable(protected)
+    def num_evictable(self, protected: Collection[OffloadKey], enough: int = sys.maxsize) -> int:
+        return self._t1.num_evictable(protected, enough) + self._t2.num_evictable(protected, enough)
 
     def evict(self, num_keys: int, protected: Collection[OffloadKey]) -> list[OffloadKey] | None:
-        num_t1, num_t2 = self._t1.num_evictable(protected), self._t2.num_evictable(protected)
+        num_t1, num_t2 = (each.num_evictable(protected, num_keys) for each in (self._t1, self._t2))
         if num_keys > num_t1 + num_t2:
             return None
         # REPLACE, key by key: from T1 while it is above its target, and from the other list where one has none to give.

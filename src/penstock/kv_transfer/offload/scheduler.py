@@ -27,8 +27,16 @@ from penstock.kv_transfer.ledger import TransferLedger, bad_ranges
 from penstock.kv_transfer.null import NullSchedulerConnector
 from penstock.kv_transfer.offload import OffloadKey
 from penstock.kv_transfer.offload.cost_model import LoadCostModel
-from penstock.kv_transfer.offload.manager import LookupResult, OffloadingManager, OffloadStats
-from penstock.kv_transfer.offload.messages import LoadBlock, OffloadLoad, OffloadMetadata, OffloadStore, StoreBlock
+from penstock.kv_transfer.offload.manager import LookupResult, OffloadingManager, OffloadStats, Prompt
+from penstock.kv_transfer.offload.messages import (
+    LoadBlock,
+    OffloadLoad,
+    OffloadMetadata,
+    OffloadSetup,
+    OffloadStore,
+    StoreBlock,
+)
+from penstock.kv_transfer.offload.region import OffloadRegion
 from penstock.kv_transfer.offload.tiers.base import OffloadEvent
 from penstock.messages.kv_cache_spec import NULL_BLOCK, KVCacheConfig
 from penstock.messages.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored, KVEvent
@@ -40,7 +48,7 @@ from penstock.messages.kv_transfer import (
     TransferReport,
     TransferStatus,
 )
-from penstock.messages.scheduler_output import BlockIds, SchedulerOutput
+from penstock.messages.scheduler_output import BlockIds, BlockTable, SchedulerOutput
 from penstock.utils.clock import Clock
 from penstock.utils.errors import RequestError
 from penstock.utils.math import cdiv
@@ -74,17 +82,17 @@ class _Request:
     max_load_blocks: int | None
     max_offload_blocks: int | None
     num_loaded_blocks: int = 0
-    first_computed: int | None = None
+    num_offered_blocks: int = 0
     promoting_since: float | None = None
+    prompt: Prompt = field(default_factory=Prompt)
 
 
 @dataclass(slots=True)
 class _Offer:
-    """A request's blocks up to the newest complete one; only those from `first` on may be new to the tier."""
+    """Complete blocks of one request that may be new to the tier: the block and its place in the prompt, by key."""
 
-    hashes: Sequence[bytes]
-    block_ids: BlockIds
-    first: int
+    prompt: Prompt
+    blocks: dict[OffloadKey, tuple[int, int]]
 
 
 @dataclass(slots=True)
@@ -97,21 +105,14 @@ class _Load:
     since: float
 
 
-@dataclass(slots=True)
-class _Outbox:
-    """What the next step's metadata will say."""
-
-    loads: list[OffloadLoad] = field(default_factory=list[OffloadLoad])
-    offers: dict[str, _Offer] = field(default_factory=dict[str, _Offer])
-
-
 class OffloadingScheduler(NullSchedulerConnector):
-    """`epoch` names this life of the engine: reports of another are about transfers that nobody knows."""
+    """`epoch` names this life of the engine: reports of another are about unknown transfers."""
 
     def __init__(
         self,
         cache: KVCacheConfig,
         shards: frozenset[ShardId],
+        region: OffloadRegion,
         manager: OffloadingManager,
         rules: OffloadRules,
         clock: Clock,
@@ -119,7 +120,11 @@ class OffloadingScheduler(NullSchedulerConnector):
     ) -> None:
         self._epoch = epoch
         self._cache = cache
+        self._groups = range(len(cache.groups))
+        self._sliding_groups = [group for group in self._groups if cache.groups[group].spec.sliding_window]
+        self._full_groups = [group for group in self._groups if group not in self._sliding_groups]
         self._shards = shards
+        self._region = region
         self._manager = manager
         self._attestation = rules.attestation
         self._default_policy = rules.policy
@@ -127,7 +132,9 @@ class OffloadingScheduler(NullSchedulerConnector):
         self._clock = clock
         self._ledger = TransferLedger()
         self._requests: dict[str, _Request] = {}
-        self._outbox = _Outbox()
+        # What the next step's metadata will say.
+        self._new_loads: list[OffloadLoad] = []
+        self._offers: list[_Offer] = []
         self._loads: dict[TransferId, _Load] = {}
         self._stores: dict[TransferId, list[OffloadKey]] = {}
         self._num_stores = 0
@@ -135,6 +142,9 @@ class OffloadingScheduler(NullSchedulerConnector):
         # Tokens and times of the steps in flight, and when the last one ended.
         self._steps: deque[tuple[int, float]] = deque()
         self._last_end = 0.0
+
+    def worker_setup(self) -> OffloadSetup:
+        return OffloadSetup(self._region.memory, self._region.chunk_bytes)
 
     # ---- Requests come and go ----
 
@@ -160,8 +170,7 @@ class OffloadingScheduler(NullSchedulerConnector):
 
     def request_finished(self, request: RequestView, block_ids: BlockIds) -> FinishAction:
         del self._requests[request.request_id]
-        groups = range(len(self._cache.groups))
-        self._manager.touch([(group, block_hash) for block_hash in request.block_hashes for group in groups])
+        self._manager.touch([(group, block_hash) for block_hash in request.block_hashes for group in self._groups])
         return FinishAction.FREE
 
     # ---- Load ----
@@ -213,21 +222,13 @@ class OffloadingScheduler(NullSchedulerConnector):
             length -= 1
         return length
 
-    @property
-    def _full_groups(self) -> list[int]:
-        return [number for number, group in enumerate(self._cache.groups) if not group.spec.sliding_window]
-
-    @property
-    def _sliding_groups(self) -> list[int]:
-        return [number for number, group in enumerate(self._cache.groups) if group.spec.sliding_window]
-
     def _first_needed(self, group: int, num_blocks: int) -> int:
         size = self._cache.block_size
         return self._cache.groups[group].spec.first_needed_block(num_blocks * size, size)
 
     def _needed(self, hashes: Sequence[bytes], first: int, length: int) -> Iterator[tuple[int, list[OffloadKey]]]:
         """Per group the first block that is to be loaded, and the keys from there on."""
-        for group in range(len(self._cache.groups)):
+        for group in self._groups:
             start = min(length, max(first, self._first_needed(group, length)))
             yield start, [(group, block_hash) for block_hash in hashes[start:length]]
 
@@ -259,7 +260,7 @@ class OffloadingScheduler(NullSchedulerConnector):
             for (group, block_id, index, _), chunk in zip(placed, chunks, strict=True)
         )
         job_id = f"{self._epoch}/load/{transfer_id}"
-        self._outbox.loads.append(OffloadLoad(job_id, blocks))
+        self._new_loads.append(OffloadLoad(job_id, blocks))
         state, now = self._requests[request.request_id], self._clock.now()
         medium = MEDIUM_CPU if state.promoting_since is None else MEDIUM_STORAGE
         index_of = {key: index for _, _, index, key in placed}
@@ -271,31 +272,36 @@ class OffloadingScheduler(NullSchedulerConnector):
 
     # ---- Store ----
 
-    def on_blocks_complete(self, request: RequestView, block_ids: BlockIds, first: int, end: int) -> None:
+    def on_blocks_complete(self, request: RequestView, block_ids: BlockTable, first: int, end: int) -> None:
         state = self._requests[request.request_id]
-        if state.first_computed is None:
-            state.first_computed = first
         if state.policy is OffloadPolicy.NONE:
             return
         if state.max_offload_blocks is not None:
             end = min(end, state.max_offload_blocks)
-        start = 0 if state.policy is OffloadPolicy.REQUEST_LEVEL else state.first_computed
-        self._outbox.offers[request.request_id] = _Offer(request.block_hashes[:end], block_ids, start)
+        places = state.prompt.places
+        num_known = len(places) // len(self._groups)
+        for index, block_hash in enumerate(request.block_hashes[num_known:end], num_known):
+            places.update(((group, block_hash), index) for group in self._groups)
+        if state.policy is OffloadPolicy.REQUEST_LEVEL:
+            # With what it found in the engine's cache.
+            first = min(first, state.num_offered_blocks)
+        blocks = {
+            (group, block_hash): (table[index], index)
+            for group, table in enumerate(block_ids)
+            for index, block_hash in enumerate(request.block_hashes[first:end], first)
+            if table[index] != NULL_BLOCK
+        }
+        state.num_offered_blocks = end
+        self._offers.append(_Offer(state.prompt, blocks))
 
     def _take_stores(self) -> tuple[OffloadStore, ...]:
-        offers, self._outbox.offers = self._outbox.offers, {}
+        offers, self._offers = self._offers, []
         blocks: list[StoreBlock] = []
         keys: list[OffloadKey] = []
-        for offer in offers.values():
-            block_of = {
-                (group, block_hash): (block_id, index)
-                for group, table in enumerate(offer.block_ids)
-                for index, (block_id, block_hash) in enumerate(zip(table, offer.hashes, strict=False))
-                if block_id != NULL_BLOCK
-            }
-            offered = [(key, index) for key, (_, index) in block_of.items() if self._may_be_offered(key, index, offer)]
-            for key, chunk_id in self._manager.prepare_store(offered):
-                blocks.append(StoreBlock(key[0], block_of[key][0], chunk_id, self._attestation.covers(key)))
+        for offer in offers:
+            offered = [(key, index) for key, (_, index) in offer.blocks.items()]
+            for key, chunk_id in self._manager.prepare_store(offered, offer.prompt):
+                blocks.append(StoreBlock(key[0], offer.blocks[key][0], chunk_id, self._attestation.covers(key)))
                 keys.append(key)
         if not blocks:
             return ()
@@ -305,14 +311,10 @@ class OffloadingScheduler(NullSchedulerConnector):
         self._ledger.open(job_id, self._shards)
         return (OffloadStore(job_id, tuple(blocks)),)
 
-    def _may_be_offered(self, key: OffloadKey, index: int, offer: _Offer) -> bool:
-        # What is there already is named too: it stays as young as what comes behind it.
-        return index >= offer.first or self._manager.lookup(key) is LookupResult.HIT
-
     # ---- Steps ----
 
     def build_connector_meta(self, plan: SchedulerOutput) -> OffloadMetadata:
-        loads, self._outbox.loads = tuple(self._outbox.loads), []
+        loads, self._new_loads = tuple(self._new_loads), []
         self._steps.append((plan.total_num_scheduled_tokens, self._clock.now()))
         return OffloadMetadata(self._take_stores(), loads)
 
@@ -359,7 +361,7 @@ class OffloadingScheduler(NullSchedulerConnector):
 
     @property
     def has_pending_work(self) -> bool:
-        return bool(self._outbox.offers or self._outbox.loads or len(self._ledger)) or self._manager.has_pending_work
+        return bool(self._offers or self._new_loads or len(self._ledger)) or self._manager.has_pending_work
 
     def wait(self, seconds: float) -> None:
         self._manager.wait(seconds)
@@ -386,6 +388,7 @@ class OffloadingScheduler(NullSchedulerConnector):
         return {**{name: getattr(stats, name) for name in _COUNTERS}, "num_corrupted": self._num_corrupted}
 
     def reset_cache(self) -> bool:
+        self._offers.clear()
         self._manager.reset()
         return True
 

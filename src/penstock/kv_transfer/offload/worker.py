@@ -6,12 +6,15 @@ happens on the way, in memory, on a disk or by a wrong chunk id, shows.
 
 from __future__ import annotations
 
+import sys
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from penstock.kv_transfer.null import NullWorkerConnector
 from penstock.kv_transfer.offload.messages import LoadBlock, OffloadLoad, OffloadMetadata, OffloadStore, StoreBlock
 from penstock.kv_transfer.offload.region import OffloadRegion
-from penstock.kv_transfer.view import KVCacheView, Parts, Transfer
+from penstock.kv_transfer.view import KVCacheView, Parts, Transfer, gather
 from penstock.messages.kv_transfer import (
     BadRange,
     KVConnectorMetadata,
@@ -22,6 +25,27 @@ from penstock.messages.kv_transfer import (
 )
 from penstock.utils.digest import digest
 
+# A load goes on over several steps where the host copies it itself: so much keeps the other requests waiting for less
+# than a millisecond or two.
+_LOAD_BYTES_PER_STEP = 8 << 20
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A store or a load under way. `waiting` are those of a load's blocks that no step has begun to copy."""
+
+    report: Callable[[], TransferReport]
+    transfers: list[Transfer] = field(default_factory=list[Transfer])
+    waiting: deque[LoadBlock] = field(default_factory=deque[LoadBlock])
+    take: Callable[[LoadBlock, Parts], None] = lambda block, parts: None
+
+    def is_done(self) -> bool:
+        return not self.waiting and all(transfer.done() for transfer in self.transfers)
+
+    def wait(self) -> None:
+        for transfer in self.transfers:
+            transfer.result()
+
 
 class OffloadingWorker(NullWorkerConnector):
     """Transfers begin in the order of the steps, so that no block is overwritten before it was read. They end when they
@@ -31,54 +55,59 @@ class OffloadingWorker(NullWorkerConnector):
         self._region = region
         self._shard = shard
         self._block_size = block_size
-        self._loads: tuple[OffloadLoad, ...] = ()
-        self._open: list[tuple[Transfer, Callable[[], TransferReport]]] = []
+        self._jobs: list[_Job] = []
+        self._new_loads: tuple[OffloadLoad, ...] = ()
 
     def register_kv_caches(self, view: KVCacheView) -> None:
         self._view = view
+        groups = {layer.group for layer in view.layout.layers}
+        self._block_bytes = {group: view.layout.block_bytes(group) for group in groups}
+        # A device copies beside the steps, and needs no pieces.
+        most = _LOAD_BYTES_PER_STEP if view.layout.is_host_visible else sys.maxsize
+        self._bytes_per_step = max(most, *self._block_bytes.values())
 
     def begin_step(self, metadata: KVConnectorMetadata | None) -> None:
         assert isinstance(metadata, OffloadMetadata), metadata
-        self._loads = metadata.loads
-        self._open += map(self._store, metadata.stores)
+        self._new_loads = metadata.loads
+        self._jobs += map(self._store, metadata.stores)
 
     def start_load_kv(self) -> None:
-        self._open += map(self._load, self._loads)
+        self._jobs += map(self._load, self._new_loads)
+        room = self._bytes_per_step
+        for job in self._jobs:
+            room = self._copy(job, room)
 
     def get_finished(self, finished_request_ids: frozenset[str]) -> KVConnectorOutput:
-        ended = [(transfer, report) for transfer, report in self._open if transfer.done()]
-        self._open = [each for each in self._open if each not in ended]
-        for transfer, _ in ended:
-            transfer.result()
-        return KVConnectorOutput(tuple(report() for _, report in ended))
+        ended = [job for job in self._jobs if job.is_done()]
+        self._jobs = [job for job in self._jobs if job not in ended]
+        for job in ended:
+            job.wait()
+        return KVConnectorOutput(tuple(job.report() for job in ended))
 
     def end_step(self) -> None:
-        self._loads = ()
+        self._new_loads = ()
 
     def shutdown(self) -> None:
-        for transfer, _ in self._open:
-            transfer.result()
+        for job in self._jobs:
+            job.wait()
 
-    def _store(self, store: OffloadStore) -> tuple[Transfer, Callable[[], TransferReport]]:
+    def _store(self, store: OffloadStore) -> _Job:
         chunks = [self._chunk(block) for block in store.blocks]
         digests = [b""] * len(chunks)  # empty where none was asked for
 
         def take(number: int, parts: Parts) -> None:
-            start = 0
-            for part in parts:
-                chunks[number][start : start + len(part)] = part
-                start += len(part)
+            gather(parts, chunks[number])
             if store.blocks[number].is_attested:
                 digests[number] = digest(*parts)
 
         transfer = self._view.read_blocks([(block.group, block.block_id) for block in store.blocks], take)
-        return transfer, lambda: TransferReport(store.job_id, self._shard, TransferStatus.DONE, digests=tuple(digests))
+        done = TransferStatus.DONE
+        return _Job(lambda: TransferReport(store.job_id, self._shard, done, digests=tuple(digests)), [transfer])
 
-    def _load(self, load: OffloadLoad) -> tuple[Transfer, Callable[[], TransferReport]]:
+    def _load(self, load: OffloadLoad) -> _Job:
         bad: list[BadRange] = []
 
-        def take(number: int, parts: Parts) -> None:
-            block = load.blocks[number]
+        def take(block: LoadBlock, parts: Parts) -> None:
             if block.digest is not None and block.digest != digest(*parts):
                 bad.append(self._range(block))
 
@@ -86,12 +115,23 @@ class OffloadingWorker(NullWorkerConnector):
             status = TransferStatus.FAILED if bad else TransferStatus.DONE
             return TransferReport(load.job_id, self._shard, status, tuple(bad))
 
-        chunks = [self._chunk(block) for block in load.blocks]
-        places = [(block.group, block.block_id) for block in load.blocks]
-        return self._view.write_blocks(places, chunks, take), report
+        return _Job(report, waiting=deque(load.blocks), take=take)
+
+    def _copy(self, job: _Job, room: int) -> int:
+        """Begins to copy those next blocks of a load that fit into `room` bytes. Returns what later loads may have."""
+        blocks: list[LoadBlock] = []
+        while job.waiting and (num_bytes := self._block_bytes[job.waiting[0].group]) <= room:
+            blocks.append(job.waiting.popleft())
+            room -= num_bytes
+        if blocks:
+            places = [(block.group, block.block_id) for block in blocks]
+            chunks = [self._chunk(block) for block in blocks]
+            transfer = self._view.write_blocks(places, chunks, lambda number, parts: job.take(blocks[number], parts))
+            job.transfers.append(transfer)
+        return 0 if job.waiting else room
 
     def _chunk(self, block: StoreBlock | LoadBlock) -> memoryview:
-        return self._region.chunk(block.chunk_id)[: self._view.block_bytes(block.group)]
+        return self._region.chunk(block.chunk_id)[: self._block_bytes[block.group]]
 
     def _range(self, block: LoadBlock) -> BadRange:
         return BadRange(block.group, block.index * self._block_size, (block.index + 1) * self._block_size)

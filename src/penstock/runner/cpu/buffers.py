@@ -1,22 +1,10 @@
-"""Copies that are done when they are asked for: the CPU is the device."""
+"""Tables in the CPU's own memory."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-import numpy as np
 import torch
-
-
-@dataclass(frozen=True, slots=True)
-class ReadyCopy:
-    """`HostCopy`."""
-
-    array: np.ndarray
-
-    def wait(self) -> np.ndarray:
-        return self.array
 
 
 class HostTableWriter:

@@ -7,35 +7,18 @@ row by row, so a row's token depends on that row alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from penstock.messages.requests import EngineRequest
 from penstock.runner.sampling.batch import SamplingBatch
 from penstock.runner.sampling.bitmask import apply_bitmask
-from penstock.runner.sampling.features import changes_logits
-from penstock.runner.sampling.logit_bias import apply_allowed_token_ids, apply_logit_bias, apply_min_tokens
+from penstock.runner.sampling.feature import Feature
+from penstock.runner.sampling.features import CHANGED_LOGITS, DRAWN, LOGITS, TRUNCATIONS, bits
 from penstock.runner.sampling.noise import Purpose
-from penstock.runner.sampling.penalties import apply_bad_words, apply_penalties
-from penstock.runner.sampling.truncation import apply_min_p, apply_top_k, apply_top_p
 
-Feature = Callable[[torch.Tensor, SamplingBatch], None]
-
-# What changes the logits of greedy and random rows alike, in this order: hard constraints last, so that nothing after
-# them can bring a forbidden token back.
-LOGITS_FEATURES: tuple[Feature, ...] = (
-    apply_logit_bias,
-    apply_penalties,
-    apply_allowed_token_ids,
-    apply_bad_words,
-    apply_min_tokens,
-    apply_bitmask,
-)
-
-# What narrows the distribution that a random row draws from, after the temperature.
-TRUNCATIONS: tuple[Feature, ...] = (apply_min_p, apply_top_k, apply_top_p)
+_LOGITS, _TRUNCATIONS = ([(feature, bits(feature)) for feature in group] for group in (LOGITS, TRUNCATIONS))
 
 _CDF_BLOCK = 128
 
@@ -68,20 +51,38 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
 
 def distributions(logits: torch.Tensor, batch: SamplingBatch) -> Distributions:
     """Applies the features to a copy of `logits`, [num_sampling, vocab_size] in the model's dtype."""
-    if not batch.bitmasks and not any(_needs_processing(request) for request in batch.requests):
+    if not batch.bitmasks and not batch.needs & (CHANGED_LOGITS | DRAWN):
         best = logits.max(-1)
         return Distributions(best.indices, best.values.isfinite(), [], logits[:0])
-    logits = logits.to(torch.float32, copy=True)
-    for feature in LOGITS_FEATURES:
-        feature(logits, batch)
+    logits = adjusted(logits, batch)
     best = logits.max(-1)
     random_rows = batch.where(lambda request: not request.sampling_params.is_greedy)
     if random_rows:
         logits /= batch.temperatures(range(len(batch.requests)))
-        for truncation in TRUNCATIONS:
-            truncation(logits, batch)
+        truncate(logits, batch)
     probs = logits[batch.indices(random_rows)].softmax(-1)
     return Distributions(best.indices, best.values.isfinite(), random_rows, probs)
+
+
+def adjusted(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """A copy in float32 with everything that changes the logits of greedy and random rows alike."""
+    logits = logits.to(torch.float32, copy=True)
+    _apply(_LOGITS, logits, batch)
+    apply_bitmask(logits, batch)
+    return logits
+
+
+def truncate(logits: torch.Tensor, batch: SamplingBatch) -> None:
+    """Forbids what top_k, top_p and min_p exclude, in place; the temperature has been applied."""
+    _apply(_TRUNCATIONS, logits, batch)
+
+
+def _apply(features: Sequence[tuple[Feature, int]], logits: torch.Tensor, batch: SamplingBatch) -> None:
+    for feature, bit in features:
+        if batch.needs & bit:
+            chosen = batch.where(lambda request: feature.concerns(request, logits.shape[1]))  # noqa: B023 - called now
+            if chosen:
+                feature.apply(logits, batch, chosen)
 
 
 def draw(probs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
@@ -104,7 +105,3 @@ def draw(probs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     places = torch.arange(_CDF_BLOCK, device=probs.device)
     last = torch.where(inner > 0, places, 0).amax(-1, keepdim=True)
     return (block * _CDF_BLOCK + torch.minimum(offset, last))[:, 0]
-
-
-def _needs_processing(request: EngineRequest) -> bool:
-    return changes_logits(request) or not request.sampling_params.is_greedy

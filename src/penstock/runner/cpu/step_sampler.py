@@ -6,18 +6,22 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from penstock.config.speculative import SpeculativeConfig
 from penstock.kernels.prepare_inputs import store_sampled
 from penstock.messages.requests import EngineRequest
 from penstock.messages.runner_output import TokenLogprobs
 from penstock.messages.scheduler_output import GrammarOutput
 from penstock.runner.buffers import to_device
-from penstock.runner.cpu.picker import DraftDistributions, SamplingPicker
+from penstock.runner.cpu.drafts import (
+    DraftDistributions,
+    ExactVerifier,
+    RejectionVerifier,
+    SamplingPicker,
+    SyntheticVerifier,
+    TorchSampledStep,
+)
 from penstock.runner.cpu.sampler import sample
-from penstock.runner.cpu.verifiers import ExactVerifier, RejectionVerifier, SyntheticVerifier, TorchSampledStep
 from penstock.runner.host_batch import HostBatch
 from penstock.runner.input_batch import InputBatch
-from penstock.runner.load import LoadedModel
 from penstock.runner.memory import DeviceMemory
 from penstock.runner.outputs import (
     PendingOutput,
@@ -27,8 +31,10 @@ from penstock.runner.outputs import (
     make_empty_output,
     make_output,
 )
+from penstock.runner.parts import SamplingContext
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling.batch import SamplingBatch
+from penstock.runner.sampling.features import WITH_LOGPROBS
 from penstock.runner.sampling.logprobs import token_logprobs
 from penstock.runner.sampling.states import SamplingStates
 from penstock.runner.speculation.pick import BestPicker, Picker, allocate_draft_logits
@@ -71,7 +77,9 @@ class TorchStepSampler:
         verdicts = _verdicts(distributions.is_valid, logits).numpy()
         arrays = SampledArrays(token_ids.numpy(), verdicts, *counts.numpy()[:, batch.host.sampling])
         output = make_output(batch.host, arrays)
-        return ReadyOutput(replace(output, logprobs=_logprobs(logits, token_ids, sampling)))
+        if sampling.needs & WITH_LOGPROBS:
+            output = replace(output, logprobs=_logprobs(logits, token_ids, sampling))
+        return ReadyOutput(output)
 
     def _store(self, batch: InputBatch, token_ids: torch.Tensor, num_accepted: torch.Tensor) -> None:
         """Stores the tokens where the next step reads them; counts what was computed, without rejected drafts."""
@@ -96,6 +104,7 @@ class TorchStepSampler:
             positions=batch.tensors.logits_positions,
             token_ids=self._states.token_ids,
             bitmasks=_arrange_bitmasks(host, grammars),
+            needs=self._sampling.needs(host.sampling_rows),
         )
 
 
@@ -103,8 +112,6 @@ def _logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, sampling: SamplingBatch
 ) -> dict[str, tuple[TokenLogprobs, ...]]:
     chosen = sampling.where(lambda request: request.sampling_params.logprobs is not None)
-    if not chosen:
-        return {}
     index = sampling.indices(chosen)
     num_top = [sampling.requests[i].sampling_params.logprobs or 0 for i in chosen]
     rows = token_logprobs(logits[index], token_ids[index], num_top)
@@ -134,21 +141,15 @@ def _arrange_bitmasks(host: HostBatch, grammars: GrammarOutput) -> dict[int, np.
     return found
 
 
-def make_verification(
-    loaded: LoadedModel,
-    speculative: SpeculativeConfig | None,
-    drafts: torch.Tensor,
-    sampling: SamplingStates,
-    memory: DeviceMemory,
-) -> tuple[Picker, Verifier[TorchSampledStep]]:
-    """What picks drafts and what verifies them, which belong together.
-
-    `drafts` [max_num_reqs + 1, max_num_drafts] int64 are the runner's, of the same rows as `sampling`. Raises
-    ConfigError when the drafts' distributions do not fit into the memory.
-    """
+def make_torch_sampling(context: SamplingContext, memory: DeviceMemory) -> tuple[TorchStepSampler, Picker]:
+    """See `DeviceParts.make_sampling`."""
+    speculative, drafts = context.speculative, context.states.drafts
+    verifier: Verifier[TorchSampledStep] = ExactVerifier(drafts)
+    picker: Picker = BestPicker()
     if speculative is not None and speculative.synthetic_acceptance_rates:
-        return BestPicker(), SyntheticVerifier(drafts, speculative.synthetic_acceptance_rates)
-    if speculative is None or not speculative.samples_drafts:
-        return BestPicker(), ExactVerifier(drafts)
-    distributions = DraftDistributions(allocate_draft_logits(loaded, len(drafts) - 1, drafts.shape[1], memory))
-    return SamplingPicker(sampling, distributions), RejectionVerifier(drafts, distributions)
+        verifier = SyntheticVerifier(drafts, speculative.synthetic_acceptance_rates)
+    elif speculative is not None and speculative.samples_drafts:
+        kept = DraftDistributions(allocate_draft_logits(context.loaded, len(drafts) - 1, drafts.shape[1], memory))
+        verifier, picker = RejectionVerifier(drafts, kept), SamplingPicker(context.sampling, kept)
+    knows_positions = context.config.max_num_drafts == 0
+    return TorchStepSampler(context.states, context.sampling, verifier, knows_positions), picker

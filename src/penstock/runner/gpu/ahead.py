@@ -1,9 +1,9 @@
 """Compiles what a program is going to launch before it does, in other processes and without a GPU.
 
 Triton compiles a kernel when it is first launched, for a second or so, and keeps the result on disk, under a name that
-the source, the arguments' types and the target decide. So whoever does inside a `dry_run` what the program will do, on
-tensors of torch's meta device, asks for the same variants, and nothing has to list them: launchers run as they are,
-launches do not happen, and tensors have no memory.
+the source, the arguments' types and the target decide. A process that does inside a `dry_run` what
+the program will do, on tensors of torch's meta device, asks for the same variants, and nothing has to list them:
+launchers run as they are, launches do not happen, and tensors have no memory.
 
 Several processes may do the same side by side: each variant is compiled by the one that claims it first.
 """
@@ -107,7 +107,7 @@ class _TargetAlone:
 
 
 class _NoData(TorchDispatchMode):
-    """Whoever wants to know what stands in a tensor without memory is told ones: valid tokens, and not a count of 0."""
+    """Reads of a tensor without memory find ones: valid tokens, and no count of 0."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -6,10 +6,10 @@
                                                 scatter, gather, copy back   -> take
 
 Blocks are gathered where the steps are launched, so that what is launched later may overwrite them, into memory beside
-the cache; from there on nobody waits but the thread. Blocks are written behind all that was launched before: no step
+the cache; from there on only the thread waits. Blocks are written behind all that was launched before: no step
 that was reads or writes what they become, and one that may read them is launched when the transfer is done.
 
-Pieces are of a bounded size, and so many bytes at most wait beside the cache; whoever wants to read more waits.
+Pieces are of a bounded size, and so many bytes at most wait beside the cache; a call that reads more waits.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Piece:
 
 
 class _Room:
-    """Bytes that may still be taken; whoever wants more waits."""
+    """Bytes that may still be taken; taking more waits."""
 
     def __init__(self, num_bytes: int) -> None:
         self._most = self._free = num_bytes
@@ -172,7 +172,7 @@ class BlockTransfers:
 
 
 def launch_all(device: torch.device) -> None:
-    """Both kernels once, on a cache of one block, for whoever compiles ahead."""
+    """Launches both kernels once, on a cache of one block, to compile them ahead."""
     layers = LayerTable.of([torch.empty((1, 8), dtype=torch.uint8, device=device)])
     ids = torch.zeros(1, dtype=torch.int64, device=device)
     packed = torch.empty((1, 8), dtype=torch.uint8, device=device)

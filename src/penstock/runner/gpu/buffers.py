@@ -89,7 +89,7 @@ class PinnedRing:
     """Pinned memory for what the CPU writes and a copy reads some time later. One is written at a time.
 
     With a slot more than there are steps in flight its fences are passed when it laps, unless steps came whose results
-    nobody had to wait for.
+    were not waited for.
     """
 
     def __init__(self, num_bytes: int, num_slots: int, device: torch.device) -> None:

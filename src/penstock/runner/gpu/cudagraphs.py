@@ -2,7 +2,7 @@
 
 A graph belongs to a shape (`BatchDescriptor`). It is recorded over a step that is padding throughout, whose inputs lie
 in the buffers of all steps; to replay it, the input builder has published the step's counts, and padding behind them.
-Padding reads no state row, writes no KV, and its results are nobody's.
+Padding reads no state row, writes no KV, and its results are not used.
 
 All graphs share one pool of memory: what one leaves is gone when another one, or the same one again, is replayed.
 """
@@ -25,7 +25,7 @@ from penstock.runner.gpu.sampling.sampler import CommonSampling, GpuStepSampler
 from penstock.runner.input_batch import InputBatch, InputBuilder
 from penstock.runner.memory import DeviceMemory, memory_for
 from penstock.runner.outputs import PendingOutput
-from penstock.runner.passes import EagerPasses
+from penstock.runner.passes import EagerPasses, Passes
 from penstock.runner.step_sampler import StepSampler
 from penstock.utils import logging
 
@@ -139,10 +139,12 @@ def _cut(output: ModelOutput, batch: InputBatch) -> ModelOutput:
     return ModelOutput(output.hidden[:count], output.aux_hidden[:count])
 
 
-def capture(
-    eager: EagerPasses, inputs: InputBuilder, sampler: StepSampler, shapes: BatchShapes, memory: DeviceMemory
-) -> GraphedPasses:
-    """Records every shape that is to be captured. Raises ConfigError where there is no memory for all."""
+def make_passes(
+    memory: DeviceMemory, eager: EagerPasses, inputs: InputBuilder, sampler: StepSampler, shapes: BatchShapes
+) -> Passes:
+    """Records every shape that is to be captured, which shows as progress. See `DeviceParts`."""
+    if not shapes.captured:
+        return eager
     assert isinstance(inputs, GpuInputBuilder), type(inputs)
     assert isinstance(sampler, GpuStepSampler), type(sampler)
     passes, recorder = GraphedPasses(eager, sampler), CudaGraphRecorder(inputs.device)

@@ -1,4 +1,4 @@
-"""`NgramSpeculator` on the device (`Speculator`): nobody knows on the CPU where it found nothing."""
+"""Prompt lookup on the device (`Speculator`): the CPU does not learn where it found nothing."""
 
 from __future__ import annotations
 

@@ -12,6 +12,8 @@ from penstock.messages.requests import EngineRequest
 from penstock.runner.buffers import to_device
 from penstock.runner.sampling.noise import Purpose, uniform
 
+SMALLEST_TEMPERATURE = 1e-6  # of a row that is not greedy
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
@@ -23,9 +25,10 @@ class SamplingBatch:
     positions: torch.Tensor  # [num_sampling] int64: positions_np, exact, on the device
     token_ids: torch.Tensor  # [max_num_reqs, width] int32: all tokens by state row; known below `positions`
     bitmasks: dict[int, np.ndarray]  # row -> [ceil(vocab_size / 32)] int32: the tokens that its grammar allows
+    needs: int = -1  # the features that may concern any of the rows, as bits (`features`); all by default
 
     def where(self, condition: Callable[[EngineRequest], object]) -> list[int]:
-        """The indices of those requests that a feature concerns."""
+        """The indices of the requests that meet a condition."""
         return [i for i, request in enumerate(self.requests) if condition(request)]
 
     def num_output_tokens(self, index: int) -> int:
@@ -38,7 +41,7 @@ class SamplingBatch:
 
     def temperatures(self, indices: Iterable[int]) -> torch.Tensor:
         """[len(indices), 1] float32 on the device, kept from being zero."""
-        return self.column(max(self.requests[i].sampling_params.temperature, 1e-6) for i in indices)
+        return self.column(max(self.requests[i].sampling_params.temperature, SMALLEST_TEMPERATURE) for i in indices)
 
     def column(self, values: Iterable[float]) -> torch.Tensor:
         """[len(values), 1] float32 on the device."""

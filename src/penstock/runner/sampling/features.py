@@ -1,18 +1,37 @@
-"""Which features a request uses."""
+"""All sampling features, in the order in which they are applied.
+
+A step's needs are the features that concern any of its rows, a bit for each.
+"""
 
 from __future__ import annotations
 
 from penstock.messages.requests import EngineRequest
-from penstock.runner.sampling.penalties import has_penalty
+from penstock.runner.sampling.feature import Feature
+from penstock.runner.sampling.logprobs import LOGPROBS, PROMPT_LOGPROBS, TOP_LOGPROBS
+from penstock.runner.sampling.noise import SEED
+from penstock.runner.sampling.penalties import PENALTIES
+from penstock.runner.sampling.token_rules import ALLOWED_TOKEN_IDS, BAD_WORDS, LOGIT_BIAS, MIN_TOKENS
+from penstock.runner.sampling.truncation import MIN_P, TEMPERATURE, TOP_K, TOP_P
+
+# These change the logits of greedy and random rows alike. Hard constraints come last, so that nothing after them can
+# bring a forbidden token back; after all of them comes the step's grammar (`bitmask`).
+LOGITS = (LOGIT_BIAS, PENALTIES, ALLOWED_TOKEN_IDS, BAD_WORDS, MIN_TOKENS)
+# These narrow the distribution that a random row draws from, after the temperature.
+TRUNCATIONS = (MIN_P, TOP_K, TOP_P)
+FEATURES = (*LOGITS, TEMPERATURE, *TRUNCATIONS, SEED, LOGPROBS, TOP_LOGPROBS, PROMPT_LOGPROBS)
 
 
-def changes_logits(request: EngineRequest) -> bool:
-    """Whether any of the features that change logits but a grammar may concern the request."""
-    params = request.sampling_params
-    return bool(
-        params.logit_bias
-        or params.allowed_token_ids
-        or request.bad_words_token_ids
-        or params.min_tokens
-        or has_penalty(request)
-    )
+def bits(*features: Feature) -> int:
+    return sum(1 << FEATURES.index(feature) for feature in features)
+
+
+def needs_of(request: EngineRequest, vocab_size: int) -> int:
+    """The features that concern a request, as bits."""
+    return sum(1 << place for place, feature in enumerate(FEATURES) if feature.concerns(request, vocab_size))
+
+
+CHANGED_LOGITS = bits(*LOGITS)
+COUNTED_TOKENS = bits(PENALTIES)
+DRAWN = bits(TEMPERATURE)
+TRUNCATED = bits(*TRUNCATIONS)
+WITH_LOGPROBS, WITH_TOP_LOGPROBS, WITH_PROMPT_LOGPROBS = bits(LOGPROBS), bits(TOP_LOGPROBS), bits(PROMPT_LOGPROBS)

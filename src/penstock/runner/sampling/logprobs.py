@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 
+from penstock.messages.requests import EngineRequest
 from penstock.messages.runner_output import TokenLogprobs
+from penstock.runner.sampling.feature import Column, Feature
 
+PendingLogprobs = Callable[[], list[TokenLogprobs]]
+"""One entry per row; waits for them."""
 
-class PendingLogprobs(Protocol):
-    def result(self) -> list[TokenLogprobs]:
-        """One entry per row; waits for them."""
-        ...
-
-
-class Scorer(Protocol):
-    """Threading: the runner's thread. It waits for nothing."""
-
-    def score(self, logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> PendingLogprobs:
-        """As `token_logprobs`, with as many of the likeliest tokens for every row."""
-        ...
+Score = Callable[[torch.Tensor, torch.Tensor, int], PendingLogprobs]
+"""As `token_logprobs`, with as many of the likeliest tokens for every row. It waits for nothing."""
 
 
 def token_logprobs(logits: torch.Tensor, chosen: torch.Tensor, num_top: list[int]) -> list[TokenLogprobs]:
@@ -45,3 +39,17 @@ def token_logprobs(logits: torch.Tensor, chosen: torch.Tensor, num_top: list[int
         TokenLogprobs((token, *ids[:count]), (logprob, *values[:count]), rank)
         for count, token, logprob, rank, ids, values in rows
     ]
+
+
+def num_top(request: EngineRequest, vocab_size: int) -> tuple[int]:
+    """How many of the likeliest tokens a request asks for, -1 without log probabilities."""
+    count = request.sampling_params.logprobs
+    return (-1 if count is None else min(count, vocab_size),)
+
+
+LOGPROBS = Feature(
+    concerns=lambda request, _: request.sampling_params.logprobs is not None,
+    columns=(Column("num_top", torch.int32, num_top),),
+)
+TOP_LOGPROBS = Feature(concerns=lambda request, _: request.sampling_params.logprobs)
+PROMPT_LOGPROBS = Feature(concerns=lambda request, _: request.sampling_params.prompt_logprobs is not None)

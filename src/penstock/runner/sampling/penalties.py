@@ -1,36 +1,34 @@
-"""Repetition, presence and frequency penalties, and bad words: features that look at the tokens so far.
+"""Repetition, presence and frequency penalties.
 
-The tokens are read on the device, where those of a step in flight already are; nothing is counted from step to step.
+The tokens so far are read on the device, where those of a step in flight already are; nothing is counted from step to
+step.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
 from penstock.messages.requests import EngineRequest
 from penstock.runner.sampling.batch import SamplingBatch
+from penstock.runner.sampling.feature import Column, Feature
 
 
-def has_penalty(request: EngineRequest) -> bool:
-    """Whether any of the three penalties is on."""
+def _values(request: EngineRequest, vocab_size: int) -> tuple[float, float, float]:
     params = request.sampling_params
-    return (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0)
+    return params.repetition_penalty, params.presence_penalty, params.frequency_penalty
 
 
-def apply_penalties(logits: torch.Tensor, batch: SamplingBatch) -> None:
-    """In place, on [num_sampling, vocab_size] float32.
-
-    Repetition (Keskar et al. 2019, arXiv:1909.05858) divides positive and multiplies negative logits of tokens that
+def _apply(logits: torch.Tensor, batch: SamplingBatch, chosen: Sequence[int]) -> None:
+    """Repetition (Keskar et al. 2019, arXiv:1909.05858) divides positive and multiplies negative logits of tokens that
     the prompt or the output has; frequency and presence (the OpenAI API's definition) subtract per and for any
     occurrence in the output.
     """
-    chosen = batch.where(has_penalty)
-    if not chosen:
-        return
     index = batch.indices(chosen)
     params = [batch.requests[i].sampling_params for i in chosen]
     prompt_lens = batch.indices(len(batch.requests[i].prompt_token_ids) for i in chosen)[:, None]
-    longest = int(batch.positions_np[chosen].max())
+    longest = int(batch.positions_np[list(chosen)].max())
     tokens = batch.token_ids[batch.rows[index], :longest].long()  # [num_chosen, longest]
     place = torch.arange(longest, device=tokens.device)[None]
     is_known = place < batch.positions[index][:, None]
@@ -47,13 +45,8 @@ def apply_penalties(logits: torch.Tensor, batch: SamplingBatch) -> None:
     logits[index] = values
 
 
-def apply_bad_words(logits: torch.Tensor, batch: SamplingBatch) -> None:
-    """Forbids the last token of a bad word when the tokens before it are already there, in place."""
-    for index in batch.where(lambda request: request.bad_words_token_ids):
-        for word in batch.requests[index].bad_words_token_ids:
-            *head, last = word
-            if len(head) > batch.positions_np[index]:
-                continue
-            place = batch.positions[index] - len(head) + torch.arange(len(head), device=logits.device)
-            is_there = (batch.token_ids[batch.rows[index], place] == batch.indices(head)).all()
-            logits[index, last] = torch.where(is_there, -torch.inf, logits[index, last])
+PENALTIES = Feature(
+    concerns=lambda request, vocab_size: _values(request, vocab_size) != (1.0, 0.0, 0.0),
+    columns=(Column("penalties", torch.float32, _values, width=3),),
+    apply=_apply,
+)

@@ -12,7 +12,7 @@ from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.models.interface import Model
 from penstock.runner.input_batch import InputBatch
 from penstock.runner.outputs import PendingPart
-from penstock.runner.sampling.logprobs import PendingLogprobs, Scorer
+from penstock.runner.sampling.logprobs import PendingLogprobs, Score
 from penstock.runner.sampling.states import SamplingStates
 
 _LOGITS_ROWS = 256  # rows of the vocabulary at a time
@@ -26,8 +26,7 @@ class CopiedPromptLogprobs:
 
     def complete(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
         found = {
-            request_id: tuple(row for part in parts for row in part.result())
-            for request_id, parts in self.by_request.items()
+            request_id: tuple(row for part in parts for row in part()) for request_id, parts in self.by_request.items()
         }
         return replace(output, prompt_logprobs=found)
 
@@ -35,12 +34,12 @@ class CopiedPromptLogprobs:
 class PromptScorer:
     """Lifecycle: one per runner. Threading: the runner's thread."""
 
-    def __init__(self, model: Model, token_ids: torch.Tensor, sampling: SamplingStates, scorer: Scorer) -> None:
+    def __init__(self, model: Model, token_ids: torch.Tensor, sampling: SamplingStates, score: Score) -> None:
         """`token_ids` [max_num_reqs, width] int32 and `sampling` are the runner's, by state row."""
         self._model = model
         self._token_ids = token_ids
         self._sampling = sampling
-        self._scorer = scorer
+        self._score_tokens = score
 
     def of_step(self, batch: InputBatch, hidden: torch.Tensor) -> tuple[PendingPart, ...]:
         """Of the prompt tokens that the step computed; `hidden` is [num_tokens, hidden_size]."""
@@ -62,5 +61,5 @@ class PromptScorer:
     def _score(self, hidden: torch.Tensor, targets: torch.Tensor, num_top: int) -> list[PendingLogprobs]:
         parts = zip(hidden.split(_LOGITS_ROWS), targets.split(_LOGITS_ROWS), strict=True)
         return [
-            self._scorer.score(self._model.compute_logits(part.contiguous()), tokens, num_top) for part, tokens in parts
+            self._score_tokens(self._model.compute_logits(part.contiguous()), tokens, num_top) for part, tokens in parts
         ]

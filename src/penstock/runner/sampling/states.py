@@ -7,26 +7,37 @@ from collections.abc import Iterable
 import numpy as np
 
 from penstock.messages.requests import EngineRequest
+from penstock.runner.sampling.features import WITH_PROMPT_LOGPROBS, needs_of
+
+_NO_ROWS = np.zeros(0, dtype=np.int64)
 
 
 class SamplingStates:
-    """Requests by state row."""
+    """Requests by state row, and which features concern them."""
 
-    def __init__(self, max_num_reqs: int) -> None:
+    def __init__(self, max_num_reqs: int, vocab_size: int) -> None:
         self._requests: list[EngineRequest | None] = [None] * max_num_reqs
-        self._has_prompt_logprobs = np.zeros(max_num_reqs, dtype=bool)
+        self._vocab_size = vocab_size
+        self._needs = np.zeros(max_num_reqs, dtype=np.int64)
+        self._num_scored_prompts = 0  # requests with `prompt_logprobs`, so that most steps need not look for them
 
     def add(self, row: int, request: EngineRequest) -> None:
         self._requests[row] = request
-        self._has_prompt_logprobs[row] = request.sampling_params.prompt_logprobs is not None
-
-    def with_prompt_logprobs(self, rows: np.ndarray) -> np.ndarray:
-        """Which of these rows' requests want the log probabilities of their prompts, as indices into `rows`."""
-        return np.nonzero(self._has_prompt_logprobs[rows])[0]
+        self._needs[row] = needs_of(request, self._vocab_size)
+        self._num_scored_prompts += bool(self._needs[row] & WITH_PROMPT_LOGPROBS)
 
     def remove(self, rows: Iterable[int]) -> None:
         for row in rows:
             self._requests[row] = None
+            self._num_scored_prompts -= bool(self._needs[row] & WITH_PROMPT_LOGPROBS)
+
+    def needs(self, rows: np.ndarray) -> int:
+        """The features that concern any of these rows, as bits."""
+        return int(np.bitwise_or.reduce(self._needs[rows]))
+
+    def with_prompt_logprobs(self, rows: np.ndarray) -> np.ndarray:
+        """Which of these rows' requests ask for the log probabilities of their prompts, as indices into `rows`."""
+        return np.nonzero(self._needs[rows] & WITH_PROMPT_LOGPROBS)[0] if self._num_scored_prompts else _NO_ROWS
 
     def at(self, rows: np.ndarray) -> list[EngineRequest]:
         found = [self._requests[row] for row in rows]

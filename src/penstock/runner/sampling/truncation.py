@@ -1,48 +1,43 @@
-"""top_k, top_p and min_p: which tokens may be drawn at all.
+"""The temperature, and top_k, top_p and min_p: which tokens may be drawn at all.
 
-Each rule keeps the tokens whose logit reaches a threshold that the row alone decides, so ties are kept together and
-neither the neighbours nor the order in which equal logits are sorted can change what is kept.
+Each of the last three keeps the tokens whose logit reaches a threshold that the row alone decides, so ties are kept
+together and neither the neighbours nor the order in which equal logits are sorted can change what is kept.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 
 import torch
 
-from penstock.runner.sampling.batch import SamplingBatch
+from penstock.messages.requests import EngineRequest
+from penstock.runner.sampling.batch import SMALLEST_TEMPERATURE, SamplingBatch
+from penstock.runner.sampling.feature import Column, Feature
 
 # Most distributions have their mass in few tokens: look at these many before sorting a whole vocabulary.
 _NUM_CANDIDATES = 1024
 
 
-def apply_min_p(logits: torch.Tensor, batch: SamplingBatch) -> None:
+def _keep_by_min_p(logits: torch.Tensor, batch: SamplingBatch, chosen: Sequence[int]) -> None:
     """Keeps tokens at least `min_p` times as likely as the likeliest one (Nguyen et al. 2024, arXiv:2407.01082)."""
-    chosen = batch.where(lambda request: request.sampling_params.min_p > 0)
-    if chosen:
-        index = batch.indices(chosen)
-        log_min_p = batch.column(math.log(batch.requests[i].sampling_params.min_p) for i in chosen)
-        values = logits[index]
-        _keep(logits, index, values, values.amax(-1, keepdim=True) + log_min_p)
+    index = batch.indices(chosen)
+    log_min_p = batch.column(math.log(batch.requests[i].sampling_params.min_p) for i in chosen)
+    values = logits[index]
+    _keep(logits, index, values, values.amax(-1, keepdim=True) + log_min_p)
 
 
-def apply_top_k(logits: torch.Tensor, batch: SamplingBatch) -> None:
+def _keep_top_k(logits: torch.Tensor, batch: SamplingBatch, chosen: Sequence[int]) -> None:
     """Keeps the `top_k` likeliest tokens (Fan et al. 2018, arXiv:1805.04833)."""
-    vocab_size = logits.shape[1]
-    chosen = batch.where(lambda request: 0 < request.sampling_params.top_k < vocab_size)
-    if chosen:
-        index = batch.indices(chosen)
-        values = logits[index]
-        ks = [batch.requests[i].sampling_params.top_k for i in chosen]
-        best = values.topk(max(ks)).values
-        _keep(logits, index, values, best.gather(1, batch.indices(k - 1 for k in ks)[:, None]))
+    index = batch.indices(chosen)
+    values = logits[index]
+    ks = [batch.requests[i].sampling_params.top_k for i in chosen]
+    best = values.topk(max(ks)).values
+    _keep(logits, index, values, best.gather(1, batch.indices(k - 1 for k in ks)[:, None]))
 
 
-def apply_top_p(logits: torch.Tensor, batch: SamplingBatch) -> None:
+def _keep_top_p(logits: torch.Tensor, batch: SamplingBatch, chosen: Sequence[int]) -> None:
     """Keeps the likeliest tokens that together reach `top_p` (Holtzman et al. 2019, arXiv:1904.09751)."""
-    chosen = batch.where(lambda request: request.sampling_params.top_p < 1)
-    if not chosen:
-        return
     index = batch.indices(chosen)
     values = logits[index]
     probs = values.softmax(-1)
@@ -60,3 +55,45 @@ def apply_top_p(logits: torch.Tensor, batch: SamplingBatch) -> None:
 
 def _keep(logits: torch.Tensor, index: torch.Tensor, values: torch.Tensor, threshold: torch.Tensor) -> None:
     logits[index] = values.masked_fill(values < threshold, -torch.inf)
+
+
+def _top_k(request: EngineRequest, vocab_size: int) -> int:
+    """0 where all tokens are kept."""
+    top_k = request.sampling_params.top_k
+    return top_k if 0 < top_k < vocab_size else 0
+
+
+def _temperature(request: EngineRequest, vocab_size: int) -> tuple[float]:
+    """0 of greedy requests."""
+    params = request.sampling_params
+    return (0.0 if params.is_greedy else max(params.temperature, SMALLEST_TEMPERATURE),)
+
+
+def _log_min_p(request: EngineRequest, vocab_size: int) -> tuple[float]:
+    min_p = request.sampling_params.min_p
+    return (math.log(min_p) if min_p > 0 else -math.inf,)
+
+
+def _of_random(concerns: Callable[[EngineRequest, int], object]) -> Callable[[EngineRequest, int], object]:
+    return lambda request, vocab_size: not request.sampling_params.is_greedy and concerns(request, vocab_size)
+
+
+TEMPERATURE = Feature(
+    concerns=lambda request, _: not request.sampling_params.is_greedy,
+    columns=(Column("temperature", torch.float32, _temperature),),
+)
+MIN_P = Feature(
+    concerns=_of_random(lambda request, _: request.sampling_params.min_p > 0),
+    columns=(Column("log_min_p", torch.float32, _log_min_p),),
+    apply=_keep_by_min_p,
+)
+TOP_K = Feature(
+    concerns=_of_random(_top_k),
+    columns=(Column("top_k", torch.int32, lambda request, vocab_size: (_top_k(request, vocab_size),)),),
+    apply=_keep_top_k,
+)
+TOP_P = Feature(
+    concerns=_of_random(lambda request, _: request.sampling_params.top_p < 1),
+    columns=(Column("top_p", torch.float32, lambda request, _: (request.sampling_params.top_p,)),),
+    apply=_keep_top_p,
+)

@@ -1,7 +1,7 @@
 """Speculators with a model and KV of their own: a smaller model, or a head on the target's hidden states.
 
 Both follow the target over every step's tokens, so that their KV is complete, and then go on one token at a time. Slots
-of rejected drafts hold what nobody reads: the next pass over these positions overwrites them first.
+of rejected drafts are never read: the next pass over these positions overwrites them first.
 """
 
 from __future__ import annotations

@@ -10,9 +10,10 @@ import torch
 from penstock.kernels.triton.sampling.adjust import adjust_logits, count_tokens
 from penstock.messages.scheduler_output import GrammarOutput
 from penstock.runner.gpu.buffers import PinnedRing
-from penstock.runner.gpu.sampling.rows import Needs, SamplingRows
+from penstock.runner.gpu.sampling.rows import SamplingRows
 from penstock.runner.host_batch import HostBatch
 from penstock.runner.input_batch import InputBatch
+from penstock.runner.sampling.features import CHANGED_LOGITS, COUNTED_TOKENS
 from penstock.utils.math import round_up
 
 _ALIGNMENT = 16
@@ -61,7 +62,7 @@ class BitmaskUploader:
 
 
 class LogitsAdjuster:
-    """Makes what is drawn from of what the model says; launches nothing where nobody asks for anything."""
+    """Makes what is drawn from of what the model says; launches nothing where no row needs it."""
 
     def __init__(self, rows: SamplingRows, token_ids: torch.Tensor, max_num_logits: int) -> None:
         self._rows = rows
@@ -70,15 +71,15 @@ class LogitsAdjuster:
         # [rows, vocab_size], all 0 between steps; made when the first request with a penalty comes.
         self._counts = torch.zeros((0, 1), dtype=torch.int32, device=token_ids.device)
 
-    def adjust(self, logits: torch.Tensor, batch: InputBatch, needs: Needs, bitmasks: Bitmasks) -> torch.Tensor:
-        """`logits` themselves, or a copy in float32: [num_logits, vocab_size]."""
-        if not needs.adjustment and not len(bitmasks.mask_of_row):
+    def adjust(self, logits: torch.Tensor, batch: InputBatch, needs: int, bitmasks: Bitmasks) -> torch.Tensor:
+        """`logits` themselves, or a copy in float32: [num_logits, vocab_size]. `needs` are the step's."""
+        if not needs & CHANGED_LOGITS and not len(bitmasks.mask_of_row):
             return logits
         tables = self._rows.adjust_tables
         where = (batch.tensors.logits_rows, batch.tensors.logits_positions, self._token_ids)
-        if needs.counts:
+        if needs & COUNTED_TOKENS:
             if not len(self._counts):
-                # For any step: growing with them would leave a trail of memory that fits nobody.
+                # For any step: growing with them would leave memory behind that fits no other step.
                 self._counts = logits.new_zeros((self._max_num_logits, logits.shape[1]), dtype=torch.int32)
             count_tokens(*where, batch.host.max_seq_len, tables, self._counts)
         adjusted = logits.new_empty(logits.shape, dtype=torch.float32)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,32 +11,20 @@ from penstock.kernels.triton.sampling.logprobs import RECORD, LogprobsWorkspace,
 from penstock.messages.runner_output import TokenLogprobs
 from penstock.messages.sampling_params import MAX_LOGPROBS
 from penstock.runner.gpu.buffers import FencedCopy
+from penstock.runner.sampling.logprobs import PendingLogprobs
 
 
-@dataclass(frozen=True, slots=True)
-class CopiedLogprobs:
-    """`PendingLogprobs`."""
-
-    records: FencedCopy  # [num_rows, RECORD] int32
-    num_top: int
-
-    def result(self) -> list[TokenLogprobs]:
-        records = self.records.wait()
-        return read_records(records, [self.num_top] * len(records))
-
-
-class GpuScorer:
-    """`Scorer`."""
-
-    def score(self, logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> CopiedLogprobs:
-        num_rows, vocab_size = logits.shape
-        num_top = min(num_top, vocab_size)
-        # Every row wants what the one row of the table does.
-        rows, wanted = torch.zeros_like(chosen), torch.full((1, 1), num_top, dtype=torch.int32, device=logits.device)
-        workspace = LogprobsWorkspace.allocate(num_rows, vocab_size, logits.device)
-        records = torch.empty((num_rows, RECORD), dtype=torch.int32, device=logits.device)
-        score_tokens(logits, rows, wanted, chosen, workspace, num_top > 0, records)
-        return CopiedLogprobs(FencedCopy.of(records), num_top)
+def score(logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> PendingLogprobs:
+    """See `Score`."""
+    num_rows, vocab_size = logits.shape
+    num_top = min(num_top, vocab_size)
+    # Every row uses the only row of the table.
+    rows, wanted = torch.zeros_like(chosen), torch.full((1, 1), num_top, dtype=torch.int32, device=logits.device)
+    workspace = LogprobsWorkspace.allocate(num_rows, vocab_size, logits.device)
+    records = torch.empty((num_rows, RECORD), dtype=torch.int32, device=logits.device)
+    score_tokens(logits, rows, wanted, chosen, workspace, num_top > 0, records)
+    copied = FencedCopy.of(records)
+    return lambda: read_records(copied.wait(), [num_top] * num_rows)
 
 
 def read_records(records: np.ndarray, num_top: Sequence[int]) -> list[TokenLogprobs]:

@@ -1,8 +1,7 @@
 """The end of a step without waiting for the device: Triton's kernels draw, verify and store tokens, which are
 copied back while the CPU goes on.
 
-What a step launches beyond that follows from what its rows' requests asked for when they came (`Needs`) and whether it
-has a grammar:
+What a step launches follows from the features that concern its rows and from whether it has a grammar:
 
     always          the maxima and sums of the logits' tiles, a token per row, counts and tokens into the rows' tables
     truncation      four launches between the two, for top_k, top_p and min_p
@@ -19,7 +18,6 @@ import enum
 import torch
 
 from penstock.config.engine import SchedulerConfig
-from penstock.config.speculative import SpeculativeConfig
 from penstock.kernels.triton.prepare_inputs import finish_step
 from penstock.kernels.triton.sampling.draw import sample
 from penstock.kernels.triton.sampling.logprobs import LogprobsWorkspace, score_tokens
@@ -27,7 +25,6 @@ from penstock.kernels.triton.sampling.rejection import KeptDrafts
 from penstock.kernels.triton.sampling.tiles import Workspace
 from penstock.messages.requests import EngineRequest
 from penstock.messages.scheduler_output import GrammarOutput
-from penstock.runner.buffers import TableWriter
 from penstock.runner.gpu.buffers import Fence, FetchRing
 from penstock.runner.gpu.sampling.adjuster import Bitmasks, BitmaskUploader, LogitsAdjuster
 from penstock.runner.gpu.sampling.outputs import CopiedOutput, EmptyOutput, Packed
@@ -35,41 +32,35 @@ from penstock.runner.gpu.sampling.picker import DrawingPicker
 from penstock.runner.gpu.sampling.rows import SamplingRows
 from penstock.runner.gpu.sampling.verifiers import ExactVerifier, GpuSampledStep, RejectionVerifier, SyntheticVerifier
 from penstock.runner.input_batch import InputBatch
-from penstock.runner.load import LoadedModel
 from penstock.runner.memory import DeviceMemory
 from penstock.runner.outputs import PendingOutput
+from penstock.runner.parts import SamplingContext
 from penstock.runner.request_states import RequestStates
+from penstock.runner.sampling.features import CHANGED_LOGITS, TRUNCATED, WITH_LOGPROBS, WITH_TOP_LOGPROBS
 from penstock.runner.sampling.noise import Purpose
 from penstock.runner.sampling.states import SamplingStates
 from penstock.runner.speculation.pick import BestPicker, Picker, allocate_draft_logits
 from penstock.runner.speculation.verifier import Verifier
 
 
-def make_gpu_sampling(
-    loaded: LoadedModel,
-    config: SchedulerConfig,
-    speculative: SpeculativeConfig | None,
-    states: RequestStates,
-    sampling: SamplingStates,
-    writer: TableWriter,
-    memory: DeviceMemory,
-) -> tuple[GpuStepSampler, Picker]:
-    """What samples tokens and verifies drafts, and what picks these drafts: the two belong together.
-
-    Raises ConfigError when the drafts' logits do not fit into the memory.
-    """
-    device, vocab_size = loaded.device, loaded.config.vocab_size
-    rows = SamplingRows(config.max_num_seqs, vocab_size, device, writer)
+def make_gpu_sampling(context: SamplingContext, memory: DeviceMemory) -> tuple[GpuStepSampler, Picker]:
+    """See `DeviceParts.make_sampling`."""
+    config, speculative, drafts = context.config, context.speculative, context.states.drafts
+    device, vocab_size = drafts.device, context.loaded.config.vocab_size
+    rows = SamplingRows(config.max_num_seqs, vocab_size, device, context.writer)
     workspace = Workspace.allocate(config.max_num_seqs * (1 + config.max_num_drafts), vocab_size, device)
-    verifier: Verifier[GpuSampledStep] = ExactVerifier(states.drafts)
+    verifier: Verifier[GpuSampledStep] = ExactVerifier(drafts)
     picker: Picker = BestPicker()
     if speculative is not None and speculative.synthetic_acceptance_rates:
-        verifier = SyntheticVerifier(states.drafts, speculative.synthetic_acceptance_rates, rows.tables.seed)
+        verifier = SyntheticVerifier(drafts, speculative.synthetic_acceptance_rates, rows.tables.seed)
     elif speculative is not None and speculative.samples_drafts:
-        kept = KeptDrafts.around(allocate_draft_logits(loaded, config.max_num_seqs, config.max_num_drafts, memory))
-        verifier = RejectionVerifier(states.drafts, kept, rows.tables, workspace)
+        kept = KeptDrafts.around(allocate_draft_logits(context.loaded, len(drafts) - 1, drafts.shape[1], memory))
+        verifier = RejectionVerifier(drafts, kept, rows.tables, workspace)
         picker = DrawingPicker(rows.tables, workspace, kept)
-    return GpuStepSampler(config, states, sampling, rows, workspace, verifier), picker
+    return GpuStepSampler(config, context.states, context.sampling, rows, workspace, verifier), picker
+
+
+_RARE = CHANGED_LOGITS | WITH_LOGPROBS
 
 
 class CommonSampling(enum.Enum):
@@ -117,21 +108,21 @@ class GpuStepSampler:
         return EmptyOutput(batch.host, fence)
 
     def sample(self, logits: torch.Tensor, batch: InputBatch, grammars: GrammarOutput) -> PendingOutput:
-        needs = self._rows.needs(batch.host.sampling_rows)
+        needs = self._sampling.needs(batch.host.sampling_rows)
         bitmasks = self._bitmasks.upload(batch.host, grammars, len(logits))
         adjusted = self._adjuster.adjust(logits, batch, needs, bitmasks)
         self.begin()
-        self._draw(adjusted, batch, needs.truncation, bitmasks)
-        if needs.logprobs:
-            self._score(logits, batch, needs.top_logprobs)
-        return self.fetch(batch, len(logits) if needs.logprobs else 0)
+        self._draw(adjusted, batch, bool(needs & TRUNCATED), bitmasks)
+        if needs & WITH_LOGPROBS:
+            self._score(logits, batch, bool(needs & WITH_TOP_LOGPROBS))
+        return self.fetch(batch, len(logits) if needs & WITH_LOGPROBS else 0)
 
     def common_kind(self, batch: InputBatch, grammars: GrammarOutput) -> CommonSampling | None:
         """What a step asks for, if it is nothing but `draw`."""
-        needs = self._rows.needs(batch.host.sampling_rows)
-        if needs.adjustment or needs.logprobs or grammars.bitmasks:
+        needs = self._sampling.needs(batch.host.sampling_rows)
+        if needs & _RARE or grammars.bitmasks:
             return None
-        return CommonSampling.TRUNCATED if needs.truncation else CommonSampling.WHOLE
+        return CommonSampling.TRUNCATED if needs & TRUNCATED else CommonSampling.WHOLE
 
     def begin(self) -> None:
         """Before anything is drawn: what the last step has drawn must have been copied."""

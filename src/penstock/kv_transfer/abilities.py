@@ -1,0 +1,44 @@
+"""What a connector's scheduler part may be able to do beyond its protocol: it is, if it has the method of that name.
+
+worker_setup                            tells the workers' parts something before they are built
+set_xfer_handshake_metadata_pp_aware    takes what the workers' parts tell other engines
+wait                                    has something to wait for between steps that have nothing to compute
+take_events                             knows which blocks its media hold
+counters                                has numbers to show
+reset_cache                             can forget the KV that it keeps outside the engine
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from penstock.kv_transfer.connector import SchedulerConnector
+from penstock.kv_transfer.null import NullSchedulerConnector
+from penstock.messages.kv_events import KVEvent
+from penstock.messages.kv_transfer import ConnectorSetup, HandshakePayload, ShardId
+
+
+class Abilities:
+    """Each ability as a function, with what stands in for it where the part lacks it. Resolved once."""
+
+    worker_setup: Callable[[], ConnectorSetup | None]
+    set_xfer_handshake_metadata_pp_aware: Callable[[Mapping[ShardId, HandshakePayload | None]], None]
+    """Takes the payloads of all ranks, pp * tp of them, exactly once and before the first request. Raises ConfigError
+    where there are pipeline ranks above 0 and the part does not know how to move their KV."""
+    wait: Callable[[float], None]
+    """Returns when something may have changed, at the latest after so many seconds."""
+    take_events: Callable[[], Sequence[KVEvent]]
+    """Which blocks its media have come to hold and have lost since the last call, oldest first."""
+    counters: Callable[[], Mapping[str, float]]
+    """Names to numbers, those that only grow ending in `_total`."""
+    reset_cache: Callable[[], bool]
+    """False when it cannot forget, or not now."""
+
+    def __init__(self, part: SchedulerConnector) -> None:
+        self.worker_setup = getattr(part, "worker_setup", lambda: None)
+        refuse = NullSchedulerConnector().set_xfer_handshake_metadata_pp_aware
+        self.set_xfer_handshake_metadata_pp_aware = getattr(part, "set_xfer_handshake_metadata_pp_aware", refuse)
+        self.wait = getattr(part, "wait", lambda seconds: None)
+        self.take_events = getattr(part, "take_events", tuple)
+        self.counters = getattr(part, "counters", dict)
+        self.reset_cache = getattr(part, "reset_cache", lambda: False)

@@ -1,0 +1,50 @@
+"""What a sampling feature is.
+
+A feature lies in one module of this folder, with everything that it says about itself: which requests it concerns, so
+that a step without one of them spends nothing on it; the columns that a device with tables by state row keeps for it;
+and, as a reference for every device and for the CPU to run, what it does. `features` lists all of them in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from penstock.messages.requests import EngineRequest
+
+if TYPE_CHECKING:
+    from penstock.runner.sampling.batch import SamplingBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """Numbers of each state row, written when a request gets the row."""
+
+    name: str
+    dtype: torch.dtype
+    of: Callable[[EngineRequest, int], Sequence[float]]  # [width] of a request and a vocabulary's size
+    width: int = 1
+
+
+def _changes_nothing(logits: torch.Tensor, batch: SamplingBatch, chosen: Sequence[int]) -> None: ...
+
+
+def _no_lists(request: EngineRequest) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    concerns: Callable[[EngineRequest, int], object]
+    """Whether a request uses it, given the vocabulary's size."""
+
+    columns: tuple[Column, ...] = ()
+
+    token_lists: Callable[[EngineRequest], dict[str, Any]] = _no_lists
+    """What it says about single tokens: arguments of `penstock.kernels.triton.sampling.adjust.pack_rules`."""
+
+    apply: Callable[[torch.Tensor, SamplingBatch, Sequence[int]], None] = _changes_nothing
+    """Changes the `chosen` rows of [num_sampling, vocab_size] float32 logits in place: those that it concerns."""

@@ -1,0 +1,74 @@
+"""Features that name tokens: `logit_bias`, `allowed_token_ids`, `bad_words` and `min_tokens`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from penstock.messages.requests import EngineRequest
+from penstock.runner.sampling.batch import SamplingBatch
+from penstock.runner.sampling.feature import Feature
+
+
+def _add_biases(logits: torch.Tensor, batch: SamplingBatch, chosen: Sequence[int]) -> None:
+    for index in chosen:
+        bias = batch.requests[index].sampling_params.logit_bias or {}
+        logits[index, batch.indices(bias)] += batch.column(bias.values())[:, 0]
+
+
+def _forbid_others(logits: torch.Tensor, batch: SamplingBatch, chosen: Sequence[int]) -> None:
+    for index in chosen:
+        allowed = batch.indices(batch.requests[index].sampling_params.allowed_token_ids or ())
+        kept = logits[index, allowed]
+        logits[index] = -torch.inf
+        logits[index, allowed] = kept
+
+
+def _forbid_bad_words(logits: torch.Tensor, batch: SamplingBatch, chosen: Sequence[int]) -> None:
+    """Forbids the last token of a bad word when the tokens before it are already there."""
+    for index in chosen:
+        for word in batch.requests[index].bad_words_token_ids:
+            *head, last = word
+            if len(head) > batch.positions_np[index]:
+                continue
+            place = batch.positions[index] - len(head) + torch.arange(len(head), device=logits.device)
+            is_there = (batch.token_ids[batch.rows[index], place] == batch.indices(head)).all()
+            logits[index, last] = torch.where(is_there, -torch.inf, logits[index, last])
+
+
+def _forbid_early_ends(logits: torch.Tensor, batch: SamplingBatch, chosen: Sequence[int]) -> None:
+    """Forbids the tokens that would end a request before it has `min_tokens` output tokens."""
+    for index in chosen:
+        request = batch.requests[index]
+        if batch.num_output_tokens(index) < request.sampling_params.min_tokens:
+            logits[index, batch.indices(_ends(request))] = -torch.inf
+
+
+def _ends(request: EngineRequest) -> frozenset[int]:
+    return request.eos_token_ids | request.stop_token_ids if request.sampling_params.min_tokens else frozenset()
+
+
+LOGIT_BIAS = Feature(
+    concerns=lambda request, _: request.sampling_params.logit_bias,
+    token_lists=lambda request: {"bias": request.sampling_params.logit_bias or {}},
+    apply=_add_biases,
+)
+ALLOWED_TOKEN_IDS = Feature(
+    concerns=lambda request, _: request.sampling_params.allowed_token_ids,
+    token_lists=lambda request: {"allowed": request.sampling_params.allowed_token_ids or ()},
+    apply=_forbid_others,
+)
+BAD_WORDS = Feature(
+    concerns=lambda request, _: request.bad_words_token_ids,
+    token_lists=lambda request: {"bad_words": request.bad_words_token_ids},
+    apply=_forbid_bad_words,
+)
+MIN_TOKENS = Feature(
+    concerns=lambda request, _: request.sampling_params.min_tokens > 0,
+    token_lists=lambda request: {
+        "ends": _ends(request),
+        "min_len": len(request.prompt_token_ids) + request.sampling_params.min_tokens,
+    },
+    apply=_forbid_early_ends,
+)

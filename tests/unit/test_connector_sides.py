@@ -1,0 +1,274 @@
+"""The two sides of a connector: made in different processes from plain data, within their role and their abilities."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from penstock.config.kv_transfer import parse_kv_transfer_config
+from penstock.kv_transfer.abilities import Abilities
+from penstock.kv_transfer.connector import NO_MATCH, Match
+from penstock.kv_transfer.example import ExampleConnector
+from penstock.kv_transfer.factory import ConnectorContext, make_scheduler_connector, make_worker_connector
+from penstock.kv_transfer.multi import MultiHandshake, MultiScheduler
+from penstock.kv_transfer.null import NullSchedulerConnector, NullWorkerConnector
+from penstock.kv_transfer.offload.messages import OffloadSetup
+from penstock.messages.kv_cache_spec import KVCacheConfig
+from penstock.messages.kv_layout import MemoryRegion
+from penstock.messages.kv_transfer import ConnectorSetup, HandshakePayload, ShardId, TransferStatus
+from penstock.messages.scheduler_output import SchedulerOutput
+from penstock.simulation.oracle import OracleMemory, cache_config, make_layers
+from penstock.utils.errors import ConfigError
+from penstock.utils.shared_memory import attach_memory
+from penstock.utils.wire import Codec, register_kind
+
+ONE = frozenset({(0, 0)})
+CACHE = cache_config(make_layers((0,), 2, has_drafter=False), 8, 4, num_heads=2)
+
+
+def context(shards: frozenset[ShardId] = ONE, cache: KVCacheConfig = CACHE, **config: Any) -> ConnectorContext:
+    return ConnectorContext(config=parse_kv_transfer_config(config), cache=cache, fingerprint=b"f" * 16, shards=shards)
+
+
+OFFLOADING: dict[str, Any] = {
+    "kv_connector": "OffloadingConnector",
+    "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 16, "load_policy": "always"},
+}
+
+
+class Setup(msgspec.Struct):
+    context: ConnectorContext
+    setup: ConnectorSetup | None
+
+
+def test_what_the_sides_are_made_from_survives_the_wire() -> None:
+    both = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [OFFLOADING]}}
+    sent = context(**both)
+    part = make_scheduler_connector(sent)
+    message = Setup(sent, Abilities(part).worker_setup())
+    assert Codec(Setup).copy(message) == message
+    part.shutdown()
+
+
+def test_a_worker_in_another_process_maps_the_memory_of_the_tier(tmp_path: Path) -> None:
+    part: Any = make_scheduler_connector(context(**OFFLOADING))
+    setup = part.worker_setup()
+    assert isinstance(setup, OffloadSetup)
+    code = """
+import sys
+import msgspec
+from penstock.kv_transfer.offload.messages import OffloadSetup
+from penstock.kv_transfer.offload.region import OffloadRegion
+setup = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=OffloadSetup)
+region = OffloadRegion.attach(setup.memory, setup.chunk_bytes)
+region.chunk(region.num_chunks - 1)[:] = b"w" * setup.chunk_bytes
+assert bytes(region.chunk(0)[:3]) == b"abc"
+"""
+    part._region.chunk(0)[:3] = b"abc"
+    subprocess.run([sys.executable, "-c", code], input=msgspec.msgpack.encode(setup), check=True)
+    assert bytes(part._region.chunk(part._region.num_chunks - 1)) == b"w" * setup.chunk_bytes
+    part.shutdown()
+
+
+def test_memory_ends_with_its_creator() -> None:
+    code = "from penstock.utils.shared_memory import create_memory; print(create_memory(4096).name)"
+    name = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+    with pytest.raises(OSError, match="/proc/"):
+        attach_memory(name, 4096)
+
+
+# ---- Roles ----
+
+
+class TwoWay(NullSchedulerConnector):
+    def __init__(self) -> None:
+        self.saved: list[int] = []
+
+    def get_num_new_matched_tokens(self, request: object, num_computed_tokens: int) -> Match:
+        return Match(4, is_async=True)
+
+    def on_blocks_complete(self, request: object, block_ids: object, first: int, end: int) -> None:
+        self.saved += range(first, end)
+
+    def counters(self) -> Mapping[str, float]:
+        return {"num_saved": len(self.saved)}
+
+
+class TwoWayConnector:
+    @staticmethod
+    def make_scheduler_connector(context: ConnectorContext) -> TwoWay:
+        return TwoWay()
+
+    @staticmethod
+    def make_worker_connector(
+        context: ConnectorContext, shard: ShardId, setup: ConnectorSetup | None
+    ) -> NullWorkerConnector:
+        assert setup is None
+        return NullWorkerConnector()
+
+
+TWO_WAY: dict[str, Any] = {"kv_connector": "TwoWayConnector", "kv_connector_module_path": __name__}
+
+
+@pytest.mark.parametrize(("role", "loads", "saves"), [("kv_both", 1, 1), ("kv_producer", 0, 1), ("kv_consumer", 1, 0)])
+def test_a_role_decides_what_a_connector_does(role: str, loads: int, saves: int) -> None:
+    child = {**TWO_WAY, "name": "child"}
+    of_parent = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [child]}}
+    of_child = {
+        "kv_connector": "MultiConnector",
+        "kv_connector_extra_config": {"connectors": [{**child, "kv_role": role}]},
+    }
+    for config in ({**TWO_WAY, "kv_role": role}, {**of_parent, "kv_role": role}, of_child):
+        part = make_scheduler_connector(context(**config))
+        request: Any = SimpleNamespace(request_id="r")
+        assert part.get_num_new_matched_tokens(request, 0).num_tokens == 4 * loads
+        part.on_blocks_complete(request, ((1, 2),), 0, 2)
+        assert sum(Abilities(part).counters().values()) == 2 * saves
+
+
+def test_an_engine_id_is_bounded() -> None:
+    for engine_id in ("", "a\nb", "x" * 129):
+        with pytest.raises(ConfigError, match="engine_id"):
+            context(**OFFLOADING, engine_id=engine_id)
+    assert context(**OFFLOADING, engine_id="decode-1").config.engine_id == "decode-1"
+
+
+# ---- Handshakes ----
+
+
+@register_kind
+class Hello(HandshakePayload, msgspec.Struct, frozen=True, tag=True):
+    number: int
+
+
+class TensorRanksOnly(NullSchedulerConnector):
+    def __init__(self) -> None:
+        self.payloads: dict[int, HandshakePayload | None] = {}
+
+    def set_xfer_handshake_metadata(self, payloads: Mapping[int, HandshakePayload | None]) -> None:
+        self.payloads = dict(payloads)
+
+
+class PipelineAware(NullSchedulerConnector):
+    def __init__(self) -> None:
+        self.payloads: dict[ShardId, HandshakePayload | None] = {}
+
+    def set_xfer_handshake_metadata_pp_aware(self, payloads: Mapping[ShardId, HandshakePayload | None]) -> None:
+        self.payloads = dict(payloads)
+
+
+class WithoutHandshake:
+    """Has what the protocol asks for, and derives from nothing."""
+
+
+STAGES = {(0, 0): Hello(1), (1, 0): Hello(2)}
+
+
+def test_a_connector_that_does_not_know_pipeline_ranks_refuses_them(tmp_path: Path) -> None:
+    example = ExampleConnector.make_scheduler_connector(
+        context(kv_connector="ExampleConnector", kv_connector_extra_config={"shared_storage_path": str(tmp_path)})
+    )
+    for part in (NullSchedulerConnector(), TensorRanksOnly(), example, WithoutHandshake()):
+        with pytest.raises(ConfigError, match="pipeline_parallel_size"):
+            Abilities(part).set_xfer_handshake_metadata_pp_aware(STAGES)  # pyright: ignore[reportArgumentType]
+    part = TensorRanksOnly()
+    Abilities(part).set_xfer_handshake_metadata_pp_aware({(0, 0): Hello(1), (0, 1): Hello(2)})
+    assert part.payloads == {0: Hello(1), 1: Hello(2)}
+
+
+def test_handshakes_reach_every_child() -> None:
+    aware, unaware = PipelineAware(), TensorRanksOnly()
+    payloads = {shard: MultiHandshake({"aware": hello, "other": None}) for shard, hello in STAGES.items()}
+    Abilities(MultiScheduler({"aware": aware})).set_xfer_handshake_metadata_pp_aware(payloads)
+    assert aware.payloads == STAGES
+    with pytest.raises(ConfigError, match="TensorRanksOnly"):
+        MultiScheduler({"aware": aware, "other": unaware}).set_xfer_handshake_metadata_pp_aware(payloads)
+
+
+# ---- What was chosen at match time ----
+
+
+class Vanishing(NullSchedulerConnector):
+    """Has 4 tokens for everybody, until a file is removed."""
+
+    def __init__(self, has_it: bool) -> None:
+        self.has_it = has_it
+        self.begun: list[str] = []
+
+    def get_num_new_matched_tokens(self, request: object, num_computed_tokens: int) -> Match:
+        return Match(4) if self.has_it else NO_MATCH
+
+    def update_state_after_alloc(self, request: Any, transfer_id: str, *_: object) -> None:
+        self.begun.append(transfer_id)
+
+
+def test_what_was_chosen_is_remembered_until_allocation() -> None:
+    children = {"first": Vanishing(False), "second": Vanishing(True), "third": Vanishing(True)}
+    multi, request = MultiScheduler(cast(Any, children)), cast(Any, SimpleNamespace(request_id="r"))
+    assert multi.get_num_new_matched_tokens(request, 0) == multi.get_num_new_matched_tokens(request, 0) == Match(4)
+    children["first"].has_it, children["second"].has_it = True, False
+    multi.update_state_after_alloc(request, "r/load-1", ((1,),), 0, 4)
+    assert [child.begun for child in children.values()] == [[], ["r/load-1"], []]
+    multi.get_num_new_matched_tokens(request, 0)
+    multi.request_finished(request, ())
+    assert not multi._chosen
+
+
+@pytest.fixture
+def example(tmp_path: Path) -> Iterator[tuple[Any, Any]]:
+    """Both sides over a memory, with the two blocks of a request saved."""
+    given = context(kv_connector="ExampleConnector", kv_connector_extra_config={"shared_storage_path": str(tmp_path)})
+    scheduler, worker = make_scheduler_connector(given), make_worker_connector(given, (0, 0), None)
+    worker.register_kv_caches(OracleMemory(CACHE, (0, 0), range(2)))
+    scheduler.on_blocks_complete(REQUEST, ((1, 2),), 0, 2)
+    worker.begin_step(scheduler.build_connector_meta(SchedulerOutput(step=1)))
+    worker.end_step()
+    yield scheduler, worker
+    scheduler.shutdown()
+
+
+REQUEST: Any = SimpleNamespace(request_id="r", block_hashes=[b"a" * 32, b"b" * 32], num_tokens=9)
+
+
+def test_a_file_that_vanishes_behind_its_match_is_a_failed_load(example: tuple[Any, Any], tmp_path: Path) -> None:
+    scheduler, worker = example
+    assert scheduler.get_num_new_matched_tokens(REQUEST, 0).num_tokens == 8
+    (second,) = [path for path in tmp_path.rglob("*.safetensors") if path.name.startswith((b"b" * 32).hex())]
+    second.unlink()
+    scheduler.update_state_after_alloc(REQUEST, "r/load-1", ((3, 4),), 0, 8)
+    worker.begin_step(scheduler.build_connector_meta(SchedulerOutput(step=2)))
+    worker.start_load_kv()
+    output = worker.get_finished(frozenset())
+    worker.end_step()
+    assert [report.status for report in output.reports] == [TransferStatus.FAILED]
+    (ended,) = scheduler.update_connector_output(output)
+    assert [(bad.start, bad.end) for bad in ended.bad_ranges] == [(4, 8)]
+    scheduler.check_integrity()
+
+
+# ---- Layouts ----
+
+
+def test_a_memorys_layout_says_where_a_blocks_bytes_are() -> None:
+    cache = cache_config(make_layers((0, 8), 2, has_drafter=True), 8, 4, num_heads=1)
+    memory = OracleMemory(cache, (0, 1), range(1, 2))
+    for number, words in enumerate(memory.words.values()):
+        for index in range(len(words)):
+            words[index] = number * 1000 + index
+    assert Codec(type(memory.layout)).copy(memory.layout) == memory.layout
+    regions = {region.name: region for region in memory.layout.regions}
+    for group in range(2):
+        layers = memory.layout.layers_of(group)
+        assert memory.layout.block_bytes(group) == sum(layer.block_bytes for layer in layers)
+        for layer, part in zip(layers, memory.block_parts(group, 3), strict=True):
+            start = layer.offset + 3 * layer.strides[layer.axes.index("block")]
+            assert part == memoryview(memory.regions[layer.region])[start : start + layer.block_bytes]
+            assert layer.heads == (1, 2)
+            assert isinstance(regions[layer.region], MemoryRegion)

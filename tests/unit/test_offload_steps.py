@@ -1,0 +1,175 @@
+"""What the OffloadingConnector does per step and per completed block: bounded, whatever the prompt's length."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from penstock.kv_transfer.digest import Attestation
+from penstock.kv_transfer.offload import OffloadKey
+from penstock.kv_transfer.offload.manager import LookupResult, OffloadingManager, Prompt
+from penstock.kv_transfer.offload.messages import LoadBlock, OffloadLoad, OffloadMetadata
+from penstock.kv_transfer.offload.policies import LRUPolicy
+from penstock.kv_transfer.offload.region import OffloadRegion
+from penstock.kv_transfer.offload.scheduler import OffloadingScheduler, OffloadPolicy, OffloadRules
+from penstock.kv_transfer.offload.worker import OffloadingWorker
+from penstock.kv_transfer.view import DONE, Place, Take, Transfer
+from penstock.messages.kv_cache_spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
+from penstock.messages.kv_layout import KVLayout, LayerLayout, MemoryRegion
+from penstock.messages.kv_transfer import KVConnectorOutput, TransferReport, TransferStatus
+from penstock.messages.scheduler_output import SchedulerOutput
+from penstock.utils.clock import ManualClock
+from tests.unit.offload_fakes import make_key
+
+MIB = 1 << 20
+
+
+class CountingView:
+    """A cache that the host can see, or not, of one layer; counts what is written."""
+
+    def __init__(self, block_bytes: int, device: str = "cpu") -> None:
+        layer = LayerLayout(
+            "a", 0, "kv", 0, "float32", ("block", "dim"), (99, block_bytes // 4), (block_bytes, 4), (0, 1)
+        )
+        self.layout = KVLayout(4, (MemoryRegion("kv", 99 * block_bytes, device),), (layer,))
+        self.written: list[Place] = []
+
+    def write_blocks(self, places: Sequence[Place], data: Sequence[memoryview], take: Take) -> Transfer:
+        self.written += places
+        for number, each in enumerate(data):
+            take(number, [each])
+        return DONE
+
+
+def make_worker(view: Any, block_bytes: int) -> OffloadingWorker:
+    worker = OffloadingWorker(OffloadRegion(12, block_bytes), (0, 0), 4)
+    worker.register_kv_caches(view)
+    return worker
+
+
+def make_load(name: str, num_blocks: int, first: int = 1, digest: bytes | None = None) -> OffloadLoad:
+    blocks = (LoadBlock(0, first + index, index, index, digest) for index in range(num_blocks))
+    return OffloadLoad(name, tuple(blocks))
+
+
+def run_step(worker: OffloadingWorker, *loads: OffloadLoad) -> list[TransferReport]:
+    worker.begin_step(OffloadMetadata((), loads))
+    worker.start_load_kv()
+    output = worker.get_finished(frozenset())
+    worker.wait_for_save()
+    worker.end_step()
+    return list(output.reports)
+
+
+def test_a_long_load_takes_several_steps() -> None:
+    view = CountingView(3 * MIB)
+    worker = make_worker(view, 3 * MIB)
+    assert run_step(worker, make_load("one", 5), make_load("two", 1, first=50)) == []
+    assert view.written == [(0, 1), (0, 2)], "two blocks of 3 MiB fit into 8 MiB"
+    assert run_step(worker) == []
+    assert view.written[2:] == [(0, 3), (0, 4)]
+    assert [report.transfer_id for report in run_step(worker)] == ["one", "two"]
+    assert view.written[4:] == [(0, 5), (0, 50)], "loads stay in order, and share a step's bytes"
+    assert run_step(worker) == []
+
+
+def test_a_bad_block_of_any_step_is_reported_at_the_end() -> None:
+    worker = make_worker(CountingView(3 * MIB), 3 * MIB)
+    assert run_step(worker, make_load("one", 3, digest=b"x" * 16)) == []
+    (report,) = run_step(worker)
+    assert report.status is TransferStatus.FAILED
+    assert [bad.start for bad in report.bad_ranges] == [0, 4, 8]
+
+
+def test_a_block_that_is_larger_than_the_bound_comes_alone() -> None:
+    view = CountingView(9 * MIB)
+    worker = make_worker(view, 9 * MIB)
+    assert run_step(worker, make_load("one", 2)) == []
+    assert len(view.written) == 1
+    assert [report.transfer_id for report in run_step(worker)] == ["one"]
+
+
+def test_a_device_copies_a_load_at_once() -> None:
+    view = CountingView(3 * MIB, device="cuda")
+    assert len(run_step(make_worker(view, 3 * MIB), make_load("one", 9))) == 1
+
+
+def test_a_shutdown_drops_what_no_step_has_begun() -> None:
+    view = CountingView(3 * MIB)
+    worker = make_worker(view, 3 * MIB)
+    run_step(worker, make_load("one", 5))
+    worker.shutdown()
+    assert len(view.written) == 2
+
+
+def make_scheduler(manager: OffloadingManager, policy: OffloadPolicy) -> OffloadingScheduler:
+    cache = KVCacheConfig(1000, 4, (KVCacheGroup(("a",), KVCacheSpec(1, 1, "float32")),))
+    rules = OffloadRules(Attestation.ALL, policy, None)
+    shards = frozenset({(0, 0)})
+    return OffloadingScheduler(cache, shards, OffloadRegion(1, 64), manager, rules, ManualClock(), "epoch")
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"), [(OffloadPolicy.CHUNK_LEVEL, range(3, 10)), (OffloadPolicy.REQUEST_LEVEL, range(10))]
+)
+def test_only_new_blocks_are_offered(monkeypatch: pytest.MonkeyPatch, policy: OffloadPolicy, expected: range) -> None:
+    """Found in the engine's cache: 3 blocks. Then 7 are computed, one by one."""
+    manager = OffloadingManager(100, LRUPolicy())
+    scheduler = make_scheduler(manager, policy)
+    prepare_store, offered = manager.prepare_store, []
+
+    def recorded(keys: Any, prompt: Prompt) -> Any:
+        offered.append([place for _, place in keys])
+        return prepare_store(keys, prompt)
+
+    monkeypatch.setattr(manager, "prepare_store", recorded)
+    hashes = [make_key(number)[1] for number in range(10)]
+    request: Any = SimpleNamespace(request_id="r", block_hashes=hashes, kv_transfer_params={})
+    scheduler.on_new_request(request)
+    table = [list(range(1, 11))]
+    for end in range(4, 11):
+        scheduler.on_blocks_complete(request, table, end - 1, end)
+        metadata = scheduler.build_connector_meta(SchedulerOutput(step=end))
+        for store in metadata.stores:
+            assert [block.block_id for block in store.blocks] == [place + 1 for place in offered[-1]]
+            done = TransferReport(store.job_id, (0, 0), TransferStatus.DONE, digests=(b"d" * 16,) * len(store.blocks))
+            scheduler.update_connector_output(KVConnectorOutput((done,)))
+    assert [place for each in offered for place in each] == list(expected)
+    assert [len(each) for each in offered[1:]] == [1] * 6
+    scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_tail_never_outlives_its_head(seed: int) -> None:
+    """Prompts that share a stem grow block by block, beside others that end; the tier is far too small for all."""
+    chance = random.Random(seed)
+    manager = OffloadingManager(100, LRUPolicy())
+    parent: dict[OffloadKey, OffloadKey] = {}
+    live: list[tuple[Prompt, list[OffloadKey]]] = []
+    num_evicted = 0
+    for step in range(1500):
+        if len(live) < 3:
+            stem = [make_key(number) for number in range(chance.randrange(30))]
+            keys = stem + [make_key(1000 * step + number) for number in range(100, 100 + chance.randint(1, 30))]
+            parent.update(zip(keys[1:], keys, strict=False))
+            live.append((Prompt(), keys))
+        prompt, keys = chance.choice(live)
+        first = len(prompt.places)
+        new = [(key, first + number) for number, key in enumerate(keys[first : first + chance.randint(1, 3)])]
+        prompt.places.update(new)
+        here = {key for key in parent if manager.lookup(key) is LookupResult.HIT}
+        for key, _ in manager.prepare_store(new, prompt):
+            manager.complete_store(key, b"d" * 16, success=True)
+        gone = {key for key in here if manager.lookup(key) is LookupResult.MISS}
+        num_evicted += len(gone)
+        orphans = [key for key, head in parent.items() if head in gone and manager.lookup(key) is LookupResult.HIT]
+        assert not orphans, f"step {step}: {len(orphans)} keys have lost their head"
+        if len(prompt.places) == len(keys) or chance.random() < 0.05:
+            live.remove((prompt, keys))
+            manager.touch(list(prompt.places))
+    assert num_evicted > 200
+    manager.check_integrity()
