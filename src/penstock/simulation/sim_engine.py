@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from penstock.core.block_pool import BlockKey, BlockPool, Holder
 from penstock.core.kv_cache_manager import KVCacheManager
 from penstock.core.remote_kv import KVTransfer
@@ -16,7 +18,7 @@ from penstock.engine.engine_core import EngineCore
 from penstock.executor.executor import Executor
 from penstock.executor.wire import OverTheWire
 from penstock.kv_transfer.connector import WorkerConnector
-from penstock.messages.kv_transfer import KVConnectorOutput, ShardId, TransferReport
+from penstock.messages.kv_transfer import KVConnectorOutput, ShardId, TransferId, TransferReport, TransferStatus
 from penstock.messages.scheduler_output import SchedulerOutput
 from penstock.simulation.backing import Parts, Site
 from penstock.simulation.oracle import NUM_HEADS, Answers, cache_config
@@ -99,6 +101,7 @@ class ReportFaults:
         self._rng = rng
         self._old = old
         self._held: list[_Held] = []
+        self._reported_last: set[TransferId] = set()
         self.is_active = True
 
     def deliver(self, plan: SchedulerOutput, finished: Outputs) -> Outputs:
@@ -121,7 +124,18 @@ class ReportFaults:
             reports += [old for old in self._old if rng.random() < faults.repeated / 4]
             reports += [report for report in reports if rng.random() < faults.repeated]
         self._old.extend(ended)
+        if self.is_active and faults.contradicted:
+            reports = [each for report in reports for each in self._contradicted(report, max(finished))]
         return {shard: KVConnectorOutput(tuple(each for each in reports if each.shard == shard)) for shard in finished}
+
+    def _contradicted(self, report: TransferReport, last: ShardId) -> Iterator[TransferReport]:
+        """A failure is reported as a success first, while the last rank's report keeps the transfer open."""
+        if report.shard == last:
+            self._reported_last.add(report.transfer_id)
+        elif report.status is TransferStatus.FAILED and report.transfer_id not in self._reported_last:
+            if self._rng.random() < self._faults.contradicted:
+                yield replace(report, status=TransferStatus.DONE, bad_ranges=())
+        yield report
 
 
 class SimEngine:

@@ -23,7 +23,7 @@ from penstock.simulation.setup import TICK_SECONDS, Setup
 from penstock.simulation.sim_engine import ReportFaults, SimEngine, make_site
 from penstock.simulation.trace import Trace, ViolationError
 from penstock.utils.clock import ManualClock
-from penstock.utils.errors import EngineDeadError, RequestError
+from penstock.utils.errors import ConfigError, EngineDeadError, RequestError
 
 _OLD_REPORTS = 24
 _EVERYTHING_EVERY = 16
@@ -79,6 +79,8 @@ class World:
                 self._tick(tick)
                 tick += 1
             self._check_end()
+        except ConfigError:
+            self._count("refused")
         except ViolationError as violation:
             return self._result(tick, str(violation), violation.subjects)
         except AssertionError as error:
@@ -170,6 +172,7 @@ class World:
     def _start(self, name: str) -> None:
         self._lives[name] = self._lives.get(name, 0) + 1
         site = make_site(self._setup, name, self._lives[name], self._topologies[name])
+        self._trace.note(name, f"begins its life {site.life}")
         parts = self._backing.attach(site)
         engine = SimEngine(site, parts, self._setup, self._answers, self._clock, self._rng, self._trace)
         old = self._old_reports.setdefault(name, deque(maxlen=_OLD_REPORTS))
@@ -177,7 +180,6 @@ class World:
         faults.is_active = self._context.has_faults
         engine.devices.deliver = faults.deliver
         self._engines[name] = engine
-        self._trace.note(name, f"begins its life {site.life}")
 
     def _crash(self, name: str, tick: int) -> None:
         """The engine's process dies with all its requests, whose clients try again."""
