@@ -36,6 +36,7 @@ def check_idle(server: ServerProcess) -> None:
     assert call(server.admin_url, "POST", "/check_integrity").json() == {"whole": True}
     # The step that was in flight when the last request was aborted may still be on its way.
     eventually(lambda: call(server.admin_url, "POST", "/reset_prefix_cache").status == 200, 2)
+    assert call(server.admin_url, "POST", "/reset_prefix_cache?reset_external=true").status == 409, "no connector"
 
 
 def is_gone(pid: int) -> bool:

@@ -195,6 +195,7 @@ def test_statistics_and_the_prefix_cache(engine: AsyncLLM, run: Run) -> None:
         await engine.wait_until_idle()
         while not await engine.reset_prefix_cache():
             await asyncio.sleep(0.01)
+        assert not await engine.reset_prefix_cache(reset_connector=True), "there is no connector"
         assert (await last(engine, prompt)).num_cached_tokens == 0
 
     run(use())

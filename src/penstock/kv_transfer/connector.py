@@ -98,7 +98,7 @@ class FinishAction(enum.Enum):
 class SchedulerConnector(Protocol):
     """The scheduler's part. Lifecycle: built with the engine; the methods below in the scheduler's order; `shutdown`.
 
-    Everything is bounded and nothing blocks: whoever has to wait for a disk or a peer has a thread for it.
+    Everything is bounded and nothing blocks: what has to wait for a disk or a peer has a thread of its own.
     """
 
     def on_new_request(self, request: RequestView) -> None:
@@ -125,8 +125,8 @@ class SchedulerConnector(Protocol):
     def on_blocks_complete(self, request: RequestView, block_ids: BlockTable, first: int, end: int) -> None:
         """Blocks [first, end) of the request's table hold final KV of final tokens, a speculator's layers included.
 
-        The table is good during the call only, and blocks before `first` were said before or found in the engine's
-        cache. What the metadata of the next step asks to be read is read before anything of that step is written.
+        Blocks before `first` were reported earlier or found in the engine's cache. The table is valid during the call
+        only. What the next step's metadata asks to be read is read before anything of that step is written.
         """
         ...
 

@@ -66,6 +66,16 @@ def make_worker_connector(context: ConnectorContext, shard: ShardId, setup: Conn
     return _find(context.config).make_worker_connector(context, shard, setup)
 
 
+def import_connector(config: KVTransferConfig) -> None:
+    """Imports the connector and those that it is made of (`children`, where it has such a builder).
+
+    A process must have done so before it decodes their kinds of messages. Raises ConfigError for an unknown connector.
+    """
+    children = getattr(_find(config), "children", None)
+    for child in children(config).values() if children is not None else ():
+        import_connector(child)
+
+
 def _find(config: KVTransferConfig) -> Connector:
     name, path = config.kv_connector, config.kv_connector_module_path
     if path is None and name not in CONNECTORS:

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.config.kv_transfer import parse_kv_transfer_config
+from penstock.config.kv_transfer import KVTransferConfig, parse_kv_transfer_config
 from penstock.kv_transfer.abilities import Abilities
 from penstock.kv_transfer.connector import (
     NO_MATCH,
@@ -71,8 +71,23 @@ class MultiConnector:
     """See the module's docstring."""
 
     @staticmethod
+    def children(config: KVTransferConfig) -> dict[str, KVTransferConfig]:
+        """By name. Raises ConfigError when a child's configuration is invalid, or two have one name."""
+        given = config.kv_connector_extra_config
+        options = read_options("MultiConnector", given, {}, connectors=(_is_list_of_objects, "a list of objects"))
+        shared = {"engine_id": config.engine_id, "kv_role": config.kv_role}
+        configs: dict[str, KVTransferConfig] = {}
+        for child in options["connectors"]:
+            parsed = parse_kv_transfer_config({**shared, **{key: child[key] for key in child if key != "name"}})
+            name = child.get("name", parsed.kv_connector)
+            if not isinstance(name, str) or not name or not name.isprintable() or name in configs:
+                raise ConfigError(f"connectors of MultiConnector need different names of their own, got {name!r}")
+            configs[name] = parsed
+        return configs
+
+    @staticmethod
     def make_scheduler_connector(context: ConnectorContext) -> MultiScheduler:
-        """Raises ConfigError when a child's configuration is invalid, or two have one name."""
+        """Raises ConfigError as `children`."""
         contexts = _contexts_of_children(context)
         return MultiScheduler({name: make_scheduler_connector(child) for name, child in contexts.items()})
 
@@ -86,17 +101,8 @@ class MultiConnector:
 
 
 def _contexts_of_children(context: ConnectorContext) -> dict[str, ConnectorContext]:
-    given = context.config.kv_connector_extra_config
-    options = read_options("MultiConnector", given, {}, connectors=(_is_list_of_objects, "a list of objects"))
-    shared = {"engine_id": context.config.engine_id, "kv_role": context.config.kv_role}
-    contexts: dict[str, ConnectorContext] = {}
-    for child in options["connectors"]:
-        config = parse_kv_transfer_config({**shared, **{key: child[key] for key in child if key != "name"}})
-        name = child.get("name", config.kv_connector)
-        if not isinstance(name, str) or not name or not name.isprintable() or name in contexts:
-            raise ConfigError(f"connectors of MultiConnector need different names of their own, got {name!r}")
-        contexts[name] = msgspec.structs.replace(context, config=config)
-    return contexts
+    configs = MultiConnector.children(context.config)
+    return {name: msgspec.structs.replace(context, config=config) for name, config in configs.items()}
 
 
 def _is_list_of_objects(value: Any) -> bool:

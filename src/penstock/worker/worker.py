@@ -19,7 +19,7 @@ from penstock.config import env
 from penstock.config.engine import EngineArgs, EngineConfig
 from penstock.config.kv_cache_groups import attach_layers, block_bytes, group_layers
 from penstock.kv_transfer.connector import WorkerConnector
-from penstock.kv_transfer.factory import make_worker_connector
+from penstock.kv_transfer.factory import import_connector, make_worker_connector
 from penstock.kv_transfer.null import NullWorkerConnector
 from penstock.messages.kv_cache_spec import KVCacheConfig
 from penstock.messages.kv_transfer import ShardId
@@ -41,6 +41,8 @@ def load_worker(args: EngineArgs, shard: ShardId) -> LoadedWorker:
     """Loads the weights and measures the device. Raises ConfigError when the arguments cannot work here."""
     logging.configure(env.log_level())
     config = make_config(args)
+    if config.kv_transfer is not None:
+        import_connector(config.kv_transfer)
     with compiling_ahead(config) as wait_for_kernels:
         memory = make_parts(torch.device(config.device)).memory
         loaded = load_model(config, memory)

@@ -117,8 +117,9 @@ class _Chunk:
 class Prompt:
     """One request's keys, from the head, with their places. They were last made the youngest at `moment`.
 
-    What is stored of it later is as old as that, never younger: so a tail does not outlive its head, and a completed
-    block costs the same wherever in the prompt it lies. The moment is renewed with the eviction number `refresh_at`.
+    What is stored of it later counts as equally old, never as younger. So a tail does not outlive its head, and the
+    work per completed block does not depend on the prompt's length. The moment is renewed when the tier has evicted
+    `refresh_at` keys in all.
     """
 
     places: dict[OffloadKey, int] = field(default_factory=dict[OffloadKey, int])

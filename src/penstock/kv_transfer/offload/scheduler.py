@@ -292,7 +292,8 @@ class OffloadingScheduler(NullSchedulerConnector):
             if table[index] != NULL_BLOCK
         }
         state.num_offered_blocks = end
-        self._offers.append(_Offer(state.prompt, blocks))
+        if blocks:
+            self._offers.append(_Offer(state.prompt, blocks))
 
     def _take_stores(self) -> tuple[OffloadStore, ...]:
         offers, self._offers = self._offers, []

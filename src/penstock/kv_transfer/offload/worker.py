@@ -25,14 +25,14 @@ from penstock.messages.kv_transfer import (
 )
 from penstock.utils.digest import digest
 
-# A load goes on over several steps where the host copies it itself: so much keeps the other requests waiting for less
-# than a millisecond or two.
+# Where the host itself copies and digests a load, other requests wait meanwhile: so many bytes take some milliseconds,
+# and what is left continues in the following steps.
 _LOAD_BYTES_PER_STEP = 8 << 20
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A store or a load under way. `waiting` are those of a load's blocks that no step has begun to copy."""
+    """A store or a load under way. `waiting` holds those of a load's blocks that no step has begun to copy."""
 
     report: Callable[[], TransferReport]
     transfers: list[Transfer] = field(default_factory=list[Transfer])
