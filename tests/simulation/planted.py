@@ -412,8 +412,8 @@ BUGS = (
         "saves are finalised before the drafter runs",
         "drafts",
         "kv_transfer.kv_step:KVStep.run_sampling",
-        "result = sample_and_draft()\n        self._advance(KVStepState.FINALIZED)\n        self._active.wait_for_save()",
-        "self._advance(KVStepState.FINALIZED)\n        self._active.wait_for_save()\n        result = sample_and_draft()",
+        "sample_and_draft()\n        self._advance(KVStepState.FINALIZED)\n        self._active.wait_for_save()",
+        "None\n        self._active.wait_for_save()\n        result = sample_and_draft()",
     ),
     _bug(
         "the runner counts for itself what the scheduler has counted",

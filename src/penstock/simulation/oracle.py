@@ -247,24 +247,20 @@ class OracleMemory:
 
     def checksum(self, layer: OracleLayer, table: Sequence[int], position: int, before: int) -> int:
         """Of what a query at `position` sees behind it, head by head; continues the checksum `before`."""
+        words = self.words[layer.name]
         for head in self.heads:
             start = layer.first_seen(position)
             while start < position:
-                index, offset = divmod(start, self.block_size)
-                end = min(position, (index + 1) * self.block_size)
-                block = self.head_bytes(layer.name, self._check(table[index]), head)
-                before = crc32(block[offset * WORD_BYTES : (offset + end - start) * WORD_BYTES], before)
+                end = min(position, (start // self.block_size + 1) * self.block_size)
+                word = self._word(table, start, head)
+                before = crc32(words[word : word + end - start], before)
                 start = end
         return before
 
     def _word(self, table: Sequence[int], position: int, head: int) -> int:
         index, offset = divmod(position, self.block_size)
-        row = self._check(table[index]) * len(self.heads) + head - self.heads.start
-        return row * self.block_size + offset
-
-    def _check(self, block_id: int) -> int:
-        assert NULL_BLOCK < block_id < self.config.num_blocks, f"the step reads or writes block {block_id}"
-        return block_id
+        assert NULL_BLOCK < table[index] < self.config.num_blocks, f"the step reads or writes block {table[index]}"
+        return (table[index] * len(self.heads) + head - self.heads.start) * self.block_size + offset
 
     def poison(self, block_ids: Iterable[int]) -> None:
         """Nothing may read what these blocks held."""

@@ -286,7 +286,11 @@ class Devices:
     limits: SchedulerConfig
 
     def __init__(
-        self, config: RankConfig, answers: Answers, rng: random.Random, take_fresh: Callable[[], tuple[int, ...]]
+        self,
+        config: RankConfig,
+        answers: Answers,
+        rng: random.Random,
+        take_fresh: Callable[[], tuple[int, ...]] = tuple,
     ) -> None:
         self.config = config
         self.answers = answers
@@ -380,8 +384,9 @@ class Devices:
         for kernel in step.kernels[stage]:
             kernel()
         for rank in self._stage(stage):
-            is_whole = step.drafts_read[rank.shard] == rank.draft_words(step)
-            assert is_whole, f"rank {rank.shard} writes the drafter's KV behind wait_for_save"
+            # Warm-up steps do not reach the connector.
+            is_final = step.plans[rank.shard].is_warm_up or step.drafts_read[rank.shard] == rank.draft_words(step)
+            assert is_final, f"rank {rank.shard} writes the drafter's KV behind wait_for_save"
         step.num_computed += 1
         if step.num_computed == self.config.pp:
             step.delivered = self.deliver(step.plans[0, 0], step.finished)

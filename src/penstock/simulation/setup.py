@@ -16,8 +16,8 @@ class Faults:
     """Probabilities per transfer, per report, per tick. They end with tick `Setup.fault_ticks`.
 
     `slow` transfers take up to `max_delay` seconds, the others a few milliseconds. `late` reports come some steps
-    later, `repeated` ones again, `contradicted` failures of a rank behind its success, `crash` ends an engine, `worker_error` lets a rank raise, `store_restart` ends the
-    store.
+    later, `repeated` ones again; before `contradicted` failures of a rank comes its success. `crash` ends an engine,
+    `worker_error` lets a rank raise, `store_restart` ends the store.
     """
 
     drop: float = 0.0

@@ -125,16 +125,16 @@ class ReportFaults:
             reports += [report for report in reports if rng.random() < faults.repeated]
         self._old.extend(ended)
         if self.is_active and faults.contradicted:
-            reports = [each for report in reports for each in self._contradicted(report, max(finished))]
+            reports = [each for report in reports for each in self._contradict(report, max(finished))]
         return {shard: KVConnectorOutput(tuple(each for each in reports if each.shard == shard)) for shard in finished}
 
-    def _contradicted(self, report: TransferReport, last: ShardId) -> Iterator[TransferReport]:
-        """A failure is reported as a success first, while the last rank's report keeps the transfer open."""
+    def _contradict(self, report: TransferReport, last: ShardId) -> Iterator[TransferReport]:
+        """Lets a success come before a failure, while the report of the last rank keeps the transfer open."""
+        is_open = report.shard != last and report.transfer_id not in self._reported_last
         if report.shard == last:
             self._reported_last.add(report.transfer_id)
-        elif report.status is TransferStatus.FAILED and report.transfer_id not in self._reported_last:
-            if self._rng.random() < self._faults.contradicted:
-                yield replace(report, status=TransferStatus.DONE, bad_ranges=())
+        if is_open and report.status is TransferStatus.FAILED and self._rng.random() < self._faults.contradicted:
+            yield replace(report, status=TransferStatus.DONE, bad_ranges=())
         yield report
 
 
