@@ -13,7 +13,6 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
 
 from penstock import LLM
@@ -22,12 +21,14 @@ from penstock.core.kv_cache_manager import KVCacheManager
 from penstock.core.scheduler import Scheduler
 from penstock.engine.core_messages import CODEC
 from penstock.engine.engine_core import EngineCore
+from penstock.executor.executor import Answered, Executor, Pending
 from penstock.messages.kv_cache_spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from penstock.messages.requests import EngineRequest
 from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.messages.sampling_params import SamplingParams
 from penstock.messages.scheduler_output import GrammarOutput, SchedulerOutput
 from penstock.utils.wire import FrameReader
+from penstock.worker.messages import InitializeWorker, WorkerFacts, WorkerReady
 
 BLOCK_SIZE = 16
 PROMPT_LEN = 128
@@ -37,23 +38,33 @@ STEPS_PER_ROUND = 2 * BLOCK_SIZE
 TOKEN_ID = 300
 
 
-class InstantExecutor:
-    """Every request gets the same token. As long as the requests stay the same, so does the result."""
+class InstantWorker:
+    """A rank (`WorkerHandle`) of which every request gets the same token, at once. As long as the requests stay the
+    same, so does the answer.
+    """
 
     def __init__(self) -> None:
         self._plan = SchedulerOutput(step=0)
-        self._result = ModelRunnerOutput()
+        self._answer = Answered(ModelRunnerOutput())
+
+    def load(self) -> Pending[WorkerFacts]:
+        raise AssertionError("there is nothing to load")
+
+    def initialize(self, plan: InitializeWorker) -> Pending[WorkerReady]:
+        raise AssertionError("there is nothing to allocate")
 
     def execute_model(self, plan: SchedulerOutput) -> None:
         self._plan = plan
 
-    def sample_tokens(self, grammars: GrammarOutput) -> Future[ModelRunnerOutput]:
-        if self._plan.num_scheduled_tokens.keys() != self._result.sampled_token_ids.keys():
+    def sample_tokens(self, grammars: GrammarOutput | None) -> Pending[ModelRunnerOutput]:
+        if self._plan.num_scheduled_tokens.keys() != self._answer.result().sampled_token_ids.keys():
             tokens = dict.fromkeys(self._plan.num_scheduled_tokens, (TOKEN_ID,))
-            self._result = ModelRunnerOutput(sampled_token_ids=tokens)
-        future: Future[ModelRunnerOutput] = Future()
-        future.set_result(self._result)
-        return future
+            self._answer = Answered(ModelRunnerOutput(sampled_token_ids=tokens))
+        return self._answer
+
+    def watch(self, on_death: Callable[[], None]) -> None: ...
+
+    def check(self) -> None: ...
 
     def shutdown(self) -> None: ...
 
@@ -68,7 +79,7 @@ def make_core(depth: int, batch: int, max_tokens: int) -> EngineCore:
         max_num_in_flight=depth,
     )
     kv = KVCacheManager(KVCacheConfig(num_blocks, BLOCK_SIZE, (group,)), enable_prefix_caching=True)
-    core = EngineCore(Scheduler(config, kv), InstantExecutor(), depth)
+    core = EngineCore(Scheduler(config, kv), Executor([InstantWorker()]), depth)
     params = SamplingParams(temperature=0.0, ignore_eos=True)
     for number in range(batch):
         prompt = tuple(range(number, number + PROMPT_LEN))
@@ -121,7 +132,7 @@ def offline(num_rounds: int) -> None:
     for batch in BATCHES:
         num_blocks = 2 + batch * (num_steps // BLOCK_SIZE + 2)
         llm = LLM(device="cpu", async_scheduling=True, max_num_seqs=batch, num_gpu_blocks_override=num_blocks)
-        llm._core._executor = InstantExecutor()
+        llm._core._executor = Executor([InstantWorker()])
         prompts = [{"prompt_token_ids": [TOKEN_ID]}] * batch
         for name, detokenize in (("token ids", False), ("text", True)):
             params = SamplingParams(temperature=0.0, max_tokens=num_steps, ignore_eos=True, detokenize=detokenize)

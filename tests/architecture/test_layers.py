@@ -39,7 +39,7 @@ ALLOWED = {
     },
     "frontend": {"engine", "tokenizer", "grammar", "metrics", "config", "messages", "utils"},
     "verify": {"frontend", "engine", "worker", "core", "models", "config", "messages", "utils"},
-    "simulation": {"engine", "runner", "core", "kv_transfer", "config", "messages", "utils"},
+    "simulation": {"engine", "executor", "worker", "runner", "core", "kv_transfer", "config", "messages", "utils"},
     "server": {"frontend", "tokenizer", "metrics", "config", "messages", "utils"},
     "loadgen": {"messages", "utils"},
     "cli": {
@@ -70,7 +70,7 @@ WITHOUT_TORCH = (
 )
 
 # Modules outside of those folders that the simulation drives.
-MODULES_WITHOUT_TORCH = ("runner.rows", "runner.host_batch")
+MODULES_WITHOUT_TORCH = ("runner.rows", "runner.host_batch", "executor.executor", "executor.wire", "worker.messages")
 
 # Models may build on one another only through these bases.
 MODEL_BASES = {"interface", "weights", "parts", "decoder"}

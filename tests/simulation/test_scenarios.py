@@ -44,6 +44,7 @@ HAPPENS = {
     "worker_error": {"crashes"},
     "store_restart": {"restarts_of_backing"},
     "other_split": {"loaded_tokens", "accepted_drafts"},
+    "stages_refused": {"refused", "loaded_tokens"},
     "sliding_windows": {"loaded_tokens", "failed_loads"},
     "offload_hungry": {"preemptions", "loaded_tokens"},
     "layerwise_loads": {"loaded_tokens", "failed_loads", "accepted_drafts"},

@@ -78,9 +78,9 @@ def test_replaying_the_events_of_a_storm_gives_what_is_held(windows: tuple[int, 
     for seed in range(25):
         rng = random.Random(f"{seed} {windows} {depth}")
         mirror = Mirror()
-        core = make_core(rng, windows, depth, drafts=rng.choice([0, 3]), publisher=mirror)
+        core, devices = make_core(rng, windows, depth, drafts=rng.choice([0, 3]), publisher=mirror)
         mirror.core = core
-        run_storm(rng, core, windows)
+        run_storm(rng, core, devices)
         mirror.compare()
         num_stored += mirror.num_stored
         num_removed += mirror.num_removed

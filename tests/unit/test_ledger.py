@@ -40,6 +40,20 @@ def test_as_many_reports_as_shards_are_not_enough() -> None:
     assert (ledger.num_duplicates, ledger.num_unknown) == (1, 2)
 
 
+@pytest.mark.parametrize("order", [(DONE, FAILED), (FAILED, DONE)])
+def test_a_shard_that_contradicts_itself_has_failed(order: tuple[TransferStatus, TransferStatus]) -> None:
+    ledger = TransferLedger()
+    ledger.open("t", SHARDS)
+    bad = BadRange(0, 16, 32)
+    for status in order:
+        assert ledger.apply(report((0, 0), status, *([bad] if status is FAILED else []))) == ()
+    assert ledger.apply(report((0, 1))) == (), "a contradiction completes nothing"
+    first, *others = ledger.apply(report((1, 0)))
+    assert (first.status, first.bad_ranges) == (FAILED, (bad,))
+    assert [each.status for each in others] == [DONE, DONE]
+    assert ledger.num_duplicates == 1
+
+
 def test_a_name_is_used_once() -> None:
     ledger = TransferLedger()
     ledger.open("t", SHARDS)

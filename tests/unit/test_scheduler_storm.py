@@ -1,4 +1,4 @@
-"""Random traffic on the scheduler with the oracle runner: whatever is preempted, aborted, shared or in flight,
+"""Random traffic on the scheduler over a simulated rank: whatever is preempted, aborted, shared or in flight,
 every request gets the tokens that its prompt alone decides, and at idle every block is back.
 """
 
@@ -15,11 +15,14 @@ from penstock.core.kv_events import NullKVEventRecorder, StepKVEventRecorder
 from penstock.core.scheduler import Scheduler
 from penstock.engine.engine_core import EngineCore
 from penstock.kv_transfer.events import EventPublisher
-from penstock.messages.kv_cache_spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
+from penstock.kv_transfer.null import NullWorkerConnector
 from penstock.messages.outputs import FinishReason
 from penstock.messages.requests import EngineRequest
 from penstock.messages.sampling_params import SamplingParams
-from tests.unit.oracle import VOCAB_SIZE, OracleRunner, expected_tokens
+from penstock.simulation.oracle import NUM_HEADS, VOCAB_SIZE, Answers, cache_config, make_layers
+from penstock.simulation.ranks import Devices, RankConfig
+from penstock.simulation.sim_engine import make_executor
+from penstock.worker.messages import InitializeWorker
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 80
@@ -27,11 +30,8 @@ MAX_MODEL_LEN = 80
 
 def make_core(
     rng: random.Random, windows: tuple[int, ...], depth: int, drafts: int = 0, publisher: EventPublisher | None = None
-) -> EngineCore:
-    groups = tuple(
-        KVCacheGroup((f"layer.{i}",), KVCacheSpec.keys_and_values(1, 1, "float32", window))
-        for i, window in enumerate(windows)
-    )
+) -> tuple[EngineCore, Devices]:
+    layers = make_layers(windows, 1, has_drafter=drafts > 0 and rng.random() < 0.5)
     config = SchedulerConfig(
         max_num_batched_tokens=rng.choice([3, 8, 33, 200]),
         max_num_seqs=rng.choice([4, 20]),
@@ -39,33 +39,34 @@ def make_core(
         policy=rng.choice(["fcfs", "priority"]),
         max_num_in_flight=depth,
         drafts=((2, drafts), (rng.choice([3, 100]), max(0, drafts - 1))) if drafts else (),
-        num_lookahead_tokens=rng.choice([0, drafts]),
+        num_lookahead_tokens=drafts if any(layer.is_draft for layer in layers) else 0,
     )
     # The smallest pool is what planning says one request needs: less would be refused at start.
     in_flight = depth * config.max_num_batched_tokens + config.num_lookahead_tokens
+    groups = cache_config(layers, 2, BLOCK_SIZE, NUM_HEADS).groups
     smallest = 1 + blocks_for_one_request(groups, BLOCK_SIZE, MAX_MODEL_LEN, in_flight)
-    cache = KVCacheConfig(smallest + rng.choice([0, 0, 3, 40]), BLOCK_SIZE, groups)
+    cache = cache_config(layers, smallest + rng.choice([0, 0, 3, 40]), BLOCK_SIZE, NUM_HEADS)
     recorder = StepKVEventRecorder(cache) if publisher else NullKVEventRecorder()
     kv = KVCacheManager(cache, rng.random() < 0.7, recorder)
     scheduler = Scheduler(config, kv)
-    runner = OracleRunner(
-        cache.num_blocks,
-        BLOCK_SIZE,
-        windows,
+    ranks = RankConfig(
+        layers=layers,
         acceptance=rng.choice([0.0, 0.5, 0.9, 1.0]),
-        num_lookahead=config.num_lookahead_tokens,
-        max_model_len=MAX_MODEL_LEN,
-        max_drafts_in_flight=drafts * (depth - 1),
         tells_gaps=rng.random() < 0.5,
-        rng=rng,
+        runs_ahead=rng.random() < 0.5,
     )
-    return EngineCore(scheduler, runner, depth, publisher, debug=True)
+    devices = Devices(ranks, Answers(layers), rng)
+    executor = make_executor(devices, {(0, 0): NullWorkerConnector()})
+    executor.load()
+    executor.initialize(InitializeWorker(cache=cache, limits=config))
+    return EngineCore(scheduler, executor, depth, publisher, debug=True), devices
 
 
-def make_request(rng: random.Random, number: int, stems: list[list[int]]) -> EngineRequest:
+def make_request(rng: random.Random, number: int, stems: list[list[int]], answers: Answers) -> EngineRequest:
     stem = rng.choice(stems)[: rng.randrange(0, 40)]
     prompt = (stem + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, 20))])[:60]
     max_tokens = rng.randrange(1, MAX_MODEL_LEN - len(prompt))
+    output = answers.of(tuple(prompt)).output(max_tokens)
     return EngineRequest(
         request_id=f"r{number % 40}" if rng.random() < 0.1 else f"u{number}",
         prompt_token_ids=tuple(prompt),
@@ -74,14 +75,14 @@ def make_request(rng: random.Random, number: int, stems: list[list[int]]) -> Eng
         ),
         max_tokens=max_tokens,
         seed=0,
-        stop_token_ids=frozenset([rng.randrange(VOCAB_SIZE)]) if rng.random() < 0.3 else frozenset(),
+        stop_token_ids=frozenset([rng.choice(output)]) if rng.random() < 0.3 else frozenset(),
         priority=rng.randrange(3),
         cache_salt=rng.choice([None, None, "a", "b"]),
     )
 
 
-def expected(request: EngineRequest, window: int) -> list[int]:
-    tokens = expected_tokens(list(request.prompt_token_ids), request.max_tokens, window)
+def expected(request: EngineRequest, answers: Answers) -> list[int]:
+    tokens = answers.of(request.prompt_token_ids).output(request.max_tokens)
     stops = [i for i, token in enumerate(tokens) if token in request.stop_token_ids]
     return tokens[: stops[0] + 1] if stops else tokens
 
@@ -90,10 +91,10 @@ def expected(request: EngineRequest, window: int) -> list[int]:
 @pytest.mark.parametrize("windows", [(0,), (6,), (0, 9)], ids=["full", "sliding", "hybrid"])
 def test_storm(windows: tuple[int, ...], depth: int) -> None:
     preemptions = hits = 0
-    for seed in range(40):
+    for seed in range(20):
         rng = random.Random(f"{seed} {windows} {depth}")
-        core = make_core(rng, windows, depth)
-        run_storm(rng, core, windows)
+        core, devices = make_core(rng, windows, depth)
+        run_storm(rng, core, devices)
         stats = core.stats()
         preemptions += stats.num_preemptions
         hits += stats.prefix_cache_hits
@@ -106,30 +107,30 @@ def test_storm(windows: tuple[int, ...], depth: int) -> None:
 @pytest.mark.parametrize("windows", [(0,), (0, 9)], ids=["full", "hybrid"])
 def test_storm_with_drafts(windows: tuple[int, ...], depth: int, drafts: int) -> None:
     preemptions = num_draft_tokens = num_accepted = ahead = num_steps = 0
-    for seed in range(20):
+    for seed in range(10):
         rng = random.Random(f"{seed} {windows} {depth} {drafts}")
-        core = make_core(rng, windows, depth, drafts)
-        num_steps += run_storm(rng, core, windows)
+        core, devices = make_core(rng, windows, depth, drafts)
+        num_steps += run_storm(rng, core, devices)
         stats = core.stats()
         preemptions += stats.num_preemptions
         num_draft_tokens += stats.speculation.num_draft_tokens
         num_accepted += stats.speculation.num_accepted_tokens
-        ahead = max(ahead, core._executor.max_ahead)
+        ahead = max(ahead, devices.max_ahead)
     assert num_steps > 1000
     assert preemptions > 10
     assert 100 < num_accepted < num_draft_tokens
     assert ahead == 0 if depth == 1 else ahead > 0, "rejections were meant to happen behind the scheduler's back"
 
 
-def run_storm(rng: random.Random, core: EngineCore, windows: tuple[int, ...]) -> int:
-    """Runs 25 requests to their ends; returns how many steps it took. The oracle checks the counts at each of them."""
+def run_storm(rng: random.Random, core: EngineCore, devices: Devices) -> int:
+    """Runs 25 requests to their ends; returns how many steps it took. The rank checks the counts at each of them."""
     stems = [[rng.randrange(VOCAB_SIZE) for _ in range(40)] for _ in range(3)]
     live: dict[str, tuple[EngineRequest, list[int]]] = {}
     num_added, num_left, num_steps = 0, 25, 0
     while num_steps < 5000:
         num_steps += 1
         if num_left and rng.random() < 0.3:
-            request = make_request(rng, num_added, stems)
+            request = make_request(rng, num_added, stems, devices.answers)
             num_added += 1
             if request.request_id not in live:
                 core.add_request(request)
@@ -144,12 +145,13 @@ def run_storm(rng: random.Random, core: EngineCore, windows: tuple[int, ...]) ->
             request, tokens = live[output.request_id]
             tokens.extend(output.new_token_ids)
             if output.finish_reason is not None:
-                assert tokens == expected(request, windows[-1])
+                assert tokens == expected(request, devices.answers)
                 del live[output.request_id]
         if not live and not num_left:
             break
     assert not live, f"{len(live)} requests never ended"
-    while core.has_work:
+    while core.has_work or core.has_rows_to_free:
         core.step()
+    assert not devices.ranks[0, 0].rows, "rows were left behind"
     core.check_integrity()
     return num_steps

@@ -9,7 +9,7 @@ of a worker does too, and is also told to whoever watches while no step runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from msgspec.structs import replace
 
@@ -20,6 +20,7 @@ from penstock.messages.scheduler_output import GrammarOutput, SchedulerOutput
 from penstock.worker.messages import InitializeWorker, WorkerFacts, WorkerReady
 
 _Value = TypeVar("_Value", covariant=True)
+_Answer = TypeVar("_Answer")
 
 
 class Pending(Protocol[_Value]):
@@ -28,6 +29,16 @@ class Pending(Protocol[_Value]):
     def result(self) -> _Value:
         """Waits for the answer, once. Raises what went wrong instead of it."""
         ...
+
+
+class Answered(Generic[_Answer]):
+    """An answer that is there (`Pending`)."""
+
+    def __init__(self, value: _Answer) -> None:
+        self._value = value
+
+    def result(self) -> _Answer:
+        return self._value
 
 
 class WorkerHandle(Protocol):

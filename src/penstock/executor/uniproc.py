@@ -8,34 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Protocol
 
 from penstock.config import env
 from penstock.config.engine import EngineArgs
-from penstock.executor.executor import Pending, WorkerHandle
+from penstock.executor.executor import Answered, Pending, WorkerHandle
+from penstock.executor.wire import OverTheWire
 from penstock.messages.kv_transfer import ShardId
 from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.messages.scheduler_output import GrammarOutput, SchedulerOutput
-from penstock.worker.messages import CODEC, InitializeWorker, SampleTokens, WorkerFacts, WorkerReady
+from penstock.worker.messages import InitializeWorker, WorkerFacts, WorkerReady
 from penstock.worker.worker import LoadedWorker, Worker, load_worker
-
-_Value = TypeVar("_Value")
 
 
 def make_local_worker(args: EngineArgs, shard: ShardId) -> WorkerHandle:
     """In debug mode every message is encoded and decoded on its way, as it would be between processes."""
     worker = LocalWorker(args, shard)
     return OverTheWire(worker) if env.debug() else worker
-
-
-class Answered(Generic[_Value]):
-    """An answer that is there (`Pending`)."""
-
-    def __init__(self, value: _Value) -> None:
-        self._value = value
-
-    def result(self) -> _Value:
-        return self._value
 
 
 class LocalWorker:
@@ -155,39 +144,3 @@ class LaunchedSteps:
 
     def shutdown(self) -> None:
         self._worker.shutdown()
-
-
-class OverTheWire:
-    """Sends every message to a worker, and every answer back, through the codec (`WorkerHandle`)."""
-
-    def __init__(self, worker: WorkerHandle) -> None:
-        self._worker = worker
-
-    def load(self) -> Pending[WorkerFacts]:
-        return _Decoded(self._worker.load())
-
-    def initialize(self, plan: InitializeWorker) -> Pending[WorkerReady]:
-        return _Decoded(self._worker.initialize(CODEC.copy(plan)))
-
-    def execute_model(self, plan: SchedulerOutput) -> None:
-        self._worker.execute_model(CODEC.copy(plan))
-
-    def sample_tokens(self, grammars: GrammarOutput | None) -> Pending[ModelRunnerOutput]:
-        return _Decoded(self._worker.sample_tokens(CODEC.copy(SampleTokens(grammars)).grammars))
-
-    def watch(self, on_death: Callable[[], None]) -> None:
-        self._worker.watch(on_death)
-
-    def check(self) -> None:
-        self._worker.check()
-
-    def shutdown(self) -> None:
-        self._worker.shutdown()
-
-
-class _Decoded:
-    def __init__(self, pending: Pending[Any]) -> None:
-        self._pending = pending
-
-    def result(self) -> Any:
-        return CODEC.copy(self._pending.result())

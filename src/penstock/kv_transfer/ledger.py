@@ -18,7 +18,7 @@ class TransferLedger:
     """Knows every transfer from `open` to the report of its last expected shard.
 
     Reports may come in any order, twice, late, or about a transfer that nobody knows: those are counted and have no
-    other effect.
+    other effect. Where a shard contradicts itself while the transfer is open, its failure counts.
     """
 
     def __init__(self) -> None:
@@ -46,6 +46,8 @@ class TransferLedger:
             return ()
         if report.shard in entry.reports:
             self.num_duplicates += 1
+            if report.status is TransferStatus.FAILED and entry.reports[report.shard].status is TransferStatus.DONE:
+                entry.reports[report.shard] = report
             return ()
         entry.reports[report.shard] = report
         if len(entry.reports) < len(entry.expected):

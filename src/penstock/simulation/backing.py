@@ -13,10 +13,9 @@ from penstock.kv_transfer.transports.base import Operation
 from penstock.kv_transfer.transports.memory import Fault, FaultKind, MemoryFabric, MemoryTransport
 from penstock.messages.kv_cache_spec import KVCacheConfig
 from penstock.messages.kv_transfer import ShardId
-from penstock.simulation.oracle import OracleLayer
 from penstock.simulation.ranks import RankConfig
 from penstock.simulation.setup import Setup
-from penstock.simulation.store import BlockStore, Entry, Part, StorePolicy, StoreScheduler
+from penstock.simulation.store import BlockStore, Entry, StorePolicy, StoreScheduler
 from penstock.simulation.store_worker import LayerwiseStoreWorker, StoreWorker
 from penstock.utils.clock import ManualClock
 
@@ -103,7 +102,8 @@ class NoBacking:
 class StoreBacking:
     """The block store of `simulation/store.py`, which all engines share."""
 
-    def __init__(self, world: BackingContext) -> None:
+    def __init__(self, world: BackingContext, make_scheduler: type[StoreScheduler] = StoreScheduler) -> None:
+        self._make_scheduler = make_scheduler
         setup = world.setup
         self._setup = setup
         self._clock = world.clock
@@ -118,20 +118,18 @@ class StoreBacking:
         setup, ranks = self._setup, site.ranks
         workers: dict[ShardId, StoreWorker] = {}
         make_worker = LayerwiseStoreWorker if setup.layerwise else StoreWorker
-        shards: dict[ShardId, tuple[MemoryTransport, list[Part]]] = {}
+        endpoints: dict[ShardId, MemoryTransport] = {}
         for shard in ranks.shards:
-            transport = self._fabric.endpoint(f"{site.name}-{shard[0]}.{shard[1]}")
-            layers, heads = ranks.layers_of(shard[0]), ranks.heads_of(shard[1])
-            shards[shard] = transport, [(name, head) for name in _in_order(layers) for head in heads]
+            transport = endpoints[shard] = self._fabric.endpoint(f"{site.name}-{shard[0]}.{shard[1]}")
             workers[shard] = make_worker(shard, transport, self._store, self._clock, setup.patience, setup.num_staging)
         self._workers[site.name] = list(workers.values())
-        self._endpoints[site.name] = [transport for transport, _ in shards.values()]
+        self._endpoints[site.name] = list(endpoints.values())
         self._strides[site.name] = self._store.part_bytes * len(ranks.heads_of(0))
         policy = StorePolicy(
             sync_share=setup.sync_share, direct_saves=setup.direct_saves, lookup_seconds=setup.lookup_seconds
         )
         life = f"{site.name}.{site.life}"
-        return Parts(StoreScheduler(self._store, site.cache, shards, policy, self._clock, life), workers)
+        return Parts(self._make_scheduler(self._store, site.cache, endpoints, policy, self._clock, life), workers)
 
     def crash(self, name: str) -> None:
         for transport in self._endpoints.pop(name):
@@ -164,11 +162,6 @@ class StoreBacking:
         for workers in self._workers.values():
             for worker in workers:
                 worker.check_idle()
-
-
-def _in_order(layers: tuple[OracleLayer, ...]) -> list[str]:
-    """Layer names as a cache lists them: group by group, a group's draft layers behind the others."""
-    return [layer.name for layer in sorted(layers, key=lambda layer: (layer.group, layer.is_draft))]
 
 
 class BackingContext:

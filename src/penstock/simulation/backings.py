@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 from penstock.kv_transfer.multi import MultiScheduler, MultiWorker
 from penstock.simulation.backing import Backing, BackingContext, NoBacking, Parts, Site, StoreBacking, Touch
+from penstock.simulation.store import StagelessStoreScheduler
 from penstock.simulation.tiers import OffloadBacking
 
 
@@ -50,6 +51,7 @@ class SeveralBackings:
 BACKINGS: dict[str, Callable[[BackingContext], Backing]] = {
     "none": lambda context: NoBacking(),
     "store": StoreBacking,
+    "stageless_store": lambda context: StoreBacking(context, StagelessStoreScheduler),
     "tiers": OffloadBacking,
     "several": SeveralBackings,
 }

@@ -9,6 +9,7 @@ from penstock.messages.outputs import EngineOutput, FinishReason
 from penstock.messages.requests import EngineRequest
 from penstock.messages.sampling_params import SamplingParams
 from penstock.simulation.oracle import VOCAB_SIZE, Answer, Answers
+from penstock.simulation.ranks import FOREIGN_KV
 from penstock.simulation.setup import Setup
 from penstock.simulation.trace import ViolationError
 
@@ -29,6 +30,8 @@ class LiveRequest:
     def take(self, output: EngineOutput, policy: str) -> None:
         """Checks what the engine has delivered. Raises ViolationError for a wrong token, end or error."""
         name = self.request.request_id
+        if FOREIGN_KV in output.new_token_ids:
+            raise ViolationError(f"{name} was drafted for from KV that is not its own", name)
         self.received += output.new_token_ids
         if self.received != self.expected[: len(self.received)]:
             at = next(i for i, token in enumerate(self.received) if [token] != self.expected[i : i + 1])

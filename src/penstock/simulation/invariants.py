@@ -17,16 +17,18 @@ from penstock.simulation.trace import ViolationError, block_name
 class Contents:
     """What a published block must hold, by its hash: from the prompts, with hashes worked out here again."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: int, num_tokens_ahead: int) -> None:
         self._block_size = block_size
+        self._num_tokens_ahead = num_tokens_ahead
         self._known: dict[bytes, tuple[Answer, int]] = {}
 
     def add(self, answer: Answer, cache_salt: str | None, max_tokens: int) -> None:
         """All blocks that a request may fill."""
         tokens = answer.token_ids[: answer.num_prompt_tokens] + answer.output(max_tokens)
         parent = hashlib.sha256(b"penstock block chain\0" + (cache_salt or "").encode()).digest()
-        for index in range(len(tokens) // self._block_size):
-            part = tokens[index * self._block_size : (index + 1) * self._block_size]
+        size, ahead = self._block_size, self._num_tokens_ahead
+        for index in range((len(tokens) - ahead) // size):
+            part = tokens[index * size : (index + 1) * size + ahead]
             parent = hashlib.sha256(parent + array("q", part).tobytes()).digest()
             self._known.setdefault(parent, (answer, index))
 
@@ -70,20 +72,20 @@ def check_counts(engine: SimEngine) -> None:
         slots = len(engine.kv.block_ids(request)[0]) * engine.kv.block_size
         if request.num_computed_tokens > slots:
             raise ViolationError(f"{name} counts {request.num_computed_tokens} tokens in {slots} slots", name)
-        row = engine.executor.rows.get(name)
-        if row is None or not engine.executor.is_idle or row.answer.num_prompt_tokens != request.num_prompt_tokens:
-            continue
-        exact, processed = row.num_computed, request.num_processed_tokens
-        if not processed <= exact <= request.num_computed_tokens:
-            counts = f"{processed} <= {exact} <= {request.num_computed_tokens}"
-            raise ViolationError(f"{name} has computed counts that disagree: {counts}", name)
+        rows = [row for rank in engine.devices.ranks.values() for row in rank.rows.values() if row.request_id == name]
+        for row in rows if engine.devices.is_idle else ():
+            exact, processed = row.num_computed, request.num_processed_tokens
+            is_same = row.answer.num_prompt_tokens == request.num_prompt_tokens
+            if is_same and not processed <= exact <= request.num_computed_tokens:
+                counts = f"{processed} <= {exact} <= {request.num_computed_tokens}"
+                raise ViolationError(f"{name} has computed counts that disagree: {counts}", name)
 
 
 def check_published(engine: SimEngine, contents: Contents, blocks: Iterable[tuple[int, tuple[int, bytes]]]) -> None:
     """What can be found in the prefix cache is, in every layer of every rank, what the prompt leads to."""
     for block_id, (group, block_hash) in blocks:
         name = block_name(engine.name, block_id)
-        for rank in engine.executor.ranks.values():
+        for rank in engine.devices.ranks.values():
             for layer_name in rank.memory.layer_names(group):
                 for head in rank.heads:
                     right = contents.find(group, block_hash, layer_name, head)
@@ -99,8 +101,10 @@ def check_idle(engine: SimEngine) -> None:
     if pool.num_available != pool.num_usable:
         missing = [block_name(engine.name, i) for i in range(1, pool.num_usable + 1) if not pool.is_available(i)]
         raise ViolationError(f"{engine.name} is idle and misses {len(missing)} blocks", *missing)
-    if engine.executor.rows:
-        raise ViolationError(f"{engine.name} is idle and has rows", *engine.executor.rows)
+    for rank in engine.devices.ranks.values():
+        if rank.rows:
+            names = [row.request_id for row in rank.rows.values()]
+            raise ViolationError(f"{engine.name} is idle and rank {rank.shard} has rows", *names)
     if engine.scheduler.has_transfers:
         raise ViolationError(f"{engine.name} is idle and its connector is not")
     engine.core.check_integrity()

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from zlib import crc32
 
 from penstock.kv_transfer.view import Place, Take, Transfer, read_now, write_now
-from penstock.messages.kv_cache_spec import AttachedLayer, KVCacheConfig, KVCacheGroup, KVCacheSpec
+from penstock.messages.kv_cache_spec import NULL_BLOCK, AttachedLayer, KVCacheConfig, KVCacheGroup, KVCacheSpec
 from penstock.messages.kv_layout import KVLayout, LayerLayout, MemoryRegion
 from penstock.messages.kv_transfer import ShardId
 
@@ -51,6 +51,11 @@ class OracleLayer:
     window: int
     is_draft: bool = False
 
+    @property
+    def num_tokens_ahead(self) -> int:
+        """A drafter's slot depends on the token behind it too, as where several tokens are predicted at once."""
+        return int(self.is_draft)
+
     def first_seen(self, position: int) -> int:
         """The first slot that decides the token at `position`."""
         return max(0, position - self.window) if self.window else 0
@@ -81,7 +86,11 @@ def cache_config(layers: Sequence[OracleLayer], num_blocks: int, block_size: int
         num_blocks,
         block_size,
         tuple(KVCacheGroup(tuple(each.name for each in of), spec(of[0].window)) for _, of in sorted(groups.items())),
-        tuple(AttachedLayer(each.name, spec(each.window), each.group) for each in layers if each.is_draft),
+        tuple(
+            AttachedLayer(each.name, spec(each.window), each.group, each.num_tokens_ahead)
+            for each in layers
+            if each.is_draft
+        ),
     )
 
 
@@ -105,7 +114,7 @@ class Answer:
 
     def slots(self, layer_name: str, head: int, start: int, end: int) -> bytes:
         """What the slots [start, end) must hold."""
-        self._extend(end)
+        self._extend(end + 1)
         return self._chain(layer_name, head, end)[start:end].tobytes()
 
     def draft_checksum(self, layer: OracleLayer, position: int) -> int:
@@ -126,10 +135,12 @@ class Answer:
 
     def _chain(self, layer_name: str, head: int, length: int) -> array[int]:
         chain = self.chains.setdefault((layer_name, head), array("I"))
-        salt = layer_salts(layer_name)[head] if len(chain) < length else 0
-        for position in range(len(chain), length):
-            before = chain[position - 1] if position else 0
-            chain.append(slot_digest(self.token_ids[position], position, salt, before))
+        if len(chain) < length:
+            salt = layer_salts(layer_name)[head]
+            ahead = next(layer.num_tokens_ahead for layer in self.layers if layer.name == layer_name)
+            for position in range(len(chain), length):
+                before = chain[position - 1] if position else 0
+                chain.append(slot_digest(self.token_ids[position + ahead], position, salt, before))
         return chain
 
 
@@ -217,6 +228,39 @@ class OracleMemory:
         """One head of a block of a layer, [block_size] words."""
         start = block_id * self.stride + (head - self.heads.start) * self.block_size * WORD_BYTES
         return memoryview(self.regions[layer_name])[start : start + self.block_size * WORD_BYTES]
+
+    def write(self, layer: OracleLayer, table: Sequence[int], start: int, tokens: Sequence[int]) -> None:
+        """Computes the slots of tokens from position `start` on, each from the slot before it, as memory has it."""
+        words = self.words[layer.name]
+        salts = layer_salts(layer.name)
+        for head in self.heads:
+            salt = salts[head]
+            before = words[self._word(table, start - 1, head)] if start else 0
+            for position, token in enumerate(tokens, start):
+                before = slot_digest(token, position, salt, before)
+                words[self._word(table, position, head)] = before
+
+    def read(self, layer: OracleLayer, table: Sequence[int], start: int, end: int) -> list[int]:
+        """What the slots [start, end) hold, head by head."""
+        words = self.words[layer.name]
+        return [words[self._word(table, position, head)] for head in self.heads for position in range(start, end)]
+
+    def checksum(self, layer: OracleLayer, table: Sequence[int], position: int, before: int) -> int:
+        """Of what a query at `position` sees behind it, head by head; continues the checksum `before`."""
+        words = self.words[layer.name]
+        for head in self.heads:
+            start = layer.first_seen(position)
+            while start < position:
+                end = min(position, (start // self.block_size + 1) * self.block_size)
+                word = self._word(table, start, head)
+                before = crc32(words[word : word + end - start], before)
+                start = end
+        return before
+
+    def _word(self, table: Sequence[int], position: int, head: int) -> int:
+        index, offset = divmod(position, self.block_size)
+        assert NULL_BLOCK < table[index] < self.config.num_blocks, f"the step reads or writes block {table[index]}"
+        return (table[index] * len(self.heads) + head - self.heads.start) * self.block_size + offset
 
     def poison(self, block_ids: Iterable[int]) -> None:
         """Nothing may read what these blocks held."""

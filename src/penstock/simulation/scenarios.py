@@ -173,7 +173,7 @@ def _repeated(rng: random.Random) -> Setup:
 
 
 def _one_shard(rng: random.Random) -> Setup:
-    setup = _faulty(_share(rng), die=0.1, drop=0.05, late=0.2)
+    setup = _faulty(_share(rng), die=0.1, drop=0.05, late=0.2, contradicted=0.5)
     topology = rng.choice([(2, 1), (1, 2), (2, 2)])
     return replace(setup, topologies=(topology, topology))
 
@@ -238,6 +238,10 @@ def _store_restart(rng: random.Random) -> Setup:
 def _mixed_split(rng: random.Random) -> Setup:
     setup = _speculating(_base(rng), rng)
     return replace(setup, topologies=(rng.choice([(1, 1), (2, 2)]), rng.choice([(2, 1), (1, 2)])))
+
+
+def _stageless(rng: random.Random) -> Setup:
+    return replace(_share(rng), backing="stageless_store").with_one_split()
 
 
 def _windows(rng: random.Random) -> Setup:
@@ -380,6 +384,7 @@ _TABLE = (
     Scenario("worker_error", "F18: a rank raises in the middle of a step", _worker_error),
     Scenario("store_restart", "F2: the peer restarts under its old name, and holds other bytes", _store_restart),
     Scenario("other_split", "F27: engines with other numbers of stages and ranks share the store", _mixed_split),
+    Scenario("stages_refused", "F27: a connector without pipeline ranks refuses engines that have them", _stageless),
     Scenario("sliding_windows", "C6, F14: groups that need only a part of the prefix", _windows),
     Scenario("offload", "KV goes to memory and to disk, and comes back", _tiers),
     Scenario(

@@ -16,8 +16,8 @@ class Faults:
     """Probabilities per transfer, per report, per tick. They end with tick `Setup.fault_ticks`.
 
     `slow` transfers take up to `max_delay` seconds, the others a few milliseconds. `late` reports come some steps
-    later, `repeated` ones again, `crash` ends an engine, `worker_error` lets a rank raise, `store_restart` ends the
-    store.
+    later, `repeated` ones again; before `contradicted` failures of a rank comes its success. `crash` ends an engine,
+    `worker_error` lets a rank raise, `store_restart` ends the store.
     """
 
     drop: float = 0.0
@@ -29,6 +29,7 @@ class Faults:
     max_delay: float = 0.1
     late: float = 0.0
     repeated: float = 0.0
+    contradicted: float = 0.0
     crash: float = 0.0
     worker_error: float = 0.0
     store_restart: float = 0.0

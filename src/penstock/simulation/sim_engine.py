@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from penstock.core.block_pool import BlockKey, BlockPool, Holder
 from penstock.core.kv_cache_manager import KVCacheManager
@@ -13,14 +15,18 @@ from penstock.core.remote_kv import KVTransfer
 from penstock.core.request import Request, RequestStatus
 from penstock.core.scheduler import Scheduler
 from penstock.engine.engine_core import EngineCore
-from penstock.messages.kv_transfer import KVConnectorOutput, TransferReport
+from penstock.executor.executor import Executor
+from penstock.executor.wire import OverTheWire
+from penstock.kv_transfer.connector import WorkerConnector
+from penstock.messages.kv_transfer import KVConnectorOutput, ShardId, TransferId, TransferReport, TransferStatus
 from penstock.messages.scheduler_output import SchedulerOutput
 from penstock.simulation.backing import Parts, Site
 from penstock.simulation.oracle import NUM_HEADS, Answers, cache_config
-from penstock.simulation.ranks import RankConfig, RankExecutor
+from penstock.simulation.ranks import Devices, Outputs, RankConfig, SimWorker
 from penstock.simulation.setup import Setup
 from penstock.simulation.trace import Trace, block_name, hash_name
 from penstock.utils.clock import ManualClock
+from penstock.worker.messages import InitializeWorker
 
 _MAX_STEPS_LATE = 12
 
@@ -95,14 +101,17 @@ class ReportFaults:
         self._rng = rng
         self._old = old
         self._held: list[_Held] = []
+        self._reported_last: set[TransferId] = set()
         self.is_active = True
 
-    def deliver(self, plan: SchedulerOutput, output: KVConnectorOutput) -> KVConnectorOutput:
+    def deliver(self, plan: SchedulerOutput, finished: Outputs) -> Outputs:
+        """What the ranks answer to the step, given what their connectors have finished."""
         rng, faults = self._rng, self._faults
         metadata = plan.kv_connector_metadata
         may_delay = self.is_active and not (metadata is not None and metadata.has_sync_loads)
+        ended = [report for output in finished.values() for report in output.reports]
         reports: list[TransferReport] = []
-        for report in output.reports:
+        for report in ended:
             if may_delay and rng.random() < faults.late:
                 self._held.append(_Held(plan.step + rng.randrange(1, _MAX_STEPS_LATE), report))
             else:
@@ -114,8 +123,19 @@ class ReportFaults:
             rng.shuffle(reports)
             reports += [old for old in self._old if rng.random() < faults.repeated / 4]
             reports += [report for report in reports if rng.random() < faults.repeated]
-        self._old.extend(output.reports)
-        return KVConnectorOutput(tuple(reports))
+        self._old.extend(ended)
+        if self.is_active and faults.contradicted:
+            reports = [each for report in reports for each in self._contradict(report, max(finished))]
+        return {shard: KVConnectorOutput(tuple(each for each in reports if each.shard == shard)) for shard in finished}
+
+    def _contradict(self, report: TransferReport, last: ShardId) -> Iterator[TransferReport]:
+        """Lets a success come before a failure, while the report of the last rank keeps the transfer open."""
+        is_open = report.shard != last and report.transfer_id not in self._reported_last
+        if report.shard == last:
+            self._reported_last.add(report.transfer_id)
+        if is_open and report.status is TransferStatus.FAILED and self._rng.random() < self._faults.contradicted:
+            yield replace(report, status=TransferStatus.DONE, bad_ranges=())
+        yield report
 
 
 class SimEngine:
@@ -137,12 +157,15 @@ class SimEngine:
         self.kv = KVCacheManager(site.cache, setup.prefix_caching)
         self.kv.pool = self.pool
         transfer = KVTransfer(parts.scheduler, setup.load_failure_policy, setup.load_timeout, clock)
-        self.scheduler = Scheduler(setup.scheduler_config(), self.kv, None, transfer)
-        self.executor = RankExecutor(site.ranks, answers, dict(parts.workers), rng, self.pool.take_fresh)
+        self.devices = Devices(site.ranks, answers, rng, self.pool.take_fresh)
+        executor = make_executor(self.devices, parts.workers)
+        executor.load()
+        limits = setup.scheduler_config()
+        handshakes = executor.initialize(InitializeWorker(cache=site.cache, limits=limits))
+        self.scheduler = Scheduler(limits, self.kv, None, transfer)
         if not parts.is_null:
-            handshakes = {shard: worker.get_handshake_metadata() for shard, worker in parts.workers.items()}
             self.scheduler._connector_abilities.set_xfer_handshake_metadata_pp_aware(handshakes)
-        self.core = EngineCore(self.scheduler, self.executor, setup.depth, debug=True, clock=clock)
+        self.core = EngineCore(self.scheduler, executor, setup.depth, debug=True, clock=clock)
 
     @property
     def has_work(self) -> bool:
@@ -157,19 +180,20 @@ class SimEngine:
         return request is not None and request.status is RequestStatus.WAITING_FOR_REMOTE_KV
 
 
+def make_executor(devices: Devices, connectors: Mapping[ShardId, WorkerConnector]) -> Executor:
+    """The production executor over a worker for every rank, with all messages encoded on their way."""
+    return Executor([OverTheWire(SimWorker(devices, shard, connectors[shard])) for shard in devices.config.shards])
+
+
 def make_site(setup: Setup, name: str, life: int, topology: tuple[int, int]) -> Site:
     """`topology` is (pp, tp)."""
     pp, tp = topology
     ranks = RankConfig(
         layers=setup.layers,
-        block_size=setup.block_size,
-        num_blocks=setup.num_blocks,
-        max_model_len=setup.max_model_len,
         pp=pp,
         tp=tp,
         acceptance=setup.acceptance,
         tells_gaps=setup.tells_gaps,
         runs_ahead=setup.runs_ahead,
-        max_drafts_in_flight=setup.drafts * (setup.depth - 1),
     )
     return Site(name, life, cache_config(setup.layers, setup.num_blocks, setup.block_size, NUM_HEADS), ranks)

@@ -238,6 +238,13 @@ class StoreMetadata(KVConnectorMetadata, msgspec.Struct, frozen=True, tag=True):
         return any(job.is_sync for job in self.loads)
 
 
+@register_kind
+class StoreHandshake(HandshakePayload, msgspec.Struct, frozen=True, tag=True):
+    """Which parts of a block a rank has, in the order of the digests that it reports."""
+
+    parts: tuple[Part, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorePolicy:
     """`sync_share` of the requests load in the step that needs the KV. `direct_saves`: also save the last blocks of a
@@ -263,13 +270,13 @@ class _Save:
 
 
 class StoreScheduler(NullSchedulerConnector):
-    """The scheduler's part. `shards` has the endpoint and the parts of every rank; `life` names this life."""
+    """The scheduler's part. `endpoints` are those of all ranks; `life` names this life."""
 
     def __init__(
         self,
         store: BlockStore,
         cache: KVCacheConfig,
-        shards: Mapping[ShardId, tuple[MemoryTransport, Sequence[Part]]],
+        endpoints: Mapping[ShardId, MemoryTransport],
         policy: StorePolicy,
         clock: Clock,
         life: str,
@@ -277,7 +284,8 @@ class StoreScheduler(NullSchedulerConnector):
         self._store = store
         self._groups = [make_group(group.spec, cache.block_size) for group in cache.groups]
         self._block_size = cache.block_size
-        self._shards = shards
+        self._endpoints = endpoints
+        self._parts: dict[ShardId, tuple[Part, ...]] = {}
         self._policy = policy
         self._clock = clock
         self._life = life
@@ -292,7 +300,10 @@ class StoreScheduler(NullSchedulerConnector):
         self._num_stale_reports = 0
 
     def set_xfer_handshake_metadata_pp_aware(self, payloads: Mapping[ShardId, HandshakePayload | None]) -> None:
-        assert payloads.keys() == self._shards.keys(), f"handshakes of {sorted(payloads)}"
+        assert payloads.keys() == self._endpoints.keys(), f"handshakes of {sorted(payloads)}"
+        for shard, payload in payloads.items():
+            assert isinstance(payload, StoreHandshake), f"rank {shard} sent {payload} as its handshake"
+            self._parts[shard] = payload.parts
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
         first = num_computed_tokens // self._block_size
@@ -348,7 +359,7 @@ class StoreScheduler(NullSchedulerConnector):
 
     def _save(self, request: RequestView, block_ids: BlockTable, first: int, end: int, *, is_staged: bool) -> bool:
         """Saves what the store does not have; returns whether there is anything to save."""
-        savers = tuple(transport for transport, _ in self._shards.values())
+        savers = tuple(self._endpoints.values())
         copies: list[BlockCopy] = []
         entries: list[Entry] = []
         for group, table in enumerate(block_ids):
@@ -367,7 +378,7 @@ class StoreScheduler(NullSchedulerConnector):
         return bool(copies)
 
     def _open(self, transfer_id: TransferId, copies: Sequence[BlockCopy], **kwargs: bool) -> StoreJob:
-        self._ledger.open(transfer_id, self._shards)
+        self._ledger.open(transfer_id, self._endpoints)
         return StoreJob(self._on_wire(transfer_id), self._store.transport.descriptor(), tuple(copies), **kwargs)
 
     def _on_wire(self, transfer_id: TransferId) -> TransferId:
@@ -410,7 +421,7 @@ class StoreScheduler(NullSchedulerConnector):
         for report in reports:
             found = iter(report.digests)
             for entry, of_entry in zip(save.entries, digests, strict=True):
-                parts = [part for part in self._shards[report.shard][1] if part in self._store.parts(entry.key[0])]
+                parts = [part for part in self._parts[report.shard] if part in self._store.parts(entry.key[0])]
                 of_entry.update(zip(parts, found, strict=False))
         for entry, of_entry in zip(save.entries, digests, strict=True):
             self._store.end_save(entry, of_entry)
@@ -438,3 +449,12 @@ class StoreScheduler(NullSchedulerConnector):
         open_ids = self._loads.keys() | self._saves.keys()
         assert len(open_ids) == len(self._ledger), (sorted(open_ids), len(self._ledger))
         self._store.check_integrity()
+
+
+class StagelessStoreScheduler(StoreScheduler):
+    """The same for engines without pipeline stages: its ranks are told apart by their tensor rank alone."""
+
+    set_xfer_handshake_metadata_pp_aware = NullSchedulerConnector.set_xfer_handshake_metadata_pp_aware
+
+    def set_xfer_handshake_metadata(self, payloads: Mapping[int, HandshakePayload | None]) -> None:
+        super().set_xfer_handshake_metadata_pp_aware({(0, number): payload for number, payload in payloads.items()})

@@ -26,7 +26,16 @@ from penstock.messages.kv_transfer import (
     TransferStatus,
 )
 from penstock.simulation.oracle import OracleMemory
-from penstock.simulation.store import STORE_REGION, BlockCopy, BlockStore, Part, StoreJob, StoreMetadata, digest
+from penstock.simulation.store import (
+    STORE_REGION,
+    BlockCopy,
+    BlockStore,
+    Part,
+    StoreHandshake,
+    StoreJob,
+    StoreMetadata,
+    digest,
+)
 from penstock.utils.clock import Clock
 from penstock.utils.errors import PeerError
 
@@ -83,6 +92,10 @@ class StoreWorker(NullWorkerConnector):
         self._slot_bytes = max(view.layout.block_bytes(group) for group in range(len(view.config.groups)))
         self._staging_memory = bytearray(self._num_staging * self._slot_bytes)
         self._transport.register(_STAGING, memoryview(self._staging_memory))
+
+    def get_handshake_metadata(self) -> StoreHandshake:
+        names = [name for group in range(len(self._view.config.groups)) for name in self._view.layer_names(group)]
+        return StoreHandshake(tuple((name, head) for name in names for head in self._view.heads))
 
     def begin_step(self, metadata: KVConnectorMetadata | None) -> None:
         assert isinstance(metadata, StoreMetadata), metadata

@@ -23,7 +23,7 @@ from penstock.simulation.setup import TICK_SECONDS, Setup
 from penstock.simulation.sim_engine import ReportFaults, SimEngine, make_site
 from penstock.simulation.trace import Trace, ViolationError
 from penstock.utils.clock import ManualClock
-from penstock.utils.errors import EngineDeadError, RequestError
+from penstock.utils.errors import ConfigError, EngineDeadError, RequestError
 
 _OLD_REPORTS = 24
 _EVERYTHING_EVERY = 16
@@ -52,7 +52,7 @@ class World:
         self._clock = ManualClock()
         self._trace = Trace()
         self._answers = Answers(setup.layers)
-        self._contents = Contents(setup.block_size)
+        self._contents = Contents(setup.block_size, max(each.num_tokens_ahead for each in setup.layers))
         self._context = BackingContext(setup, self._clock, random.Random(f"{seed} transport"))
         self._backing = (make_backing or BACKINGS[setup.backing])(self._context)
         self._topologies = {f"engine{number}": each for number, each in enumerate(setup.topologies)}
@@ -64,14 +64,14 @@ class World:
         self._live: dict[str, LiveRequest] = {}
         self._waiting_again: list[LiveRequest] = []
         self._counters: dict[str, float] = {}
-        for name in self._topologies:
-            self._start(name)
 
     def run(self) -> RunResult:
         """Raises nothing: what goes wrong is in the result."""
         limit = self._setup.fault_ticks + self._setup.recovery_ticks
         tick = 0
         try:
+            for name in self._topologies:
+                self._start(name)
             while not self._is_over():
                 if tick == limit:
                     what = f"{len(self._live)} requests" if self._live else "transfers"
@@ -79,6 +79,8 @@ class World:
                 self._tick(tick)
                 tick += 1
             self._check_end()
+        except ConfigError:
+            self._count("refused")
         except ViolationError as violation:
             return self._result(tick, str(violation), violation.subjects)
         except AssertionError as error:
@@ -126,7 +128,7 @@ class World:
                 if rng.random() < faults.crash:
                     self._crash(name, tick)
                 elif rng.random() < faults.worker_error:
-                    self._engines[name].executor.before_step = _raise
+                    self._engines[name].devices.before_step = _raise
             if rng.random() < faults.store_restart:
                 self._trace.note("world", "restarts what is behind the engines")
                 self._count("restarts_of_backing")
@@ -170,14 +172,14 @@ class World:
     def _start(self, name: str) -> None:
         self._lives[name] = self._lives.get(name, 0) + 1
         site = make_site(self._setup, name, self._lives[name], self._topologies[name])
+        self._trace.note(name, f"begins its life {site.life}")
         parts = self._backing.attach(site)
         engine = SimEngine(site, parts, self._setup, self._answers, self._clock, self._rng, self._trace)
         old = self._old_reports.setdefault(name, deque(maxlen=_OLD_REPORTS))
         faults = self._report_faults[name] = ReportFaults(self._setup, self._rng, old)
         faults.is_active = self._context.has_faults
-        engine.executor.deliver = faults.deliver
+        engine.devices.deliver = faults.deliver
         self._engines[name] = engine
-        self._trace.note(name, f"begins its life {site.life}")
 
     def _crash(self, name: str, tick: int) -> None:
         """The engine's process dies with all its requests, whose clients try again."""
@@ -200,18 +202,12 @@ class World:
             raise ViolationError(f"{engine.name} died: {error}") from error
         for event in report.events:
             self._trace.note(engine.name, event.kind, event.request_id)
-        applied = engine.executor.take_applied_steps()
         for output in report.outputs:
             self._trace.note(
                 engine.name, f"delivers {output.new_token_ids} {output.finish_reason} to", output.request_id
             )
             each = self._live[output.request_id]
             each.take(output, self._setup.load_failure_policy)
-            wrong = [engine.executor.wrong_drafts.get((step, output.request_id)) for step in applied]
-            if output.new_token_ids and any(wrong):
-                raise ViolationError(
-                    f"{output.request_id} was drafted for from KV that is not its own", output.request_id
-                )
             if output.finish_reason is not None:
                 self._finish(each, tick, failed=output.error is not None)
         everything = self._rng.random() < 1 / _EVERYTHING_EVERY
@@ -256,5 +252,5 @@ class World:
         return RunResult(self._trace.digest(), tick, violation, lines, self._counters)
 
 
-def _raise(step: int) -> None:
-    raise InjectedError(f"a worker fails in step {step}")
+def _raise() -> None:
+    raise InjectedError("a worker fails")
