@@ -1,8 +1,9 @@
 """What the engine costs the processor per step: all parts real but the model, which takes no time.
 
-    python bench/host_cost.py [--rounds 20]
+    python bench/host_cost.py [--rounds 20] [--only core seam offline report]
 
-Microseconds of a step of decoding requests: of the engine core alone, and then with what becomes of its outputs. On a
+Microseconds of a step of decoding requests: of the engine core alone, with its worker in another process, and then with
+the processing of its outputs. On a
 GPU a step must take longer than this, or the GPU waits. The least of the rounds is the cost; how far the median lies
 above it tells how quiet the machine was.
 """
@@ -10,25 +11,29 @@ above it tells how quiet the machine was.
 from __future__ import annotations
 
 import argparse
+import socket
 import statistics
 import time
 from collections.abc import Callable
 from functools import partial
 
 from penstock import LLM
-from penstock.config.engine import SchedulerConfig
+from penstock.config.engine import EngineArgs, SchedulerConfig
 from penstock.core.kv_cache_manager import KVCacheManager
 from penstock.core.scheduler import Scheduler
 from penstock.engine.core_messages import CODEC
 from penstock.engine.engine_core import EngineCore
-from penstock.executor.executor import Answered, Executor, Pending
+from penstock.executor.executor import Answered, Executor, Pending, WorkerHandle
+from penstock.executor.multiproc import ProcessWorker
 from penstock.messages.kv_cache_spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from penstock.messages.requests import EngineRequest
 from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.messages.sampling_params import SamplingParams
 from penstock.messages.scheduler_output import GrammarOutput, SchedulerOutput
 from penstock.utils.wire import FrameReader
+from penstock.worker.messages import CODEC as WORKER_CODEC
 from penstock.worker.messages import InitializeWorker, WorkerFacts, WorkerReady
+from penstock.worker.worker_process import WorkerProcess
 
 BLOCK_SIZE = 16
 PROMPT_LEN = 128
@@ -69,7 +74,21 @@ class InstantWorker:
     def shutdown(self) -> None: ...
 
 
-def make_core(depth: int, batch: int, max_tokens: int) -> EngineCore:
+class InstantRank:
+    """The worker of a process of its own: an instant one."""
+
+    ready = WorkerReady((0, 0), None, runs_ahead=False)
+
+    def __init__(self) -> None:
+        worker = InstantWorker()
+        self.execute_model, self.sample_tokens, self.shutdown = (
+            worker.execute_model,
+            worker.sample_tokens,
+            worker.shutdown,
+        )
+
+
+def make_core(depth: int, batch: int, max_tokens: int, worker: WorkerHandle | None = None) -> EngineCore:
     group = KVCacheGroup(("layer",), KVCacheSpec.keys_and_values(1, 1, "float32"))
     num_blocks = batch * ((PROMPT_LEN + max_tokens) // BLOCK_SIZE + 2)
     config = SchedulerConfig(
@@ -79,7 +98,7 @@ def make_core(depth: int, batch: int, max_tokens: int) -> EngineCore:
         max_num_in_flight=depth,
     )
     kv = KVCacheManager(KVCacheConfig(num_blocks, BLOCK_SIZE, (group,)), enable_prefix_caching=True)
-    core = EngineCore(Scheduler(config, kv), Executor([InstantWorker()]), depth)
+    core = EngineCore(Scheduler(config, kv), Executor([worker or InstantWorker()]), depth)
     params = SamplingParams(temperature=0.0, ignore_eos=True)
     for number in range(batch):
         prompt = tuple(range(number, number + PROMPT_LEN))
@@ -125,6 +144,37 @@ def core_alone(num_rounds: int) -> None:
             show(str(depth), batch, time_rounds(num_rounds - 1, STEPS_PER_ROUND, repeat, core.step))
 
 
+def behind_the_seam(num_rounds: int) -> None:
+    """The same steps with the worker here and in a process of its own, in turns; and what its messages take."""
+    print("\n| worker | batch | us per step, least | median | least per request |\n|---|---|---|---|---|")
+    program = (__file__, "--worker")
+    for batch in BATCHES:
+        max_tokens = (num_rounds + 1) * STEPS_PER_ROUND
+        there = ProcessWorker(EngineArgs(), (0, 0), program)
+        cores = {"here": make_core(1, batch, max_tokens), "there": make_core(1, batch, max_tokens, there)}
+        times: dict[str, list[float]] = {name: [] for name in cores}
+        for core in cores.values():
+            repeat(core.step)
+        for _ in range(num_rounds - 1):
+            for name, core in cores.items():
+                times[name] += time_rounds(1, STEPS_PER_ROUND, repeat, core.step)
+        for name in cores:
+            show(name, batch, times[name])
+        there.shutdown()
+    print("\n| message | batch | bytes | us encoded | us decoded |\n|---|---|---|---|---|")
+    for batch in BATCHES:
+        core = make_core(2, batch, 8)
+        core.step()
+        prefill = make_core(1, batch, 8)._scheduler.schedule()
+        decode = core._in_flight[-1][0]
+        answer = ModelRunnerOutput(sampled_token_ids=dict.fromkeys(decode.num_scheduled_tokens, (TOKEN_ID,)))
+        for name, message in (("plan, prompts", prefill), ("plan, decoding", decode), ("answer", answer)):
+            frame = WORKER_CODEC.encode(message)
+            encoded = min(time_rounds(num_rounds, STEPS_PER_ROUND, repeat, WORKER_CODEC.encode, message))
+            decoded = min(time_rounds(num_rounds, STEPS_PER_ROUND, repeat, FrameReader(WORKER_CODEC).feed, frame))
+            print(f"| {name} | {batch} | {len(frame)} | {encoded:.1f} | {decoded:.1f} |", flush=True)
+
+
 def offline(num_rounds: int) -> None:
     """Whole calls of `LLM.generate` with prompts of one token, the core's part included."""
     print("\n| LLM.generate | batch | us per step, least | median | least per request |\n|---|---|---|---|---|")
@@ -152,13 +202,20 @@ def between_processes(num_rounds: int) -> None:
         show("decoded", batch, time_rounds(num_rounds, STEPS_PER_ROUND, repeat, FrameReader(CODEC).feed, frame))
 
 
+PARTS = {"core": core_alone, "seam": behind_the_seam, "offline": offline, "report": between_processes}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    core_alone(args.rounds)
-    offline(args.rounds)
-    between_processes(args.rounds)
+    if args.worker is not None:
+        WorkerProcess(socket.socket(fileno=args.worker)).serve(InstantRank())
+        return
+    for name in args.only:
+        PARTS[name](args.rounds)
 
 
 if __name__ == "__main__":

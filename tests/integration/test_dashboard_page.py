@@ -29,7 +29,7 @@ CHROMIUM_ARGS = [
 LAPTOP = {"width": 1280, "height": 800}
 PHONE = {"width": 390, "height": 844}
 
-pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH"), pytest.mark.alone]
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")
 
 # Every piece of text whose contrast with what is behind it is below 4.5, the least that WCAG AA allows.
 FAINT_TEXT = """() => {

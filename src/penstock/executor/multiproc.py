@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.config.engine import EngineArgs
@@ -35,6 +35,7 @@ from penstock.worker.messages import (
     WorkerReady,
 )
 
+_PROGRAM = ("-m", "penstock.worker.worker_process")
 _RECEIVE_BYTES = 1 << 20
 _SOCKET_BYTES = 4 << 20
 _EXIT_SECONDS = 10.0
@@ -44,14 +45,15 @@ _DEATH_SECONDS = 0.5
 class ProcessWorker:
     """One worker process and the connection to it (`WorkerHandle`). One thread drives it."""
 
-    def __init__(self, args: EngineArgs, shard: ShardId) -> None:
+    def __init__(self, args: EngineArgs, shard: ShardId, program: Sequence[str] = _PROGRAM) -> None:
+        """`program` is what Python runs, with the socket's descriptor as its last argument."""
         self._args = args
         self._shard = shard
         self._connection, theirs = socket.socketpair()
         for each in (self._connection, theirs):
             # A step's messages fit, so that to send them waits for nobody; the system may grant less.
             each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
-        command = [sys.executable, "-m", "penstock.worker.worker_process", str(theirs.fileno())]
+        command = [sys.executable, *program, str(theirs.fileno())]
         with theirs:
             self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
         self._reader = FrameReader(CODEC)

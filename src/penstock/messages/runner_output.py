@@ -8,7 +8,7 @@ from msgspec import field
 from penstock.messages.kv_transfer import NO_OUTPUT, KVConnectorOutput
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
+class TokenLogprobs(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Log probabilities at one position.
 
     `token_ids[0]` is the token that stands there (sampled, or given by the prompt) and `rank` its rank, 1 for the most

@@ -37,7 +37,7 @@ class NewRequestData(msgspec.Struct, frozen=True, kw_only=True):
         return self.request.request_id
 
 
-class CachedRequestData(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class CachedRequestData(msgspec.Struct, frozen=True, kw_only=True, gc=False, array_like=True):
     """A request that the runner already holds: only what changed.
 
     `new_block_ids` are appended to the block tables. `num_computed_tokens` is the scheduler's count before this step,

@@ -57,11 +57,12 @@ class WorkerProcess:
         gc.freeze()
         self._send(worker.ready)
         try:
-            self._step(worker)
+            self.serve(worker)
         finally:
             worker.shutdown()
 
-    def _step(self, worker: Worker) -> None:
+    def serve(self, worker: Worker) -> None:
+        """Steps until the executor hangs up."""
         with ThreadPoolExecutor(1, "penstock-answers") as answers:
             for message in self._messages:
                 match message:
