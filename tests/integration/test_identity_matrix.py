@@ -103,6 +103,20 @@ def test_prefix_hits_under_preemption(plain_tokens: list[list[int]], overlap: bo
     assert tokens == plain_tokens
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_worker_in_its_own_process(plain_tokens: list[list[int]], overlap: bool) -> None:
+    tokens, llm = run(
+        distributed_executor_backend="mp",
+        async_scheduling=overlap,
+        max_num_batched_tokens=48,
+        enable_prefix_caching=True,
+        **SMALL_POOL,
+    )
+    assert llm.stats().num_preemptions > 0
+    assert llm.stats().prefix_cache_hits > 0
+    assert tokens == plain_tokens
+
+
 def test_small_blocks(plain_tokens: list[list[int]]) -> None:
     tokens, _ = run(block_size=8, enable_prefix_caching=True, num_gpu_blocks_override=3000)
     assert tokens == plain_tokens

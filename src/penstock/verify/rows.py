@@ -138,7 +138,9 @@ def make_rows(args: EngineArgs, config: EngineConfig, cases: Sequence[Case], has
             Row("structured outputs", plain, (_structured,), takes=_is_structured),
             Row("structured outputs, drafts", drafting, (_structured, _drafted), takes=_is_structured),
         ]
-    rows.append(_everything({**plain, **small}, best))
+    everything = _everything({**plain, **small}, best)
+    elsewhere = {**everything.arguments, "distributed_executor_backend": "mp"}
+    rows += [everything, replace(everything, name="everything, worker in its own process", arguments=elsewhere)]
     return [*rows, _as_configured(args, config)]
 
 
