@@ -17,8 +17,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from penstock.core.request import Request
+from penstock.core.step_plan import StepPlan
 from penstock.engine import core_messages
 from penstock.messages.kv_transfer import KVConnectorMetadata
+from penstock.messages.requests import EngineRequest
 from penstock.messages.sampling_params import SamplingParams
 from penstock.messages.structured_outputs import StructuredOutputsParams
 from penstock.utils.errors import WireError
@@ -146,3 +149,20 @@ def test_a_kind_needs_a_tag_of_its_own() -> None:
         register_kind(type("Untagged", (KVConnectorMetadata,), {}))
     with pytest.raises(TypeError, match=r"taken by penstock\.kv_transfer\.multi"):
         register_kind(msgspec.defstruct("MultiMetadata", [], bases=(Unregistered,), frozen=True, tag="MultiMetadata"))
+
+
+def test_a_prompt_travels_once() -> None:
+    """A worker gets a request's tokens and not its prompt beside them."""
+    request = Request(
+        EngineRequest(
+            request_id="a", prompt_token_ids=(77,) * 1000, sampling_params=SamplingParams(), max_tokens=5, seed=0
+        ),
+        0,
+        16,
+    )
+    request.admit(1, 0)
+    plan = StepPlan(1, 2000, 0)
+    plan.add_new(request, ((1,),), 1000)
+    frame = worker_messages.CODEC.encode(plan.finish(frozenset(), frozenset()))
+    assert frame.count(bytes([77] * 1000)) == 1
+    assert frame.count(bytes([77])) < 1010

@@ -122,5 +122,5 @@ def test_a_connector_without_metadata_is_driven_in_every_step(overlap: bool) -> 
     assert (stats.num_loads, stats.num_failed, stats.num_timeouts) == (1, 1, 0), "the load ended before its deadline"
     started = time.perf_counter()
     llm.shutdown()
-    assert not llm._core._scheduler.connector.has_pending_work
+    assert not llm._core.has_transfers
     assert time.perf_counter() - started < 5, "it waited for what was never driven"

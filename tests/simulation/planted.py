@@ -210,16 +210,18 @@ BUGS = (
         "a deadline frees the blocks under a load",
         "overdue_loads",
         "core.remote_kv:RemoteKV.detach",
-        "for load in self._loads.values():",
-        "for name in [n for n, load in self._loads.items() if load.request is request and load.is_async]:\n"
-        "        del self._loads[name]\n"
+        "for load in self._loads_of.pop(request, {}).values():",
+        "mine = self._loads_of.pop(request, {})\n"
+        "    for name in [n for n, load in mine.items() if load.is_async]:\n"
+        "        del self._loads[name], mine[name]\n"
+        "        self._num_waiting -= 1\n"
         "        self._kv.drop_hold(name)\n"
-        "    for load in self._loads.values():",
+        "    for load in mine.values():",
     ),
     _bug(
         "a load has no deadline",
         "stuck_transfers",
-        "core.remote_kv:RemoteKV.overdue",
+        "core.remote_kv:RemoteKV.give_up_overdue",
         "load.deadline <= now",
         "False",
     ),

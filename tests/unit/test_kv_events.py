@@ -55,7 +55,7 @@ class Mirror:
         self.compare()
 
     def compare(self) -> None:
-        assert self.held == set(self.core._scheduler.kv.pool._cached)
+        assert self.held == set(self.core._scheduler._kv.pool._cached)
 
     def shutdown(self) -> None: ...
 

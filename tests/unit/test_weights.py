@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 
 from penstock.config.engine import EngineArgs
 from penstock.config.model import ModelConfig, RopeConfig
-from penstock.engine.build import make_config
 from penstock.kernels.staging import Stager
 from penstock.models.parts import GatedMLP, GroupedQueryAttention
 from penstock.models.registry import build_model
@@ -31,7 +30,9 @@ from penstock.models.weights import (
     staged,
 )
 from penstock.runner.load import load_model
+from penstock.runner.memory import HostMemory
 from penstock.utils.errors import ConfigError
+from penstock.worker.config import make_config
 from tests.kernels.test_staging import LateQueue
 
 CPU = torch.device("cpu")
@@ -213,7 +214,7 @@ def test_the_digest_tells_a_target_from_its_drafter(tmp_path: Path) -> None:
     def load(target: Path, drafter: Path | None) -> bytes:
         speculative = drafter and {"method": "draft_model", "model": str(drafter), "num_speculative_tokens": 2}
         args = EngineArgs(model=str(target), load_format="dummy", device="cpu", speculative_config=speculative)
-        return load_model(make_config(args)).weights_digest
+        return load_model(make_config(args), HostMemory()).weights_digest
 
     one, other = folders
     assert load(one, other) == load(one, other)

@@ -65,6 +65,10 @@ class RemoteKV:
         self._timeout = transfer.load_timeout
         self._clock = transfer.clock
         self._loads: dict[TransferId, _Load] = {}
+        self._loads_of: dict[Request, dict[TransferId, _Load]] = {}
+        # Of asynchronous loads: requests that wait for one, and blocks under those that have none waiting.
+        self._num_waiting = 0
+        self._num_quarantined = 0
         self._held: set[TransferId] = set()
         self._starving: dict[Request, int] = {}
         self._asked_since: dict[str, float] = {}
@@ -76,7 +80,7 @@ class RemoteKV:
     @property
     def num_waiting(self) -> int:
         """Requests that hold blocks and wait for their KV."""
-        return sum(load.is_async and not load.is_detached for load in self._loads.values())
+        return self._num_waiting
 
     def match(self, request: Request, hit: PrefixHit) -> Match:
         """What the connector can bring behind a hit; nothing to a request that has waited or failed too often."""
@@ -109,17 +113,17 @@ class RemoteKV:
 
     @property
     def _is_someone_starving(self) -> bool:
-        self._starving = {
-            request: num_tokens
-            for request, num_tokens in self._starving.items()
-            if request.num_tokens == num_tokens and request.status is not RequestStatus.FINISHED
-        }
+        if self._starving:
+            self._starving = {
+                request: num_tokens
+                for request, num_tokens in self._starving.items()
+                if request.num_tokens == num_tokens and request.status is not RequestStatus.FINISHED
+            }
         return bool(self._starving)
 
     @property
     def _is_quarantine_full(self) -> bool:
-        lost = (load.num_held for load in self._loads.values() if load.is_detached and load.is_async)
-        return sum(lost) > MAX_QUARANTINE * self._kv.pool.num_usable
+        return self._num_quarantined > MAX_QUARANTINE * self._kv.pool.num_usable
 
     def begin(self, request: Request, block_ids: BlockIds, hit: PrefixHit, match: Match) -> None:
         """The connector takes over the blocks behind the hit."""
@@ -135,7 +139,9 @@ class RemoteKV:
             num_held=sum(i != NULL_BLOCK for table in block_ids for i in table[hit.num_blocks : end // block_size]),
         )
         self._loads[transfer_id] = load
+        self._loads_of.setdefault(request, {})[transfer_id] = load
         if match.is_async:
+            self._num_waiting += 1
             request.set_status(RequestStatus.WAITING_FOR_REMOTE_KV)
             self._kv.hold(transfer_id, block_ids, load.first, load.end, writes=True)
         self._connector.update_state_after_alloc(request, transfer_id, block_ids, hit.num_tokens, end)
@@ -149,7 +155,13 @@ class RemoteKV:
         if load.is_async:
             self._kv.drop_hold(event.transfer_id)
         if load.is_detached:
+            self._num_quarantined -= load.num_held if load.is_async else 0
             return None
+        self._num_waiting -= load.is_async
+        mine = self._loads_of[load.request]
+        del mine[event.transfer_id]
+        if not mine:
+            del self._loads_of[load.request]
         request = load.request
         if load.is_async:
             bad = self._bad_blocks(event.bad_ranges)
@@ -175,18 +187,24 @@ class RemoteKV:
     def detach(self, request: Request) -> None:
         """The request ends or rewinds: what is still on its way is for nobody."""
         self._asked_since.pop(request.request_id, None)
-        for load in self._loads.values():
-            load.is_detached = load.is_detached or load.request is request
+        for load in self._loads_of.pop(request, {}).values():
+            load.is_detached = True
+            if load.is_async:
+                self._num_waiting -= 1
+                self._num_quarantined += load.num_held
 
-    def overdue(self) -> list[Request]:
-        """Requests whose load has missed its deadline; the caller gives up waiting for them."""
-        if not self._loads:
-            return []
+    def give_up_overdue(self) -> None:
+        """Detaches requests from loads that have missed their deadline; they are computed here, whatever the policy."""
+        if not self._num_waiting:
+            return
         now = self._clock.now()
         waiting = (load for load in self._loads.values() if load.is_async and not load.is_detached)
-        late = [load.request for load in waiting if load.deadline <= now]
-        self._num_timeouts += len(late)
-        return late
+        for request in [load.request for load in waiting if load.deadline <= now]:
+            self._num_timeouts += 1
+            self.detach(request)
+            self._kv.release(request, fence=0)
+            request.set_status(RequestStatus.WAITING)
+            request.num_failed_loads = MAX_FAILED_LOADS
 
     def stats(self) -> RemoteKVStats:
         return RemoteKVStats(self._num_loads, self._num_failed, self._num_timeouts, self._num_loaded_tokens)
@@ -199,4 +217,9 @@ class RemoteKV:
         for transfer_id, load in self._loads.items():
             waits = load.request.status is RequestStatus.WAITING_FOR_REMOTE_KV
             assert load.is_detached or not load.is_async or waits, f"{transfer_id}: {load.request.status}"
+        loads = [load for load in self._loads.values() if load.is_async]
+        assert self._num_waiting == sum(not load.is_detached for load in loads), self._num_waiting
+        assert self._num_quarantined == sum(load.num_held for load in loads if load.is_detached), self._num_quarantined
+        attached = sum(map(len, self._loads_of.values()))
+        assert attached == sum(not load.is_detached for load in self._loads.values()), attached
         self._connector.check_integrity()

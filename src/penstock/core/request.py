@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from penstock.core.block_hash import BlockHash, extend_chain, root_hash
 from penstock.messages.kv_transfer import TransferId
@@ -33,6 +33,14 @@ TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
     ),
     RequestStatus.FINISHED: frozenset(),
 }
+
+
+class GrammarProgress(Protocol):
+    """What a request's tokens are told to when they become final."""
+
+    def advance(self, request_id: str, token_id: int) -> bool:
+        """Returns whether the output is complete. Raises GrammarError."""
+        ...
 
 
 class Request:
@@ -165,6 +173,33 @@ class Request:
             self.num_computed_tokens -= 1 + num_drafts - num_sampled
         assert self.num_in_flight_tokens >= 0, self.request_id
         assert self.num_output_placeholders >= 0, self.request_id
+
+    def append_until_stop(
+        self, sampled: tuple[int, ...], grammars: GrammarProgress
+    ) -> tuple[tuple[int, ...], int | None]:
+        """Takes the tokens over up to one that ends the request, if any; returns them and the stop token.
+
+        Raises GrammarError.
+        """
+        data = self.data
+        for count, token_id in enumerate(sampled, start=1):
+            self.append_output(token_id)
+            if token_id in self.ending_token_ids and self.num_output_tokens >= data.sampling_params.min_tokens:
+                self.finish_reason = FinishReason.STOP
+                return sampled[:count], None if token_id in data.eos_token_ids else token_id
+            if data.grammar is not None and grammars.advance(self.request_id, token_id):
+                # Nothing may follow but an end of sequence, which would say nothing.
+                self.finish_reason = FinishReason.STOP
+                return sampled[:count], None
+            if self.num_tokens >= self.max_num_tokens:
+                self.finish_reason = FinishReason.LENGTH
+                return sampled[:count], None
+        return sampled, None
+
+    def take_prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
+        taken = tuple(self.prompt_logprobs)
+        self.prompt_logprobs.clear()
+        return taken
 
     def append_output(self, token_id: int) -> None:
         self.token_ids.append(token_id)

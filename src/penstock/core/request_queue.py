@@ -43,6 +43,9 @@ class RequestQueue:
         """A copy to iterate over while the queue changes."""
         return self._requests.copy()
 
+    def __getitem__(self, index: int) -> Request:
+        return self._requests[index]
+
     def last(self) -> Request:
         return self._requests[-1]
 

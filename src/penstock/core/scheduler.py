@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from penstock.config.engine import SchedulerConfig
 from penstock.core.kv_cache_manager import KVCacheManager, PrefixHit
-from penstock.core.remote_kv import MAX_FAILED_LOADS, NO_TRANSFER, KVTransfer, RemoteKV
+from penstock.core.remote_kv import NO_TRANSFER, KVTransfer, RemoteKV
 from penstock.core.request import Request, RequestStatus
 from penstock.core.request_queue import RequestQueue
 from penstock.core.speculation import SpeculationCounter
@@ -19,11 +19,12 @@ from penstock.core.step_plan import StepPlan
 from penstock.core.structured_output import StructuredOutputs
 from penstock.kv_transfer.abilities import Abilities
 from penstock.kv_transfer.connector import FinishAction, Match, Released
+from penstock.messages.kv_events import KVEvent
 from penstock.messages.kv_transfer import KVConnectorOutput
 from penstock.messages.outputs import EngineOutput, FinishReason
 from penstock.messages.requests import EngineRequest
-from penstock.messages.runner_output import ModelRunnerOutput, TokenLogprobs
-from penstock.messages.scheduler_output import BlockIds, SchedulerOutput
+from penstock.messages.runner_output import ModelRunnerOutput
+from penstock.messages.scheduler_output import BlockIds, GrammarOutput, SchedulerOutput
 from penstock.messages.stats import SchedulerStats
 from penstock.utils.errors import GrammarError, OverloadedError, RequestError
 
@@ -46,10 +47,10 @@ class Scheduler:
         is_warm_up: bool = False,
     ) -> None:
         """`is_warm_up`: its steps are marked as such, and no connector on any rank takes part in them."""
-        self.kv = kv
-        self.grammars = grammars or StructuredOutputs(None)
-        self.connector = transfer.connector
-        self.connector_abilities = Abilities(transfer.connector)
+        self._kv = kv
+        self._grammars = grammars or StructuredOutputs(None)
+        self._connector = transfer.connector
+        self._connector_abilities = Abilities(transfer.connector)
         self._remote = RemoteKV(transfer, kv)
         self._fails_on_lost_kv = transfer.load_failure_policy == "fail"
         self._config = config
@@ -76,13 +77,13 @@ class Scheduler:
             raise RequestError(f"request id {data.request_id!r} is already in use", "request_id")
         if len(self._requests) >= self._config.max_num_queued_requests:
             raise OverloadedError(f"the engine already holds max_num_queued_requests={len(self._requests)} requests")
-        request = Request(data, self._num_arrivals, self.kv.block_size, self.kv.num_tokens_ahead)
+        request = Request(data, self._num_arrivals, self._kv.block_size, self._kv.num_tokens_ahead)
         if data.grammar is not None:
-            self.grammars.add(data.request_id, data.grammar)
+            self._grammars.add(data.request_id, data.grammar)
         try:
-            self.connector.on_new_request(request)
+            self._connector.on_new_request(request)
         except RequestError:
-            self.grammars.remove(data.request_id)
+            self._grammars.remove(data.request_id)
             raise
         self._num_arrivals += 1
         self._requests[data.request_id] = request
@@ -112,18 +113,58 @@ class Scheduler:
         """The runner still has to be told of requests that it holds no longer."""
         return bool(self._finished_request_ids or self._rewound_request_ids)
 
+    @property
+    def has_transfers(self) -> bool:
+        """KV is being moved, which takes steps, with requests or without."""
+        return self._connector.has_pending_work
+
+    @property
+    def needs_step(self) -> bool:
+        """Whether there is any reason to schedule one."""
+        return self.has_unfinished_requests or self.has_rows_to_free or self.has_transfers
+
+    def wait(self, grammar_seconds: float, transfer_seconds: float) -> None:
+        """Waits for what lets the next step compute something: a grammar that is being compiled, KV that is loaded."""
+        self._grammars.wait(grammar_seconds)
+        self._connector_abilities.wait(transfer_seconds)
+
+    def shutdown(self) -> None:
+        """No step will follow."""
+        self._grammars.shutdown()
+        self._connector.shutdown()
+
+    # ---- What others want to know of it ----
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks that requests can have."""
+        return self._kv.pool.num_usable
+
+    def block_map(self, max_cells: int) -> bytes:
+        """The block pool as at most `max_cells` letters (`BlockPool.map`)."""
+        return self._kv.pool.map(max_cells)
+
+    def take_kv_events(self) -> tuple[KVEvent, ...]:
+        """What the prefix cache and the connector's media have come to hold and have lost since the last call."""
+        return (*self._kv.take_events(), *self._connector_abilities.take_events())
+
+    def reset_prefix_cache(self, reset_connector: bool) -> bool:
+        """Forgets all cached prefixes, and what the connector keeps if that is wanted too; False if it cannot."""
+        is_reset = not self._last_admissions and self._kv.reset_prefix_cache()
+        return is_reset and (not reset_connector or self._connector_abilities.reset_cache())
+
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
             num_running=len(self._running),
             num_waiting=len(self._waiting),
-            kv_cache_usage=self.kv.usage,
+            kv_cache_usage=self._kv.usage,
             num_preemptions=self._num_preemptions,
-            prefix_cache_queries=self.kv.num_queried_tokens,
-            prefix_cache_hits=self.kv.num_hit_tokens,
+            prefix_cache_queries=self._kv.num_queried_tokens,
+            prefix_cache_hits=self._kv.num_hit_tokens,
             speculation=self._speculation.stats(),
             num_waiting_for_remote_kv=self._remote.num_waiting,
             remote_kv=self._remote.stats(),
-            connector=self.connector_abilities.counters(),
+            connector=self._connector_abilities.counters(),
             num_graph_replays=self._num_graph_replays,
         )
 
@@ -134,7 +175,7 @@ class Scheduler:
         self._step += 1
         num_drafts = self._config.num_drafts(len(self._running))
         plan = StepPlan(self._step, self._config.max_num_batched_tokens, num_drafts, self._is_warm_up)
-        self._give_up_overdue_loads()
+        self._remote.give_up_overdue()
         self._schedule_running(plan)
         if not plan.preempted_request_ids and not plan.is_blocked:
             self._schedule_waiting(plan)
@@ -142,7 +183,11 @@ class Scheduler:
         self._finished_request_ids.clear()
         self._rewound_request_ids.clear()
         self._last_admissions[self._step] = self._num_admissions
-        return output.with_metadata(self.connector.build_connector_meta(output))
+        return output.with_metadata(self._connector.build_connector_meta(output))
+
+    def grammar_masks(self, plan: SchedulerOutput) -> GrammarOutput | None:
+        """The masks of the plan's requests, None where it has none. A barrier's need all earlier steps processed."""
+        return self._grammars.masks(plan)
 
     def _schedule_running(self, plan: StepPlan) -> None:
         for request in self._running.snapshot():
@@ -156,7 +201,7 @@ class Scheduler:
             if request.num_drafts:
                 num_drafts = min(request.num_useful_drafts, plan.token_budget - num_tokens)
             num_slots = self._num_slots(request, num_tokens + num_drafts)
-            block_ids = self.kv.grow(request, num_slots)
+            block_ids = self._kv.grow(request, num_slots)
             if block_ids is None:
                 block_ids = self._preempt_for(request, num_slots, plan)
             if block_ids is not None:
@@ -169,14 +214,14 @@ class Scheduler:
 
     def _preempt_for(self, request: Request, num_slots: int, plan: StepPlan) -> BlockIds | None:
         """Finds blocks by preempting from the back of the line; None when the request cannot run in this step."""
-        while not self.kv.could_grow_after_steps_in_flight(request, num_slots):
+        while not self._kv.could_grow_after_steps_in_flight(request, num_slots):
             victim = self._running.last()
             self._preempt(victim, plan)
             if victim is request:
                 if not len(self._running):
                     self._remote.on_starved(request)
                 return None
-            block_ids = self.kv.grow(request, num_slots)
+            block_ids = self._kv.grow(request, num_slots)
             if block_ids is not None:
                 return block_ids
         # Enough blocks are on their way back: taking more from others would not help this step.
@@ -192,40 +237,46 @@ class Scheduler:
         """Back to the queue with its tokens and without its KV, which steps up to `last_step` may still write."""
         self._running.remove(request)
         self._remote.detach(request)
-        self.kv.release(request, last_step)
+        self._kv.release(request, last_step)
         request.preempt()
         self._waiting.add(request)
 
     def _schedule_waiting(self, plan: StepPlan) -> None:
-        num_deferred = 0
-        for request in self._waiting.snapshot():
+        num_deferred = index = 0
+        while index < len(self._waiting):
+            request = self._waiting[index]
+            index += 1
             num_places = self._config.max_num_seqs - len(self._running) - self._remote.num_waiting
             if plan.token_budget == 0 or num_places <= 0:
                 return
-            if request.status is RequestStatus.WAITING_FOR_REMOTE_KV or self.grammars.is_compiling(request.request_id):
+            if request.status is RequestStatus.WAITING_FOR_REMOTE_KV or self._grammars.is_compiling(request.request_id):
                 continue
-            hit = self.kv.find_prefix(request)
+            hit = self._kv.find_prefix(request)
             if self._waits_for_twin(request, hit):
                 num_deferred += 1
                 if num_deferred == _MAX_DEFERRED:
                     return
                 continue
             match = self._remote.match(request, hit)
-            if not match.is_pending and not self._admit(request, hit, match, plan):
+            if match.is_pending:
+                continue
+            if not self._admit(request, hit, match, plan):
                 return
+            # One that runs now has left the queue.
+            index -= not match.is_async
 
     def _admit(self, request: Request, hit: PrefixHit, match: Match, plan: StepPlan) -> bool:
         """Lets a request run, or wait for its KV with the blocks that it comes to; False when there are too few."""
         num_present = hit.num_tokens + match.num_tokens
         num_tokens = 0 if match.is_async else min(request.num_tokens - num_present, plan.token_budget)
         num_slots = num_present if match.is_async else self._num_slots(request, num_present + num_tokens)
-        block_ids = self.kv.admit(request, hit, num_slots, match.num_tokens)
+        block_ids = self._kv.admit(request, hit, num_slots, match.num_tokens)
         if block_ids is None:
             return False
         if match.num_tokens:
             self._remote.begin(request, block_ids, hit, match)
         if not match.is_async:
-            self.kv.count_hit(request, hit)
+            self._kv.count_hit(request, hit)
             self._waiting.remove(request)
             self._running.add(request)
             self._num_admissions += 1
@@ -238,17 +289,17 @@ class Scheduler:
 
         Under the priority policy nobody waits: the twin may be of a lower priority.
         """
-        return self._config.policy == "fcfs" and self.kv.is_being_computed(request, hit)
+        return self._config.policy == "fcfs" and self._kv.is_being_computed(request, hit)
 
     # ---- Apply ----
 
     def update_from_output(self, plan: SchedulerOutput, result: ModelRunnerOutput) -> list[EngineOutput]:
         """Applies one step's result. Results must come in the order of the steps."""
-        self.kv.pool.on_step_processed(plan.step)
+        self._kv.pool.on_step_processed(plan.step)
         self._num_graph_replays += result.is_replayed
         last_admission = self._last_admissions.pop(plan.step)
         outputs = self._fail_without_grammar() + self._apply_transfers(result.kv_connector_output)
-        self.grammars.set_drafts(result.draft_token_ids)
+        self._grammars.set_drafts(result.draft_token_ids)
         for request_id, num_tokens in plan.num_scheduled_tokens.items():
             request = self._requests.get(request_id)
             # What was in flight for a request that has ended, or has been preempted since, is dropped here; the
@@ -263,7 +314,7 @@ class Scheduler:
     def _apply_transfers(self, output: KVConnectorOutput) -> list[EngineOutput]:
         """Takes over what transfers have brought, and deals with what they have not."""
         outputs: list[EngineOutput] = []
-        for event in self.connector.update_connector_output(output):
+        for event in self._connector.update_connector_output(output):
             if isinstance(event, Released):
                 self._remote.on_released(event)
                 continue
@@ -286,19 +337,10 @@ class Scheduler:
             self._rewound_request_ids.add(request.request_id)
         return []
 
-    def _give_up_overdue_loads(self) -> None:
-        """Detaches requests from loads that take too long; they are computed here, whatever the policy."""
-        for request in self._remote.overdue():
-            self._remote.detach(request)
-            if request.status is RequestStatus.WAITING_FOR_REMOTE_KV:
-                self.kv.release(request, fence=0)
-                request.set_status(RequestStatus.WAITING)
-                request.num_failed_loads = MAX_FAILED_LOADS
-
     def _fail_without_grammar(self) -> list[EngineOutput]:
         """Ends the requests whose grammar turned out to be none."""
         outputs: list[EngineOutput] = []
-        for request_id, error in self.grammars.collect().items():
+        for request_id, error in self._grammars.collect().items():
             self._finish(self._requests[request_id], FinishReason.ERROR)
             outputs.append(_error_output(request_id, error, is_request_error=True))
         return outputs
@@ -321,13 +363,13 @@ class Scheduler:
         if request_id in result.prompt_logprobs and not request.num_output_tokens:
             request.prompt_logprobs.extend(result.prompt_logprobs[request_id])
         try:
-            new_token_ids, stop_reason = self._append_until_stop(request, sampled)
+            new_token_ids, stop_reason = request.append_until_stop(sampled, self._grammars)
         except GrammarError as error:
             self._finish(request, FinishReason.ERROR)
             return _error_output(request_id, str(error), is_request_error=True)
-        first, end = self.kv.publish(request)
+        first, end = self._kv.publish(request)
         if first < end:
-            self.connector.on_blocks_complete(request, self.kv.block_table(request), first, end)
+            self._connector.on_blocks_complete(request, self._kv.block_table(request), first, end)
         if not new_token_ids:
             return None
         if request.finish_reason is not None:
@@ -336,7 +378,7 @@ class Scheduler:
             request_id=request_id,
             new_token_ids=new_token_ids,
             logprobs=result.logprobs[request_id][: len(new_token_ids)] if request_id in result.logprobs else (),
-            prompt_logprobs=self._take_prompt_logprobs(request) if request.prompt_logprobs else (),
+            prompt_logprobs=request.take_prompt_logprobs() if request.prompt_logprobs else (),
             finish_reason=request.finish_reason,
             stop_reason=stop_reason,
             num_cached_tokens=request.num_cached_tokens,
@@ -352,29 +394,6 @@ class Scheduler:
             return _error_output(request_id, result.unsatisfiable_requests[request_id], is_request_error=True)
         return _error_output(request_id, result.failed_requests[request_id], is_request_error=False)
 
-    def _append_until_stop(self, request: Request, sampled: tuple[int, ...]) -> tuple[tuple[int, ...], int | None]:
-        """Takes the tokens over up to one that ends the request; returns them and the stop token."""
-        data = request.data
-        for count, token_id in enumerate(sampled, start=1):
-            request.append_output(token_id)
-            if token_id in request.ending_token_ids and request.num_output_tokens >= data.sampling_params.min_tokens:
-                request.finish_reason = FinishReason.STOP
-                return sampled[:count], None if token_id in data.eos_token_ids else token_id
-            if data.grammar is not None and self.grammars.advance(request.request_id, token_id):
-                # Nothing may follow but an end of sequence, which would say nothing.
-                request.finish_reason = FinishReason.STOP
-                return sampled[:count], None
-            if request.num_tokens >= request.max_num_tokens:
-                request.finish_reason = FinishReason.LENGTH
-                return sampled[:count], None
-        return sampled, None
-
-    @staticmethod
-    def _take_prompt_logprobs(request: Request) -> tuple[TokenLogprobs, ...]:
-        taken = tuple(request.prompt_logprobs)
-        request.prompt_logprobs.clear()
-        return taken
-
     def _finish(self, request: Request, reason: FinishReason) -> None:
         """The one way out: takes the request from its queue and its blocks from it."""
         self._remote.detach(request)
@@ -384,7 +403,7 @@ class Scheduler:
         else:
             self._waiting.remove(request)
         self._free(request)
-        self.grammars.remove(request.request_id)
+        self._grammars.remove(request.request_id)
         request.finish_reason = reason
         request.set_status(RequestStatus.FINISHED)
         del self._requests[request.request_id]
@@ -392,12 +411,12 @@ class Scheduler:
     def _free(self, request: Request) -> None:
         """Takes its blocks from a request that ends, unless the connector still reads them."""
         holds_blocks = request.status in (RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KV)
-        block_ids = self.kv.block_ids(request) if holds_blocks else ()
-        action = self.connector.request_finished(request, block_ids)
+        block_ids = self._kv.block_ids(request) if holds_blocks else ()
+        action = self._connector.request_finished(request, block_ids)
         if holds_blocks:
             if action is FinishAction.HOLD:
                 self._remote.hold(request, block_ids)
-            self.kv.release(request, self._step)
+            self._kv.release(request, self._step)
 
     # ---- Check ----
 
@@ -411,10 +430,10 @@ class Scheduler:
             assert 0 <= request.num_in_flight_tokens <= request.num_computed_tokens, request.request_id
             limit = request.num_tokens + request.num_output_placeholders
             assert request.num_computed_tokens <= limit, (request.request_id, request.num_computed_tokens, limit)
-        self.kv.check_integrity()
+        self._kv.check_integrity()
         self._remote.check_integrity()
-        if not self._requests and not self._last_admissions and not self.connector.has_pending_work:
-            assert self.kv.pool.num_available == self.kv.pool.num_usable, "blocks are missing at idle"
+        if not self._requests and not self._last_admissions and not self._connector.has_pending_work:
+            assert self._kv.pool.num_available == self._kv.pool.num_usable, "blocks are missing at idle"
 
 
 def _error_output(request_id: str, error: str, *, is_request_error: bool) -> EngineOutput:

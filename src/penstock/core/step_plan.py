@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from penstock.core.request import Request
+from penstock.messages.requests import EngineRequest, RowRequest
 from penstock.messages.scheduler_output import BlockIds, CachedRequestData, NewRequestData, SchedulerOutput
 
 
@@ -27,7 +28,7 @@ class StepPlan:
         """A request enters (or re-enters) the runner and computes `num_tokens`."""
         self._new.append(
             NewRequestData(
-                request=request.data,
+                request=_row_request(request.data),
                 token_ids=tuple(request.token_ids),
                 block_ids=block_ids,
                 num_computed_tokens=request.num_computed_tokens,
@@ -72,5 +73,18 @@ class StepPlan:
             grammar_request_ids=frozenset(self._grammar_request_ids),
             finished_request_ids=finished_request_ids,
             preempted_request_ids=rewound_request_ids | self.preempted_request_ids,
+            is_barrier=bool(self._grammar_request_ids),
             is_warm_up=self._is_warm_up,
         )
+
+
+def _row_request(data: EngineRequest) -> RowRequest:
+    return RowRequest(
+        request_id=data.request_id,
+        num_prompt_tokens=data.num_prompt_tokens,
+        sampling_params=data.sampling_params,
+        seed=data.seed,
+        eos_token_ids=data.eos_token_ids,
+        stop_token_ids=data.stop_token_ids,
+        bad_words_token_ids=data.bad_words_token_ids,
+    )

@@ -79,12 +79,12 @@ class EngineCore:
     @property
     def has_transfers(self) -> bool:
         """Whether KV is on its way that needs steps, with requests or without."""
-        return self._failure is None and self._scheduler.connector.has_pending_work
+        return self._failure is None and self._scheduler.has_transfers
 
     @property
     def num_blocks(self) -> int:
         """KV blocks that requests can have."""
-        return self._scheduler.kv.pool.num_usable
+        return self._scheduler.num_blocks
 
     def stats(self) -> SchedulerStats:
         return self._scheduler.stats()
@@ -94,15 +94,13 @@ class EngineCore:
 
         False while requests run, and when there is no connector that can forget although that is wanted.
         """
-        is_reset = not self._in_flight and self._scheduler.kv.reset_prefix_cache()
-        if is_reset and reset_connector:
-            is_reset = self._scheduler.connector_abilities.reset_cache()
+        is_reset = self._scheduler.reset_prefix_cache(reset_connector)
         self._publish_kv_events()
         return is_reset
 
     def block_map(self, max_cells: int) -> bytes:
         """The block pool as at most `max_cells` letters (`BlockPool.map`)."""
-        return self._scheduler.kv.pool.map(max_cells)
+        return self._scheduler.block_map(max_cells)
 
     def step(self) -> StepReport:
         """Launches steps up to the depth, then waits for the oldest and applies its result.
@@ -127,15 +125,15 @@ class EngineCore:
 
     def _step(self) -> StepReport:
         processed: list[_Processed] = []
-        while len(self._in_flight) < self._max_num_in_flight and self._has_something_to_schedule:
+        while len(self._in_flight) < self._max_num_in_flight and self._scheduler.needs_step:
             plan = self._scheduler.schedule()
             self._note_events(plan)
             self._executor.execute_model(plan)
-            if plan.grammar_request_ids:
-                # What may be sampled depends on tokens that earlier steps still owe; the forward pass runs meanwhile.
+            if plan.is_barrier:
+                # The forward pass runs meanwhile.
                 processed += [self._process_oldest() for _ in range(len(self._in_flight))]
-            self._in_flight.append((plan, self._executor.sample_tokens(self._scheduler.grammars.masks(plan))))
-            if plan.is_empty or plan.grammar_request_ids:
+            self._in_flight.append((plan, self._executor.sample_tokens(self._scheduler.grammar_masks(plan))))
+            if plan.is_empty or plan.is_barrier:
                 break
         if self._in_flight and not processed:
             processed.append(self._process_oldest())
@@ -144,11 +142,6 @@ class EngineCore:
             self.check_integrity()
         return self._make_report(processed)
 
-    @property
-    def _has_something_to_schedule(self) -> bool:
-        scheduler = self._scheduler
-        return scheduler.has_unfinished_requests or scheduler.has_rows_to_free or scheduler.connector.has_pending_work
-
     def _process_oldest(self) -> _Processed:
         """Waits for the oldest step in flight and applies its result."""
         plan, future = self._in_flight.popleft()
@@ -156,7 +149,7 @@ class EngineCore:
         return plan.total_num_scheduled_tokens, outputs
 
     def _publish_kv_events(self) -> None:
-        events = (*self._scheduler.kv.take_events(), *self._scheduler.connector_abilities.take_events())
+        events = self._scheduler.take_kv_events()
         if events:
             self._publisher.publish(events)
 
@@ -164,8 +157,7 @@ class EngineCore:
         num_tokens = sum(count for count, _ in processed)
         if not num_tokens and not self._in_flight:
             # Nothing could run: what the requests wait for needs the processor more.
-            self._scheduler.grammars.wait(_GRAMMAR_SECONDS)
-            self._scheduler.connector_abilities.wait(_TRANSFER_SECONDS)
+            self._scheduler.wait(_GRAMMAR_SECONDS, _TRANSFER_SECONDS)
         events, self._events = tuple(self._events), []
         outputs = tuple(chain.from_iterable(outputs for _, outputs in processed))
         return StepReport(outputs=outputs, events=events, num_tokens=num_tokens, stats=self._scheduler.stats())
@@ -203,8 +195,7 @@ class EngineCore:
             self._failure = EngineDeadError("it was shut down")
             self._in_flight.clear()
         self._executor.shutdown()
-        self._scheduler.grammars.shutdown()
-        self._scheduler.connector.shutdown()
+        self._scheduler.shutdown()
         self._publisher.shutdown()
 
     def _flush_transfers(self) -> None:

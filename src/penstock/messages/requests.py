@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 from penstock.messages.sampling_params import SamplingParams
 from penstock.messages.structured_outputs import GrammarSpec
 
@@ -27,3 +29,19 @@ class EngineRequest:
     priority: int = 0
     cache_salt: str | None = None
     grammar: GrammarSpec | None = None
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+
+class RowRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker must know of a request beside its tokens; the fields are those of `EngineRequest`."""
+
+    request_id: str
+    num_prompt_tokens: int
+    sampling_params: SamplingParams
+    seed: int
+    eos_token_ids: frozenset[int] = frozenset()
+    stop_token_ids: frozenset[int] = frozenset()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()

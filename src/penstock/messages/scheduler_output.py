@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from penstock.messages.kv_transfer import KVConnectorMetadata
-from penstock.messages.requests import EngineRequest
+from penstock.messages.requests import RowRequest
 
 BlockIds = tuple[tuple[int, ...], ...]
 """Block ids by KV group: `block_ids[group][i]` holds the request's i-th block."""
@@ -27,7 +27,7 @@ class NewRequestData(msgspec.Struct, frozen=True, kw_only=True):
     `token_ids` is all that is known of it: the prompt and, after a preemption, the output so far.
     """
 
-    request: EngineRequest
+    request: RowRequest
     token_ids: tuple[int, ...]
     block_ids: BlockIds
     num_computed_tokens: int
@@ -55,8 +55,9 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     `num_scheduled_tokens` maps a request id to how many tokens it computes in this step; its order is the order in
     which the scheduler chose them. The last `num_draft_tokens[request_id]` of them are drafts, which the device holds
     and this step verifies. At its end the speculator proposes `num_drafts_to_propose` drafts for every request that
-    samples, and reports those of `grammar_request_ids`, which need a `GrammarOutput` to sample. Finished and preempted
-    requests give up their rows before anything else happens. A warm-up step does not reach the connector.
+    samples, and reports those of `grammar_request_ids`, which need a `GrammarOutput` to sample. Such a step is a
+    barrier: what it may sample depends on tokens of earlier steps, whose results are applied first. Finished and
+    preempted requests give up their rows before anything else happens. A warm-up step does not reach the connector.
     """
 
     step: int
@@ -70,6 +71,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     finished_request_ids: frozenset[str] = frozenset()
     preempted_request_ids: frozenset[str] = frozenset()
     kv_connector_metadata: KVConnectorMetadata | None = None
+    is_barrier: bool = False
     is_warm_up: bool = False
 
     @property

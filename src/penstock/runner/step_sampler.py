@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from penstock.messages.requests import EngineRequest
+from penstock.messages.requests import RowRequest
 from penstock.messages.scheduler_output import GrammarOutput
 from penstock.runner.input_batch import InputBatch
 from penstock.runner.outputs import PendingOutput
@@ -21,7 +21,7 @@ class StepSampler(Protocol):
     runs_ahead: bool
     """Whether a result may be asked for later than its step is launched."""
 
-    def add(self, row: int, request: EngineRequest) -> None:
+    def add(self, row: int, request: RowRequest) -> None:
         """A request gets its row; staged as the rows themselves are."""
         ...
 

@@ -16,6 +16,7 @@ from penstock.core.scheduler import Scheduler
 from penstock.engine.engine_core import EngineCore
 from penstock.executor.executor import Executor
 from penstock.executor.wire import OverTheWire
+from penstock.kv_transfer.abilities import Abilities
 from penstock.kv_transfer.connector import WorkerConnector
 from penstock.messages.kv_transfer import KVConnectorOutput, ShardId, TransferId, TransferReport, TransferStatus
 from penstock.messages.scheduler_output import SchedulerOutput
@@ -155,7 +156,7 @@ class SimEngine:
         handshakes = executor.initialize(InitializeWorker(cache=site.cache, limits=limits))
         self.scheduler = Scheduler(limits, self.kv, None, transfer)
         if not parts.is_null:
-            self.scheduler.connector_abilities.set_xfer_handshake_metadata_pp_aware(handshakes)
+            Abilities(parts.scheduler).set_xfer_handshake_metadata_pp_aware(handshakes)
         self.core = EngineCore(self.scheduler, executor, setup.depth, debug=True, clock=clock)
 
     @property

@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.config.engine import SchedulerConfig
 from penstock.messages.kv_cache_spec import NULL_BLOCK
-from penstock.messages.requests import EngineRequest
+from penstock.messages.requests import RowRequest
 from penstock.messages.sampling_params import SamplingParams
 from penstock.messages.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
 from penstock.utils.math import cdiv
@@ -73,17 +73,10 @@ class MadeUpSteps:
     def _request(self, name: str, start: int, count: int, kind: dict[str, Any]) -> NewRequestData:
         # Drafts behind the tokens have slots too.
         num_blocks = cdiv(start + count + self._limits.num_lookahead_tokens, self._block_size)
-        prompt = (0,) * count
-        request = EngineRequest(
-            request_id=name,
-            prompt_token_ids=prompt,
-            sampling_params=SamplingParams(**kind),
-            max_tokens=1 + self._limits.max_num_drafts,
-            seed=0,
-        )
+        request = RowRequest(request_id=name, num_prompt_tokens=count, sampling_params=SamplingParams(**kind), seed=0)
         return NewRequestData(
             request=request,
-            token_ids=prompt,
+            token_ids=(0,) * count,
             block_ids=((NULL_BLOCK,) * num_blocks,) * self._num_groups,
             num_computed_tokens=start,
         )

@@ -7,7 +7,7 @@ import torch
 from msgspec.structs import replace
 
 from penstock.kernels.prepare_inputs import store_sampled
-from penstock.messages.requests import EngineRequest
+from penstock.messages.requests import RowRequest
 from penstock.messages.runner_output import TokenLogprobs
 from penstock.messages.scheduler_output import GrammarOutput
 from penstock.runner.buffers import to_device
@@ -58,7 +58,7 @@ class TorchStepSampler:
         self._verifier = verifier
         self._knows_positions = knows_positions
 
-    def add(self, row: int, request: EngineRequest) -> None:
+    def add(self, row: int, request: RowRequest) -> None:
         self._sampling.add(row, request)
 
     def skip(self, batch: InputBatch) -> PendingOutput:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from penstock.messages.requests import EngineRequest
+from penstock.messages.requests import RowRequest
 from penstock.runner.buffers import to_device
 from penstock.runner.sampling.noise import Purpose, uniform
 
@@ -19,7 +19,7 @@ SMALLEST_TEMPERATURE = 1e-6  # of a row that is not greedy
 class SamplingBatch:
     """The rows that sample in this step, in the order of the logits."""
 
-    requests: list[EngineRequest]  # [num_sampling]
+    requests: list[RowRequest]  # [num_sampling]
     positions_np: np.ndarray  # [num_sampling] int64: where the sampled token will stand in its request
     rows: torch.Tensor  # [num_sampling] int64: state rows
     positions: torch.Tensor  # [num_sampling] int64: positions_np, exact, on the device
@@ -27,12 +27,12 @@ class SamplingBatch:
     bitmasks: dict[int, np.ndarray]  # row -> [ceil(vocab_size / 32)] int32: the tokens that its grammar allows
     needs: int = -1  # the features that may concern any of the rows, as bits (`features`); all by default
 
-    def where(self, condition: Callable[[EngineRequest], object]) -> list[int]:
+    def where(self, condition: Callable[[RowRequest], object]) -> list[int]:
         """The indices of the requests that meet a condition."""
         return [i for i, request in enumerate(self.requests) if condition(request)]
 
     def num_output_tokens(self, index: int) -> int:
-        return int(self.positions_np[index]) - len(self.requests[index].prompt_token_ids)
+        return int(self.positions_np[index]) - self.requests[index].num_prompt_tokens
 
     def noise(self, indices: Sequence[int] | np.ndarray, purpose: Purpose, ahead: int = 0) -> torch.Tensor:
         """[len(indices)] float64 in [0, 1) on the device: those rows' random numbers, `ahead` positions further on."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from penstock.messages.requests import EngineRequest
+from penstock.messages.requests import RowRequest
 
 if TYPE_CHECKING:
     from penstock.runner.sampling.batch import SamplingBatch
@@ -25,25 +25,25 @@ class Column:
 
     name: str
     dtype: torch.dtype
-    of: Callable[[EngineRequest, int], Sequence[float]]  # [width] of a request and a vocabulary's size
+    of: Callable[[RowRequest, int], Sequence[float]]  # [width] of a request and a vocabulary's size
     width: int = 1
 
 
 def _changes_nothing(logits: torch.Tensor, batch: SamplingBatch, chosen: Sequence[int]) -> None: ...
 
 
-def _no_lists(request: EngineRequest) -> dict[str, Any]:
+def _no_lists(request: RowRequest) -> dict[str, Any]:
     return {}
 
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    concerns: Callable[[EngineRequest, int], object]
+    concerns: Callable[[RowRequest, int], object]
     """Whether a request uses it, given the vocabulary's size."""
 
     columns: tuple[Column, ...] = ()
 
-    token_lists: Callable[[EngineRequest], dict[str, Any]] = _no_lists
+    token_lists: Callable[[RowRequest], dict[str, Any]] = _no_lists
     """What it says about single tokens: arguments of `penstock.kernels.triton.sampling.adjust.pack_rules`."""
 
     apply: Callable[[torch.Tensor, SamplingBatch, Sequence[int]], None] = _changes_nothing

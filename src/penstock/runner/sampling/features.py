@@ -5,7 +5,7 @@ A step's needs are the features that concern any of its rows, a bit for each.
 
 from __future__ import annotations
 
-from penstock.messages.requests import EngineRequest
+from penstock.messages.requests import RowRequest
 from penstock.runner.sampling.feature import Feature
 from penstock.runner.sampling.logprobs import LOGPROBS, PROMPT_LOGPROBS, TOP_LOGPROBS
 from penstock.runner.sampling.noise import SEED
@@ -25,7 +25,7 @@ def bits(*features: Feature) -> int:
     return sum(1 << FEATURES.index(feature) for feature in features)
 
 
-def needs_of(request: EngineRequest, vocab_size: int) -> int:
+def needs_of(request: RowRequest, vocab_size: int) -> int:
     """The features that concern a request, as bits."""
     return sum(1 << place for place, feature in enumerate(FEATURES) if feature.concerns(request, vocab_size))
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from penstock.messages.requests import EngineRequest
+from penstock.messages.requests import RowRequest
 from penstock.messages.runner_output import TokenLogprobs
 from penstock.runner.sampling.feature import Column, Feature
 
@@ -41,7 +41,7 @@ def token_logprobs(logits: torch.Tensor, chosen: torch.Tensor, num_top: list[int
     ]
 
 
-def num_top(request: EngineRequest, vocab_size: int) -> tuple[int]:
+def num_top(request: RowRequest, vocab_size: int) -> tuple[int]:
     """How many of the likeliest tokens a request asks for, -1 without log probabilities."""
     count = request.sampling_params.logprobs
     return (-1 if count is None else min(count, vocab_size),)

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 import torch
 
-from penstock.messages.requests import EngineRequest
+from penstock.messages.requests import RowRequest
 from penstock.runner.sampling.batch import SamplingBatch
 from penstock.runner.sampling.feature import Column, Feature
 
 
-def _values(request: EngineRequest, vocab_size: int) -> tuple[float, float, float]:
+def _values(request: RowRequest, vocab_size: int) -> tuple[float, float, float]:
     params = request.sampling_params
     return params.repetition_penalty, params.presence_penalty, params.frequency_penalty
 
@@ -27,7 +27,7 @@ def _apply(logits: torch.Tensor, batch: SamplingBatch, chosen: Sequence[int]) ->
     """
     index = batch.indices(chosen)
     params = [batch.requests[i].sampling_params for i in chosen]
-    prompt_lens = batch.indices(len(batch.requests[i].prompt_token_ids) for i in chosen)[:, None]
+    prompt_lens = batch.indices(batch.requests[i].num_prompt_tokens for i in chosen)[:, None]
     longest = int(batch.positions_np[list(chosen)].max())
     tokens = batch.token_ids[batch.rows[index], :longest].long()  # [num_chosen, longest]
     place = torch.arange(longest, device=tokens.device)[None]

@@ -51,7 +51,7 @@ class PromptScorer:
         for index, request in zip(chosen, self._sampling.at(host.rows[chosen]), strict=True):
             first, start = int(host.num_computed_upper_bound[index]), int(host.query_start_loc[index])
             # The logits at position p speak of the token at p + 1, so the prompt's last position asks for nothing.
-            count = min(int(host.query_lens[index]), len(request.prompt_token_ids) - 1 - first)
+            count = min(int(host.query_lens[index]), request.num_prompt_tokens - 1 - first)
             if count > 0:
                 targets = self._token_ids[int(host.rows[index]), first + 1 :][:count].long()
                 num_top = request.sampling_params.prompt_logprobs or 0

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from penstock.messages.requests import EngineRequest
+from penstock.messages.requests import RowRequest
 from penstock.runner.sampling.features import WITH_PROMPT_LOGPROBS, needs_of
 
 _NO_ROWS = np.zeros(0, dtype=np.int64)
@@ -16,12 +16,12 @@ class SamplingStates:
     """Requests by state row, and which features concern them."""
 
     def __init__(self, max_num_reqs: int, vocab_size: int) -> None:
-        self._requests: list[EngineRequest | None] = [None] * max_num_reqs
+        self._requests: list[RowRequest | None] = [None] * max_num_reqs
         self._vocab_size = vocab_size
         self._needs = np.zeros(max_num_reqs, dtype=np.int64)
         self._num_scored_prompts = 0  # requests with `prompt_logprobs`, so that most steps need not look for them
 
-    def add(self, row: int, request: EngineRequest) -> None:
+    def add(self, row: int, request: RowRequest) -> None:
         self._requests[row] = request
         self._needs[row] = needs_of(request, self._vocab_size)
         self._num_scored_prompts += bool(self._needs[row] & WITH_PROMPT_LOGPROBS)
@@ -39,7 +39,7 @@ class SamplingStates:
         """Which of these rows' requests ask for the log probabilities of their prompts, as indices into `rows`."""
         return np.nonzero(self._needs[rows] & WITH_PROMPT_LOGPROBS)[0] if self._num_scored_prompts else _NO_ROWS
 
-    def at(self, rows: np.ndarray) -> list[EngineRequest]:
+    def at(self, rows: np.ndarray) -> list[RowRequest]:
         found = [self._requests[row] for row in rows]
         requests = [request for request in found if request is not None]
         assert len(requests) == len(found), rows

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from penstock.messages.requests import EngineRequest
+from penstock.messages.requests import RowRequest
 from penstock.runner.sampling.batch import SamplingBatch
 from penstock.runner.sampling.feature import Feature
 
@@ -45,7 +45,7 @@ def _forbid_early_ends(logits: torch.Tensor, batch: SamplingBatch, chosen: Seque
             logits[index, batch.indices(_ends(request))] = -torch.inf
 
 
-def _ends(request: EngineRequest) -> frozenset[int]:
+def _ends(request: RowRequest) -> frozenset[int]:
     return request.eos_token_ids | request.stop_token_ids if request.sampling_params.min_tokens else frozenset()
 
 
@@ -68,7 +68,7 @@ MIN_TOKENS = Feature(
     concerns=lambda request, _: request.sampling_params.min_tokens > 0,
     token_lists=lambda request: {
         "ends": _ends(request),
-        "min_len": len(request.prompt_token_ids) + request.sampling_params.min_tokens,
+        "min_len": request.num_prompt_tokens + request.sampling_params.min_tokens,
     },
     apply=_forbid_early_ends,
 )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from penstock.messages.requests import EngineRequest
+from penstock.messages.requests import RowRequest
 from penstock.runner.sampling.batch import SMALLEST_TEMPERATURE, SamplingBatch
 from penstock.runner.sampling.feature import Column, Feature
 
@@ -57,24 +57,24 @@ def _keep(logits: torch.Tensor, index: torch.Tensor, values: torch.Tensor, thres
     logits[index] = values.masked_fill(values < threshold, -torch.inf)
 
 
-def _top_k(request: EngineRequest, vocab_size: int) -> int:
+def _top_k(request: RowRequest, vocab_size: int) -> int:
     """0 where all tokens are kept."""
     top_k = request.sampling_params.top_k
     return top_k if 0 < top_k < vocab_size else 0
 
 
-def _temperature(request: EngineRequest, vocab_size: int) -> tuple[float]:
+def _temperature(request: RowRequest, vocab_size: int) -> tuple[float]:
     """0 of greedy requests."""
     params = request.sampling_params
     return (0.0 if params.is_greedy else max(params.temperature, SMALLEST_TEMPERATURE),)
 
 
-def _log_min_p(request: EngineRequest, vocab_size: int) -> tuple[float]:
+def _log_min_p(request: RowRequest, vocab_size: int) -> tuple[float]:
     min_p = request.sampling_params.min_p
     return (math.log(min_p) if min_p > 0 else -math.inf,)
 
 
-def _of_random(concerns: Callable[[EngineRequest, int], object]) -> Callable[[EngineRequest, int], object]:
+def _of_random(concerns: Callable[[RowRequest, int], object]) -> Callable[[RowRequest, int], object]:
     return lambda request, vocab_size: not request.sampling_params.is_greedy and concerns(request, vocab_size)
 
 

@@ -10,7 +10,7 @@ import torch
 
 from penstock.kernels.triton.sampling.adjust import RULE_COLUMNS, AdjustTables, pack_rules
 from penstock.kernels.triton.sampling.tiles import SamplingTables
-from penstock.messages.requests import EngineRequest
+from penstock.messages.requests import RowRequest
 from penstock.runner.buffers import TableWriter
 from penstock.runner.gpu.buffers import upload
 from penstock.runner.sampling.features import FEATURES, LOGITS
@@ -39,7 +39,7 @@ class SamplingRows:
         # Until the row is given to another request: what still reads a list then lies before it on the stream.
         self._lists: dict[int, torch.Tensor] = {}
 
-    def add(self, row: int, request: EngineRequest) -> None:
+    def add(self, row: int, request: RowRequest) -> None:
         for of, table in self._columns:
             self._writer.write(table, row, 0, of(request, self._vocab_size))
         self._writer.write(self.adjust_tables.rules, row, 0, self._store_rules(row, request))
@@ -49,11 +49,11 @@ class SamplingRows:
         """[len(rows)] int64: how many of the likeliest tokens each row's request asks for, -1: no logprobs."""
         return self._num_top_np[rows]
 
-    def _store_rules(self, row: int, request: EngineRequest) -> tuple[int, int, int, int, int]:
+    def _store_rules(self, row: int, request: RowRequest) -> tuple[int, int, int, int, int]:
         lists: dict[str, Any] = {}
         for feature in LOGITS:
             lists |= feature.token_lists(request)
-        packed, prompt_len = pack_rules(**lists, vocab_size=self._vocab_size), len(request.prompt_token_ids)
+        packed, prompt_len = pack_rules(**lists, vocab_size=self._vocab_size), request.num_prompt_tokens
         if not len(packed.words):
             return packed.columns(0, prompt_len)
         words = self._lists[row] = upload(packed.words, self._device)

@@ -23,7 +23,7 @@ from penstock.kernels.triton.sampling.draw import sample
 from penstock.kernels.triton.sampling.logprobs import LogprobsWorkspace, score_tokens
 from penstock.kernels.triton.sampling.rejection import KeptDrafts
 from penstock.kernels.triton.sampling.tiles import Workspace
-from penstock.messages.requests import EngineRequest
+from penstock.messages.requests import RowRequest
 from penstock.messages.scheduler_output import GrammarOutput
 from penstock.runner.gpu.buffers import Fence, FetchRing
 from penstock.runner.gpu.sampling.adjuster import Bitmasks, BitmaskUploader, LogitsAdjuster
@@ -97,7 +97,7 @@ class GpuStepSampler:
         self._sampled = Packed(num_logits, config.max_num_seqs, device)
         self._copies = FetchRing(self._sampled.memory, config.max_num_in_flight + 1)
 
-    def add(self, row: int, request: EngineRequest) -> None:
+    def add(self, row: int, request: RowRequest) -> None:
         self._sampling.add(row, request)
         self._rows.add(row, request)
 

@@ -1,0 +1,96 @@
+"""What a step of the scheduler may look at: never everything that waits, and never every load."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from penstock.config.engine import SchedulerConfig
+from penstock.core.kv_cache_manager import KVCacheManager
+from penstock.core.remote_kv import KVTransfer
+from penstock.core.request_queue import RequestQueue
+from penstock.core.scheduler import Scheduler
+from penstock.kv_transfer.connector import Match
+from penstock.kv_transfer.null import NullSchedulerConnector
+from penstock.messages.kv_cache_spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
+from penstock.messages.requests import EngineRequest
+from penstock.messages.sampling_params import SamplingParams
+from penstock.messages.scheduler_output import SchedulerOutput
+
+BLOCK_SIZE = 4
+
+
+class LoadsEverything(NullSchedulerConnector):
+    """Promises a block of every prompt, which never comes."""
+
+    has_pending_work = True
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Match:
+        return Match(BLOCK_SIZE, is_async=True)
+
+    def update_state_after_alloc(self, *_: Any) -> None: ...
+
+
+def make(max_num_seqs: int, transfer: KVTransfer | None = None) -> Scheduler:
+    group = KVCacheGroup(("layer",), KVCacheSpec.keys_and_values(1, 1, "float32"))
+    config = SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=max_num_seqs, max_model_len=64)
+    kv = KVCacheManager(KVCacheConfig(2000, BLOCK_SIZE, (group,)), enable_prefix_caching=True)
+    return Scheduler(config, kv, None, *([transfer] if transfer else []))
+
+
+def add(scheduler: Scheduler, count: int) -> None:
+    params = SamplingParams(max_tokens=4)
+    for number in range(count):
+        prompt = tuple(range(7 * number, 7 * number + 6))
+        request = EngineRequest(
+            request_id=str(number), prompt_token_ids=prompt, sampling_params=params, max_tokens=4, seed=0
+        )
+        scheduler.add_request(request)
+
+
+def watch(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The waiting and running requests that are looked at; to copy or walk over a queue of them all is an error."""
+    looked_at: list[int] = []
+    original = RequestQueue.__getitem__
+
+    def look(self: RequestQueue, index: int) -> Any:
+        looked_at.append(index)
+        return original(self, index)
+
+    monkeypatch.setattr(RequestQueue, "__getitem__", look)
+    return looked_at
+
+
+def test_a_full_engine_looks_at_one_waiting_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = make(max_num_seqs=2)
+    add(scheduler, 1000)
+    looked_at = watch(monkeypatch)
+    plan = scheduler.schedule()
+    assert [new.request_id for new in plan.new_requests] == ["0", "1"]
+    assert len(looked_at) == 3
+    monkeypatch.setattr(scheduler._waiting, "snapshot", None)
+    monkeypatch.setattr(RequestQueue, "__iter__", None)
+    looked_at.clear()
+    assert not scheduler.schedule().new_requests
+    assert len(looked_at) == 1
+
+
+class NeverWalked(dict[str, Any]):
+    """A table in which single entries are found and added."""
+
+    def _refuse(self) -> Any:
+        raise AssertionError("all loads are walked over for one request")
+
+    values = items = keys = __iter__ = _refuse
+
+
+def test_loads_are_not_counted_for_every_request() -> None:
+    scheduler = make(300, KVTransfer(LoadsEverything()))
+    add(scheduler, 200)
+    scheduler._remote._loads = NeverWalked()
+    scheduler._remote.give_up_overdue = lambda: None
+    plan: SchedulerOutput = scheduler.schedule()
+    assert plan.num_scheduled_tokens == {}
+    assert scheduler.stats().num_waiting_for_remote_kv == 200
+    assert scheduler._remote.num_waiting == 200
