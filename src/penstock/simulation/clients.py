@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.messages.outputs import EngineOutput, FinishReason
 from penstock.messages.requests import EngineRequest
@@ -117,14 +117,8 @@ class Clients:
 
     def _with_output(self, request: EngineRequest, max_tokens: int) -> EngineRequest:
         most = min(max_tokens, self._setup.max_model_len - len(request.prompt_token_ids))
-        return EngineRequest(
-            request_id=request.request_id,
-            prompt_token_ids=request.prompt_token_ids,
-            sampling_params=SamplingParams(temperature=0.0, max_tokens=most),
-            max_tokens=most,
-            seed=0,
-            cache_salt=request.cache_salt,
-        )
+        params = SamplingParams(temperature=0.0, max_tokens=most)
+        return replace(request, sampling_params=params, max_tokens=most, stop_token_ids=frozenset(), priority=0)
 
     def _prompt(self) -> list[int]:
         rng, traffic = self._rng, self._traffic

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
@@ -40,7 +40,7 @@ from penstock.simulation.oracle import (
 from penstock.worker.messages import InitializeWorker, WorkerFacts, WorkerReady
 
 Kernel = Callable[[], None]
-Outputs = Mapping[ShardId, KVConnectorOutput]
+Outputs = dict[ShardId, KVConnectorOutput]
 
 FOREIGN_KV = -1
 """Reported in place of the sampled tokens when the drafts behind them come from KV that is not the request's own."""
@@ -148,8 +148,7 @@ class _Step:
     items: dict[ShardId, list[_Item]] = field(default_factory=dict[ShardId, list[_Item]])
     checksums: list[list[int]] = field(default_factory=list[list[int]])
     drafts_read: dict[ShardId, list[int]] = field(default_factory=dict[ShardId, list[int]])
-    finished: dict[ShardId, KVConnectorOutput] = field(default_factory=dict[ShardId, KVConnectorOutput])
-    delivered: Outputs = field(default_factory=dict[ShardId, KVConnectorOutput])
+    finished: Outputs = field(default_factory=Outputs)
     result: ModelRunnerOutput = field(default_factory=ModelRunnerOutput)
 
 
@@ -346,8 +345,8 @@ class Devices:
             first = self._steps[0]
             (self._launch if first.num_launched < self.config.pp else self._compute)(first)
         if shard == (self.config.pp - 1, 0):
-            return replace(step.result, kv_connector_output=step.delivered[shard])
-        return ModelRunnerOutput.with_kv_conn_output_only(step.delivered[shard])
+            return replace(step.result, kv_connector_output=step.finished[shard])
+        return ModelRunnerOutput.with_kv_conn_output_only(step.finished[shard])
 
     # ---- One stage of one step ----
 
@@ -389,7 +388,7 @@ class Devices:
             assert is_final, f"rank {rank.shard} writes the drafter's KV behind wait_for_save"
         step.num_computed += 1
         if step.num_computed == self.config.pp:
-            step.delivered = self.deliver(step.plans[0, 0], step.finished)
+            step.finished = self.deliver(step.plans[0, 0], step.finished)
             self._steps.remove(step)
 
     def _forward(self, step: _Step, stage: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
 from msgspec.structs import replace
 
@@ -17,13 +16,14 @@ from penstock.core.scheduler import Scheduler
 from penstock.engine.engine_core import EngineCore
 from penstock.executor.executor import Executor
 from penstock.executor.wire import OverTheWire
+from penstock.kv_transfer.abilities import Abilities
 from penstock.kv_transfer.connector import WorkerConnector
 from penstock.messages.kv_transfer import KVConnectorOutput, ShardId, TransferId, TransferReport, TransferStatus
 from penstock.messages.scheduler_output import SchedulerOutput
-from penstock.simulation.backing import Parts, Site
+from penstock.simulation.backing import BackingContext, Parts, Site
 from penstock.simulation.oracle import NUM_HEADS, Answers, cache_config
 from penstock.simulation.ranks import Devices, Outputs, RankConfig, SimWorker
-from penstock.simulation.setup import Setup
+from penstock.simulation.setup import Faults, Setup
 from penstock.simulation.trace import Trace, block_name, hash_name
 from penstock.utils.clock import ManualClock
 from penstock.worker.messages import InitializeWorker
@@ -84,56 +84,48 @@ class WatchedPool(BlockPool):
         return self._blocks[block_id].key is not None
 
 
-@dataclass(slots=True)
-class _Held:
-    due: int
-    report: TransferReport
-
-
 class ReportFaults:
     """Delays, repeats and reorders what the ranks report; of a step with synchronous loads only repeats.
 
     `old` are reports of earlier lives, which come back too.
     """
 
-    def __init__(self, setup: Setup, rng: random.Random, old: deque[TransferReport]) -> None:
-        self._faults = setup.faults
+    def __init__(self, context: BackingContext, rng: random.Random, old: deque[TransferReport]) -> None:
+        self._context = context
         self._rng = rng
         self._old = old
-        self._held: list[_Held] = []
+        self._held: list[tuple[int, TransferReport]] = []  # and the steps in which they are due
         self._reported_last: set[TransferId] = set()
-        self.is_active = True
 
     def deliver(self, plan: SchedulerOutput, finished: Outputs) -> Outputs:
         """What the ranks answer to the step, given what their connectors have finished."""
-        rng, faults = self._rng, self._faults
+        rng, faults, is_active = self._rng, self._context.setup.faults, self._context.has_faults
         metadata = plan.kv_connector_metadata
-        may_delay = self.is_active and not (metadata is not None and metadata.has_sync_loads)
+        may_delay = is_active and not (metadata is not None and metadata.has_sync_loads)
         ended = [report for output in finished.values() for report in output.reports]
         reports: list[TransferReport] = []
         for report in ended:
             if may_delay and rng.random() < faults.late:
-                self._held.append(_Held(plan.step + rng.randrange(1, _MAX_STEPS_LATE), report))
+                self._held.append((plan.step + rng.randrange(1, _MAX_STEPS_LATE), report))
             else:
                 reports.append(report)
-        due = [held for held in self._held if held.due <= plan.step or not self.is_active]
-        self._held = [held for held in self._held if held not in due]
-        reports += [held.report for held in due]
-        if self.is_active and faults.repeated:
+        reports += [report for due, report in self._held if due <= plan.step or not is_active]
+        self._held = [(due, report) for due, report in self._held if due > plan.step and is_active]
+        if is_active and faults.repeated:
             rng.shuffle(reports)
             reports += [old for old in self._old if rng.random() < faults.repeated / 4]
             reports += [report for report in reports if rng.random() < faults.repeated]
         self._old.extend(ended)
-        if self.is_active and faults.contradicted:
-            reports = [each for report in reports for each in self._contradict(report, max(finished))]
+        if is_active and faults.contradicted:
+            reports = [each for report in reports for each in self._contradict(report, max(finished), faults)]
         return {shard: KVConnectorOutput(tuple(each for each in reports if each.shard == shard)) for shard in finished}
 
-    def _contradict(self, report: TransferReport, last: ShardId) -> Iterator[TransferReport]:
+    def _contradict(self, report: TransferReport, last: ShardId, faults: Faults) -> Iterator[TransferReport]:
         """Lets a success come before a failure, while the report of the last rank keeps the transfer open."""
-        is_open = report.shard != last and report.transfer_id not in self._reported_last
         if report.shard == last:
             self._reported_last.add(report.transfer_id)
-        if is_open and report.status is TransferStatus.FAILED and self._rng.random() < self._faults.contradicted:
+        is_open = report.transfer_id not in self._reported_last
+        if is_open and report.status is TransferStatus.FAILED and self._rng.random() < faults.contradicted:
             yield replace(report, status=TransferStatus.DONE, bad_ranges=())
         yield report
 
@@ -164,7 +156,7 @@ class SimEngine:
         handshakes = executor.initialize(InitializeWorker(cache=site.cache, limits=limits))
         self.scheduler = Scheduler(limits, self.kv, None, transfer)
         if not parts.is_null:
-            self.scheduler._connector_abilities.set_xfer_handshake_metadata_pp_aware(handshakes)
+            Abilities(parts.scheduler).set_xfer_handshake_metadata_pp_aware(handshakes)
         self.core = EngineCore(self.scheduler, executor, setup.depth, debug=True, clock=clock)
 
     @property

@@ -8,7 +8,7 @@ everything that must be true. The world ends when every request has ended and no
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -56,10 +56,9 @@ class World:
         self._context = BackingContext(setup, self._clock, random.Random(f"{seed} transport"))
         self._backing = (make_backing or BACKINGS[setup.backing])(self._context)
         self._topologies = {f"engine{number}": each for number, each in enumerate(setup.topologies)}
-        self._old_reports: dict[str, deque[TransferReport]] = {}
-        self._lives: dict[str, int] = {}
+        self._old_reports = {name: deque[TransferReport](maxlen=_OLD_REPORTS) for name in self._topologies}
+        self._lives = Counter[str]()
         self._engines: dict[str, SimEngine] = {}
-        self._report_faults: dict[str, ReportFaults] = {}
         self._clients = Clients(setup, random.Random(f"{seed} clients"), self._answers, list(self._topologies))
         self._live: dict[str, LiveRequest] = {}
         self._waiting_again: list[LiveRequest] = []
@@ -95,8 +94,6 @@ class World:
         self._trace.tick = tick
         if tick == self._setup.fault_ticks:
             self._context.has_faults = False
-            for faults in self._report_faults.values():
-                faults.is_active = False
         self._act(tick)
         names = list(self._engines)
         self._rng.shuffle(names)
@@ -170,15 +167,12 @@ class World:
     # ---- Engines ----
 
     def _start(self, name: str) -> None:
-        self._lives[name] = self._lives.get(name, 0) + 1
+        self._lives[name] += 1
         site = make_site(self._setup, name, self._lives[name], self._topologies[name])
         self._trace.note(name, f"begins its life {site.life}")
         parts = self._backing.attach(site)
         engine = SimEngine(site, parts, self._setup, self._answers, self._clock, self._rng, self._trace)
-        old = self._old_reports.setdefault(name, deque(maxlen=_OLD_REPORTS))
-        faults = self._report_faults[name] = ReportFaults(self._setup, self._rng, old)
-        faults.is_active = self._context.has_faults
-        engine.devices.deliver = faults.deliver
+        engine.devices.deliver = ReportFaults(self._context, self._rng, self._old_reports[name]).deliver
         self._engines[name] = engine
 
     def _crash(self, name: str, tick: int) -> None:
