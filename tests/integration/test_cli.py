@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pty
@@ -13,9 +12,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+
+from tests.processes import started
 
 PENSTOCK = [sys.executable, "-m", "penstock.cli.main"]
 ENGINE = ["--max-model-len", "512", "--kv-cache-memory", "20000000"]
@@ -24,17 +24,6 @@ ENGINE = ["--max-model-len", "512", "--kv-cache-memory", "20000000"]
 def run(*arguments: str, stdin: str | bytes = "") -> subprocess.CompletedProcess[bytes]:
     data = stdin.encode() if isinstance(stdin, str) else stdin
     return subprocess.run([*PENSTOCK, *arguments], input=data, capture_output=True, timeout=120, check=False)
-
-
-@contextlib.contextmanager
-def started(*arguments: str, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """A running command. It ends with the body, a failing one too: otherwise the `ResourceWarning` about a process that
-    still runs, an error here, would fail the test during which its object is collected."""
-    with subprocess.Popen([*PENSTOCK, *arguments], **options) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
 
 
 def test_generate_streams_text_and_reports_figures() -> None:
@@ -81,7 +70,7 @@ def test_a_closed_pipe_ends_quietly() -> None:
 
 def test_an_interrupt_ends_with_its_exit_code() -> None:
     arguments = ["generate", "--prompt", "Once upon a time", "--max-tokens", "400", *ENGINE]
-    with started(*arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with started([*PENSTOCK, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         assert process.stdout.read(10)
@@ -111,7 +100,8 @@ def test_chat_in_a_terminal(terminal: tuple[int, int]) -> None:
             seen += os.read(controller, 4096)
         seen = seen.split(wanted, 1)[1]
 
-    with started("chat", "--temperature", "0", *ENGINE, stdin=end, stdout=end, stderr=end) as process:
+    command = [*PENSTOCK, "chat", "--temperature", "0", *ENGINE]
+    with started(command, stdin=end, stdout=end, stderr=end) as process:
         read_until(b"> ")
         os.write(controller, b"What is 123 + 456?\n")
         read_until(b"579")

@@ -31,7 +31,7 @@ LAPTOP = {"width": 1280, "height": 800}
 PHONE = {"width": 390, "height": 844}
 PATIENCE_S = 60  # for what a loaded machine does late
 
-pytestmark = [pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH"), pytest.mark.alone]
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")
 
 # Every piece of text whose contrast with what is behind it is below 4.5, the least that WCAG AA allows.
 FAINT_TEXT = """() => {

@@ -158,7 +158,12 @@ def plain_outputs() -> list[RequestOutput]:
         ({"max_num_batched_tokens": 24}, False, range(len(KINDS))),
         ({**FEW_BLOCKS}, True, (SEEDED, TOP_K, REPEATED, PENALISED, ALLOWED, REGEX)),
         ({"speculative_config": MTP}, True, (SEEDED, MIN_P, LATE_END, PENALISED, BAD_WORDS, PROMPT, CHOICE, REGEX)),
-        ({"speculative_config": NGRAM, **FEW_BLOCKS}, False, (GREEDY, SEEDED, TOP_K, PENALISED, BIASED, CHOICE)),
+        pytest.param(
+            {"speculative_config": NGRAM, **FEW_BLOCKS},
+            False,
+            (GREEDY, SEEDED, TOP_K, PENALISED, BIASED, CHOICE),
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=["chunks", "preemption-overlap", "mtp-overlap", "ngram-preemption"],
 )
@@ -172,7 +177,7 @@ def test_the_same_outputs(
 
 @pytest.mark.parametrize(
     ("speculative", "overlap"),
-    [(DRAWN, False), (DRAWN, True), (ITSELF, False), (TOSSED, True)],
+    [pytest.param(DRAWN, False, marks=pytest.mark.exhaustive), (DRAWN, True), (ITSELF, False), (TOSSED, True)],
     ids=["drawn", "drawn-overlap", "itself", "synthetic-overlap"],
 )
 def test_the_same_outputs_where_drafts_decide(
@@ -197,7 +202,9 @@ def test_the_same_outputs_where_drafts_decide(
             (SEEDED, TOP_K, REPEATED, PENALISED, ALLOWED, REGEX),
         ),
         ({"speculative_config": MTP}, True, (SEEDED, MIN_P, LATE_END, PENALISED, BAD_WORDS, PROMPT, CHOICE)),
-        ({"speculative_config": NGRAM}, False, (GREEDY, SEEDED, TOP_K, PENALISED)),
+        pytest.param(
+            {"speculative_config": NGRAM}, False, (GREEDY, SEEDED, TOP_K, PENALISED), marks=pytest.mark.exhaustive
+        ),
     ],
     ids=["chunks", "preemption-overlap", "mtp-overlap", "ngram"],
 )
@@ -213,7 +220,7 @@ def test_the_same_outputs_from_graphs(
     assert graphs.num_replays >= 3
 
 
-@pytest.mark.parametrize("speculative", [MTP, DRAWN], ids=["best", "drawn"])
+@pytest.mark.parametrize("speculative", [pytest.param(MTP, marks=pytest.mark.exhaustive), DRAWN], ids=["best", "drawn"])
 @pytest.mark.usefixtures("graphs")
 def test_the_same_drafts_from_graphs(speculative: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong draft changes no token, so what is proposed is compared itself; padding proposes nothing for anybody."""
@@ -397,7 +404,7 @@ def everything(folder: str, **engine_args: Any) -> list[list[int]]:
     return tokens
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_everything_in_the_interpreter(tmp_path: Path, deterministic: bool) -> None:
     config = json.loads((DEMO_MODEL / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | SMALL | {"num_key_value_heads": 1}))

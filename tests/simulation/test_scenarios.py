@@ -84,7 +84,9 @@ def test_a_seed_decides_everything() -> None:
 @pytest.mark.alone
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("first_seed", "count"), [(1000, 80), (random.SystemRandom().randrange(1 << 40), 5)], ids=["fixed", "fresh"]
+    ("first_seed", "count"),
+    [pytest.param(1000, 80, marks=pytest.mark.exhaustive), (random.SystemRandom().randrange(1 << 40), 5)],
+    ids=["fixed", "fresh"],
 )
 def test_the_whole_catalogue(first_seed: int, count: int) -> None:
     """As a user runs it, in processes of its own; a fresh seed that finds something is in the output."""
