@@ -1,10 +1,16 @@
-# `make demo` generates from the built-in model, `make test` runs everything that needs no GPU.
+# `make demo` generates from the built-in model.
+# `make test` runs before every change: every promise at least once, on two cores in at most 12 minutes.
+# `make test-all` runs everything that needs no GPU: whole grids, long storms, and the tools of bench/ too.
+# `make test-gpu` runs what needs a GPU.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PYTEST := $(BIN)/python -m pytest
+# Neighbours share a worker, and so the engines of their module, until one has nothing left to do.
+PYTEST_PARALLEL := OMP_NUM_THREADS=1 $(PYTEST) -n auto --dist worksteal
 
-.PHONY: demo test test-gpu lint format bench clean
+.PHONY: demo test test-all test-gpu lint format bench clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt setup.py $(wildcard src/penstock/kernels/native/*)
 	$(PYTHON) -m venv $(VENV)
@@ -23,11 +29,15 @@ demo: $(VENV)/.installed
 	@$(BIN)/penstock generate --prompt "Once upon a time" --max-tokens 200
 
 test: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not alone"
-	$(BIN)/python -m pytest -m alone
+	$(PYTEST_PARALLEL) -m "not alone and not exhaustive"
+	$(PYTEST) -m "alone and not exhaustive"
+
+test-all: $(VENV)/.installed-dev
+	$(PYTEST_PARALLEL) -m "not alone"
+	$(PYTEST) -m alone
 
 test-gpu: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -m gpu
+	$(PYTEST) -m gpu
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -47,10 +47,14 @@ class FakeRequest:
 
 
 class FakeEngine:
-    """Plays a small engine at `TICK_S` a step: admission, chunked prefill, decode, preemption, prefix caching."""
+    """Plays a small engine at `TICK_S` a step: admission, chunked prefill, decode, preemption, prefix caching.
+
+    With `idle` set no request arrives; with `paused` set its server makes no steps.
+    """
 
     def __init__(self, *, idle: bool = False, num_blocks: int = 960, seed: int = 7) -> None:
         self.idle = idle
+        self.paused = False
         self.health: dict[str, str | None] = {"status": "ok", "reason": None}
         self.requests: list[FakeRequest] = []
         self.stats = dict.fromkeys(
@@ -230,7 +234,8 @@ class FakeServer:
         started = time.monotonic()
         for number in itertools.count(1):
             await asyncio.sleep(max(0.0, started + number * TICK_S - time.monotonic()))
-            self.engine.step()
+            if not self.engine.paused:
+                self.engine.step()
 
     def _refused(self, request: web.Request) -> bool:
         return self.api_key is not None and request.headers.get("Authorization") != f"Bearer {self.api_key}"

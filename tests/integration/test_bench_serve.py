@@ -128,6 +128,7 @@ def result_of(folder: Path) -> dict[str, Any]:
 SHORT = ("--random-input-len", "20", "--random-output-len", "12")
 
 
+@pytest.mark.alone
 def test_completions_with_known_delays(server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     limits = ("--goodput", "ttft:250", "e2el:2000", "--metric-percentiles", "50,99")
     save = ("--save-result", "--result-dir", str(tmp_path / "new"))

@@ -10,9 +10,12 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.processes import started
 
 PENSTOCK = [sys.executable, "-m", "penstock.cli.main"]
 ENGINE = ["--max-model-len", "512", "--kv-cache-memory", "20000000"]
@@ -66,14 +69,10 @@ def test_a_closed_pipe_ends_quietly() -> None:
 
 
 def test_an_interrupt_ends_with_its_exit_code() -> None:
-    process = subprocess.Popen(
-        [*PENSTOCK, "generate", "--prompt", "Once upon a time", "--max-tokens", "400", *ENGINE],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    with process.stdout, process.stderr:
+    arguments = ["generate", "--prompt", "Once upon a time", "--max-tokens", "400", *ENGINE]
+    with started([*PENSTOCK, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
         assert process.stdout.read(10)
         process.send_signal(signal.SIGINT)
         stderr = process.stderr.read()
@@ -81,34 +80,42 @@ def test_an_interrupt_ends_with_its_exit_code() -> None:
     assert b"Traceback" not in stderr
 
 
-def test_chat_in_a_terminal() -> None:
-    controller, terminal = pty.openpty()
-    process = subprocess.Popen(
-        [*PENSTOCK, "chat", "--temperature", "0", *ENGINE], stdin=terminal, stdout=terminal, stderr=terminal
-    )
-    os.close(terminal)
+@pytest.fixture
+def terminal() -> Iterator[tuple[int, int]]:
+    """Both ends of a terminal: the one that a test reads and writes, and the one for a process."""
+    ends = pty.openpty()
+    yield ends
+    for end in ends:
+        os.close(end)
+
+
+def test_chat_in_a_terminal(terminal: tuple[int, int]) -> None:
+    controller, end = terminal
     seen = b""
 
     def read_until(wanted: bytes) -> None:
         nonlocal seen
         while wanted not in seen:
-            assert select.select([controller], [], [], 30)[0], f"waited for {wanted!r} after {seen!r}"
+            assert select.select([controller], [], [], 60)[0], f"waited for {wanted!r} after {seen!r}"
             seen += os.read(controller, 4096)
         seen = seen.split(wanted, 1)[1]
 
-    read_until(b"> ")
-    os.write(controller, b"What is 123 + 456?\n")
-    read_until(b"579")
-    read_until(b"> ")
-    # An interrupt that comes before readline waits for input is only seen with the next one, as at any prompt.
-    while not select.select([controller], [], [], 0.5)[0]:
-        process.send_signal(signal.SIGINT)
-    read_until(b"> ")
-    os.write(controller, b"/clear\n")
-    read_until(b"> ")
-    os.write(controller, b"/exit\n")
-    assert process.wait(timeout=30) == 0
-    os.close(controller)
+    command = [*PENSTOCK, "chat", "--temperature", "0", *ENGINE]
+    with started(command, stdin=end, stdout=end, stderr=end) as process:
+        read_until(b"> ")
+        os.write(controller, b"What is 123 + 456?\n")
+        read_until(b"579")
+        read_until(b"> ")
+        # An interrupt that comes before readline waits for input is only seen with the next one, as at any prompt.
+        for _ in range(12):
+            process.send_signal(signal.SIGINT)
+            if select.select([controller], [], [], 5)[0]:
+                break
+        read_until(b"> ")
+        os.write(controller, b"/clear\n")
+        read_until(b"> ")
+        os.write(controller, b"/exit\n")
+        assert process.wait(timeout=30) == 0
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,13 @@ prompts, no cache, no overlap. A feature that schedules, moves or reuses KV adds
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 
 from penstock import LLM, SamplingParams
 from penstock.kernels import native
+from tests.grids import grid
 
 NUM_REQUESTS = 64
 MAX_TOKENS = 24
@@ -25,7 +25,7 @@ PLAIN: dict[str, Any] = {
     "async_scheduling": False,
     "num_gpu_blocks_override": 1500,
 }
-CHUNKS = (16, 64, 4096)
+CELLS = grid((False, True), (16, 64, 4096), strength=1)
 # One request of max_model_len fits, the batch does not.
 SMALL_POOL = {"num_gpu_blocks_override": MAX_MODEL_LEN // 16 + 2}
 
@@ -75,20 +75,20 @@ def plain_tokens() -> list[list[int]]:
     return tokens
 
 
-@pytest.mark.parametrize(("overlap", "chunk"), list(itertools.product([False, True], CHUNKS)))
+@pytest.mark.parametrize(("overlap", "chunk"), CELLS)
 def test_batch_of_64(plain_tokens: list[list[int]], overlap: bool, chunk: int) -> None:
     tokens, _ = run(async_scheduling=overlap, max_num_batched_tokens=chunk)
     assert tokens == plain_tokens
 
 
-@pytest.mark.parametrize(("overlap", "chunk"), list(itertools.product([False, True], CHUNKS)))
+@pytest.mark.parametrize(("overlap", "chunk"), CELLS)
 def test_preemption(plain_tokens: list[list[int]], overlap: bool, chunk: int) -> None:
     tokens, llm = run(async_scheduling=overlap, max_num_batched_tokens=chunk, **SMALL_POOL)
     assert llm.stats().num_preemptions > 0
     assert tokens == plain_tokens
 
 
-@pytest.mark.parametrize(("overlap", "chunk"), list(itertools.product([False, True], CHUNKS)))
+@pytest.mark.parametrize(("overlap", "chunk"), CELLS)
 def test_prefix_hits(plain_tokens: list[list[int]], overlap: bool, chunk: int) -> None:
     tokens, llm = run(repeat=2, async_scheduling=overlap, max_num_batched_tokens=chunk, enable_prefix_caching=True)
     assert llm.stats().prefix_cache_hits > 1000

@@ -6,7 +6,6 @@ overlap, no drafts. Preemptions, prefix hits and rejections are asserted to have
 
 from __future__ import annotations
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import pytest
 
 from penstock import LLM, SamplingParams
 from penstock.config.model_path import resolve_model_path
+from tests.grids import grid
 from tests.integration.test_identity_matrix import MAX_TOKENS, PLAIN, run
 
 COUNT = 22
@@ -27,7 +27,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "mtp": {"method": "mtp"},
     "eagle3": {"method": "eagle3", "model": str(resolve_model_path("demo/eagle3"))},
 }
-CELLS = list(itertools.product(METHODS, (1, 3, 5), (False, True), (16, 4096)))
+CELLS = grid(list(METHODS), (1, 3, 5), (False, True), (16, 4096))
 
 
 def config(method: str, num_drafts: int) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def random_head(random_model: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("method", "overlap"), list(itertools.product(METHODS, (False, True))))
+@pytest.mark.parametrize(("method", "overlap"), grid(list(METHODS), (False, True), strength=1))
 def test_random_model(random_model: Path, random_head: Path, method: str, overlap: bool) -> None:
     arguments = {"model": str(random_model), "tokenizer": DEMO, "load_format": "dummy"}
     folders = {"draft_model": random_model, "eagle3": random_head}

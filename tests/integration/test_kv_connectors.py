@@ -26,6 +26,7 @@ from penstock.messages.outputs import CompletionOutput
 from penstock.runner.cpu import parts
 from penstock.runner.cpu.kv_cache_view import HostKVCacheView
 from penstock.runner.gpu.kv_cache_view import GpuKVCacheView
+from tests.grids import grid
 from tests.integration.test_identity_matrix import requests, run
 from tests.integration.test_identity_speculation import METHODS
 
@@ -76,8 +77,7 @@ def run_again(llm: LLM) -> list[list[int]]:
     return tokens(llm)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("speculator", SPECULATORS)
+@pytest.mark.parametrize(("speculator", "overlap"), grid(list(SPECULATORS), (False, True), strength=1))
 def test_from_memory_and_from_disk(
     plain_tokens: list[list[int]], tmp_path: Path, speculator: str, overlap: bool
 ) -> None:
@@ -168,9 +168,9 @@ def test_a_tier_too_small_for_all(plain_tokens: list[list[int]], speculator: str
 FAILING = {"first": 0, "middle": 2, "last": -1}
 
 
-@pytest.mark.parametrize("place", FAILING)
-@pytest.mark.parametrize("policy", ["recompute", "fail"])
-@pytest.mark.parametrize("speculator", SPECULATORS)
+@pytest.mark.parametrize(
+    ("speculator", "policy", "place"), grid(list(SPECULATORS), ("recompute", "fail"), list(FAILING))
+)
 def test_a_block_that_does_not_come(
     plain_tokens: list[list[int]], monkeypatch: pytest.MonkeyPatch, place: str, policy: str, speculator: str
 ) -> None:

@@ -18,6 +18,7 @@ import pytest
 import penstock
 from penstock import LLM, ConfigError, EngineDeadError, RequestError, SamplingParams
 from penstock.runner.model_runner import ModelRunner
+from tests.grids import grid
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
 
@@ -127,8 +128,7 @@ def test_a_stream_ends_as_generate_does_and_can_be_left(llm: LLM) -> None:
     llm.check_integrity()
 
 
-@pytest.mark.parametrize("streams", [False, True], ids=["generate", "stream"])
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("overlap", "streams"), grid((False, True), (False, True), strength=1))
 def test_an_interrupt_leaves_the_engine_usable(overlap: bool, streams: bool) -> None:
     """Real signals at random moments, in whatever line they find the engine."""
     llm = LLM(max_model_len=256, num_gpu_blocks_override=100, async_scheduling=overlap)

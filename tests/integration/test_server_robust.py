@@ -36,6 +36,7 @@ from tests.integration.server_probes import (
     wait_for,
 )
 from tests.integration.server_process import ServerProcess, serve
+from tests.processes import started
 
 pytestmark = pytest.mark.alone
 
@@ -218,12 +219,12 @@ def test_the_end_keeps_no_answer_from_a_slow_reader() -> None:
 @SIGNALS
 def test_a_signal_while_the_model_loads(number: int) -> None:
     command = [sys.executable, "-m", "penstock.cli.main", "serve", "--port", "0"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    eventually(lambda: children.read_text(encoding="utf-8").split())
-    core = int(children.read_text(encoding="utf-8").split()[0])
-    process.send_signal(number)
-    _, log = process.communicate(timeout=10)
+    with started(command, stderr=subprocess.PIPE, text=True) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        eventually(lambda: children.read_text(encoding="utf-8").split())
+        core = int(children.read_text(encoding="utf-8").split()[0])
+        process.send_signal(number)
+        _, log = process.communicate(timeout=10)
     assert process.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM, 128 + signal.SIGINT, 0)
     assert "Traceback" not in log
     eventually(lambda: is_gone(core), 15)

@@ -9,6 +9,7 @@ import pytest
 import triton
 
 from penstock.kernels.triton.linear.tiles import Role, Tile, choose, fixed
+from tests.grids import grid
 from tests.kernels.gpu_compiler import KernelCost, compile_for_gpu
 
 PACKAGE = "penstock.kernels.triton.linear"
@@ -94,12 +95,16 @@ def assert_fits(cost: KernelCost) -> None:
     assert cost.shared_bytes < MOST_SHARED_BYTES
 
 
-@pytest.mark.parametrize("role", Role)
 @pytest.mark.parametrize(
-    ("model", "bucket"),
-    [("Qwen3-0.6B", 1), ("Qwen3-0.6B", 16), ("Qwen3-0.6B", 64), ("Qwen3-8B", 1), ("Qwen3-8B", 64)],
+    ("shape", "role"),
+    grid(
+        [("Qwen3-0.6B", 1), ("Qwen3-0.6B", 16), ("Qwen3-0.6B", 64), ("Qwen3-8B", 1), ("Qwen3-8B", 64)],
+        list(Role),
+        strength=1,
+    ),
 )
-def test_products(model: str, bucket: int, role: Role) -> None:
+def test_products(shape: tuple[str, int], role: Role) -> None:
+    model, bucket = shape
     cost = compile_product(model, role, bucket)
     assert_fits(cost)
     before, separator, after = cost.ptx.partition("griddepcontrol.wait")

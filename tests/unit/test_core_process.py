@@ -11,6 +11,7 @@ import pytest
 
 from penstock.engine.core_messages import CODEC, Failed
 from penstock.utils.wire import FrameReader
+from tests.processes import started
 
 BREAKS = """
 import os, sys
@@ -45,8 +46,8 @@ def test_the_reason_is_told_before_anything_is_freed(shutdown: str, code: int) -
     script = BREAKS.format(shutdown=shutdown)
     with ours, theirs:
         command = [sys.executable, "-c", script, str(theirs.fileno())]
-        process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stderr=subprocess.DEVNULL)
-        theirs.close()
-        told = b"".join(iter(lambda: ours.recv(1 << 16), b""))
-        assert FrameReader(CODEC).feed(told) == [Failed("the device is on fire", is_config=False)]
-        assert process.wait(30) == code
+        with started(command, pass_fds=(theirs.fileno(),), stderr=subprocess.DEVNULL) as process:
+            theirs.close()
+            told = b"".join(iter(lambda: ours.recv(1 << 16), b""))
+            assert FrameReader(CODEC).feed(told) == [Failed("the device is on fire", is_config=False)]
+            assert process.wait(30) == code

@@ -310,22 +310,23 @@ HOSTILE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_grammar_is_bounded(backend: LLGuidanceBackend, name: str) -> None:
-    started = time.perf_counter()
+    # Of this process alone, whatever else the machine does.
+    started = time.process_time()
     slowest = 0.0
     rng = random.Random(1)
     try:
         grammar = backend.compile(spec(**HOSTILE[name]))
         for _ in range(120):
-            begun = time.perf_counter()
+            begun = time.process_time()
             allowed = [i for i in np.flatnonzero(masks(backend, grammar)[0]).tolist() if i not in EOS]
             if not allowed:
                 break
             grammar.accept([rng.choice(allowed)])
-            slowest = max(slowest, time.perf_counter() - begun)
+            slowest = max(slowest, time.process_time() - begun)
     except (RequestError, GrammarError):
         pass
     assert slowest < 1.0
-    assert time.perf_counter() - started < 10.0
+    assert time.process_time() - started < 10.0
 
 
 def test_a_request_outlives_the_lexer_that_others_filled(backend: LLGuidanceBackend) -> None:

@@ -530,7 +530,7 @@ def test_a_collector_that_is_away_costs_nothing(accepts: bool, monkeypatch: pyte
         assert (time.perf_counter() - start) / num_requests < 0.01
         start = time.perf_counter()
         tracer.shutdown()
-        assert time.perf_counter() - start < 1.5
+        assert time.perf_counter() - start < 5
         world.complete("late", at=0.0)
     assert world.scrape()("vllm:request_success_total", finished_reason="stop") == num_requests + 1
 

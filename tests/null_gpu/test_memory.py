@@ -6,7 +6,9 @@ import ctypes
 import random
 from collections.abc import Callable
 
-from tests.unit.null_gpu.library import (
+import pytest
+
+from tests.null_gpu.library import (
     INVALID_VALUE,
     OK,
     OUT_OF_MEMORY,
@@ -17,6 +19,8 @@ from tests.unit.null_gpu.library import (
     Attributes,
     Gpu,
 )
+
+pytestmark = pytest.mark.exhaustive
 
 
 def test_what_is_allocated_is_missing_until_it_is_freed(load: Callable[..., Gpu]) -> None:

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.null_gpu.library import BENCH, INVALIDATED, LEGACY, OK, UNSUPPORTED, Gpu
+from tests.null_gpu.library import BENCH, INVALIDATED, LEGACY, OK, UNSUPPORTED, Gpu
+
+pytestmark = pytest.mark.exhaustive
 
 
 def test_a_refusal_is_told_once_and_by_name(load: Callable[..., Gpu], capfd: pytest.CaptureFixture[str]) -> None:

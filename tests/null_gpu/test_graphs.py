@@ -5,7 +5,11 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 
-from tests.unit.null_gpu.library import INVALID_VALUE, INVALIDATED, LONG_MS, MS, NOT_READY, OK, Gpu, milliseconds_of
+import pytest
+
+from tests.null_gpu.library import INVALID_VALUE, INVALIDATED, LONG_MS, MS, NOT_READY, OK, Gpu, milliseconds_of
+
+pytestmark = pytest.mark.exhaustive
 
 
 def test_a_replay_takes_its_nodes_times(load: Callable[..., Gpu]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-BENCH = Path(__file__).parents[3] / "bench"
+BENCH = Path(__file__).parents[2] / "bench"
 PAGE = 2 << 20  # bytes
 MS = 1_000_000  # ns
 LONG_MS = 500  # of a kernel that is not done when the next line asks

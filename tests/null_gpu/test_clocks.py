@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 
-from tests.unit.null_gpu.library import (
+import pytest
+
+from tests.null_gpu.library import (
     INVALID_HANDLE,
     LEGACY,
     LONG_MS,
@@ -19,6 +21,8 @@ from tests.unit.null_gpu.library import (
     Gpu,
     milliseconds_of,
 )
+
+pytestmark = pytest.mark.exhaustive
 
 
 def test_a_wait_takes_as_long_as_the_work_before_it(load: Callable[..., Gpu]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.null_gpu.library import BENCH, Gpu
+from tests.null_gpu.library import BENCH, Gpu
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.unit.null_gpu.library import (
+from tests.null_gpu.library import (
     CAPTURED_EVENT,
     GLOBAL,
     ILLEGAL_STATE,
@@ -30,6 +30,8 @@ from tests.unit.null_gpu.library import (
     Gpu,
     in_thread,
 )
+
+pytestmark = pytest.mark.exhaustive
 
 
 def unsafe_calls(gpu: Gpu, other: int, event: int, memory: int) -> dict[str, Callable[[], int]]:

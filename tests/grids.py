@@ -1,0 +1,32 @@
+"""Grids of test parameters: `make test` runs a part that has every value, `make test-all` runs the whole."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+
+def grid(*parameters: Sequence[Any], strength: int = 2) -> list[Any]:
+    """Every combination of the parameters' values, for `pytest.mark.parametrize` with all their names.
+
+    Combinations beyond a covering set are marked exhaustive. In that set, any `strength` values of as many parameters
+    meet: it has every pair of values with 2, and every value with 1.
+    """
+    cells = list(itertools.product(*(range(len(values)) for values in parameters)))
+    tuples = {cell: set(itertools.combinations(enumerate(cell), strength)) for cell in cells}
+    missing: set[Any] = set().union(*tuples.values())
+    kept: set[tuple[int, ...]] = set()
+    while missing:
+        best = max(cells, key=lambda cell: len(tuples[cell] & missing))
+        kept.add(best)
+        missing -= tuples[best]
+    return [
+        pytest.param(
+            *(values[index] for values, index in zip(parameters, cell, strict=True)),
+            marks=() if cell in kept else pytest.mark.exhaustive,
+        )
+        for cell in cells
+    ]
