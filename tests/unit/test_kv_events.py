@@ -36,7 +36,7 @@ class Mirror:
 
     def __init__(self) -> None:
         self.held: set[tuple[int, bytes]] = set()
-        self.num_stored = self.num_removed = 0
+        self.num_stored = self.num_removed = self.num_with_tokens_ahead = 0
 
     def publish(self, batch: Sequence[KVEvent]) -> None:
         assert batch
@@ -45,7 +45,8 @@ class Mirror:
             assert len(keys) == len(event.block_hashes)
             if isinstance(event, BlockStored):
                 assert not keys & self.held, "stored twice"
-                check_chain(event)
+                check_chain(event, self.core._scheduler._kv.num_tokens_ahead)
+                self.num_with_tokens_ahead += self.core._scheduler._kv.num_tokens_ahead
                 self.held |= keys
                 self.num_stored += len(keys)
             else:
@@ -60,13 +61,18 @@ class Mirror:
     def shutdown(self) -> None: ...
 
 
-def check_chain(event: BlockStored) -> None:
-    """The hashes follow from the parent, the tokens and the salt, which is how a router finds them again."""
-    salt = event.extra_keys[0][0] if event.extra_keys else None
+def check_chain(event: BlockStored, num_tokens_ahead: int) -> None:
+    """The hashes follow from what the event says alone, which is how a router finds them again."""
+    extra = [key or () for key in event.extra_keys or [()] * len(event.block_hashes)]
+    salts = [key[: len(key) - num_tokens_ahead] for key in extra]
+    assert not any(salts[event.parent_block_hash is None :]), "a salt belongs to a prompt's first block"
+    salt = next(iter(salts[0]), None)
     parent = root_hash(salt) if event.parent_block_hash is None else event.parent_block_hash
     assert len(event.token_ids) == len(event.block_hashes) * event.block_size
     for number, block_hash in enumerate(event.block_hashes):
-        tokens = event.token_ids[number * event.block_size :][: event.block_size]
+        tokens = list(event.token_ids[number * event.block_size :][: event.block_size])
+        tokens += map(int, extra[number][len(extra[number]) - num_tokens_ahead :])
+        assert len(tokens) == event.block_size + num_tokens_ahead
         parent = hashlib.sha256(parent + array("q", tokens).tobytes()).digest()
         assert parent == block_hash
 
@@ -74,7 +80,7 @@ def check_chain(event: BlockStored) -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("windows", [(0,), (6,), (0, 9)], ids=["full", "sliding", "hybrid"])
 def test_replaying_the_events_of_a_storm_gives_what_is_held(windows: tuple[int, ...], depth: int) -> None:
-    num_stored = num_removed = 0
+    num_stored = num_removed = num_with_tokens_ahead = 0
     for seed in range(25):
         rng = random.Random(f"{seed} {windows} {depth}")
         mirror = Mirror()
@@ -84,10 +90,12 @@ def test_replaying_the_events_of_a_storm_gives_what_is_held(windows: tuple[int, 
         mirror.compare()
         num_stored += mirror.num_stored
         num_removed += mirror.num_removed
+        num_with_tokens_ahead += mirror.num_with_tokens_ahead
         assert core.reset_prefix_cache()
         assert not mirror.held
     assert num_stored > 1000
     assert num_removed > 500
+    assert num_with_tokens_ahead > 100
 
 
 # ---- How it looks ----

@@ -31,8 +31,7 @@ MAX_MODEL_LEN = 80
 def make_core(
     rng: random.Random, windows: tuple[int, ...], depth: int, drafts: int = 0, publisher: EventPublisher | None = None
 ) -> tuple[EngineCore, Devices]:
-    # With a drafter a block's hash covers tokens behind it, which its event does not tell.
-    has_drafter = drafts > 0 and publisher is None and rng.random() < 0.5
+    has_drafter = drafts > 0 and rng.random() < 0.5
     layers = make_layers(windows, 1, has_drafter)
     config = SchedulerConfig(
         max_num_batched_tokens=rng.choice([3, 8, 33, 200]),

@@ -43,6 +43,7 @@ class StepKVEventRecorder:
 
     def __init__(self, config: KVCacheConfig) -> None:
         self._block_size = config.block_size
+        self._num_tokens_ahead = config.num_tokens_ahead
         self._specs = [group.spec for group in config.groups]
         self._events: list[KVEvent] = []
         self._removed: dict[int, list[bytes]] = {}
@@ -67,18 +68,31 @@ class StepKVEventRecorder:
         self._removed.clear()
 
     def _stored(self, request: Request, group: int, first: int, end: int) -> BlockStored:
-        size, hashes, salt = self._block_size, request.block_hashes, request.data.cache_salt
+        size, hashes = self._block_size, request.block_hashes
         window = self._specs[group].sliding_window
         return BlockStored(
             block_hashes=tuple(hashes[first:end]),
             parent_block_hash=hashes[first - 1] if first else None,
             token_ids=tuple(request.token_ids[first * size : end * size]),
             block_size=size,
-            extra_keys=((salt,), *[None] * (end - 1)) if salt is not None and first == 0 else None,
+            extra_keys=self._extra_keys(request, first, end),
             group_idx=group,
             kv_cache_spec_kind=_kind(self._specs[group]),
             kv_cache_spec_sliding_window=window or None,
         )
+
+    def _extra_keys(self, request: Request, first: int, end: int) -> tuple[tuple[str, ...] | None, ...] | None:
+        """What each block's hash is made of beside its tokens; None where that is nothing for all of them."""
+        salt = request.data.cache_salt
+        keys = [
+            (*((salt,) if salt is not None and index == 0 else ()), *map(str, self._tokens_ahead(request, index)))
+            for index in range(first, end)
+        ]
+        return tuple(key or None for key in keys) if any(keys) else None
+
+    def _tokens_ahead(self, request: Request, index: int) -> list[int]:
+        start = (index + 1) * self._block_size
+        return request.token_ids[start : start + self._num_tokens_ahead]
 
 
 def _kind(spec: KVCacheSpec) -> str:

@@ -19,8 +19,8 @@ class BlockStored:
     """Blocks one behind the other that can be found from now on.
 
     `token_ids` are the tokens of these blocks, `block_size` to each; `parent_block_hash` is the block before the first,
-    None at the start of a prompt. `extra_keys` has, for each block, what beside tokens its hash was made of: the cache
-    salt in a prompt's first block.
+    None at the start of a prompt. `extra_keys` has, for each block, what its hash covers beside these tokens: the cache
+    salt in a prompt's first block, and then the tokens ahead (`core.block_hash`) as text.
     """
 
     block_hashes: tuple[bytes, ...]
