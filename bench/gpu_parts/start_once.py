@@ -42,18 +42,18 @@ class Stages:
         if hasattr(owner, name):
             setattr(owner, name, self.timed(getattr(owner, name), stage))
 
-    def watch_compilation_ahead(self, build: Any) -> None:
+    def watch_compilation_ahead(self, worker: Any) -> None:
         """What the engine waits for kernels that are compiled while its weights load."""
-        if not hasattr(build, "compiling_ahead"):
+        if not hasattr(worker, "compiling_ahead"):
             return
-        original = build.compiling_ahead
+        original = worker.compiling_ahead
 
         @contextmanager
         def watched(config: Any) -> Iterator[Callable[[], None]]:
             with original(config) as wait:
                 yield self.timed(wait, "wait for kernels")
 
-        build.compiling_ahead = watched
+        worker.compiling_ahead = watched
 
 
 def watch_triton(kernels: Counter[str]) -> None:
@@ -73,13 +73,13 @@ def main() -> None:
     from penstock import LLM, SamplingParams
 
     stages, kernels = Stages(), Counter({"compiled": 0, "cached": 0})
-    build = importlib.import_module("penstock.engine.build")
+    worker = importlib.import_module("penstock.worker.worker")
     stages.seconds["import"] = time.monotonic() - started
-    stages.watch("penstock.engine.build", "load_model", "weights")
-    stages.watch_compilation_ahead(build)
-    stages.watch("penstock.engine.build", "memory_budget", "profile run")
-    stages.watch("penstock.engine.build", "_allocate", "KV cache")
-    stages.watch("penstock.engine.build", "make_runner", "runner")
+    stages.watch("penstock.worker.worker", "load_model", "weights")
+    stages.watch_compilation_ahead(worker)
+    stages.watch("penstock.worker.worker", "memory_budget", "profile run")
+    stages.watch("penstock.worker.worker", "allocate_kv_cache", "KV cache")
+    stages.watch("penstock.worker.worker", "make_runner", "runner")
     stages.watch("penstock.engine.build", "warm_up", "warm-up")
     if options["device"] == "cuda":
         stages.watch("penstock.runner.gpu.cudagraphs", "capture", "graphs")
