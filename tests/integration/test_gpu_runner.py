@@ -387,11 +387,19 @@ def test_a_request_that_allows_nothing_fails_alone() -> None:
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 32}
 
 
-def of_small_model(folder: str, **engine_args: Any) -> list[list[int]]:
+def of_small_model(
+    folder: str, numbers: Sequence[int] = (GREEDY, TOP_K, PENALISED), **engine_args: Any
+) -> list[list[int]]:
     """The built-in model's shape made smaller, with random weights."""
     model = {"model": folder, "tokenizer": str(DEMO_MODEL), "load_format": "dummy", "speculative_config": MTP}
     limits = {"max_num_seqs": 3, "max_num_batched_tokens": 32}
-    return tokens_in(outputs_of((GREEDY, TOP_K, PENALISED), **model, **limits, **engine_args))
+    return tokens_in(outputs_of(numbers, **model, **limits, **engine_args))
+
+
+def launched(folder: str) -> list[list[int]]:
+    """All kernels of a GPU, launched one by one."""
+    build.warm_up = lambda *args: None
+    return of_small_model(folder, (GREEDY, PENALISED), async_scheduling=True, enforce_eager=True)
 
 
 def everything(folder: str, **engine_args: Any) -> list[list[int]]:
@@ -404,13 +412,30 @@ def everything(folder: str, **engine_args: Any) -> list[list[int]]:
     return tokens
 
 
-@pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-def test_everything_in_the_interpreter(tmp_path: Path, deterministic: bool) -> None:
+def make_small_model(folder: Path) -> str:
     config = json.loads((DEMO_MODEL / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | SMALL | {"num_key_value_heads": 1}))
-    call = f"everything({str(tmp_path)!r}, deterministic={deterministic})"
-    code = f"import json\nfrom {__name__} import everything\nprint(json.dumps({call}))"
+    (folder / "config.json").write_text(json.dumps(config | SMALL | {"num_key_value_heads": 1}))
+    return str(folder)
+
+
+def in_the_interpreter(function: str, *args: Any, **kwargs: Any) -> list[list[int]]:
+    """Calls a function of this module in a process whose every kernel is a GPU's."""
+    call = f"{function}(*{args!r}, **{kwargs!r})"
+    code = f"import json\nfrom {__name__} import {function}\nprint(json.dumps({call}))"
     environment = {**os.environ, "PENSTOCK_CPU_ISA": "triton", "TRITON_INTERPRET": "1"}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
-    assert json.loads(run.stdout.splitlines()[-1]) == of_small_model(str(tmp_path))
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def test_every_kernel_in_the_interpreter(tmp_path: Path) -> None:
+    folder = make_small_model(tmp_path)
+    assert in_the_interpreter("launched", folder) == of_small_model(folder, (GREEDY, PENALISED))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_everything_in_the_interpreter(tmp_path: Path, deterministic: bool) -> None:
+    folder = make_small_model(tmp_path)
+    assert in_the_interpreter("everything", folder, deterministic=deterministic) == of_small_model(folder)

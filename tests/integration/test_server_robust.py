@@ -146,8 +146,7 @@ def test_health_is_about_progress() -> None:
 
 @SIGNALS
 def test_a_signal_lets_running_requests_finish(number: int) -> None:
-    with serve() as server:
-        dashboard = send_dashboard_request(server)
+    with serve("--shutdown-timeout", "120") as server, send_dashboard_request(server):
         runs = [open_stream(server, endless(max_tokens=150))[1] for _ in range(2)]
         server.process.send_signal(number)
         eventually(lambda: call(server.url, "GET", "/ready").status == 503)
@@ -161,8 +160,7 @@ def test_a_signal_lets_running_requests_finish(number: int) -> None:
             *_, last, done = events
             assert last["choices"][0]["finish_reason"] == "length"
             assert done == "[DONE]"
-        assert server.process.wait(10) == 0
-        dashboard.close()
+        assert server.process.wait(60) == 0
         assert "Traceback" not in "".join(server.log)
 
 
