@@ -23,7 +23,7 @@ from penstock.core.kv_cache_manager import KVCacheManager
 from penstock.core.scheduler import Scheduler
 from penstock.engine.core_messages import CODEC
 from penstock.engine.engine_core import EngineCore
-from penstock.executor.executor import Answered, Executor, Pending, WorkerHandle
+from penstock.executor.executor import Executor, Later, Pending, WorkerHandle
 from penstock.executor.multiproc import ProcessWorker
 from penstock.messages.kv_cache_spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from penstock.messages.requests import EngineRequest
@@ -50,7 +50,7 @@ class InstantWorker:
 
     def __init__(self) -> None:
         self._plan = SchedulerOutput(step=0)
-        self._answer = Answered(ModelRunnerOutput())
+        self._output = ModelRunnerOutput()
 
     def load(self) -> Pending[WorkerFacts]:
         raise AssertionError("there is nothing to load")
@@ -62,10 +62,10 @@ class InstantWorker:
         self._plan = plan
 
     def sample_tokens(self, grammars: GrammarOutput | None) -> Pending[ModelRunnerOutput]:
-        if self._plan.num_scheduled_tokens.keys() != self._answer.result().sampled_token_ids.keys():
+        if self._plan.num_scheduled_tokens.keys() != self._output.sampled_token_ids.keys():
             tokens = dict.fromkeys(self._plan.num_scheduled_tokens, (TOKEN_ID,))
-            self._answer = Answered(ModelRunnerOutput(sampled_token_ids=tokens))
-        return self._answer
+            self._output = ModelRunnerOutput(sampled_token_ids=tokens)
+        return Later(lambda: self._output)
 
     def watch(self, on_death: Callable[[], None]) -> None: ...
 

@@ -70,7 +70,7 @@ WITHOUT_TORCH = (
 )
 
 # Modules outside of those folders that the simulation drives.
-MODULES_WITHOUT_TORCH = ("runner.rows", "runner.host_batch", "executor.executor", "executor.wire", "worker.messages")
+MODULES_WITHOUT_TORCH = ("runner.rows", "runner.host_batch", "executor.executor", "worker.messages")
 
 # Models may build on one another only through these bases.
 MODEL_BASES = {"interface", "weights", "parts", "decoder"}

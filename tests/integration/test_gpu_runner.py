@@ -23,7 +23,6 @@ import penstock
 from penstock import LLM, RequestOutput, SamplingParams, StructuredOutputsParams
 from penstock.config.model_path import resolve_model_path
 from penstock.engine import build
-from penstock.executor.uniproc import LaunchedSteps
 from penstock.kernels import native
 from penstock.runner import batch_shapes
 from penstock.runner.gpu import cudagraphs
@@ -32,6 +31,7 @@ from penstock.runner.gpu.sampling.outputs import CopiedOutput
 from penstock.runner.model_runner import ModelRunner
 from penstock.runner.outputs import NOT_FINITE, NOTHING_ALLOWED, StepOutput
 from penstock.worker import parts
+from penstock.worker.worker import Worker
 from tests.kernels.graph_emulator import EmulatedRecorder
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU stands in for the GPU")
@@ -262,23 +262,23 @@ def test_a_replayed_step_launches_nothing_beside_its_graphs(
         launched.clear()
         return found
 
-    execute_model, sample_tokens = LaunchedSteps.execute_model, LaunchedSteps.sample_tokens
+    execute_model, sample_tokens = Worker.execute_model, Worker.sample_tokens
 
-    def executed(self: LaunchedSteps, plan: Any) -> None:
+    def executed(self: Worker, plan: Any) -> None:
         launched.clear()
         execute_model(self, plan)
         num_sampled_from = len(plan.num_scheduled_tokens) + sum(plan.num_draft_tokens.values())
         by_step.append((False, plan.total_num_scheduled_tokens > num_sampled_from, names(), set()))
 
-    def sampled(self: LaunchedSteps, grammars: Any) -> Any:
+    def sampled(self: Worker, grammars: Any) -> Any:
         result = sample_tokens(self, grammars)
         _, is_mixed, forward, _ = by_step.pop()
         is_replayed = isinstance(result, StepOutput) and result.is_replayed
         by_step.append((is_replayed, is_mixed, forward, names()))
         return result
 
-    monkeypatch.setattr(LaunchedSteps, "execute_model", executed)
-    monkeypatch.setattr(LaunchedSteps, "sample_tokens", sampled)
+    monkeypatch.setattr(Worker, "execute_model", executed)
+    monkeypatch.setattr(Worker, "sample_tokens", sampled)
 
     def replayed(numbers: Sequence[int]) -> list[set[str]]:
         """What was launched behind the forward passes of uniform steps."""
@@ -331,9 +331,9 @@ def test_nothing_is_read_back(
     monkeypatch.setenv("PENSTOCK_DEBUG", "0")
     copied: list[bool] = []
     for name in ("execute_model", "sample_tokens"):
-        original = getattr(LaunchedSteps, name)
+        original = getattr(Worker, name)
 
-        def watched(self: LaunchedSteps, argument: Any, original: Any = original) -> Any:
+        def watched(self: Worker, argument: Any, original: Any = original) -> Any:
             with monkeypatch.context() as guard, NobodyWaits():
                 refuse_reading(guard)
                 result = original(self, argument)
@@ -341,7 +341,7 @@ def test_nothing_is_read_back(
                 copied.append(isinstance(result.sampled, CopiedOutput))
             return result
 
-        monkeypatch.setattr(LaunchedSteps, name, watched)
+        monkeypatch.setattr(Worker, name, watched)
     numbers = (SEEDED, TOP_K, *range(len(PLAIN), len(KINDS)))
     found = outputs_of(numbers, 3, async_scheduling=True, speculative_config=speculative)
     if speculative in (None, NGRAM):

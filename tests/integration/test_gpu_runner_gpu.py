@@ -9,7 +9,7 @@ import torch
 
 from penstock import LLM, SamplingParams, StructuredOutputsParams
 from penstock.cli.main import main
-from penstock.executor.uniproc import LaunchedSteps
+from penstock.worker.worker import Worker
 
 pytestmark = [
     pytest.mark.gpu,
@@ -64,16 +64,16 @@ def test_nobody_waits(speculative: dict[str, Any] | None, monkeypatch: pytest.Mo
     tokens_of(device="cuda", speculative_config=speculative)
     monkeypatch.setattr("penstock.engine.build.warm_up", lambda *args: None)
     for name in ("execute_model", "sample_tokens"):
-        original = getattr(LaunchedSteps, name)
+        original = getattr(Worker, name)
 
-        def watched(self: LaunchedSteps, argument: Any, original: Any = original) -> Any:
+        def watched(self: Worker, argument: Any, original: Any = original) -> Any:
             try:
                 torch.cuda.set_sync_debug_mode("error")
                 return original(self, argument)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
 
-        monkeypatch.setattr(LaunchedSteps, name, watched)
+        monkeypatch.setattr(Worker, name, watched)
     tokens_of(device="cuda", speculative_config=speculative)
 
 

@@ -23,7 +23,7 @@ from penstock.runner.sampling import batch
 from penstock.verify.matrix import RowResult, verify
 from penstock.verify.rows import make_rows
 from penstock.verify.workload import Case
-from penstock.worker.config import make_config
+from penstock.worker.parts import make_config
 
 ROWS = [
     "plain run", "in company", "asynchronous scheduling", "chunked prefill", "prefix hits", "preemption",

@@ -162,7 +162,7 @@ def reads() -> dict[str, Any]:
 
 def _config(engine_args: dict[str, Any]) -> Any:
     from penstock.config.engine import EngineArgs
-    from penstock.worker.config import make_config
+    from penstock.worker.parts import make_config
 
     return replace(make_config(EngineArgs(device="cpu", **LIMITS, **engine_args)), device="cuda")
 

@@ -12,7 +12,7 @@ import pytest
 from penstock.config.engine import EngineArgs
 from penstock.runner.gpu.ahead import claim_in
 from penstock.worker import compile_ahead
-from penstock.worker.config import make_config
+from penstock.worker.parts import make_config
 from tests.kernels.ahead_cases import in_a_new_process
 
 OFFLOAD = {"kv_transfer_config": {"kv_connector": "OffloadingConnector"}}

@@ -8,7 +8,7 @@ from penstock.kv_transfer.connector import Match, RequestView
 from penstock.kv_transfer.transports.base import CopyRun, Operation, TransferState
 from penstock.kv_transfer.transports.memory import Fault, FaultKind, MemoryFabric, MemoryTransport
 from penstock.messages.kv_transfer import KVConnectorOutput
-from penstock.simulation.backing import NoBacking, StoreBacking
+from penstock.simulation.backing import Backing, StoreBacking
 from penstock.simulation.conformance import CONNECTOR_SCENARIOS, TransportRig, check_connector, check_transport
 from penstock.simulation.scenarios import SCENARIOS
 from penstock.simulation.store import StoreScheduler
@@ -28,7 +28,7 @@ def test_the_tiers_conform(scenario: str) -> None:
 
 
 def test_no_connector_conforms() -> None:
-    check_connector(lambda context: NoBacking(), num_seeds=1)
+    check_connector(lambda context: Backing(), num_seeds=1)
 
 
 def make_rig(delay: float = 0.01) -> TransportRig:

@@ -11,7 +11,7 @@ from penstock.config.engine import EngineArgs
 from penstock.frontend.detokenizer import Detokenizer
 from penstock.messages.sampling_params import SamplingParams
 from penstock.tokenizer.tokenizer import Tokenizer
-from penstock.worker.config import make_config
+from penstock.worker.parts import make_config
 
 
 @pytest.fixture(scope="module")

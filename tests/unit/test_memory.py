@@ -21,9 +21,9 @@ from penstock.runner.memory import HostMemory, is_out_of_memory, measure
 from penstock.runner.model_runner import ModelRunner
 from penstock.utils.errors import ConfigError
 from penstock.worker import memory_profile, worker
-from penstock.worker.config import make_config
 from penstock.worker.made_up_steps import KINDS
 from penstock.worker.memory_profile import memory_budget, run_largest_steps
+from penstock.worker.parts import make_config
 
 GIB = 1 << 30
 MTP = {"method": "mtp", "num_speculative_tokens": 2}

@@ -32,7 +32,7 @@ from penstock.models.weights import (
 from penstock.runner.load import load_model
 from penstock.runner.memory import HostMemory
 from penstock.utils.errors import ConfigError
-from penstock.worker.config import make_config
+from penstock.worker.parts import make_config
 from tests.kernels.test_staging import LateQueue
 
 CPU = torch.device("cpu")

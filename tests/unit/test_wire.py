@@ -32,7 +32,7 @@ from penstock.messages.stats import RequestEvent, RequestEventKind, SchedulerSta
 from penstock.utils import wire
 from penstock.utils.errors import WireError
 from penstock.utils.wire import Codec, FrameReader
-from penstock.worker.config import make_config
+from penstock.worker.parts import make_config
 
 HEADER = struct.Struct("<IB")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -52,3 +53,18 @@ class ForwardContext:
     kv_caches: dict[str, torch.Tensor]  # each [num_blocks, 2, num_kv_heads, block_size, head_size]
     attention: AttentionBackend
     hooks: LayerHooks = NO_HOOKS
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCaches:
+    """A model's layers by name, and what they are read and written by. `hooks` tells whom to tell of a step's."""
+
+    kv_caches: dict[str, torch.Tensor]
+    group_of: Mapping[str, int]
+    attention: AttentionBackend
+    hooks: Callable[[], LayerHooks] = lambda: NO_HOOKS
+
+    def context(self, metadata: Sequence[AttentionMetadata]) -> ForwardContext:
+        """`metadata` by KV group."""
+        by_layer = {name: metadata[group] for name, group in self.group_of.items()}
+        return ForwardContext(by_layer, self.kv_caches, self.attention, self.hooks())

@@ -9,6 +9,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from penstock.cli import bench_serve
@@ -17,7 +18,6 @@ from penstock.cli.dataclass_args import add_engine_args, engine_kwargs
 from penstock.messages.sampling_params import SamplingParams
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import ConfigError
-from penstock.utils.statistics import percentile
 
 _PERCENTAGES = (10, 25, 50, 75, 90, 99)
 
@@ -82,7 +82,7 @@ def run_latency(args: argparse.Namespace) -> int:
     result = {
         "avg_latency": statistics.fmean(latencies),
         "latencies": latencies,
-        "percentiles": {str(p): percentile(latencies, p) for p in _PERCENTAGES},
+        "percentiles": {str(p): float(np.percentile(latencies, p)) for p in _PERCENTAGES},
     }
     return _report(result, args.output_json)
 

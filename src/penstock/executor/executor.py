@@ -17,7 +17,7 @@ from penstock.kv_transfer.aggregate import aggregate
 from penstock.messages.kv_transfer import HandshakePayload, ShardId
 from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.messages.scheduler_output import GrammarOutput, SchedulerOutput
-from penstock.worker.messages import InitializeWorker, WorkerFacts, WorkerReady
+from penstock.worker.messages import CODEC, InitializeWorker, SampleTokens, WorkerFacts, WorkerReady
 
 _Value = TypeVar("_Value", covariant=True)
 _Answer = TypeVar("_Answer")
@@ -31,42 +31,67 @@ class Pending(Protocol[_Value]):
         ...
 
 
-class Answered(Generic[_Answer]):
-    """An answer that is there (`Pending`)."""
+class Later(Generic[_Answer]):
+    """An answer that is worked out when it is asked for (`Pending`)."""
 
-    def __init__(self, value: _Answer) -> None:
-        self._value = value
-
-    def result(self) -> _Answer:
-        return self._value
+    def __init__(self, result: Callable[[], _Answer]) -> None:
+        self.result = result
 
 
 class WorkerHandle(Protocol):
-    """One rank as its executor sees it. Calls come in the order of a worker's life (`worker.worker`)."""
+    """One rank as its executor sees it, which says what the methods do. Calls come in the order of a worker's life
+    (`worker.worker`).
+    """
 
     def load(self) -> Pending[WorkerFacts]: ...
 
     def initialize(self, plan: InitializeWorker) -> Pending[WorkerReady]: ...
 
-    def execute_model(self, plan: SchedulerOutput) -> None:
-        """Launches the forward pass; does not wait for it."""
-        ...
+    def execute_model(self, plan: SchedulerOutput) -> None: ...
 
-    def sample_tokens(self, grammars: GrammarOutput | None) -> Pending[ModelRunnerOutput]:
-        """Launches sampling for the plan launched last."""
-        ...
+    def sample_tokens(self, grammars: GrammarOutput | None) -> Pending[ModelRunnerOutput]: ...
 
-    def watch(self, on_death: Callable[[], None]) -> None:
-        """Has `on_death` called, from another thread, when the rank dies by itself; `check` then says why."""
-        ...
+    def watch(self, on_death: Callable[[], None]) -> None: ...
 
     def check(self) -> None:
-        """Raises what `result` would, if the rank is dead. Only between steps."""
+        """Raises what `result` would, if the rank is dead."""
         ...
 
     def shutdown(self) -> None:
         """Waits for what is running and frees the rank. Idempotent; must not raise or hang when the rank is dead."""
         ...
+
+
+class OverTheWire:
+    """A worker whose messages and answers are encoded and decoded, as if another process had it (`WorkerHandle`)."""
+
+    def __init__(self, worker: WorkerHandle) -> None:
+        self._worker = worker
+
+    def load(self) -> Pending[WorkerFacts]:
+        return _decoded(self._worker.load())
+
+    def initialize(self, plan: InitializeWorker) -> Pending[WorkerReady]:
+        return _decoded(self._worker.initialize(CODEC.copy(plan)))
+
+    def execute_model(self, plan: SchedulerOutput) -> None:
+        self._worker.execute_model(CODEC.copy(plan))
+
+    def sample_tokens(self, grammars: GrammarOutput | None) -> Pending[ModelRunnerOutput]:
+        return _decoded(self._worker.sample_tokens(CODEC.copy(SampleTokens(grammars)).grammars))
+
+    def watch(self, on_death: Callable[[], None]) -> None:
+        self._worker.watch(on_death)
+
+    def check(self) -> None:
+        self._worker.check()
+
+    def shutdown(self) -> None:
+        self._worker.shutdown()
+
+
+def _decoded(pending: Pending[_Answer]) -> Pending[_Answer]:
+    return Later(lambda: CODEC.copy(pending.result()))
 
 
 class Executor:
@@ -98,7 +123,8 @@ class Executor:
 
     def sample_tokens(self, grammars: GrammarOutput | None) -> Pending[ModelRunnerOutput]:
         """Launches sampling for the plan launched last, within its grammars."""
-        return _StepResult([worker.sample_tokens(grammars) for worker in self._workers], self._output_rank)
+        parts = [worker.sample_tokens(grammars) for worker in self._workers]
+        return Later(lambda: aggregate_outputs([part.result() for part in parts], self._output_rank))
 
     def watch(self, on_death: Callable[[], None]) -> None:
         """Has `on_death` called, from another thread, when a rank dies by itself; `check` then says why."""
@@ -114,18 +140,6 @@ class Executor:
         """Waits for what is running and frees the workers. Idempotent."""
         for worker in self._workers:
             worker.shutdown()
-
-
-class _StepResult:
-    """One step's answers from all ranks."""
-
-    def __init__(self, parts: Sequence[Pending[ModelRunnerOutput]], output_rank: int) -> None:
-        self._parts = parts
-        self._output_rank = output_rank
-
-    def result(self) -> ModelRunnerOutput:
-        outputs = [part.result() for part in self._parts]
-        return aggregate_outputs(outputs, self._output_rank)
 
 
 def aggregate_outputs(outputs: Sequence[ModelRunnerOutput], output_rank: int) -> ModelRunnerOutput:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from penstock.config.engine import EngineArgs
-from penstock.executor.executor import Pending
+from penstock.executor.executor import Later, Pending
 from penstock.messages.kv_transfer import ShardId
 from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.messages.scheduler_output import GrammarOutput, SchedulerOutput
@@ -91,9 +91,9 @@ class ProcessWorker:
             self._process.wait()
         self._connection.close()
 
-    def _ask(self, message: Any) -> _Answer:
+    def _ask(self, message: Any) -> Pending[Any]:
         self._send(message)
-        return _Answer(self._receive)
+        return Later(self._receive)
 
     def _send(self, message: Any) -> None:
         try:
@@ -153,10 +153,3 @@ class ProcessWorker:
         poll = select.poll()
         poll.register(self._connection, select.POLLRDHUP)
         return bool(poll.poll(timeout))
-
-
-class _Answer:
-    """The next answer of a worker, once it is asked for (`Pending`)."""
-
-    def __init__(self, receive: Callable[[], Any]) -> None:
-        self.result = receive

@@ -12,8 +12,7 @@ from typing import Protocol
 
 from penstock.config import env
 from penstock.config.engine import EngineArgs
-from penstock.executor.executor import Answered, Pending, WorkerHandle
-from penstock.executor.wire import OverTheWire
+from penstock.executor.executor import Later, OverTheWire, Pending, WorkerHandle
 from penstock.messages.kv_transfer import ShardId
 from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.messages.scheduler_output import GrammarOutput, SchedulerOutput
@@ -37,17 +36,15 @@ class LocalWorker:
         self._steps: Steps = NoSteps()
 
     def load(self) -> Pending[WorkerFacts]:
-        self._loaded = load_worker(self._args, self._shard)
-        return Answered(self._loaded.facts)
+        loaded = self._loaded = load_worker(self._args, self._shard)
+        return Later(lambda: loaded.facts)
 
     def initialize(self, plan: InitializeWorker) -> Pending[WorkerReady]:
         assert self._loaded is not None, "initialize before load"
         worker = self._loaded.initialize(plan)
-        if worker.ready.runs_ahead:
-            self._steps = LaunchedSteps(worker)
-        else:
-            self._steps = InlineSteps(worker) if plan.limits.max_num_in_flight == 1 else ThreadedSteps(worker)
-        return Answered(worker.ready)
+        is_direct = worker.ready.runs_ahead or plan.limits.max_num_in_flight == 1
+        self._steps = worker if is_direct else ThreadedSteps(worker)
+        return Later(lambda: worker.ready)
 
     def execute_model(self, plan: SchedulerOutput) -> None:
         self._steps.execute_model(plan)
@@ -65,7 +62,7 @@ class LocalWorker:
 
 
 class Steps(Protocol):
-    """Where and when the steps of a local worker run."""
+    """Where and when the steps of a local worker run. A worker itself runs or launches them where they are called."""
 
     def execute_model(self, plan: SchedulerOutput) -> None: ...
 
@@ -84,22 +81,6 @@ class NoSteps:
         raise AssertionError("a step before initialize")
 
     def shutdown(self) -> None: ...
-
-
-class InlineSteps:
-    """Runs every step where it is called."""
-
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-
-    def execute_model(self, plan: SchedulerOutput) -> None:
-        self._worker.execute_model(plan)
-
-    def sample_tokens(self, grammars: GrammarOutput | None) -> Pending[ModelRunnerOutput]:
-        return Answered(self._worker.sample_tokens(grammars).result())
-
-    def shutdown(self) -> None:
-        self._worker.shutdown()
 
 
 class ThreadedSteps:
@@ -127,20 +108,4 @@ class ThreadedSteps:
 
     def shutdown(self) -> None:
         self._thread.shutdown()
-        self._worker.shutdown()
-
-
-class LaunchedSteps:
-    """Launches every step where it is called, and waits for one when its result is asked for."""
-
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-
-    def execute_model(self, plan: SchedulerOutput) -> None:
-        self._worker.execute_model(plan)
-
-    def sample_tokens(self, grammars: GrammarOutput | None) -> Pending[ModelRunnerOutput]:
-        return self._worker.sample_tokens(grammars)
-
-    def shutdown(self) -> None:
         self._worker.shutdown()

@@ -11,8 +11,7 @@ from penstock.config.engine import EngineArgs, EngineConfig, resolve
 from penstock.config.model_path import localise
 from penstock.engine.core_messages import Ready, Refused
 from penstock.frontend.core_client import CoreClient
-from penstock.frontend.front_end import FrontEnd, build_front_end
-from penstock.frontend.grammar_check import make_grammar_checker
+from penstock.frontend.front_end import FrontEnd, build_front_end, make_grammar_checker
 from penstock.frontend.input_processor import ProcessedRequest, Prompt
 from penstock.frontend.output_processor import OutputProcessor
 from penstock.messages.outputs import FinishReason, RequestOutput

@@ -8,7 +8,9 @@ from typing import Any
 from penstock.config.engine import EngineConfig, SchedulerConfig
 from penstock.config.model import read_json
 from penstock.frontend.input_processor import InputProcessor
+from penstock.grammar.checker import GrammarChecker
 from penstock.messages.sampling_params import SamplingParams
+from penstock.messages.structured_outputs import GrammarSpec
 from penstock.tokenizer.tokenizer import Tokenizer, eos_token_ids, load_tokenizer
 from penstock.utils.errors import ConfigError, RequestError
 
@@ -47,3 +49,20 @@ def build_front_end(config: EngineConfig, limits: SchedulerConfig) -> FrontEnd:
         return FrontEnd(tokenizer, processor, SamplingParams(**defaults))
     except RequestError as error:
         raise ConfigError(f"{config.model.path / 'generation_config.json'}: {error}") from None
+
+
+def make_grammar_checker(config: EngineConfig, tokenizer: Tokenizer | None) -> GrammarChecker | NoGrammars:
+    """What tells, before a request is taken, whether its grammar can be."""
+    if tokenizer is None:
+        return NoGrammars()
+    return GrammarChecker(tokenizer.backend.to_str(), config.model.vocab_size, eos_token_ids(config, tokenizer))
+
+
+class NoGrammars:
+    """The checker of an engine without a tokenizer."""
+
+    async def check(self, spec: GrammarSpec) -> None:
+        raise RequestError("structured outputs need a tokenizer, and the engine has none", "structured_outputs")
+
+    async def shutdown(self) -> None:
+        pass

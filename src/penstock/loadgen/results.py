@@ -7,9 +7,10 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from penstock.loadgen.runner import Run
 from penstock.loadgen.stream import Outcome
-from penstock.utils.statistics import percentile
 
 REQUEST_METRICS: dict[str, Callable[[Outcome], float]] = {
     "ttft": lambda outcome: outcome.ttft,
@@ -54,7 +55,7 @@ def latency_figures(
         figures[f"median_{metric}_ms"] = statistics.median(values)
         figures[f"std_{metric}_ms"] = statistics.pstdev(values)
         for percentage in percentages:
-            figures[f"p{percentage:g}_{metric}_ms"] = percentile(values, percentage)
+            figures[f"p{percentage:g}_{metric}_ms"] = float(np.percentile(values, percentage))
     return figures
 
 

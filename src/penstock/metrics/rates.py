@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
+import numpy as np
+
 from penstock.messages.stats import StepReport
 from penstock.metrics.request_log import RequestRecord
 from penstock.utils.clock import SystemClock
-from penstock.utils.statistics import percentile
 
 _WINDOW_SECONDS = 10.0
 # A quantile of so many samples is as good as one of more, and the window cannot grow without end.
@@ -62,6 +63,6 @@ class RecentRates:
         itl = [seconds for _, seconds in self._itl]
         return Rates(
             sum(count for _, count in self._tokens) / _WINDOW_SECONDS,
-            *(percentile(ttft, p) if ttft else None for p in (50, 90)),
-            *(percentile(itl, p) if itl else None for p in (50, 90)),
+            *(float(np.percentile(ttft, p)) if ttft else None for p in (50, 90)),
+            *(float(np.percentile(itl, p)) if itl else None for p in (50, 90)),
         )

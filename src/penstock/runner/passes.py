@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from penstock.attention.backend import AttentionBackend
-from penstock.attention.metadata import AttentionMetadata, ForwardContext, LayerHooks
+from penstock.attention.metadata import LayerCaches
 from penstock.kernels.prepare_inputs import store_drafts
 from penstock.messages.scheduler_output import GrammarOutput
 from penstock.models.interface import Model, ModelOutput
 from penstock.runner.input_batch import InputBatch, InputBuilder
-from penstock.runner.load import KVCache
 from penstock.runner.outputs import PendingOutput
 from penstock.runner.request_states import RequestStates
 from penstock.runner.speculation.speculator import Speculator, StepResult
@@ -44,28 +40,13 @@ class Passes(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class TargetCache:
-    """The target model's layers and what they are read and written by. `hooks` tells whom to tell of a step's."""
-
-    cache: KVCache
-    attention: AttentionBackend
-    hooks: Callable[[], LayerHooks]
-
-    def context(self, metadata: Sequence[AttentionMetadata]) -> ForwardContext:
-        """`metadata` by KV group."""
-        groups = zip(self.cache.config.groups, metadata, strict=True)
-        by_layer = {name: each for group, each in groups for name in group.layer_names}
-        return ForwardContext(by_layer, self.cache.tensors, self.attention, self.hooks())
-
-
 class EagerPasses:
     """Launches every kernel anew (`Passes`)."""
 
     def __init__(
         self,
         model: Model,
-        cache: TargetCache,
+        cache: LayerCaches,
         inputs: InputBuilder,
         sampler: StepSampler,
         speculator: Speculator,

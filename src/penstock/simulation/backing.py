@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from penstock.kv_transfer.connector import SchedulerConnector, WorkerConnector
 from penstock.kv_transfer.null import NullSchedulerConnector, NullWorkerConnector
@@ -47,59 +46,36 @@ class Touch:
     writes: bool
 
 
-class Backing(Protocol):
+class Backing:
+    """Engines whose KV stays where it is. Also the base of backings that have no use for every method."""
+
     def attach(self, site: Site) -> Parts:
         """A new life of an engine begins; the one before it has crashed."""
-        ...
+        workers = {shard: NullWorkerConnector() for shard in site.ranks.shards}
+        return Parts(NullSchedulerConnector(), workers, is_null=True)
 
     def crash(self, name: str) -> None:
         """The engine of that name has died, with whatever was under way."""
-        ...
 
     def restart(self) -> None:
         """What stands behind the engines dies and comes back empty."""
-        ...
 
     def tick(self) -> None:
         """Time has passed."""
-        ...
 
     def touching(self, name: str) -> Iterable[Touch]:
         """The blocks of that engine's memory that transfers may touch from now on."""
-        ...
+        return ()
 
     def check(self, contents: Callable[[int, bytes, str, int], bytes | None]) -> None:
         """Recomputes what must be true. `contents(group, block hash, layer, head)` is what a block must hold, None for
         a hash that no request has."""
-        ...
 
     def check_idle(self) -> None:
         """Nothing is left over when no request is."""
-        ...
 
 
-class NoBacking:
-    """Engines whose KV stays where it is."""
-
-    def attach(self, site: Site) -> Parts:
-        workers = {shard: NullWorkerConnector() for shard in site.ranks.shards}
-        return Parts(NullSchedulerConnector(), workers, is_null=True)
-
-    def crash(self, name: str) -> None: ...
-
-    def restart(self) -> None: ...
-
-    def tick(self) -> None: ...
-
-    def touching(self, name: str) -> Iterable[Touch]:
-        return ()
-
-    def check(self, contents: Callable[[int, bytes, str, int], bytes | None]) -> None: ...
-
-    def check_idle(self) -> None: ...
-
-
-class StoreBacking:
+class StoreBacking(Backing):
     """The block store of `simulation/store.py`, which all engines share."""
 
     def __init__(self, world: BackingContext, make_scheduler: type[StoreScheduler] = StoreScheduler) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from penstock.kv_transfer.multi import MultiScheduler, MultiWorker
-from penstock.simulation.backing import Backing, BackingContext, NoBacking, Parts, Site, StoreBacking, Touch
+from penstock.simulation.backing import Backing, BackingContext, Parts, Site, StoreBacking, Touch
 from penstock.simulation.store import StagelessStoreScheduler
 from penstock.simulation.tiers import OffloadBacking
 
 
-class SeveralBackings:
+class SeveralBackings(Backing):
     """Tiers of its own and the shared store behind every engine, joined by the real `MultiConnector`'s parts."""
 
     def __init__(self, context: BackingContext) -> None:
@@ -49,7 +49,7 @@ class SeveralBackings:
 
 
 BACKINGS: dict[str, Callable[[BackingContext], Backing]] = {
-    "none": lambda context: NoBacking(),
+    "none": lambda context: Backing(),
     "store": StoreBacking,
     "stageless_store": lambda context: StoreBacking(context, StagelessStoreScheduler),
     "tiers": OffloadBacking,

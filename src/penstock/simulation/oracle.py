@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from zlib import crc32
 
-from penstock.kv_transfer.view import Place, Take, Transfer, read_now, write_now
+from penstock.kv_transfer.view import read_now, write_now
 from penstock.messages.kv_cache_spec import NULL_BLOCK, AttachedLayer, KVCacheConfig, KVCacheGroup, KVCacheSpec
 from penstock.messages.kv_layout import KVLayout, LayerLayout, MemoryRegion
 from penstock.messages.kv_transfer import ShardId
@@ -163,6 +163,8 @@ class OracleMemory:
     As in a real cache, the j-th layer of every group lies in the same memory.
     """
 
+    read_blocks, write_blocks = read_now, write_now
+
     def __init__(self, config: KVCacheConfig, shard: ShardId, heads: range) -> None:
         self.config = config
         self.shard = shard
@@ -211,12 +213,6 @@ class OracleMemory:
     def block_parts(self, group: int, block_id: int) -> list[memoryview]:
         start, end = block_id * self.stride, (block_id + 1) * self.stride
         return [memoryview(self.regions[name])[start:end] for name in self._names[group]]
-
-    def read_blocks(self, places: Sequence[Place], take: Take) -> Transfer:
-        return read_now(self, places, take)
-
-    def write_blocks(self, places: Sequence[Place], data: Sequence[memoryview], take: Take) -> Transfer:
-        return write_now(self, places, data, take)
 
     def read_layer(self, layer_name: str, block_id: int, into: memoryview) -> None:
         into[:] = memoryview(self.regions[layer_name])[block_id * self.stride : (block_id + 1) * self.stride]

@@ -18,7 +18,7 @@ from typing import cast
 from msgspec.structs import replace
 
 from penstock.config.engine import SchedulerConfig
-from penstock.executor.executor import Answered, Pending
+from penstock.executor.executor import Later, Pending
 from penstock.kv_transfer.connector import WorkerConnector
 from penstock.kv_transfer.forwarding import Forwarding
 from penstock.kv_transfer.kv_step import KVStep
@@ -193,7 +193,7 @@ class SimWorker:
             arithmetic="oracle",
             weights_digest=b"",
         )
-        return Answered(facts)
+        return Later(lambda: facts)
 
     def initialize(self, plan: InitializeWorker) -> Pending[WorkerReady]:
         cache = cache_config(self.layers, plan.cache.num_blocks, plan.cache.block_size, len(self.heads))
@@ -202,7 +202,8 @@ class SimWorker:
         self._devices.limits = plan.limits
         self._connector.register_kv_caches(self.memory)
         handshake = self._connector.get_handshake_metadata()
-        return Answered(WorkerReady(self.shard, handshake, self._devices.config.runs_ahead))
+        ready = WorkerReady(self.shard, handshake, self._devices.config.runs_ahead)
+        return Later(lambda: ready)
 
     def execute_model(self, plan: SchedulerOutput) -> None:
         self._devices.enqueue(self.shard, plan)
@@ -268,13 +269,6 @@ class SimWorker:
         ]
 
 
-class _Later:
-    """A step's result, worked out when it is asked for, at the latest (`Pending`)."""
-
-    def __init__(self, work_out: Callable[[], ModelRunnerOutput]) -> None:
-        self.result = work_out
-
-
 class Devices:
     """What the ranks of an engine compute on.
 
@@ -317,7 +311,7 @@ class Devices:
         if shard == self.config.shards[-1]:
             while (ready := self._ready()) and self._rng.random() < 0.5:
                 self._rng.choice(ready)()
-        return _Later(lambda: self._run_to_end(step, shard))
+        return Later(lambda: self._run_to_end(step, shard))
 
     def _ready(self) -> list[Kernel]:
         """What may happen next: a stage follows the step before it, and needs to know its tokens."""

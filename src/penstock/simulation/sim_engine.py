@@ -14,8 +14,7 @@ from penstock.core.remote_kv import KVTransfer
 from penstock.core.request import Request, RequestStatus
 from penstock.core.scheduler import Scheduler
 from penstock.engine.engine_core import EngineCore
-from penstock.executor.executor import Executor
-from penstock.executor.wire import OverTheWire
+from penstock.executor.executor import Executor, OverTheWire
 from penstock.kv_transfer.abilities import Abilities
 from penstock.kv_transfer.connector import WorkerConnector
 from penstock.messages.kv_transfer import KVConnectorOutput, ShardId, TransferId, TransferReport, TransferStatus

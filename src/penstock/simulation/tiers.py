@@ -7,7 +7,7 @@ may lose a bit too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.kv_transfer.digest import Attestation
@@ -21,7 +21,7 @@ from penstock.kv_transfer.offload.worker import OffloadingWorker
 from penstock.kv_transfer.transports.base import Operation
 from penstock.kv_transfer.transports.memory import FaultKind
 from penstock.messages.kv_events import MEDIUM_STORAGE
-from penstock.simulation.backing import BackingContext, Parts, Site, Touch
+from penstock.simulation.backing import Backing, BackingContext, Parts, Site
 
 _NEVER = 1e9
 _FAILED = (FaultKind.DROP, FaultKind.DIE, FaultKind.DIE_UNSETTLED)
@@ -155,7 +155,7 @@ class _Life:
     manager: OffloadingManager
 
 
-class OffloadBacking:
+class OffloadBacking(Backing):
     """Tiers for engines of one rank; `Setup.store_places` bounds the disk and `Setup.num_staging` the memory."""
 
     def __init__(self, context: BackingContext) -> None:
@@ -201,9 +201,6 @@ class OffloadBacking:
             if self._context.is_struck():
                 chunk = life.region.chunk(self._context.pick(life.region.num_chunks))
                 chunk[len(chunk) // 2] ^= 4
-
-    def touching(self, name: str) -> Iterable[Touch]:
-        return ()
 
     def check(self, contents: Callable[[int, bytes, str, int], bytes | None]) -> None:
         for life in self._lives.values():

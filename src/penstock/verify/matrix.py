@@ -25,7 +25,7 @@ from penstock.utils.clock import SystemClock
 from penstock.utils.errors import ConfigError, EngineDeadError
 from penstock.verify.rows import Row, Seen, make_rows, plain_arguments
 from penstock.verify.workload import Case, make_cases
-from penstock.worker.config import make_config
+from penstock.worker.parts import make_config
 
 REFERENCE = "plain run"
 

@@ -51,42 +51,25 @@ Sign = Callable[[Seen], tuple[str, bool]]
 """What is to be said of something that should have happened, and whether it did."""
 
 
-def _together(seen: Seen) -> tuple[str, bool]:
-    return f"{seen.max_running} at once", seen.max_running > 1
+def _sign(name: str, text: str, least: int = 1) -> Sign:
+    """At least so many of what `Seen` counts under the name."""
+    return lambda seen: (f"{getattr(seen, name)} {text}", getattr(seen, name) >= least)
 
 
-def _overlapped(seen: Seen) -> tuple[str, bool]:
-    return f"{seen.num_overlapped} steps overlapped", seen.num_overlapped > 0
-
-
-def _replayed(seen: Seen) -> tuple[str, bool]:
-    return f"{seen.num_replayed} steps from graphs", seen.num_replayed > 0
-
-
-def _cut(seen: Seen) -> tuple[str, bool]:
-    return f"{seen.num_cut} prompts in chunks", seen.num_cut > 0
-
-
-def _hits(seen: Seen) -> tuple[str, bool]:
-    return f"{seen.num_hit_tokens} tokens found in the cache", seen.num_hit_tokens > 0
-
-
-def _loaded(seen: Seen) -> tuple[str, bool]:
-    return f"{seen.num_loaded_tokens} tokens loaded", seen.num_loaded_tokens > 0
-
-
-def _preempted(seen: Seen) -> tuple[str, bool]:
-    return f"{seen.num_preemptions} preemptions", seen.num_preemptions > 0
+_together = _sign("max_running", "at once", 2)
+_overlapped = _sign("num_overlapped", "steps overlapped")
+_replayed = _sign("num_replayed", "steps from graphs")
+_cut = _sign("num_cut", "prompts in chunks")
+_hits = _sign("num_hit_tokens", "tokens found in the cache")
+_loaded = _sign("num_loaded_tokens", "tokens loaded")
+_preempted = _sign("num_preemptions", "preemptions")
+_structured = _sign("num_structured", "grammars")
 
 
 def _drafted(seen: Seen) -> tuple[str, bool]:
     """Both kinds of draft are needed: what is wrong must be taken back, and what is right kept."""
     right, drafts = seen.speculation.num_accepted_tokens, seen.speculation.num_draft_tokens
     return f"{right} drafts right, {drafts - right} rejected", 0 < right < drafts
-
-
-def _structured(seen: Seen) -> tuple[str, bool]:
-    return f"{seen.num_structured} grammars", seen.num_structured > 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from penstock.attention.metadata import LayerCaches
 from penstock.attention.select import make_attention
 from penstock.config.engine import ExecutionConfig, SchedulerConfig
 from penstock.config.speculative import SpeculativeConfig
@@ -16,7 +17,7 @@ from penstock.runner.block_tables import BlockTables
 from penstock.runner.load import KVCache, LoadedModel
 from penstock.runner.model_runner import ModelRunner
 from penstock.runner.parts import SamplingContext
-from penstock.runner.passes import EagerPasses, TargetCache
+from penstock.runner.passes import EagerPasses
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling.prompt_logprobs import PromptScorer
 from penstock.runner.sampling.states import SamplingStates
@@ -50,7 +51,8 @@ def make_runner(
     sampler, picker = parts.make_sampling(context, parts.memory)
     speculator = make_speculator(loaded, cache, speculative, inputs, attention, picker, parts)
     kv_step = KVStep(connector)
-    target = TargetCache(cache, attention, lambda: kv_step.hooks)
+    group_of = {name: number for number, group in enumerate(cache.config.groups) for name in group.layer_names}
+    target = LayerCaches(cache.tensors, group_of, attention, lambda: kv_step.hooks)
     eager = EagerPasses(loaded.model, target, inputs, sampler, speculator, states)
     passes = parts.make_passes(eager, inputs, sampler, shapes)
     connector.register_kv_caches(parts.make_kv_cache_view(cache))

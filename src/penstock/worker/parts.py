@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import torch
 
+from penstock.config.engine import EngineArgs, EngineConfig, resolve
+from penstock.config.model_path import localise
 from penstock.kernels.dispatch import has_gpu_kernels
 from penstock.runner.cpu.parts import cpu_parts
 from penstock.runner.parts import DeviceParts
 from penstock.utils.errors import ConfigError
+
+
+def make_config(args: EngineArgs) -> EngineConfig:
+    """Finds the model files, chooses the device and resolves the arguments. Raises ConfigError."""
+    return resolve(localise(args), choose_device(args.device))
 
 
 def choose_device(asked: str) -> str:

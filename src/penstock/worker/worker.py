@@ -31,10 +31,9 @@ from penstock.runner.outputs import PendingOutput
 from penstock.utils import logging
 from penstock.worker.build_runner import make_runner
 from penstock.worker.compile_ahead import compiling_ahead
-from penstock.worker.config import make_config
 from penstock.worker.memory_profile import memory_budget, step_advice
 from penstock.worker.messages import InitializeWorker, WorkerFacts, WorkerReady
-from penstock.worker.parts import make_parts
+from penstock.worker.parts import make_config, make_parts
 
 
 def load_worker(args: EngineArgs, shard: ShardId) -> LoadedWorker:

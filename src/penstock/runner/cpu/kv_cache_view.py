@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from penstock.kv_transfer.view import Place, Take, Transfer, read_now, write_now
+from penstock.kv_transfer.view import read_now, write_now
 from penstock.runner.kv_cache_view import TensorKVCacheView
 from penstock.runner.load import KVCache
 
@@ -16,16 +14,12 @@ class HostKVCacheView(TensorKVCacheView):
     indexing a tensor.
     """
 
+    read_blocks, write_blocks = read_now, write_now
+
     def __init__(self, cache: KVCache) -> None:
         super().__init__(cache)
         # All blocks of a layer one after the other.
         self._host = {name: rows.view(-1).numpy().data for name, rows in self._rows.items()}
-
-    def read_blocks(self, places: Sequence[Place], take: Take) -> Transfer:
-        return read_now(self, places, take)
-
-    def write_blocks(self, places: Sequence[Place], data: Sequence[memoryview], take: Take) -> Transfer:
-        return write_now(self, places, data, take)
 
     def write_layer(self, layer_name: str, block_id: int, data: memoryview) -> None:
         self._row(layer_name, block_id)[:] = data

@@ -6,32 +6,13 @@ of rejected drafts are never read: the next pass over these positions overwrites
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import torch
 
-from penstock.attention.backend import AttentionBackend
-from penstock.attention.metadata import AttentionMetadata, ForwardContext
+from penstock.attention.metadata import LayerCaches
 from penstock.models.interface import DraftHead, Model
 from penstock.runner.input_batch import InputBuilder
 from penstock.runner.speculation.pick import Picker
 from penstock.runner.speculation.speculator import StepResult
-
-
-class DraftCache:
-    """The drafter's layers, in the blocks of the target's KV groups."""
-
-    def __init__(
-        self, tensors: dict[str, torch.Tensor], groups: Mapping[str, int], attention: AttentionBackend
-    ) -> None:
-        self._attention = attention
-        self._tensors = tensors  # by the drafter's own layer names
-        self._groups = groups  # layer name -> KV group
-
-    def context(self, metadata: Sequence[AttentionMetadata]) -> ForwardContext:
-        """`metadata` by KV group."""
-        by_layer = {name: metadata[group] for name, group in self._groups.items()}
-        return ForwardContext(by_layer, self._tensors, self._attention)
 
 
 class DraftModelSpeculator:
@@ -39,7 +20,7 @@ class DraftModelSpeculator:
 
     leaves_gaps = False
 
-    def __init__(self, model: Model, cache: DraftCache, inputs: InputBuilder, picker: Picker) -> None:
+    def __init__(self, model: Model, cache: LayerCaches, inputs: InputBuilder, picker: Picker) -> None:
         self.is_capturable = picker.is_capturable
         self._model = model
         self._cache = cache
@@ -66,7 +47,7 @@ class HeadSpeculator:
 
     leaves_gaps = False
 
-    def __init__(self, head: DraftHead, cache: DraftCache, inputs: InputBuilder, picker: Picker) -> None:
+    def __init__(self, head: DraftHead, cache: LayerCaches, inputs: InputBuilder, picker: Picker) -> None:
         self.is_capturable = picker.is_capturable
         self._head = head
         self._cache = cache

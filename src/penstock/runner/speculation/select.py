@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from penstock.attention.backend import AttentionBackend
+from penstock.attention.metadata import LayerCaches
 from penstock.config.speculative import SpeculativeConfig
 from penstock.models.eagle3 import Eagle3Head
 from penstock.models.mtp import MultiTokenPredictor
 from penstock.runner.input_batch import InputBuilder
 from penstock.runner.load import DRAFT_PREFIX, KVCache, LoadedModel
 from penstock.runner.parts import DeviceParts
-from penstock.runner.speculation.draft import DraftCache, DraftModelSpeculator, HeadSpeculator
+from penstock.runner.speculation.draft import DraftModelSpeculator, HeadSpeculator
 from penstock.runner.speculation.pick import Picker
 from penstock.runner.speculation.speculator import NullSpeculator, Speculator
 
@@ -29,7 +30,7 @@ def make_speculator(
     if loaded.drafter is None:
         return parts.make_ngram_speculator(speculative.prompt_lookup_min, speculative.prompt_lookup_max)
     names = {layer.name.removeprefix(DRAFT_PREFIX): layer for layer in cache.config.attached}
-    draft_cache = DraftCache(
+    draft_cache = LayerCaches(
         {name: cache.tensors[layer.name] for name, layer in names.items()},
         {name: layer.group for name, layer in names.items()},
         attention,
