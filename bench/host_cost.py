@@ -65,7 +65,8 @@ class InstantWorker:
         if self._plan.num_scheduled_tokens.keys() != self._output.sampled_token_ids.keys():
             tokens = dict.fromkeys(self._plan.num_scheduled_tokens, (TOKEN_ID,))
             self._output = ModelRunnerOutput(sampled_token_ids=tokens)
-        return Later(lambda: self._output)
+        output = self._output
+        return Later(lambda: output)
 
     def watch(self, on_death: Callable[[], None]) -> None: ...
 

@@ -9,6 +9,11 @@ from typing import Any
 import pytest
 
 
+def exhaustive(*values: Any) -> Any:
+    """One case of `pytest.mark.parametrize` that is left to `make test-all`."""
+    return pytest.param(*values, marks=pytest.mark.exhaustive)
+
+
 def grid(*parameters: Sequence[Any], strength: int = 2) -> list[Any]:
     """Every combination of the parameters' values, for `pytest.mark.parametrize` with all their names.
 
@@ -23,10 +28,7 @@ def grid(*parameters: Sequence[Any], strength: int = 2) -> list[Any]:
         best = max(cells, key=lambda cell: len(tuples[cell] & missing))
         kept.add(best)
         missing -= tuples[best]
+    make = {True: pytest.param, False: exhaustive}
     return [
-        pytest.param(
-            *(values[index] for values, index in zip(parameters, cell, strict=True)),
-            marks=() if cell in kept else pytest.mark.exhaustive,
-        )
-        for cell in cells
+        make[cell in kept](*(values[index] for values, index in zip(parameters, cell, strict=True))) for cell in cells
     ]

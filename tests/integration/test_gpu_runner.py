@@ -31,7 +31,11 @@ from penstock.runner.gpu.sampling.outputs import CopiedOutput
 from penstock.runner.model_runner import ModelRunner
 from penstock.runner.outputs import NOT_FINITE, NOTHING_ALLOWED, StepOutput
 from penstock.worker import parts
+<<<<<<< HEAD
 from penstock.worker.worker import Worker
+=======
+from tests.grids import exhaustive
+>>>>>>> suite
 from tests.kernels.graph_emulator import EmulatedRecorder
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU stands in for the GPU")
@@ -158,11 +162,8 @@ def plain_outputs() -> list[RequestOutput]:
         ({"max_num_batched_tokens": 24}, False, range(len(KINDS))),
         ({**FEW_BLOCKS}, True, (SEEDED, TOP_K, REPEATED, PENALISED, ALLOWED, REGEX)),
         ({"speculative_config": MTP}, True, (SEEDED, MIN_P, LATE_END, PENALISED, BAD_WORDS, PROMPT, CHOICE, REGEX)),
-        pytest.param(
-            {"speculative_config": NGRAM, **FEW_BLOCKS},
-            False,
-            (GREEDY, SEEDED, TOP_K, PENALISED, BIASED, CHOICE),
-            marks=pytest.mark.exhaustive,
+        exhaustive(
+            {"speculative_config": NGRAM, **FEW_BLOCKS}, False, (GREEDY, SEEDED, TOP_K, PENALISED, BIASED, CHOICE)
         ),
     ],
     ids=["chunks", "preemption-overlap", "mtp-overlap", "ngram-preemption"],
@@ -177,7 +178,7 @@ def test_the_same_outputs(
 
 @pytest.mark.parametrize(
     ("speculative", "overlap"),
-    [pytest.param(DRAWN, False, marks=pytest.mark.exhaustive), (DRAWN, True), (ITSELF, False), (TOSSED, True)],
+    [exhaustive(DRAWN, False), (DRAWN, True), (ITSELF, False), (TOSSED, True)],
     ids=["drawn", "drawn-overlap", "itself", "synthetic-overlap"],
 )
 def test_the_same_outputs_where_drafts_decide(
@@ -202,9 +203,7 @@ def test_the_same_outputs_where_drafts_decide(
             (SEEDED, TOP_K, REPEATED, PENALISED, ALLOWED, REGEX),
         ),
         ({"speculative_config": MTP}, True, (SEEDED, MIN_P, LATE_END, PENALISED, BAD_WORDS, PROMPT, CHOICE)),
-        pytest.param(
-            {"speculative_config": NGRAM}, False, (GREEDY, SEEDED, TOP_K, PENALISED), marks=pytest.mark.exhaustive
-        ),
+        exhaustive({"speculative_config": NGRAM}, False, (GREEDY, SEEDED, TOP_K, PENALISED)),
     ],
     ids=["chunks", "preemption-overlap", "mtp-overlap", "ngram"],
 )
@@ -220,7 +219,7 @@ def test_the_same_outputs_from_graphs(
     assert graphs.num_replays >= 3
 
 
-@pytest.mark.parametrize("speculative", [pytest.param(MTP, marks=pytest.mark.exhaustive), DRAWN], ids=["best", "drawn"])
+@pytest.mark.parametrize("speculative", [exhaustive(MTP), DRAWN], ids=["best", "drawn"])
 @pytest.mark.usefixtures("graphs")
 def test_the_same_drafts_from_graphs(speculative: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong draft changes no token, so what is proposed is compared itself; padding proposes nothing for anybody."""

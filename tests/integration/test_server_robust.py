@@ -181,20 +181,20 @@ def test_who_runs_too_long_is_told_so(timeout: str, again: int | None) -> None:
 
 
 def test_an_idle_server_ends_quickly_whoever_is_connected() -> None:
-    with serve() as server:
-        dashboard = send_dashboard_request(server)
-        silent = connect(server.url)
-        kept = connect(server.url)
+    with (
+        serve() as server,
+        send_dashboard_request(server),
+        connect(server.url),
+        connect(server.url) as kept,
+        connect(server.url) as half,
+    ):
         kept.sendall(b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert kept.recv(4096)
-        half = connect(server.url)
         half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
         began = time.monotonic()
         assert server.terminate(20) == 0
         # Only the body that does not come may cost the few seconds that answers have to be flushed.
         assert time.monotonic() - began < 8
-        for connection in (dashboard, silent, kept, half):
-            connection.close()
 
 
 def test_the_end_keeps_no_answer_from_a_slow_reader() -> None:

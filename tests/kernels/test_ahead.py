@@ -12,14 +12,19 @@ import pytest
 from penstock.config.engine import EngineArgs
 from penstock.runner.gpu.ahead import claim_in
 from penstock.worker import compile_ahead
+<<<<<<< HEAD
 from penstock.worker.parts import make_config
+=======
+from penstock.worker.config import make_config
+from tests.grids import exhaustive
+>>>>>>> suite
 from tests.kernels.ahead_cases import in_a_new_process
 
 OFFLOAD = {"kv_transfer_config": {"kv_connector": "OffloadingConnector"}}
 MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
 
 
-@pytest.mark.parametrize("engine_args", [{}, pytest.param(MTP, marks=pytest.mark.exhaustive)], ids=["plain", "mtp"])
+@pytest.mark.parametrize("engine_args", [{}, exhaustive(MTP)], ids=["plain", "mtp"])
 def test_an_engine_asks_for_nothing_else(engine_args: dict[str, Any]) -> None:
     walked = in_a_new_process("walked", "meta", engine_args)
     assert len(walked) == len(set(walked)) >= 12
@@ -34,7 +39,7 @@ def test_what_moves_blocks() -> None:
     assert len(moves) == 2
 
 
-@pytest.mark.parametrize("backend", ["flash_attention", pytest.param("flashinfer", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("backend", ["flash_attention", exhaustive("flashinfer")])
 def test_with_a_librarys_attention_all_else_is_walked(backend: str) -> None:
     names = in_a_new_process("walked", "meta", {"attention_backend": backend})
     assert any("_rope_and_store_kv" in name for name in names)

@@ -16,6 +16,7 @@ from penstock.kernels.triton.attention.plan import (
     PrefillTile,
 )
 from penstock.kernels.triton.capabilities import Capabilities
+from tests.grids import exhaustive
 from tests.kernels.gpu_compiler import KernelCost, compile_for_gpu
 
 MAX_SHARED_BYTES = 227 * 1024
@@ -99,7 +100,7 @@ def decode(
     return compiled("_decode_fused", tile, signature, constexprs)
 
 
-@pytest.mark.parametrize(("heads", "block_size"), [(QWEN3_06B, 16), (QWEN3_8B, 64)])
+@pytest.mark.parametrize(("heads", "block_size"), [exhaustive(QWEN3_06B, 16), (QWEN3_8B, 64)])
 def test_prefill_pipelines_its_loads_and_multiplies_by_warpgroup(heads: tuple[int, int], block_size: int) -> None:
     ptx = prefill(heads, block_size).ptx
     assert "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16" in ptx
@@ -108,7 +109,8 @@ def test_prefill_pipelines_its_loads_and_multiplies_by_warpgroup(heads: tuple[in
 
 
 @pytest.mark.parametrize(
-    ("heads", "block_size", "batch"), [(QWEN3_06B, 16, FEW), (QWEN3_8B, 32, LONG), (QWEN3_8B, 64, MANY)]
+    ("heads", "block_size", "batch"),
+    [(QWEN3_06B, 16, FEW), exhaustive(QWEN3_8B, 32, LONG), exhaustive(QWEN3_8B, 64, MANY)],
 )
 def test_decode_copies_16_bytes_at_a_time(heads: tuple[int, int], block_size: int, batch: tuple[int, int]) -> None:
     ptx = decode(heads, block_size, batch).ptx
@@ -120,7 +122,7 @@ def test_decode_copies_16_bytes_at_a_time(heads: tuple[int, int], block_size: in
 
 @pytest.mark.parametrize(
     ("heads", "query_len", "batch"),
-    [(QWEN3_06B, 1, FEW), (QWEN3_06B, 4, MANY), (QWEN3_8B, 1, MANY), (QWEN3_8B, 8, MANY)],
+    [exhaustive(QWEN3_06B, 1, FEW), exhaustive(QWEN3_06B, 4, MANY), exhaustive(QWEN3_8B, 1, MANY), (QWEN3_8B, 8, MANY)],
 )
 def test_fused_decode_waits_before_it_reads_the_projection(
     heads: tuple[int, int], query_len: int, batch: tuple[int, int]
@@ -132,13 +134,13 @@ def test_fused_decode_waits_before_it_reads_the_projection(
     assert INSTRUCTION in ptx
 
 
-@pytest.mark.parametrize("head_dim", [80, 256])
+@pytest.mark.parametrize("head_dim", [80, exhaustive(256)])
 def test_other_heads(head_dim: int) -> None:
     assert "wgmma" in prefill(QWEN3_06B, 16, head_dim).ptx
     decode(QWEN3_06B, 16, MANY, 4, head_dim, fused=True)
 
 
-@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize("head_dim", [128, exhaustive(256)])
 def test_deterministic_tiles_use_one_instruction_in_prefill_and_decode(head_dim: int) -> None:
     for cost in (
         prefill(QWEN3_8B, 16, head_dim, deterministic=True),

@@ -11,6 +11,7 @@ from collections import Counter
 import pytest
 
 from penstock.simulation.scenarios import SCENARIOS, replay_line, run_scenario
+from tests.grids import exhaustive
 
 # Seeds per scenario here; `penstock simulate` runs as many as one has time for.
 NUM_SEEDS = 25
@@ -86,7 +87,7 @@ def test_a_seed_decides_everything() -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("first_seed", "count"),
-    [pytest.param(1000, 80, marks=pytest.mark.exhaustive), (random.SystemRandom().randrange(1 << 40), 5)],
+    [exhaustive(1000, 80), (random.SystemRandom().randrange(1 << 40), 5)],
     ids=["fixed", "fresh"],
 )
 def test_the_whole_catalogue(first_seed: int, count: int) -> None:
