@@ -31,11 +31,8 @@ from penstock.runner.gpu.sampling.outputs import CopiedOutput
 from penstock.runner.model_runner import ModelRunner
 from penstock.runner.outputs import NOT_FINITE, NOTHING_ALLOWED, StepOutput
 from penstock.worker import parts
-<<<<<<< HEAD
 from penstock.worker.worker import Worker
-=======
 from tests.grids import exhaustive
->>>>>>> suite
 from tests.kernels.graph_emulator import EmulatedRecorder
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a CPU stands in for the GPU")

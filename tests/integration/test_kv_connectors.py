@@ -266,9 +266,14 @@ def test_bytes_that_change_in_memory_are_found_out(plain_tokens: list[list[int]]
     llm.shutdown()
 
 
-def _region(llm: LLM) -> Any:
+def _connector(llm: LLM) -> Any:
+    """The worker's side, in this process."""
     (handle,) = llm._core._executor._workers
-    return handle._worker._steps._worker._runner.kv_step._connector._region
+    return handle._worker._steps._runner.kv_step._connector
+
+
+def _region(llm: LLM) -> Any:
+    return _connector(llm)._region
 
 
 def test_example_connector(plain_tokens: list[list[int]], tmp_path: Path) -> None:
@@ -353,7 +358,7 @@ def test_a_producer_saves_and_a_consumer_loads(tmp_path: Path) -> None:
 def test_the_layout_says_where_the_bytes_are() -> None:
     llm = make(offloading(), speculative_config=SPECULATORS["mtp"])
     llm.generate([[7] * 40], SamplingParams(max_tokens=2), use_tqdm=False)
-    view = llm._core._executor._runner._kv_step._connector._view
+    view = _connector(llm)._view
     regions = {region.name: region for region in view.layout.regions}
     layers = view.layout.layers_of(0)
     for layer, part in zip(layers, view.block_parts(0, 1), strict=True):

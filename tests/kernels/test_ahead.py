@@ -12,12 +12,8 @@ import pytest
 from penstock.config.engine import EngineArgs
 from penstock.runner.gpu.ahead import claim_in
 from penstock.worker import compile_ahead
-<<<<<<< HEAD
 from penstock.worker.parts import make_config
-=======
-from penstock.worker.config import make_config
 from tests.grids import exhaustive
->>>>>>> suite
 from tests.kernels.ahead_cases import in_a_new_process
 
 OFFLOAD = {"kv_transfer_config": {"kv_connector": "OffloadingConnector"}}

@@ -77,7 +77,7 @@ class ProcessWorker:
         threading.Thread(target=self._watch, args=(on_death,), name="penstock-watch-worker", daemon=True).start()
 
     def check(self) -> None:
-        while self._failure is not None or self._hangs_up(timeout=0):
+        while self._failure is not None or self._poll(select.POLLRDHUP, timeout=0):
             self._receive()
 
     def shutdown(self) -> None:
@@ -96,8 +96,15 @@ class ProcessWorker:
         return Later(self._receive)
 
     def _send(self, message: Any) -> None:
+        """While there is no room, what the worker sends is read: one that waits for room to answer reads nothing."""
+        data = memoryview(CODEC.encode(message))
         try:
-            self._connection.sendall(CODEC.encode(message))
+            while data:
+                with contextlib.suppress(BlockingIOError):
+                    data = data[self._connection.send(data, socket.MSG_DONTWAIT) :]
+                    continue
+                if self._poll(select.POLLIN | select.POLLOUT) & select.POLLIN:
+                    self._read()
         except OSError:
             # Why it hung up may be among what it sent before.
             while True:
@@ -108,14 +115,7 @@ class ProcessWorker:
         if self._failure is not None:
             raise self._failure
         while not self._received:
-            try:
-                data = self._connection.recv(_RECEIVE_BYTES)
-                self._received.extend(self._reader.feed(data) if data else [self._unexpected_end()])
-            except OSError:
-                self._received.append(self._unexpected_end())
-            except WireError as error:
-                self._process.kill()
-                self._received.append(EngineDeadError(f"{self._name} sent what cannot be read: {error}"))
+            self._read()
         message = self._received.popleft()
         if isinstance(message, WorkerFailed):
             message = self._told(message)
@@ -123,6 +123,17 @@ class ProcessWorker:
             self._failure = message
             raise message
         return message
+
+    def _read(self) -> None:
+        """Waits for messages, or for the end in place of them."""
+        try:
+            data = self._connection.recv(_RECEIVE_BYTES)
+            self._received.extend(self._reader.feed(data) if data else [self._unexpected_end()])
+        except OSError:
+            self._received.append(self._unexpected_end())
+        except WireError as error:
+            self._process.kill()
+            self._received.append(EngineDeadError(f"{self._name} sent what cannot be read: {error}"))
 
     @property
     def _name(self) -> str:
@@ -144,12 +155,14 @@ class ProcessWorker:
         return EngineDeadError(f"the process of {self._name} {how}")
 
     def _watch(self, on_death: Callable[[], None]) -> None:
-        self._hangs_up(timeout=None)
+        # A connection that is closed by now was closed here.
+        with contextlib.suppress(ValueError, OSError):
+            self._poll(select.POLLRDHUP)
         if not self._is_closing:
             on_death()
 
-    def _hangs_up(self, timeout: int | None) -> bool:
-        """Whether the other end has gone, within so many milliseconds."""
+    def _poll(self, events: int, timeout: int | None = None) -> int:
+        """Which of these events of the connection have happened, within so many milliseconds."""
         poll = select.poll()
-        poll.register(self._connection, select.POLLRDHUP)
-        return bool(poll.poll(timeout))
+        poll.register(self._connection, events)
+        return next((mask for _, mask in poll.poll(timeout)), 0)

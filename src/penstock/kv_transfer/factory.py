@@ -85,7 +85,7 @@ def _find(config: KVTransferConfig) -> Connector:
         )
     try:
         module = importlib.import_module(path or CONNECTORS[name])
-    except ImportError as error:
+    except (ImportError, TypeError) as error:
         raise ConfigError(f"kv_connector_module_path={path!r} cannot be imported: {error}") from None
     kind = getattr(module, name, None)
     if kind is None:

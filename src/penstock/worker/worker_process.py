@@ -111,12 +111,12 @@ def crash(error: Exception, connection: socket.socket) -> NoReturn:
     os._exit(_CRASHED)
 
 
-def _exit_with_executor(connection: socket.socket) -> None:
+def _exit_with_executor(connection: socket.socket, ended: threading.Event) -> None:
     """Ends the process when the executor has gone and the step that was running does not end."""
     poll = select.poll()
     poll.register(connection, select.POLLRDHUP)
     poll.poll()
-    if not threading.Event().wait(_GRACE_SECONDS):
+    if not ended.wait(_GRACE_SECONDS):
         signal.raise_signal(signal.SIGKILL)
 
 
@@ -126,7 +126,8 @@ def main() -> int:
     # What a library prints must not mix with what the front end prints.
     sys.stdout = sys.stderr
     connection = socket.socket(fileno=int(sys.argv[1]))
-    threading.Thread(target=_exit_with_executor, args=(connection,), daemon=True).start()
+    ended = threading.Event()
+    threading.Thread(target=_exit_with_executor, args=(connection, ended), daemon=True).start()
     try:
         WorkerProcess(connection).run()
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -134,6 +135,8 @@ def main() -> int:
     except Exception as error:
         logger.exception("a worker stops")
         crash(error, connection)
+    finally:
+        ended.set()
     return 0
 
 
