@@ -62,9 +62,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do; a dead engine has not."""
-        if self._failure is not None:
-            return False
-        return bool(self._in_flight) or self._scheduler.has_unfinished_requests
+        return self._failure is None and bool(self._in_flight or self._scheduler.has_unfinished_requests)
 
     @property
     def num_in_flight(self) -> int:

@@ -1,12 +1,4 @@
-"""What a connector's scheduler part may be able to do beyond its protocol: it is, if it has the method of that name.
-
-worker_setup                            tells the workers' parts something before they are built
-set_xfer_handshake_metadata_pp_aware    takes what the workers' parts tell other engines
-wait                                    has something to wait for between steps that have nothing to compute
-take_events                             knows which blocks its media hold
-counters                                has numbers to show
-reset_cache                             can forget the KV that it keeps outside the engine
-"""
+"""What a connector's scheduler part may be able to do beyond its protocol: it is, if it has the method of that name."""
 
 from __future__ import annotations
 
@@ -22,6 +14,7 @@ class Abilities:
     """Each ability as a function, with what stands in for it where the part lacks it. Resolved once."""
 
     worker_setup: Callable[[], ConnectorSetup | None]
+    """What the workers' parts are told before they are built."""
     set_xfer_handshake_metadata_pp_aware: Callable[[Mapping[ShardId, HandshakePayload | None]], None]
     """Takes the payloads of all ranks, pp * tp of them, exactly once and before the first request. Raises ConfigError
     where there are pipeline ranks above 0 and the part does not know how to move their KV."""

@@ -44,7 +44,6 @@ class KVStep:
         self._connector = connector
         self._null = NullWorkerConnector()
         self._no_hooks = NullLayerHooks()
-        self._hooks = connector.layer_hooks or self._no_hooks
         self._active: WorkerConnector = self._null
         self.state = KVStepState.IDLE
         self._metadata: KVConnectorMetadata | None = None
@@ -53,7 +52,7 @@ class KVStep:
     @property
     def hooks(self) -> LayerHooks:
         """What this step's forward pass calls around its layers."""
-        return self._hooks if self._active is self._connector else self._no_hooks
+        return self._active.layer_hooks or self._no_hooks
 
     def run_forward(self, plan: SchedulerOutput, forward: Callable[[], _Result]) -> _Result:
         """The first half. `forward` updates the rows and launches the target's forward pass, if the step has one."""

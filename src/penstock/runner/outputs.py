@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,12 +37,8 @@ class ReadyOutput:
         return self.output
 
 
-class PendingPart(Protocol):
-    """What a step leaves beside its tokens. It needs nothing of the runner any more."""
-
-    def complete(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
-        """Waits for it, and adds it."""
-        ...
+PendingPart = Callable[[ModelRunnerOutput], ModelRunnerOutput]
+"""What a step leaves beside its tokens: waits for it, and adds it. It needs nothing of the runner any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +50,7 @@ class CopiedDrafts:
     with_counts: bool  # whether gaps are told
     drafts: HostCopy  # [len(request_ids), num_drafts] int64, -1 for gaps
 
-    def complete(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
+    def __call__(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
         drafts = self.drafts()
         counts = (drafts >= 0).sum(1).tolist() if self.with_counts else []
         return replace(
@@ -75,7 +72,7 @@ class StepOutput:
     def result(self) -> ModelRunnerOutput:
         output = self.sampled.result()
         for part in self.parts:
-            output = part.complete(output)
+            output = part(output)
         return replace(output, is_replayed=self.is_replayed, kv_connector_output=self.kv_connector_output)
 
 

@@ -130,7 +130,7 @@ class ReportFaults:
 
 
 class SimEngine:
-    """`old_reports` outlive the engine."""
+    """`devices.deliver` may be replaced before the first step."""
 
     def __init__(
         self,

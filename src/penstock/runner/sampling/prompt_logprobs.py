@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-
 import torch
 from msgspec.structs import replace
 
@@ -16,19 +13,6 @@ from penstock.runner.sampling.logprobs import PendingLogprobs, Score
 from penstock.runner.sampling.states import SamplingStates
 
 _LOGITS_ROWS = 256  # rows of the vocabulary at a time
-
-
-@dataclass(frozen=True, slots=True)
-class CopiedPromptLogprobs:
-    """`PendingPart`."""
-
-    by_request: Mapping[str, Sequence[PendingLogprobs]]
-
-    def complete(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
-        found = {
-            request_id: tuple(row for part in parts for row in part()) for request_id, parts in self.by_request.items()
-        }
-        return replace(output, prompt_logprobs=found)
 
 
 class PromptScorer:
@@ -56,7 +40,12 @@ class PromptScorer:
                 targets = self._token_ids[int(host.rows[index]), first + 1 :][:count].long()
                 num_top = request.sampling_params.prompt_logprobs or 0
                 found[request.request_id] = self._score(hidden[start:][:count], targets, num_top)
-        return (CopiedPromptLogprobs(found),) if found else ()
+
+        def add(output: ModelRunnerOutput) -> ModelRunnerOutput:
+            rows = {request_id: tuple(row for part in parts for row in part()) for request_id, parts in found.items()}
+            return replace(output, prompt_logprobs=rows)
+
+        return (add,) if found else ()
 
     def _score(self, hidden: torch.Tensor, targets: torch.Tensor, num_top: int) -> list[PendingLogprobs]:
         parts = zip(hidden.split(_LOGITS_ROWS), targets.split(_LOGITS_ROWS), strict=True)
