@@ -18,6 +18,7 @@ from penstock import LLM, ConfigError, EngineDeadError, SamplingParams, Structur
 from penstock.config.engine import EngineArgs
 from penstock.executor.executor import Executor
 from penstock.executor.multiproc import ProcessWorker
+from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.messages.scheduler_output import SchedulerOutput
 from tests.integration.raw_http import Stream, call, eventually
 from tests.integration.server_probes import COMPLETIONS, endless, ends_with_error, is_gone, wait_for
@@ -167,3 +168,31 @@ def test_an_idle_server_notices_the_death_of_its_worker() -> None:
         eventually(lambda: call(server.url, "GET", "/health").status == 503, 1)
         assert "signal 9" in call(server.url, "GET", "/health").json()["reason"]
         assert server.process.wait(15) == 1
+
+
+ANSWERS_FIRST = """
+import socket, sys
+from penstock.messages.runner_output import ModelRunnerOutput
+from penstock.messages.runner_output import ModelRunnerOutput
+from penstock.messages.scheduler_output import SchedulerOutput
+from penstock.worker.messages import CODEC
+from penstock.utils.wire import FrameReader
+connection = socket.socket(fileno=int(sys.argv[1]))
+connection.sendall(CODEC.encode(ModelRunnerOutput(failed_requests={"answer": "x" * (32 << 20)})))
+reader, messages = FrameReader(CODEC), []
+while len(messages) < 2:
+    messages += reader.feed(connection.recv(1 << 20))
+assert isinstance(messages[0], SchedulerOutput)
+connection.sendall(CODEC.encode(ModelRunnerOutput()))
+"""
+
+
+@pytest.mark.timeout(60)
+def test_a_plan_and_an_answer_that_both_wait_for_room_pass_each_other() -> None:
+    """A worker that is sending reads nothing; both messages are larger than what a socket holds."""
+    worker = ProcessWorker(EngineArgs(), (0, 0), ("-c", ANSWERS_FIRST))
+    worker.execute_model(SchedulerOutput(step=1, finished_request_ids=frozenset({"y" * (32 << 20)})))
+    pending = worker.sample_tokens(None)
+    assert len(pending.result().failed_requests["answer"]) == 32 << 20
+    assert pending.result() == ModelRunnerOutput()
+    worker.shutdown()

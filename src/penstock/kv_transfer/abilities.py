@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from penstock.kv_transfer.connector import SchedulerConnector
-from penstock.kv_transfer.null import NullSchedulerConnector
+from penstock.kv_transfer.null import set_handshakes_of_one_stage
 from penstock.messages.kv_events import KVEvent
 from penstock.messages.kv_transfer import ConnectorSetup, HandshakePayload, ShardId
 
@@ -23,14 +24,14 @@ class Abilities:
     take_events: Callable[[], Sequence[KVEvent]]
     """Which blocks its media have come to hold and have lost since the last call, oldest first."""
     counters: Callable[[], Mapping[str, float]]
-    """Names to numbers, those that only grow ending in `_total`."""
+    """Names to numbers."""
     reset_cache: Callable[[], bool]
     """False when it cannot forget, or not now."""
 
     def __init__(self, part: SchedulerConnector) -> None:
         self.worker_setup = getattr(part, "worker_setup", lambda: None)
-        refuse = NullSchedulerConnector().set_xfer_handshake_metadata_pp_aware
-        self.set_xfer_handshake_metadata_pp_aware = getattr(part, "set_xfer_handshake_metadata_pp_aware", refuse)
+        one_stage = partial(set_handshakes_of_one_stage, part)
+        self.set_xfer_handshake_metadata_pp_aware = getattr(part, "set_xfer_handshake_metadata_pp_aware", one_stage)
         self.wait = getattr(part, "wait", lambda seconds: None)
         self.take_events = getattr(part, "take_events", tuple)
         self.counters = getattr(part, "counters", dict)

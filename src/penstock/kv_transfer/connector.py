@@ -171,8 +171,8 @@ class LayerHooks(Protocol):
 
 class WorkerConnector(Protocol):
     """A worker's part. Lifecycle: `register_kv_caches` once, then `get_handshake_metadata`; then for every step
-    `begin_step`, `start_load_kv`, the layer hooks, `get_finished`, `wait_for_save`, `end_step`, in this order;
-    `shutdown`. A step that fails ends early with `end_step`.
+    `begin_step`, `start_load_kv` (behind the layer hooks where nothing is loaded synchronously), the layer hooks,
+    `get_finished`, `wait_for_save`, `end_step`; `shutdown`. A step that fails ends early with `end_step`.
     """
 
     @property

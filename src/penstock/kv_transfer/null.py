@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from penstock.kv_transfer.connector import NO_MATCH, ConnectorEvent, FinishAction, LayerHooks, Match, RequestView
 from penstock.kv_transfer.view import KVCacheView
@@ -46,12 +47,7 @@ class NullSchedulerConnector:
 
     def set_xfer_handshake_metadata_pp_aware(self, payloads: Mapping[ShardId, HandshakePayload | None]) -> None:
         """For connectors that know tensor ranks alone. Raises ConfigError when there are pipeline ranks above 0."""
-        if any(pp_rank > 0 for pp_rank, _ in payloads):
-            raise ConfigError(
-                f"{type(self).__name__} does not know pipeline ranks: set pipeline_parallel_size to 1, or choose "
-                "another kv_connector"
-            )
-        self.set_xfer_handshake_metadata({tp_rank: payload for (_, tp_rank), payload in payloads.items()})
+        set_handshakes_of_one_stage(self, payloads)
 
     def set_xfer_handshake_metadata(self, payloads: Mapping[int, HandshakePayload | None]) -> None:
         """The payloads of an engine without pipeline stages, by tensor rank."""
@@ -59,6 +55,18 @@ class NullSchedulerConnector:
     def check_integrity(self) -> None: ...
 
     def shutdown(self) -> None: ...
+
+
+def set_handshakes_of_one_stage(part: Any, payloads: Mapping[ShardId, HandshakePayload | None]) -> None:
+    """Gives the payloads by tensor rank to a part that knows no pipeline ranks, if it takes any. Raises ConfigError."""
+    if any(pp_rank > 0 for pp_rank, _ in payloads):
+        raise ConfigError(
+            f"{type(part).__name__} does not know pipeline ranks: set pipeline_parallel_size to 1, or choose another "
+            "kv_connector"
+        )
+    take = getattr(part, "set_xfer_handshake_metadata", None)
+    if take is not None:
+        take({tp_rank: payload for (_, tp_rank), payload in payloads.items()})
 
 
 class NullLayerHooks:
