@@ -36,7 +36,7 @@ from penstock.worker.messages import (
 )
 
 _PROGRAM = ("-m", "penstock.worker.worker_process")
-_RECEIVE_BYTES = 1 << 20
+_RECEIVE_BYTES = 1 << 16
 _SOCKET_BYTES = 4 << 20
 _EXIT_SECONDS = 10.0
 _DEATH_SECONDS = 0.5

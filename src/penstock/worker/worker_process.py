@@ -34,7 +34,7 @@ logger = logging.get_logger(__name__)
 
 _Message = TypeVar("_Message")
 
-_RECEIVE_BYTES = 1 << 20
+_RECEIVE_BYTES = 1 << 16
 _GRACE_SECONDS = 10.0
 _CRASHED = 1
 
