@@ -81,6 +81,7 @@ def test_bad_arguments_are_named(arguments: list[str], named: str) -> None:
     assert named in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.exhaustive
 def test_speed(group: Callable[[str], dict[str, dict[str, Any]]]) -> None:
     for name in ("decode", "deterministic", "eager", "prefill", "mix"):
         found = group(name)
@@ -100,6 +101,7 @@ def test_profile(group: Callable[[str], dict[str, dict[str, Any]]]) -> None:
     assert sum(kernel["us"] for kernel in step["kernels"]) <= 1.01 * step["kernels_us"]
 
 
+@pytest.mark.exhaustive
 def test_start(group: Callable[[str], dict[str, dict[str, Any]]]) -> None:
     found = group("start")
     for cache in ("cold", "warm"):
@@ -110,6 +112,7 @@ def test_start(group: Callable[[str], dict[str, dict[str, Any]]]) -> None:
         assert ready["bytes"] > 2 * 2 * 512 * 64
 
 
+@pytest.mark.exhaustive
 def test_tokens(group: Callable[[str], dict[str, dict[str, Any]]]) -> None:
     found = group("tokens")
     assert len(found) == 14
@@ -129,6 +132,7 @@ def test_tokens_that_differ_are_told(group: Callable[[str], Any], tmp_path: Path
     assert found["text"].startswith(told)
 
 
+@pytest.mark.exhaustive
 def test_speculation(group: Callable[[str], dict[str, dict[str, Any]]]) -> None:
     found = group("speculation")
     assert found["speculation_plain_b1"]["tokens_per_step"] == 1

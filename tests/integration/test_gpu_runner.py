@@ -237,7 +237,7 @@ def test_the_same_drafts_from_graphs(speculative: dict[str, Any], monkeypatch: p
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("speculative", [None, DRAWN], ids=["plain", "drawn"])
+@pytest.mark.parametrize("speculative", [exhaustive(None), DRAWN], ids=["plain", "drawn"])
 @pytest.mark.usefixtures("graphs")
 def test_a_replayed_step_launches_nothing_beside_its_graphs(
     speculative: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
@@ -319,7 +319,11 @@ def refuse_reading(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.Tensor, name, guarded)
 
 
-@pytest.mark.parametrize("speculative", [None, NGRAM, DRAWN, TOSSED], ids=["plain", "ngram", "drawn", "synthetic"])
+@pytest.mark.parametrize(
+    "speculative",
+    [exhaustive(None), NGRAM, DRAWN, exhaustive(TOSSED)],
+    ids=["plain", "ngram", "drawn", "synthetic"],
+)
 @pytest.mark.usefixtures("gpu_parts")
 def test_nothing_is_read_back(
     plain_outputs: list[RequestOutput], speculative: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch

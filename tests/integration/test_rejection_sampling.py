@@ -17,6 +17,7 @@ import pytest
 from penstock import LLM, SamplingParams, StructuredOutputsParams
 from penstock.config.model_path import resolve_model_path
 from penstock.messages.stats import SpeculationStats
+from tests.grids import exhaustive, grid
 from tests.integration.test_identity_matrix import PLAIN, requests, run
 
 COUNT = 22
@@ -42,8 +43,7 @@ def plain_tokens() -> list[list[int]]:
     return run(one_by_one=True, count=COUNT)[0]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "overlap"), grid(list(METHODS), (False, True), strength=1))
 def test_greedy_requests_are_those_of_the_plain_run(plain_tokens: list[list[int]], method: str, overlap: bool) -> None:
     """Under preemption and prefix hits; and the same run gives the same tokens, the drawn ones too."""
     results = []
@@ -110,7 +110,7 @@ def plain_beginnings() -> Counter[tuple[int, ...]]:
     return count_beginnings(0)[0]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [exhaustive(False), True])
 def test_the_engine_s_distribution_is_the_plain_one(plain_beginnings: Counter[tuple[int, ...]], overlap: bool) -> None:
     """Of the first token, the first two and the first three, in two samples of equal size with other seeds."""
     beginnings, stats = count_beginnings(NUM_SEEDS, speculative_config=config("mtp"), async_scheduling=overlap)
@@ -166,7 +166,7 @@ def test_what_a_request_can_ask_for() -> None:
     llm.shutdown()
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [exhaustive(False), True])
 def test_synthetic_acceptance(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
     rates = [0.9, 0.5, 0.2]
     synthetic = {

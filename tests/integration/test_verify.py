@@ -158,6 +158,7 @@ def test_token_ids_alone_and_the_users_own_drafter() -> None:
     assert results["drafts: as configured"].arguments["speculative_config"] == head
 
 
+@pytest.mark.exhaustive
 def test_drawn_drafts_are_compared_where_they_keep_tokens() -> None:
     drawn = {"method": "mtp", "num_speculative_tokens": 2, "draft_sample_method": "probabilistic"}
     results = run(speculative_config=drawn)

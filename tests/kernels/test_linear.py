@@ -10,6 +10,7 @@ import torch
 
 from penstock.kernels import native
 from penstock.kernels.linear import PackedLinear
+from tests.grids import grid
 
 ISAS = (*native.instruction_sets(), "torch")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -52,10 +53,9 @@ def test_agrees_with_float64(isa: str, dtype: torch.dtype, k: int, n: int, with_
     assert relative_error(layer(x), expected) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("k", "n"), [(1024, 320), (321, 1000), (80, 33), (37, 5)])
-def test_a_row_knows_no_other_row(isa: str, dtype: torch.dtype, k: int, n: int) -> None:
+@pytest.mark.parametrize(("isa", "dtype", "shape"), grid(ISAS, DTYPES, ((1024, 320), (321, 1000), (80, 33), (37, 5))))
+def test_a_row_knows_no_other_row(isa: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    k, n = shape
     layer = make(isa, values(n, k, dtype=dtype, seed=0), values(n, dtype=dtype, seed=2))
     x = values(300, k, dtype=dtype, seed=1)
     whole = layer(x)
@@ -172,10 +172,9 @@ def test_matrix_products_of_torch_between_calls_change_nothing() -> None:
         assert torch.equal(layer(x), expected)
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("k", "n"), SHAPES)
-def test_hands_out_the_weight_that_it_packed(isa: str, dtype: torch.dtype, k: int, n: int) -> None:
+@pytest.mark.parametrize(("isa", "dtype", "shape"), grid(ISAS, DTYPES, SHAPES))
+def test_hands_out_the_weight_that_it_packed(isa: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    k, n = shape
     weight, bias = values(n, k, dtype=dtype, seed=0), values(n, dtype=dtype, seed=2)
     layer = make(isa, weight, bias)
     assert torch.equal(layer.dense_weight(), weight)

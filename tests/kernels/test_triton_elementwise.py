@@ -13,6 +13,7 @@ from penstock.kernels.silu_and_mul import silu_and_mul_reference
 from penstock.kernels.triton.rms_norm import add_rms_norm, rms_norm
 from penstock.kernels.triton.rope_and_store_kv import rope_and_store_kv
 from penstock.kernels.triton.silu_and_mul import silu_and_mul
+from tests.grids import grid
 from tests.kernels.gpu_compiler import compile_for_gpu
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -78,10 +79,12 @@ def test_silu_of_extreme_gates() -> None:
     assert torch.equal(out, torch.tensor([[0.0, 0.0, 0.0, 90.0, 1e4]]))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("norms", ["", "q", "qk"])
-@pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (80, 80), (128, 32), (128, 128), (96, 40), (256, 256)])
-def test_rope_and_store_kv(dtype: torch.dtype, norms: str, head_dim: int, rotary_dim: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "norms", "sizes"),
+    grid(DTYPES, ("", "q", "qk"), ((64, 64), (80, 80), (128, 32), (128, 128), (96, 40), (256, 256))),
+)
+def test_rope_and_store_kv(dtype: torch.dtype, norms: str, sizes: tuple[int, int]) -> None:
+    head_dim, rotary_dim = sizes
     tokens, num_heads, num_kv_heads, block_size = 5, 14, 2, 24
     qkv = torch.randn(tokens, (num_heads + 2 * num_kv_heads) * head_dim).to(dtype)
     angles = torch.arange(50)[:, None] / 10000 ** (torch.arange(rotary_dim // 2) / (rotary_dim // 2))

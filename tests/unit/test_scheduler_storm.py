@@ -23,6 +23,7 @@ from penstock.simulation.oracle import NUM_HEADS, VOCAB_SIZE, Answers, cache_con
 from penstock.simulation.ranks import Devices, RankConfig
 from penstock.simulation.sim_engine import make_executor
 from penstock.worker.messages import InitializeWorker
+from tests.grids import grid
 
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 80
@@ -103,9 +104,7 @@ def test_storm(windows: tuple[int, ...], depth: int) -> None:
     assert hits > 100, "the prompts were meant to share prefixes"
 
 
-@pytest.mark.parametrize("drafts", [1, 3, 5])
-@pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("windows", [(0,), (0, 9)], ids=["full", "hybrid"])
+@pytest.mark.parametrize(("windows", "depth", "drafts"), grid([(0,), (0, 9)], (1, 2, 3), (1, 3, 5)))
 def test_storm_with_drafts(windows: tuple[int, ...], depth: int, drafts: int) -> None:
     preemptions = num_draft_tokens = num_accepted = ahead = num_steps = 0
     for seed in range(10):
