@@ -95,7 +95,7 @@ def test_noise_that_depends_on_the_batch(monkeypatch: pytest.MonkeyPatch, capsys
 def test_blocks_found_by_what_is_in_them_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hash that forgets what stands before its block gives other prompts' KV."""
 
-    def forgetful(chain: list[bytes], root: bytes, tokens: list[int], block_size: int) -> None:
+    def forgetful(chain: list[bytes], root: bytes, tokens: list[int], block_size: int, num_tokens_ahead: int) -> None:
         for start in range(len(chain) * block_size, len(tokens) - block_size + 1, block_size):
             chain.append(hashlib.sha256(array("q", tokens[start : start + 8]).tobytes()).digest())
 
