@@ -29,7 +29,7 @@ ROWS = [
     "plain run", "in company", "asynchronous scheduling", "chunked prefill", "prefix hits", "preemption",
     "KV offloaded: saved, loaded", "KV offloaded: and preempted",
     "drafts: ngram", "drafts: mtp", "structured outputs", "structured outputs, drafts", "everything at once",
-    "everything, worker in its own process",
+    "everything, worker by mp",
     "as configured",
 ]  # fmt: skip
 

@@ -40,7 +40,7 @@ def make_cache(device: torch.device = ON) -> KVCache:
 
 def layers_of(cache: KVCache) -> list[list[torch.Tensor]]:
     view = GpuKVCacheView(cache)
-    names = [view.layer_names(group) for group in range(2)]
+    names = [[layer.name for layer in view.layout.layers_of(group)] for group in range(2)]
     return [[cache.tensors[name].view(torch.uint8).flatten(1) for name in each] for each in names]
 
 
@@ -138,7 +138,11 @@ def test_the_view_is_the_same_for_both(is_remote: bool) -> None:
     assert found == wanted
     view.write_blocks(PLACES[:2], [memoryview(each) for each in wanted[1::-1]], lambda *_: None).result()
     assert expected(cache, PLACES[:2]) == wanted[1::-1]
-    view.write_block(*PLACES[2], memoryview(wanted[2][::-1]))
+    (group, block), data = PLACES[2], memoryview(wanted[2][::-1])
+    for layer in view.layout.layers_of(group):
+        view.write_layer(layer.name, block, data[: layer.block_bytes])
+        data = data[layer.block_bytes :]
+    assert not data
     assert expected(cache, PLACES[2:3]) == [wanted[2][::-1]]
 
 

@@ -386,7 +386,7 @@ BUGS = (
         "layer hooks go to nobody",
         "layerwise_loads",
         "kv_transfer.kv_step:KVStep.hooks",
-        "self._hooks if self._active is self._connector else self._no_hooks",
+        "self._active.layer_hooks or self._no_hooks",
         "self._no_hooks",
     ),
     _bug(
@@ -434,7 +434,7 @@ BUGS = (
     _bug(
         "a connector without pipeline ranks takes the handshakes of several stages",
         "stages_refused",
-        "kv_transfer.null:NullSchedulerConnector.set_xfer_handshake_metadata_pp_aware",
+        "kv_transfer.null:set_handshakes_of_one_stage",
         "if any(pp_rank > 0 for pp_rank, _ in payloads):",
         "if False:",
     ),

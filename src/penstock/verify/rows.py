@@ -123,7 +123,7 @@ def make_rows(args: EngineArgs, config: EngineConfig, cases: Sequence[Case], has
         ]
     everything = _everything({**plain, **small}, best)
     elsewhere = {**everything.arguments, "distributed_executor_backend": "mp"}
-    rows += [everything, replace(everything, name="everything, worker in its own process", arguments=elsewhere)]
+    rows += [everything, replace(everything, name="everything, worker by mp", arguments=elsewhere)]
     return [*rows, _as_configured(args, config)]
 
 
