@@ -1,4 +1,4 @@
-"""Prompt lookup (Saxena 2023) on the device: `penstock.runner.speculation.ngram`, one program per request.
+"""Prompt lookup (Saxena 2023) on the device: `penstock.runner.cpu.ngram`, one program per request.
 
 Of every earlier place of the request's tokens a program counts how many tokens before it are those at the end, up to
 the longest match that is asked for; among places of the longest match it takes the latest. What stands there are the
