@@ -51,7 +51,7 @@ class ProcessWorker:
         self._shard = shard
         self._connection, theirs = socket.socketpair()
         for each in (self._connection, theirs):
-            # A step's messages fit, so that to send them waits for nobody; the system may grant less.
+            # Room for a step's messages, so that sending them rarely blocks; the system may grant less.
             each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
         command = [sys.executable, *program, str(theirs.fileno())]
         with theirs:
