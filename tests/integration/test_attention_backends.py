@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,12 @@ import torch
 
 from penstock import LLM, ConfigError, SamplingParams
 from penstock.attention import select
+from penstock.attention.native import NativeAttention
 from penstock.config.engine import ExecutionConfig, SchedulerConfig
+from penstock.runner.cpu.parts import cpu_parts
+from penstock.runner.parts import DeviceParts
+from penstock.worker import worker
+from penstock.worker.parts import make_parts
 from tests.integration.checkpoints import make_checkpoint
 from tests.unit import attention_fakes
 from tests.unit.attention_cases import MAX_MODEL_LEN, Case
@@ -41,12 +47,18 @@ def backend(
     return request.param
 
 
+def cpu_with_libraries(device: torch.device) -> DeviceParts:
+    """A CPU's parts with a GPU's choice of attention."""
+    check, make = partial(select.check_gpu_attention, device), partial(select.make_gpu_attention, device)
+    return replace(cpu_parts(), check_attention=check, make_attention=make)
+
+
 def pretend(name: str, monkeypatch: pytest.MonkeyPatch, capability: int = 9) -> None:
     module = f"penstock.attention.{name}"
     monkeypatch.delitem(sys.modules, module, raising=False)
     for fake in attention_fakes.modules(name):
         monkeypatch.setitem(sys.modules, fake.__name__, fake)
-    monkeypatch.setattr(select, "has_gpu_kernels", lambda device: True)
+    monkeypatch.setattr(worker, "make_parts", cpu_with_libraries)
     monkeypatch.setattr(select, "_capability", lambda device: capability)
     limits = __import__(module, fromlist=["LIMITS"]).LIMITS
     monkeypatch.setattr(f"{module}.LIMITS", replace(limits, dtypes=("float32",)))
@@ -106,7 +118,7 @@ def test_sliding_windows(
     model = checkpoints[name]
     prompts = [[(7 * i + n) % 90 + 1 for i in range(20 * n + 5)] for n in range(4)]
     with pytest.MonkeyPatch.context() as without_library:
-        without_library.setattr(select, "has_gpu_kernels", lambda device: False)
+        without_library.setattr(worker, "make_parts", make_parts)
         expected = tokens_of(prompts, **model)
     changes = {"attention_backend": backend, "speculative_config": speculative, "max_num_batched_tokens": 24}
     assert tokens_of(prompts, repeat=2, num_gpu_blocks_override=14, **changes, **model) == expected
@@ -117,14 +129,14 @@ def make(name: str, max_decode_query_len: int = 4) -> Any:
     limits = SchedulerConfig(
         max_num_batched_tokens=64, max_num_seqs=8, max_model_len=MAX_MODEL_LEN, drafts=((8, num_drafts),)
     )
-    return select.make_attention(torch.device("cpu"), limits, ExecutionConfig(attention_backend=name))
+    return select.make_gpu_attention(torch.device("cpu"), limits, ExecutionConfig(attention_backend=name))
 
 
 @pytest.mark.parametrize("window", [0, 1, 20])
 @pytest.mark.parametrize("counts", [(1, 1, 1), (4, 4, 4), (3, 1, 40), (2, 2, 2)])
 def test_one_batch(backend: str, counts: tuple[int, ...], window: int) -> None:
     case = Case.random([7, 90, 47], counts, window=window)
-    expected = case.run(select.NativeAttention())
+    expected = case.run(NativeAttention())
     torch.testing.assert_close(case.run(make(backend)), expected, atol=2e-6, rtol=2e-5)
 
 
@@ -137,7 +149,7 @@ def test_padding_of_a_captured_batch(backend: str) -> None:
     """Its rows may come out as anything."""
     case = Case.random([7, 90, 47], [1, 1, 1])
     found = case.padded(5).run(make(backend))
-    torch.testing.assert_close(found[:3], case.run(select.NativeAttention()), atol=2e-6, rtol=2e-5)
+    torch.testing.assert_close(found[:3], case.run(NativeAttention()), atol=2e-6, rtol=2e-5)
 
 
 def test_who_can_be_captured(backend: str) -> None:
@@ -229,14 +241,13 @@ def test_the_library_is_absent(name: str, named: str, monkeypatch: pytest.Monkey
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device is a CPU")
 @pytest.mark.parametrize("name", ["triton", *BACKENDS])
 def test_not_on_a_cpu(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"attention_backend={name} .*cpu"):
+    with pytest.raises(ConfigError, match=f"attention_backend={name} does not run on a CPU"):
         LLM(**LIMITS, attention_backend=name)
 
 
-def test_native_not_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(select, "has_gpu_kernels", lambda device: True)
-    with pytest.raises(ConfigError, match="native does not run on cuda:1: choose auto, or triton"):
-        select.check_backend(torch.device("cuda:1"), ExecutionConfig(attention_backend="native"))
+def test_native_not_on_a_gpu() -> None:
+    with pytest.raises(ConfigError, match="native does not run on cuda:1: choose auto or triton"):
+        select.check_gpu_attention(torch.device("cuda:1"), ExecutionConfig(attention_backend="native"))
 
 
 def test_an_unknown_one() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from penstock.attention.backend import AttentionBackend
-from penstock.attention.select import make_attention
+from penstock.attention.select import make_gpu_attention
 from penstock.config.engine import ExecutionConfig, SchedulerConfig
 from penstock.utils.errors import ConfigError
 from tests.unit import attention_fakes
@@ -28,7 +28,7 @@ def make(name: str) -> AttentionBackend:
     limits = SchedulerConfig(
         max_num_batched_tokens=64, max_num_seqs=64, max_model_len=MAX_MODEL_LEN, drafts=((64, MAX_QUERY_LEN - 1),)
     )
-    return make_attention(torch.device("cuda"), limits, ExecutionConfig(attention_backend=name))
+    return make_gpu_attention(torch.device("cuda"), limits, ExecutionConfig(attention_backend=name))
 
 
 @pytest.fixture(params=["flash_attention", "flashinfer"], scope="module")

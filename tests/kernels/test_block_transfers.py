@@ -14,7 +14,8 @@ from penstock.messages.kv_cache_spec import AttachedLayer, KVCacheConfig, KVCach
 from penstock.runner.cpu.kv_cache_view import HostKVCacheView
 from penstock.runner.gpu.block_transfers import BlockTransfers
 from penstock.runner.gpu.kv_cache_view import GpuKVCacheView
-from penstock.runner.load import KVCache, allocate_kv_cache
+from penstock.runner.kv_cache import KVCache, allocate_kv_cache
+from penstock.worker.parts import make_parts
 from tests.kernels.gpu_compiler import compile_for_gpu
 from tests.kernels.test_staging import LateQueue
 
@@ -32,7 +33,7 @@ PLACES: list[Place] = [(0, 3), (0, 11), (1, 2), (1, 7), (1, 0), (0, 5)]
 
 
 def make_cache(device: torch.device = ON) -> KVCache:
-    cache = allocate_kv_cache(CONFIG, device)
+    cache = allocate_kv_cache(CONFIG, make_parts(device).allocate)
     for number, tensor in enumerate(cache.tensors.values()):
         tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(number)))
     return cache

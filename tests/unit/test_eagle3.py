@@ -22,8 +22,9 @@ from penstock.models.eagle3 import Eagle3Head
 from penstock.models.interface import DraftHead, Model
 from penstock.models.registry import build_model
 from penstock.models.weights import Weights, open_weights
-from penstock.runner.load import allocate_kv_cache
+from penstock.runner.kv_cache import allocate_kv_cache
 from penstock.utils.errors import ConfigError
+from penstock.worker.parts import make_parts
 
 CPU = torch.device("cpu")
 VOCAB, DRAFT_VOCAB, HIDDEN, TARGET_HIDDEN, INNER = 97, 41, 32, 64, 80
@@ -108,7 +109,10 @@ def load_head(folder: Path, target: Decoder) -> Eagle3Head:
 def context_of(model: Model | DraftHead) -> dict[str, torch.Tensor]:
     """Empty caches for one request of up to 64 tokens."""
     cache = KVCacheConfig(6, 16, group_layers(model.kv_cache_specs))
-    return {name: tensor.fill_(torch.nan) for name, tensor in allocate_kv_cache(cache, CPU).tensors.items()}
+    return {
+        name: tensor.fill_(torch.nan)
+        for name, tensor in allocate_kv_cache(cache, make_parts(CPU).allocate).tensors.items()
+    }
 
 
 def of_tokens(caches: dict[str, torch.Tensor], positions: torch.Tensor) -> ForwardContext:

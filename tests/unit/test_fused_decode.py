@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from penstock.attention.metadata import AttentionMetadata, ForwardContext
-from penstock.attention.select import make_attention
 from penstock.config.engine import ExecutionConfig, SchedulerConfig
 from penstock.config.kv_cache_groups import group_layers
 from penstock.config.model import ModelConfig, RopeConfig
@@ -24,9 +23,11 @@ from penstock.models.interface import Model, ModelOutput
 from penstock.models.parts import GroupedQueryAttention
 from penstock.models.registry import build_model
 from penstock.models.weights import ALL, Part, Weights
-from penstock.runner.load import allocate_kv_cache
+from penstock.runner.kv_cache import allocate_kv_cache
+from penstock.worker.parts import make_parts
 
 ON = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+PARTS = make_parts(ON)
 VOCAB, BLOCK, BLOCKS_EACH = 101, 16, 2
 CONFIG = ModelConfig(
     path=Path("nowhere"),
@@ -77,7 +78,7 @@ def make(config: ModelConfig, aux_layers: tuple[int, ...] = ()) -> Decoder:
 
 def caches_of(model: Model, num_requests: int) -> dict[str, torch.Tensor]:
     cache = KVCacheConfig(1 + BLOCKS_EACH * num_requests, BLOCK, group_layers(model.kv_cache_specs))
-    return {name: tensor.fill_(torch.nan) for name, tensor in allocate_kv_cache(cache, ON).tensors.items()}
+    return {name: tensor.fill_(torch.nan) for name, tensor in allocate_kv_cache(cache, PARTS.allocate).tensors.items()}
 
 
 def context_of(caches: dict[str, torch.Tensor], lengths: Sequence[int], counts: Sequence[int]) -> ForwardContext:
@@ -94,7 +95,7 @@ def context_of(caches: dict[str, torch.Tensor], lengths: Sequence[int], counts: 
         max_seq_len=max(lengths),
     )
     limits = SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=len(lengths), max_model_len=BLOCKS_EACH * BLOCK)
-    attention = make_attention(torch.device(ON), limits, ExecutionConfig())
+    attention = PARTS.make_attention(limits, ExecutionConfig())
     return ForwardContext(dict.fromkeys(caches, metadata), caches, attention)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,18 +16,17 @@ from penstock.engine import build
 from penstock.engine.cache_plan import num_blocks_in_budget
 from penstock.messages.kv_cache_spec import KVCacheConfig
 from penstock.messages.memory_budget import MemoryBudget
-from penstock.runner import load
-from penstock.runner.load import load_model
-from penstock.runner.memory import HostMemory, is_out_of_memory, measure
+from penstock.runner.memory import is_out_of_memory, measure
 from penstock.runner.model_runner import ModelRunner
 from penstock.utils.errors import ConfigError
-from penstock.worker import memory_profile, worker
+from penstock.worker import load, memory_profile, worker
 from penstock.worker.made_up_steps import KINDS
 from penstock.worker.memory_profile import memory_budget, run_largest_steps
-from penstock.worker.parts import make_config
+from penstock.worker.parts import make_config, make_parts
 
 GIB = 1 << 30
 MTP = {"method": "mtp", "num_speculative_tokens": 2}
+PARTS = make_parts(torch.device("cpu"))
 
 
 class FakeMeter:
@@ -112,10 +112,10 @@ def test_the_largest_step(speculative: dict[str, Any] | None, monkeypatch: pytes
         device="cpu", max_num_batched_tokens=50, max_num_seqs=20, max_model_len=40, speculative_config=speculative
     )
     config = make_config(args)
-    loaded = load_model(config, HostMemory())
+    loaded = load.load_model(config, PARTS)
     groups = group_layers(loaded.model.kv_cache_specs)
     cache = KVCacheConfig(1, 16, groups, attach_layers(loaded.draft_kv_cache_specs, groups, loaded.num_tokens_ahead))
-    run_largest_steps(config, loaded, cache)
+    run_largest_steps(config, loaded, cache, PARTS)
     assert seen[0] == (20, 50, 0)
     assert len(seen) == len(KINDS) * (1 if speculative is None else 2)
     if speculative is not None:
@@ -174,10 +174,10 @@ def test_an_impossible_cache(given: dict[str, Any], message: str) -> None:
 def test_a_largest_step_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_profile, "run_largest_steps", raise_out_of_memory)
     config = make_config(EngineArgs(device="cpu", max_num_batched_tokens=64, max_num_seqs=20))
-    loaded = load_model(config, HostMemory())
+    loaded = load.load_model(config, PARTS)
     cache = KVCacheConfig(1, 16, group_layers(loaded.model.kv_cache_specs))
     with pytest.raises(ConfigError, match="lower max_num_batched_tokens from 64 to 32 or max_num_seqs from 20 to 10"):
-        memory_budget(config, loaded, cache, FakeMeter(1, 1, 1))
+        memory_budget(config, loaded, cache, replace(PARTS, memory=FakeMeter(1, 1, 1)))
 
 
 @pytest.mark.parametrize(

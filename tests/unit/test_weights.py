@@ -29,10 +29,9 @@ from penstock.models.weights import (
     open_weights,
     staged,
 )
-from penstock.runner.load import load_model
-from penstock.runner.memory import HostMemory
 from penstock.utils.errors import ConfigError
-from penstock.worker.parts import make_config
+from penstock.worker.load import load_model
+from penstock.worker.parts import make_config, make_parts
 from tests.kernels.test_staging import LateQueue
 
 CPU = torch.device("cpu")
@@ -214,7 +213,7 @@ def test_the_digest_tells_a_target_from_its_drafter(tmp_path: Path) -> None:
     def load(target: Path, drafter: Path | None) -> bytes:
         speculative = drafter and {"method": "draft_model", "model": str(drafter), "num_speculative_tokens": 2}
         args = EngineArgs(model=str(target), load_format="dummy", device="cpu", speculative_config=speculative)
-        return load_model(make_config(args), HostMemory()).weights_digest
+        return load_model(make_config(args), make_parts(torch.device("cpu"))).weights_digest
 
     one, other = folders
     assert load(one, other) == load(one, other)

@@ -1,4 +1,4 @@
-"""Which attention backend an engine gets."""
+"""Which attention backend an engine gets on a GPU, or where Triton's interpreter stands in for one."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from penstock.attention.backend import AttentionBackend
-from penstock.attention.native import NativeAttention
 from penstock.config.engine import ExecutionConfig, SchedulerConfig
-from penstock.kernels.dispatch import has_gpu_kernels
 from penstock.utils.errors import ConfigError
 
 
@@ -37,14 +35,11 @@ _LIBRARIES = {
 }
 
 
-def check_backend(device: torch.device, execution: ExecutionConfig) -> None:
+def check_gpu_attention(device: torch.device, execution: ExecutionConfig) -> None:
     """Raises ConfigError where the backend that was asked for cannot run."""
-    name, on_gpu = execution.attention_backend, has_gpu_kernels(device)
-    if name == "auto":
-        return
-    if on_gpu == (name == "native"):
-        other = "triton" if on_gpu else "native"
-        raise ConfigError(f"attention_backend={name} does not run on {device}: choose auto, or {other}")
+    name = execution.attention_backend
+    if name == "native":
+        raise ConfigError(f"attention_backend=native does not run on {device}: choose auto or triton")
     if name in _LIBRARIES:
         _check_library(name, _LIBRARIES[name], device)
         if execution.deterministic:
@@ -66,15 +61,10 @@ def _capability(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
 
 
-def make_attention(device: torch.device, config: SchedulerConfig, execution: ExecutionConfig) -> AttentionBackend:
-    """By default Triton's on a GPU (or where its interpreter stands in for one), else the native one.
-
-    Raises ConfigError as `check_backend` does.
-    """
-    check_backend(device, execution)
-    if not has_gpu_kernels(device):
-        return NativeAttention()
-    # Each import only now: a CPU needs no Triton, and nobody needs all libraries.
+def make_gpu_attention(device: torch.device, config: SchedulerConfig, execution: ExecutionConfig) -> AttentionBackend:
+    """Triton's by default. Raises ConfigError as `check_gpu_attention` does."""
+    check_gpu_attention(device, execution)
+    # Imported only when chosen: no installation needs all libraries.
     if execution.attention_backend == "flash_attention":
         from penstock.attention.flash_attention import FlashAttention
 

@@ -6,11 +6,9 @@ that it expects. A tensor that is missing, misshapen or unreadable is one `Confi
 
 from __future__ import annotations
 
-import contextlib
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -19,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from penstock.config.model import read_json
-from penstock.kernels.staging import CudaCopyQueue, Stager
+from penstock.kernels.staging import Stager
 from penstock.layers.linear import Linear
 from penstock.utils.digest import digest
 from penstock.utils.errors import ConfigError
@@ -93,16 +91,6 @@ def staged(
         start += len(part)
     assert start == len(out), f"parts of {start} rows for {tuple(shape)}"
     return out
-
-
-@contextlib.contextmanager
-def delivery_to(device: torch.device) -> Iterator[Delivery]:
-    """The one that suits the device."""
-    if device.type != "cuda":
-        yield direct
-        return
-    with contextlib.closing(Stager(CudaCopyQueue(device))) as stager:
-        yield partial(staged, stager)
 
 
 class WeightsDigest:

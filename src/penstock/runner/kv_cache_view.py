@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from penstock.messages.kv_layout import KVLayout, LayerLayout, MemoryRegion
-from penstock.runner.load import KVCache
+from penstock.runner.kv_cache import KVCache
 
 # Of the tensors that `allocate_kv_cache` makes.
 _AXES = ("block", "kv", "head", "token", "dim")

@@ -7,6 +7,7 @@ in this folder is the same on every device.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -16,11 +17,14 @@ from penstock.config.engine import ExecutionConfig, SchedulerConfig
 from penstock.config.speculative import SpeculativeConfig
 from penstock.kv_transfer.connector import WorkerConnector
 from penstock.kv_transfer.view import KVCacheView
+from penstock.models.interface import Model
+from penstock.models.weights import Delivery
 from penstock.runner.batch_shapes import BatchShapes
 from penstock.runner.block_tables import BlockTables
 from penstock.runner.buffers import HostCopy, TableWriter
 from penstock.runner.input_batch import InputBuilder
-from penstock.runner.load import KVCache, LoadedModel
+from penstock.runner.kv_cache import KVCache
+from penstock.runner.loaded_model import LoadedModel
 from penstock.runner.memory import DeviceMemory
 from penstock.runner.passes import EagerPasses, Passes
 from penstock.runner.request_states import RequestStates
@@ -45,9 +49,30 @@ class SamplingContext:
 
 @dataclass(frozen=True, slots=True)
 class DeviceParts:
-    """One device's makers. Each is called once per runner."""
+    """One device's makers. Those of a runner's parts are called once per runner."""
 
     memory: DeviceMemory
+
+    has_memory: bool
+    """Whether tensors hold anything; those of the meta device have shapes alone."""
+
+    arithmetic: Callable[[ExecutionConfig], str]
+    """Names the kernels that compute: with others, sums have other last bits."""
+
+    deliver_weights: Callable[[], AbstractContextManager[Delivery]]
+    """How weights get to the device, until the context ends."""
+
+    for_small_steps: Callable[[Model, ExecutionConfig], Model]
+    """The model with kernels of its own for steps of few tokens, where there are such and their sums may differ."""
+
+    allocate: Callable[[int], torch.Tensor]
+    """[bytes] uint8 for the KV cache, uninitialised and aligned as its kernels want it."""
+
+    check_attention: Callable[[ExecutionConfig], None]
+    """Raises ConfigError where the attention backend that was asked for cannot run."""
+
+    make_attention: Callable[[SchedulerConfig, ExecutionConfig], AttentionBackend]
+    """The attention backend. Raises ConfigError as `check_attention` does."""
 
     make_table_writer: Callable[[int], TableWriter]
     """Of how many steps the CPU may have launched whose results it does not know."""

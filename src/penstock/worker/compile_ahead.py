@@ -27,10 +27,11 @@ from penstock.config.engine import EngineConfig
 from penstock.config.kv_cache_groups import attach_layers, group_layers
 from penstock.messages.kv_cache_spec import KVCacheConfig
 from penstock.messages.scheduler_output import NO_GRAMMARS, SchedulerOutput
-from penstock.runner.load import allocate_kv_cache, load_model
+from penstock.runner.kv_cache import allocate_kv_cache
 from penstock.utils import logging
 from penstock.utils.wire import Codec, FrameReader
 from penstock.worker.build_runner import make_runner
+from penstock.worker.load import load_model
 from penstock.worker.made_up_steps import KINDS, MadeUpSteps
 from penstock.worker.parts import make_parts
 
@@ -141,12 +142,13 @@ def walk(config: EngineConfig, device: torch.device) -> None:
     runner.
     """
     # A library brings its kernels compiled, and refuses to be there without a GPU.
-    execution = replace(config.execution, attention_backend="auto")
-    loaded = load_model(replace(config, device=device.type, execution=execution), make_parts(device).memory)
+    config = replace(config, execution=replace(config.execution, attention_backend="auto"))
+    parts = make_parts(device)
+    loaded = load_model(replace(config, device=device.type), parts)
     groups = group_layers(loaded.model.kv_cache_specs)
     attached = attach_layers(loaded.draft_kv_cache_specs, groups, loaded.num_tokens_ahead)
     cache = KVCacheConfig(1, config.cache.block_size, groups, attached)
-    runner = make_runner(loaded, allocate_kv_cache(cache, device), config.scheduler, execution, config.speculative)
+    runner = make_runner(parts, loaded, allocate_kv_cache(cache, parts.allocate), config)
     for plan in _steps(config, len(groups)):
         runner.execute_model(plan)
         runner.sample_tokens(NO_GRAMMARS)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from dataclasses import replace
 
 import torch
 
@@ -24,13 +25,16 @@ from penstock.kv_transfer.null import NullWorkerConnector
 from penstock.messages.kv_cache_spec import KVCacheConfig
 from penstock.messages.kv_transfer import ShardId
 from penstock.messages.scheduler_output import NO_GRAMMARS, GrammarOutput, SchedulerOutput
-from penstock.runner.load import KVCache, LoadedModel, allocate_kv_cache, arithmetic, load_model
-from penstock.runner.memory import DeviceMemory, memory_for
+from penstock.runner.kv_cache import KVCache, allocate_kv_cache
+from penstock.runner.loaded_model import LoadedModel
+from penstock.runner.memory import memory_for
 from penstock.runner.model_runner import ModelRunner
 from penstock.runner.outputs import PendingOutput
+from penstock.runner.parts import DeviceParts
 from penstock.utils import logging
 from penstock.worker.build_runner import make_runner
 from penstock.worker.compile_ahead import compiling_ahead
+from penstock.worker.load import load_model
 from penstock.worker.memory_profile import memory_budget, step_advice
 from penstock.worker.messages import InitializeWorker, WorkerFacts, WorkerReady
 from penstock.worker.parts import make_config, make_parts
@@ -43,19 +47,19 @@ def load_worker(args: EngineArgs, shard: ShardId) -> LoadedWorker:
     if config.kv_transfer is not None:
         import_connector(config.kv_transfer)
     with compiling_ahead(config) as wait_for_kernels:
-        memory = make_parts(torch.device(config.device)).memory
-        loaded = load_model(config, memory)
+        parts = make_parts(torch.device(config.device))
+        loaded = load_model(config, parts)
         wait_for_kernels()
-    return LoadedWorker(config, shard, loaded, memory)
+    return LoadedWorker(config, shard, loaded, parts)
 
 
 class LoadedWorker:
     """A rank with its weights and without a KV cache."""
 
-    def __init__(self, config: EngineConfig, shard: ShardId, loaded: LoadedModel, memory: DeviceMemory) -> None:
+    def __init__(self, config: EngineConfig, shard: ShardId, loaded: LoadedModel, parts: DeviceParts) -> None:
         self._config = config
         self._loaded = loaded
-        self._memory = memory
+        self._parts = parts
         groups = group_layers(loaded.model.kv_cache_specs)
         attached = attach_layers(loaded.draft_kv_cache_specs, groups, loaded.num_tokens_ahead)
         smallest = KVCacheConfig(1, config.cache.block_size, groups, attached)
@@ -65,8 +69,8 @@ class LoadedWorker:
             kv_cache_specs=dict(loaded.model.kv_cache_specs),
             draft_kv_cache_specs=loaded.draft_kv_cache_specs,
             num_tokens_ahead=loaded.num_tokens_ahead,
-            memory=memory_budget(config, loaded, smallest, memory),
-            arithmetic=arithmetic(config),
+            memory=memory_budget(config, loaded, smallest, parts),
+            arithmetic=parts.arithmetic(config.execution),
             weights_digest=loaded.weights_digest,
         )
 
@@ -79,28 +83,27 @@ class LoadedWorker:
             connector = make_worker_connector(plan.connector, self.facts.shard, plan.connector_setup)
         rows = f"token ids and drafts of max_num_seqs={limits.max_num_seqs} requests of {limits.max_model_len} tokens"
         with memory_for(rows, loaded.device, lambda: "lower max_num_seqs or max_model_len"):
-            runner = make_runner(
-                loaded, cache, limits, config.execution, config.speculative, connector, debug=env.debug()
-            )
+            planned = replace(config, scheduler=limits)
+            runner = make_runner(self._parts, loaded, cache, planned, connector, debug=env.debug())
         ready = WorkerReady(self.facts.shard, connector.get_handshake_metadata(), runner.runs_ahead)
         return Worker(runner, ready, loaded.device, f"lower gpu_memory_utilization, or {step_advice(limits)}")
 
     def _allocate(self, planned: KVCacheConfig) -> KVCache:
-        device, config, budget = self._loaded.device, self._config.cache, self.facts.memory
+        config, budget, memory = self._config.cache, self.facts.memory, self._parts.memory
         needed = planned.num_blocks * block_bytes(planned.groups, planned.block_size, planned.attached)
         # What is free may lie in pieces: less than was asked for in any case.
-        fits = max(0, min(self._memory.available(), budget.room, needed * 99 // 100))
+        fits = max(0, min(memory.available(), budget.room, needed * 99 // 100))
 
         def advice() -> str:
             if config.num_blocks_override is not None:
                 return f"lower num_gpu_blocks_override to {planned.num_blocks * fits // needed}"
             if config.kv_cache_memory is not None:
                 return f"lower kv_cache_memory to {fits}"
-            lower = math.floor(100 * (config.gpu_memory_utilization - (needed - fits) / self._memory.total())) / 100
+            lower = math.floor(100 * (config.gpu_memory_utilization - (needed - fits) / memory.total())) / 100
             return f"lower gpu_memory_utilization from {config.gpu_memory_utilization} to {lower}"
 
-        with memory_for(f"{planned.num_blocks} KV blocks", device, advice):
-            return allocate_kv_cache(planned, device)
+        with memory_for(f"{planned.num_blocks} KV blocks", self._loaded.device, advice):
+            return allocate_kv_cache(planned, self._parts.allocate)
 
 
 class Worker:

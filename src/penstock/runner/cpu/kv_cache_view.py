@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from penstock.kv_transfer.view import read_now, write_now
+from penstock.runner.kv_cache import KVCache
 from penstock.runner.kv_cache_view import TensorKVCacheView
-from penstock.runner.load import KVCache
 
 
 class HostKVCacheView(TensorKVCacheView):

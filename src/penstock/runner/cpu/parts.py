@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 
+from penstock.attention.native import NativeAttention
+from penstock.config.engine import ExecutionConfig, SchedulerConfig
+from penstock.kernels import native
+from penstock.kernels.host_memory import aligned_bytes
+from penstock.models.weights import direct
 from penstock.runner.cpu.buffers import HostTableWriter
 from penstock.runner.cpu.inputs import TorchInputBuilder
 from penstock.runner.cpu.kv_cache_view import HostKVCacheView
@@ -12,11 +19,19 @@ from penstock.runner.cpu.step_sampler import make_torch_sampling
 from penstock.runner.memory import HostMemory
 from penstock.runner.parts import DeviceParts
 from penstock.runner.sampling.logprobs import PendingLogprobs, token_logprobs
+from penstock.utils.errors import ConfigError
 
 
 def cpu_parts() -> DeviceParts:
     return DeviceParts(
         memory=HostMemory(),
+        has_memory=True,
+        arithmetic=_arithmetic,
+        deliver_weights=lambda: nullcontext(direct),
+        for_small_steps=lambda model, execution: model,
+        allocate=aligned_bytes,
+        check_attention=_check_attention,
+        make_attention=_make_attention,
         make_table_writer=lambda depth: HostTableWriter(),
         make_input_builder=TorchInputBuilder,
         make_sampling=make_torch_sampling,
@@ -27,6 +42,22 @@ def cpu_parts() -> DeviceParts:
         make_kv_cache_view=HostKVCacheView,
         copy_to_host=lambda tensor: tensor.clone().numpy,
     )
+
+
+def _arithmetic(execution: ExecutionConfig) -> str:
+    library = native.library()
+    return f"torch {torch.__version__}" if library is None else library.isa
+
+
+def _check_attention(execution: ExecutionConfig) -> None:
+    name = execution.attention_backend
+    if name not in ("auto", "native"):
+        raise ConfigError(f"attention_backend={name} does not run on a CPU: choose auto or native")
+
+
+def _make_attention(config: SchedulerConfig, execution: ExecutionConfig) -> NativeAttention:
+    _check_attention(execution)
+    return NativeAttention()
 
 
 def _score(logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> PendingLogprobs:

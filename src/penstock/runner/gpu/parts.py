@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 
 import torch
 
 from penstock.attention.backend import AttentionBackend
+from penstock.attention.select import check_gpu_attention, make_gpu_attention
 from penstock.config.engine import ExecutionConfig
+from penstock.kernels.host_memory import aligned_bytes
+from penstock.kernels.staging import CudaCopyQueue, Stager
 from penstock.kv_transfer.connector import WorkerConnector
+from penstock.models.fused_decode import FusedDecoder
+from penstock.models.interface import Model
+from penstock.models.weights import Delivery, direct, staged
 from penstock.runner.gpu.buffers import FencedCopy, StagedTableWriter
 from penstock.runner.gpu.cudagraphs import make_passes
 from penstock.runner.gpu.inputs import GpuInputBuilder
@@ -25,9 +33,19 @@ logger = logging.get_logger(__name__)
 
 
 def gpu_parts(device: torch.device) -> DeviceParts:
-    memory = CudaMemory(device) if device.type == "cuda" else HostMemory()
+    is_cuda = device.type == "cuda"
+    memory = CudaMemory(device) if is_cuda else HostMemory()
     return DeviceParts(
         memory=memory,
+        has_memory=device.type != "meta",
+        arithmetic=partial(arithmetic, device),
+        deliver_weights=partial(stage_weights, device) if is_cuda else lambda: nullcontext(direct),
+        for_small_steps=for_small_steps,
+        allocate=aligned_bytes
+        if device.type == "cpu"
+        else lambda count: torch.empty(count, dtype=torch.uint8, device=device),
+        check_attention=partial(check_gpu_attention, device),
+        make_attention=partial(make_gpu_attention, device),
         make_table_writer=partial(StagedTableWriter, device),
         make_input_builder=GpuInputBuilder,
         make_sampling=make_gpu_sampling,
@@ -38,6 +56,30 @@ def gpu_parts(device: torch.device) -> DeviceParts:
         make_kv_cache_view=GpuKVCacheView,
         copy_to_host=lambda tensor: FencedCopy.of(tensor).wait,
     )
+
+
+def arithmetic(device: torch.device, execution: ExecutionConfig) -> str:
+    """See `DeviceParts`."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"interpreted on {device}"
+    return f"{name} torch {torch.__version__} {'deterministic' if execution.deterministic else 'fastest'}"
+
+
+@contextmanager
+def stage_weights(device: torch.device) -> Iterator[Delivery]:
+    """Through pinned memory that threads fill (`DeviceParts`)."""
+    with closing(Stager(CudaCopyQueue(device))) as stager:
+        yield partial(staged, stager)
+
+
+def for_small_steps(model: Model, execution: ExecutionConfig) -> Model:
+    """See `DeviceParts`."""
+    if execution.deterministic:
+        return model
+    reason = FusedDecoder.supports(model)
+    if reason:
+        logger.info("steps of few tokens take the kernels of all others: %s", reason)
+        return model
+    return FusedDecoder(model)
 
 
 def graph_contexts(

@@ -11,7 +11,8 @@ from typing import Protocol
 
 import torch
 
-from penstock.runner.load import TORCH_DTYPES, LoadedModel
+from penstock.runner.kv_cache import TORCH_DTYPES
+from penstock.runner.loaded_model import LoadedModel
 from penstock.runner.memory import DeviceMemory
 from penstock.runner.speculation.speculator import StepResult
 from penstock.utils.errors import ConfigError

@@ -8,7 +8,8 @@ from penstock.config.speculative import SpeculativeConfig
 from penstock.models.eagle3 import Eagle3Head
 from penstock.models.mtp import MultiTokenPredictor
 from penstock.runner.input_batch import InputBuilder
-from penstock.runner.load import DRAFT_PREFIX, KVCache, LoadedModel
+from penstock.runner.kv_cache import KVCache
+from penstock.runner.loaded_model import DRAFT_PREFIX, LoadedModel
 from penstock.runner.parts import DeviceParts
 from penstock.runner.speculation.draft import DraftModelSpeculator, HeadSpeculator
 from penstock.runner.speculation.pick import Picker

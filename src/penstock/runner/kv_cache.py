@@ -1,0 +1,44 @@
+"""The KV cache as tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from penstock.messages.kv_cache_spec import DTYPE_BYTES, KVCacheConfig, KVCacheSpec
+
+TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """The allocated cache: one tensor per layer name, those of one position in their groups sharing memory."""
+
+    config: KVCacheConfig
+    tensors: dict[str, torch.Tensor]  # each [num_blocks, 2, num_kv_heads, block_size, head_size]
+
+
+def allocate_kv_cache(config: KVCacheConfig, allocate: Callable[[int], torch.Tensor]) -> KVCache:
+    """Makes the cache of memory from `allocate` (`DeviceParts`), uninitialised: only what was written may be read."""
+
+    def tensor(spec: KVCacheSpec) -> torch.Tensor:
+        shape, dtype = _shape(config, spec), TORCH_DTYPES[spec.dtype]
+        return allocate(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+
+    storages = [tensor(config.groups[0].spec) for _ in range(config.num_tensors)]
+    tensors = {
+        name: storages[index].view(_shape(config, group.spec))
+        for group in config.groups
+        for index, name in enumerate(group.layer_names)
+    }
+    tensors.update((layer.name, tensor(layer.spec)) for layer in config.attached)
+    return KVCache(config, tensors)
+
+
+def _shape(config: KVCacheConfig, spec: KVCacheSpec) -> tuple[int, ...]:
+    plane, *others = spec.planes
+    assert all((p.num_heads, p.head_size) == (plane.num_heads, plane.head_size) for p in others), spec.planes
+    return (config.num_blocks, len(spec.planes), plane.num_heads, config.block_size, plane.head_size)
