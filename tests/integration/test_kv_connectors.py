@@ -18,7 +18,9 @@ from safetensors.torch import load_file, save_file
 
 import penstock
 from penstock import LLM, ConfigError, SamplingParams
+from penstock.engine import build
 from penstock.kv_transfer.multi import MultiScheduler
+from penstock.kv_transfer.offload.scheduler import OffloadingScheduler
 from penstock.kv_transfer.offload.worker import OffloadingWorker
 from penstock.kv_transfer.view import Place, Take, write_now
 from penstock.messages.kv_transfer import BadRange, TransferReport, TransferStatus
@@ -447,3 +449,21 @@ def test_mistakes_in_the_configuration(connector: dict[str, Any], message: str) 
 def test_the_prefix_cache_is_needed() -> None:
     with pytest.raises(ConfigError, match="prefix cache"):
         make(offloading(), enable_prefix_caching=False)
+
+
+def test_an_engine_that_fails_to_start_shuts_its_connector_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    shutdown = OffloadingScheduler.shutdown
+
+    def note_shutdown(self: OffloadingScheduler) -> None:
+        calls.append("shutdown")
+        shutdown(self)
+
+    def fail(*args: Any) -> None:
+        raise ConfigError("the warm-up fails")
+
+    monkeypatch.setattr(OffloadingScheduler, "shutdown", note_shutdown)
+    monkeypatch.setattr(build, "warm_up", fail)
+    with pytest.raises(ConfigError, match="the warm-up fails"):
+        make(offloading())
+    assert calls == ["shutdown"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from penstock.config import env
@@ -16,7 +17,6 @@ from penstock.engine.engine_core import EngineCore
 from penstock.engine.grammars import make_grammar_backend
 from penstock.engine.transfer import make_transfer
 from penstock.engine.warm_up import warm_up
-from penstock.executor.executor import Executor
 from penstock.executor.factory import make_executor
 from penstock.kv_transfer.events import make_event_publisher
 from penstock.utils import logging
@@ -38,19 +38,20 @@ def build_engine(args: EngineArgs) -> Engine:
     """Starts the workers, loads, plans, allocates and warms up. Raises ConfigError when the arguments cannot work."""
     logging.configure(env.log_level())
     check(args)
-    executor = make_executor(args := localise(args))
-    try:
-        return _build(args, executor)
-    except BaseException:
-        executor.shutdown()
-        raise
+    with ExitStack() as on_failure:
+        engine = _build(localise(args), on_failure)
+        on_failure.pop_all()
+    return engine
 
 
-def _build(args: EngineArgs, executor: Executor) -> Engine:
+def _build(args: EngineArgs, on_failure: ExitStack) -> Engine:
+    executor = make_executor(args)
+    on_failure.callback(executor.shutdown)
     facts = executor.load()
     config = resolve(args, facts[0].device)
     limits, cache = plan_cache(config, facts)
     transfer = make_transfer(config, cache, facts)
+    on_failure.callback(transfer.transfer.connector.shutdown)
     handshakes = executor.initialize(
         InitializeWorker(cache=cache, limits=limits, connector=transfer.context, connector_setup=transfer.setup)
     )

@@ -90,7 +90,8 @@ class EngineCore:
     def reset_prefix_cache(self, reset_connector: bool = False) -> bool:
         """Forgets all cached prefixes, and what the KV connector keeps outside the engine if that is wanted too.
 
-        False while requests run, and when there is no connector that can forget although that is wanted.
+        False while requests run, and when there is no connector that can forget although that is wanted; the engine's
+        own prefixes are forgotten even then.
         """
         is_reset = self._scheduler.reset_prefix_cache(reset_connector)
         self._publish_kv_events()
