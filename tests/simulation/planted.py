@@ -420,9 +420,9 @@ BUGS = (
     _bug(
         "the runner counts for itself what the scheduler has counted",
         "plain",
-        "runner.rows:Rows.update",
-        "self.num_computed_upper_bound[row] = num_computed_tokens",
-        "self.num_computed_upper_bound[row] += num_computed_tokens",
+        "runner.host_batch:read_plan",
+        "np.fromiter(plan.num_computed_tokens, np.int64, count)",
+        "np.fromiter(plan.num_computed_tokens, np.int64, count) + query_lens",
     ),
     _bug(
         "a rank's handshake is dropped",

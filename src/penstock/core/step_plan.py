@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from penstock.core.request import Request
 from penstock.messages.requests import EngineRequest, RowRequest
-from penstock.messages.scheduler_output import BlockIds, CachedRequestData, NewRequestData, SchedulerOutput
+from penstock.messages.scheduler_output import BlockIds, NewRequestData, SchedulerOutput
 
 
 class StepPlan:
@@ -19,8 +19,9 @@ class StepPlan:
         self.preempted_request_ids: set[str] = set()
         self.is_blocked = False
         self._new: list[NewRequestData] = []
-        self._cached: list[CachedRequestData] = []
+        self._new_block_ids: dict[str, BlockIds] = {}
         self._num_scheduled: dict[str, int] = {}
+        self._num_computed: list[int] = []
         self._num_drafts: dict[str, int] = {}
         self._grammar_request_ids: set[str] = set()
 
@@ -38,19 +39,15 @@ class StepPlan:
 
     def add_running(self, request: Request, new_block_ids: BlockIds, num_tokens: int, num_drafts: int) -> None:
         """A request that the runner knows computes `num_tokens` more, the last `num_drafts` of them drafts."""
-        self._cached.append(
-            CachedRequestData(
-                request_id=request.request_id,
-                new_block_ids=new_block_ids,
-                num_computed_tokens=request.num_computed_tokens,
-            )
-        )
+        if any(new_block_ids):
+            self._new_block_ids[request.request_id] = new_block_ids
         self._schedule(request, num_tokens, num_drafts)
 
     def _schedule(self, request: Request, num_tokens: int, num_drafts: int) -> None:
         assert num_drafts < num_tokens <= self.token_budget, (num_drafts, num_tokens, self.token_budget)
         self.token_budget -= num_tokens
         self._num_scheduled[request.request_id] = num_tokens
+        self._num_computed.append(request.num_computed_tokens)
         if request.data.grammar is not None:
             self._grammar_request_ids.add(request.request_id)
         num_new_drafts = 0
@@ -65,8 +62,9 @@ class StepPlan:
         return SchedulerOutput(
             step=self.step,
             new_requests=tuple(self._new),
-            cached_requests=tuple(self._cached),
+            new_block_ids=self._new_block_ids,
             num_scheduled_tokens=self._num_scheduled,
+            num_computed_tokens=tuple(self._num_computed),
             num_draft_tokens=self._num_drafts,
             num_drafts_to_propose=self.num_drafts_to_propose,
             total_num_scheduled_tokens=self._max_num_tokens - self.token_budget,

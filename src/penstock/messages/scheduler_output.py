@@ -37,33 +37,26 @@ class NewRequestData(msgspec.Struct, frozen=True, kw_only=True):
         return self.request.request_id
 
 
-class CachedRequestData(msgspec.Struct, frozen=True, kw_only=True, gc=False, array_like=True):
-    """A request that the runner already holds: only what changed.
-
-    `new_block_ids` are appended to the block tables. `num_computed_tokens` is the scheduler's count before this step,
-    which overwrites the runner's CPU mirror; it counts drafts in flight as accepted, so it is an upper bound.
-    """
-
-    request_id: str
-    new_block_ids: BlockIds
-    num_computed_tokens: int
-
-
 class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One step. `step` counts the calls of `schedule()` from 1.
 
     `num_scheduled_tokens` maps a request id to how many tokens it computes in this step; its order is the order in
-    which the scheduler chose them. The last `num_draft_tokens[request_id]` of them are drafts, which the device holds
-    and this step verifies. At its end the speculator proposes `num_drafts_to_propose` drafts for every request that
-    samples, and reports those of `grammar_request_ids`, which need a `GrammarOutput` to sample. Such a step is a
-    barrier: what it may sample depends on tokens of earlier steps, whose results are applied first. Finished and
-    preempted requests give up their rows before anything else happens. A warm-up step does not reach the connector.
+    which the scheduler chose them. `num_computed_tokens` runs beside it: the scheduler's counts before this step, which
+    take drafts in flight as accepted and so are upper bounds. The last `num_draft_tokens[request_id]` of a request's
+    tokens are drafts, which the device holds and this step verifies. `new_block_ids` are appended to the block tables
+    of requests that the runner already holds.
+
+    At the end of the step the speculator proposes `num_drafts_to_propose` drafts for every request that samples, and
+    reports those of `grammar_request_ids`, which need a `GrammarOutput` to sample. Such a step is a barrier: what it
+    may sample depends on tokens of earlier steps, whose results are applied first. Finished and preempted requests give
+    up their rows before anything else happens. A warm-up step does not reach the connector.
     """
 
     step: int
     new_requests: tuple[NewRequestData, ...] = ()
-    cached_requests: tuple[CachedRequestData, ...] = ()
+    new_block_ids: dict[str, BlockIds] = msgspec.field(default_factory=dict[str, BlockIds])
     num_scheduled_tokens: dict[str, int] = msgspec.field(default_factory=dict[str, int])
+    num_computed_tokens: tuple[int, ...] = ()
     num_draft_tokens: dict[str, int] = msgspec.field(default_factory=dict[str, int])
     num_drafts_to_propose: int = 0
     total_num_scheduled_tokens: int = 0

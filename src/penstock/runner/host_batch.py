@@ -89,7 +89,7 @@ def read_plan(plan: SchedulerOutput, state_rows: Rows) -> HostBatch:
     count = len(request_ids)
     rows = state_rows.rows(request_ids)
     query_lens = np.fromiter(plan.num_scheduled_tokens.values(), np.int64, count)
-    num_computed = state_rows.num_computed_upper_bound[rows]
+    num_computed = np.fromiter(plan.num_computed_tokens, np.int64, count)
     # A row samples when it has computed all tokens known at its admission: a chunk in the middle of them does not.
     sampling = np.nonzero(num_computed + query_lens >= state_rows.prefill_len[rows])[0]
     num_drafts = np.zeros(len(sampling), dtype=np.int64)

@@ -126,9 +126,8 @@ class ModelRunner:
             self.sampler.add(row, new.request)
             self.blocks.clear(row)
             self._append_blocks(row, new.block_ids, num_kept=new.num_computed_tokens)
-        for cached in plan.cached_requests:
-            row = self.states.rows.update(cached.request_id, cached.num_computed_tokens)
-            self._append_blocks(row, cached.new_block_ids)
+        for request_id, block_ids in plan.new_block_ids.items():
+            self._append_blocks(self.states.rows.row(request_id), block_ids)
         self.writer.apply()
 
     def _append_blocks(self, row: int, block_ids: BlockIds, num_kept: int = 0) -> None:

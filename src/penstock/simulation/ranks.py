@@ -244,14 +244,13 @@ class SimWorker:
         for row in self._host_rows.remove(plan.finished_request_ids | plan.preempted_request_ids):
             del self.rows[row]
         for new in plan.new_requests:
-            row = self._host_rows.add(new.request_id, len(new.token_ids), new.num_computed_tokens)
+            row = self._host_rows.add(new.request_id, len(new.token_ids))
             assert row not in self.rows, f"{new.request_id} gets a row that another has"
             answer = self._devices.answers.of(new.token_ids[: new.request.num_prompt_tokens])
             table = [list(ids) for ids in new.block_ids]
             self.rows[row] = _Row(new.request_id, answer, list(new.token_ids), new.num_computed_tokens, table)
-        for cached in plan.cached_requests:
-            row = self._host_rows.update(cached.request_id, cached.num_computed_tokens)
-            for table, ids in zip(self.rows[row].table, cached.new_block_ids, strict=True):
+        for request_id, block_ids in plan.new_block_ids.items():
+            for table, ids in zip(self.rows[self._host_rows.row(request_id)].table, block_ids, strict=True):
                 table.extend(ids)
 
     def read_drafts(self) -> None:

@@ -13,7 +13,7 @@ from penstock.config.engine import SchedulerConfig
 from penstock.messages.kv_cache_spec import NULL_BLOCK
 from penstock.messages.requests import RowRequest
 from penstock.messages.sampling_params import SamplingParams
-from penstock.messages.scheduler_output import CachedRequestData, NewRequestData, SchedulerOutput
+from penstock.messages.scheduler_output import NewRequestData, SchedulerOutput
 from penstock.utils.math import cdiv
 
 # The kinds of sampling that a warm-up and a profile walk through, as sampling parameters.
@@ -47,13 +47,9 @@ class MadeUpSteps:
     def verify(self, num_drafts: int) -> SchedulerOutput:
         """As many of the requests of the step before as the budget allows check so many drafts each."""
         chosen = list(self._running)[: self._limits.max_num_batched_tokens // (1 + num_drafts)]
-        nothing: tuple[tuple[int, ...], ...] = ((),) * self._num_groups
         plan = self._plan(
             dict.fromkeys(chosen, 1 + num_drafts),
-            cached_requests=tuple(
-                CachedRequestData(request_id=name, new_block_ids=nothing, num_computed_tokens=self._running[name])
-                for name in chosen
-            ),
+            num_computed_tokens=tuple(self._running[name] for name in chosen),
             num_draft_tokens=dict.fromkeys(chosen, num_drafts),
         )
         for name in chosen:
@@ -66,6 +62,7 @@ class MadeUpSteps:
         self._running = {name: start + count for name, (start, count) in zip(names, spans, strict=True)}
         return self._plan(
             {name: count for name, (_, count) in zip(names, spans, strict=True)},
+            num_computed_tokens=tuple(start for start, _ in spans),
             new_requests=tuple(self._request(name, *span, kind) for name, span in zip(names, spans, strict=True)),
             finished_request_ids=finished,
         )
