@@ -28,8 +28,8 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def make(isa: str, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
-    return PackedLinear.with_library(None if isa == "torch" else native.library_for(isa), weight, bias)
+def make(isa: str, weight: torch.Tensor, bias: torch.Tensor | None = None, is_wide: bool = False) -> PackedLinear:
+    return PackedLinear.with_library(None if isa == "torch" else native.library_for(isa), weight, bias, is_wide)
 
 
 def values(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
@@ -51,6 +51,25 @@ def test_agrees_with_float64(isa: str, dtype: torch.dtype, k: int, n: int, with_
     assert (layer.in_features, layer.out_features, layer.dtype) == (k, n, dtype)
     expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     assert relative_error(layer(x), expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(("isa", "dtype", "shape"), grid(ISAS, DTYPES, ((1024, 320), (321, 1000), (37, 5))))
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_wide_output_is_what_the_narrow_one_is_rounded_from(
+    isa: str, dtype: torch.dtype, shape: tuple[int, int], with_bias: bool
+) -> None:
+    k, n = shape
+    weight, x = values(n, k, dtype=dtype, seed=0), values(67, k, dtype=dtype, seed=1)
+    bias = values(n, dtype=dtype, seed=2).mul_(8) if with_bias else None
+    wide = make(isa, weight, bias, is_wide=True)
+    found = wide(x)
+    assert found.dtype == torch.float32
+    expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    assert relative_error(found, expected) < TOLERANCE[torch.float32]
+    assert torch.equal(wide.dense_weight(), make(isa, weight).dense_weight())
+    assert torch.equal(wide(x[5:23].clone()), found[5:23])
+    if isa != "torch":
+        assert torch.equal(found.to(dtype), make(isa, weight, bias)(x))
 
 
 @pytest.mark.parametrize(("isa", "dtype", "shape"), grid(ISAS, DTYPES, ((1024, 320), (321, 1000), (80, 33), (37, 5))))

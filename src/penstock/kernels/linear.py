@@ -26,49 +26,57 @@ _TILE_ROWS = 16
 class PackedLinear:
     """Multiplies by one weight, [out_features, in_features] in bfloat16, float16 or float32.
 
-    Calls may come from several threads at a time. Raises `TypeError` at construction for any other dtype.
+    The output has the weight's dtype, or where it `is_wide` float32, which the sums are accumulated in: nothing is
+    rounded. Calls may come from several threads at a time. Raises `TypeError` at construction for any other dtype.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self._set_up(weight, bias, library())
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, is_wide: bool = False) -> None:
+        self._set_up(weight, bias, is_wide, library())
 
     @classmethod
     def with_library(
-        cls, native: NativeLibrary | None, weight: torch.Tensor, bias: torch.Tensor | None = None
+        cls,
+        native: NativeLibrary | None,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        is_wide: bool = False,
     ) -> PackedLinear:
         """A layer on one instruction set, or on torch where `native` is None, whatever this process uses."""
         layer = cls.__new__(cls)
-        layer._set_up(weight, bias, native)
+        layer._set_up(weight, bias, is_wide, native)
         return layer
 
-    def _set_up(self, weight: torch.Tensor, bias: torch.Tensor | None, native: NativeLibrary | None) -> None:
+    def _set_up(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, is_wide: bool, native: NativeLibrary | None
+    ) -> None:
         if weight.dtype not in DTYPE_CODES:
             raise TypeError(f"a linear layer's weight is bfloat16, float16 or float32, not {weight.dtype}")
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
+        self.out_dtype = torch.float32 if is_wide else weight.dtype
         assert bias is None or bias.shape == (self.out_features,), f"{bias.shape} for {self.out_features} outputs"
         weight = weight.detach().contiguous()
         if native is None:
-            self._into: _NativeLinear | _TorchLinear = _TorchLinear(weight, bias)
+            self._into: _NativeLinear | _TorchLinear = _TorchLinear(weight, bias, self.out_dtype)
         else:
-            self._into = _NativeLinear(native, weight, bias)
+            self._into = _NativeLinear(native, weight, bias, is_wide)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, in_features] -> [rows, out_features], both contiguous and of the weight's dtype."""
-        out = x.new_empty((x.shape[0], self.out_features))
+        """[rows, in_features] -> [rows, out_features] in `out_dtype`, both contiguous."""
+        out = x.new_empty((x.shape[0], self.out_features), dtype=self.out_dtype)
         self.into(x, out)
         return out
 
     def dense_weight(self) -> torch.Tensor:
         """[out_features, in_features]: a copy of what was packed, its denormal numbers perhaps as zeros."""
         identity = torch.eye(self.in_features, dtype=self.dtype)
-        out = identity.new_empty((self.in_features, self.out_features))
+        out = identity.new_empty((self.in_features, self.out_features), dtype=self.out_dtype)
         self._into.without_bias()(identity, out)
-        return out.T.contiguous()
+        return out.T.to(self.dtype, memory_format=torch.contiguous_format)
 
     def into(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """Writes the product to `out`, [rows, out_features], which must not overlap `x`."""
-        assert x.dtype == out.dtype == self.dtype, f"{x.dtype} -> {out.dtype} by a weight of {self.dtype}"
+        assert (x.dtype, out.dtype) == (self.dtype, self.out_dtype), f"{x.dtype} -> {out.dtype} by {self.dtype}"
         assert x.shape[1:] == (self.in_features,) and x.is_contiguous(), f"{x.shape} for K={self.in_features}"
         assert out.shape == (x.shape[0], self.out_features) and out.is_contiguous(), f"{out.shape} for {x.shape}"
         if x.shape[0]:
@@ -84,18 +92,19 @@ class _Descriptor(ctypes.Structure):
         ("in_features", ctypes.c_int64),
         ("out_features", ctypes.c_int64),
         ("dtype", ctypes.c_int64),
+        ("is_wide", ctypes.c_int64),
     )
 
 
 class _NativeLinear:
-    def __init__(self, native: NativeLibrary, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, native: NativeLibrary, weight: torch.Tensor, bias: torch.Tensor | None, is_wide: bool) -> None:
         pointer, size = ctypes.c_void_p, ctypes.c_int64
         packed_bytes = native.function("linear_packed_bytes", [pointer], size)
         pack = native.function("linear_pack", [pointer, pointer, size])
         self._run = native.function("linear", [pointer, pointer, pointer, size, size])
         self._bias = None if bias is None else bias.detach().to(torch.float32, copy=True).contiguous()
         out_features, in_features = weight.shape
-        descriptor = _Descriptor(0, 0, in_features, out_features, DTYPE_CODES[weight.dtype])
+        descriptor = _Descriptor(0, 0, in_features, out_features, DTYPE_CODES[weight.dtype], is_wide)
         count = packed_bytes(ctypes.addressof(descriptor))
         assert count is not None
         self._packed = aligned_bytes(count)
@@ -124,11 +133,12 @@ class _TorchLinear:
     One shape means one kernel, so what else is in the batch cannot change a row; a tile's rows may still be treated by
     their place in it, so the tile is 16 rows high only if equal rows come out equal for this very weight, else one row.
     In float32 the bits do depend on the number of threads, as torch's products do: leave it while tokens must agree.
+    Wide output has a float32 copy of the weight, because torch rounds to the dtype of its operands.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._weight = weight.clone()
-        self._bias = None if bias is None else bias.detach().to(weight.dtype, copy=True)
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> None:
+        self._weight = weight = weight.to(out_dtype, copy=True)
+        self._bias = None if bias is None else bias.detach().to(out_dtype, copy=True)
         generator = torch.Generator().manual_seed(0)
         row = torch.randn(1, weight.shape[1], generator=generator).to(weight.dtype)
         rows = F.linear(row.expand(_TILE_ROWS, -1).contiguous(), self._weight, self._bias)
@@ -137,7 +147,7 @@ class _TorchLinear:
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
         for first in range(0, x.shape[0], self._tile_rows):
             part = x[first : first + self._tile_rows]
-            tile = x.new_zeros((self._tile_rows, x.shape[1]))
+            tile = out.new_zeros((self._tile_rows, x.shape[1]))
             tile[: part.shape[0]] = part
             out[first : first + self._tile_rows] = F.linear(tile, self._weight, self._bias)[: part.shape[0]]
 

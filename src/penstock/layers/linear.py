@@ -16,11 +16,18 @@ class Linear:
 
     On a CPU the weight is packed for kernels whose rows are independent of each other, and the given tensor is free to
     go. On a GPU it is used as it is: by cuBLAS, whose last bits depend on how many rows there are, or `deterministic`.
+    The output has the dtype of `x`; a CPU gives `is_wide` layers' in float32, as accumulated.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, deterministic: bool = False) -> None:
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        deterministic: bool = False,
+        is_wide: bool = False,
+    ) -> None:
         self.bias = bias  # [out_features]
-        self._apply = _choose(weight, bias, deterministic)
+        self._apply = _choose(weight, bias, deterministic, is_wide)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._apply(x)
@@ -49,11 +56,11 @@ class _DenseLinear:
         return self._weight
 
 
-def _choose(weight: torch.Tensor, bias: torch.Tensor | None, deterministic: bool) -> _Product:
+def _choose(weight: torch.Tensor, bias: torch.Tensor | None, deterministic: bool, is_wide: bool) -> _Product:
     if deterministic and uses_triton(weight):
         # Only now: a CPU needs no Triton.
         from penstock.kernels.triton.capabilities import Capabilities
         from penstock.kernels.triton.linear.matmul import Matmul
 
         return Matmul(weight, bias, Capabilities.of(weight.device))
-    return PackedLinear(weight, bias) if weight.is_cpu else _DenseLinear(weight, bias)
+    return PackedLinear(weight, bias, is_wide) if weight.is_cpu else _DenseLinear(weight, bias)

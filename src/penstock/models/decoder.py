@@ -70,8 +70,10 @@ class Decoder:
             for layer in range(config.num_hidden_layers)
         ]
         self.norm = RMSNorm(inner.tensor("norm.weight", hidden), config.rms_norm_eps)
-        tied = config.tie_word_embeddings
-        self.head = weights.linear_of(self.embedding.weight) if tied else weights.linear({"lm_head": vocab}, hidden)
+        if config.tie_word_embeddings:
+            self.head = weights.linear_of(self.embedding.weight, is_wide=True)
+        else:
+            self.head = weights.linear({"lm_head": vocab}, hidden, is_wide=True)
         specs = [layer.attention.kv_cache_specs for layer in self.layers]
         self.kv_cache_specs = {name: spec for of_layer in specs for name, spec in of_layer.items()}
         self.aux_layers = aux_layers

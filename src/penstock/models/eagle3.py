@@ -49,7 +49,7 @@ class Eagle3Head:
         self.vocab_size = shape.vocab_size
         is_reduced = config.draft_vocab_size < shape.vocab_size
         if is_reduced or hidden != config.target_hidden_size or weights.has("lm_head.weight"):
-            self.head = weights.linear({"lm_head": config.draft_vocab_size}, hidden)
+            self.head = weights.linear({"lm_head": config.draft_vocab_size}, hidden, is_wide=True)
         if is_reduced:
             self.token_ids = self.token_ids + weights.integers("d2t", config.draft_vocab_size)
             self._check_token_ids(config)

@@ -35,7 +35,7 @@ class Model(Protocol):
         ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_rows, hidden_size] -> [num_rows, vocab_size] in the model's dtype."""
+        """[num_rows, hidden_size] -> [num_rows, vocab_size], in float32 or the model's dtype."""
         ...
 
 

@@ -150,7 +150,12 @@ class Weights:
         return self.delivery(parts, (sum(map(len, own.values())), *width), self.dtype, self.device)
 
     def linear(
-        self, outputs: Mapping[str, int], width: int, bias: bool = False, num_units: int | None = None
+        self,
+        outputs: Mapping[str, int],
+        width: int,
+        bias: bool = False,
+        num_units: int | None = None,
+        is_wide: bool = False,
     ) -> Linear:
         """The projections `outputs`, by name with how many features each has, of `width` inputs, as one layer.
 
@@ -159,13 +164,13 @@ class Weights:
         weights = {f"{name}.weight": count for name, count in outputs.items()}
         weight = self.tensors(weights, width, num_units=num_units)
         if not bias:
-            return self.linear_of(weight)
+            return self.linear_of(weight, is_wide=is_wide)
         biases = {f"{name}.bias": count for name, count in outputs.items()}
-        return self.linear_of(weight, self.tensors(biases, num_units=num_units))
+        return self.linear_of(weight, self.tensors(biases, num_units=num_units), is_wide)
 
-    def linear_of(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+    def linear_of(self, weight: torch.Tensor, bias: torch.Tensor | None = None, is_wide: bool = False) -> Linear:
         """A layer of a weight that is there already, [out_features, in_features]."""
-        return Linear(weight, bias, self.deterministic)
+        return Linear(weight, bias, self.deterministic, is_wide)
 
     def integers(self, name: str, *shape: int) -> torch.Tensor:
         """The same as int64, for tensors of ids."""

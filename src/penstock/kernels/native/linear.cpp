@@ -1,4 +1,5 @@
-// Linear layers with packed weights: out = x @ weight.T + bias, in float32, rounded once to the type of x.
+// Linear layers with packed weights: out = x @ weight.T + bias, in float32, rounded once to the type of x unless the
+// layer's output is wide.
 #include "linear.h"
 
 #include "linear_fma.h"

@@ -38,6 +38,7 @@ struct Linear {
     int64_t in_features;
     int64_t out_features;
     int64_t dtype;
+    int64_t is_wide;  // whether the output is float32, as accumulated, instead of the layer's own type
 };
 
 // Weights to bring near while a tile computes, in even portions: a burst would fill the processor's list of pending
@@ -59,8 +60,9 @@ struct Tile {
     const char* x;       // in the kernel's order
     const char* weight;  // one packed panel
     const float* bias;   // of this panel's columns, or null
-    Element* out;        // [rows, columns], rows `out_stride` apart
+    char* out;           // [rows, columns], rows `out_stride` bytes apart
     int64_t out_stride;
+    bool is_wide;
     int64_t rows;
     int64_t columns;  // at most kPanel
     int64_t k;        // padded
@@ -125,10 +127,14 @@ int64_t panel_bytes(const Linear& layer) {
     return Kernel::padded_k(layer.in_features) * kPanel * static_cast<int64_t>(sizeof(typename Kernel::Element));
 }
 
+template <class Kernel>
+int64_t out_bytes(const Linear& layer) {
+    return layer.is_wide ? sizeof(float) : sizeof(typename Kernel::Element);
+}
+
 // Every panel of `panels` with the rows of x at `x`, which are packed first.
 template <class Kernel>
-void multiply_rows(const Linear& layer, const typename Kernel::Element* x, typename Kernel::Element* out, int64_t rows,
-                   Range panels) {
+void multiply_rows(const Linear& layer, const typename Kernel::Element* x, char* out, int64_t rows, Range panels) {
     const int64_t blocks = divide_up(rows, Kernel::kRows);
     // AMX rows come in whole tiles; elsewhere blocks of equal height waste the least.
     const int64_t height = Kernel::kWholeBlocks ? Kernel::kRows : divide_up(rows, blocks);
@@ -139,7 +145,7 @@ void multiply_rows(const Linear& layer, const typename Kernel::Element* x, typen
         Kernel::pack_x(x + first * layer.in_features, packed + block * block_bytes, smaller(height, rows - first),
                        layer.in_features);
     }
-    const int64_t bytes = panel_bytes<Kernel>(layer);
+    const int64_t bytes = panel_bytes<Kernel>(layer), out_size = out_bytes<Kernel>(layer);
     const int64_t share = larger(1, Kernel::kStepBytes / blocks);
     const int64_t block_share = share * (bytes / Kernel::kStepBytes);
     for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
@@ -149,7 +155,8 @@ void multiply_rows(const Linear& layer, const typename Kernel::Element* x, typen
             const int64_t first = block * height;
             const bool ahead = panel + 1 < panels.end && block * block_share < bytes;
             Kernel::run({packed + block * block_bytes, weight, layer.bias ? layer.bias + column : nullptr,
-                         out + first * layer.out_features + column, layer.out_features, smaller(height, rows - first),
+                         out + (first * layer.out_features + column) * out_size, layer.out_features * out_size,
+                         layer.is_wide != 0, smaller(height, rows - first),
                          smaller(kPanel, layer.out_features - column), Kernel::padded_k(layer.in_features),
                          Prefetch{weight + bytes + block * block_share, ahead ? share : 0}});
         }
@@ -169,7 +176,8 @@ void multiply_part(const Linear& layer, const void* x, void* out, int64_t rows, 
     for (int64_t first = mine.begin * Kernel::kRows; first < smaller(rows, mine.end * Kernel::kRows); first += most) {
         const int64_t count = smaller(most, smaller(rows, mine.end * Kernel::kRows) - first);
         multiply_rows<Kernel>(layer, static_cast<const Element*>(x) + first * layer.in_features,
-                              static_cast<Element*>(out) + first * layer.out_features, count, panels);
+                              static_cast<char*>(out) + first * layer.out_features * out_bytes<Kernel>(layer), count,
+                              panels);
     }
 }
 

@@ -198,11 +198,20 @@ struct Fma {
 
     static void store_row(const Tile<Element>& tile, int64_t row, Vector* sums) {
         alignas(64) float bias[kPanel] = {};
-        alignas(64) Element line[kPanel];
         if (tile.bias) memcpy(bias, tile.bias, tile.columns * sizeof(float));
         for (int part = 0; part < kVectors; ++part)
-            store(line + part * kLanes, tile.bias ? add(sums[part], load(bias + part * kLanes)) : sums[part]);
-        memcpy(tile.out + row * tile.out_stride, line, tile.columns * sizeof(Element));
+            if (tile.bias) sums[part] = add(sums[part], load(bias + part * kLanes));
+        if (tile.is_wide)
+            store_line<Float>(tile, row, sums);
+        else
+            store_line<Element>(tile, row, sums);
+    }
+
+    template <class Output>
+    static void store_line(const Tile<Element>& tile, int64_t row, const Vector* sums) {
+        alignas(64) Output line[kPanel];
+        for (int part = 0; part < kVectors; ++part) store(line + part * kLanes, sums[part]);
+        memcpy(tile.out + row * tile.out_stride, line, tile.columns * sizeof(Output));
     }
 };
 

@@ -25,14 +25,21 @@ struct Pairs {
                     }
     }
 
-    // Adds the bias to one row of a tile, rounds it to nearest even, and stores the columns that exist.
+    // Adds the bias to one row of a tile, rounds it to nearest even unless the output is wide, and stores the columns
+    // that exist.
     static inline void store_row(const Tile<Element>& tile, int64_t row, __m512 low, __m512 high) {
         const __mmask32 mask = tile.columns == kPanel ? ~0u : (1u << tile.columns) - 1;
         if (tile.bias) {
             low = _mm512_add_ps(low, _mm512_maskz_loadu_ps(static_cast<__mmask16>(mask), tile.bias));
             high = _mm512_add_ps(high, _mm512_maskz_loadu_ps(static_cast<__mmask16>(mask >> 16), tile.bias + 16));
         }
-        _mm512_mask_storeu_epi16(tile.out + row * tile.out_stride, mask, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+        char* out = tile.out + row * tile.out_stride;
+        if (tile.is_wide) {
+            _mm512_mask_storeu_ps(out, static_cast<__mmask16>(mask), low);
+            _mm512_mask_storeu_ps(out + 64, static_cast<__mmask16>(mask >> 16), high);
+        } else {
+            _mm512_mask_storeu_epi16(out, mask, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+        }
     }
 };
 
