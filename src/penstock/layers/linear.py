@@ -16,7 +16,7 @@ class Linear:
 
     On a CPU the weight is packed for kernels whose rows are independent of each other, and the given tensor is free to
     go. On a GPU it is used as it is: by cuBLAS, whose last bits depend on how many rows there are, or `deterministic`.
-    The output has the dtype of `x`; a CPU gives `is_wide` layers' in float32, as accumulated.
+    The output has the dtype of `x`; where the CPU's kernels compute and the layer `is_wide`, float32, as accumulated.
     """
 
     def __init__(
@@ -26,7 +26,9 @@ class Linear:
         deterministic: bool = False,
         is_wide: bool = False,
     ) -> None:
+        is_wide = is_wide and not uses_triton(weight)
         self.bias = bias  # [out_features]
+        self.out_dtype = torch.float32 if is_wide else weight.dtype
         self._apply = _choose(weight, bias, deterministic, is_wide)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

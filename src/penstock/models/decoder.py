@@ -74,6 +74,7 @@ class Decoder:
             self.head = weights.linear_of(self.embedding.weight, is_wide=True)
         else:
             self.head = weights.linear({"lm_head": vocab}, hidden, is_wide=True)
+        self.logits_dtype = self.head.out_dtype
         specs = [layer.attention.kv_cache_specs for layer in self.layers]
         self.kv_cache_specs = {name: spec for of_layer in specs for name, spec in of_layer.items()}
         self.aux_layers = aux_layers

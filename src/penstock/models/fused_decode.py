@@ -63,6 +63,7 @@ class FusedDecoder:
         self._norm = model.norm
         self._head = self._weight(Role.HEAD, model.head.dense_weight())
         self._aux_layers = model.aux_layers
+        self.logits_dtype = model.logits_dtype
         next_norms = [*(layer.input_norm for layer in model.layers[1:]), model.norm]
         pairs = zip(model.layers, next_norms, strict=True)
         self._layers = [self._layer(layer, norm.weight) for layer, norm in pairs]

@@ -30,12 +30,15 @@ class Model(Protocol):
     kv_cache_specs: dict[str, KVCacheSpec]
     """Layer name -> how it stores its keys and values, in the order of the layers."""
 
+    logits_dtype: torch.dtype
+    """The model's own, or float32."""
+
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> ModelOutput:
         """[num_tokens] int64 token ids and positions in."""
         ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_rows, hidden_size] -> [num_rows, vocab_size], in float32 or the model's dtype."""
+        """[num_rows, hidden_size] -> [num_rows, vocab_size] in `logits_dtype`."""
         ...
 
 

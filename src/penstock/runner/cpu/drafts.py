@@ -22,7 +22,7 @@ _REJECTED = -2  # neither a token nor a gap
 
 
 class DraftDistributions:
-    """What the drafts were drawn from: for each state row and place the drafter's logits, in the dtype of the tensor.
+    """What the drafts were drawn from: for each state row and place the drafter's logits, in their dtype.
 
     A row's logits are written together with the draft that was drawn from them and overwritten together with it, so
     the verifier of a draft finds its own. The distribution is made from the logits twice, by the same operations.
@@ -34,7 +34,7 @@ class DraftDistributions:
 
     def write(self, rows: torch.Tensor, place: int, logits: torch.Tensor) -> None:
         """`rows` [n] int64 are state rows, `logits` [n, vocab_size]."""
-        self._logits[rows, place] = logits.to(self._logits.dtype)
+        self._logits[rows, place] = logits
 
     def read(self, rows: torch.Tensor, places: torch.Tensor | int, temperatures: torch.Tensor) -> torch.Tensor:
         """[n, vocab_size] float32 probabilities. `rows` and `places` [n] int64, `temperatures` [n, 1] float32."""

@@ -11,7 +11,6 @@ from typing import Protocol
 
 import torch
 
-from penstock.runner.kv_cache import TORCH_DTYPES
 from penstock.runner.loaded_model import LoadedModel
 from penstock.runner.memory import DeviceMemory
 from penstock.runner.speculation.speculator import StepResult
@@ -42,8 +41,8 @@ class BestPicker:
 def allocate_draft_logits(
     loaded: LoadedModel, max_num_reqs: int, max_num_drafts: int, memory: DeviceMemory
 ) -> torch.Tensor:
-    """[max_num_reqs, max_num_drafts, vocab_size] in the model's dtype. Raises ConfigError when it does not fit."""
-    device, dtype, vocab_size = loaded.device, TORCH_DTYPES[loaded.config.dtype], loaded.config.vocab_size
+    """[max_num_reqs, max_num_drafts, vocab_size] as the model makes them. Raises ConfigError when it does not fit."""
+    device, dtype, vocab_size = loaded.device, loaded.model.logits_dtype, loaded.config.vocab_size
     needed = max_num_reqs * max_num_drafts * vocab_size * dtype.itemsize
     available = memory.available()
     if needed > available:
