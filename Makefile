@@ -10,12 +10,13 @@ PYTEST := $(BIN)/python -m pytest
 # Neighbours share a worker, and so the engines of their module, until one has nothing left to do.
 PYTEST_PARALLEL := OMP_NUM_THREADS=1 $(PYTEST) -n auto --dist worksteal
 
-.PHONY: demo test test-all test-gpu lint format bench clean
+.PHONY: demo test test-all test-gpu wheel lint format clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt setup.py $(wildcard src/penstock/kernels/native/*)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt torch setuptools wheel
 	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e .
+	$(BIN)/python -m penstock.kernels.native
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
@@ -38,6 +39,10 @@ test-all: $(VENV)/.installed-dev
 
 test-gpu: $(VENV)/.installed-dev
 	$(PYTEST) -m gpu
+
+# One wheel for Python 3.11 to 3.13, with the compiled kernels in it.
+wheel: $(VENV)/.installed
+	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation -w dist .
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

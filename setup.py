@@ -2,12 +2,15 @@
 
 Every source in `src/penstock/kernels/native` is compiled once per instruction set, with the macro `ISA` naming the
 set; `cpu.cpp` tells at run time which of them this processor has. The library links to nothing but the C++ runtime:
-its OpenMP symbols resolve to the runtime that torch has already loaded, so both share one thread pool. No compiler,
-or a compiler that fails, leaves the package on its torch reference kernels.
+its OpenMP symbols resolve to the runtime that torch has already loaded, so both share one thread pool.
+
+A compiler that fails, fails the installation. Without any compiler, or with PENSTOCK_NATIVE=0, the package is installed
+without the library and computes with its torch reference kernels, which are about ten times slower.
 """
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import subprocess
@@ -16,7 +19,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
 NATIVE = Path("src/penstock/kernels/native")
 COMMON = ["-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
@@ -33,28 +38,37 @@ INSTRUCTION_SETS = {
 
 
 class BuildNative(build_ext):
-    """Compiles the kernels with the system's C++ compiler; a failure is reported and leaves no library."""
+    """Compiles the kernels with the system's C++ compiler, where there is one."""
 
     def get_ext_filename(self, fullname: str) -> str:
         """The library's plain name: it is no Python module, so it carries no interpreter's suffix."""
         return str(Path(*fullname.split(".")).with_suffix(".so"))
 
     def build_extension(self, ext: Extension) -> None:
-        target = Path(self.get_ext_fullpath(ext.name))
+        compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+        if compiler is None or os.environ.get("PENSTOCK_NATIVE") == "0":
+            self.warn("installing without the native CPU kernels: generation will be about 10 times slower on a CPU")
+            return
         try:
-            compile_native(target)
-        except (OSError, subprocess.CalledProcessError) as error:
-            detail = getattr(error, "stderr", "") or ""
-            self.warn(f"native kernels not built, the torch kernels will be used: {error}\n{detail}")
+            compile_native(compiler, Path(self.get_ext_fullpath(ext.name)))
+        except subprocess.CalledProcessError as error:
+            raise CompileError(
+                f"{compiler} cannot compile the native CPU kernels:\n{error.stderr}\n"
+                "Use a newer compiler (g++ 12 and clang++ 16 work), or set PENSTOCK_NATIVE=0 to install without them."
+            ) from None
 
     def get_outputs(self) -> list[str]:
         return []
 
 
-def compile_native(target: Path) -> None:
-    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        raise OSError("no C++ compiler found")
+class PlatformWheel(bdist_wheel):
+    """One wheel for every version of Python: the library is plain C and is no extension module."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return ("py3", "none", super().get_tag()[2])
+
+
+def compile_native(compiler: str, target: Path) -> None:
     sets = INSTRUCTION_SETS.get(platform.machine(), {"generic": []})
     sources = sorted(path for path in NATIVE.glob("*.cpp") if path.name != "cpu.cpp")
     with tempfile.TemporaryDirectory() as scratch:
@@ -64,7 +78,10 @@ def compile_native(target: Path) -> None:
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda job: run([compiler, *COMMON, *job[1], "-c", str(job[0]), "-o", job[2]]), jobs))
         target.parent.mkdir(parents=True, exist_ok=True)
-        run([compiler, "-shared", *[job[2] for job in jobs], "-o", str(target)])
+        # Under another name first: a process that starts meanwhile must not load half a library.
+        unfinished = target.with_name(f"{target.name}.{os.getpid()}")
+        run([compiler, "-shared", *[job[2] for job in jobs], "-o", str(unfinished)])
+        unfinished.replace(target)
 
 
 def run(command: list[str]) -> None:
@@ -72,6 +89,6 @@ def run(command: list[str]) -> None:
 
 
 setup(
-    ext_modules=[Extension("penstock.kernels.libpenstock_native", sources=[], optional=True)],
-    cmdclass={"build_ext": BuildNative},
+    ext_modules=[Extension("penstock.kernels.libpenstock_native", sources=[])],
+    cmdclass={"build_ext": BuildNative, "bdist_wheel": PlatformWheel},
 )

@@ -3,22 +3,36 @@
 The library is plain C, called through ctypes with addresses and sizes. `library()` is None where it was not built or
 where the processor has none of the compiled sets; every wrapper in this folder then takes its torch reference.
 `PENSTOCK_CPU_ISA` forces a set (or `torch` for the references): see `penstock.config.env`.
+
+    python -m penstock.kernels.native
+
+says which sets there are, and fails where a compiler could have built the library and did not.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from penstock.config import env
+from penstock.utils import logging
 from penstock.utils.errors import ConfigError
 
 PREFERENCE = ("amx", "avx512", "avx2", "generic")
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+logger = logging.get_logger(__name__)
+
+_MISSING = (
+    "the native CPU kernels are not installed: the torch kernels are about 10 times slower and choose other tokens at "
+    "near ties. Install a C++ compiler (apt install g++), then install Penstock again"
+)
+_UNSUPPORTED = "this processor has none of the native kernels' instruction sets: the torch kernels are about 10x slower"
 _LIBRARY_PATH = Path(__file__).with_name("libpenstock_native.so")
 
 
@@ -54,7 +68,10 @@ def library() -> NativeLibrary | None:
         raise ConfigError(
             f"PENSTOCK_CPU_ISA={forced} is not available here; choose one of: {', '.join(('torch', 'triton', *sets))}"
         )
-    return library_for(forced or sets[0]) if sets else None
+    if not sets:
+        logger.warning(_UNSUPPORTED if _LIBRARY_PATH.exists() else _MISSING)
+        return None
+    return library_for(forced or sets[0])
 
 
 def library_for(isa: str) -> NativeLibrary:
@@ -93,3 +110,15 @@ def _load_openmp() -> None:
             return
         except OSError:
             continue
+
+
+def main() -> int:
+    if _LIBRARY_PATH.exists():
+        sys.stdout.write(f"native kernels: {', '.join(instruction_sets()) or 'none that this processor can run'}\n")
+        return 0
+    sys.stderr.write(f"{_MISSING}\n")
+    return 1 if shutil.which("c++") or shutil.which("g++") or shutil.which("clang++") else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
