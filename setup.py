@@ -1,8 +1,8 @@
 """Builds the native CPU kernels: one shared library with a plain C interface, loaded by `penstock.kernels.native`.
 
 Every source in `src/penstock/kernels/native` is compiled once per instruction set, with the macro `ISA` naming the
-set; `cpu.cpp` tells at run time which of them this processor has. The library links to nothing but the C++ runtime:
-its OpenMP symbols resolve to the runtime that torch has already loaded, so both share one thread pool.
+set, but for `cpu.cpp`, which tells at run time which of them this processor has, and `pool.cpp`, the threads. The
+library links to nothing but the C++ runtime.
 
 A compiler that fails, fails the installation. Without any compiler, or with PENSTOCK_NATIVE=0, the package is installed
 without the library and computes with its torch reference kernels, which are about ten times slower.
@@ -24,7 +24,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
 NATIVE = Path("src/penstock/kernels/native")
-COMMON = ["-O3", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
+COMMON = ["-O3", "-std=c++17", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
 # gcc 12 takes its own AVX512 intrinsics for uses of uninitialized registers.
 COMMON += ["-Wall", "-Wno-maybe-uninitialized"]
 AVX512 = ["-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16"]
@@ -70,9 +70,10 @@ class PlatformWheel(bdist_wheel):
 
 def compile_native(compiler: str, target: Path) -> None:
     sets = INSTRUCTION_SETS.get(platform.machine(), {"generic": []})
-    sources = sorted(path for path in NATIVE.glob("*.cpp") if path.name != "cpu.cpp")
+    shared = [NATIVE / "cpu.cpp", NATIVE / "pool.cpp"]
+    sources = sorted(set(NATIVE.glob("*.cpp")) - set(shared))
     with tempfile.TemporaryDirectory() as scratch:
-        jobs = [(NATIVE / "cpu.cpp", [], f"{scratch}/cpu.o")]
+        jobs = [(source, [], f"{scratch}/{source.stem}.o") for source in shared]
         for isa, flags in sets.items():
             jobs += [(source, [*flags, f"-DISA={isa}"], f"{scratch}/{source.stem}_{isa}.o") for source in sources]
         with ThreadPoolExecutor() as pool:
@@ -80,7 +81,7 @@ def compile_native(compiler: str, target: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         # Under another name first: a process that starts meanwhile must not load half a library.
         unfinished = target.with_name(f"{target.name}.{os.getpid()}")
-        run([compiler, "-shared", *[job[2] for job in jobs], "-o", str(unfinished)])
+        run([compiler, "-shared", "-pthread", *[job[2] for job in jobs], "-o", str(unfinished)])
         unfinished.replace(target)
 
 

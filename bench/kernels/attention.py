@@ -87,10 +87,11 @@ def measure(case: Case, calls: dict[str, Call], seconds: float) -> dict[str, lis
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--isa", default=",".join(native.instruction_sets()), help="instruction sets to compare")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--threads", type=int, default=native.default_num_threads())
     parser.add_argument("--seconds", type=float, default=3, help="measuring time of a case")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     args = parser.parse_args()
+    native.set_num_threads(args.threads)
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     isas = [isa for isa in args.isa.split(",") if isa]

@@ -74,11 +74,12 @@ def main() -> None:
         "--working-set", type=float, default=640, help="MB of weights that each contender rotates among"
     )
     parser.add_argument("--seconds", type=float, default=1.0, help="for each line of the table")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--threads", type=int, default=native.default_num_threads())
     options = parser.parse_args()
+    native.set_num_threads(options.threads)
     torch.set_num_threads(options.threads)
     isas = [isa for isa in options.isa.split(",") if isa]
-    print(f"{options.dtype}, {torch.get_num_threads()} threads; us (GB/s of weights, GFLOP/s)")
+    print(f"{options.dtype}, {options.threads} threads; us (GB/s of weights, GFLOP/s)")
     for shape in options.shapes.split(","):
         k, n = (int(size) for size in shape.split("x"))
         size = k * n * DTYPES[options.dtype].itemsize

@@ -22,10 +22,10 @@ TOLERANCE = {torch.bfloat16: 2.2e-3, torch.float16: 2.8e-4, torch.float32: 1.2e-
 
 @pytest.fixture(autouse=True)
 def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    before = native.num_threads()
+    native.set_num_threads(2)
     yield
-    torch.set_num_threads(before)
+    native.set_num_threads(before)
 
 
 def make(isa: str, weight: torch.Tensor, bias: torch.Tensor | None = None, is_wide: bool = False) -> PackedLinear:
@@ -104,7 +104,7 @@ def test_threads_change_nothing(isa: str, dtype: torch.dtype) -> None:
         x = values(rows, 320, dtype=dtype, seed=1)
         results = []
         for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
+            native.set_num_threads(threads)
             results.append(layer(x))
         assert torch.equal(results[0], results[1])
         assert torch.equal(results[0], results[2])

@@ -31,10 +31,10 @@ def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     """Every instruction set of this processor, on one thread."""
     library = None if request.param == "torch" else native.library_for(request.param)
     monkeypatch.setattr(module, "library", lambda: library)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    threads = native.num_threads()
+    native.set_num_threads(1)
     yield request.param
-    torch.set_num_threads(threads)
+    native.set_num_threads(threads)
 
 
 @dataclass
@@ -193,7 +193,7 @@ class TestSameBits:
     def test_on_one_thread_or_two(self, isa: str, sequence: Sequence, window: int) -> None:
         parts = [Part(sequence, 0, 211), Part(sequence, 100, 101), Part(sequence, 90, 93), Part(sequence, 50, 200)]
         one = run(parts, window=window)
-        torch.set_num_threads(2)
+        native.set_num_threads(2)
         for _ in range(3):
             assert torch.equal(run(parts, window=window), one)
 

@@ -66,6 +66,9 @@ class EngineArgs:
     async_scheduling: bool | None = _arg(
         None, "schedule step n+1 while step n runs; by default where a GPU runs the steps (docs/PERFORMANCE.md)"
     )
+    num_threads: int | None = _arg(
+        None, "threads of the CPU kernels; by default OMP_NUM_THREADS, or the cores that affinity and cgroup allow"
+    )
     enforce_eager: bool = _arg(False, "launch every step's kernels anew: no CUDA graphs, a quicker start, slower steps")
     deterministic: bool = _arg(
         False, "a request's bits on a GPU depend on nothing else in its batch, which costs speed; on a CPU always so"
@@ -127,8 +130,10 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutionConfig:
-    """How a GPU computes the steps; a CPU knows neither graphs nor a mode that is not deterministic."""
+    """How the steps are computed: `num_threads` on a CPU, the rest on a GPU, as a CPU has no graphs and is always
+    deterministic."""
 
+    num_threads: int | None = None
     attention_backend: str = "auto"
     enforce_eager: bool = False
     deterministic: bool = False
@@ -199,6 +204,7 @@ def resolve(args: EngineArgs, device: str) -> EngineConfig:
         ),
         execution=ExecutionConfig(
             attention_backend=args.attention_backend,
+            num_threads=args.num_threads,
             enforce_eager=args.enforce_eager,
             deterministic=args.deterministic,
         ),
@@ -238,6 +244,7 @@ def check(args: EngineArgs) -> None:
         "max_num_seqs": 1,
         "max_model_len": 2,
         "num_gpu_blocks_override": 2,
+        "num_threads": 1,
         "kv_cache_memory": 1,
         "max_num_queued_requests": 1,
         "block_size": 8,

@@ -6,7 +6,7 @@ row and for four thousand, for any neighbours, any position in the batch and any
 from one instruction set to the next (`native.library().isa`), by what rounding allows.
 
 The packed weight is the layer's own memory, of the weight's size with N padded to a multiple of 32 (and K too, for
-bfloat16 with AVX512 or AMX); the caller may drop the original. Threads are torch's: `torch.set_num_threads` holds here.
+bfloat16 with AVX512 or AMX); the caller may drop the original. `native.set_num_threads` says on how many threads.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from penstock.kernels.host_memory import aligned_bytes
-from penstock.kernels.native import DTYPE_CODES, NativeLibrary, library
+from penstock.kernels.native import DTYPE_CODES, NativeLibrary, library, num_threads
 
 _TILE_ROWS = 16
 
@@ -72,7 +72,7 @@ class PackedLinear:
         identity = torch.eye(self.in_features, dtype=self.dtype)
         out = identity.new_empty((self.in_features, self.out_features), dtype=self.out_dtype)
         self._into.without_bias()(identity, out)
-        return out.T.to(self.dtype, memory_format=torch.contiguous_format)
+        return out.T.to(self.dtype).contiguous()
 
     def into(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """Writes the product to `out`, [rows, out_features], which must not overlap `x`."""
@@ -110,12 +110,12 @@ class _NativeLinear:
         self._packed = aligned_bytes(count)
         descriptor.weight = self._packed.data_ptr()
         descriptor.bias = None if self._bias is None else self._bias.data_ptr()
-        pack(ctypes.addressof(descriptor), weight.data_ptr(), torch.get_num_threads())
+        pack(ctypes.addressof(descriptor), weight.data_ptr(), num_threads())
         self._descriptor = descriptor
         self._address = ctypes.addressof(descriptor)
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        self._run(self._address, x.data_ptr(), out.data_ptr(), x.shape[0], torch.get_num_threads())
+        self._run(self._address, x.data_ptr(), out.data_ptr(), x.shape[0], num_threads())
 
     def without_bias(self) -> _NativeLinear:
         """The same weight, which is shared, and nothing added."""

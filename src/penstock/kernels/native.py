@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import shutil
 import sys
 from collections.abc import Callable
@@ -34,6 +35,32 @@ _MISSING = (
 )
 _UNSUPPORTED = "this processor has none of the native kernels' instruction sets: the torch kernels are about 10x slower"
 _LIBRARY_PATH = Path(__file__).with_name("libpenstock_native.so")
+
+
+# OMP_NUM_THREADS, or the cores that this process may run on: asked before anything changes it.
+_TORCH_THREADS = torch.get_num_threads()
+_CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # "max 100000", or microseconds of processor time in every so many
+_num_threads = 0
+
+
+def default_num_threads() -> int:
+    """OMP_NUM_THREADS, or the cores that this process may run on; never more than its cgroup gives time for."""
+    quota, period = "max", "1"
+    if _CGROUP_QUOTA.exists():
+        quota, period = _CGROUP_QUOTA.read_text().split()
+    return _TORCH_THREADS if quota == "max" else max(1, min(_TORCH_THREADS, math.ceil(int(quota) / int(period))))
+
+
+def num_threads() -> int:
+    """On how many threads the kernels of this process compute, at most."""
+    return _num_threads or set_num_threads(default_num_threads())
+
+
+def set_num_threads(count: int) -> int:
+    """Makes it so many, from the next call on. What is computed does not depend on it."""
+    global _num_threads
+    _num_threads = count
+    return count
 
 
 class NativeLibrary:
@@ -95,21 +122,7 @@ def instruction_sets() -> tuple[str, ...]:
 def _handle() -> ctypes.CDLL | None:
     if not _LIBRARY_PATH.exists():
         return None
-    _load_openmp()
     return ctypes.CDLL(str(_LIBRARY_PATH))
-
-
-def _load_openmp() -> None:
-    """Makes the OpenMP runtime that torch uses visible to the library, so that both share its threads."""
-    folder = Path(torch.__file__).parent / "lib"
-    bundled = [str(path) for name in ("libgomp", "libiomp", "libomp") for path in sorted(folder.glob(f"{name}*.so*"))]
-    candidates = [*bundled, "libgomp.so.1"]
-    for candidate in candidates:
-        try:
-            ctypes.CDLL(candidate, mode=ctypes.RTLD_GLOBAL)
-            return
-        except OSError:
-            continue
 
 
 def main() -> int:

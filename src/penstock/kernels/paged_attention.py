@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import torch
 
-from penstock.kernels.native import DTYPE_CODES, NativeLibrary, library
+from penstock.kernels.native import DTYPE_CODES, NativeLibrary, library, num_threads
 
 _TILE = 64
 _ROWS = 32
@@ -57,6 +57,7 @@ def paged_attention(
         head_dim,
         kv_cache.shape[3],
         sliding_window,
+        num_threads(),
         scale,
         DTYPE_CODES[q.dtype],
     )
@@ -172,4 +173,4 @@ def _check(
 def _native_paged_attention(native: NativeLibrary) -> Callable[..., int | None]:
     pointer, size = ctypes.c_void_p, ctypes.c_int64
     pointers = [pointer, size, pointer, pointer, size, pointer, pointer, pointer]
-    return native.function("paged_attention", [*pointers, *[size] * 7, ctypes.c_float, ctypes.c_int32])
+    return native.function("paged_attention", [*pointers, *[size] * 8, ctypes.c_float, ctypes.c_int32])

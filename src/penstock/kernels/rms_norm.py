@@ -16,7 +16,7 @@ from types import ModuleType
 import torch
 
 from penstock.kernels.dispatch import uses_triton
-from penstock.kernels.native import DTYPE_CODES, NativeLibrary, library
+from penstock.kernels.native import DTYPE_CODES, NativeLibrary, library, num_threads
 
 
 def rms_norm(
@@ -34,7 +34,8 @@ def rms_norm(
     out = torch.empty_like(x)
     rows, hidden = x.shape
     run = _native_rms_norm(native)
-    run(x.data_ptr(), None, weight.data_ptr(), out.data_ptr(), rows, hidden, eps, DTYPE_CODES[x.dtype])
+    pointers = (x.data_ptr(), None, weight.data_ptr(), out.data_ptr())
+    run(*pointers, rows, hidden, num_threads(), eps, DTYPE_CODES[x.dtype])
     return out
 
 
@@ -57,7 +58,7 @@ def add_rms_norm(
     rows, hidden = x.shape
     run = _native_rms_norm(native)
     pointers = (x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr())
-    run(*pointers, rows, hidden, eps, DTYPE_CODES[x.dtype])
+    run(*pointers, rows, hidden, num_threads(), eps, DTYPE_CODES[x.dtype])
     return out
 
 
@@ -88,5 +89,5 @@ def _triton() -> ModuleType:
 @functools.cache
 def _native_rms_norm(native: NativeLibrary) -> Callable[..., int | None]:
     pointer, size = ctypes.c_void_p, ctypes.c_int64
-    signature = [pointer, pointer, pointer, pointer, size, size, ctypes.c_float, ctypes.c_int32]
+    signature = [pointer, pointer, pointer, pointer, size, size, size, ctypes.c_float, ctypes.c_int32]
     return native.function("rms_norm", signature)

@@ -18,7 +18,7 @@ from types import ModuleType
 import torch
 
 from penstock.kernels.dispatch import uses_triton
-from penstock.kernels.native import DTYPE_CODES, NativeLibrary, library
+from penstock.kernels.native import DTYPE_CODES, NativeLibrary, library, num_threads
 from penstock.kernels.rms_norm import rms_norm_reference
 
 MAX_HEAD_DIM = 512
@@ -65,6 +65,7 @@ def rope_and_store_kv(
         head_dim,
         cos_sin.shape[1],
         kv_cache.shape[3],
+        num_threads(),
         eps,
         DTYPE_CODES[qkv.dtype],
     )
@@ -146,5 +147,5 @@ def _triton() -> ModuleType:
 
 @functools.cache
 def _native_rope_and_store_kv(native: NativeLibrary) -> Callable[..., int | None]:
-    pointers, sizes = [ctypes.c_void_p] * 7, [ctypes.c_int64] * 6
+    pointers, sizes = [ctypes.c_void_p] * 7, [ctypes.c_int64] * 7
     return native.function("rope_and_store_kv", [*pointers, *sizes, ctypes.c_float, ctypes.c_int32])

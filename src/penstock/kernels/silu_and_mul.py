@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from penstock.kernels.dispatch import uses_triton
-from penstock.kernels.native import DTYPE_CODES, NativeLibrary, library
+from penstock.kernels.native import DTYPE_CODES, NativeLibrary, library, num_threads
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -29,7 +29,8 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
         return silu_and_mul_reference(gate_up)
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty((rows, width))
-    _native_silu_and_mul(native)(gate_up.data_ptr(), out.data_ptr(), rows, width, DTYPE_CODES[gate_up.dtype])
+    run, threads = _native_silu_and_mul(native), num_threads()
+    run(gate_up.data_ptr(), out.data_ptr(), rows, width, threads, DTYPE_CODES[gate_up.dtype])
     return out
 
 
@@ -48,4 +49,4 @@ def _triton() -> ModuleType:
 @functools.cache
 def _native_silu_and_mul(native: NativeLibrary) -> Callable[..., int | None]:
     pointer, size = ctypes.c_void_p, ctypes.c_int64
-    return native.function("silu_and_mul", [pointer, pointer, size, size, ctypes.c_int32])
+    return native.function("silu_and_mul", [pointer, pointer, size, size, size, ctypes.c_int32])

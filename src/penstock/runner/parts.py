@@ -53,6 +53,9 @@ class DeviceParts:
 
     memory: DeviceMemory
 
+    set_up: Callable[[ExecutionConfig], None]
+    """Prepares the process, before anything is loaded."""
+
     has_memory: bool
     """Whether tensors hold anything; those of the meta device have shapes alone."""
 

@@ -48,6 +48,7 @@ def load_worker(args: EngineArgs, shard: ShardId) -> LoadedWorker:
         import_connector(config.kv_transfer)
     with compiling_ahead(config) as wait_for_kernels:
         parts = make_parts(torch.device(config.device))
+        parts.set_up(config.execution)
         loaded = load_model(config, parts)
         wait_for_kernels()
     return LoadedWorker(config, shard, loaded, parts)

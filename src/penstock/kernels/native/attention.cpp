@@ -4,10 +4,9 @@
 // kTile, with one online softmax; nothing in the walk depends on other rows, on where blocks lie or on the threads. A
 // tile that a row does not see at all leaves its state as it is, bit for bit, so rows that share a work item may begin
 // and end at different tiles.
-#include <omp.h>
-
 #include "attention_bf16.h"
 #include "attention_float.h"
+#include "pool.h"
 
 namespace penstock::ISA {
 namespace {
@@ -19,7 +18,7 @@ struct Attention {
     const int32_t* query_start_loc;  // [R + 1]
     const int32_t* seq_lens;         // [R]
     void* out;                       // [T, num_heads * head_dim]
-    int64_t q_stride, table_stride, tokens, requests, num_heads, num_kv_heads, head_dim, block_size, window;
+    int64_t q_stride, table_stride, tokens, requests, num_heads, num_kv_heads, head_dim, block_size, window, threads;
     float scale;
 
     int64_t group() const { return num_heads / num_kv_heads; }
@@ -45,6 +44,9 @@ public:
         const int64_t heads = heads_at_once(request);
         return parts(request) * ((attention_.num_kv_heads + heads - 1) / heads);
     }
+
+    // Of all heads.
+    int64_t num_groups(int64_t request) const { return parts(request) * attention_.num_kv_heads; }
 
     Item at(int64_t index) {
         while (index >= first_ + count(request_)) first_ += count(request_++);
@@ -278,21 +280,34 @@ private:
     Group groups_[kGroups];
 };
 
+// Keys, of one head and for one group of rows, that are worth a thread; see linear.h.
+constexpr int64_t kKeysPerThread = 512;
+
+int64_t useful_threads(const Attention& attention) {
+    const Items work(attention, 1);
+    int64_t keys = 0;
+    for (int64_t request = 0; request < attention.requests; ++request)
+        keys += work.num_groups(request) * attention.seq_lens[request];
+    const int64_t useful = keys / kKeysPerThread;
+    return useful < 1 ? 1 : useful < attention.threads ? useful : attention.threads;
+}
+
 template <class Engine>
 void attend(const Attention& attention) {
-    const Items work(attention, omp_get_max_threads());
+    const int64_t threads = useful_threads(attention);
+    const Items work(attention, threads);
     int64_t items = 0;
     for (int64_t request = 0; request < attention.requests; ++request) items += work.count(request);
     const int64_t row_bytes = attention.num_heads * attention.head_dim * sizeof(typename Engine::Storage);
     const int64_t used = attention.query_start_loc[attention.requests];
     std::memset(static_cast<char*>(attention.out) + used * row_bytes, 0, (attention.tokens - used) * row_bytes);
-#pragma omp parallel if (items > 1)
-    {
+    int64_t next = 0;
+    const auto take = [&] { return __atomic_fetch_add(&next, 1, __ATOMIC_RELAXED); };
+    run_parts(threads, threads, [&](int64_t) {
         Worker<Engine> worker(attention);
         Items walk(work);
-#pragma omp for schedule(monotonic : dynamic, 1)
-        for (int64_t index = 0; index < items; ++index) worker.run(walk.at(index));
-    }
+        for (int64_t index = take(); index < items; index = take()) worker.run(walk.at(index));
+    });
 }
 
 }  // namespace
@@ -303,11 +318,11 @@ using namespace penstock::ISA;
 PENSTOCK_EXPORT(void, paged_attention)
 (const void* q, int64_t q_stride, const void* kv_cache, const int32_t* block_table, int64_t table_stride,
  const int32_t* query_start_loc, const int32_t* seq_lens, void* out, int64_t tokens, int64_t requests,
- int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t block_size, int64_t window, float scale,
- int32_t dtype) {
+ int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t block_size, int64_t window, int64_t threads,
+ float scale, int32_t dtype) {
     const Attention attention{q,       kv_cache,     block_table, query_start_loc, seq_lens, out,
                               q_stride, table_stride, tokens,      requests,        num_heads, num_kv_heads,
-                              head_dim, block_size,   window,      scale};
+                              head_dim, block_size,   window,      threads,         scale};
     switch (dtype) {
         case kFloat32: return attend<FloatEngine<float>>(attention);
         case kFloat16: return attend<FloatEngine<f16>>(attention);

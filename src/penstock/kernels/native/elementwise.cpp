@@ -4,13 +4,11 @@
 // nowhere else. Sums run over a row in one fixed order.
 #include <cmath>
 
+#include "pool.h"
 #include "vec.h"
 
 namespace penstock::ISA {
 namespace {
-
-// Below this many elements a second thread costs more than it saves.
-constexpr int64_t kParallelElements = 16384;
 
 // 1 / sqrt(mean of squares + eps) of x [count].
 template <class T>
@@ -47,27 +45,26 @@ void rms_norm_row(const T* x, T* residual, const T* weight, T* out, int64_t hidd
 }
 
 template <class T>
-void rms_norm(const void* x, void* residual, const void* weight, void* out, int64_t rows, int64_t hidden, float eps) {
-#pragma omp parallel for if (rows > 1 && rows * hidden >= kParallelElements)
-    for (int64_t row = 0; row < rows; ++row) {
+void rms_norm(const void* x, void* residual, const void* weight, void* out, int64_t rows, int64_t hidden, int64_t threads,
+              float eps) {
+    run_each(rows, hidden, threads, [&](int64_t row) {
         T* residual_row = residual ? static_cast<T*>(residual) + row * hidden : nullptr;
         rms_norm_row(static_cast<const T*>(x) + row * hidden, residual_row, static_cast<const T*>(weight),
                      static_cast<T*>(out) + row * hidden, hidden, eps);
-    }
+    });
 }
 
 template <class T>
-void silu_and_mul(const void* gate_up, void* out, int64_t rows, int64_t width) {
+void silu_and_mul(const void* gate_up, void* out, int64_t rows, int64_t width, int64_t threads) {
     const Vec minus_log2e = splat(-1.44269504f);
-#pragma omp parallel for if (rows * width >= kParallelElements)
-    for (int64_t row = 0; row < rows; ++row) {
+    run_each(rows, width, threads, [&](int64_t row) {
         const T* gate = static_cast<const T*>(gate_up) + row * 2 * width;
         T* to = static_cast<T*>(out) + row * width;
         for (int64_t i = 0; i < width; i += kLanes) {
             const Vec g = load_first(gate + i, width - i), up = load_first(gate + width + i, width - i);
             store_first(to + i, g / (splat(1) + exp2(g * minus_log2e)) * up, width - i);
         }
-    }
+    });
 }
 
 struct Rope {
@@ -76,7 +73,7 @@ struct Rope {
     const int64_t* slots;      // [T], -1 stores nothing
     const void* q_norm;        // [D] or null
     const void* k_norm;        // [D] or null
-    int64_t tokens, num_heads, num_kv_heads, head_dim, rotary_dim, block_size;
+    int64_t tokens, num_heads, num_kv_heads, head_dim, rotary_dim, block_size, threads;
     float eps;
 };
 
@@ -113,13 +110,12 @@ void rope_head(const Rope& rope, const T* x, T* out, const T* norm, int64_t toke
 template <class T>
 void rope_and_store_kv(const Rope& rope, void* qkv, void* kv_cache) {
     const int64_t heads = rope.num_heads + 2 * rope.num_kv_heads, dim = rope.head_dim;
-#pragma omp parallel for if (rope.tokens > 1 && rope.tokens * heads * dim >= kParallelElements)
-    for (int64_t token = 0; token < rope.tokens; ++token) {
+    run_each(rope.tokens, heads * dim, rope.threads, [&](int64_t token) {
         T* q = static_cast<T*>(qkv) + token * heads * dim;
         for (int64_t head = 0; head < rope.num_heads; ++head)
             rope_head(rope, q + head * dim, q + head * dim, static_cast<const T*>(rope.q_norm), token);
         const int64_t slot = rope.slots[token];
-        if (slot < 0) continue;
+        if (slot < 0) return;
         const T* k = q + rope.num_heads * dim;
         const T* v = k + rope.num_kv_heads * dim;
         const int64_t head_stride = rope.block_size * dim, value_offset = rope.num_kv_heads * head_stride;
@@ -128,7 +124,7 @@ void rope_and_store_kv(const Rope& rope, void* qkv, void* kv_cache) {
             rope_head(rope, k + head * dim, to, static_cast<const T*>(rope.k_norm), token);
             std::memcpy(to + value_offset, v + head * dim, dim * sizeof(T));
         }
-    }
+    });
 }
 
 }  // namespace
@@ -144,14 +140,15 @@ using namespace penstock::ISA;
     }
 
 PENSTOCK_EXPORT(void, rms_norm)
-(const void* x, void* residual, const void* weight, void* out, int64_t rows, int64_t hidden, float eps, int32_t dtype) {
-#define CALL(T) rms_norm<T>(x, residual, weight, out, rows, hidden, eps)
+(const void* x, void* residual, const void* weight, void* out, int64_t rows, int64_t hidden, int64_t threads, float eps,
+ int32_t dtype) {
+#define CALL(T) rms_norm<T>(x, residual, weight, out, rows, hidden, threads, eps)
     PENSTOCK_BY_DTYPE(CALL)
 #undef CALL
 }
 
-PENSTOCK_EXPORT(void, silu_and_mul)(const void* gate_up, void* out, int64_t rows, int64_t width, int32_t dtype) {
-#define CALL(T) silu_and_mul<T>(gate_up, out, rows, width)
+PENSTOCK_EXPORT(void, silu_and_mul)(const void* gate_up, void* out, int64_t rows, int64_t width, int64_t threads, int32_t dtype) {
+#define CALL(T) silu_and_mul<T>(gate_up, out, rows, width, threads)
     PENSTOCK_BY_DTYPE(CALL)
 #undef CALL
 }
@@ -159,9 +156,9 @@ PENSTOCK_EXPORT(void, silu_and_mul)(const void* gate_up, void* out, int64_t rows
 PENSTOCK_EXPORT(void, rope_and_store_kv)
 (void* qkv, void* kv_cache, const float* cos_sin, const int64_t* positions, const int64_t* slots, const void* q_norm,
  const void* k_norm, int64_t tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t rotary_dim,
- int64_t block_size, float eps, int32_t dtype) {
-    const Rope rope{cos_sin,  positions,    slots,    q_norm,     k_norm,     tokens,
-                    num_heads, num_kv_heads, head_dim, rotary_dim, block_size, eps};
+ int64_t block_size, int64_t threads, float eps, int32_t dtype) {
+    const Rope rope{cos_sin,      positions, slots,      q_norm,     k_norm,  tokens, num_heads,
+                    num_kv_heads, head_dim,  rotary_dim, block_size, threads, eps};
 #define CALL(T) rope_and_store_kv<T>(rope, qkv, kv_cache)
     PENSTOCK_BY_DTYPE(CALL)
 #undef CALL

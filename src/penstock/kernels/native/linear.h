@@ -16,7 +16,6 @@
 // and nothing else, in an order that no size but K decides: that is what makes a token independent of its batch.
 #pragma once
 
-#include <omp.h>
 #include <stdlib.h>
 #include <unistd.h>
 
@@ -25,6 +24,7 @@
 #endif
 
 #include "common.h"
+#include "pool.h"
 
 namespace {
 
@@ -163,7 +163,7 @@ void multiply_rows(const Linear& layer, const typename Kernel::Element* x, char*
     }
 }
 
-// One thread's part of the product: some of the rows times some of the panels.
+// One part of the product: some of the rows times some of the panels.
 template <class Kernel>
 void multiply_part(const Linear& layer, const void* x, void* out, int64_t rows, int64_t thread, int64_t threads) {
     using Element = typename Kernel::Element;
@@ -181,30 +181,36 @@ void multiply_part(const Linear& layer, const void* x, void* out, int64_t rows, 
     }
 }
 
-template <class Kernel>
-void multiply(const Linear& layer, const void* x, void* out, int64_t rows, int64_t threads) {
-    if (threads == 1) return multiply_part<Kernel>(layer, x, out, rows, 0, 1);
-#pragma omp parallel num_threads(static_cast<int>(threads))
-    multiply_part<Kernel>(layer, x, out, rows, omp_get_thread_num(), omp_get_num_threads());
+// Work that is worth a thread: below it, waking one and waiting for it costs as much as it saves on an idle machine, and
+// on a busy one, where the thread may have lost its core, a time slice. The unit is one row times one weight; reading a
+// weight from memory costs about as much as four rows.
+constexpr int64_t kWorkPerThread = 5 << 18;
+
+int64_t useful_threads(const Linear& layer, int64_t rows, int64_t threads) {
+    const int64_t work = layer.in_features * layer.out_features * (rows + 4);
+    return smaller(threads, larger(1, work / kWorkPerThread));
 }
 
-// Writes the packed form of `weight` [out_features, in_features] where `layer.weight` points. Threads divide the panels
-// as they do for a few rows of x, so each first touches, and on a NUMA machine owns, the weights it will read.
+template <class Kernel>
+void multiply(const Linear& layer, const void* x, void* out, int64_t rows, int64_t threads) {
+    threads = useful_threads(layer, rows, threads);
+    run_parts(threads, threads, [&](int64_t part) { multiply_part<Kernel>(layer, x, out, rows, part, threads); });
+}
+
+// Writes the packed form of `weight` [out_features, in_features] where `layer.weight` points.
 template <class Kernel>
 void pack(const Linear& layer, const void* weight, int64_t threads) {
     using Element = typename Kernel::Element;
     const int64_t bytes = panel_bytes<Kernel>(layer);
-#pragma omp parallel num_threads(static_cast<int>(threads))
-    {
-        const Range panels =
-            part_of(divide_up(layer.out_features, kPanel), omp_get_thread_num(), omp_get_num_threads());
+    run_parts(threads, threads, [&](int64_t part) {
+        const Range panels = part_of(divide_up(layer.out_features, kPanel), part, threads);
         for (int64_t panel = panels.begin; panel < panels.end; ++panel) {
             const int64_t first = panel * kPanel;
             Kernel::pack_panel(static_cast<const Element*>(weight) + first * layer.in_features,
                                reinterpret_cast<Element*>(const_cast<char*>(layer.weight) + panel * bytes),
                                smaller(kPanel, layer.out_features - first), layer.in_features);
         }
-    }
+    });
 }
 
 }  // namespace

@@ -25,6 +25,7 @@ from penstock.utils.errors import ConfigError
 def cpu_parts() -> DeviceParts:
     return DeviceParts(
         memory=HostMemory(),
+        set_up=_set_up,
         has_memory=True,
         arithmetic=_arithmetic,
         deliver_weights=lambda: nullcontext(direct),
@@ -42,6 +43,13 @@ def cpu_parts() -> DeviceParts:
         make_kv_cache_view=HostKVCacheView,
         copy_to_host=lambda tensor: tensor.clone().numpy,
     )
+
+
+def _set_up(execution: ExecutionConfig) -> None:
+    count = execution.num_threads or native.default_num_threads()
+    native.set_num_threads(count)
+    # Torch is left with what is small: waiting for a thread that lost its core would take longer.
+    torch.set_num_threads(count if native.library() is None else 1)
 
 
 def _arithmetic(execution: ExecutionConfig) -> str:

@@ -37,6 +37,7 @@ def gpu_parts(device: torch.device) -> DeviceParts:
     memory = CudaMemory(device) if is_cuda else HostMemory()
     return DeviceParts(
         memory=memory,
+        set_up=lambda execution: None,
         has_memory=device.type != "meta",
         arithmetic=partial(arithmetic, device),
         deliver_weights=partial(stage_weights, device) if is_cuda else lambda: nullcontext(direct),
