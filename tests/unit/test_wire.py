@@ -25,6 +25,7 @@ from penstock.engine.core_messages import (
     Reply,
     ResetPrefixCache,
 )
+from penstock.messages.engine_info import EngineInfo
 from penstock.messages.outputs import EngineOutput, FinishReason
 from penstock.messages.requests import EngineRequest
 from penstock.messages.runner_output import TokenLogprobs
@@ -129,7 +130,19 @@ def test_what_the_core_is_started_with() -> None:
     numbers: dict[str, Any] = {
         name: 64 for name, field in SchedulerConfig.__dataclass_fields__.items() if field.type == "int"
     }
-    ready = Ready("cpu", SchedulerConfig(**numbers), 100, 16)
+    info = EngineInfo(
+        dtype="bfloat16",
+        device="cpu",
+        device_name="",
+        kernels="avx2",
+        num_threads=2,
+        max_model_len=64,
+        num_blocks=100,
+        block_size=16,
+        kv_cache_bytes=1 << 40,
+        load_seconds=0.5,
+    )
+    ready = Ready(info, SchedulerConfig(**numbers))
     for message in (EngineArgs(), EngineArgs(model="x", max_model_len=64), ready):
         stream = CODEC.encode(message)
         reader = FrameReader(CODEC)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.config.engine import EngineArgs, SchedulerConfig
+from penstock.messages.engine_info import EngineInfo
 from penstock.messages.requests import EngineRequest
 from penstock.messages.stats import StepReport
 from penstock.utils.wire import Codec
@@ -19,10 +20,8 @@ from penstock.utils.wire import Codec
 class Ready:
     """The model is loaded. `limits` are the scheduler's as the memory allows them."""
 
-    device: str
+    info: EngineInfo
     limits: SchedulerConfig
-    num_blocks: int
-    block_size: int
 
 
 @dataclass(frozen=True, slots=True)

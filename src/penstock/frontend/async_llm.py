@@ -84,7 +84,7 @@ class AsyncLLM:
     ) -> None:
         self.config = config
         self.log = RequestLog(observers)
-        self.num_blocks = ready.num_blocks
+        self.info = ready.info
         self._core = core
         self._limits = ready.limits
         self._front_end: FrontEnd = build_front_end(config, ready.limits)
@@ -114,7 +114,7 @@ class AsyncLLM:
         core = await CoreClient.start(args)
         try:
             ready = await core.ready
-            return cls(core, resolve(args, ready.device), ready, observers)
+            return cls(core, resolve(args, ready.info.device), ready, observers)
         except BaseException:
             await core.shutdown()
             raise

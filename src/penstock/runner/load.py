@@ -78,6 +78,14 @@ def arithmetic(config: EngineConfig) -> str:
     return f"torch {torch.__version__}" if library is None else library.isa
 
 
+def kernel_set(config: EngineConfig) -> str:
+    """The kernels in use, for people: an instruction set of the native library, `torch`, or `triton`."""
+    if has_gpu_kernels(torch.device(config.device)):
+        return "triton"
+    library = native.library()
+    return "torch" if library is None else library.isa
+
+
 def load_model(config: EngineConfig, memory: DeviceMemory) -> LoadedModel:
     """Builds the model with its weights. Raises ConfigError when checkpoint, memory or attention backend are unfit."""
     check_supported(config.model)

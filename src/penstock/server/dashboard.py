@@ -56,9 +56,9 @@ async def _pictures(service: Service) -> AsyncGenerator[bytes, None]:
 async def _blocks(service: Service) -> dict[str, Any]:
     cells = await service.llm.block_map(_MAX_CELLS)
     return {
-        "num_blocks": service.llm.num_blocks,
-        "block_size": service.llm.config.cache.block_size,
-        "blocks_per_cell": cdiv(service.llm.num_blocks, _MAX_CELLS),
+        "num_blocks": service.llm.info.num_blocks,
+        "block_size": service.llm.info.block_size,
+        "blocks_per_cell": cdiv(service.llm.info.num_blocks, _MAX_CELLS),
         "cells": cells.decode(),
     }
 

@@ -24,7 +24,7 @@ from penstock.kv_transfer.null import NullWorkerConnector
 from penstock.messages.kv_cache_spec import KVCacheConfig
 from penstock.messages.kv_transfer import ShardId
 from penstock.messages.scheduler_output import NO_GRAMMARS, GrammarOutput, SchedulerOutput
-from penstock.runner.load import KVCache, LoadedModel, allocate_kv_cache, arithmetic, load_model
+from penstock.runner.load import KVCache, LoadedModel, allocate_kv_cache, arithmetic, kernel_set, load_model
 from penstock.runner.memory import DeviceMemory, memory_for
 from penstock.runner.model_runner import ModelRunner
 from penstock.runner.outputs import PendingOutput
@@ -68,6 +68,9 @@ class LoadedWorker:
             memory=memory_budget(config, loaded, smallest, memory),
             arithmetic=arithmetic(config),
             weights_digest=loaded.weights_digest,
+            kernels=kernel_set(config),
+            device_name="" if config.device == "cpu" else torch.cuda.get_device_name(),
+            num_threads=torch.get_num_threads(),
         )
 
     def initialize(self, plan: InitializeWorker) -> Worker:
