@@ -25,6 +25,7 @@ from penstock.engine.core_messages import (
 from penstock.messages.requests import EngineRequest
 from penstock.messages.stats import StepReport
 from penstock.utils.errors import ConfigError, EngineDeadError, WireError
+from penstock.utils.interrupts import interrupts_blocked
 from penstock.utils.wire import FrameReader
 
 _EXIT_SECONDS = 15.0
@@ -53,7 +54,7 @@ class CoreClient(asyncio.Protocol):
         """Starts the process. `ready` resolves when its model is loaded; ConfigError there says why it cannot be."""
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "penstock.engine.core_process", str(theirs.fileno())]
-        with theirs:
+        with theirs, interrupts_blocked():
             process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
         _, client = await asyncio.get_running_loop().create_unix_connection(lambda: cls(process), sock=ours)
         client._send(args)
