@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from penstock.config.engine import EngineArgs, SchedulerConfig
 from penstock.messages.engine_info import EngineInfo
 from penstock.messages.requests import EngineRequest
-from penstock.messages.stats import StepReport
+from penstock.messages.stats import BlockMap, StepReport
 from penstock.utils.wire import Codec
 
 
@@ -69,7 +69,7 @@ class Reply:
     """The result of a call; `error` is set when it went wrong."""
 
     call: int
-    value: bool | bytes = True
+    value: bool | BlockMap = True
     error: str | None = None
 
 

@@ -90,7 +90,7 @@ async def serve(
 def _make_service(
     llm: AsyncLLM, args: ServerArgs, names: tuple[str, ...], metrics: PrometheusMetrics, rates: RecentRates
 ) -> Service:
-    metrics.set_cache_info(llm.info.num_blocks, llm.info.block_size)
+    metrics.set_info(llm.info)
     metrics.watch(llm)
     return Service(
         llm=llm,
@@ -185,8 +185,8 @@ async def _drain(service: Service, hurry: asyncio.Event, announce: Callable[[str
     service.is_draining = service.is_stopping = True
     if service.llm.num_unfinished:
         announce(
-            f"Stopping: waiting up to {service.args.shutdown_timeout:g} s for {service.llm.num_unfinished} running "
-            "requests (Ctrl-C or SIGTERM again stops now)"
+            f"Stopping: waiting up to {service.args.shutdown_timeout:g} s for the running requests "
+            f"({service.llm.num_unfinished}); Ctrl-C or SIGTERM again stops now"
         )
     await _first(service.llm.wait_until_idle(), hurry.wait(), timeout=service.args.shutdown_timeout)
 
