@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from penstock.cli.dataclass_args import add_engine_args, add_model_argument, add_server_args, engine_kwargs, server_args
 from penstock.cli.startup import announce, describe_engine
 from penstock.config import env
-from penstock.utils import logging
 from penstock.utils.interrupts import interrupts_end_at_once
 
 if TYPE_CHECKING:
@@ -26,7 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    logging.configure(env.log_level())
     kwargs = engine_kwargs(args)
     arguments = server_args(args, api_key=(*args.api_key, *env.api_keys()))
     # Until the server serves and handles signals itself, an interrupt ends it; the engine core ends with it.
@@ -37,6 +35,9 @@ def run(args: argparse.Namespace) -> int:
         import uvloop
 
         from penstock.server.run import serve
+        from penstock.utils import logging
+
+        logging.configure(env.log_level())
 
         def on_loaded(info: EngineInfo) -> None:
             announce(describe_engine(kwargs["model"], info))

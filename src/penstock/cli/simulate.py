@@ -14,6 +14,7 @@ from penstock.cli.parser import count, count_from_zero
 from penstock.simulation.scenarios import SCENARIOS, replay_line, run_scenario
 from penstock.simulation.world import RunResult
 from penstock.utils.errors import ConfigError
+from penstock.utils.interrupts import interrupts_blocked
 from penstock.utils.names import did_you_mean
 
 _VIOLATION = 1
@@ -73,7 +74,10 @@ def _results(runs: list[Run], jobs: int) -> Iterator[tuple[Run, RunResult]]:
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         try:
             tasks = [runs[start : start + _SEEDS_PER_TASK] for start in range(0, len(runs), _SEEDS_PER_TASK)]
-            for results in pool.map(_run_all, tasks):
+            with interrupts_blocked():
+                # The processes start here; at an interrupt they end with the tasks that they have begun.
+                all_results = pool.map(_run_all, tasks)
+            for results in all_results:
                 yield from results
         finally:
             pool.shutdown(wait=True, cancel_futures=True)

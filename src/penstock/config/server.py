@@ -78,8 +78,8 @@ class ServerArgs:
             raise ConfigError("api_key must be printable ASCII without spaces, because it travels in a header")
         if not self.is_loopback and not self.api_key and not self.allow_unauthenticated:
             raise ConfigError(
-                f"host={self.host} would let anyone on the network use the engine: set --api-key (or "
-                "PENSTOCK_API_KEY), or pass --allow-unauthenticated if something in front of it checks who comes"
+                f"host={self.host} makes the engine reachable from the network without authentication: set --api-key "
+                "(or PENSTOCK_API_KEY), or pass --allow-unauthenticated if a proxy in front of it authenticates"
             )
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
-            raise ConfigError("ssl_certfile and ssl_keyfile belong together")
+            raise ConfigError("ssl_certfile and ssl_keyfile must be given together")
