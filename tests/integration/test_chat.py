@@ -86,11 +86,18 @@ def test_ctrl_c_stops_an_answer_and_clears_a_line() -> None:
     assert b"Traceback" not in terminal.shown
 
 
-@pytest.mark.parametrize("command", [["serve", "--port", "0"], ["chat"]], ids=lambda command: command[0])
-def test_ctrl_c_while_it_starts_ends_it_without_a_traceback(command: list[str]) -> None:
-    """From the first import to the model's load: moments that no one chooses."""
+STARTS = {
+    "serve": ("serve", "--port", "0", "--kv-cache-memory", "20MB"),
+    "chat": ("chat", "--kv-cache-memory", "20MB"),
+    "simulate": ("simulate", "--count", "300", "--jobs", "2"),
+}
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_ctrl_c_while_it_starts_ends_it_without_a_traceback(name: str) -> None:
+    """At several moments, from the first import to the start of child processes and the load of the model."""
     for delay in (0.15, 0.3, 0.6, 1.2, 2.4):
-        with in_terminal([*PENSTOCK, *command, "--kv-cache-memory", "20MB"]) as terminal:
+        with in_terminal([*PENSTOCK, *STARTS[name]]) as terminal:
             time.sleep(delay)
             terminal.type(CTRL_C)
             code = terminal.wait()

@@ -91,7 +91,7 @@ def _row(result: RowResult) -> str:
     mark = "yes" if result.is_shown else "(yes)"
     if not result.agrees:
         mark = "NO" if result.difference else "FAILED"
-    happened = result.happened if result.is_shown else f"{result.happened}: shows nothing"
+    happened = result.happened if result.is_shown else f"{result.happened}: not exercised"
     return _line(
         result.name, result.num_requests, result.num_tokens, mark, f"{result.seconds:.1f}", result.problem or happened
     )
