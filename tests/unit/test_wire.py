@@ -29,7 +29,7 @@ from penstock.messages.engine_info import EngineInfo
 from penstock.messages.outputs import EngineOutput, FinishReason
 from penstock.messages.requests import EngineRequest
 from penstock.messages.runner_output import TokenLogprobs
-from penstock.messages.stats import RequestEvent, RequestEventKind, SchedulerStats, StepReport
+from penstock.messages.stats import BlockMap, RequestEvent, RequestEventKind, SchedulerStats, StepReport
 from penstock.utils import wire
 from penstock.utils.errors import WireError
 from penstock.utils.wire import Codec, FrameReader
@@ -94,6 +94,7 @@ reports = st.builds(
     num_tokens=count,
     stats=st.builds(SchedulerStats, count, count, real, count, count, count),
 )
+block_map = st.builds(BlockMap, text, st.dictionaries(text, count, max_size=3))
 messages = st.one_of(
     requests,
     reports,
@@ -103,7 +104,7 @@ messages = st.one_of(
     st.builds(GetBlockMap, count, count),
     st.builds(Failed, text, flag),
     st.builds(Refused, text, text, maybe_text, flag),
-    st.builds(Reply, count, flag | st.binary(max_size=8), maybe_text),
+    st.builds(Reply, count, flag | block_map, maybe_text),
 )
 
 
