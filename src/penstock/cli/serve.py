@@ -42,6 +42,5 @@ def run(args: argparse.Namespace) -> int:
         def on_loaded(info: EngineInfo) -> None:
             announce(describe_engine(kwargs["model"], info))
 
-        announce(f"Loading {kwargs['model']} ...")
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(serve(kwargs, arguments, announce, on_loaded))

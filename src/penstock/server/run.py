@@ -68,6 +68,7 @@ async def serve(
     metrics, rates = PrometheusMetrics(names[0]), RecentRates()
     tracer = None if args.otlp_traces_endpoint is None else make_tracer(args.otlp_traces_endpoint, model=names[0])
     observers: list[EngineObserver] = [metrics, rates, *([] if tracer is None else [tracer])]
+    announce(f"Loading {engine_args['model']} ...")
     llm = await AsyncLLM.start(observers=observers, **engine_args)
     try:
         on_loaded(llm.info)
