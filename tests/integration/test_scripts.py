@@ -96,6 +96,16 @@ def test_every_script_of_the_documentation_is_tried() -> None:
         assert Path(name).name in (ROOT / test).read_text(encoding="utf-8")
 
 
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a script and its children: by an interrupt, so that it ends the servers that it has started, or by force."""
+    process.send_signal(signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(60)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
 def try_script(name: str, trial: Trial, folder: Path) -> None:
     arguments = [str(folder / "out") if argument == "OUT" else argument for argument in trial.arguments]
     output = folder / "output.txt"
@@ -113,12 +123,8 @@ def try_script(name: str, trial: Trial, folder: Path) -> None:
             code = process.wait(trial.seconds or LIMIT_S)
         except subprocess.TimeoutExpired:
             code = None
-        finally:
-            # Its children too: servers, workers, processes that make data.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    text = output.read_text(encoding="utf-8", errors="replace")
+        text = output.read_text(encoding="utf-8", errors="replace")
+        end(process)
     assert code in trial.codes or (code is None and trial.seconds is not None), (
         f"{name} ended with {code}:\n{text[-2000:]}"
     )
