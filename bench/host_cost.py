@@ -212,6 +212,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.rounds < 2:
+        parser.error("--rounds must be at least 2: the first round warms up")
     if args.worker is not None:
         WorkerProcess(socket.socket(fileno=args.worker)).serve(InstantRank())
         return

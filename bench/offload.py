@@ -23,6 +23,8 @@ from typing import Any
 from penstock import LLM, SamplingParams
 
 _SMALL_TIER = 64 << 20
+# Token ids that every shape has.
+VOCABULARY = 512
 SHAPE = Path(__file__).parent / "shapes" / "qwen3-0.6b"
 
 
@@ -54,7 +56,7 @@ def milliseconds_to_first_token(llm: LLM, prompt: list[int], expected_cached: in
 
 
 def first_tokens(args: argparse.Namespace, folder: str, attestation: str) -> dict[str, float]:
-    prompt = [i * 7919 % 1000 for i in range(args.prompt_len)]
+    prompt = [i * 7919 % VOCABULARY for i in range(args.prompt_len)]
     cached = (args.prompt_len - 1) // 16 * 16
     times: dict[str, list[float]] = {"recomputed": [], "from memory": [], "from disk": []}
     plain = make(args.model, None)
@@ -89,7 +91,7 @@ def decode(args: argparse.Namespace, folder: str, batch: int) -> list[float]:
         pipes.append(pipe)
     rates: list[list[float]] = [[] for _ in transfers]
     for number in range(args.rounds + 1):
-        prompts = [[(number * 131 + i * 17 + j) % 1000 for j in range(32)] for i in range(batch)]
+        prompts = [[(number * 131 + i * 17 + j) % VOCABULARY for j in range(32)] for i in range(batch)]
         for rate, pipe in zip(rates, pipes, strict=True):
             pipe.send(prompts)
             rate.append(batch * args.output_len / pipe.recv())

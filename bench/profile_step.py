@@ -1,6 +1,6 @@
 """Where a step's time goes on the CPU: milliseconds per step by kernel, beside what the whole step took.
 
-    python bench/profile_step.py [bench/shapes/qwen3-0.6b]
+    python bench/profile_step.py [bench/shapes/qwen3-0.6b] [--quick]
 
 The last column is the Python around the kernels. The memory floor is the weights' bytes over the read bandwidth that
 the same process measures.
@@ -8,22 +8,25 @@ the same process measures.
 
 from __future__ import annotations
 
+import argparse
 import random
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-import penstock.layers.attention as attention_layer
-import penstock.layers.norm as norm_layer
-import penstock.models.llama as llama
+import penstock.attention.native as attention
+import penstock.layers.norm as norm
+import penstock.models.parts as parts
 from penstock import LLM, SamplingParams
-from penstock.kernels import linear
+from penstock.kernels.linear import PackedLinear
 
+SHAPE = Path(__file__).parent / "shapes" / "qwen3-0.6b"
 SPENT: Counter[str] = Counter()
 # (requests, prompt tokens, output tokens): decode at three batch sizes, and one prefill.
 CASES = ((1, 2, 65), (8, 2, 65), (32, 2, 65), (1, 1024, 1))
+QUICK_CASES = ((1, 2, 5), (1, 64, 1))
 
 
 def timed(owner: Any, name: str, label: Callable[[Any], str] | None = None) -> None:
@@ -39,11 +42,11 @@ def timed(owner: Any, name: str, label: Callable[[Any], str] | None = None) -> N
     setattr(owner, name, wrapper)
 
 
-def read_bandwidth() -> float:
+def read_bandwidth(num_floats: int) -> float:
     """Bytes per second that torch reads with its threads."""
     import torch  # after penstock, which sets the OpenMP defaults
 
-    memory = torch.ones(1 << 28)
+    memory = torch.ones(num_floats)
     memory.sum()
     started = time.perf_counter()
     for _ in range(4):
@@ -52,17 +55,18 @@ def read_bandwidth() -> float:
 
 
 def main() -> None:
-    shape = sys.argv[1] if len(sys.argv) > 1 else "bench/shapes/qwen3-0.6b"
-    timed(
-        linear._NativeLinear,
-        "__call__",
-        lambda layer: f"linear {layer._descriptor.in_features}x{layer._descriptor.out_features}",
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", nargs="?", default=str(SHAPE), help="folder with a config.json")
+    parser.add_argument("--quick", action="store_true", help="a few steps, to try the script")
+    args = parser.parse_args()
+    timed(PackedLinear, "into", lambda layer: f"linear {layer.in_features}x{layer.out_features}")
+    timed(attention, "paged_attention")
+    timed(attention, "rope_and_store_kv")
+    timed(norm, "add_rms_norm")
+    timed(parts, "silu_and_mul")
+    llm = LLM(
+        args.shape, load_format="dummy", skip_tokenizer_init=True, max_model_len=2048, enable_prefix_caching=False
     )
-    timed(attention_layer, "paged_attention")
-    timed(attention_layer, "rope_and_store_kv")
-    timed(norm_layer, "add_rms_norm")
-    timed(llama, "silu_and_mul")
-    llm = LLM(shape, load_format="dummy", skip_tokenizer_init=True, max_model_len=2048, enable_prefix_caching=False)
     rng = random.Random(0)
     vocab_size = llm.config.model.vocab_size
 
@@ -73,9 +77,9 @@ def main() -> None:
         llm.generate(prompts, params, use_tqdm=False)
         return time.perf_counter() - started
 
-    generate(32, 128, 4)
-    print(f"read bandwidth {read_bandwidth() / 1e9:.1f} GB/s")
-    for count, length, num_tokens in CASES:
+    generate(1 if args.quick else 32, 128, 4)
+    print(f"read bandwidth {read_bandwidth(1 << (20 if args.quick else 28)) / 1e9:.1f} GB/s")
+    for count, length, num_tokens in QUICK_CASES if args.quick else CASES:
         SPENT.clear()
         total = generate(count, length, num_tokens)
         per_step = {name: round(spent / num_tokens * 1e3, 2) for name, spent in sorted(SPENT.items())}
@@ -84,4 +88,5 @@ def main() -> None:
         print(f"{name}: {total / num_tokens * 1e3:.1f} ms a step: {per_step}, rest {rest:.1f}")
 
 
-main()
+if __name__ == "__main__":
+    main()

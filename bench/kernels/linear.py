@@ -40,7 +40,7 @@ def contenders(weights: list[torch.Tensor], rows: int, isas: list[str]) -> dict[
         isa: [PackedLinear.with_library(native.library_for(isa), weight) for weight in weights] for isa in isas
     }
     made["F.linear"] = [lambda x, weight=weight: F.linear(x, weight) for weight in weights]
-    if weights[0].dtype == torch.bfloat16:
+    if weights[0].dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         made["prepacked"] = [prepacked(weight, rows) for weight in weights]
     return made
 

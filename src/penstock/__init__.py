@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
 from penstock.config.env import set_openmp_defaults
 
+# Type checkers know this name; to import it takes longer than the rest of this file, and Ctrl-C may come meanwhile.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from penstock.frontend.async_llm import AsyncLLM
     from penstock.frontend.llm import LLM
     from penstock.messages.outputs import CompletionOutput, RequestOutput
@@ -53,4 +54,6 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'penstock' has no attribute {name!r}")
+    import importlib
+
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -10,7 +10,7 @@ import ast
 import re
 
 import penstock
-from penstock.cli.main import make_parser
+from penstock.cli.commands import make_parser
 from penstock.config import env
 from tests.architecture.sources import ROOT, imports, modules
 
@@ -47,7 +47,7 @@ FLAGS = {
     "serve": ENGINE_FLAGS | SERVER_FLAGS,
     "bench serve": LOAD_FLAGS,
     "generate": ENGINE_FLAGS | SAMPLING_FLAGS | {"--prompt", "--chat", "--json"},
-    "chat": ENGINE_FLAGS | SAMPLING_FLAGS | {"--system"},
+    "chat": ENGINE_FLAGS | SAMPLING_FLAGS | {"--api-key", "--system", "--url"},
     "verify": ENGINE_FLAGS | {"--prompts", "--max-tokens", "--quick"},
     "bench throughput": ENGINE_FLAGS | BENCH_FLAGS | {"--num-prompts"},
     "simulate": {"--count", "--jobs", "--list", "--scenario", "--seed"},

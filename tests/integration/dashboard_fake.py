@@ -55,6 +55,8 @@ class FakeEngine:
     def __init__(self, *, idle: bool = False, num_blocks: int = 960, seed: int = 7) -> None:
         self.idle = idle
         self.paused = False
+        self.speculation = {"num_drafts": 0, "num_draft_tokens": 0, "num_accepted_per_position": []}
+        self.connector: dict[str, float] = {}
         self.health: dict[str, str | None] = {"status": "ok", "reason": None}
         self.requests: list[FakeRequest] = []
         self.stats = dict.fromkeys(
@@ -94,14 +96,36 @@ class FakeEngine:
             "time": self._now,
             "model": MODEL,
             "version": "0.1.0",
+            "engine": {
+                "dtype": "bfloat16",
+                "device": "cpu",
+                "device_name": "",
+                "kernels": "avx512",
+                "num_threads": 8,
+                "max_model_len": 4096,
+                "num_blocks": len(self._cells),
+                "block_size": 16,
+                "kv_cache_bytes": len(self._cells) << 21,
+                "load_seconds": 2.0,
+            },
+            "uptime": self._now + 11_900,
             "health": self.health,
             "stats": {
                 "num_running": states.count("prefill") + states.count("decode"),
                 "num_waiting": states.count("queued") + states.count("preempted"),
                 "kv_cache_usage": used,
                 **self.stats,
+                **self._ends(),
+                "speculation": self.speculation,
+                "connector": self.connector,
             },
             "rates": {
+                "window": 10.0,
+                "requests_per_second": 0.7 if busy else 0.0,
+                "e2e_p50": 3.21 if busy else None,
+                "e2e_p90": 9.87 if busy else None,
+                "queue_p50": 0.012 if busy else None,
+                "queue_p90": 0.345 if busy else None,
                 "tokens_per_second": sum(count for _, count in self._tokens) / 10 if busy else None,
                 "ttft_p50": waits[len(waits) // 2] if waits else None,
                 "ttft_p90": waits[len(waits) * 9 // 10] if waits else None,
@@ -115,7 +139,15 @@ class FakeEngine:
                 "block_size": 16,
                 "blocks_per_cell": 1,
                 "cells": "".join(self._cells),
+                "counts": {letter: self._cells.count(letter) for letter in "fcpol"},
             },
+        }
+
+    def _ends(self) -> dict[str, int]:
+        reasons = [request.finish_reason for request in self.requests if request.state == "finished"]
+        return {
+            "num_errors": reasons.count("error"),
+            "num_aborts": reasons.count("abort"),
         }
 
     @staticmethod

@@ -115,8 +115,8 @@ def server() -> Iterator[FakeServer]:
 
 def bench(server: FakeServer, *arguments: str) -> int:
     parser = argparse.ArgumentParser()
-    bench_serve.add_parser(parser.add_subparsers())
-    args = parser.parse_args(["serve", "--base-url", server.url, "--disable-tqdm", *arguments])
+    bench_serve.add_arguments(parser)
+    args = parser.parse_args(["--base-url", server.url, "--disable-tqdm", *arguments])
     return args.run(args)
 
 
@@ -209,7 +209,7 @@ def test_an_interrupt_reports_what_was_measured(
         bench(server, "--tokenizer", DEMO, "--num-prompts", "50", "--max-concurrency", "1", *SHORT, *save)
     assert result_of(tmp_path)["completed"] == 3
     captured = capsys.readouterr()
-    assert "47 requests had not ended" in captured.err
+    assert "47 requests had not finished" in captured.err
     assert "Successful requests:                     3" in captured.out
 
 
@@ -226,8 +226,8 @@ def test_it_waits_for_a_server_that_is_loading(server: FakeServer) -> None:
     ("arguments", "named"),
     [
         (("--random-input-len", "1000"), "max_model_len=600"),
-        (("--dataset-name", "trace"), "needs a --dataset-path"),
-        (("--dataset-path", "x"), "takes no --dataset-path"),
+        (("--dataset-name", "trace"), "needs --dataset-path"),
+        (("--dataset-path", "x"), "cannot be used with --dataset-path"),
         (("--dataset-name", "trace", "--dataset-path", "x", "--request-rate", "2"), "--trace-scale"),
         (("--dataset-name", "sharegpt", "--dataset-path", "nowhere.json"), "nowhere.json cannot be read"),
         (("--tokenizer", "nowhere"), "no tokenizer.json"),

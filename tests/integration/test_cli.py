@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import re
-import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +14,7 @@ import pytest
 from tests.processes import started
 
 PENSTOCK = [sys.executable, "-m", "penstock.cli.main"]
-ENGINE = ["--max-model-len", "512", "--kv-cache-memory", "20000000"]
+ENGINE = ["--max-model-len", "512", "--kv-cache-memory", "20MB"]
 
 
 def run(*arguments: str, stdin: str | bytes = "") -> subprocess.CompletedProcess[bytes]:
@@ -26,9 +22,20 @@ def run(*arguments: str, stdin: str | bytes = "") -> subprocess.CompletedProcess
     return subprocess.run([*PENSTOCK, *arguments], input=data, capture_output=True, timeout=120, check=False)
 
 
+def assert_start_lines(text: str) -> None:
+    """What every command with an engine says before it works."""
+    assert text.startswith("Loading demo ...\n")
+    assert re.search(r"^  model +demo, bfloat16$", text, re.MULTILINE)
+    assert re.search(r"^  device +cpu, (amx|avx512|avx2|generic|torch) kernels, \d+ threads?$", text, re.MULTILINE)
+    assert re.search(r"^  context +512 tokens$", text, re.MULTILINE)
+    assert re.search(r"^  KV cache +0.02 GiB, [\d,]+ tokens in \d+ blocks$", text, re.MULTILINE)
+    assert re.search(r"^  loaded in +\d+\.\d s$", text, re.MULTILINE)
+
+
 def test_generate_streams_text_and_reports_figures() -> None:
-    done = run("generate", "--chat", "--prompt", "What is 123 + 456?", *ENGINE)
+    done = run("generate", "demo", "--chat", "--prompt", "What is 123 + 456?", *ENGINE)
     assert done.returncode == 0, done.stderr
+    assert_start_lines(done.stderr.decode())
     assert b"579" in done.stdout
     assert re.search(rb"prompt tokens, \d+ generated \(stop\): [\d.]+ tokens/s; first token", done.stderr)
     assert b"tokens/s" not in done.stdout
@@ -54,11 +61,13 @@ def test_generate_reads_standard_input_and_writes_json() -> None:
         (["bench", "throughput", "--input-len", "600", *ENGINE], "", "max_model_len=512"),
     ],
 )
-def test_mistakes_are_one_line_and_exit_code_2(arguments: list[str], stdin: str | bytes, named: str) -> None:
+def test_mistakes_are_the_last_line_and_exit_code_2(arguments: list[str], stdin: str | bytes, named: str) -> None:
     done = run(*arguments, stdin=stdin)
     assert done.returncode == 2
-    assert named in done.stderr.decode()
-    assert len(done.stderr.decode().strip().splitlines()) == 1
+    # What is seen only when the engine has been asked for comes after the lines of the start.
+    *before, last = done.stderr.decode().strip().splitlines()
+    assert named in last
+    assert all(line.startswith(("Loading ", "  ")) for line in before)
 
 
 def test_a_closed_pipe_ends_quietly() -> None:
@@ -78,44 +87,6 @@ def test_an_interrupt_ends_with_its_exit_code() -> None:
         stderr = process.stderr.read()
         assert process.wait(timeout=30) == 130
     assert b"Traceback" not in stderr
-
-
-@pytest.fixture
-def terminal() -> Iterator[tuple[int, int]]:
-    """Both ends of a terminal: the one that a test reads and writes, and the one for a process."""
-    ends = pty.openpty()
-    yield ends
-    for end in ends:
-        os.close(end)
-
-
-def test_chat_in_a_terminal(terminal: tuple[int, int]) -> None:
-    controller, end = terminal
-    seen = b""
-
-    def read_until(wanted: bytes) -> None:
-        nonlocal seen
-        while wanted not in seen:
-            assert select.select([controller], [], [], 60)[0], f"waited for {wanted!r} after {seen!r}"
-            seen += os.read(controller, 4096)
-        seen = seen.split(wanted, 1)[1]
-
-    command = [*PENSTOCK, "chat", "--temperature", "0", *ENGINE]
-    with started(command, stdin=end, stdout=end, stderr=end) as process:
-        read_until(b"> ")
-        os.write(controller, b"What is 123 + 456?\n")
-        read_until(b"579")
-        read_until(b"> ")
-        # An interrupt that comes before readline waits for input is only seen with the next one, as at any prompt.
-        for _ in range(12):
-            process.send_signal(signal.SIGINT)
-            if select.select([controller], [], [], 5)[0]:
-                break
-        read_until(b"> ")
-        os.write(controller, b"/clear\n")
-        read_until(b"> ")
-        os.write(controller, b"/exit\n")
-        assert process.wait(timeout=30) == 0
 
 
 @pytest.mark.parametrize(

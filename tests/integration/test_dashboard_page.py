@@ -146,6 +146,12 @@ def test_readings_timeline_and_block_map(browser: Any, busy: FakeServer) -> None
     sync_api.expect(page.locator("#model")).to_have_text("demo")
     sync_api.expect(page.locator("#version")).to_have_text("0.1.0")
     sync_api.expect(page.locator("#itl50")).to_have_text("21ms p50")
+    sync_api.expect(page.locator("#itl90")).to_have_text("49ms p90, last 10 s")
+    sync_api.expect(page.locator("#e2e50")).to_have_text("3.21s p50")
+    sync_api.expect(page.locator("#queue90")).to_have_text("345ms p90, last 10 s")
+    sync_api.expect(page.locator("#request-rate")).to_have_text("0.7per s, last 10 s")
+    sync_api.expect(page.locator("#ends")).to_contain_text("since start")
+    sync_api.expect(page.locator("#drafts")).to_have_text("no drafts since start")
     for tile in ("throughput", "ttft50", "running", "usage", "hits", "preemptions"):
         assert any(character.isdigit() for character in page.inner_text(f"#{tile}")), tile
     for name in ("--queued", "--prefill", "--decode", "--preempted"):
@@ -156,6 +162,118 @@ def test_readings_timeline_and_block_map(browser: Any, busy: FakeServer) -> None
     counts = block_counts(page)
     assert sum(counts) == 960
     assert counts[4] == 6
+    assert watched.complaints == []
+    watched.close()
+
+
+def test_configuration_and_links(browser: Any, busy: FakeServer) -> None:
+    watched = Watched(browser, busy.url)
+    page = watched.live()
+    expected = {
+        "device": "cpu",
+        "kernels": "avx512, 8 threads",
+        "dtype": "bfloat16",
+        "context": "4,096 tokens",
+        "kv-size": "1.88 GiB, 15,360 tokens",
+        "uptime": "3 h 20 min",
+    }
+    for name, text in expected.items():
+        sync_api.expect(page.locator(f"#{name}")).to_have_text(text)
+    links = page.evaluate("[...document.querySelectorAll('nav a')].map((link) => link.getAttribute('href'))")
+    assert links == ["/metrics", "/docs", "/health"]
+    assert page.evaluate("[5, 299, 3600, 200000].map(inWords)") == ["5 s", "4 min", "1 h 0 min", "2 d 7 h"]
+    assert watched.complaints == []
+    watched.close()
+
+
+def test_drafts_and_tiers(browser: Any, idle: FakeServer) -> None:
+    idle.engine.speculation = {"num_drafts": 50, "num_draft_tokens": 150, "num_accepted_per_position": [45, 20, 10]}
+    counts = {"num_chunks": 512, "num_free": 128, "num_loads": 7, "num_evicted": 3, "num_corrupted": 0}
+    disk = {"STORAGE.num_chunks": 2048, "STORAGE.num_loaded": 9, "STORAGE.num_evicted": 4, "STORAGE.num_corrupted": 1}
+    idle.engine.connector = {**counts, **disk}
+    watched = Watched(browser, idle.url)
+    page = watched.live()
+    sync_api.expect(page.locator("#accepted")).to_have_text("50.0%")
+    sync_api.expect(page.locator("#drafts")).to_have_text("75of 150 since start")
+    tiers = page.locator("#tiers")
+    sync_api.expect(tiers).to_contain_text("host memory384 of 512 chunks · 7 loaded · 3 evicted · 0 corrupted")
+    sync_api.expect(tiers).to_contain_text("storage2,048 chunks · 9 loaded · 4 evicted · 1 corrupted, since start")
+    idle.engine.connector = {}
+    sync_api.expect(tiers).to_be_hidden()
+    assert watched.complaints == []
+    watched.close()
+
+
+def test_a_large_pool_shows_exact_counts_and_its_map_when_it_fills(browser: Any, idle: FakeServer) -> None:
+    watched = Watched(browser, idle.url)
+    page = watched.live()
+    show = """(used) => {
+      connection.abort();
+      const cells = "o".repeat(used) + "f".repeat(2000 - used);
+      const counts = { f: 86000 - used, c: 0, o: used, l: 0, p: 0 };
+      latest = { ...latest, blocks: { num_blocks: 86000, block_size: 16, blocks_per_cell: 43, cells, counts } };
+      showPool();
+      return [$("count-o").textContent, $("pool-canvas").hidden, $("pool-bar").childElementCount,
+              $("pool-bar").firstElementChild.getBoundingClientRect().width, $("pool-note").textContent];
+    }"""
+    page.evaluate("poolShown = ''; $('pool-canvas').hidden = true")
+    count, is_hidden, num_parts, width, note = page.evaluate(show, 5)
+    assert (count, is_hidden, num_parts) == ("5", True, 2)
+    assert width >= 3, "a small share can be seen too"
+    assert note == "86,000 blocks of 16 tokens"
+    count, is_hidden, _, _, note = page.evaluate(show, 100)
+    assert (count, is_hidden, note) == ("100", False, "86,000 blocks of 16 tokens, 43 to a cell of the map")
+    assert page.evaluate(show, 5)[1] is False, "a map that was shown stays"
+    watched.close()
+
+
+def test_every_one_of_many_lanes_has_its_own_name(browser: Any, busy: FakeServer) -> None:
+    watched = Watched(browser, busy.url)
+    page = watched.live()
+    page.wait_for_selector("#lanes-canvas[aria-label]")
+    labels, step, scroll, axis, height = page.evaluate("""() => {
+      connection.abort();
+      const events = [["queued", latest.time - 5], ["decode", latest.time - 4]];
+      const like = { ...latest.requests[0], state: "decode", finish_reason: null, events };
+      const requests = Array.from({ length: 120 }, (_, i) => ({ ...like, id: `many-${String(i).padStart(6, "0")}` }));
+      latest = { ...latest, requests };
+      lanes.clear();
+      assignLanes();
+      drawTimeline();
+      $("lanes").scrollTop = 500;
+      const labels = [];
+      const draw = CanvasRenderingContext2D.prototype.fillText;
+      CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+        if (/^\\d{6}$/.test(text)) labels.push([Number(text), y]);
+        draw.call(this, text, x, y);
+      };
+      drawTimeline();
+      CanvasRenderingContext2D.prototype.fillText = draw;
+      return [labels, rowHeight(), $("lanes").scrollTop, AXIS, $("lanes").clientHeight];
+    }""")
+    assert scroll > 0
+    assert step >= 12, "a name has room"
+    assert len(labels) >= (height - axis) // step
+    for row, y in labels:
+        assert abs(y - (axis + (row + 0.5) * step - scroll)) <= 1, (row, y)
+    watched.close()
+
+
+def test_the_chat_folds_away(browser: Any, idle: FakeServer) -> None:
+    watched = Watched(browser, idle.url)
+    page = watched.live()
+    before = page.locator("#timeline").bounding_box()
+    page.click("#fold")
+    sync_api.expect(page.locator("#ask")).to_be_hidden()
+    assert page.locator("#timeline").bounding_box()["width"] > before["width"] + 200
+    assert page.get_attribute("#fold", "aria-expanded") == "false"
+    page.reload()
+    page = watched.live()
+    sync_api.expect(page.locator("#ask")).to_be_hidden()
+    # What leads to the chat box unfolds it.
+    page.click("#vacant button")
+    sync_api.expect(page.locator("#ask")).to_be_visible()
+    assert page.evaluate("[document.activeElement.id, localStorage.length]") == ["prompt", 0]
     assert watched.complaints == []
     watched.close()
 
@@ -272,6 +390,9 @@ def test_asks_for_the_key(browser: Any) -> None:
         page.keyboard.press("Enter")
         watched.live()
         sync_api.expect(page.locator("#board")).to_be_visible()
+        # A link sends no key.
+        sync_api.expect(page.locator("#to-metrics")).to_be_hidden()
+        sync_api.expect(page.locator("#to-health")).to_be_visible()
         page.fill("#prompt", "open up")
         page.press("#prompt", "Enter")
         sync_api.expect(page.locator(".figures")).to_be_visible()

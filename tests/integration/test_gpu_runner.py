@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,15 @@ from penstock.config.model_path import resolve_model_path
 from penstock.engine import build
 from penstock.kernels import native
 from penstock.runner import batch_shapes
+from penstock.runner.cpu.parts import cpu_parts
 from penstock.runner.gpu import cudagraphs
 from penstock.runner.gpu.inputs import GpuInputBuilder
+from penstock.runner.gpu.parts import gpu_parts as make_gpu_parts
 from penstock.runner.gpu.sampling.outputs import CopiedOutput
 from penstock.runner.model_runner import ModelRunner
 from penstock.runner.outputs import NOT_FINITE, NOTHING_ALLOWED, StepOutput
-from penstock.worker import parts
+from penstock.runner.parts import DeviceParts
+from penstock.worker import worker
 from penstock.worker.worker import Worker
 from tests.grids import exhaustive
 from tests.kernels.graph_emulator import EmulatedRecorder
@@ -123,10 +127,21 @@ def check_logprobs(found: Any, expected: Any) -> None:
         assert values[0] == pytest.approx(values[1], abs=1e-4)
 
 
+def parts_but_for_the_model(device: torch.device) -> DeviceParts:
+    """A GPU's parts, but for what the model's layers are computed by."""
+    cpu = cpu_parts()
+    return replace(
+        make_gpu_parts(device),
+        for_small_steps=cpu.for_small_steps,
+        check_attention=cpu.check_attention,
+        make_attention=cpu.make_attention,
+    )
+
+
 @pytest.fixture
 def gpu_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The runner takes its parts for a GPU; a model's layers do not."""
-    monkeypatch.setattr(parts, "has_gpu_kernels", lambda device: True)
+    monkeypatch.setattr(worker, "make_parts", parts_but_for_the_model)
     monkeypatch.setattr(build, "warm_up", lambda *args: None)
 
 

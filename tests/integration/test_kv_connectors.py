@@ -98,6 +98,8 @@ def test_from_memory_and_from_disk(
     assert tokens(llm) == plain_tokens
     stats = llm.stats()
     assert stats.connector["num_promoted"] > 30
+    assert stats.connector["STORAGE.num_loaded"] > 30
+    assert stats.connector["STORAGE.num_chunks"] > 0
     assert stats.remote_kv.num_tokens > 500
     llm.check_integrity()
     llm.shutdown()

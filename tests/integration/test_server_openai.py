@@ -171,7 +171,11 @@ def test_models(client: OpenAI) -> None:
 def test_plain_routes(server: ServerProcess) -> None:
     assert call(f"{server.url}/health")[1] == {"status": "ok", "reason": None}
     assert call(f"{server.url}/ready")[1]["ready"] is True
-    assert call(f"{server.url}/version")[1]["version"]
+    version = call(f"{server.url}/version")[1]
+    assert version["version"]
+    assert version["engine"]["device"] == "cpu"
+    assert version["engine"]["kernels"] in ("amx", "avx512", "avx2", "generic", "torch")
+    assert version["engine"]["num_threads"] >= 1
     assert "vllm:num_requests_running" in call(f"{server.url}/metrics")[1]
     described = call(f"{server.url}/openapi.json")[1]
     assert {"/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize"} <= described["paths"].keys()

@@ -146,7 +146,7 @@ def test_a_row_in_which_nothing_happened_says_so(tmp_path: Path, capsys: pytest.
     assert "no tokenizer" in capsys.readouterr().err
     assert main(["verify", "--prompts", str(prompts), "--max-tokens", "2"]) == 0
     out = capsys.readouterr().out
-    assert "(yes): equal, but what the row is about did not happen" in out
+    assert "(yes): the tokens agree, but what the row tests did not occur" in out
     assert "drafts: ngram" in out.splitlines()[-2]
 
 

@@ -1,14 +1,18 @@
-"""Interrupts that are held back: none is lost, none comes in the middle, and other programs' handlers stay."""
+"""Interrupts that are held back or end the process: none is lost, none shows a traceback, other handlers stay."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
 
-from penstock.utils.interrupts import interrupts_held
+from penstock.utils.interrupts import EXIT_CODE, interrupts_blocked, interrupts_held
+from tests.processes import started
 
 
 def interrupt() -> None:
@@ -77,3 +81,45 @@ def test_other_threads_change_nothing() -> None:
     thread.start()
     thread.join()
     assert found == [signal.default_int_handler]
+
+
+def test_a_process_started_while_they_are_blocked_gets_none() -> None:
+    command = [sys.executable, "-c", "print('up', flush=True); input(); print('alive')"]
+    with contextlib.ExitStack() as stack:
+        with interrupts_blocked():
+            process = stack.enter_context(
+                started(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            )
+        assert process.stdout is not None
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == "up\n"
+        process.send_signal(signal.SIGINT)
+        assert process.communicate("\n", timeout=30)[0] == "alive\n"
+
+
+def test_blocked_ones_come_afterwards() -> None:
+    steps: list[str] = []
+
+    def body() -> None:
+        with interrupts_blocked():
+            interrupt()
+            steps.append("all of it")
+
+    with pytest.raises(KeyboardInterrupt):
+        body()
+    assert steps == ["all of it"]
+
+
+def test_while_a_program_starts_they_end_it_at_once() -> None:
+    program = """
+import os, signal
+from penstock.utils.interrupts import interrupts_end_at_once
+with interrupts_end_at_once():
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        print("went on")
+    except BaseException:
+        print("was raised")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (EXIT_CODE, "", "\n")

@@ -23,6 +23,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from prometheus_client import parser
 from prometheus_client.openmetrics import parser as openmetrics_parser
 
+from penstock.messages.engine_info import EngineInfo
 from penstock.messages.outputs import EngineOutput, FinishReason
 from penstock.messages.stats import RequestEvent, RequestEventKind, SchedulerStats, SpeculationStats, StepReport
 from penstock.metrics import tracing
@@ -53,7 +54,8 @@ NAMES = {
     "vllm:request_params_n", "vllm:request_prefill_time_seconds", "vllm:request_prompt_tokens",
     "vllm:request_queue_time_seconds", "vllm:request_success{finished_reason}",
     "vllm:request_time_per_output_token_seconds", "vllm:time_to_first_token_seconds", "penstock:client_disconnects",
-    "penstock:engine_up", "penstock:http_requests{route,method,status}", "penstock:requests{phase}",
+    "penstock:engine_info{version,dtype,device,kernels,num_threads,max_model_len}", "penstock:engine_up",
+    "penstock:http_requests{route,method,status}", "penstock:requests{phase}",
     "penstock:seconds_without_progress", "penstock:steps", "penstock:tokens_computed", "penstock:kv_loads",
     "penstock:kv_loads_failed", "penstock:kv_load_timeouts", "penstock:kv_loaded_tokens",
     "penstock:kv_connector{name}", "penstock:graph_replays",
@@ -67,6 +69,18 @@ ATTRIBUTES = {
 }  # fmt: skip
 
 
+INFO = EngineInfo(
+    dtype="bfloat16",
+    device="cpu",
+    device_name="",
+    kernels="avx2",
+    num_threads=2,
+    max_model_len=64,
+    num_blocks=512,
+    block_size=16,
+    kv_cache_bytes=1 << 20,
+    load_seconds=0.5,
+)
 DRAFTS = SpeculationStats(2, 5, (2, 1))
 IDLE = SchedulerStats(0, 0, 0.0, 0, 0, 0, connector={"num_stored": 3})
 
@@ -150,7 +164,7 @@ def test_names() -> None:
 
 def test_a_scrape_shows_the_table() -> None:
     world = World()
-    world.metrics.set_cache_info(num_blocks=512, block_size=16)
+    world.metrics.set_info(INFO)
     world.metrics.on_http("/v1/models", "GET", 200)
     world.step(0.0, {}, speculation=DRAFTS)
     scrape = world.scrape()
@@ -165,6 +179,8 @@ def test_a_scrape_shows_the_table() -> None:
         bounds = [float(s.labels["le"]) for s in family.samples if s.name.endswith("_bucket")]
         assert bounds == [*metric.buckets, float("inf")] * (metric.kind is Kind.HISTOGRAM)
     assert scrape("vllm:cache_config_info", block_size="16", num_gpu_blocks="512") == 1
+    assert scrape("penstock:engine_info", version="0.1.0", dtype="bfloat16", device="cpu", kernels="avx2",
+                  num_threads="2", max_model_len="64") == 1  # fmt: skip
 
 
 def test_the_times_of_a_request() -> None:
@@ -321,6 +337,7 @@ def test_every_format_has_the_same_names(accept: str, content_type: str) -> None
     assert samples["vllm:generation_tokens_total"] == 4
     assert {metric.name + suffix for metric in METRICS for suffix in SUFFIXES[metric.kind]} - set(samples) == {
         "vllm:cache_config_info",
+        "penstock:engine_info",
         "penstock:http_requests_total",
     }
 

@@ -25,10 +25,11 @@ from penstock.engine.core_messages import (
     Reply,
     ResetPrefixCache,
 )
+from penstock.messages.engine_info import EngineInfo
 from penstock.messages.outputs import EngineOutput, FinishReason
 from penstock.messages.requests import EngineRequest
 from penstock.messages.runner_output import TokenLogprobs
-from penstock.messages.stats import RequestEvent, RequestEventKind, SchedulerStats, StepReport
+from penstock.messages.stats import BlockMap, RequestEvent, RequestEventKind, SchedulerStats, StepReport
 from penstock.utils import wire
 from penstock.utils.errors import WireError
 from penstock.utils.wire import Codec, FrameReader
@@ -93,6 +94,7 @@ reports = st.builds(
     num_tokens=count,
     stats=st.builds(SchedulerStats, count, count, real, count, count, count),
 )
+block_map = st.builds(BlockMap, text, st.dictionaries(text, count, max_size=3))
 messages = st.one_of(
     requests,
     reports,
@@ -102,7 +104,7 @@ messages = st.one_of(
     st.builds(GetBlockMap, count, count),
     st.builds(Failed, text, flag),
     st.builds(Refused, text, text, maybe_text, flag),
-    st.builds(Reply, count, flag | st.binary(max_size=8), maybe_text),
+    st.builds(Reply, count, flag | block_map, maybe_text),
 )
 
 
@@ -129,7 +131,19 @@ def test_what_the_core_is_started_with() -> None:
     numbers: dict[str, Any] = {
         name: 64 for name, field in SchedulerConfig.__dataclass_fields__.items() if field.type == "int"
     }
-    ready = Ready("cpu", SchedulerConfig(**numbers), 100, 16)
+    info = EngineInfo(
+        dtype="bfloat16",
+        device="cpu",
+        device_name="",
+        kernels="avx2",
+        num_threads=2,
+        max_model_len=64,
+        num_blocks=100,
+        block_size=16,
+        kv_cache_bytes=1 << 40,
+        load_seconds=0.5,
+    )
+    ready = Ready(info, SchedulerConfig(**numbers))
     for message in (EngineArgs(), EngineArgs(model="x", max_model_len=64), ready):
         stream = CODEC.encode(message)
         reader = FrameReader(CODEC)

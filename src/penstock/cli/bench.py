@@ -13,8 +13,9 @@ import numpy as np
 from tqdm import tqdm
 
 from penstock.cli import bench_serve
-from penstock.cli.counts import count, count_from_zero
-from penstock.cli.dataclass_args import add_engine_args, engine_kwargs
+from penstock.cli.dataclass_args import add_engine_args, add_model_argument
+from penstock.cli.parser import count, count_from_zero
+from penstock.cli.startup import start_llm
 from penstock.messages.sampling_params import SamplingParams
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import ConfigError
@@ -22,25 +23,47 @@ from penstock.utils.errors import ConfigError
 _PERCENTAGES = (10, 25, 50, 75, 90, 99)
 
 
-def add_parser(subparsers: Any) -> None:
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "bench", help="measure throughput, latency, or a server under load"
+DESCRIPTION = "Measures an engine of this process, or a server under load."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "penstock bench KIND [flags]"
+    kinds = parser.add_subparsers(title="kinds", prog="penstock bench", dest="kind", required=True, metavar="KIND")
+    throughput = kinds.add_parser(
+        "throughput",
+        help="many requests at once: tokens per second",
+        description="Runs many requests at once and reports tokens per second, as JSON.",
+        usage="penstock bench throughput [MODEL] [flags]",
     )
-    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
-    throughput = kinds.add_parser("throughput", help="many requests at once: tokens per second")
-    throughput.add_argument("--num-prompts", type=count, default=64, help="requests (default: 64)")
+    load = throughput.add_argument_group("load")
+    load.add_argument("--num-prompts", type=count, default=64, metavar="N", help="requests (default: 64)")
     throughput.set_defaults(run=run_throughput)
-    latency = kinds.add_parser("latency", help="one batch, again and again: seconds per batch")
-    latency.add_argument("--batch-size", type=count, default=8, help="requests in the batch (default: 8)")
-    latency.add_argument("--num-iters", type=count, default=10, help="measured batches (default: 10)")
-    latency.add_argument("--num-iters-warmup", type=count_from_zero, default=2, help="batches before them (default: 2)")
+    latency = kinds.add_parser(
+        "latency",
+        help="one batch, repeated: seconds per batch",
+        description="Runs one batch several times and reports seconds per batch, as JSON.",
+        usage="penstock bench latency [MODEL] [flags]",
+    )
+    batch = latency.add_argument_group("load")
+    batch.add_argument("--batch-size", type=count, default=8, metavar="N", help="requests in the batch (default: 8)")
+    batch.add_argument("--num-iters", type=count, default=10, metavar="N", help="measured batches (default: 10)")
+    batch.add_argument(
+        "--num-iters-warmup", type=count_from_zero, default=2, metavar="N", help="batches before them (default: 2)"
+    )
     latency.set_defaults(run=run_latency)
-    for command in (throughput, latency):
-        command.add_argument("--input-len", type=count, default=128, help="prompt tokens (default: 128)")
-        command.add_argument("--output-len", type=count, default=128, help="output tokens (default: 128)")
-        command.add_argument("--output-json", type=Path, help="also write the result to this file")
+    for command, group in ((throughput, load), (latency, batch)):
+        add_model_argument(command)
+        group.add_argument("--input-len", type=count, default=128, metavar="N", help="prompt tokens (default: 128)")
+        group.add_argument("--output-len", type=count, default=128, metavar="N", help="output tokens (default: 128)")
+        group.add_argument("--output-json", type=Path, metavar="FILE", help="also write the result to this file")
         add_engine_args(command)
-    bench_serve.add_parser(kinds)
+    serve = kinds.add_parser(
+        "serve",
+        help="load on a running server: latencies, goodput, tokens per second",
+        description=bench_serve.DESCRIPTION,
+        usage="penstock bench serve [flags]",
+    )
+    bench_serve.add_arguments(serve)
 
 
 def run_throughput(args: argparse.Namespace) -> int:
@@ -72,7 +95,7 @@ def run_latency(args: argparse.Namespace) -> int:
     latencies: list[float] = []
     prompts = _random_prompts(llm, args.batch_size, args.input_len)
     for iteration in tqdm(range(args.num_iters_warmup + args.num_iters), desc="batches", delay=2.0):
-        # The same prompts would be found in the prefix cache: a measured batch begins without one.
+        # Otherwise the prefix cache would hold the prompts from the second batch on.
         llm.reset_prefix_cache()
         started = clock.now()
         llm.generate(prompts, _exactly(args.output_len), use_tqdm=False)
@@ -88,11 +111,8 @@ def run_latency(args: argparse.Namespace) -> int:
 
 
 def _make_llm(args: argparse.Namespace) -> Any:
-    # Imported here: the help text needs no torch.
-    from penstock.frontend.llm import LLM
-
     _check_output_file(args.output_json)
-    llm = LLM(**engine_kwargs(args))
+    llm = start_llm(args)
     if args.input_len + args.output_len > llm.max_model_len:
         raise ConfigError(
             f"--input-len {args.input_len} and --output-len {args.output_len} exceed max_model_len={llm.max_model_len}"

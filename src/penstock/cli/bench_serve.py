@@ -11,13 +11,13 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from penstock.cli.counts import count, count_from_zero
+from penstock.cli.parser import count, count_from_zero, number, whole_number
 from penstock.loadgen import results
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import ConfigError
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 _ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 _DEFAULT_NUM_PROMPTS = 1000
-_SAMPLING: dict[str, type] = {
-    "temperature": float,
-    "top_p": float,
-    "top_k": int,
-    "min_p": float,
-    "frequency_penalty": float,
-    "presence_penalty": float,
-    "repetition_penalty": float,
+_SAMPLING: dict[str, Callable[[str], float]] = {
+    "temperature": number,
+    "top_p": number,
+    "top_k": whole_number,
+    "min_p": number,
+    "frequency_penalty": number,
+    "presence_penalty": number,
+    "repetition_penalty": number,
 }
 _HEADERS = {
     "ttft": ("TTFT", "Time to First Token"),
@@ -46,73 +46,107 @@ _HEADERS = {
 }
 _WIDTH = 50
 _ERRORS_SHOWN = 10
-_DESCRIPTION = """\
-Prompts of the datasets random and trace are sent as token ids (with --backend openai-chat, random sends text that was
-fitted to the length; trace needs openai), and their requests ask for ignore_eos, so that every output has its full
-length. Their tokens, and the lengths of sharegpt's texts, come from --tokenizer; or, without it, from the server's
-/tokenize and /detokenize: then prompts are made of the tokens of random letters. Output tokens are what the server's
-usage says. Warm-up requests are the first prompts backwards: as long, and of no use to a prefix cache.
-"""
+DESCRIPTION = """\
+Sends load to an OpenAI-compatible server and reports latencies and throughput.
+
+The datasets random and trace send token ids (with --backend openai-chat, random
+sends text of the same length; trace needs --backend openai). They set
+ignore_eos, so that every output has its full length. Token ids and the lengths
+of texts of sharegpt come from --tokenizer or, without it, from the server's
+/tokenize and /detokenize: prompts are then made of the tokens of random
+letters. Output tokens are those of the server's usage. Warm-up requests are the
+first prompts with their tokens in reverse order: they are as long, and a prefix
+cache cannot use them."""
 
 
-def add_parser(kinds: Any) -> None:
-    parser: argparse.ArgumentParser = kinds.add_parser(
-        "serve", help="load on a running server: latencies, goodput, tokens per second", description=_DESCRIPTION
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_server_args(parser.add_argument_group("server"))
     _add_dataset_args(parser.add_argument_group("requests"))
     _add_traffic_args(parser.add_argument_group("traffic"))
     _add_report_args(parser.add_argument_group("report"))
-    sampling = parser.add_argument_group("sampling (defaults: the server's)")
+    sampling = parser.add_argument_group("sampling (defaults: those of the server)")
     for name, kind in _SAMPLING.items():
-        sampling.add_argument("--" + name.replace("_", "-"), type=kind, metavar=name.upper())
+        sampling.add_argument("--" + name.replace("_", "-"), type=kind, metavar="N" if kind is whole_number else "X")
     parser.set_defaults(run=run)
 
 
 def _add_server_args(group: Any) -> None:
     group.add_argument("--backend", choices=_ENDPOINTS, default="openai", help="completions (default) or chat")
-    group.add_argument("--base-url", help="the server's address, instead of --host and --port")
+    group.add_argument("--base-url", metavar="URL", help="the server's address, instead of --host and --port")
     group.add_argument("--host", default="127.0.0.1", help="(default: 127.0.0.1)")
-    group.add_argument("--port", type=count, default=8000, help="(default: 8000)")
-    group.add_argument("--endpoint", help="path of the requests (default: by --backend)")
-    group.add_argument("--model", help="the model to ask for (default: the first of /v1/models)")
-    group.add_argument("--api-key", help="send it as a bearer token")
+    group.add_argument("--port", type=count, default=8000, metavar="N", help="(default: 8000)")
+    group.add_argument("--endpoint", metavar="PATH", help="path of the requests (default: by --backend)")
+    group.add_argument("--model", metavar="NAME", help="model to request (default: the first of /v1/models)")
+    group.add_argument("--api-key", metavar="KEY", help="sent as a bearer token")
     group.add_argument(
         "--ready-check-timeout-sec",
         type=count_from_zero,
         default=0,
         metavar="SECONDS",
-        help="wait so long for the server to answer /v1/models (default: 0)",
+        help="how long to wait for /v1/models to answer (default: 0)",
     )
 
 
 def _add_dataset_args(group: Any) -> None:
-    group.add_argument("--dataset-name", choices=("random", "sharegpt", "trace"), default="random")
-    group.add_argument("--dataset-path", type=Path, help="the file of sharegpt (JSON) or of a Mooncake trace (JSONL)")
+    group.add_argument(
+        "--dataset-name", choices=("random", "sharegpt", "trace"), default="random", metavar="NAME",
+        help="random (default), sharegpt or trace",
+    )  # fmt: skip
+    group.add_argument(
+        "--dataset-path", type=Path, metavar="FILE", help="file of sharegpt (JSON) or of a Mooncake trace (JSONL)"
+    )
     group.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="a folder with tokenizer.json")
-    group.add_argument("--num-prompts", type=count, help=f"(default: {_DEFAULT_NUM_PROMPTS}; a trace: all)")
-    group.add_argument("--random-input-len", type=count, default=1024, help="(default: 1024)")
-    group.add_argument("--random-output-len", type=count, default=128, help="(default: 128)")
     group.add_argument(
-        "--random-range-ratio", type=ratio, default=0.0, help="lengths are drawn from +- this part (default: 0)"
+        "--num-prompts", type=count, metavar="N", help=f"requests (default: {_DEFAULT_NUM_PROMPTS}; of a trace: all)"
+    )
+    group.add_argument("--random-input-len", type=count, default=1024, metavar="N", help="(default: 1024)")
+    group.add_argument("--random-output-len", type=count, default=128, metavar="N", help="(default: 128)")
+    group.add_argument(
+        "--random-range-ratio",
+        type=ratio,
+        default=0.0,
+        metavar="X",
+        help="lengths vary by up to this share in both directions (default: 0)",
     )
     group.add_argument(
-        "--random-prefix-len", type=count_from_zero, default=0, help="tokens shared by all prompts (default: 0)"
+        "--random-prefix-len",
+        type=count_from_zero,
+        default=0,
+        metavar="N",
+        help="tokens shared by all prompts (default: 0)",
     )
-    group.add_argument("--sharegpt-output-len", type=count, help="(default: the answers' lengths)")
+    group.add_argument("--sharegpt-output-len", type=count, metavar="N", help="(default: the answers' lengths)")
     group.add_argument("--ignore-eos", action="store_true", help="sharegpt: generate up to the output length")
-    group.add_argument("--seed", type=int, default=0, help="of prompts, lengths and arrivals (default: 0)")
+    group.add_argument(
+        "--seed", type=whole_number, default=0, metavar="N", help="of prompts, lengths and arrivals (default: 0)"
+    )
 
 
 def _add_traffic_args(group: Any) -> None:
-    group.add_argument("--request-rate", type=positive_number, default=math.inf, help="per second (default: inf)")
     group.add_argument(
-        "--burstiness", type=positive_number, default=1.0, help="1 is Poisson (default), less is burstier, inf is even"
+        "--request-rate",
+        type=positive_number,
+        default=math.inf,
+        metavar="X",
+        help="requests per second (default: inf, all at once)",
     )
-    group.add_argument("--trace-scale", type=positive_number, default=1.0, help="replay a trace so many times as fast")
-    group.add_argument("--max-concurrency", type=count, help="most requests in flight (default: no limit)")
     group.add_argument(
-        "--num-warmups", type=count_from_zero, default=0, help="requests sent before the measurement (default: 0)"
+        "--burstiness",
+        type=positive_number,
+        default=1.0,
+        metavar="X",
+        help="1 is Poisson (default), less is burstier, inf is even",
+    )
+    group.add_argument(
+        "--trace-scale", type=positive_number, default=1.0, metavar="X", help="replay a trace X times as fast"
+    )
+    group.add_argument("--max-concurrency", type=count, metavar="N", help="most requests in flight (default: no limit)")
+    group.add_argument(
+        "--num-warmups",
+        type=count_from_zero,
+        default=0,
+        metavar="N",
+        help="requests sent before the measurement (default: 0)",
     )
 
 
@@ -121,9 +155,16 @@ def _add_report_args(group: Any) -> None:
         "--percentile-metrics",
         type=metric_names,
         default=results.METRICS,
-        help=f"which latencies to report (default: {','.join(results.METRICS)})",
+        metavar="NAMES",
+        help=f"latencies to report (default: {','.join(results.METRICS)})",
     )
-    group.add_argument("--metric-percentiles", type=percentages, default=(99.0,), help="e.g. 50,90,99 (default: 99)")
+    group.add_argument(
+        "--metric-percentiles",
+        type=percentages,
+        default=(99.0,),
+        metavar="NUMBERS",
+        help="such as 50,90,99 (default: 99)",
+    )
     group.add_argument(
         "--goodput",
         type=objective,
@@ -132,23 +173,27 @@ def _add_report_args(group: Any) -> None:
         metavar="METRIC:MS",
         help="count the requests within these limits: ttft, tpot, e2el, in milliseconds",
     )
-    group.add_argument("--label", help="name of the run in the result (default: the backend)")
+    group.add_argument("--label", metavar="TEXT", help="name of the run in the result (default: the backend)")
     group.add_argument("--save-result", action="store_true", help="write the result as JSON")
-    group.add_argument("--save-detailed", action="store_true", help="with one entry per request; implies --save-result")
-    group.add_argument("--result-dir", type=Path, default=Path(), help="(default: the current directory)")
-    group.add_argument("--result-filename", help="(default: made of label, rate, model and date)")
+    group.add_argument(
+        "--save-detailed", action="store_true", help="the same with an entry per request; implies --save-result"
+    )
+    group.add_argument(
+        "--result-dir", type=Path, default=Path(), metavar="FOLDER", help="(default: the current folder)"
+    )
+    group.add_argument("--result-filename", metavar="NAME", help="(default: made of label, rate, model and date)")
     group.add_argument("--disable-tqdm", action="store_true", help="show no progress bar")
 
 
 def positive_number(text: str) -> float:
-    value = float(text)
+    value = number(text)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
     return value
 
 
 def ratio(text: str) -> float:
-    value = float(text)
+    value = number(text)
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 0 and below 1, got {text}")
     return value
@@ -162,7 +207,7 @@ def metric_names(text: str) -> tuple[str, ...]:
 
 
 def percentages(text: str) -> tuple[float, ...]:
-    values = tuple(float(value) for value in text.split(","))
+    values = tuple(number(value) for value in text.split(","))
     if not all(0 <= value <= 100 for value in values):
         raise argparse.ArgumentTypeError(f"must lie between 0 and 100, got {text}")
     return values
@@ -176,7 +221,7 @@ def objective(text: str) -> tuple[str, float]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code 1 when every request failed. An interrupt is raised on once what was measured has been reported."""
+    """Returns 1 when every request failed. Raises KeyboardInterrupt after it has reported what was measured."""
     _check(args)
     date = time.strftime("%Y%m%d-%H%M%S", time.localtime(SystemClock().wall()))
     model, num_prompts, measured = asyncio.run(_measure(args))
@@ -206,14 +251,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """What can be refused before the server is asked anything."""
+    """Refuses combinations of flags that cannot work, before anything is sent."""
     if (args.dataset_path is None) != (args.dataset_name == "random"):
-        needed = "takes no" if args.dataset_name == "random" else "needs a"
+        needed = "cannot be used with" if args.dataset_name == "random" else "needs"
         raise ConfigError(f"--dataset-name {args.dataset_name} {needed} --dataset-path")
     if args.dataset_name == "trace" and args.backend != "openai":
-        raise ConfigError("--dataset-name trace sends token ids, which a chat cannot hold: use --backend openai")
+        raise ConfigError("--dataset-name trace sends token ids, which no chat message can hold: use --backend openai")
     if args.dataset_name == "trace" and not math.isinf(args.request_rate):
-        raise ConfigError("a trace is replayed at its own times: use --trace-scale instead of --request-rate")
+        raise ConfigError("a trace has its own arrival times: use --trace-scale instead of --request-rate")
     if args.save_result or args.save_detailed:
         with contextlib.suppress(OSError):
             args.result_dir.mkdir(parents=True, exist_ok=True)
@@ -222,7 +267,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 async def _measure(args: argparse.Namespace) -> tuple[str, int, Run]:
-    """The model's name, how many requests were to be sent, and what came of them."""
+    """The model's name, the number of requests to send, and their outcomes."""
     # Imported here: the help text needs no HTTP client and no tokenizer.
     from penstock.loadgen.client import Server, ServerTokenizer, chat_body, request_body
     from penstock.loadgen.runner import arrivals, run_load
@@ -307,14 +352,14 @@ def _notice(text: str) -> None:
 
 
 def _print_notices(measured: Run, num_prompts: int) -> None:
-    """What a reader of the figures must know, and the errors."""
+    """Warnings about the figures, and the errors of requests."""
     if measured.interrupted:
-        _notice(f"interrupted: {num_prompts - len(measured.outcomes)} requests had not ended and are not counted")
+        _notice(f"interrupted: {num_prompts - len(measured.outcomes)} requests had not finished and are not counted")
     if uncounted := sum(not outcome.has_usage for outcome in measured.outcomes if not outcome.error):
-        _notice(f"{uncounted} responses told no usage: each of their chunks is counted as one output token")
+        _notice(f"{uncounted} responses reported no usage: each of their chunks is counted as one output token")
     errors = Counter(outcome.error for outcome in measured.outcomes if outcome.error)
-    for error, number in errors.most_common(_ERRORS_SHOWN):
-        _notice(f"{number} failed: {error}")
+    for error, num_failed in errors.most_common(_ERRORS_SHOWN):
+        _notice(f"{num_failed} failed: {error}")
 
 
 def _print_table(args: argparse.Namespace, result: dict[str, Any]) -> None:

@@ -3,101 +3,77 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from typing import Any
+import contextlib
+from typing import TYPE_CHECKING
 
-from penstock.cli.dataclass_args import add_engine_args, engine_kwargs
-from penstock.cli.sampling_args import add_sampling_args, sampling_params
-from penstock.messages.sampling_params import SamplingParams
-from penstock.utils.errors import RequestError
+from penstock.cli.dataclass_args import add_engine_args, add_model_argument, changed_engine_flags, engine_kwargs
+from penstock.cli.sampling_args import add_sampling_args, check_sampling, given_sampling, sampling_params
+from penstock.cli.startup import announce, start_llm
+from penstock.config import env
+from penstock.config.engine import BUILT_IN_MODEL
+from penstock.utils.errors import ConfigError
+from penstock.utils.interrupts import interrupts_end_at_once
 
-_HELP = "Ctrl-C stops an answer, /clear forgets the conversation, /exit or Ctrl-D leaves."
+if TYPE_CHECKING:
+    from penstock.cli.chat_models import ChatModel, LocalModel, RemoteModel
+
+DESCRIPTION = """\
+Talks to a model: one that runs in this process or, with --url, one of a server
+with the OpenAI API. /help in the chat lists its commands."""
 
 
-def add_parser(subparsers: Any) -> None:
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "chat", help="talk to a model in the terminal", description=f"Talk to a model. {_HELP}"
-    )
-    parser.add_argument("--system", help="a system message to begin with")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "penstock chat [MODEL] [flags]"
+    add_model_argument(parser, "as --model; with --url the server's name for it (default: its first model)")
+    group = parser.add_argument_group("conversation")
+    group.add_argument("--system", metavar="TEXT", help="a system message to begin with")
+    group.add_argument("--url", help="talk to the server at this address instead of loading a model")
+    group.add_argument("--api-key", metavar="KEY", help="key for --url (or PENSTOCK_API_KEY)")
     add_sampling_args(parser)
     add_engine_args(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    # Imported here: the help text needs no torch.
-    from penstock.frontend.llm import LLM
+    with interrupts_end_at_once():
+        check_sampling(args)
+        # Imported here: the help text needs no HTTP client.
+        from penstock.cli.conversation import Conversation
 
-    llm = LLM(**engine_kwargs(args))
-    try:
-        params = sampling_params(args, llm.get_default_sampling_params())
+        model: ChatModel = _start_local(args) if args.url is None else _connect(args)
+    with contextlib.closing(model):
         _enable_line_editing()
-        print(_HELP, file=sys.stderr)
-        _converse(llm, params, [] if args.system is None else [{"role": "system", "content": args.system}])
-    finally:
-        llm.shutdown()
+        announce("/help lists the commands, Ctrl-D leaves.")
+        opening = [] if args.system is None else [{"role": "system", "content": args.system}]
+        Conversation(model, opening, args.max_tokens).run()
     return 0
+
+
+def _start_local(args: argparse.Namespace) -> LocalModel:
+    from penstock.cli.chat_models import LocalModel
+
+    if args.api_key is not None:
+        raise ConfigError("--api-key is for a server: pass --url too")
+    llm = start_llm(args)
+    return LocalModel(llm, sampling_params(args, llm.get_default_sampling_params()))
+
+
+def _connect(args: argparse.Namespace) -> RemoteModel:
+    from penstock.cli.chat_models import RemoteModel
+
+    if flags := changed_engine_flags(args):
+        raise ConfigError(f"{flags[0]} is for an engine in this process and cannot be used with --url")
+    name = engine_kwargs(args)["model"]
+    keys = env.api_keys()
+    api_key = args.api_key or (keys[0] if keys else None)
+    chosen = None if name == BUILT_IN_MODEL and args.positional_model is None else name
+    model = RemoteModel(args.url, api_key, chosen, given_sampling(args))
+    context = "" if model.context is None else f", context {model.context:,} tokens"
+    announce(f"Connected to {args.url}: {model.name}{context}")
+    return model
 
 
 def _enable_line_editing() -> None:
     """Makes `input` editable with the arrow keys, where the platform has readline."""
-    try:
+    with contextlib.suppress(ImportError):
         import readline  # noqa: F401
-    except ImportError:
-        return
-
-
-def _converse(llm: Any, params: SamplingParams, opening: list[dict[str, str]]) -> None:
-    messages = list(opening)
-    while (line := _ask()) is not None:
-        if line == "/exit":
-            return
-        if line == "/clear":
-            messages = list(opening)
-            continue
-        if not line:
-            continue
-        messages.append({"role": "user", "content": line})
-        try:
-            answer = _answer(llm, messages, params)
-        except RequestError as error:
-            # The conversation goes on without the message that did not fit.
-            messages.pop()
-            print(f"penstock: {error} (/clear forgets the conversation)", file=sys.stderr)
-            continue
-        messages.append({"role": "assistant", "content": answer})
-
-
-def _ask() -> str | None:
-    """One line; None at the end of input. Ctrl-C at the prompt clears the line."""
-    while True:
-        try:
-            return input("> ").strip()
-        except EOFError:
-            print()
-            return None
-        except UnicodeDecodeError:
-            print("penstock: the input is not UTF-8 text", file=sys.stderr)
-        except KeyboardInterrupt:
-            print()
-
-
-def _answer(llm: Any, messages: list[dict[str, str]], params: SamplingParams) -> str:
-    """Streams the answer; Ctrl-C ends it where it is."""
-    prompt = {"prompt_token_ids": llm.get_tokenizer().apply_chat_template(messages)}
-    text, shown = "", 0
-    stream = llm.stream(prompt, params)
-    try:
-        for output in stream:
-            text = output.outputs[0].text
-            sys.stdout.write(text[shown:])
-            sys.stdout.flush()
-            shown = len(text)
-            if output.error:
-                print(f"penstock: {output.error}", file=sys.stderr)
-    except KeyboardInterrupt:
-        pass
-    finally:
-        stream.close()
-    print()
-    return text

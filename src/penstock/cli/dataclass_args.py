@@ -1,6 +1,7 @@
 """Command-line flags made from the fields of a dataclass of arguments: no flag is written by hand.
 
-A field's metadata holds its `help` and its `choices`; a tuple becomes a flag that may be repeated.
+A field's metadata holds its `group` in the help, its `help`, its `choices`, its `metavar` and its `unit`; a tuple
+becomes a flag that may be repeated.
 """
 
 from __future__ import annotations
@@ -8,26 +9,50 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import typing
+from collections.abc import Callable
 
+from penstock.cli.parser import Switch, describe_default, number, size, whole_number
 from penstock.config.engine import EngineArgs
 from penstock.config.server import ServerArgs
+from penstock.utils.errors import ConfigError
 
-_TYPES: dict[str, type] = {"int": int, "float": float, "str": str}
+_TYPES: dict[str, Callable[[str], typing.Any]] = {"int": whole_number, "float": number, "str": str}
+_METAVARS = {"int": "N", "float": "X", "str": "TEXT"}
+
+
+def add_model_argument(
+    parser: argparse.ArgumentParser, help_text: str = "as --model (default: the built-in model)"
+) -> None:
+    """Adds the positional MODEL."""
+    parser.add_argument("positional_model", nargs="?", metavar="MODEL", help=help_text)
 
 
 def add_engine_args(parser: argparse.ArgumentParser) -> None:
     """Adds `--model`, `--max-model-len` and so on to the parser."""
-    _add_args(parser, EngineArgs, "engine")
+    _add_args(parser, EngineArgs)
 
 
 def engine_kwargs(args: argparse.Namespace) -> dict[str, typing.Any]:
-    """The parsed engine arguments, by name."""
-    return _kwargs(args, EngineArgs)
+    """The parsed engine arguments, by name. Raises ConfigError where MODEL and --model disagree."""
+    given = _kwargs(args, EngineArgs)
+    positional = args.positional_model
+    if positional is not None:
+        if given["model"] not in (positional, EngineArgs.model):
+            raise ConfigError(f"MODEL is {positional!r} and --model is {given['model']!r}: pass one of them")
+        given["model"] = positional
+    return given
+
+
+def changed_engine_flags(args: argparse.Namespace) -> list[str]:
+    """The engine flags, but for the model, that are not at their defaults."""
+    given = _kwargs(args, EngineArgs)
+    defaults = {field.name: field.default for field in dataclasses.fields(EngineArgs) if field.name != "model"}
+    return [_flag(name) for name, default in defaults.items() if given[name] != default]
 
 
 def add_server_args(parser: argparse.ArgumentParser) -> None:
     """Adds `--host`, `--port` and so on to the parser."""
-    _add_args(parser, ServerArgs, "server")
+    _add_args(parser, ServerArgs)
 
 
 def server_args(args: argparse.Namespace, **overrides: typing.Any) -> ServerArgs:
@@ -35,27 +60,43 @@ def server_args(args: argparse.Namespace, **overrides: typing.Any) -> ServerArgs
     return ServerArgs(**{**_kwargs(args, ServerArgs), **overrides})
 
 
-def _add_args(parser: argparse.ArgumentParser, kind: type, title: str) -> None:
-    group = parser.add_argument_group(title)
+def _add_args(parser: argparse.ArgumentParser, kind: type) -> None:
     hints = typing.get_type_hints(kind)
+    groups: dict[str, typing.Any] = {}
     for field in dataclasses.fields(kind):
-        flag = "--" + field.name.replace("_", "-")
-        text = field.metadata["help"]
-        hint = hints[field.name]
-        if hint in (bool, bool | None):
-            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=field.default, help=text)
-        elif typing.get_origin(hint) is tuple:
-            group.add_argument(flag, action="append", default=[], metavar=field.name.upper(), help=text)
-        else:
-            shown = "" if field.default is None else f" (default: {field.default})"
-            group.add_argument(
-                flag,
-                type=_argument_type(hint),
-                default=field.default,
-                choices=field.metadata["choices"] or None,
-                metavar=None if field.metadata["choices"] else field.name.upper(),
-                help=text + shown,
-            )
+        title = field.metadata["group"]
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        _add_flag(groups[title], field, hints[field.name])
+
+
+def _add_flag(group: typing.Any, field: dataclasses.Field[typing.Any], hint: typing.Any) -> None:
+    flag, metadata = _flag(field.name), field.metadata
+    text = metadata["help"]
+    if hint in (bool, bool | None):
+        group.add_argument(flag, action=Switch, default=field.default, help=text)
+        return
+    if typing.get_origin(hint) is tuple:
+        group.add_argument(flag, action="append", default=[], metavar=metadata["metavar"] or "TEXT", help=text)
+        return
+    name = _type_name(hint)
+    is_size = metadata["unit"] == "bytes"
+    choices = metadata["choices"]
+    if choices and metadata["metavar"]:
+        # A braced list of them would be too wide for the left column.
+        text = f"{text}: {', '.join(choices)}"
+    group.add_argument(
+        flag,
+        type=size if is_size else _TYPES[name],
+        default=field.default,
+        choices=choices or None,
+        metavar=metadata["metavar"] or (None if choices else "SIZE" if is_size else _METAVARS[name]),
+        help=(text + describe_default(field.default, is_size=is_size)).replace("%", "%%"),
+    )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _kwargs(args: argparse.Namespace, kind: type) -> dict[str, typing.Any]:
@@ -63,7 +104,7 @@ def _kwargs(args: argparse.Namespace, kind: type) -> dict[str, typing.Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
-def _argument_type(hint: typing.Any) -> type:
-    """The type inside `X | None`."""
-    kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)] or [hint]
-    return _TYPES[kinds[0].__name__]
+def _type_name(hint: typing.Any) -> str:
+    """The name of the type inside `X | None`."""
+    kinds: list[typing.Any] = [kind for kind in typing.get_args(hint) if kind is not type(None)] or [hint]
+    return kinds[0].__name__

@@ -6,37 +6,40 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from penstock.cli.dataclass_args import add_engine_args, engine_kwargs
-from penstock.cli.sampling_args import add_sampling_args, sampling_params
-from penstock.messages.outputs import RequestOutput
-from penstock.messages.sampling_params import SamplingParams
+from penstock.cli.dataclass_args import add_engine_args, add_model_argument
+from penstock.cli.sampling_args import add_sampling_args, check_sampling, sampling_params
+from penstock.cli.startup import start_llm
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import PenstockError, RequestError
 
+if TYPE_CHECKING:
+    from penstock.messages.outputs import RequestOutput
+    from penstock.messages.sampling_params import SamplingParams
 
-def add_parser(subparsers: Any) -> None:
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "generate", help="complete a prompt", description="Completes a prompt and streams the tokens."
-    )
-    parser.add_argument("--prompt", help="the prompt; read from standard input without it")
-    parser.add_argument(
-        "--chat", action="store_true", help="send the prompt as a user message through the chat template"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of streaming")
+DESCRIPTION = """\
+Completes a prompt and prints the text as it is generated. What else there is to
+say goes to standard error, so that a pipe receives the text alone."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "penstock generate [MODEL] --prompt TEXT [flags]"
+    add_model_argument(parser)
+    group = parser.add_argument_group("prompt and output")
+    group.add_argument("--prompt", metavar="TEXT", help="the prompt (default: standard input)")
+    group.add_argument("--chat", action="store_true", help="send the prompt as a user message, by the chat template")
+    group.add_argument("--json", action="store_true", help="print one JSON object at the end")
     add_sampling_args(parser)
     add_engine_args(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    check_sampling(args)
     text = _read_prompt(args.prompt)
     started = SystemClock().now()
-    # Imported here: the help text needs no torch, and its time belongs to the start.
-    from penstock.frontend.llm import LLM
-
-    llm = LLM(**engine_kwargs(args))
+    llm = start_llm(args)
     try:
         params = sampling_params(args, llm.get_default_sampling_params())
         prompt: Any = text
@@ -56,18 +59,18 @@ def run(args: argparse.Namespace) -> int:
 
 def _read_prompt(prompt: str | None) -> str:
     if prompt is None and sys.stdin.isatty():
-        print("Type a prompt, then Ctrl-D:", file=sys.stderr)
+        print("Type a prompt and end it with Ctrl-D on an empty line:", file=sys.stderr)
     try:
         text = (sys.stdin.buffer.read().decode() if prompt is None else prompt).rstrip("\n")
     except UnicodeDecodeError:
         raise RequestError("standard input is not UTF-8 text", "prompt") from None
     if not text:
-        raise RequestError("the prompt is empty: pass --prompt or pipe text in", "prompt")
+        raise RequestError("the prompt is empty: pass --prompt TEXT, or pipe text to standard input", "prompt")
     return text
 
 
 def _stream(llm: Any, prompt: Any, params: SamplingParams, started: float) -> None:
-    """Prints text as it comes; the figures go to standard error, so that a pipe receives the text alone."""
+    """Prints the text as it is generated, then the figures on standard error."""
     clock = SystemClock()
     submitted = clock.now()
     first_token = None

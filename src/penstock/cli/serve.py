@@ -3,40 +3,44 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
-import sys
-from typing import Any
+from typing import TYPE_CHECKING
 
-from penstock.cli.dataclass_args import add_engine_args, add_server_args, engine_kwargs, server_args
+from penstock.cli.dataclass_args import add_engine_args, add_model_argument, add_server_args, engine_kwargs, server_args
+from penstock.cli.startup import announce, describe_engine
 from penstock.config import env
-from penstock.utils import logging
+from penstock.utils.interrupts import interrupts_end_at_once
+
+if TYPE_CHECKING:
+    from penstock.messages.engine_info import EngineInfo
+
+DESCRIPTION = "Serves a model over HTTP with the OpenAI API, with metrics and a dashboard."
 
 
-def add_parser(subparsers: Any) -> None:
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "serve",
-        help="serve a model over HTTP, in the OpenAI API",
-        description="Serves a model over HTTP, in the OpenAI API, with metrics and a dashboard.",
-    )
-    parser.add_argument("served", nargs="?", metavar="MODEL", help="the same as --model")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "penstock serve [MODEL] [flags]"
+    add_model_argument(parser)
     add_server_args(parser)
     add_engine_args(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    # Imported here: the help text needs neither.
-    import uvloop
-
-    from penstock.server.run import serve
-
-    logging.configure(env.log_level())
-    if args.served is not None:
-        args.model = args.served
+    kwargs = engine_kwargs(args)
     arguments = server_args(args, api_key=(*args.api_key, *env.api_keys()))
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(serve(engine_kwargs(args), arguments, _announce))
+    # Until the server serves and handles signals itself, an interrupt ends it; the engine core ends with it.
+    with interrupts_end_at_once():
+        # Imported here: the help text needs neither.
+        import asyncio
 
+        import uvloop
 
-def _announce(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+        from penstock.server.run import serve
+        from penstock.utils import logging
+
+        logging.configure(env.log_level())
+
+        def on_loaded(info: EngineInfo) -> None:
+            announce(describe_engine(kwargs["model"], info))
+
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(serve(kwargs, arguments, announce, on_loaded))

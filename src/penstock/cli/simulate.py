@@ -7,14 +7,14 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from typing import Any
 
 from tqdm import tqdm
 
-from penstock.cli.counts import count, count_from_zero
+from penstock.cli.parser import count, count_from_zero
 from penstock.simulation.scenarios import SCENARIOS, replay_line, run_scenario
 from penstock.simulation.world import RunResult
 from penstock.utils.errors import ConfigError
+from penstock.utils.interrupts import interrupts_blocked
 from penstock.utils.names import did_you_mean
 
 _VIOLATION = 1
@@ -24,15 +24,19 @@ Run = tuple[str, int]
 """A scenario and a seed."""
 
 
-def add_parser(subparsers: Any) -> None:
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "simulate", help="check the engine's promises in a simulated world of faults"
-    )
-    parser.add_argument("--scenario", default="all", help="a name from --list, or all (default: all)")
-    parser.add_argument("--seed", type=count_from_zero, default=0, help="the first seed (default: 0)")
-    parser.add_argument("--count", type=count, default=1, help="seeds per scenario (default: 1)")
-    parser.add_argument("--jobs", type=count, default=1, help="processes (default: 1)")
-    parser.add_argument("--list", action="store_true", help="show the scenarios and the failures they come from")
+DESCRIPTION = """\
+Runs engines, clients and faults in a simulated world with one clock, and checks
+that no token is computed from KV that is not the request's own."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "penstock simulate [flags]"
+    group = parser.add_argument_group("runs")
+    group.add_argument("--scenario", default="all", metavar="NAME", help="a name from --list, or all (default: all)")
+    group.add_argument("--seed", type=count_from_zero, default=0, metavar="N", help="the first seed (default: 0)")
+    group.add_argument("--count", type=count, default=1, metavar="N", help="seeds per scenario (default: 1)")
+    group.add_argument("--jobs", type=count, default=1, metavar="N", help="processes (default: 1)")
+    group.add_argument("--list", action="store_true", help="list the scenarios and the failures they come from")
     parser.set_defaults(run=run)
 
 
@@ -70,7 +74,10 @@ def _results(runs: list[Run], jobs: int) -> Iterator[tuple[Run, RunResult]]:
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         try:
             tasks = [runs[start : start + _SEEDS_PER_TASK] for start in range(0, len(runs), _SEEDS_PER_TASK)]
-            for results in pool.map(_run_all, tasks):
+            with interrupts_blocked():
+                # The processes start here; at an interrupt they end with the tasks that they have begun.
+                all_results = pool.map(_run_all, tasks)
+            for results in all_results:
                 yield from results
         finally:
             pool.shutdown(wait=True, cancel_futures=True)

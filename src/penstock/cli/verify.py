@@ -1,4 +1,4 @@
-"""`penstock verify`: whether this machine gives the same tokens however the engine comes to them."""
+"""`penstock verify`: checks on this machine that no feature of the engine changes a token."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
-from penstock.cli.counts import count
-from penstock.cli.dataclass_args import add_engine_args, engine_kwargs
+from penstock.cli.dataclass_args import add_engine_args, add_model_argument, engine_kwargs
+from penstock.cli.parser import count
 from penstock.config.engine import EngineArgs
 from penstock.messages.sampling_params import SamplingParams
 from penstock.utils.errors import ConfigError, RequestError
+from penstock.utils.interrupts import interrupts_end_at_once
 
 if TYPE_CHECKING:
     from penstock.verify.matrix import Difference, RowResult
@@ -25,28 +24,33 @@ _MAX_TOKENS, _QUICK_MAX_TOKENS = 32, 16
 _SHOWN_TOKENS = 24
 
 
-def add_parser(subparsers: Any) -> None:
-    parser: argparse.ArgumentParser = subparsers.add_parser(
-        "verify",
-        help="check on this machine that nothing the engine does changes a token",
-        description="Runs the same requests plainly and in every way that could change them, and compares each token.",
+DESCRIPTION = """\
+Runs the same requests in a plain way and in every way that could change their
+tokens (batching, chunks, caching, drafts and more), and compares each token."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "penstock verify [MODEL] [flags]"
+    add_model_argument(parser)
+    group = parser.add_argument_group("requests")
+    group.add_argument(
+        "--prompts", type=Path, metavar="FILE", help="text file with a prompt per line (default: built-in ones)"
     )
-    parser.add_argument("verified", nargs="?", metavar="MODEL", help="the same as --model")
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="a text file with a prompt per line, for its own")
-    parser.add_argument("--max-tokens", type=count, help=f"tokens per request (default: {_MAX_TOKENS})")
-    parser.add_argument("--quick", action="store_true", help="fewer and shorter requests")
+    group.add_argument("--max-tokens", type=count, metavar="N", help=f"tokens per request (default: {_MAX_TOKENS})")
+    group.add_argument("--quick", action="store_true", help="fewer and shorter requests")
     add_engine_args(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Returns 1 when a token differs or a row could not run."""
-    if args.verified is not None:
-        args.model = args.verified
     prompts = _read_prompts(args.prompts)
     max_tokens = args.max_tokens or (_QUICK_MAX_TOKENS if args.quick else _MAX_TOKENS)
-    # Imported here: the help text needs no torch.
-    from penstock.verify.matrix import verify
+    with interrupts_end_at_once():
+        # Imported here: the help text needs no torch.
+        from tqdm import tqdm
+
+        from penstock.verify.matrix import verify
 
     print(_line("row", "requests", "tokens", "agree", "seconds", "what happened"))
     results: list[RowResult] = []
@@ -87,7 +91,7 @@ def _row(result: RowResult) -> str:
     mark = "yes" if result.is_shown else "(yes)"
     if not result.agrees:
         mark = "NO" if result.difference else "FAILED"
-    happened = result.happened if result.is_shown else f"{result.happened}: shows nothing"
+    happened = result.happened if result.is_shown else f"{result.happened}: not exercised"
     return _line(
         result.name, result.num_requests, result.num_tokens, mark, f"{result.seconds:.1f}", result.problem or happened
     )
@@ -99,7 +103,7 @@ def _report(results: list[RowResult]) -> int:
     num_tokens = sum(result.num_tokens for result in results[1:])
     print()
     if unshown:
-        print(f"(yes): equal, but what the row is about did not happen: {'; '.join(unshown)}")
+        print(f"(yes): the tokens agree, but what the row tests did not occur: {'; '.join(unshown)}")
     for result in wrong:
         if result.difference is not None:
             print(_describe(result, result.difference))

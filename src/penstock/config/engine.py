@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from penstock.config.arguments import argument
 from penstock.config.kv_events import KVEventsConfig, parse_kv_events_config
 from penstock.config.kv_transfer import KVTransferConfig, parse_kv_transfer_config
 from penstock.config.model import ModelConfig, load_model_config
@@ -32,56 +33,66 @@ ATTENTION_BACKENDS = ("auto", "triton", "flashinfer", "flash_attention", "native
 _TOKENS_OF_A_STEP = {"cpu": 2048, "cuda": 8192}
 
 
-def _arg(default: Any, help_text: str, choices: tuple[str, ...] = ()) -> Any:
-    return field(default=default, metadata={"help": help_text, "choices": choices})
+MODEL, DEVICE, STEPS, CACHE = "model", "device and kernels", "scheduling and speculation", "KV cache"
+"""Groups of arguments, as the command line's help shows them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineArgs:
-    """The engine arguments, with the help text that the command line shows."""
+    """The engine arguments, with what the command line's help shows of them."""
 
-    model: str = _arg(BUILT_IN_MODEL, "checkpoint folder or Hugging Face model id; the built-in model without it")
-    tokenizer: str | None = _arg(None, "folder with another tokenizer.json than the model's")
-    skip_tokenizer_init: bool = _arg(False, "load no tokenizer: prompts and results are token ids only")
-    revision: str | None = _arg(None, "branch, tag or commit of the model id")
-    load_format: str = _arg("auto", "auto reads the checkpoint, dummy makes random weights", LOAD_FORMATS)
-    dtype: str = _arg("auto", "auto (the checkpoint's), bfloat16, float16 or float32")
-    device: str = _arg("auto", "auto takes CUDA where there is one, else the CPU", DEVICES)
-    distributed_executor_backend: str = _arg(
-        "uniproc", "where the worker runs: uniproc in the engine's process, mp in one of its own", EXECUTOR_BACKENDS
+    model: str = argument(MODEL, BUILT_IN_MODEL, "checkpoint folder or Hugging Face model id", metavar="MODEL")
+    tokenizer: str | None = argument(MODEL, None, "folder with the tokenizer.json to use instead", metavar="FOLDER")
+    skip_tokenizer_init: bool = argument(MODEL, False, "load no tokenizer: prompts and results are token ids")
+    revision: str | None = argument(MODEL, None, "branch, tag or commit of the model id", metavar="NAME")
+    load_format: str = argument(MODEL, "auto", "auto reads the checkpoint, dummy makes random weights", LOAD_FORMATS)
+    dtype: str = argument(MODEL, "auto", "bfloat16, float16 or float32; auto is the checkpoint's", metavar="DTYPE")
+    device: str = argument(DEVICE, "auto", "auto uses CUDA where it is available, else the CPU", DEVICES)
+    distributed_executor_backend: str = argument(
+        DEVICE, "uniproc", "where the worker runs: uniproc in the engine's process, mp in its own", EXECUTOR_BACKENDS
     )
-    attention_backend: str = _arg("auto", "what computes attention (docs/GPU.md)", ATTENTION_BACKENDS)
-    seed: int = _arg(0, "seed of requests that bring none")
-    max_model_len: int | None = _arg(None, "longest prompt plus output in tokens; the model's own by default")
-    max_num_batched_tokens: int | None = _arg(
-        None, "token budget of a step, 2048 by default and 8192 on a GPU; longer prefills are chunked"
+    attention_backend: str = argument(
+        DEVICE, "auto", "the implementation of attention (docs/GPU.md)", ATTENTION_BACKENDS, metavar="NAME"
     )
-    max_num_seqs: int = _arg(256, "most requests that run at once")
-    block_size: int = _arg(16, "tokens per KV block, a multiple of 8")
-    enable_prefix_caching: bool = _arg(True, "reuse the KV of prompts that begin alike")
-    gpu_memory_utilization: float = _arg(0.9, "part of the device's memory that the engine may use")
-    kv_cache_memory: int | None = _arg(None, "bytes of KV cache; by default what gpu_memory_utilization leaves")
-    num_gpu_blocks_override: int | None = _arg(None, "number of KV blocks, whatever the memory says")
-    scheduling_policy: str = _arg("fcfs", "which waiting request goes first", POLICIES)
-    async_scheduling: bool | None = _arg(
-        None, "schedule step n+1 while step n runs; by default where a GPU runs the steps (docs/PERFORMANCE.md)"
+    seed: int = argument(MODEL, 0, "seed of requests that have none of their own")
+    max_model_len: int | None = argument(
+        MODEL, None, "context length: most tokens of prompt plus output (default: the model's)"
     )
-    num_threads: int | None = _arg(
-        None, "threads of the CPU kernels; by default OMP_NUM_THREADS, or the cores that affinity and cgroup allow"
+    max_num_batched_tokens: int | None = argument(
+        STEPS, None, "most tokens of a step; longer prompts are split (default: 2048, on a GPU 8192)"
     )
-    enforce_eager: bool = _arg(False, "launch every step's kernels anew: no CUDA graphs, a quicker start, slower steps")
-    deterministic: bool = _arg(
-        False, "a request's bits on a GPU depend on nothing else in its batch, which costs speed; on a CPU always so"
+    max_num_seqs: int = argument(STEPS, 256, "most requests that run at once")
+    block_size: int = argument(CACHE, 16, "tokens per KV block, a multiple of 8")
+    enable_prefix_caching: bool = argument(CACHE, True, "reuse the KV of prompts with a common beginning")
+    gpu_memory_utilization: float = argument(
+        CACHE, 0.9, "share of the device's memory that the engine may use", metavar="SHARE"
     )
-    max_num_queued_requests: int = _arg(4096, "requests in the engine beyond which new ones are refused")
-    kv_events_config: str | Mapping[str, Any] | None = _arg(
-        None, 'tell routers which KV blocks are held, as JSON such as {"enable_kv_cache_events": true}'
+    kv_cache_memory: int | None = argument(
+        CACHE, None, "size of the KV cache, such as 4GiB (default: by --gpu-memory-utilization)", unit="bytes"
     )
-    kv_transfer_config: str | Mapping[str, Any] | None = _arg(
-        None, 'connector that moves KV as JSON, such as {"kv_connector": "OffloadingConnector"}'
+    num_gpu_blocks_override: int | None = argument(CACHE, None, "number of KV blocks, instead of a size")
+    scheduling_policy: str = argument(STEPS, "fcfs", "order of waiting requests", POLICIES)
+    async_scheduling: bool | None = argument(
+        STEPS, None, "schedule step n+1 while step n runs (default: on a GPU; docs/PERFORMANCE.md)"
     )
-    speculative_config: str | Mapping[str, Any] | None = _arg(
-        None, 'speculative decoding as JSON, such as {"method": "mtp", "num_speculative_tokens": 3}'
+    num_threads: int | None = argument(
+        DEVICE,
+        None,
+        "threads of the CPU kernels (default: OMP_NUM_THREADS, or the cores that this process may use)",
+    )
+    enforce_eager: bool = argument(DEVICE, False, "use no CUDA graphs: the start is quicker, the steps are slower")
+    deterministic: bool = argument(
+        DEVICE, False, "on a GPU: results that do not depend on the batch, at lower speed; on a CPU always so"
+    )
+    max_num_queued_requests: int = argument(STEPS, 4096, "most requests in the engine; more are refused")
+    kv_events_config: str | Mapping[str, Any] | None = argument(
+        CACHE, None, 'publish which KV blocks are cached: {"enable_kv_cache_events": true}', metavar="JSON"
+    )
+    kv_transfer_config: str | Mapping[str, Any] | None = argument(
+        CACHE, None, 'connector that moves KV: {"kv_connector": "OffloadingConnector"}', metavar="JSON"
+    )
+    speculative_config: str | Mapping[str, Any] | None = argument(
+        STEPS, None, 'speculative decoding: {"method": "mtp", "num_speculative_tokens": 3}', metavar="JSON"
     )
 
     @classmethod

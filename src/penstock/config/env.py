@@ -3,7 +3,8 @@
 PENSTOCK_CPU_ISA     force a CPU instruction set: amx, avx512, avx2, generic, torch for the reference kernels, or
                      triton for the kernels of a GPU in Triton's interpreter
 PENSTOCK_LOG_LEVEL   DEBUG, INFO, WARNING (default) or ERROR
-PENSTOCK_API_KEY     keys that `penstock serve` asks its clients for, separated by commas
+PENSTOCK_API_KEY     keys that `penstock serve` asks its clients for, separated by commas; `penstock chat --url` sends
+                     the first
 PENSTOCK_DEBUG       1 poisons KV blocks, checks the integrity of all derived state after every step, and encodes and
                      decodes every message between the engine core and a worker in the same process
 GOMP_SPINCOUNT       how long OpenMP threads spin before they sleep; Penstock sets it unless it is set

@@ -4,38 +4,56 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
+from penstock.config.arguments import argument
 from penstock.utils.errors import ConfigError
 
 _KEY = re.compile(r"[\x21-\x7e]+")
 TOOL_CALL_PARSERS = ("auto", "hermes", "llama3_json", "none")
 
 
-def _arg(default: Any, help_text: str, choices: tuple[str, ...] = ()) -> Any:
-    return field(default=default, metadata={"help": help_text, "choices": choices})
+ADDRESS, ACCESS, API, OPERATION = "address", "access", "API", "operation"
+"""Groups of arguments, as the command line's help shows them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerArgs:
-    """The server arguments, with the help text that the command line shows. `check` raises ConfigError."""
+    """The server arguments, with what the command line's help shows of them. `check` raises ConfigError."""
 
-    host: str = _arg("127.0.0.1", "address to listen on; beyond loopback it needs --api-key")
-    port: int = _arg(8000, "port to listen on; 0 takes a free one and prints it")
-    api_key: tuple[str, ...] = _arg((), "key that clients must send; may be repeated (or PENSTOCK_API_KEY)")
-    allow_unauthenticated: bool = _arg(False, "listen beyond loopback without an API key")
-    served_model_name: tuple[str, ...] = _arg((), "name of the model in the API; may be repeated (default: --model)")
-    admin_port: int | None = _arg(None, "loopback port for administration: cache reset, drain; none by default")
-    shutdown_timeout: float = _arg(30.0, "seconds that running requests have to finish after SIGTERM")
-    health_timeout: float = _arg(60.0, "seconds without a step, while there is work, that make /health fail")
-    max_body_bytes: int = _arg(16 << 20, "largest request body")
-    allowed_origin: tuple[str, ...] = _arg((), "web origin that browsers may call from (CORS); may be repeated")
-    ssl_certfile: str | None = _arg(None, "TLS certificate chain, PEM")
-    ssl_keyfile: str | None = _arg(None, "TLS private key, PEM")
-    tool_call_parser: str = _arg("auto", "how tool calls look in the model's text", TOOL_CALL_PARSERS)
-    otlp_traces_endpoint: str | None = _arg(None, "OTLP/HTTP URL that receives a trace per request")
-    access_log: bool = _arg(False, "log a line per HTTP request (path and status, never content)")
+    host: str = argument(
+        ADDRESS, "127.0.0.1", "address to listen on; beyond loopback it needs --api-key", metavar="ADDRESS"
+    )
+    port: int = argument(ADDRESS, 8000, "port to listen on; 0 chooses a free one and prints it")
+    api_key: tuple[str, ...] = argument(
+        ACCESS, (), "key that clients must send; may be repeated (or PENSTOCK_API_KEY)", metavar="KEY"
+    )
+    allow_unauthenticated: bool = argument(ACCESS, False, "listen beyond loopback without an API key")
+    served_model_name: tuple[str, ...] = argument(
+        API, (), "name of the model in the API; may be repeated (default: MODEL)", metavar="NAME"
+    )
+    admin_port: int | None = argument(
+        ADDRESS, None, "loopback port for administration: cache reset, drain (default: none)"
+    )
+    shutdown_timeout: float = argument(
+        OPERATION, 30.0, "time that running requests have to finish after SIGTERM", metavar="SECONDS"
+    )
+    health_timeout: float = argument(
+        OPERATION, 60.0, "time without a step, while there is work, that makes /health fail", metavar="SECONDS"
+    )
+    max_body_bytes: int = argument(ACCESS, 16 << 20, "largest request body", unit="bytes")
+    allowed_origin: tuple[str, ...] = argument(
+        ACCESS, (), "web origin that browsers may call from (CORS); may be repeated", metavar="ORIGIN"
+    )
+    ssl_certfile: str | None = argument(ADDRESS, None, "TLS certificate chain, PEM", metavar="FILE")
+    ssl_keyfile: str | None = argument(ADDRESS, None, "TLS private key, PEM", metavar="FILE")
+    tool_call_parser: str = argument(
+        API, "auto", "format of tool calls in the model's text", TOOL_CALL_PARSERS, metavar="FORMAT"
+    )
+    otlp_traces_endpoint: str | None = argument(
+        OPERATION, None, "OTLP/HTTP address that receives a trace per request", metavar="URL"
+    )
+    access_log: bool = argument(OPERATION, False, "log a line per HTTP request (path and status, no content)")
 
     @property
     def is_loopback(self) -> bool:
@@ -60,8 +78,8 @@ class ServerArgs:
             raise ConfigError("api_key must be printable ASCII without spaces, because it travels in a header")
         if not self.is_loopback and not self.api_key and not self.allow_unauthenticated:
             raise ConfigError(
-                f"host={self.host} would let anyone on the network use the engine: set --api-key (or "
-                "PENSTOCK_API_KEY), or pass --allow-unauthenticated if something in front of it checks who comes"
+                f"host={self.host} makes the engine reachable from the network without authentication: set --api-key "
+                "(or PENSTOCK_API_KEY), or pass --allow-unauthenticated if a proxy in front of it authenticates"
             )
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
-            raise ConfigError("ssl_certfile and ssl_keyfile belong together")
+            raise ConfigError("ssl_certfile and ssl_keyfile must be given together")

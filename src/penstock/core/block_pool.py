@@ -18,15 +18,19 @@ Block 0 is the null block: it belongs to nobody and is never handed out.
 from __future__ import annotations
 
 import enum
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.messages.kv_cache_spec import NULL_BLOCK
+from penstock.messages.stats import BlockMap
 from penstock.utils.math import cdiv
 
 BlockKey = tuple[int, bytes]
 """(KV group, block hash): what a cached block is found by."""
+
+_BUSY = "fcpol"
+"""The letters of `BlockMap`, from idle to busy."""
 
 Holder = str
 """Names a transfer. Fences have numbers of their own."""
@@ -103,18 +107,13 @@ class BlockPool:
             counts[self.state(block_id)] += 1
         return counts
 
-    def map(self, max_cells: int) -> bytes:
-        """The pool as a picture: at most `max_cells` letters, each for as many blocks in a row, but for the null block.
-
-        A letter is the initial of `FREE`, `CACHED`, `OWNED`, `LOADING` or of pinned (a holder without an owner); among
-        several blocks the busiest shows.
-        """
+    def map(self, max_cells: int) -> BlockMap:
+        """The pool, without the null block, as a picture of at most `max_cells` letters."""
         letters = [self._letter(block) for block in self._blocks[1:]]
         per_cell = cdiv(len(letters), max_cells)
-        # The alphabet happens not to order them: from idle to busy is f, c, p, o, l.
-        return "".join(
-            max(letters[start : start + per_cell], key="fcpol".index) for start in range(0, len(letters), per_cell)
-        ).encode()
+        cells = (max(letters[start : start + per_cell], key=_BUSY.index) for start in range(0, len(letters), per_cell))
+        counts = Counter(letters)
+        return BlockMap("".join(cells), {letter: counts[letter] for letter in _BUSY})
 
     @staticmethod
     def _letter(block: Block) -> str:

@@ -25,7 +25,7 @@ from penstock.messages.outputs import EngineOutput, FinishReason
 from penstock.messages.requests import EngineRequest
 from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.messages.scheduler_output import BlockIds, GrammarOutput, SchedulerOutput
-from penstock.messages.stats import SchedulerStats
+from penstock.messages.stats import BlockMap, SchedulerStats
 from penstock.utils.errors import GrammarError, OverloadedError, RequestError
 
 # Requests passed over in one step because another is computing their prefix: beyond so many, the step goes without
@@ -140,7 +140,7 @@ class Scheduler:
         """KV blocks that requests can have."""
         return self._kv.pool.num_usable
 
-    def block_map(self, max_cells: int) -> bytes:
+    def block_map(self, max_cells: int) -> BlockMap:
         """The block pool as at most `max_cells` letters (`BlockPool.map`)."""
         return self._kv.pool.map(max_cells)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from penstock.config import env
 from penstock.config.engine import EngineArgs, EngineConfig, SchedulerConfig, check, resolve
+from penstock.config.kv_cache_groups import block_bytes
 from penstock.config.model_path import localise
 from penstock.core.kv_cache_manager import KVCacheManager
 from penstock.core.kv_events import NullKVEventRecorder, StepKVEventRecorder
@@ -19,7 +20,9 @@ from penstock.engine.transfer import make_transfer
 from penstock.engine.warm_up import warm_up
 from penstock.executor.factory import make_executor
 from penstock.kv_transfer.events import make_event_publisher
+from penstock.messages.engine_info import EngineInfo
 from penstock.utils import logging
+from penstock.utils.clock import SystemClock
 from penstock.worker.messages import InitializeWorker
 
 logger = logging.get_logger(__name__)
@@ -32,19 +35,21 @@ class Engine:
     core: EngineCore
     config: EngineConfig
     limits: SchedulerConfig
+    info: EngineInfo
 
 
 def build_engine(args: EngineArgs) -> Engine:
     """Starts the workers, loads, plans, allocates and warms up. Raises ConfigError when the arguments cannot work."""
     logging.configure(env.log_level())
+    started = SystemClock().now()
     check(args)
     with ExitStack() as on_failure:
-        engine = _build(localise(args), on_failure)
+        engine = _build(localise(args), on_failure, started)
         on_failure.pop_all()
     return engine
 
 
-def _build(args: EngineArgs, on_failure: ExitStack) -> Engine:
+def _build(args: EngineArgs, on_failure: ExitStack, started: float) -> Engine:
     executor = make_executor(args)
     on_failure.callback(executor.shutdown)
     facts = executor.load()
@@ -64,4 +69,16 @@ def _build(args: EngineArgs, on_failure: ExitStack) -> Engine:
     scheduler = Scheduler(limits, kv, StructuredOutputs(make_grammar_backend(config)), transfer.transfer)
     publisher = make_event_publisher(config.kv_events)
     core = EngineCore(scheduler, executor, limits.max_num_in_flight, publisher, debug=env.debug())
-    return Engine(core, config, limits)
+    info = EngineInfo(
+        dtype=config.model.dtype,
+        device=facts[0].device,
+        device_name=facts[0].device_name,
+        kernels=facts[0].kernels,
+        num_threads=facts[0].num_threads,
+        max_model_len=limits.max_model_len,
+        num_blocks=core.num_blocks,
+        block_size=cache.block_size,
+        kv_cache_bytes=cache.num_blocks * block_bytes(cache.groups, cache.block_size, cache.attached),
+        load_seconds=SystemClock().now() - started,
+    )
+    return Engine(core, config, limits, info)

@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.config.engine import EngineArgs, SchedulerConfig
+from penstock.messages.engine_info import EngineInfo
 from penstock.messages.requests import EngineRequest
-from penstock.messages.stats import StepReport
+from penstock.messages.stats import BlockMap, StepReport
 from penstock.utils.wire import Codec
 
 
@@ -19,10 +20,8 @@ from penstock.utils.wire import Codec
 class Ready:
     """The model is loaded. `limits` are the scheduler's as the memory allows them."""
 
-    device: str
+    info: EngineInfo
     limits: SchedulerConfig
-    num_blocks: int
-    block_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +69,7 @@ class Reply:
     """The result of a call; `error` is set when it went wrong."""
 
     call: int
-    value: bool | bytes = True
+    value: bool | BlockMap = True
     error: str | None = None
 
 

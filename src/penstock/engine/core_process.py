@@ -140,9 +140,9 @@ def _start(connection: socket.socket, inbox: queue.SimpleQueue[Any]) -> EngineCo
     # What stands now stays: collections need not walk over every block of the pool, which takes longer than a step.
     gc.collect()
     gc.freeze()
-    core, config = engine.core, engine.config
+    core = engine.core
     core.watch_workers(lambda: inbox.put(_WorkerDied()))
-    connection.sendall(CODEC.encode(Ready(config.device, engine.limits, core.num_blocks, config.cache.block_size)))
+    connection.sendall(CODEC.encode(Ready(engine.info, engine.limits)))
     return core
 
 

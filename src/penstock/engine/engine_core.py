@@ -14,7 +14,7 @@ from penstock.messages.outputs import EngineOutput
 from penstock.messages.requests import EngineRequest
 from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.messages.scheduler_output import SchedulerOutput
-from penstock.messages.stats import RequestEvent, RequestEventKind, SchedulerStats, StepReport
+from penstock.messages.stats import BlockMap, RequestEvent, RequestEventKind, SchedulerStats, StepReport
 from penstock.utils.clock import Clock, SystemClock
 from penstock.utils.errors import EngineDeadError
 
@@ -97,7 +97,7 @@ class EngineCore:
         self._publish_kv_events()
         return is_reset
 
-    def block_map(self, max_cells: int) -> bytes:
+    def block_map(self, max_cells: int) -> BlockMap:
         """The block pool as at most `max_cells` letters (`BlockPool.map`)."""
         return self._scheduler.block_map(max_cells)
 

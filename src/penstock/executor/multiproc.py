@@ -24,6 +24,7 @@ from penstock.messages.kv_transfer import ShardId
 from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.messages.scheduler_output import GrammarOutput, SchedulerOutput
 from penstock.utils.errors import ConfigError, EngineDeadError, WireError
+from penstock.utils.interrupts import interrupts_blocked
 from penstock.utils.wire import FrameReader
 from penstock.worker.messages import (
     CODEC,
@@ -54,7 +55,7 @@ class ProcessWorker:
             # Room for a step's messages, so that sending them rarely blocks; the system may grant less.
             each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
         command = [sys.executable, *program, str(theirs.fileno())]
-        with theirs:
+        with theirs, interrupts_blocked():
             self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
         self._reader = FrameReader(CODEC)
         self._received: deque[Any] = deque()

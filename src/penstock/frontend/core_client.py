@@ -23,8 +23,9 @@ from penstock.engine.core_messages import (
     ResetPrefixCache,
 )
 from penstock.messages.requests import EngineRequest
-from penstock.messages.stats import StepReport
+from penstock.messages.stats import BlockMap, StepReport
 from penstock.utils.errors import ConfigError, EngineDeadError, WireError
+from penstock.utils.interrupts import interrupts_blocked
 from penstock.utils.wire import FrameReader
 
 _EXIT_SECONDS = 15.0
@@ -43,7 +44,7 @@ class CoreClient(asyncio.Protocol):
         self._reader = FrameReader(CODEC)
         self._transport: asyncio.Transport | None = None
         self._handler: Handler = _ignore
-        self._calls: dict[int, asyncio.Future[bool | bytes]] = {}
+        self._calls: dict[int, asyncio.Future[bool | BlockMap]] = {}
         self._call_numbers = itertools.count()
         self._failure: Failed | None = None
         self._is_closing = False
@@ -53,7 +54,7 @@ class CoreClient(asyncio.Protocol):
         """Starts the process. `ready` resolves when its model is loaded; ConfigError there says why it cannot be."""
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "penstock.engine.core_process", str(theirs.fileno())]
-        with theirs:
+        with theirs, interrupts_blocked():
             process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
         _, client = await asyncio.get_running_loop().create_unix_connection(lambda: cls(process), sock=ours)
         client._send(args)
@@ -75,9 +76,11 @@ class CoreClient(asyncio.Protocol):
         """See `EngineCore.reset_prefix_cache`."""
         return bool(await self._call(lambda number: ResetPrefixCache(number, reset_connector)))
 
-    async def block_map(self, max_cells: int) -> bytes:
+    async def block_map(self, max_cells: int) -> BlockMap:
         """The block pool as letters (`BlockPool.map`)."""
-        return bytes(await self._call(lambda number: GetBlockMap(number, max_cells)))  # pyright: ignore[reportArgumentType]
+        found = await self._call(lambda number: GetBlockMap(number, max_cells))
+        assert isinstance(found, BlockMap), found
+        return found
 
     async def check_integrity(self) -> None:
         """AssertionError when the core's derived state does not agree with itself."""
@@ -94,7 +97,7 @@ class CoreClient(asyncio.Protocol):
             self._process.kill()
             await asyncio.to_thread(self._process.wait)
 
-    async def _call(self, make_message: Callable[[int], Any]) -> bool | bytes:
+    async def _call(self, make_message: Callable[[int], Any]) -> bool | BlockMap:
         number = next(self._call_numbers)
         self._calls[number] = asyncio.get_running_loop().create_future()
         try:
@@ -165,7 +168,7 @@ class CoreClient(asyncio.Protocol):
         return EngineDeadError(f"the engine core's process {how}")
 
 
-def _resolve(future: asyncio.Future[bool | bytes], reply: Reply) -> None:
+def _resolve(future: asyncio.Future[bool | BlockMap], reply: Reply) -> None:
     if reply.error is None:
         future.set_result(reply.value)
     else:

@@ -38,7 +38,8 @@ class LLM:
         if model is not None:
             engine_args["model"] = model
         engine = build_engine(EngineArgs.from_kwargs(**engine_args))
-        self.config, self._core, self._limits = engine.config, engine.core, engine.limits
+        self.config, self.info = engine.config, engine.info
+        self._core, self._limits = engine.core, engine.limits
         self._front_end = build_front_end(self.config, self._limits)
         self._outputs = OutputProcessor(self._front_end.tokenizer)
         self._is_running = False

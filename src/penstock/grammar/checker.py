@@ -19,6 +19,7 @@ from typing import Any
 from penstock.grammar.checker_process import CODEC, Ready, Start, Unusable, Verdict
 from penstock.messages.structured_outputs import GrammarSpec
 from penstock.utils.errors import OverloadedError, RequestError
+from penstock.utils.interrupts import interrupts_blocked
 from penstock.utils.wire import FrameReader
 
 _MAX_REMEMBERED = 1024
@@ -153,7 +154,7 @@ class _Process:
     async def open(cls) -> _Process:
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "penstock.grammar.checker_process", str(theirs.fileno())]
-        with theirs:
+        with theirs, interrupts_blocked():
             process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
         return cls(process, *await asyncio.open_unix_connection(sock=ours))
 

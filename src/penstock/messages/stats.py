@@ -51,6 +51,18 @@ class SchedulerStats(msgspec.Struct, frozen=True):
     num_graph_replays: int = 0
 
 
+class BlockMap(msgspec.Struct, frozen=True):
+    """The block pool as a picture: letters in `cells`, each for as many blocks in a row, and how many blocks there are
+    of each letter.
+
+    A letter is the initial of free, cached, owned, loading, or pinned (a holder without an owner); of several blocks
+    in a cell the busiest one shows.
+    """
+
+    cells: str
+    counts: dict[str, int]
+
+
 class RequestEventKind(enum.StrEnum):
     SCHEDULED = "scheduled"
     PREEMPTED = "preempted"

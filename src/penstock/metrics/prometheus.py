@@ -14,6 +14,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.openmetrics import exposition as openmetrics
 
+from penstock import __version__
+from penstock.messages.engine_info import EngineInfo
 from penstock.messages.outputs import FinishReason
 from penstock.messages.stats import SchedulerStats, SpeculationStats, StepReport
 from penstock.metrics.request_log import Phase, RequestLog, RequestRecord
@@ -79,6 +81,7 @@ class PrometheusMetrics:
             if phase is not Phase.FINISHED
         }
         self._cache_info = gauges["vllm:cache_config_info"]
+        self._engine_info = gauges["penstock:engine_info"]
         self._accepted_per_position = counters["vllm:spec_decode_num_accepted_tokens_per_pos"]
         self._kv_connector = gauges["penstock:kv_connector"]
         self._http_requests = counters["penstock:http_requests"]
@@ -86,9 +89,11 @@ class PrometheusMetrics:
         self._engine: WatchedEngine | None = None
         ProcessCollector(registry=self._registry)
 
-    def set_cache_info(self, num_blocks: int, block_size: int) -> None:
-        """How many blocks the KV cache has, and how many tokens a block has."""
-        self._cache_info.labels(*self._common, str(block_size), str(num_blocks)).set(1)
+    def set_info(self, info: EngineInfo) -> None:
+        """What the engine runs on and how many blocks of how many tokens its KV cache has."""
+        self._cache_info.labels(*self._common, str(info.block_size), str(info.num_blocks)).set(1)
+        values = (__version__, info.dtype, info.device, info.kernels, str(info.num_threads), str(info.max_model_len))
+        self._engine_info.labels(*self._common, *values).set(1)
 
     def watch(self, engine: WatchedEngine) -> None:
         """Names the engine that is observed."""

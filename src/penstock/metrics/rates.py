@@ -1,68 +1,114 @@
-"""What the last seconds were like: tokens per second and latencies over a sliding window, for the dashboard."""
+"""What the last seconds were like, for the dashboard: rates and latencies over a sliding window, and totals."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 
 import numpy as np
 
+from penstock.messages.outputs import FinishReason
 from penstock.messages.stats import StepReport
 from penstock.metrics.request_log import RequestRecord
-from penstock.utils.clock import SystemClock
+from penstock.utils.clock import Clock, SystemClock
 
-_WINDOW_SECONDS = 10.0
+WINDOW_SECONDS = 10.0
 # A quantile of so many samples is as good as one of more, and the window cannot grow without end.
 _MAX_SAMPLES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Seconds, and tokens per second; None where nothing happened."""
+    """Of the last `window` seconds. Latencies are in seconds, None where nothing was measured.
 
+    `requests_per_second` counts requests that ended, for whatever reason. End-to-end latency and queue time are those
+    of requests that came to an end of their own: the times of an aborted one are its client's.
+    """
+
+    window: float
     tokens_per_second: float
+    requests_per_second: float
     ttft_p50: float | None
     ttft_p90: float | None
     itl_p50: float | None
     itl_p90: float | None
+    e2e_p50: float | None
+    e2e_p90: float | None
+    queue_p50: float | None
+    queue_p90: float | None
+
+
+class _Window:
+    """Samples of the last seconds: (time, value)."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, float]] = deque(maxlen=_MAX_SAMPLES)
+
+    def add(self, now: float, value: float) -> None:
+        self._samples.append((now, value))
+
+    def values(self, now: float) -> list[float]:
+        while self._samples and self._samples[0][0] < now - WINDOW_SECONDS:
+            self._samples.popleft()
+        return [value for _, value in self._samples]
 
 
 class RecentRates:
-    """An observer that remembers the last ten seconds, and counts tokens since the start."""
+    """An observer that remembers the last ten seconds, and counts tokens and ends of requests since the start."""
 
-    def __init__(self) -> None:
-        self._clock = SystemClock()
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or SystemClock()
         self._num_prompt_tokens = 0
         self._num_output_tokens = 0
-        self._tokens: deque[tuple[float, int]] = deque(maxlen=_MAX_SAMPLES)
-        self._ttft: deque[tuple[float, float]] = deque(maxlen=_MAX_SAMPLES)
-        self._itl: deque[tuple[float, float]] = deque(maxlen=_MAX_SAMPLES)
+        self._ends: Counter[str] = Counter()
+        self._tokens, self._ended = _Window(), _Window()
+        self._ttft, self._itl, self._e2e, self._queue = _Window(), _Window(), _Window(), _Window()
 
     def on_step(self, report: StepReport) -> None:
-        self._tokens.append((self._clock.now(), sum(len(output.new_token_ids) for output in report.outputs)))
+        self._tokens.add(self._clock.now(), sum(len(output.new_token_ids) for output in report.outputs))
 
     def on_tokens(self, record: RequestRecord, num_tokens: int, seconds: float) -> None:
         is_first = record.num_output_tokens == num_tokens
         self._num_prompt_tokens += record.num_prompt_tokens if is_first else 0
         self._num_output_tokens += num_tokens
-        (self._ttft if is_first else self._itl).append((self._clock.now(), seconds))
+        (self._ttft if is_first else self._itl).add(self._clock.now(), seconds)
 
     def on_end(self, record: RequestRecord) -> None:
-        pass
+        assert record.finish_reason is not None and record.ended is not None, record.request_id
+        now = self._clock.now()
+        self._ends[record.finish_reason] += 1
+        self._ended.add(now, 1.0)
+        if record.finish_reason not in (FinishReason.ABORT, FinishReason.ERROR):
+            self._e2e.add(now, record.ended - record.arrived)
+            start, end = record.stages()["queue"]
+            self._queue.add(now, end - start)
 
     def totals(self) -> dict[str, int]:
-        """Tokens since the start; a prompt counts when its first output token comes."""
-        return {"prompt_tokens": self._num_prompt_tokens, "generation_tokens": self._num_output_tokens}
+        """Tokens and requests since the start; a prompt counts when its first output token comes."""
+        return {
+            "prompt_tokens": self._num_prompt_tokens,
+            "generation_tokens": self._num_output_tokens,
+            "num_errors": self._ends[FinishReason.ERROR],
+            "num_aborts": self._ends[FinishReason.ABORT],
+        }
 
     def rates(self) -> Rates:
-        since = self._clock.now() - _WINDOW_SECONDS
-        for samples in (self._tokens, self._ttft, self._itl):
-            while samples and samples[0][0] < since:
-                samples.popleft()
-        ttft = [seconds for _, seconds in self._ttft]
-        itl = [seconds for _, seconds in self._itl]
+        now = self._clock.now()
         return Rates(
-            sum(count for _, count in self._tokens) / _WINDOW_SECONDS,
-            *(float(np.percentile(ttft, p)) if ttft else None for p in (50, 90)),
-            *(float(np.percentile(itl, p)) if itl else None for p in (50, 90)),
+            WINDOW_SECONDS,
+            sum(self._tokens.values(now)) / WINDOW_SECONDS,
+            sum(self._ended.values(now)) / WINDOW_SECONDS,
+            *(
+                quantile
+                for window in (self._ttft, self._itl, self._e2e, self._queue)
+                for quantile in _quantiles(window.values(now))
+            ),
         )
+
+
+def _quantiles(values: list[float]) -> tuple[float | None, float | None]:
+    """The median and the 90th percentile."""
+    if not values:
+        return None, None
+    median, high = np.percentile(values, (50, 90))
+    return float(median), float(high)

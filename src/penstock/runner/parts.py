@@ -53,6 +53,12 @@ class DeviceParts:
 
     memory: DeviceMemory
 
+    kernels: str
+    """The kernels in use, for people: an instruction set of the native library, `torch`, or `triton`."""
+
+    device_name: str
+    """A GPU's product name; empty for a CPU."""
+
     set_up: Callable[[ExecutionConfig], None]
     """Prepares the process, before anything is loaded."""
 

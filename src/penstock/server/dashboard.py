@@ -28,11 +28,13 @@ _SECONDS_BETWEEN = 0.25
 _SECONDS_SHOWN = 30.0
 _MAX_REQUESTS = 200
 _MAX_CELLS = 2048
+# The engine core makes no step while it looks at all blocks, so it is asked less often for the map of a large pool.
+_SECONDS_PER_BLOCK = 2e-5
 
 
 @router.get("/dashboard", include_in_schema=False)
 async def page() -> Response:
-    """The page: one file that asks nobody else for anything."""
+    """The page: one file without external assets."""
     return FileResponse(_PAGE, media_type="text/html")
 
 
@@ -44,22 +46,27 @@ async def events(request: Request) -> Response:
 
 async def _pictures(service: Service) -> AsyncGenerator[bytes, None]:
     blocks: dict[str, Any] = {}
+    blocks_due = service.clock.now()
     while not service.closing.is_set():
         # When the engine has gone, its last picture stays; the health says what has happened.
-        with contextlib.suppress(EngineDeadError):
-            blocks = await _blocks(service)
+        if service.clock.now() >= blocks_due:
+            with contextlib.suppress(EngineDeadError):
+                blocks = await _blocks(service)
+            blocks_due = service.clock.now() + service.llm.info.num_blocks * _SECONDS_PER_BLOCK
         yield event({**_picture(service), "blocks": blocks})
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(service.closing.wait(), _SECONDS_BETWEEN)
 
 
 async def _blocks(service: Service) -> dict[str, Any]:
-    cells = await service.llm.block_map(_MAX_CELLS)
+    info = service.llm.info
+    found = await service.llm.block_map(_MAX_CELLS)
     return {
-        "num_blocks": service.llm.num_blocks,
-        "block_size": service.llm.config.cache.block_size,
-        "blocks_per_cell": cdiv(service.llm.num_blocks, _MAX_CELLS),
-        "cells": cells.decode(),
+        "num_blocks": info.num_blocks,
+        "block_size": info.block_size,
+        "blocks_per_cell": cdiv(info.num_blocks, _MAX_CELLS),
+        "cells": found.cells,
+        "counts": found.counts,
     }
 
 
@@ -67,12 +74,14 @@ def _picture(service: Service) -> dict[str, Any]:
     now = service.clock.now()
     found = health_of(service)
     records = [r for r in service.llm.log.recent() if r.ended is None or r.ended > now - _SECONDS_SHOWN]
-    # Those that run are worth more than those that have ended, and they stand behind them.
+    # The running ones come last, and are shown before those that have ended.
     shown = records[-_MAX_REQUESTS:]
     return {
         "time": now,
         "model": service.model_names[0],
         "version": __version__,
+        "engine": msgspec.structs.asdict(service.llm.info),
+        "uptime": service.clock.wall() - service.started,
         "health": {"status": found.status, "reason": found.reason},
         "stats": {**msgspec.structs.asdict(service.llm.stats), **service.rates.totals()},
         "rates": asdict(service.rates.rates()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -57,9 +58,10 @@ async def ready(request: Request) -> Response:
 
 
 @router.get("/version")
-async def version() -> Response:
-    """Penstock's version."""
-    return JSONResponse({"version": __version__})
+async def version(request: Request) -> Response:
+    """Penstock's version, and what the engine runs on: device, kernels, dtype, context, KV cache."""
+    info = msgspec.structs.asdict(service_of(request).llm.info)
+    return JSONResponse({"version": __version__, "engine": info})
 
 
 @router.get("/metrics", response_class=Response)

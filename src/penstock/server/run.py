@@ -14,6 +14,7 @@ from fastapi import FastAPI
 
 from penstock.config.server import ServerArgs
 from penstock.frontend.async_llm import AsyncLLM
+from penstock.messages.engine_info import EngineInfo
 from penstock.metrics.prometheus import PrometheusMetrics
 from penstock.metrics.rates import RecentRates
 from penstock.metrics.request_log import EngineObserver
@@ -30,7 +31,7 @@ logger = logging.get_logger(__name__)
 
 _LOOPBACK = "127.0.0.1"
 _BACKLOG = 2048
-# Whoever connects in this time still learns why; then the exit code tells the supervisor.
+# Clients that connect in this time still learn why; then the exit code tells the supervisor.
 _DEATH_NOTICE_SECONDS = 3.0
 _FLUSH_SECONDS = 5
 _ENGINE_DIED = 1
@@ -44,12 +45,18 @@ class _Server(uvicorn.Server):
         yield
 
 
-async def serve(engine_args: dict[str, Any], args: ServerArgs, announce: Callable[[str], None]) -> int:
+async def serve(
+    engine_args: dict[str, Any],
+    args: ServerArgs,
+    announce: Callable[[str], None],
+    on_loaded: Callable[[EngineInfo], None],
+) -> int:
     """Serves until SIGTERM or SIGINT, or until the engine dies. Returns the exit code.
 
-    `announce` is told, in lines for people, where the server is and what it waits for.
+    `announce` receives lines for people: the server's address, and what it waits for when it stops. `on_loaded` is
+    called once, before them.
 
-    Raises ConfigError when the ports, the arguments or the model cannot be.
+    Raises ConfigError when the ports cannot be bound, or the engine cannot be built as asked.
     """
     args.check()
     if args.access_log:
@@ -61,8 +68,10 @@ async def serve(engine_args: dict[str, Any], args: ServerArgs, announce: Callabl
     metrics, rates = PrometheusMetrics(names[0]), RecentRates()
     tracer = None if args.otlp_traces_endpoint is None else make_tracer(args.otlp_traces_endpoint, model=names[0])
     observers: list[EngineObserver] = [metrics, rates, *([] if tracer is None else [tracer])]
+    announce(f"Loading {engine_args['model']} ...")
     llm = await AsyncLLM.start(observers=observers, **engine_args)
     try:
+        on_loaded(llm.info)
         service = _make_service(llm, args, names, metrics, rates)
         servers = [_make_server(create_app(service), args)]
         sockets = [public]
@@ -82,7 +91,7 @@ async def serve(engine_args: dict[str, Any], args: ServerArgs, announce: Callabl
 def _make_service(
     llm: AsyncLLM, args: ServerArgs, names: tuple[str, ...], metrics: PrometheusMetrics, rates: RecentRates
 ) -> Service:
-    metrics.set_cache_info(llm.num_blocks, llm.config.cache.block_size)
+    metrics.set_info(llm.info)
     metrics.watch(llm)
     return Service(
         llm=llm,
@@ -138,7 +147,7 @@ def _addresses(service: Service, public: socket.socket, admin: socket.socket | N
     scheme = "http" if service.args.ssl_certfile is None else "https"
     host = f"[{service.args.host}]" if ":" in service.args.host else service.args.host
     url = f"{scheme}://{host}:{public.getsockname()[1]}"
-    lines = [f"Penstock serves {', '.join(service.model_names)} at {url}/v1 (look: {url}/dashboard)"]
+    lines = [f"Penstock serves {', '.join(service.model_names)} at {url}/v1 (dashboard: {url}/dashboard)"]
     if admin is not None:
         lines.append(f"Administration at {scheme}://{_LOOPBACK}:{admin.getsockname()[1]}")
     return "\n".join(lines)
@@ -177,8 +186,8 @@ async def _drain(service: Service, hurry: asyncio.Event, announce: Callable[[str
     service.is_draining = service.is_stopping = True
     if service.llm.num_unfinished:
         announce(
-            f"Penstock finishes {service.llm.num_unfinished} requests (at most {service.args.shutdown_timeout:g} s; "
-            "signal again to stop now)"
+            f"Stopping: waiting up to {service.args.shutdown_timeout:g} s for the running requests "
+            f"({service.llm.num_unfinished}); Ctrl-C or SIGTERM again stops now"
         )
     await _first(service.llm.wait_until_idle(), hurry.wait(), timeout=service.args.shutdown_timeout)
 

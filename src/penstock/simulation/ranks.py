@@ -192,6 +192,9 @@ class SimWorker:
             memory=MemoryBudget(total=1, in_use=1),
             arithmetic="oracle",
             weights_digest=b"",
+            kernels="oracle",
+            device_name="",
+            num_threads=1,
         )
         return Later(lambda: facts)
 

@@ -24,8 +24,8 @@ class SystemClock:
 class ManualClock:
     """Stands still until it is told otherwise."""
 
-    def __init__(self) -> None:
-        self._now = 0.0
+    def __init__(self, now: float = 0.0) -> None:
+        self._now = now
 
     def now(self) -> float:
         return self._now

@@ -1,11 +1,54 @@
-"""Ctrl-C at a moment when nothing is half done."""
+"""What Ctrl-C does: nothing while something is half done, the end at once while a program starts."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+EXIT_CODE = 128 + signal.SIGINT
+"""The exit code of a program that an interrupt has ended, as shells report it."""
+
+
+@contextlib.contextmanager
+def interrupts_end_at_once() -> Iterator[None]:
+    """While the body runs, SIGINT ends the process with `EXIT_CODE` and without a traceback.
+
+    For imports and for loading a model: a KeyboardInterrupt that is raised there may be lost in a library, or be shown
+    with the library's traceback. Nothing is cleaned up, so the body must hold nothing that outlives the process. Takes
+    effect in the main thread only.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, _end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _end(_signal: int, _frame: object) -> NoReturn:
+    with contextlib.suppress(OSError):
+        os.write(2, b"\n")
+    os._exit(EXIT_CODE)
+
+
+@contextlib.contextmanager
+def interrupts_blocked() -> Iterator[None]:
+    """Blocks SIGINT in this thread while the body runs; a process that is started in the body never receives one.
+
+    A terminal sends Ctrl-C to all processes in the foreground. A child process that its parent ends must not answer
+    with a traceback of its own, also not before its first line runs.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

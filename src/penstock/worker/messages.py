@@ -35,7 +35,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     Specs are by layer name in the order of the layers, a drafter's under names of their own; its KV at a position
     depends on `num_tokens_ahead` tokens behind it. `arithmetic` names the kernels: others have other last bits.
-    `weights_digest` [16 bytes] is of every tensor as it was loaded.
+    `weights_digest` [16 bytes] is of every tensor as it was loaded. `kernels`, `device_name` and `num_threads` are for
+    people (`EngineInfo`).
     """
 
     shard: ShardId
@@ -46,6 +47,9 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     memory: MemoryBudget
     arithmetic: str
     weights_digest: bytes
+    kernels: str
+    device_name: str
+    num_threads: int
 
 
 class InitializeWorker(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,6 +19,7 @@ import torch
 from penstock.config import env
 from penstock.config.engine import EngineArgs, EngineConfig
 from penstock.config.kv_cache_groups import attach_layers, block_bytes, group_layers
+from penstock.kernels import native
 from penstock.kv_transfer.connector import WorkerConnector
 from penstock.kv_transfer.factory import import_connector, make_worker_connector
 from penstock.kv_transfer.null import NullWorkerConnector
@@ -73,6 +74,9 @@ class LoadedWorker:
             memory=memory_budget(config, loaded, smallest, parts),
             arithmetic=parts.arithmetic(config.execution),
             weights_digest=loaded.weights_digest,
+            kernels=parts.kernels,
+            device_name=parts.device_name,
+            num_threads=native.num_threads(),
         )
 
     def initialize(self, plan: InitializeWorker) -> Worker:

@@ -37,7 +37,7 @@ from penstock.kv_transfer.offload.messages import (
     StoreBlock,
 )
 from penstock.kv_transfer.offload.region import OffloadRegion
-from penstock.kv_transfer.offload.tiers.base import OffloadEvent
+from penstock.kv_transfer.offload.tiers.base import OffloadEvent, TierStats
 from penstock.messages.kv_cache_spec import NULL_BLOCK, KVCacheConfig
 from penstock.messages.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored, KVEvent
 from penstock.messages.kv_transfer import (
@@ -57,6 +57,7 @@ from penstock.utils.math import cdiv
 _PREFILL_TOKENS = 64
 _PARAMS = "kv_transfer_params"
 _COUNTERS = tuple(each.name for each in fields(OffloadStats) if each.name != "tiers")
+_TIER_COUNTERS = tuple(each.name for each in fields(TierStats) if each.name != "medium")
 
 
 class OffloadPolicy(enum.StrEnum):
@@ -386,7 +387,8 @@ class OffloadingScheduler(NullSchedulerConnector):
 
     def counters(self) -> Mapping[str, float]:
         stats = self._manager.stats
-        return {**{name: getattr(stats, name) for name in _COUNTERS}, "num_corrupted": self._num_corrupted}
+        tiers = {f"{tier.medium}.{name}": getattr(tier, name) for tier in stats.tiers for name in _TIER_COUNTERS}
+        return {**{name: getattr(stats, name) for name in _COUNTERS}, "num_corrupted": self._num_corrupted, **tiers}
 
     def reset_cache(self) -> bool:
         self._offers.clear()

@@ -23,8 +23,11 @@ from penstock.utils.errors import ConfigError
 
 
 def cpu_parts() -> DeviceParts:
+    library = native.library()
     return DeviceParts(
         memory=HostMemory(),
+        kernels="torch" if library is None else library.isa,
+        device_name="",
         set_up=_set_up,
         has_memory=True,
         arithmetic=_arithmetic,

@@ -37,6 +37,8 @@ def gpu_parts(device: torch.device) -> DeviceParts:
     memory = CudaMemory(device) if is_cuda else HostMemory()
     return DeviceParts(
         memory=memory,
+        kernels="triton",
+        device_name=torch.cuda.get_device_name(device) if is_cuda else "",
         set_up=lambda execution: None,
         has_memory=device.type != "meta",
         arithmetic=partial(arithmetic, device),

@@ -1,0 +1,192 @@
+"""What `penstock chat` talks to: an engine in this process, or a server with the OpenAI API."""
+
+from __future__ import annotations
+
+import contextlib
+import http
+import http.client
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from penstock.utils.errors import ConfigError, PeerError, PenstockError, RequestError
+
+if TYPE_CHECKING:
+    from penstock.frontend.llm import LLM
+    from penstock.messages.sampling_params import SamplingParams
+
+CONTEXT_FULL = "context_length_exceeded"
+_LOOKUP_SECONDS = 30.0
+_SILENCE_SECONDS = 600.0
+_ERROR_CHARACTERS = 300
+
+Message = dict[str, str]
+Messages = Sequence[Message]
+
+
+class ChatModel(Protocol):
+    """Answers conversations. `context` is the most tokens of prompt plus answer, None where it is not known."""
+
+    context: int | None
+
+    def count_tokens(self, messages: Messages) -> int | None:
+        """Tokens of the prompt that these messages make, None where they cannot be counted."""
+        ...
+
+    def answer(self, messages: Messages) -> Generator[str, None, str | None]:
+        """Yields the pieces of the answer and returns its finish reason. Closing it ends the answer.
+
+        Raises RequestError, with the code `CONTEXT_FULL` where the messages are too long, and other PenstockErrors.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class LocalModel:
+    """An engine in this process."""
+
+    def __init__(self, llm: LLM, params: SamplingParams) -> None:
+        self._llm = llm
+        self._params = params
+        self.context: int | None = llm.max_model_len
+
+    def count_tokens(self, messages: Messages) -> int | None:
+        return len(self._tokens(messages))
+
+    def answer(self, messages: Messages) -> Generator[str, None, str | None]:
+        shown, reason = 0, None
+        with contextlib.closing(self._llm.stream({"prompt_token_ids": self._tokens(messages)}, self._params)) as stream:
+            for output in stream:
+                completion = output.outputs[0]
+                yield completion.text[shown:]
+                shown, reason = len(completion.text), completion.finish_reason
+                if output.error:
+                    raise PenstockError(output.error)
+        return reason
+
+    def close(self) -> None:
+        self._llm.shutdown()
+
+    def _tokens(self, messages: Messages) -> list[int]:
+        return self._llm.get_tokenizer().apply_chat_template(messages)
+
+
+class RemoteModel:
+    """A model of a server with the OpenAI API. `options` are the sampling parameters that were asked for.
+
+    Messages are counted by the server's /tokenize, where it has one. Raises ConfigError when the server cannot be
+    reached or has no such model.
+    """
+
+    def __init__(self, url: str, api_key: str | None, name: str | None, options: Mapping[str, Any]) -> None:
+        self._base = url.rstrip("/").removesuffix("/v1")
+        if not self._base.startswith(("http://", "https://")):
+            raise ConfigError(f"--url {url} must begin with http:// or https://")
+        self._headers = {"Content-Type": "application/json"}
+        if api_key is not None:
+            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._options = options
+        self._can_count = True
+        self.name, self.context = self._find(name)
+
+    def count_tokens(self, messages: Messages) -> int | None:
+        if self._can_count:
+            try:
+                return int(self._call("/tokenize", {"model": self.name, "messages": list(messages)})["count"])
+            except (PenstockError, KeyError, TypeError, ValueError):
+                self._can_count = False
+        return None
+
+    def answer(self, messages: Messages) -> Generator[str, None, str | None]:
+        body = {"model": self.name, "messages": list(messages), "stream": True, **self._options}
+        reason: str | None = None
+        with self._open("/v1/chat/completions", body, _SILENCE_SECONDS) as response:
+            for event in _events(response):
+                if event.get("error"):
+                    raise RequestError(_error_message(event), None, _error_code(event))
+                for choice in event.get("choices") or ():
+                    yield (choice.get("delta") or {}).get("content") or ""
+                    reason = choice.get("finish_reason") or reason
+        return reason
+
+    def close(self) -> None:
+        """Each request has a connection of its own, so there is nothing to close."""
+
+    def _find(self, name: str | None) -> tuple[str, int | None]:
+        try:
+            models = self._call("/v1/models").get("data") or []
+        except PenstockError as error:
+            raise ConfigError(f"--url {self._base}: {error}") from None
+        for model in models:
+            if name in (None, model["id"]):
+                return model["id"], model.get("max_model_len")
+        known = ", ".join(model["id"] for model in models) or "none"
+        raise ConfigError(f"the server at {self._base} has no model {name or ''}; it has: {known}")
+
+    def _call(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        with self._open(path, body, _LOOKUP_SECONDS) as response:
+            try:
+                return json.load(response)
+            except (ValueError, OSError, http.client.HTTPException) as error:
+                raise PeerError(f"{path} did not answer with JSON: {error}") from None
+
+    @contextlib.contextmanager
+    def _open(self, path: str, body: Mapping[str, Any] | None, timeout: float) -> Iterator[http.client.HTTPResponse]:
+        """The response of a request; with a body it is a POST. Raises RequestError and PeerError."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self._base + path, data, self._headers)
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as response:
+                yield response
+        except urllib.error.HTTPError as error:
+            with error:
+                raise _request_error(error) from None
+        except urllib.error.URLError as error:
+            raise PeerError(f"the server cannot be reached: {error.reason}") from None
+        except (OSError, http.client.HTTPException) as error:
+            raise PeerError(f"the connection failed: {error}") from None
+
+
+def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    """The JSON of each server-sent event. Raises PeerError when the stream ends before its end mark."""
+    for line in response:
+        if not line.startswith(b"data:"):
+            continue
+        data = line[5:].strip()
+        if data == b"[DONE]":
+            return
+        try:
+            event = json.loads(data)
+        except ValueError:
+            raise PeerError(f"the server sent an event that is not JSON: {data[:100]!r}") from None
+        if isinstance(event, dict):
+            yield event
+    raise PeerError("the connection ended before the answer did")
+
+
+def _request_error(error: urllib.error.HTTPError) -> RequestError:
+    if error.code == http.HTTPStatus.UNAUTHORIZED:
+        return RequestError("the server refused the API key: pass --api-key KEY, or set PENSTOCK_API_KEY")
+    text = error.read().decode(errors="replace")
+    try:
+        body = json.loads(text)
+    except ValueError:
+        return RequestError(f"the server answered with status {error.code}: {text[:_ERROR_CHARACTERS].strip()}")
+    return RequestError(_error_message(body), None, _error_code(body))
+
+
+def _error_message(body: Any) -> str:
+    error = body.get("error", body) if isinstance(body, dict) else body
+    return str(error.get("message", error) if isinstance(error, dict) else error)[:_ERROR_CHARACTERS]
+
+
+def _error_code(body: Any) -> str | None:
+    error = body.get("error", body) if isinstance(body, dict) else body
+    code = error.get("code") if isinstance(error, dict) else None
+    # Servers that have no code for it say it in words.
+    if code != CONTEXT_FULL and "context length" in _error_message(body).lower():
+        return CONTEXT_FULL
+    return code if isinstance(code, str) else None

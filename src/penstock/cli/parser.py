@@ -1,0 +1,132 @@
+"""The command line's parser: short usage, help for terminals of 80 columns, errors of one line that help."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+from penstock.utils.sizes import format_size, parse_size
+
+USAGE_ERROR = 2
+_COLUMNS, _MOST_COLUMNS = 80, 100
+_HELP_POSITION = 32
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`; did you mean ...?`, or nothing where no known name is near."""
+    import difflib  # here, because only mistakes need it
+
+    found = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Flags on the left, their help on the right, and a switch that is on by default as `--[no-]name`."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=_HELP_POSITION, width=_terminal_columns() - 2)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if isinstance(action, Switch):
+            return action.name if action.default is False else action.name.replace("--", "--[no-]", 1)
+        return super()._format_action_invocation(action)
+
+    def _format_action(self, action: argparse.Action) -> str:
+        if action.nargs == argparse.PARSER:
+            # Commands need no line that says COMMAND above them.
+            commands: Any = action
+            return self._join_parts([self._format_action(command) for command in commands._get_subactions()])
+        return super()._format_action(action)
+
+    def start_section(self, heading: str | None) -> None:
+        names = {"positional arguments": "arguments", "options": "help"}
+        super().start_section(names.get(heading or "", heading))
+
+
+class Parser(argparse.ArgumentParser):
+    """Takes flags by their whole names only. An error says what is wrong, what may be meant, and where the help is."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, "formatter_class": HelpFormatter, **options})
+
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """As the base class, but nothing unknown is left to the parser of the whole command, which has other flags."""
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            flags = [text.split("=")[0] for text in unknown if text.startswith("-")]
+            if not flags:
+                self.error(f"unexpected argument {unknown[0]!r}")
+            self.error(f"unknown flag {flags[0]}{nearest(flags[0].replace('_', '-'), self._option_string_actions)}")
+        return parsed, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = [str(choice) for choice in action.choices]
+            raise argparse.ArgumentError(
+                action, f"must be one of {', '.join(known)}, got {value!r}{nearest(str(value), known)}"
+            )
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE_ERROR, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+class Switch(argparse.BooleanOptionalAction):
+    """`--name` and `--no-name`."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, default: bool | None, help: str) -> None:
+        super().__init__(option_strings, dest, default=default)
+        self.help = f"{help} (default: on)" if default else help
+
+    @property
+    def name(self) -> str:
+        return self.option_strings[0]
+
+
+def whole_number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}") from None
+
+
+def number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
+
+
+def size(text: str) -> int:
+    """Bytes, with or without a unit."""
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def count(text: str, low: int = 1) -> int:
+    value = whole_number(text)
+    if value < low:
+        raise argparse.ArgumentTypeError(f"must be at least {low}, got {value}")
+    return value
+
+
+def count_from_zero(text: str) -> int:
+    return count(text, low=0)
+
+
+def describe_default(value: Any, *, is_size: bool = False) -> str:
+    """What follows a flag's help: nothing where the help itself says what happens without the flag."""
+    return "" if value is None else f" (default: {format_size(value) if is_size else value})"
+
+
+def _terminal_columns() -> int:
+    try:
+        return min(os.get_terminal_size(sys.stdout.fileno()).columns or _COLUMNS, _MOST_COLUMNS)
+    except (OSError, ValueError, AttributeError):
+        return _COLUMNS

@@ -1,0 +1,50 @@
+"""What a command says about its engine before it works, on standard error."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from penstock.cli.dataclass_args import engine_kwargs
+from penstock.utils.interrupts import interrupts_end_at_once
+
+if TYPE_CHECKING:
+    from penstock.frontend.llm import LLM
+    from penstock.messages.engine_info import EngineInfo
+
+
+def start_llm(args: argparse.Namespace) -> LLM:
+    """The engine that the flags ask for, announced before it loads and when it is ready. Raises ConfigError.
+
+    An interrupt ends the process: there is nothing yet that it could stop instead.
+    """
+    kwargs = engine_kwargs(args)
+    with interrupts_end_at_once():
+        # Imported here: help texts and errors in the flags need no torch.
+        from penstock.frontend.llm import LLM
+
+        announce(f"Loading {kwargs['model']} ...")
+        llm = LLM(**kwargs)
+    announce(describe_engine(kwargs["model"], llm.info))
+    return llm
+
+
+def describe_engine(model: str, info: EngineInfo) -> str:
+    """The lines that say what has been loaded, where it computes, and how much it holds."""
+    threads = f", {info.num_threads} thread{'s' if info.num_threads > 1 else ''}" if info.device == "cpu" else ""
+    device = f"{info.device} ({info.device_name})" if info.device_name else info.device
+    tokens = info.num_blocks * info.block_size
+    rows = (
+        ("model", f"{model}, {info.dtype}"),
+        ("device", f"{device}, {info.kernels} kernels{threads}"),
+        ("context", f"{info.max_model_len:,} tokens"),
+        ("KV cache", f"{info.kv_cache_bytes / 2**30:.2f} GiB, {tokens:,} tokens in {info.num_blocks:,} blocks"),
+        ("loaded in", f"{info.load_seconds:.1f} s"),
+    )
+    return "\n".join(f"  {name:<9}  {value}" for name, value in rows)
+
+
+def announce(line: str) -> None:
+    """A line for people; standard output stays free for results."""
+    print(line, file=sys.stderr, flush=True)
