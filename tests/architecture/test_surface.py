@@ -15,7 +15,7 @@ from penstock.config import env
 from tests.architecture.sources import ROOT, imports, modules
 
 ENGINE_FLAGS = {
-    "--async-scheduling", "--attention-backend", "--block-size", "--deterministic", "--device",
+    "--async-scheduling", "--attention-backend", "--block-size", "--check-weights", "--deterministic", "--device",
     "--distributed-executor-backend", "--dtype",
     "--enable-prefix-caching", "--enforce-eager",
     "--gpu-memory-utilization", "--kv-cache-memory", "--kv-events-config", "--kv-transfer-config",

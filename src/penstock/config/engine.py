@@ -45,6 +45,7 @@ class EngineArgs:
     skip_tokenizer_init: bool = _arg(False, "load no tokenizer: prompts and results are token ids only")
     revision: str | None = _arg(None, "branch, tag or commit of the model id")
     load_format: str = _arg("auto", "auto reads the checkpoint, dummy makes random weights", LOAD_FORMATS)
+    check_weights: bool = _arg(False, "at the start, compare every packed weight with the tensor that was read")
     dtype: str = _arg("auto", "auto (the checkpoint's), bfloat16, float16 or float32")
     device: str = _arg("auto", "auto takes CUDA where there is one, else the CPU", DEVICES)
     distributed_executor_backend: str = _arg(
@@ -156,6 +157,7 @@ class EngineConfig:
     tokenizer_path: Path | None
     device: str
     load_format: str
+    check_weights: bool
     seed: int
     max_model_len_is_explicit: bool
     speculative: SpeculativeConfig | None
@@ -212,6 +214,7 @@ def resolve(args: EngineArgs, device: str) -> EngineConfig:
         tokenizer_path=tokenizer_path,
         device=device,
         load_format=args.load_format,
+        check_weights=args.check_weights,
         seed=args.seed,
         max_model_len_is_explicit=args.max_model_len is not None,
         speculative=speculative,
