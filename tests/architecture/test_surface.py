@@ -48,7 +48,7 @@ FLAGS = {
     "bench serve": LOAD_FLAGS,
     "generate": ENGINE_FLAGS | SAMPLING_FLAGS | {"--prompt", "--chat", "--json"},
     "chat": ENGINE_FLAGS | SAMPLING_FLAGS | {"--system"},
-    "verify": ENGINE_FLAGS | {"--prompts", "--max-tokens", "--quick"},
+    "verify": ENGINE_FLAGS | {"--prompts", "--max-tokens", "--quick", "--soak"},
     "bench throughput": ENGINE_FLAGS | BENCH_FLAGS | {"--num-prompts"},
     "simulate": {"--count", "--jobs", "--list", "--scenario", "--seed"},
     "bench latency": ENGINE_FLAGS | BENCH_FLAGS | {"--batch-size", "--num-iters", "--num-iters-warmup"},

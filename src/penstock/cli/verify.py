@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from penstock.cli.counts import count
 from penstock.cli.dataclass_args import add_engine_args, engine_kwargs
+from penstock.cli.soak import minutes, run_soak
 from penstock.config.engine import EngineArgs
 from penstock.messages.sampling_params import SamplingParams
 from penstock.utils.errors import ConfigError, RequestError
@@ -35,6 +36,12 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="a text file with a prompt per line, for its own")
     parser.add_argument("--max-tokens", type=count, help=f"tokens per request (default: {_MAX_TOKENS})")
     parser.add_argument("--quick", action="store_true", help="fewer and shorter requests")
+    parser.add_argument(
+        "--soak",
+        type=minutes,
+        metavar="MINUTES",
+        help="run fresh processes under contention and compare every row",
+    )
     add_engine_args(parser)
     parser.set_defaults(run=run)
 
@@ -45,6 +52,9 @@ def run(args: argparse.Namespace) -> int:
         args.model = args.verified
     prompts = _read_prompts(args.prompts)
     max_tokens = args.max_tokens or (_QUICK_MAX_TOKENS if args.quick else _MAX_TOKENS)
+    arguments = EngineArgs.from_kwargs(**engine_kwargs(args))
+    if args.soak is not None:
+        return run_soak(arguments, prompts, max_tokens, args.soak)
     # Imported here: the help text needs no torch.
     from penstock.verify.matrix import verify
 
@@ -57,7 +67,6 @@ def run(args: argparse.Namespace) -> int:
             bar.set_description(name, refresh=False)
             bar.update(done - bar.n)
 
-        arguments = EngineArgs.from_kwargs(**engine_kwargs(args))
         for result in verify(arguments, prompts, max_tokens, args.quick, show_progress):
             bar.clear()
             print(_row(result), flush=True)
