@@ -50,7 +50,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, row: int, column: int, bit: int) -> N
 
     def faulty(parts: object, dim: int = 0) -> torch.Tensor:
         table = cat(parts, dim=dim)  # pyright: ignore[reportArgumentType, reportCallIssue]
-        if dim == 0 and len(table) > row and not has_planted:
+        if dim == -1 and len(table) > row and not has_planted:
             table.view(torch.int32)[row, column] ^= 1 << bit
             has_planted.append(row)
         return table

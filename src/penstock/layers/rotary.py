@@ -39,17 +39,24 @@ def rotary_table(rope: RopeConfig, head_dim: int, num_positions: int) -> torch.T
     except (TypeError, ValueError, ZeroDivisionError) as error:
         raise ConfigError(f"rope type {rope.rope_type!r} cannot use its parameters: {error}") from None
     check_frequencies(inv_freq, expected)
-    num_rows = max(1, _BLOCK_ANGLES // len(inv_freq))
-    positions = torch.arange(num_positions, dtype=torch.float32).split(num_rows)
-    table = torch.cat([_rows(part, inv_freq, amplitude) for part in positions])
-    check_table(table, inv_freq, amplitude, num_rows, lambda number: _rows(positions[number], inv_freq, amplitude))
+    positions = torch.arange(num_positions, dtype=torch.float32)
+    table = _rows(positions, inv_freq, amplitude)
+    blocks = positions.split(_block_rows(inv_freq))
+    check_table(
+        table, inv_freq, amplitude, _block_rows(inv_freq), lambda number: _rows(blocks[number], inv_freq, amplitude)
+    )
     return table
+
+
+def _block_rows(inv_freq: torch.Tensor) -> int:
+    return max(1, _BLOCK_ANGLES // len(inv_freq))
 
 
 def _rows(positions: torch.Tensor, inv_freq: torch.Tensor, amplitude: float) -> torch.Tensor:
     """The table's rows of these positions."""
-    angles = positions[:, None] * inv_freq
-    return torch.cat((angles.cos() * amplitude, angles.sin() * amplitude), dim=-1)
+    blocks = (positions[:, None] * inv_freq).split(_block_rows(inv_freq))
+    cos, sin = torch.cat([each.cos() for each in blocks]), torch.cat([each.sin() for each in blocks])
+    return torch.cat((cos * amplitude, sin * amplitude), dim=-1)
 
 
 def _default(inv_freq: torch.Tensor, rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:
