@@ -70,7 +70,7 @@ def _describe(finding: Finding) -> str:
             shown = f"{tokens[:_SHOWN_TOKENS]}{' ...' if len(tokens) > _SHOWN_TOKENS else ''}"
             lines.append(f"  at         position {place.position} of request {place.request}")
             lines.append(f"  prompt     {len(tokens)} tokens {shown}, then {plan.max_tokens} greedy ones")
-    rounds = "; ".join(f"{each.num_at_once} requests at once, {each.num_threads} threads" for each in plan.rounds)
+    rounds = "; ".join(f"{each.num_at_once} requests at once, threads: {each.num_threads}" for each in plan.rounds)
     drawn = ", ".join(f"{name}={plan.engine[name]}" for name in DRAWN_ARGUMENTS)
     lines += [
         f"  engine     {drawn}",
