@@ -15,7 +15,7 @@ from penstock.config import env
 from tests.architecture.sources import ROOT, imports, modules
 
 ENGINE_FLAGS = {
-    "--async-scheduling", "--attention-backend", "--block-size", "--deterministic", "--device",
+    "--async-scheduling", "--attention-backend", "--block-size", "--check-weights", "--deterministic", "--device",
     "--distributed-executor-backend", "--dtype",
     "--enable-prefix-caching", "--enforce-eager",
     "--gpu-memory-utilization", "--kv-cache-memory", "--kv-events-config", "--kv-transfer-config",
@@ -48,7 +48,7 @@ FLAGS = {
     "bench serve": LOAD_FLAGS,
     "generate": ENGINE_FLAGS | SAMPLING_FLAGS | {"--prompt", "--chat", "--json"},
     "chat": ENGINE_FLAGS | SAMPLING_FLAGS | {"--api-key", "--system", "--url"},
-    "verify": ENGINE_FLAGS | {"--prompts", "--max-tokens", "--quick"},
+    "verify": ENGINE_FLAGS | {"--prompts", "--max-tokens", "--quick", "--soak"},
     "bench throughput": ENGINE_FLAGS | BENCH_FLAGS | {"--num-prompts"},
     "simulate": {"--count", "--jobs", "--list", "--scenario", "--seed"},
     "bench latency": ENGINE_FLAGS | BENCH_FLAGS | {"--batch-size", "--num-iters", "--num-iters-warmup"},

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.cli.dataclass_args import add_engine_args, add_model_argument, engine_kwargs
 from penstock.cli.parser import count
+from penstock.cli.soak import minutes, run_soak
 from penstock.config.engine import EngineArgs
 from penstock.messages.sampling_params import SamplingParams
 from penstock.utils.errors import ConfigError, RequestError
@@ -38,6 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--max-tokens", type=count, metavar="N", help=f"tokens per request (default: {_MAX_TOKENS})")
     group.add_argument("--quick", action="store_true", help="fewer and shorter requests")
+    group.add_argument(
+        "--soak", type=minutes, metavar="MINUTES", help="run fresh processes under contention and compare every row"
+    )
     add_engine_args(parser)
     parser.set_defaults(run=run)
 
@@ -46,6 +50,9 @@ def run(args: argparse.Namespace) -> int:
     """Returns 1 when a token differs or a row could not run."""
     prompts = _read_prompts(args.prompts)
     max_tokens = args.max_tokens or (_QUICK_MAX_TOKENS if args.quick else _MAX_TOKENS)
+    arguments = EngineArgs.from_kwargs(**engine_kwargs(args))
+    if args.soak is not None:
+        return run_soak(arguments, prompts, max_tokens, args.soak)
     with interrupts_end_at_once():
         # Imported here: the help text needs no torch.
         from tqdm import tqdm
@@ -61,7 +68,6 @@ def run(args: argparse.Namespace) -> int:
             bar.set_description(name, refresh=False)
             bar.update(done - bar.n)
 
-        arguments = EngineArgs.from_kwargs(**engine_kwargs(args))
         for result in verify(arguments, prompts, max_tokens, args.quick, show_progress):
             bar.clear()
             print(_row(result), flush=True)

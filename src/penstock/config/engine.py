@@ -46,6 +46,7 @@ class EngineArgs:
     skip_tokenizer_init: bool = argument(MODEL, False, "load no tokenizer: prompts and results are token ids")
     revision: str | None = argument(MODEL, None, "branch, tag or commit of the model id", metavar="NAME")
     load_format: str = argument(MODEL, "auto", "auto reads the checkpoint, dummy makes random weights", LOAD_FORMATS)
+    check_weights: bool = argument(MODEL, False, "at the start, compare packed weights with the tensors that were read")
     dtype: str = argument(MODEL, "auto", "bfloat16, float16 or float32; auto is the checkpoint's", metavar="DTYPE")
     device: str = argument(DEVICE, "auto", "auto uses CUDA where it is available, else the CPU", DEVICES)
     distributed_executor_backend: str = argument(
@@ -172,6 +173,7 @@ class EngineConfig:
     tokenizer_path: Path | None
     device: str
     load_format: str
+    check_weights: bool
     seed: int
     max_model_len_is_explicit: bool
     speculative: SpeculativeConfig | None
@@ -229,6 +231,7 @@ def resolve(args: EngineArgs, device: str) -> EngineConfig:
         tokenizer_path=tokenizer_path,
         device=device,
         load_format=args.load_format,
+        check_weights=args.check_weights,
         seed=args.seed,
         max_model_len_is_explicit=args.max_model_len is not None,
         speculative=speculative,

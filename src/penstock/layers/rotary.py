@@ -1,6 +1,7 @@
 """Rotary position embeddings (Su et al. 2021, arXiv:2104.09864) and the ways checkpoints stretch them.
 
-The angles are computed as transformers' `modeling_rope_utils` defines them, in float32.
+The angles are computed as transformers' `modeling_rope_utils` defines them, in float32. Whatever is wrong in the table
+is wrong in every token of the process, so every table is checked before it is used (`rotary_check`).
 """
 
 from __future__ import annotations
@@ -12,26 +13,50 @@ from typing import Any
 import torch
 
 from penstock.config.model import RopeConfig
+from penstock.layers.rotary_check import check_frequencies, check_table
 from penstock.utils.errors import ConfigError
+
+# Angles whose cos and sin are computed in one call. The vector library behind torch divides longer calls among threads;
+# of these the table is the same for any number of threads.
+_BLOCK_ANGLES = 2048
 
 
 def rotary_table(rope: RopeConfig, head_dim: int, num_positions: int) -> torch.Tensor:
     """[num_positions, head_dim] float32: the first half holds cos, the second half sin of every angle.
 
-    Raises ConfigError for a rope type that Penstock does not have.
+    Raises ConfigError for a rope type that Penstock does not have, and for a table that fails its check.
     """
     scale = _SCALINGS.get(rope.rope_type)
     if scale is None:
         raise ConfigError(f"rope type {rope.rope_type!r} is not supported; supported: {', '.join(_SCALINGS)}")
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    by_math = torch.tensor([rope.theta ** (-2 * i / head_dim) for i in range(len(exponents))])
     try:
         inv_freq, amplitude = scale(1.0 / rope.theta**exponents, rope, head_dim)
+        expected, _ = scale(by_math, rope, head_dim)
     except KeyError as error:
         raise ConfigError(f"rope type {rope.rope_type!r} lacks its parameter {error.args[0]!r}") from None
     except (TypeError, ValueError, ZeroDivisionError) as error:
         raise ConfigError(f"rope type {rope.rope_type!r} cannot use its parameters: {error}") from None
-    angles = torch.arange(num_positions, dtype=torch.float32)[:, None] * inv_freq
-    return torch.cat((angles.cos() * amplitude, angles.sin() * amplitude), dim=-1)
+    check_frequencies(inv_freq, expected)
+    positions = torch.arange(num_positions, dtype=torch.float32)
+    table = _rows(positions, inv_freq, amplitude)
+    blocks = positions.split(_block_rows(inv_freq))
+    check_table(
+        table, inv_freq, amplitude, _block_rows(inv_freq), lambda number: _rows(blocks[number], inv_freq, amplitude)
+    )
+    return table
+
+
+def _block_rows(inv_freq: torch.Tensor) -> int:
+    return max(1, _BLOCK_ANGLES // len(inv_freq))
+
+
+def _rows(positions: torch.Tensor, inv_freq: torch.Tensor, amplitude: float) -> torch.Tensor:
+    """The table's rows of these positions."""
+    blocks = (positions[:, None] * inv_freq).split(_block_rows(inv_freq))
+    cos, sin = torch.cat([each.cos() for each in blocks]), torch.cat([each.sin() for each in blocks])
+    return torch.cat((cos * amplitude, sin * amplitude), dim=-1)
 
 
 def _default(inv_freq: torch.Tensor, rope: RopeConfig, head_dim: int) -> tuple[torch.Tensor, float]:

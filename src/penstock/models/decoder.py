@@ -71,7 +71,7 @@ class Decoder:
         ]
         self.norm = RMSNorm(inner.tensor("norm.weight", hidden), config.rms_norm_eps)
         if config.tie_word_embeddings:
-            self.head = weights.linear_of(self.embedding.weight, is_wide=True)
+            self.head = weights.linear_of("lm_head", self.embedding.weight, is_wide=True)
         else:
             self.head = weights.linear({"lm_head": vocab}, hidden, is_wide=True)
         self.logits_dtype = self.head.out_dtype

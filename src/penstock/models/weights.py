@@ -93,6 +93,30 @@ def staged(
     return out
 
 
+Check = Callable[[str, Linear, torch.Tensor], None]
+"""Looks at a layer, by name, beside the weight that it was made of. Raises ConfigError when the two differ."""
+
+
+def trust(name: str, linear: Linear, weight: torch.Tensor) -> None:
+    """Takes a layer as it was made (`Check`)."""
+
+
+def compare(name: str, linear: Linear, weight: torch.Tensor) -> None:
+    """Compares every element of a layer's weight with the tensor that it was made of (`Check`).
+
+    Denormal numbers may have become zero. The copy that is compared takes up to four times the layer's own memory.
+    """
+    found = linear.dense_weight()
+    is_denormal = weight.abs() < torch.finfo(weight.dtype).tiny
+    num_differing = int(((found != weight) & ~(is_denormal & (found == 0))).sum())
+    if num_differing:
+        raise ConfigError(
+            f"the weights in memory of {name} are not those that were read: {num_differing} of {weight.numel()} "
+            "elements differ. This process would give wrong tokens; start it again, and where that does not help, "
+            "check the machine's memory"
+        )
+
+
 class WeightsDigest:
     """Digests what is read, in any order: names, dtypes, shapes, parts and, where asked for, bytes."""
 
@@ -115,7 +139,7 @@ class Weights:
     """A source under a prefix, delivering one dtype on one device. `weights / "model"` narrows the prefix.
 
     Of what ranks divide among them it delivers the `shard` alone. Layers that are made of it are `deterministic`, or as
-    fast as they can be.
+    fast as they can be, and `check` sees each of them beside its weight.
     """
 
     source: WeightSource
@@ -126,6 +150,7 @@ class Weights:
     delivery: Delivery = direct
     shard: Shard = Shard()
     digest: WeightsDigest = field(default_factory=WeightsDigest)
+    check: Check = trust
 
     def __truediv__(self, part: str | int) -> Weights:
         return replace(self, prefix=f"{self.prefix}{part}.")
@@ -163,14 +188,19 @@ class Weights:
         """
         weights = {f"{name}.weight": count for name, count in outputs.items()}
         weight = self.tensors(weights, width, num_units=num_units)
+        name = ", ".join(outputs)
         if not bias:
-            return self.linear_of(weight, is_wide=is_wide)
+            return self.linear_of(name, weight, is_wide=is_wide)
         biases = {f"{name}.bias": count for name, count in outputs.items()}
-        return self.linear_of(weight, self.tensors(biases, num_units=num_units), is_wide)
+        return self.linear_of(name, weight, self.tensors(biases, num_units=num_units), is_wide)
 
-    def linear_of(self, weight: torch.Tensor, bias: torch.Tensor | None = None, is_wide: bool = False) -> Linear:
-        """A layer of a weight that is there already, [out_features, in_features]."""
-        return Linear(weight, bias, self.deterministic, is_wide)
+    def linear_of(
+        self, name: str, weight: torch.Tensor, bias: torch.Tensor | None = None, is_wide: bool = False
+    ) -> Linear:
+        """A layer of a weight that is there already, [out_features, in_features]; errors call it `prefix + name`."""
+        linear = Linear(weight, bias, self.deterministic, is_wide)
+        self.check(self.prefix + name, linear, weight)
+        return linear
 
     def integers(self, name: str, *shape: int) -> torch.Tensor:
         """The same as int64, for tensors of ids."""

@@ -180,7 +180,7 @@ class _Engine:
         done, total = run * len(cases), self._row.repeat * len(cases)
         answers = {case.request.request_id: Answer() for case in cases}
         num_at_once = self._limits.max_num_queued_requests if is_together else 1
-        for num_ended in _drive(self._core, [case.request for case in cases], num_at_once, answers, seen):
+        for num_ended in drive(self._core, [case.request for case in cases], num_at_once, answers, seen):
             on_progress(self._row.name, done + num_ended, total)
         self._core.check_integrity()
         stats = self._core.stats()
@@ -201,7 +201,7 @@ def _check_room(limits: SchedulerConfig, cases: Sequence[Case]) -> None:
         raise ConfigError(f"requests of {longest} tokens do not fit max_model_len={limits.max_model_len}")
 
 
-def _drive(
+def drive(
     core: EngineCore, requests: Sequence[EngineRequest], num_at_once: int, answers: Mapping[str, Answer], seen: Seen
 ) -> Iterator[int]:
     """Steps until all requests have ended; yields how many have, after every step."""

@@ -90,7 +90,7 @@ class Row:
 def make_rows(args: EngineArgs, config: EngineConfig, cases: Sequence[Case], has_mtp: bool) -> list[Row]:
     """The table. `config` is the user's, resolved; the arguments of each row are whole."""
     plain = plain_arguments(args, config, cases)
-    small = {"num_gpu_blocks_override": _small_pool(config, plain)}
+    small = {"num_gpu_blocks_override": small_pool(config, plain)}
     drafters = _drafters(args, config, has_mtp)
     best = list(drafters.values())[-1]
     rows = [
@@ -191,7 +191,7 @@ def _exact(config: EngineConfig) -> dict[str, bool]:
     return {"deterministic": True} if config.device != "cpu" else {}
 
 
-def _small_pool(config: EngineConfig, plain: Mapping[str, Any]) -> int:
+def small_pool(config: EngineConfig, plain: Mapping[str, Any]) -> int:
     """Blocks for the longest request and hardly more, so that two long ones cannot stay together."""
     groups = tuple(
         KVCacheGroup((), KVCacheSpec.keys_and_values(1, 1, config.model.dtype, window)) for window in _windows(config)

@@ -13,7 +13,7 @@ from penstock.models.eagle3 import Eagle3Head
 from penstock.models.interface import Model
 from penstock.models.mtp import build_mtp
 from penstock.models.registry import build_model, check_supported
-from penstock.models.weights import Weights, WeightsDigest, checkpoint_bytes, open_weights
+from penstock.models.weights import Weights, WeightsDigest, checkpoint_bytes, compare, open_weights, trust
 from penstock.runner.kv_cache import TORCH_DTYPES
 from penstock.runner.loaded_model import Drafter, LoadedModel
 from penstock.runner.memory import memory_for
@@ -23,7 +23,9 @@ from penstock.utils.errors import ConfigError
 
 
 def load_model(config: EngineConfig, parts: DeviceParts) -> LoadedModel:
-    """Builds the model with its weights. Raises ConfigError when checkpoint, memory or attention backend are unfit."""
+    """Builds the model with its weights. Raises ConfigError when checkpoint, memory or attention backend are unfit, or
+    when the weights are checked and are not what was read.
+    """
     check_supported(config.model)
     parts.check_attention(config.execution)
     device, memory = torch.device(config.device), parts.memory
@@ -41,6 +43,7 @@ def load_model(config: EngineConfig, parts: DeviceParts) -> LoadedModel:
         return f"it has {memory.available() / 2**30:.1f} GiB left; choose a smaller model or a narrower dtype"
 
     digests: list[WeightsDigest] = []
+    check = compare if config.check_weights and parts.has_memory else trust
 
     @contextmanager
     def weights_of(folder: Path) -> Iterator[Weights]:
@@ -48,7 +51,7 @@ def load_model(config: EngineConfig, parts: DeviceParts) -> LoadedModel:
         opened = closing(open_weights(folder, config.load_format, device))
         with opened as source, parts.deliver_weights() as delivery, torch.inference_mode():
             dtype, exact = TORCH_DTYPES[config.model.dtype], config.execution.deterministic
-            yield Weights(source, dtype, device, exact, delivery=delivery, digest=digests[-1])
+            yield Weights(source, dtype, device, exact, delivery=delivery, digest=digests[-1], check=check)
 
     with memory_for(f"the weights of {config.model.path}", device, advice):
         model, drafter = _build(config, parts, weights_of)

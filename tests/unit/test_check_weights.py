@@ -1,0 +1,60 @@
+"""`check_weights` compares packed weights with the tensors that were read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from penstock.config.engine import EngineArgs
+from penstock.engine.build import build_engine
+from penstock.kernels.linear import PackedLinear
+from penstock.layers.linear import Linear
+from penstock.models.weights import compare
+from penstock.utils.errors import ConfigError
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_sound_weights_pass(dtype: torch.dtype, is_wide: bool) -> None:
+    weight = torch.randn(70, 45, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weight[0, :4] = torch.tensor([0.0, -0.0, torch.finfo(dtype).tiny / 4, -torch.finfo(dtype).tiny / 2]).to(dtype)
+    compare("layer", Linear(weight, torch.randn(70).to(dtype), is_wide=is_wide), weight)
+
+
+def spoil(linear: PackedLinear, weight: torch.Tensor) -> None:
+    """Doubles the middle weight where the layer keeps it."""
+    into = linear._into
+    kept = getattr(into, "_packed", None)
+    if kept is None:
+        kept = into._weight  # pyright: ignore[reportAttributeAccessIssue] - of the torch reference
+    value = weight[weight.shape[0] // 2, weight.shape[1] // 2]
+    elements = kept.view(value.dtype)
+    index = (elements.flatten() == value).nonzero()[0]
+    elements.view(-1)[index] = value * 2
+
+
+def test_a_wrong_packed_weight_is_found() -> None:
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    linear = Linear(weight)
+    spoil(linear._apply, weight)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match=r"in memory of layers.3.mlp.down_proj are not those .* 1 of 4096 elements"):
+        compare("layers.3.mlp.down_proj", linear, weight)
+
+
+def test_an_engine_checks_its_weights_when_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_up, made = PackedLinear._set_up, []
+
+    def faulty(self: PackedLinear, weight: torch.Tensor, *others: object) -> None:
+        set_up(self, weight, *others)  # pyright: ignore[reportArgumentType]
+        made.append(self)
+        if len(made) == 6:
+            spoil(self, weight)
+
+    monkeypatch.setattr(PackedLinear, "_set_up", faulty)
+    build_engine(EngineArgs()).core.shutdown()
+    made.clear()
+    with pytest.raises(ConfigError, match=r"in memory of model.layers.1.self_attn.o_proj are not those that were read"):
+        build_engine(EngineArgs(check_weights=True))
+    made.append(made[0])
+    build_engine(EngineArgs(check_weights=True)).core.shutdown()
+    assert len(made) > 20, "the tied head, too, is among the layers"
