@@ -19,8 +19,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock.metrics.prometheus import PrometheusMetrics
 from penstock.server import limits
 from penstock.server.errors import error_response
+from penstock.utils.memory import release_freed_memory
 
 _OPEN_PATHS = ("/health",)
+# After a larger body its memory is given back: what was parsed out of it takes several times its size.
+_LARGE_BODY_BYTES = 1 << 20
 # How long a refused body is still received, and thrown away.
 _LINGER_SECONDS = 5.0
 _PAGE = Path(__file__).parent / "static" / "dashboard.html"
@@ -128,7 +131,13 @@ class BodyLimit:
             refusal.headers["Connection"] = "close"
             await refusal(scope, receive, _lingering(receive, send))
             return
-        await self._app(scope, _replay(body, receive), send)
+        is_large = len(body) >= _LARGE_BODY_BYTES
+        replayed = _replay(body, receive)
+        del body
+        await self._app(scope, replayed, send)
+        if is_large:
+            del replayed
+            asyncio.get_running_loop().run_in_executor(None, release_freed_memory)
 
     def _too_large(self) -> Response:
         return error_response(413, f"the body is larger than max_body_bytes={self._max_bytes}")

@@ -12,17 +12,24 @@ import tokenizers
 from penstock.config.engine import EngineConfig
 from penstock.config.model import read_json
 from penstock.tokenizer.chat_template import ChatTemplate
+from penstock.tokenizer.text_bound import find_text_bound
 from penstock.utils.errors import ConfigError, RequestError
+from penstock.utils.memory import release_freed_memory
 
 Message = Mapping[str, Any]
 
 _LONG_CHARACTERS = 4096
+LARGE_CHARACTERS = 256 << 10
+"""From this length on a text is large: to tokenize it takes a hundred times its size in memory."""
 
 
 class Tokenizer:
-    """Wraps the `tokenizers` library; encoding and decoding are thread-safe."""
+    """Wraps the `tokenizers` library; encoding and decoding are thread-safe.
 
-    def __init__(self, folder: Path, vocab_size: int) -> None:
+    `max_tokens` is the most that a prompt may have: a text that must have more is refused before it is tokenized.
+    """
+
+    def __init__(self, folder: Path, vocab_size: int, max_tokens: int | None = None) -> None:
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise ConfigError(
@@ -36,6 +43,8 @@ class Tokenizer:
         # What a file says about training batches must not touch prompts.
         self.backend.no_truncation()
         self.backend.no_padding()
+        self._max_tokens = max_tokens
+        self._bound = find_text_bound(self.backend)
         size = self.backend.get_vocab_size(with_added_tokens=True)
         if size > vocab_size:
             raise ConfigError(f"{file} has {size} tokens and the model only {vocab_size}: they do not belong together")
@@ -50,13 +59,31 @@ class Tokenizer:
         return None if self._chat_template is None else self._chat_template.source
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Raises RequestError when the text holds half a character (a lone surrogate)."""
+        """Raises RequestError when the text is far too long, and when it holds half a character (a lone surrogate)."""
+        self.check_length(text)
         if not text.isascii():
             _check_unicode(text)
         if len(text) < _LONG_CHARACTERS:
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         # Only the batched call lets other threads run meanwhile, and this variant keeps no offsets.
-        return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        token_ids = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        if len(text) >= LARGE_CHARACTERS:
+            release_freed_memory()
+        return token_ids
+
+    def check_length(self, text: str) -> None:
+        """Raises RequestError when the text must have more tokens than a prompt may; takes no time to speak of."""
+        if self._bound is None or self._max_tokens is None:
+            return
+        # Smaller ones are tokenized in any case: the refusal then says how many tokens there are.
+        if len(text) < LARGE_CHARACTERS or (num_tokens := self._bound.min_tokens(text)) <= self._max_tokens:
+            return
+        raise RequestError(
+            f"the text has {len(text)} characters, which are at least {num_tokens} tokens; "
+            f"max_model_len={self._max_tokens}",
+            "prompt",
+            "context_length_exceeded",
+        )
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
@@ -109,11 +136,11 @@ def _special_token(config: Mapping[str, Any], name: str) -> str | None:
     return value.get("content") if isinstance(value, Mapping) else value
 
 
-def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
+def load_tokenizer(config: EngineConfig, max_tokens: int | None = None) -> Tokenizer | None:
     """The configured tokenizer; None when the engine has none. Raises ConfigError."""
     if config.tokenizer_path is None:
         return None
-    return Tokenizer(config.tokenizer_path, config.model.vocab_size)
+    return Tokenizer(config.tokenizer_path, config.model.vocab_size, max_tokens)
 
 
 def eos_token_ids(config: EngineConfig, tokenizer: Tokenizer | None) -> frozenset[int]:

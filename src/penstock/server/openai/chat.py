@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import secrets
 from collections.abc import AsyncGenerator, Sequence
@@ -30,8 +29,6 @@ from penstock.utils.errors import RequestError
 router = APIRouter()
 
 _ROLE = "assistant"
-# Shorter conversations are rendered where they arrive: handing them to a thread would take longer than doing it.
-_LONG_CONVERSATION_CHARACTERS = 4096
 _RESERVED_VARIABLES = ("self", "messages", "tools", "add_generation_prompt", "continue_final_message")
 
 
@@ -97,10 +94,19 @@ async def render_messages(
     plain = [_plain_message(message) for message in messages]
     apply = service.llm.get_tokenizer().apply_chat_template
     described = [tool.model_dump(exclude_none=True) for tool in tools] or None
-    num_characters = sum(len(message.get("content") or "") for message in plain)
-    if num_characters + 100 * len(plain) > _LONG_CONVERSATION_CHARACTERS:
-        return await asyncio.to_thread(apply, plain, tools=described, **options)
-    return apply(plain, tools=described, **options)
+    return await service.llm.text_work.run(
+        _num_characters([plain, described]), apply, plain, tools=described, **options
+    )
+
+
+def _num_characters(value: Any) -> int:
+    """Of all the texts in a conversation; each value counts for some more, because a template writes around it."""
+    num_characters, values = 0, [value]
+    while values:
+        value = values.pop()
+        num_characters += len(value) if isinstance(value, str) else 20
+        values += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return num_characters
 
 
 def _plain_message(message: ChatMessage) -> dict[str, Any]:

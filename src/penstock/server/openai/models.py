@@ -57,8 +57,8 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         raise RequestError("one of prompt and messages must be given", "prompt")
     if body.prompt is not None:
         # As a completion's prompt would be: with the special tokens that the tokenizer adds.
-        tokens = await asyncio.to_thread(
-            tokenizer.encode, body.prompt, add_special_tokens=body.add_special_tokens is not False
+        tokens = await service.llm.text_work.run(
+            len(body.prompt), tokenizer.encode, body.prompt, add_special_tokens=body.add_special_tokens is not False
         )
     else:
         tokens = await render_messages(service, body.messages or (), body.tools or (), template_options(body))
