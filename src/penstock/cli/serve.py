@@ -33,7 +33,8 @@ def run(args: argparse.Namespace) -> int:
     logging.configure(env.log_level())
     if args.served is not None:
         args.model = args.served
-    arguments = server_args(args, api_key=(*args.api_key, *env.api_keys()))
+    admin_keys = (*args.admin_api_key, *env.admin_api_keys())
+    arguments = server_args(args, api_key=(*args.api_key, *env.api_keys()), admin_api_key=admin_keys)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(serve(engine_kwargs(args), arguments, _announce))
 

@@ -24,12 +24,17 @@ class ServerArgs:
     host: str = _arg("127.0.0.1", "address to listen on; beyond loopback it needs --api-key")
     port: int = _arg(8000, "port to listen on; 0 takes a free one and prints it")
     api_key: tuple[str, ...] = _arg((), "key that clients must send; may be repeated (or PENSTOCK_API_KEY)")
+    protect_metrics: bool = _arg(False, "ask for a key on /metrics too")
     allow_unauthenticated: bool = _arg(False, "listen beyond loopback without an API key")
     served_model_name: tuple[str, ...] = _arg((), "name of the model in the API; may be repeated (default: --model)")
     admin_port: int | None = _arg(None, "loopback port for administration: cache reset, drain; none by default")
+    admin_api_key: tuple[str, ...] = _arg(
+        (), "key for administration; may be repeated (or PENSTOCK_ADMIN_API_KEY); clients' keys do not work there"
+    )
     shutdown_timeout: float = _arg(30.0, "seconds that running requests have to finish after SIGTERM")
     health_timeout: float = _arg(60.0, "seconds without a step, while there is work, that make /health fail")
     max_body_bytes: int = _arg(16 << 20, "largest request body")
+    ignore_unknown_fields: bool = _arg(False, "leave out request fields that are not known, instead of refusing them")
     allowed_origin: tuple[str, ...] = _arg((), "web origin that browsers may call from (CORS); may be repeated")
     ssl_certfile: str | None = _arg(None, "TLS certificate chain, PEM")
     ssl_keyfile: str | None = _arg(None, "TLS private key, PEM")
@@ -56,8 +61,16 @@ class ServerArgs:
         for name in ("shutdown_timeout", "health_timeout", "max_body_bytes"):
             if not getattr(self, name) >= (1 if name == "max_body_bytes" else 0):
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
-        if not all(_KEY.fullmatch(key) for key in self.api_key):
-            raise ConfigError("api_key must be printable ASCII without spaces, because it travels in a header")
+        for name in ("api_key", "admin_api_key"):
+            if not all(_KEY.fullmatch(key) for key in getattr(self, name)):
+                raise ConfigError(f"{name} must be printable ASCII without spaces, because it travels in a header")
+        if self.api_key and self.admin_port is not None and not self.admin_api_key:
+            raise ConfigError(
+                "admin_port beside an API key needs a key of its own, because clients must not drain the server: "
+                "set --admin-api-key (or PENSTOCK_ADMIN_API_KEY)"
+            )
+        if set(self.api_key) & set(self.admin_api_key):
+            raise ConfigError("admin_api_key must differ from every api_key")
         if not self.is_loopback and not self.api_key and not self.allow_unauthenticated:
             raise ConfigError(
                 f"host={self.host} would let anyone on the network use the engine: set --api-key (or "
