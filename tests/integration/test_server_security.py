@@ -365,9 +365,24 @@ def test_request_ids_cannot_be_guessed(local: ServerProcess) -> None:
     ids = [call(local.url, "POST", COMPLETIONS, {"prompt": "a", "max_tokens": 1}).json()["id"] for _ in range(8)]
     assert all(re.fullmatch(r"cmpl-[0-9a-f]{32}", name) for name in ids)
     assert len({name[:13] for name in ids}) == len(ids)
-    # Nor chosen, so that nobody can take another's.
-    given = call(local.url, "POST", COMPLETIONS, {"prompt": "a", "max_tokens": 1}, {"X-Request-Id": "mine"})
-    assert "mine" not in given.json()["id"]
+
+
+def test_clients_may_name_their_requests_alike(local: ServerProcess) -> None:
+    """The name is in the answer and in its headers; the engine's own name of the request stays unique."""
+    slow = {"prompt": "a", "max_tokens": 200, "ignore_eos": True}
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(call, local.url, "POST", COMPLETIONS, slow, {"X-Request-Id": "mine"}) for _ in range(4)]
+        answers = [each.result() for each in asked]
+    for answer in answers:
+        assert (answer.status, answer.headers["x-request-id"], answer.json()["id"]) == (200, "mine", "cmpl-mine")
+    body = {"prompt": "a", "max_tokens": 1, "request_id": "in-the-body"}
+    given = call(local.url, "POST", COMPLETIONS, body, {"X-Request-Id": "in-the-header"})
+    assert (given.headers["x-request-id"], given.json()["id"]) == ("in-the-body", "cmpl-in-the-body")
+    wrong = call(local.url, "POST", COMPLETIONS, {"prompt": "a", "n": 0}, {"X-Request-Id": "wrong"})
+    assert (wrong.status, wrong.headers["x-request-id"]) == (400, "wrong")
+    for odd in ("a b", "x" * 300, "\xff"):
+        answer = call(local.url, "GET", "/version", headers={"X-Request-Id": odd})
+        assert (answer.status, answer.headers.get("x-request-id")) == (200, None)
 
 
 # ---- TLS ----

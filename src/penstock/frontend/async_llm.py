@@ -156,6 +156,11 @@ class AsyncLLM:
         """Raises RequestError when the engine was built with skip_tokenizer_init."""
         return self._front_end.get_tokenizer()
 
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The tokens that end a sequence."""
+        return self._front_end.input_processor.eos_token_ids
+
     def get_default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config.json recommends."""
         return self._front_end.default_sampling_params

@@ -44,7 +44,7 @@ class InputProcessor:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
-        self._eos_token_ids = eos_token_ids
+        self.eos_token_ids = eos_token_ids
         self._seed = seed
         self._counter = itertools.count()
 
@@ -70,7 +70,7 @@ class InputProcessor:
         # Requests that bring no seed get one from the engine's, so that preemption cannot change their tokens.
         seed = (self._seed << 32) + next(self._counter) if params.seed is None else int(params.seed)
         # 64 bits are what the noise is made of; with more the request would not fit a message.
-        eos = frozenset[int]() if params.ignore_eos else self._eos_token_ids
+        eos = frozenset[int]() if params.ignore_eos else self.eos_token_ids
         first = EngineRequest(
             request_id=request_id if params.n == 1 else f"{request_id}#0",
             prompt_token_ids=token_ids,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,18 @@ Message = Mapping[str, Any]
 _LONG_CHARACTERS = 4096
 LARGE_CHARACTERS = 256 << 10
 """From this length on a text is large: to tokenize it takes a hundred times its size in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """To how many tokens a prompt is cut, special tokens included, and which end of it stays."""
+
+    max_tokens: int
+    keeps_end: bool = True
+
+    def cut(self, token_ids: Any) -> Any:
+        """The end or the beginning of a list of token ids."""
+        return token_ids[-self.max_tokens :] if self.keeps_end else token_ids[: self.max_tokens]
 
 
 class Tokenizer:
@@ -53,23 +67,49 @@ class Tokenizer:
         eos = _special_token(config, "eos_token")
         self.eos_token_id = None if eos is None else self.backend.token_to_id(eos)
 
+    @functools.cached_property
+    def special_tokens(self) -> dict[int, str]:
+        """The spelling of each special token, by its id."""
+        added = self.backend.get_added_tokens_decoder()
+        return {token_id: token.content for token_id, token in added.items() if token.special}
+
     @property
     def chat_template_source(self) -> str | None:
         """The chat template's text; None when the checkpoint has none."""
         return None if self._chat_template is None else self._chat_template.source
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True, truncation: Truncation | None = None) -> list[int]:
         """Raises RequestError when the text is far too long, and when it holds half a character (a lone surrogate)."""
-        self.check_length(text)
-        if not text.isascii():
-            _check_unicode(text)
-        if len(text) < _LONG_CHARACTERS:
-            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
-        # Only the batched call lets other threads run meanwhile, and this variant keeps no offsets.
-        token_ids = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        if truncation is None:
+            self.check_length(text)
+            token_ids = self._encode(text, add_special_tokens).ids
+        else:
+            token_ids = self._encode_truncated(text, add_special_tokens, truncation)
         if len(text) >= LARGE_CHARACTERS:
             release_freed_memory()
         return token_ids
+
+    def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+        if not text.isascii():
+            _check_unicode(text)
+        if len(text) < _LONG_CHARACTERS:
+            return self.backend.encode(text, add_special_tokens=add_special_tokens)
+        # Only the batched call lets other threads run meanwhile, and this variant keeps no offsets.
+        return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+
+    def _encode_truncated(self, text: str, add_special_tokens: bool, truncation: Truncation) -> list[int]:
+        """Of the special tokens that the tokenizer adds all stay."""
+        if self._bound is not None:
+            # At least twice what the tokens can stand for, so that the cut through a word is itself cut off.
+            size = 2 * truncation.max_tokens * self._bound.bytes_per_token * self._bound.shrinking
+            size = max(size, LARGE_CHARACTERS)
+            text = text[-size:] if truncation.keeps_end else text[:size]
+        encoding = self._encode(text, add_special_tokens=False)
+        num_special = self.backend.num_special_tokens_to_add(is_pair=False) if add_special_tokens else 0
+        room = max(0, truncation.max_tokens - num_special)
+        encoding.truncate(room, direction="left" if truncation.keeps_end else "right")
+        encoding = self.backend.post_process(encoding, None, add_special_tokens)
+        return truncation.cut(encoding.ids)
 
     def check_length(self, text: str) -> None:
         """Raises RequestError when the text must have more tokens than a prompt may; takes no time to speak of."""
@@ -103,13 +143,16 @@ class Tokenizer:
                 return bytes(_BYTE_OF[character] for character in piece)
         return text.encode("utf-8", "replace")
 
-    def apply_chat_template(self, messages: Sequence[Message], **options: Any) -> list[int]:
-        """The prompt of a conversation. Raises RequestError when there is no template or it refuses the messages."""
+    def render_chat(self, messages: Sequence[Message], **options: Any) -> str:
+        """A conversation's text. Raises RequestError when there is no template or it refuses the messages."""
         if self._chat_template is None:
             raise RequestError("this model has no chat template: use a text prompt instead of messages", "messages")
-        text = self._chat_template.render(messages, **options)
+        return self._chat_template.render(messages, **options)
+
+    def apply_chat_template(self, messages: Sequence[Message], **options: Any) -> list[int]:
+        """A conversation's tokens. Raises RequestError when there is no template or it refuses the messages."""
         # The template writes the special tokens itself.
-        return self.encode(text, add_special_tokens=False)
+        return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
 
 
 def _byte_characters() -> dict[str, int]:
