@@ -276,6 +276,8 @@ def test_unknown_fields_can_be_ignored() -> None:
         assert answer.headers["x-ignored-fields"] == f"some_field, new__line, {'x' * 64}"
         assert "x-ignored-fields" not in call(server.url, "POST", COMPLETIONS, {"prompt": "a"}).headers
         assert refused(call(server.url, "POST", COMPLETIONS, {"prompt": "a", "suffix": "b"}))[0] == "suffix"
+        turn = {"messages": [{"role": "user", "content": "hi", "mood": "glad"}], "max_tokens": 1}
+        assert call(server.url, "POST", CHAT, turn).headers["x-ignored-fields"] == "mood"
         with OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
             stream = client.completions.create(model="demo", prompt="a", stream=True, extra_body={"unheard_of": 1})
             assert stream.response.headers["x-ignored-fields"] == "unheard_of"

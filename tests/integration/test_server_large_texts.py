@@ -27,6 +27,7 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": TEXT}]}),
     "completion": ("/v1/completions", {"prompt": TEXT}),
     "batch": ("/v1/completions", {"prompt": [TEXT[: len(TEXT) // 16]] * 16}),
+    "many": ("/v1/completions", {"prompt": [TEXT[: len(TEXT) // 256]] * 256}),
     "tokenize": ("/tokenize", {"prompt": TEXT}),
     "tokenize messages": ("/tokenize", {"messages": [{"role": "user", "content": TEXT}]}),
 }

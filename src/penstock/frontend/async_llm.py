@@ -161,6 +161,10 @@ class AsyncLLM:
         """The tokens that end a sequence."""
         return self._front_end.input_processor.eos_token_ids
 
+    def check_prompt(self, token_ids: Sequence[int]) -> None:
+        """Raises RequestError for a prompt that `submit` would refuse."""
+        self._front_end.input_processor.check_prompt(token_ids)
+
     def get_default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config.json recommends."""
         return self._front_end.default_sampling_params

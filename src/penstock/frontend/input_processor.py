@@ -57,7 +57,7 @@ class InputProcessor:
         if not isinstance(priority, int) or abs(priority) > MAX_COUNT:
             raise RequestError(f"priority must be an integer within +-{MAX_COUNT}, got {priority!r}", "priority")
         text, token_ids, cache_salt = self._tokenize(prompt)
-        self._check_prompt(token_ids)
+        self.check_prompt(token_ids)
         self._check_params(params)
         room = self._max_model_len - len(token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -113,7 +113,8 @@ class InputProcessor:
             raise RequestError("without a tokenizer a prompt must be prompt_token_ids", "prompt")
         return text, tuple(self._tokenizer.encode(text)), salt
 
-    def _check_prompt(self, token_ids: tuple[int, ...]) -> None:
+    def check_prompt(self, token_ids: Sequence[int]) -> None:
+        """Raises RequestError when a prompt is empty or too long, or holds what is no token."""
         if not token_ids:
             raise RequestError("prompt_token_ids must not be empty", "prompt_token_ids")
         if len(token_ids) >= self._max_model_len:

@@ -195,7 +195,7 @@ def translate(given: Any, table: Iterable[DialectField], known: Iterable[str]) -
         if name in declared:
             kept[name] = value
         elif row is None:
-            if not _ignored(name):
+            if not is_ignored(name):
                 near = difflib.get_close_matches(str(name), [*declared, *rows], n=1)
                 hint = f"; did you mean {near[0]}?" if near else ""
                 raise RequestError(f"{name} is not a field of this request{hint}", str(name))
@@ -204,7 +204,7 @@ def translate(given: Any, table: Iterable[DialectField], known: Iterable[str]) -
     return kept
 
 
-def _ignored(name: Any) -> bool:
+def is_ignored(name: Any) -> bool:
     """Whether unknown fields are left out; those of the current request are written down."""
     ignored = ignored_fields.get()
     if ignored is None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.frontend.input_processor import Prompt
+from penstock.server.openai.dialects import is_ignored
 from penstock.server.openai.protocol import ChatCompletionRequest, ChatMessage, GenerationRequest, TemplateOptions
 from penstock.server.service import Service
 from penstock.tokenizer.tokenizer import Truncation
@@ -58,8 +59,10 @@ async def encode_prompts(service: Service, prompts: Sequence[Prompt], tokenizing
         if isinstance(prompt, str) and prompt:
             encode = service.llm.get_tokenizer().encode
             work = service.llm.text_work.run(len(prompt), encode, prompt, tokenizing.add_special_tokens, truncation)
-            text = {} if truncation else {"prompt": prompt}
-            found.append({**text, "prompt_token_ids": await work})
+            text, tokens = {} if truncation else {"prompt": prompt}, await work
+            # One that is too long is refused before the others are tokenized.
+            service.llm.check_prompt(tokens)
+            found.append({**text, "prompt_token_ids": tokens})
         else:
             found.append(prompt if truncation is None else truncation.cut(prompt))
     return found
@@ -90,7 +93,7 @@ def check_messages(messages: Sequence[ChatMessage], template: str) -> None:
             near = did_you_mean(message.role, _ROLES)
             raise RequestError(f"messages.{number}.role: {message.role!r} is not a role{near}", "messages")
         for name in message.model_extra or ():
-            if name not in _FIELDS and not _mentions(template, name):
+            if name not in _FIELDS and not _mentions(template, name) and not is_ignored(name):
                 near = did_you_mean(name, _FIELDS)
                 raise RequestError(f"messages.{number}.{name} is not a field of a message{near}", "messages")
 
