@@ -25,8 +25,9 @@ ENGINE_FLAGS = {
     "--tokenizer",
 }  # fmt: skip
 SERVER_FLAGS = {
-    "--access-log", "--admin-port", "--allow-unauthenticated", "--allowed-origin", "--api-key", "--health-timeout",
-    "--host", "--max-body-bytes", "--otlp-traces-endpoint", "--port", "--served-model-name", "--shutdown-timeout",
+    "--access-log", "--admin-api-key", "--admin-port", "--allow-unauthenticated", "--allowed-origin", "--api-key",
+    "--health-timeout", "--host", "--ignore-unknown-fields", "--max-body-bytes", "--otlp-traces-endpoint", "--port",
+    "--protect-metrics", "--served-model-name", "--shutdown-timeout",
     "--ssl-certfile", "--ssl-keyfile", "--tool-call-parser",
 }  # fmt: skip
 SAMPLING_FLAGS = {

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 START_SECONDS = 120
+ADMIN_KEY = "admin-secret-key"
 
 
 @dataclass
@@ -43,10 +44,13 @@ class ServerProcess:
 
 @contextlib.contextmanager
 def serve(*flags: str, env: dict[str, str] | None = None) -> Iterator[ServerProcess]:
-    """Starts `penstock serve` on free ports and waits until it serves."""
+    """Starts `penstock serve` on free ports and waits until it serves; beside keys for clients ADMIN_KEY is one too."""
+    env = env or {}
+    if "--api-key" in flags or "PENSTOCK_API_KEY" in env:
+        env = {"PENSTOCK_ADMIN_API_KEY": ADMIN_KEY, **env}
     command = [sys.executable, "-m", "penstock.cli.main", "serve", "--port", "0", "--admin-port", "0", *flags]
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env={**os.environ, **(env or {})}
+        command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env={**os.environ, **env}
     )
     server = ServerProcess(process)
     is_up = threading.Event()

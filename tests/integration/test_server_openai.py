@@ -511,9 +511,16 @@ def test_request_ids_are_in_the_headers(client: OpenAI) -> None:
         response.read()
 
 
-def test_several_answers_differ_though_the_checkpoint_recommends_greedy_ones(client: OpenAI) -> None:
-    answers = client.completions.create(model="demo", prompt="a", n=4, max_tokens=8, seed=1).choices
-    assert len({answer.text for answer in answers}) > 1
+def test_an_omitted_temperature_means_the_same_for_every_n(client: OpenAI) -> None:
+    """It is the checkpoint's, which recommends greedy answers."""
+    texts: list[set[str]] = []
+    cases: list[tuple[int, dict[str, Any]]] = [(1, {}), (4, {}), (4, {"temperature": 0.0}), (4, {"temperature": 1.0})]
+    for n, extra in cases:
+        answers = client.completions.create(model="demo", prompt="a", n=n, max_tokens=8, seed=1, **extra).choices
+        texts.append({answer.text for answer in answers})
+    assert texts[0] == texts[1] == texts[2]
+    assert len(texts[0]) == 1
+    assert len(texts[3]) > 1
 
 
 def test_bytes_of_partial_characters_can_be_joined(client: OpenAI, llm: LLM) -> None:

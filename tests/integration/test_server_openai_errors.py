@@ -245,7 +245,10 @@ def test_the_message_speaks_of_what_was_meant(url: str) -> None:
     cases = [
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content: Input should be"),
         ({"messages": [{"content": "hi"}]}, "messages.0.role: Field required"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "text": ""}]}]}, "messages.0.content.0.type"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "text": ""}]}]},
+            "messages.0.content.0: this model",
+        ),
         ({"messages": SUM, "stop": ["a", ""]}, "stop.1: String should have at least 1 character"),
     ]
     for body, message in cases:

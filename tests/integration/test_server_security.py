@@ -9,6 +9,7 @@ import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -24,11 +25,12 @@ from penstock.server.app import create_admin_app, create_app
 from penstock.server.middleware import BodyLimit
 from penstock.server.service import Service
 from penstock.tokenizer.chat_template import ChatTemplate
-from penstock.utils.errors import RequestError
+from penstock.utils.errors import ConfigError, RequestError
 from tests.integration.raw_http import Answer, call, connect, send_raw
-from tests.integration.server_process import ServerProcess, serve
+from tests.integration.server_process import ADMIN_KEY, ServerProcess, serve
 
 COMPLETIONS = "/v1/completions"
+OPEN = ("/health", "/ready", "/metrics")
 KEYS = ("first-secret-key", "second-secret-key")
 ORIGIN = "https://app.example.com"
 ADMIN_ROUTES = [("POST", "/reset_prefix_cache"), ("POST", "/drain"), ("GET", "/drain"), ("POST", "/resume")]
@@ -103,14 +105,15 @@ async def _status(app: ASGIApp, method: str, path: str, headers: list[tuple[byte
 
 def test_every_route_needs_the_key() -> None:
     metrics = SimpleNamespace(on_http=lambda *_: None)
-    service = cast(Service, SimpleNamespace(args=ServerArgs(api_key=("k",)), metrics=metrics))
+    args = ServerArgs(api_key=("k",), admin_api_key=("a",))
+    service = cast(Service, SimpleNamespace(args=args, metrics=metrics))
     for app, needed in ((create_app(service), "/v1/chat/completions"), (create_admin_app(service), "/drain")):
         document = [(m.upper(), path) for path, item in app.openapi()["paths"].items() for m in item]
         found = {*_paths(app.routes), *((method, re.sub(r"\{[^}]*\}", "x", path)) for method, path in document)}
         assert ("POST", needed) in found
         assert len(found) > 5
         for method, path in found:
-            if (method, path) != ("GET", "/health"):
+            if method not in ("GET", "HEAD") or path not in OPEN:
                 assert asyncio.run(_status(app, method, path, [(b"host", b"localhost")])) == 401, (method, path)
 
 
@@ -118,7 +121,7 @@ SPELLINGS = [
     "/", "/v1/models", "//v1/models", "/v1/models/", "/v1//models", "/V1/MODELS", "/%761/models", "/v1%2Fmodels",
     "/./v1/models", "/health/../v1/models", "/health/%2e%2e/v1/models", "/health%2F..%2Fv1/models", "/health/",
     "//health", "/health;/v1/models", "/health%00", "/docs", "/redoc", "/openapi.json", "/docs/oauth2-redirect",
-    "/dashboard", "/dashboard/", "/dashboard/events", "/metrics", "/ready", "/version", "/tokenize", "/nothing",
+    "/dashboard", "/dashboard/", "/dashboard/events", "/metrics/", "/ready/", "/version", "/tokenize", "/nothing",
     "http://localhost/v1/models", "http://localhost/health/../v1/models", "*",
 ]  # fmt: skip
 
@@ -133,13 +136,53 @@ def test_odd_spellings_let_nobody_in(keyed: ServerProcess, method: str) -> None:
         assert status in (b"401", b"400"), (target, status)
 
 
-def test_only_the_health_is_public(keyed: ServerProcess) -> None:
+def test_only_what_supervisors_ask_is_public(keyed: ServerProcess) -> None:
     assert call(keyed.url, "GET", "/health").json() == {"status": "ok", "reason": None}
-    for method in ("POST", "HEAD", "OPTIONS", "PUT"):
-        assert call(keyed.url, method, "/health").status in (401, 405)
+    assert call(keyed.url, "GET", "/ready").json() == {"ready": True, "reason": None}
+    assert call(keyed.url, "GET", "/metrics").body.startswith(b"# HELP")
+    for path in ("/health", "/ready"):
+        head = call(keyed.url, "HEAD", path)
+        assert (head.status, head.body) == (200, b"")
+    for path in OPEN:
+        for method in ("POST", "OPTIONS", "PUT"):
+            assert call(keyed.url, method, path).status in (401, 405)
     for key in KEYS:
         assert call(keyed.url, "GET", "/v1/models", headers=bearer(key)).status == 200
-        assert call(keyed.admin_url, "GET", "/drain", headers=bearer(key)).status == 200
+
+
+def test_metrics_can_need_a_key() -> None:
+    metrics = SimpleNamespace(on_http=lambda *_: None, render=lambda _: (b"", "text/plain"))
+    for args, status in ((ServerArgs(api_key=("k",), protect_metrics=True), 401), (ServerArgs(api_key=("k",)), 200)):
+        app = create_app(cast(Service, SimpleNamespace(args=args, metrics=metrics)))
+        assert asyncio.run(_status(app, "GET", "/metrics", [])) == status
+        assert asyncio.run(_status(app, "GET", "/v1/models", [])) == 401
+
+
+def test_administration_has_a_key_of_its_own(keyed: ServerProcess) -> None:
+    for method, path in ADMIN_ROUTES:
+        for key in KEYS:
+            check_refused(call(keyed.admin_url, method, path, headers=bearer(key)))
+    assert call(keyed.admin_url, "GET", "/drain", headers=bearer(ADMIN_KEY)).json()["draining"] is False
+    assert call(keyed.admin_url, "POST", "/check_integrity", headers=bearer(ADMIN_KEY)).status == 200
+    check_refused(call(keyed.url, "GET", "/v1/models", headers=bearer(ADMIN_KEY)))
+    for keys in ((), ("k",)):
+        with pytest.raises(ConfigError, match=r"admin_api_key|--admin-api-key"):
+            ServerArgs(api_key=("k",), admin_port=0, admin_api_key=keys).check()
+    ServerArgs(admin_port=0).check()
+
+
+def test_pages_need_nothing_and_cannot_be_framed(local: ServerProcess, keyed: ServerProcess) -> None:
+    for server, status in ((local, 200), (keyed, 401)):
+        for path in ("/dashboard", "/docs"):
+            page = call(server.url, "GET", path)
+            assert page.status == status
+            assert page.headers["content-security-policy"] == "frame-ancestors 'none'"
+            text = page.body.decode()
+            assert not re.findall(r"""(?:src|href)=["']?(?:https?:)?//""", text), "it loads something from elsewhere"
+            assert "default-src 'none'" in text
+    assert "/openapi.json" in call(local.url, "GET", "/docs").body.decode()
+    assert call(local.url, "GET", "/openapi.json").json()["paths"]["/v1/chat/completions"]
+    assert "content-security-policy" not in call(local.url, "GET", "/health").headers
 
 
 WRONG = [
@@ -197,7 +240,7 @@ def test_administration_is_on_loopback_and_nowhere_else(keyed: ServerProcess, lo
     for method, path in ADMIN_ROUTES:
         assert call(keyed.url, method, path, headers=bearer(KEYS[0])).status == 404
         assert call(local.url, method, path).status == 404
-    assert call(keyed.admin_url, "POST", COMPLETIONS, {"prompt": "a"}, bearer(KEYS[0])).status == 404
+    assert call(keyed.admin_url, "POST", COMPLETIONS, {"prompt": "a"}, bearer(ADMIN_KEY)).status == 404
 
 
 HOSTS = {
@@ -322,9 +365,24 @@ def test_request_ids_cannot_be_guessed(local: ServerProcess) -> None:
     ids = [call(local.url, "POST", COMPLETIONS, {"prompt": "a", "max_tokens": 1}).json()["id"] for _ in range(8)]
     assert all(re.fullmatch(r"cmpl-[0-9a-f]{32}", name) for name in ids)
     assert len({name[:13] for name in ids}) == len(ids)
-    # Nor chosen, so that nobody can take another's.
-    given = call(local.url, "POST", COMPLETIONS, {"prompt": "a", "max_tokens": 1}, {"X-Request-Id": "mine"})
-    assert "mine" not in given.json()["id"]
+
+
+def test_clients_may_name_their_requests_alike(local: ServerProcess) -> None:
+    """The name is in the answer and in its headers; the engine's own name of the request stays unique."""
+    slow = {"prompt": "a", "max_tokens": 200, "ignore_eos": True}
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(call, local.url, "POST", COMPLETIONS, slow, {"X-Request-Id": "mine"}) for _ in range(4)]
+        answers = [each.result() for each in asked]
+    for answer in answers:
+        assert (answer.status, answer.headers["x-request-id"], answer.json()["id"]) == (200, "mine", "cmpl-mine")
+    body = {"prompt": "a", "max_tokens": 1, "request_id": "in-the-body"}
+    given = call(local.url, "POST", COMPLETIONS, body, {"X-Request-Id": "in-the-header"})
+    assert (given.headers["x-request-id"], given.json()["id"]) == ("in-the-body", "cmpl-in-the-body")
+    wrong = call(local.url, "POST", COMPLETIONS, {"prompt": "a", "n": 0}, {"X-Request-Id": "wrong"})
+    assert (wrong.status, wrong.headers["x-request-id"]) == (400, "wrong")
+    for odd in ("a b", "x" * 300, "\xff"):
+        answer = call(local.url, "GET", "/version", headers={"X-Request-Id": odd})
+        assert (answer.status, answer.headers.get("x-request-id")) == (200, None)
 
 
 # ---- TLS ----

@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+import tokenizers
 
 from penstock.config.engine import EngineArgs
 from penstock.frontend.detokenizer import Detokenizer
@@ -107,3 +108,16 @@ def test_stop_strings_wait_for_min_tokens(tokenizer: Tokenizer) -> None:
     assert feed(tokenizer, token_ids, stop="b")[2] < len(token_ids) - 1
     _, found, count, _ = feed(tokenizer, token_ids, stop="b", min_tokens=len(token_ids))
     assert (found, count) == ("b", len(token_ids))
+
+
+@pytest.mark.parametrize(
+    ("spaces", "text"), [(True, "<|im_start|> <|im_start|> a"), (False, "<|im_start|><|im_start|> a")]
+)
+def test_special_tokens_in_a_row_may_stand_without_spaces(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, spaces: bool, text: str
+) -> None:
+    """Some decoders put a space before every token; only that of a special token behind another one can be left out."""
+    monkeypatch.setattr(tokenizer.backend, "decoder", tokenizers.decoders.WordPiece(cleanup=False))
+    token_ids = [1, 1, *tokenizer.encode("a")]
+    found, *_ = feed(tokenizer, token_ids, skip_special_tokens=False, spaces_between_special_tokens=spaces)
+    assert found.strip() == text

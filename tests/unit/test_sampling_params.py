@@ -78,9 +78,8 @@ def test_numbers_of_numpy_are_numbers() -> None:
     assert SamplingParams(temperature=np.float32(0.5), max_tokens=np.int64(3)).max_tokens == 3
 
 
-def test_greedy_has_one_completion() -> None:
-    with pytest.raises(RequestError, match="temperature is 0"):
-        SamplingParams(n=2, temperature=0.0)
+def test_several_greedy_completions_may_be_asked_for() -> None:
+    assert SamplingParams(n=2, temperature=0.0).is_greedy
 
 
 def test_stop_strings_need_text() -> None:

@@ -26,7 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     kwargs = engine_kwargs(args)
-    arguments = server_args(args, api_key=(*args.api_key, *env.api_keys()))
+    admin_keys = (*args.admin_api_key, *env.admin_api_keys())
+    arguments = server_args(args, api_key=(*args.api_key, *env.api_keys()), admin_api_key=admin_keys)
     # Until the server serves and handles signals itself, an interrupt ends it; the engine core ends with it.
     with interrupts_end_at_once():
         # Imported here: the help text needs neither.

@@ -5,6 +5,8 @@ PENSTOCK_CPU_ISA     force a CPU instruction set: amx, avx512, avx2, generic, to
 PENSTOCK_LOG_LEVEL   DEBUG, INFO, WARNING (default) or ERROR
 PENSTOCK_API_KEY     keys that `penstock serve` asks its clients for, separated by commas; `penstock chat --url` sends
                      the first
+PENSTOCK_ADMIN_API_KEY
+                     keys for the administration port, separated by commas
 PENSTOCK_DEBUG       1 poisons KV blocks, checks the integrity of all derived state after every step, and encodes and
                      decodes every message between the engine core and a worker in the same process
 GOMP_SPINCOUNT       how long OpenMP threads spin before they sleep; Penstock sets it unless it is set
@@ -14,7 +16,10 @@ from __future__ import annotations
 
 import os
 
-NAMES = ("PENSTOCK_CPU_ISA", "PENSTOCK_LOG_LEVEL", "PENSTOCK_DEBUG", "PENSTOCK_API_KEY", "GOMP_SPINCOUNT")
+NAMES = (
+    "PENSTOCK_CPU_ISA", "PENSTOCK_LOG_LEVEL", "PENSTOCK_DEBUG", "PENSTOCK_API_KEY", "PENSTOCK_ADMIN_API_KEY",
+    "GOMP_SPINCOUNT",
+)  # fmt: skip
 
 # Short enough that a thread waiting for one that lost its core sleeps and lets it back; long enough to stay awake from
 # one kernel to the next. On two busy cores a step of the 0.6B shape took 130 ms instead of 380 to 900, and on idle
@@ -35,7 +40,15 @@ def debug() -> bool:
 
 
 def api_keys() -> tuple[str, ...]:
-    keys = os.environ.get("PENSTOCK_API_KEY", "").split(",")
+    return _keys("PENSTOCK_API_KEY")
+
+
+def admin_api_keys() -> tuple[str, ...]:
+    return _keys("PENSTOCK_ADMIN_API_KEY")
+
+
+def _keys(name: str) -> tuple[str, ...]:
+    keys = os.environ.get(name, "").split(",")
     return tuple(key.strip() for key in keys if key.strip())
 
 

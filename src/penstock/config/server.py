@@ -28,12 +28,16 @@ class ServerArgs:
     api_key: tuple[str, ...] = argument(
         ACCESS, (), "key that clients must send; may be repeated (or PENSTOCK_API_KEY)", metavar="KEY"
     )
+    protect_metrics: bool = argument(ACCESS, False, "require a key for /metrics too")
     allow_unauthenticated: bool = argument(ACCESS, False, "listen beyond loopback without an API key")
     served_model_name: tuple[str, ...] = argument(
         API, (), "name of the model in the API; may be repeated (default: MODEL)", metavar="NAME"
     )
     admin_port: int | None = argument(
         ADDRESS, None, "loopback port for administration: cache reset, drain (default: none)"
+    )
+    admin_api_key: tuple[str, ...] = argument(
+        ACCESS, (), "key for administration; may be repeated (or PENSTOCK_ADMIN_API_KEY)", metavar="KEY"
     )
     shutdown_timeout: float = argument(
         OPERATION, 30.0, "time that running requests have to finish after SIGTERM", metavar="SECONDS"
@@ -47,6 +51,7 @@ class ServerArgs:
     )
     ssl_certfile: str | None = argument(ADDRESS, None, "TLS certificate chain, PEM", metavar="FILE")
     ssl_keyfile: str | None = argument(ADDRESS, None, "TLS private key, PEM", metavar="FILE")
+    ignore_unknown_fields: bool = argument(API, False, "leave out unknown request fields instead of refusing them")
     tool_call_parser: str = argument(
         API, "auto", "format of tool calls in the model's text", TOOL_CALL_PARSERS, metavar="FORMAT"
     )
@@ -74,8 +79,16 @@ class ServerArgs:
         for name in ("shutdown_timeout", "health_timeout", "max_body_bytes"):
             if not getattr(self, name) >= (1 if name == "max_body_bytes" else 0):
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
-        if not all(_KEY.fullmatch(key) for key in self.api_key):
-            raise ConfigError("api_key must be printable ASCII without spaces, because it travels in a header")
+        for name in ("api_key", "admin_api_key"):
+            if not all(_KEY.fullmatch(key) for key in getattr(self, name)):
+                raise ConfigError(f"{name} must be printable ASCII without spaces, because it travels in a header")
+        if self.api_key and self.admin_port is not None and not self.admin_api_key:
+            raise ConfigError(
+                "admin_port beside an API key needs a key of its own, because clients must not drain the server: "
+                "set --admin-api-key (or PENSTOCK_ADMIN_API_KEY)"
+            )
+        if set(self.api_key) & set(self.admin_api_key):
+            raise ConfigError("admin_api_key must differ from every api_key")
         if not self.is_loopback and not self.api_key and not self.allow_unauthenticated:
             raise ConfigError(
                 f"host={self.host} makes the engine reachable from the network without authentication: set --api-key "

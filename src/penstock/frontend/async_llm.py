@@ -14,6 +14,7 @@ from penstock.frontend.core_client import CoreClient
 from penstock.frontend.front_end import FrontEnd, build_front_end, make_grammar_checker
 from penstock.frontend.input_processor import ProcessedRequest, Prompt
 from penstock.frontend.output_processor import OutputProcessor
+from penstock.frontend.text_work import TextWork
 from penstock.messages.outputs import FinishReason, RequestOutput
 from penstock.messages.sampling_params import SamplingParams
 from penstock.messages.stats import BlockMap, SchedulerStats, StepReport
@@ -22,8 +23,6 @@ from penstock.tokenizer.tokenizer import Tokenizer
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import EngineDeadError, OverloadedError, PenstockError, RequestError
 
-# Shorter prompts are tokenized where they arrive: handing them to a thread would take longer than doing it.
-_LONG_PROMPT_CHARACTERS = 4096
 _IDLE = SchedulerStats(0, 0, 0.0, 0, 0, 0)
 
 
@@ -89,6 +88,7 @@ class AsyncLLM:
         self._limits = ready.limits
         self._front_end: FrontEnd = build_front_end(config, ready.limits)
         self._outputs = OutputProcessor(self._front_end.tokenizer)
+        self.text_work = TextWork()
         self._grammars = make_grammar_checker(config, self._front_end.tokenizer)
         self._streams: dict[str, RequestStream] = {}
         # Engine request -> the stream that it is a part of, while it runs.
@@ -155,6 +155,15 @@ class AsyncLLM:
     def get_tokenizer(self) -> Tokenizer:
         """Raises RequestError when the engine was built with skip_tokenizer_init."""
         return self._front_end.get_tokenizer()
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The tokens that end a sequence."""
+        return self._front_end.input_processor.eos_token_ids
+
+    def check_prompt(self, token_ids: Sequence[int]) -> None:
+        """Raises RequestError for a prompt that `submit` would refuse."""
+        self._front_end.input_processor.check_prompt(token_ids)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config.json recommends."""
@@ -235,9 +244,8 @@ class AsyncLLM:
     ) -> ProcessedRequest:
         process = self._front_end.input_processor.process
         text = prompt if isinstance(prompt, str) else prompt.get("prompt") if isinstance(prompt, dict) else None
-        if isinstance(text, str) and len(text) > _LONG_PROMPT_CHARACTERS:
-            return await asyncio.to_thread(process, request_id, prompt, params, priority)
-        return process(request_id, prompt, params, priority)
+        size = len(text) if isinstance(text, str) else 0
+        return await self.text_work.run(size, process, request_id, prompt, params, priority)
 
     def _submit(self, request: ProcessedRequest, arrived: float, trace: str | None) -> RequestStream:
         if not self._owners:

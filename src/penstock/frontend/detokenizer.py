@@ -29,6 +29,10 @@ class Detokenizer:
             context = []
         self._stream = DecodeStream(ids=context, skip_special_tokens=params.skip_special_tokens)
         self._skip_special_tokens = params.skip_special_tokens
+        joins = not params.skip_special_tokens and not params.spaces_between_special_tokens
+        # Of two special tokens in a row the second is shown as it is spelled, without the decoder's space.
+        self._joined = tokenizer.special_tokens if joins else {}
+        self._follows_special = False
         self._stop = params.stop_strings
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
@@ -72,6 +76,14 @@ class Detokenizer:
         return stop
 
     def _decode(self, token_id: int) -> str:
+        text = self._decode_next(token_id)
+        special = self._joined.get(token_id)
+        if special is not None and self._follows_special:
+            text = special
+        self._follows_special = special is not None
+        return text
+
+    def _decode_next(self, token_id: int) -> str:
         try:
             return self._stream.step(self._backend, token_id) or ""
         except Exception:  # noqa: BLE001 - the library raises bare Exception when a token rewrites earlier text

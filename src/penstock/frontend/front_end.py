@@ -32,7 +32,7 @@ class FrontEnd:
 
 def build_front_end(config: EngineConfig, limits: SchedulerConfig) -> FrontEnd:
     """The tokenizer and the request checks for a built engine core."""
-    tokenizer = load_tokenizer(config)
+    tokenizer = load_tokenizer(config, limits.max_model_len)
     generation = read_json(config.model.path / "generation_config.json") or {}
     processor = InputProcessor(
         tokenizer=tokenizer,

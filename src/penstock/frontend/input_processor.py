@@ -44,7 +44,7 @@ class InputProcessor:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
-        self._eos_token_ids = eos_token_ids
+        self.eos_token_ids = eos_token_ids
         self._seed = seed
         self._counter = itertools.count()
 
@@ -57,7 +57,7 @@ class InputProcessor:
         if not isinstance(priority, int) or abs(priority) > MAX_COUNT:
             raise RequestError(f"priority must be an integer within +-{MAX_COUNT}, got {priority!r}", "priority")
         text, token_ids, cache_salt = self._tokenize(prompt)
-        self._check_prompt(token_ids)
+        self.check_prompt(token_ids)
         self._check_params(params)
         room = self._max_model_len - len(token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -70,7 +70,7 @@ class InputProcessor:
         # Requests that bring no seed get one from the engine's, so that preemption cannot change their tokens.
         seed = (self._seed << 32) + next(self._counter) if params.seed is None else int(params.seed)
         # 64 bits are what the noise is made of; with more the request would not fit a message.
-        eos = frozenset[int]() if params.ignore_eos else self._eos_token_ids
+        eos = frozenset[int]() if params.ignore_eos else self.eos_token_ids
         first = EngineRequest(
             request_id=request_id if params.n == 1 else f"{request_id}#0",
             prompt_token_ids=token_ids,
@@ -113,7 +113,8 @@ class InputProcessor:
             raise RequestError("without a tokenizer a prompt must be prompt_token_ids", "prompt")
         return text, tuple(self._tokenizer.encode(text)), salt
 
-    def _check_prompt(self, token_ids: tuple[int, ...]) -> None:
+    def check_prompt(self, token_ids: Sequence[int]) -> None:
+        """Raises RequestError when a prompt is empty or too long, or holds what is no token."""
         if not token_ids:
             raise RequestError("prompt_token_ids must not be empty", "prompt_token_ids")
         if len(token_ids) >= self._max_model_len:

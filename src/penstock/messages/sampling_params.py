@@ -30,6 +30,9 @@ MAX_STOP_STRINGS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_COUNT = 2**31 - 1
 _SEED_LIMIT = 2**63
+_FLAGS = (
+    "ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
+)  # fmt: skip
 
 
 def _refuse_unknown_fields(cls: type[_T]) -> type[_T]:
@@ -87,6 +90,7 @@ class SamplingParams:
     kv_transfer_params: Mapping[str, Any] | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         _check_numbers(self)
@@ -151,15 +155,13 @@ def _check_lengths(params: SamplingParams) -> None:
         _check_int("num_speculative_tokens", params.num_speculative_tokens, 0, MAX_COUNT)
     if params.seed is not None:
         _check_int("seed", params.seed, -_SEED_LIMIT, _SEED_LIMIT - 1)
-    if params.n > 1 and params.is_greedy:
-        raise _refuse("n", "1 when temperature is 0 (greedy outputs would all be the same)", params.n)
 
 
 def _check_collections(params: SamplingParams) -> None:
     if not isinstance(params.structured_outputs, StructuredOutputsParams | None):
         raise _refuse("structured_outputs", "StructuredOutputsParams", params.structured_outputs)
     _check_transfer({} if params.kv_transfer_params is None else params.kv_transfer_params)
-    for field in ("ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens"):
+    for field in _FLAGS:
         if not isinstance(getattr(params, field), bool):
             raise _refuse(field, "True or False", getattr(params, field))
     if params.stop is not None and not isinstance(params.stop, str):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fastapi import FastAPI, Request
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from penstock import __version__
-from penstock.server import admin, dashboard, errors, health
-from penstock.server.middleware import Accounting, Authentication, BodyLimit, LocalHosts
+from penstock.server import admin, dashboard, errors, health, reference
+from penstock.server.envelope import Envelope
+from penstock.server.middleware import OPEN_PATHS, Accounting, Authentication, BodyLimit, LocalHosts
 from penstock.server.openai import chat, completions, models
 from penstock.server.service import Service
 from penstock.server.sse import ClientGone
@@ -25,10 +28,12 @@ def create_app(service: Service) -> FastAPI:
         app.include_router(router)
     # The last one added is the first one that a request meets.
     app.add_middleware(BodyLimit, max_bytes=service.args.max_body_bytes)
-    _add_access_control(app, service, service.args.is_loopback)
+    open_paths = OPEN_PATHS if service.args.protect_metrics else (*OPEN_PATHS, "/metrics")
+    _add_access_control(app, service, service.args.api_key, service.args.is_loopback, open_paths)
     if service.args.allowed_origin:
         origins = list(service.args.allowed_origin)
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
+    app.add_middleware(Envelope, ignores_unknown_fields=service.args.ignore_unknown_fields)
     app.add_middleware(Accounting, metrics=service.metrics)
     return app
 
@@ -38,12 +43,15 @@ def create_admin_app(service: Service) -> FastAPI:
     app = _make_app(service, "Penstock administration")
     app.include_router(admin.router)
     app.add_middleware(BodyLimit, max_bytes=service.args.max_body_bytes)
-    _add_access_control(app, service, is_loopback=True)
+    _add_access_control(app, service, service.args.admin_api_key, is_loopback=True)
+    app.add_middleware(Envelope, ignores_unknown_fields=False)
     return app
 
 
 def _make_app(service: Service, title: str) -> FastAPI:
-    app = FastAPI(title=title, version=__version__, description=_DESCRIPTION)
+    # The library's own pages load their scripts from the internet.
+    app = FastAPI(title=title, version=__version__, description=_DESCRIPTION, docs_url=None, redoc_url=None)
+    app.include_router(reference.router)
     app.state.service = service
     errors.install(app)
 
@@ -54,8 +62,10 @@ def _make_app(service: Service, title: str) -> FastAPI:
     return app
 
 
-def _add_access_control(app: FastAPI, service: Service, is_loopback: bool) -> None:
-    if service.args.api_key:
-        app.add_middleware(Authentication, keys=service.args.api_key)
+def _add_access_control(
+    app: FastAPI, service: Service, keys: Sequence[str], is_loopback: bool, open_paths: Sequence[str] = ()
+) -> None:
+    if keys:
+        app.add_middleware(Authentication, keys=keys, open_paths=open_paths)
     elif is_loopback:
         app.add_middleware(LocalHosts, origins=service.args.allowed_origin)

@@ -18,6 +18,7 @@ from penstock.utils.errors import EngineDeadError, OverloadedError, PenstockErro
 logger = logging.get_logger(__name__)
 
 _RETRY_AFTER_SECONDS = "1"
+_MAX_SHOWN_PATH = 200
 _KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -28,6 +29,22 @@ _KINDS = {
     413: "invalid_request_error",
     500: "internal_server_error",
     503: "service_unavailable_error",
+}
+
+
+# Where other servers have their routes, and what is in their place here.
+_ELSEWHERE = {
+    "/api/chat": "/v1/chat/completions",
+    "/api/generate": "/v1/completions",
+    "/api/tags": "/v1/models",
+    "/completion": "/v1/completions",
+    "/generate": "/v1/completions",
+    "/generate_stream": "/v1/completions",
+    "/v1/engines": "/v1/models",
+    "/v1/tokenize": "/tokenize",
+    "/v1/detokenize": "/detokenize",
+    "/v1/health": "/health",
+    "/v1/metrics": "/metrics",
 }
 
 
@@ -75,6 +92,22 @@ def status_of(error: PenstockError) -> int:
     return 503 if isinstance(error, OverloadedError | EngineDeadError) else 500
 
 
+def no_such_path(request: Request) -> str:
+    """What a 404 says: where the client probably wanted to go, when that can be known."""
+    path, base = request.url.path, str(request.base_url).rstrip("/")
+    known = request.app.openapi()["paths"]
+    shown = path if len(path) <= _MAX_SHOWN_PATH else f"{path[:_MAX_SHOWN_PATH]}..."
+    if f"/v1{path}" in known:
+        return f"there is no {shown} here, but /v1{path}: set the client's base URL to {base}/v1"
+    while path.startswith("/v1/v1/"):
+        path = path.removeprefix("/v1")
+        if path in known:
+            return f"there is no {shown} here, but {path}: set the client's base URL to {base}/v1, with one /v1"
+    if path in _ELSEWHERE:
+        return f"there is no {shown} here: use {_ELSEWHERE[path]}"
+    return f"there is no {shown} here; {base}/docs lists what there is"
+
+
 def penstock_error_body(error: PenstockError) -> dict[str, Any]:
     field, code = getattr(error, "field", None), getattr(error, "code", None)
     return error_body(status_of(error), str(error), field, code)
@@ -94,8 +127,13 @@ def install(app: FastAPI) -> None:
         return error_response(400, *_describe(error))
 
     @app.exception_handler(HTTPException)
-    async def on_http_error(_: Request, error: HTTPException) -> Response:
+    async def on_http_error(request: Request, error: HTTPException) -> Response:
         message = error.detail if isinstance(error.detail, str) else http.HTTPStatus(error.status_code).phrase
+        if error.status_code == 404:
+            message = no_such_path(request)
+        elif error.status_code == 405:
+            allowed = (error.headers or {}).get("Allow", "another method")
+            message = f"{request.method} is not possible on {request.url.path}: use {allowed}"
         return error_response(error.status_code, message, headers=error.headers)
 
     @app.exception_handler(Exception)
@@ -110,14 +148,31 @@ def _describe(error: RequestValidationError) -> tuple[str, str | None]:
 
     Where a field may have several types there is an error for each, and the one that got furthest is the one meant.
     """
-    found = max(error.errors(), key=lambda each: (len(_path(each, error.body)), not each["type"].endswith("_type")))
+    found = max(error.errors(), key=lambda each: _rank(each, error.body))
     path = _path(found, error.body)
     field = path[0] if path else None
+    own = _own(found)
+    if own is not None:
+        return f"{'.'.join(path)}: {own}" if path else str(own), field or own.field
     if found["type"] == "json_invalid":
         return f"the body is not JSON: {found.get('ctx', {}).get('error', found['msg'])}", None
     if found["type"] == "extra_forbidden":
         return f"{'.'.join(path)} is not a field of this request", field
+    if found["type"] == "too_long":
+        return f"{'.'.join(path)}: at most {found['ctx']['max_length']} items are allowed", field
     return f"{'.'.join(path) or 'the body'}: {found['msg']}", field
+
+
+def _own(error: dict[str, Any]) -> RequestError | None:
+    """What a validator of ours says, which is better than any message of the library's."""
+    found = error.get("ctx", {}).get("error")
+    return found if isinstance(found, RequestError) else None
+
+
+def _rank(error: dict[str, Any], body: Any) -> tuple[bool, bool, int, bool]:
+    """A list that is too long has the right type, so it is not one of the field's other types."""
+    is_own, is_too_long = _own(error) is not None, error["type"] == "too_long"
+    return is_own, is_too_long, len(_path(error, body)), not error["type"].endswith("_type")
 
 
 def _path(error: dict[str, Any], body: Any) -> list[str]:

@@ -42,6 +42,7 @@ def health_of(service: Service) -> Health:
     return Health("ok")
 
 
+@router.head("/health", include_in_schema=False)
 @router.get("/health", responses=ERRORS)
 async def health(request: Request) -> Response:
     """200 while the engine lives and gets on; 503 and the reason when it does not."""
@@ -49,6 +50,7 @@ async def health(request: Request) -> Response:
     return JSONResponse({"status": found.status, "reason": found.reason}, status_code=200 if found.is_alive else 503)
 
 
+@router.head("/ready", include_in_schema=False)
 @router.get("/ready", responses=ERRORS)
 async def ready(request: Request) -> Response:
     """200 when new requests are taken, 503 when not."""

@@ -19,26 +19,31 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock.metrics.prometheus import PrometheusMetrics
 from penstock.server import limits
 from penstock.server.errors import error_response
+from penstock.utils.memory import release_freed_memory
 
-_OPEN_PATHS = ("/health",)
+OPEN_PATHS = ("/health", "/ready")
+# After a larger body its memory is given back: what was parsed out of it takes several times its size.
+_LARGE_BODY_BYTES = 1 << 20
 # How long a refused body is still received, and thrown away.
 _LINGER_SECONDS = 5.0
-_PAGE = Path(__file__).parent / "static" / "dashboard.html"
+_STATIC = Path(__file__).parent / "static"
+_PAGES = {"/dashboard": _STATIC / "dashboard.html", "/docs": _STATIC / "docs.html"}
 
 
 class Authentication:
-    """Default deny: without one of the keys nothing is served but the health check.
+    """Default deny: without one of the keys nothing is served but the open paths.
 
-    The dashboard's page is served as the refusal itself, with status 401, and asks for the key. The key that was given
-    stands in the scope, as `api_key`, for what is scoped by it.
+    A page is served as the refusal itself, with status 401, and asks for the key. The key that was given stands in the
+    scope, as `api_key`, for what is scoped by it.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str], open_paths: Sequence[str] = ()) -> None:
         self._app = app
         self._keys = [key.encode() for key in keys]
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and self._keys and scope["path"] not in _OPEN_PATHS:
+        if scope["type"] == "http" and self._keys and scope["path"] not in self._open_paths:
             key = self._given_key(scope)
             if key is None:
                 await self._refusal(scope)(scope, receive, send)
@@ -56,8 +61,8 @@ class Authentication:
     @staticmethod
     def _refusal(scope: Scope) -> Response:
         headers = {"WWW-Authenticate": "Bearer"}
-        if scope["path"] == "/dashboard" and scope["method"] == "GET":
-            return HTMLResponse(_PAGE.read_bytes(), status_code=401, headers=headers)
+        if scope["path"] in _PAGES and scope["method"] == "GET":
+            return HTMLResponse(_PAGES[scope["path"]].read_bytes(), status_code=401, headers=headers)
         message = "this server needs an API key: send it as `Authorization: Bearer KEY`"
         return error_response(401, message, code="invalid_api_key", headers=headers)
 
@@ -128,7 +133,13 @@ class BodyLimit:
             refusal.headers["Connection"] = "close"
             await refusal(scope, receive, _lingering(receive, send))
             return
-        await self._app(scope, _replay(body, receive), send)
+        is_large = len(body) >= _LARGE_BODY_BYTES
+        replayed = _replay(body, receive)
+        del body
+        await self._app(scope, replayed, send)
+        if is_large:
+            del replayed
+            asyncio.get_running_loop().run_in_executor(None, release_freed_memory)
 
     def _too_large(self) -> Response:
         return error_response(413, f"the body is larger than max_body_bytes={self._max_bytes}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -21,10 +21,17 @@ logger = logging.get_logger(__name__)
 _T = TypeVar("_T")
 DONE = b"data: [DONE]\n\n"
 REQUEST_ID_HEADER = "X-Request-Id"
+_MAX_REQUEST_ID = 256
 
 
 class ClientGone(Exception):  # noqa: N818 - nothing is wrong, the client has left
     """The client hung up before its answer was there."""
+
+
+def client_request_id(headers: Mapping[str, str]) -> str | None:
+    """The name that the client gave its request; None when it gave none, or one that no header may carry."""
+    given = headers.get(REQUEST_ID_HEADER.lower(), "")
+    return given if 0 < len(given) <= _MAX_REQUEST_ID and all("!" <= char <= "~" for char in given) else None
 
 
 def event(data: Any) -> bytes:

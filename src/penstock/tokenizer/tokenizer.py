@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +14,36 @@ import tokenizers
 from penstock.config.engine import EngineConfig
 from penstock.config.model import read_json
 from penstock.tokenizer.chat_template import ChatTemplate
+from penstock.tokenizer.text_bound import find_text_bound
 from penstock.utils.errors import ConfigError, RequestError
+from penstock.utils.memory import release_freed_memory
 
 Message = Mapping[str, Any]
 
 _LONG_CHARACTERS = 4096
+LARGE_CHARACTERS = 256 << 10
+"""From this length on a text is large: to tokenize it takes a hundred times its size in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """To how many tokens a prompt is cut, special tokens included, and which end of it stays."""
+
+    max_tokens: int
+    keeps_end: bool = True
+
+    def cut(self, token_ids: Any) -> Any:
+        """The end or the beginning of a list of token ids."""
+        return token_ids[-self.max_tokens :] if self.keeps_end else token_ids[: self.max_tokens]
 
 
 class Tokenizer:
-    """Wraps the `tokenizers` library; encoding and decoding are thread-safe."""
+    """Wraps the `tokenizers` library; encoding and decoding are thread-safe.
 
-    def __init__(self, folder: Path, vocab_size: int) -> None:
+    `max_tokens` is the most that a prompt may have: a text that must have more is refused before it is tokenized.
+    """
+
+    def __init__(self, folder: Path, vocab_size: int, max_tokens: int | None = None) -> None:
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise ConfigError(
@@ -36,6 +57,8 @@ class Tokenizer:
         # What a file says about training batches must not touch prompts.
         self.backend.no_truncation()
         self.backend.no_padding()
+        self._max_tokens = max_tokens
+        self._bound = find_text_bound(self.backend)
         size = self.backend.get_vocab_size(with_added_tokens=True)
         if size > vocab_size:
             raise ConfigError(f"{file} has {size} tokens and the model only {vocab_size}: they do not belong together")
@@ -44,19 +67,63 @@ class Tokenizer:
         eos = _special_token(config, "eos_token")
         self.eos_token_id = None if eos is None else self.backend.token_to_id(eos)
 
+    @functools.cached_property
+    def special_tokens(self) -> dict[int, str]:
+        """The spelling of each special token, by its id."""
+        added = self.backend.get_added_tokens_decoder()
+        return {token_id: token.content for token_id, token in added.items() if token.special}
+
     @property
     def chat_template_source(self) -> str | None:
         """The chat template's text; None when the checkpoint has none."""
         return None if self._chat_template is None else self._chat_template.source
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Raises RequestError when the text holds half a character (a lone surrogate)."""
+    def encode(self, text: str, add_special_tokens: bool = True, truncation: Truncation | None = None) -> list[int]:
+        """Raises RequestError when the text is far too long, and when it holds half a character (a lone surrogate)."""
+        if truncation is None:
+            self.check_length(text)
+            token_ids = self._encode(text, add_special_tokens).ids
+        else:
+            token_ids = self._encode_truncated(text, add_special_tokens, truncation)
+        if len(text) >= LARGE_CHARACTERS:
+            release_freed_memory()
+        return token_ids
+
+    def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         if not text.isascii():
             _check_unicode(text)
         if len(text) < _LONG_CHARACTERS:
-            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return self.backend.encode(text, add_special_tokens=add_special_tokens)
         # Only the batched call lets other threads run meanwhile, and this variant keeps no offsets.
-        return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+
+    def _encode_truncated(self, text: str, add_special_tokens: bool, truncation: Truncation) -> list[int]:
+        """Of the special tokens that the tokenizer adds all stay."""
+        if self._bound is not None:
+            # At least twice what the tokens can stand for, so that the cut through a word is itself cut off.
+            size = 2 * truncation.max_tokens * self._bound.bytes_per_token * self._bound.shrinking
+            size = max(size, LARGE_CHARACTERS)
+            text = text[-size:] if truncation.keeps_end else text[:size]
+        encoding = self._encode(text, add_special_tokens=False)
+        num_special = self.backend.num_special_tokens_to_add(is_pair=False) if add_special_tokens else 0
+        room = max(0, truncation.max_tokens - num_special)
+        encoding.truncate(room, direction="left" if truncation.keeps_end else "right")
+        encoding = self.backend.post_process(encoding, None, add_special_tokens)
+        return truncation.cut(encoding.ids)
+
+    def check_length(self, text: str) -> None:
+        """Raises RequestError when the text must have more tokens than a prompt may; takes no time to speak of."""
+        if self._bound is None or self._max_tokens is None:
+            return
+        # Smaller ones are tokenized in any case: the refusal then says how many tokens there are.
+        if len(text) < LARGE_CHARACTERS or (num_tokens := self._bound.min_tokens(text)) <= self._max_tokens:
+            return
+        raise RequestError(
+            f"the text has {len(text)} characters, which are at least {num_tokens} tokens; "
+            f"max_model_len={self._max_tokens}",
+            "prompt",
+            "context_length_exceeded",
+        )
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
@@ -76,13 +143,16 @@ class Tokenizer:
                 return bytes(_BYTE_OF[character] for character in piece)
         return text.encode("utf-8", "replace")
 
-    def apply_chat_template(self, messages: Sequence[Message], **options: Any) -> list[int]:
-        """The prompt of a conversation. Raises RequestError when there is no template or it refuses the messages."""
+    def render_chat(self, messages: Sequence[Message], **options: Any) -> str:
+        """A conversation's text. Raises RequestError when there is no template or it refuses the messages."""
         if self._chat_template is None:
             raise RequestError("this model has no chat template: use a text prompt instead of messages", "messages")
-        text = self._chat_template.render(messages, **options)
+        return self._chat_template.render(messages, **options)
+
+    def apply_chat_template(self, messages: Sequence[Message], **options: Any) -> list[int]:
+        """A conversation's tokens. Raises RequestError when there is no template or it refuses the messages."""
         # The template writes the special tokens itself.
-        return self.encode(text, add_special_tokens=False)
+        return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
 
 
 def _byte_characters() -> dict[str, int]:
@@ -109,11 +179,11 @@ def _special_token(config: Mapping[str, Any], name: str) -> str | None:
     return value.get("content") if isinstance(value, Mapping) else value
 
 
-def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
+def load_tokenizer(config: EngineConfig, max_tokens: int | None = None) -> Tokenizer | None:
     """The configured tokenizer; None when the engine has none. Raises ConfigError."""
     if config.tokenizer_path is None:
         return None
-    return Tokenizer(config.tokenizer_path, config.model.vocab_size)
+    return Tokenizer(config.tokenizer_path, config.model.vocab_size, max_tokens)
 
 
 def eos_token_ids(config: EngineConfig, tokenizer: Tokenizer | None) -> frozenset[int]:

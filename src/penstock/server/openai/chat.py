@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import secrets
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -17,21 +15,19 @@ from penstock.messages.outputs import RequestOutput
 from penstock.messages.sampling_params import SamplingParams
 from penstock.messages.structured_outputs import StructuredOutputsParams
 from penstock.server import limits
-from penstock.server.openai import generation, logprobs
+from penstock.server.openai import generation, logprobs, prompts
 from penstock.server.openai.generation import Cursor, Delta, Generation
+from penstock.server.openai.prompts import AS_WRITTEN, Tokenizing
 from penstock.server.openai.protocol import ChatCompletionRequest, ChatMessage, TokenizeRequest, Tool, ToolChoice
 from penstock.server.openai.responses import COMPLETION_RESPONSES
 from penstock.server.openai.tool_calls import ParsedDelta, ToolCallDelta, ToolCallFormat, ToolCallParser
 from penstock.server.service import Service, service_of
 from penstock.server.sse import DONE, event
-from penstock.tokenizer.tokenizer import Tokenizer
 from penstock.utils.errors import RequestError
 
 router = APIRouter()
 
 _ROLE = "assistant"
-# Shorter conversations are rendered where they arrive: handing them to a thread would take longer than doing it.
-_LONG_CONVERSATION_CHARACTERS = 4096
 _RESERVED_VARIABLES = ("self", "messages", "tools", "add_generation_prompt", "continue_final_message")
 
 
@@ -42,14 +38,15 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     model = service.admit(body.model)
     tools = _ToolUse(body, service.tool_format)
     params = _sampling_params(body, service, tools)
-    prompt = await render_messages(service, body.messages, tools.offered, template_options(body))
+    tokenizing = prompts.tokenizing_of(body, service, params.max_tokens)
+    prompt = await render_messages(service, body.messages, tools.offered, template_options(body), tokenizing)
     if tools.prefix:
         prompt += service.llm.get_tokenizer().encode(tools.prefix, add_special_tokens=False)
-    request_id = f"chatcmpl-{secrets.token_hex(16)}"
-    started = await generation.start(service, request, request_id, [prompt], params, body)
-    head = {"id": request_id, "created": int(service.clock.wall()), "model": model}
-    answer = _Answer(body, started, tools, service.llm.get_tokenizer(), head)
-    return await generation.respond(request, started, answer, request_id, is_stream=bool(body.stream))
+    names = generation.name_request(request, body, "chatcmpl")
+    started = await generation.start(service, request, names.engine_id, [prompt], params, body)
+    head = {"id": names.answer_id, "created": int(service.clock.wall()), "model": model}
+    answer = _Answer(service, body, started, tools, head)
+    return await generation.respond(request, started, answer, names.header, is_stream=bool(body.stream))
 
 
 def _sampling_params(body: ChatCompletionRequest, service: Service, tools: _ToolUse) -> SamplingParams:
@@ -84,23 +81,32 @@ def template_options(body: ChatCompletionRequest | TokenizeRequest) -> dict[str,
             "continue_final_message needs a last message of the assistant, and no add_generation_prompt",
             "continue_final_message",
         )
-    options = {"add_generation_prompt": body.add_generation_prompt and not body.continue_final_message}
+    adds_prompt = body.add_generation_prompt is not False and not body.continue_final_message
+    options: dict[str, Any] = {"add_generation_prompt": adds_prompt}
     if body.continue_final_message:
         options["continue_final_message"] = True
-    return {**variables, **options}
+    return {**prompts.template_variables(body), **variables, **options}
 
 
 async def render_messages(
-    service: Service, messages: Sequence[ChatMessage], tools: Sequence[Tool], options: dict[str, Any]
+    service: Service,
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Tool],
+    options: dict[str, Any],
+    tokenizing: Tokenizing = AS_WRITTEN,
 ) -> list[int]:
-    """The conversation's tokens. Raises RequestError when the template refuses it."""
-    plain = [_plain_message(message) for message in messages]
-    apply = service.llm.get_tokenizer().apply_chat_template
+    """The conversation's tokens. Raises RequestError for unknown roles and fields, and when the template refuses it."""
+    tokenizer = service.llm.get_tokenizer()
+    template = tokenizer.chat_template_source or ""
+    prompts.check_messages(messages, template)
+    plain = [prompts.in_todays_form(_plain_message(message), template) for message in messages]
     described = [tool.model_dump(exclude_none=True) for tool in tools] or None
-    num_characters = sum(len(message.get("content") or "") for message in plain)
-    if num_characters + 100 * len(plain) > _LONG_CONVERSATION_CHARACTERS:
-        return await asyncio.to_thread(apply, plain, tools=described, **options)
-    return apply(plain, tools=described, **options)
+
+    def work() -> list[int]:
+        text = tokenizer.render_chat(plain, tools=described, **options)
+        return tokenizer.encode(text, tokenizing.add_special_tokens, tokenizing.truncation)
+
+    return await service.llm.text_work.run(prompts.num_characters([plain, described, *options.values()]), work)
 
 
 def _plain_message(message: ChatMessage) -> dict[str, Any]:
@@ -222,17 +228,18 @@ class _Answer:
 
     def __init__(
         self,
+        service: Service,
         body: ChatCompletionRequest,
         started: Generation,
         tools: _ToolUse,
-        tokenizer: Tokenizer,
         head: dict[str, Any],
     ) -> None:
         self._body = body
         self._generation = started
         self._tools = tools
-        self._tokenizer = tokenizer
+        self._tokenizer = service.llm.get_tokenizer()
         self._head = head
+        self._end_token_ids = service.llm.eos_token_ids
         last = body.messages[-1]
         self._echoed = str(_plain_message(last).get("content", "")) if body.echo and last.role == _ROLE else ""
 
@@ -246,7 +253,7 @@ class _Answer:
             parsed = reader.read(delta.text, is_last=True)
             choice = self._choice(delta, reader.called)
             choice["message"] = self._message(parsed)
-            choices.append(choice)
+            choices.append(self._in_the_form_asked_for(choice, choice["message"]))
         answer = {**self._head, "object": "chat.completion", "choices": choices, "usage": self._generation.usage()}
         return {**answer, **self._prompt_fields(output)}
 
@@ -273,6 +280,7 @@ class _Answer:
                     parsed = reader.read(delta.text, is_last=delta.finish_reason is not None)
                     choice = self._choice(delta, reader.called)
                     choice["delta"] = self._delta(delta, parsed)
+                    choice = self._in_the_form_asked_for(choice, choice["delta"])
                     if not self._has_news(choice):
                         continue
                     chunk = {**head, "choices": [choice]}
@@ -300,6 +308,16 @@ class _Answer:
             result["tool_calls"] = [_call_delta(call) for call in parsed.tool_calls]
         return result
 
+    def _in_the_form_asked_for(self, choice: dict[str, Any], message: dict[str, Any]) -> dict[str, Any]:
+        """The choice; for a request with `functions` its call stands in `function_call`."""
+        if not self._body.functions:
+            return choice
+        for call in message.pop("tool_calls", ())[:1]:
+            message["function_call"] = call["function"]
+        if choice["finish_reason"] == "tool_calls":
+            choice["finish_reason"] = "function_call"
+        return choice
+
     def _choice(self, delta: Delta, called: bool) -> dict[str, Any]:
         body = self._body
         reason = "tool_calls" if called and delta.finish_reason == "stop" else delta.finish_reason
@@ -316,7 +334,17 @@ class _Answer:
     def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
         if not self._body.logprobs:
             return None
-        return logprobs.chat_logprobs(self._tokenizer, delta.logprobs, self._body.top_logprobs or 0)
+        rows = delta.logprobs[:-1] if self._hides_last(delta) else delta.logprobs
+        names_ids = bool(self._body.return_tokens_as_token_ids)
+        return logprobs.chat_logprobs(self._tokenizer, rows, self._body.top_logprobs or 0, names_ids)
+
+    def _hides_last(self, delta: Delta) -> bool:
+        """Whether the last token ended the answer, as no part of it."""
+        if delta.finish_reason != "stop" or not delta.token_ids or self._body.include_stop_str_in_output:
+            return False
+        last = delta.token_ids[-1]
+        is_end = last in self._end_token_ids and not self._body.ignore_eos
+        return is_end or (isinstance(delta.stop_reason, int) and delta.stop_reason == last)
 
     def _prompt_fields(self, output: RequestOutput) -> dict[str, Any]:
         """What vLLM tells of the prompt, when it is asked for."""

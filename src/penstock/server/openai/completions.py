@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -13,7 +12,7 @@ from starlette.responses import Response
 from penstock.frontend.input_processor import Prompt
 from penstock.messages.outputs import FinishReason, RequestOutput
 from penstock.messages.sampling_params import SamplingParams
-from penstock.server.openai import generation, logprobs
+from penstock.server.openai import generation, logprobs, prompts
 from penstock.server.openai.generation import Cursor, Delta, Generation
 from penstock.server.openai.protocol import CompletionRequest
 from penstock.server.openai.responses import COMPLETION_RESPONSES
@@ -29,12 +28,15 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     """Completes one prompt or several, `n` times each."""
     service = service_of(request)
     model = service.admit(body.model)
-    prompts = _prompts(body)
+    given = _prompts(body)
     params = _sampling_params(body, service)
-    request_id = f"cmpl-{secrets.token_hex(16)}"
-    started = await generation.start(service, request, request_id, prompts, params, body)
-    answer = _Answer(service, body, started, {"id": request_id, "created": int(service.clock.wall()), "model": model})
-    return await generation.respond(request, started, answer, request_id, is_stream=bool(body.stream))
+    tokenizing = prompts.tokenizing_of(body, service, params.max_tokens, adds_by_default=True)
+    encoded = await prompts.encode_prompts(service, given, tokenizing)
+    names = generation.name_request(request, body, "cmpl")
+    started = await generation.start(service, request, names.engine_id, encoded, params, body)
+    head = {"id": names.answer_id, "created": int(service.clock.wall()), "model": model}
+    answer = _Answer(service, body, started, head)
+    return await generation.respond(request, started, answer, names.header, is_stream=bool(body.stream))
 
 
 def _prompts(body: CompletionRequest) -> list[Prompt]:
@@ -54,8 +56,8 @@ def _sampling_params(body: CompletionRequest, service: Service) -> SamplingParam
     n = body.n or 1
     if body.best_of not in (None, n):
         raise RequestError(f"best_of must be absent or equal to n={n}: completions are not ranked here", "best_of")
-    overrides: dict[str, Any] = {"max_tokens": body.max_tokens, "logprobs": body.logprobs}
-    if body.max_tokens == 0:
+    overrides: dict[str, Any] = {"max_tokens": _max_tokens(body), "logprobs": body.logprobs}
+    if overrides["max_tokens"] == 0:
         if not body.echo:
             raise RequestError("max_tokens must be at least 1, or 0 with echo", "max_tokens")
         # The engine always generates; what was not asked for is left out of the answer.
@@ -63,6 +65,10 @@ def _sampling_params(body: CompletionRequest, service: Service) -> SamplingParam
     if body.echo and body.logprobs is not None:
         overrides["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
     return generation.sampling_params(body, service.default_sampling_params, **overrides)
+
+
+def _max_tokens(body: CompletionRequest) -> int | None:
+    return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
 
 
 class _Answer:
@@ -73,7 +79,7 @@ class _Answer:
         self._body = body
         self._generation = started
         self._head = {**head, "object": "text_completion"}
-        self._is_prompt_only = body.max_tokens == 0
+        self._is_prompt_only = _max_tokens(body) == 0
         self._prompt_texts: dict[int, str] = {}
 
     def whole(self) -> dict[str, Any]:
@@ -134,13 +140,15 @@ class _Answer:
         if num_top is None:
             return None
         rows, token_ids = ([], []) if self._is_prompt_only else (delta.logprobs, delta.token_ids)
-        new = logprobs.completion_logprobs(rows, token_ids, len(prompt) + delta.offset, num_top)
+        names_ids = bool(self._body.return_tokens_as_token_ids)
+        new = logprobs.completion_logprobs(rows, token_ids, len(prompt) + delta.offset, num_top, names_ids)
         if not echo:
             return new
-        told = logprobs.completion_logprobs(output.prompt_logprobs or (), output.prompt_token_ids, 0, num_top)
+        prompt_rows, prompt_ids = output.prompt_logprobs or (), output.prompt_token_ids
+        told = logprobs.completion_logprobs(prompt_rows, prompt_ids, 0, num_top, names_ids)
         # The first token has no log probability, and so nobody has told its text.
-        first = self._service.llm.get_tokenizer().decode_token(output.prompt_token_ids[0])
-        told["tokens"][0] = first
+        first = self._service.llm.get_tokenizer().decode_token(prompt_ids[0])
+        told["tokens"][0] = logprobs.token_name(prompt_ids[0]) if names_ids else first
         told["text_offset"][1:] = [place + len(first) for place in told["text_offset"][1:]]
         return logprobs.joined(told, new)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+import secrets
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -15,18 +16,18 @@ from penstock.frontend.async_llm import RequestStream
 from penstock.frontend.input_processor import Prompt
 from penstock.messages.outputs import CompletionOutput, FinishReason, Logprobs, RequestOutput
 from penstock.messages.sampling_params import SamplingParams
-from penstock.messages.structured_outputs import StructuredOutputsParams
 from penstock.server import limits
 from penstock.server.errors import JSONResponse
-from penstock.server.openai.protocol import GenerationRequest, JsonObjectFormat, JsonSchemaFormat, Usage
+from penstock.server.openai import formats
+from penstock.server.openai.protocol import GenerationRequest, Usage
 from penstock.server.service import Service
-from penstock.server.sse import REQUEST_ID_HEADER, EventStream, unless_disconnected
+from penstock.server.sse import REQUEST_ID_HEADER, EventStream, client_request_id, unless_disconnected
 from penstock.utils.errors import PenstockError, RequestError
 
 _SAMPLING_FIELDS = (
     "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "seed", "stop", "stop_token_ids", "allowed_token_ids", "bad_words", "min_tokens", "ignore_eos",
-    "include_stop_str_in_output", "skip_special_tokens", "prompt_logprobs",
+    "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "prompt_logprobs",
     "num_speculative_tokens", "kv_transfer_params",
 )  # fmt: skip
 
@@ -34,25 +35,12 @@ _SAMPLING_FIELDS = (
 def sampling_params(body: GenerationRequest, defaults: SamplingParams, **overrides: Any) -> SamplingParams:
     """The checkpoint's recommendations, with the request's fields on top. Raises RequestError."""
     given = {name: getattr(body, name) for name in _SAMPLING_FIELDS if getattr(body, name) is not None}
-    if given.get("n", 1) > 1 and defaults.is_greedy:
-        # The checkpoint recommends greedy answers, and whoever asks for several does not want the same one.
-        given.setdefault("temperature", 1.0)
     if body.logit_bias is not None:
         given["logit_bias"] = {_token_id(key): value for key, value in body.logit_bias.items()}
-    given["structured_outputs"] = _structured_outputs(body)
+    if body.no_stop_trim:
+        given.setdefault("include_stop_str_in_output", True)
+    given["structured_outputs"] = formats.structured_outputs(body)
     return replace(defaults, **{**given, **overrides})
-
-
-def _structured_outputs(body: GenerationRequest) -> StructuredOutputsParams | None:
-    """What `response_format` or `structured_outputs` asks for. Raises RequestError when both do."""
-    wanted = body.response_format
-    if body.structured_outputs is not None:
-        if wanted is not None and wanted.type != "text":
-            raise RequestError("response_format and structured_outputs exclude each other", "structured_outputs")
-        return StructuredOutputsParams(**body.structured_outputs.model_dump(by_alias=True, exclude_none=True))
-    if isinstance(wanted, JsonSchemaFormat):
-        return StructuredOutputsParams(json=wanted.json_schema.schema_)
-    return StructuredOutputsParams(json_object=True) if isinstance(wanted, JsonObjectFormat) else None
 
 
 def _token_id(key: str) -> int:
@@ -209,16 +197,60 @@ async def start(
     streams: list[RequestStream] = []
     try:
         for number, prompt in enumerate(prompts):
-            fields = {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
+            fields = _prompt_fields(prompt)
+            _check_room(service, fields, body)
             name = request_id if len(prompts) == 1 else f"{request_id}-{number}"
-            stream = await service.llm.submit(
-                {**fields, "cache_salt": salt}, params, name, priority=body.priority, trace=trace
-            )
+            with formats.naming_the_field(body):
+                stream = await service.llm.submit(
+                    {**fields, "cache_salt": salt}, params, name, priority=body.priority or 0, trace=trace
+                )
             streams.append(stream)
     except BaseException:
         Generation(tuple(streams)).close()
         raise
     return Generation(tuple(streams))
+
+
+def _prompt_fields(prompt: Prompt) -> Mapping[str, Any]:
+    if isinstance(prompt, Mapping):
+        return prompt
+    return {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
+
+
+def _check_room(service: Service, prompt: Mapping[str, Any], body: GenerationRequest) -> None:
+    """Raises RequestError when the request asks for more tokens than the context has room for behind its prompt."""
+    num_prompt, longest = len(prompt.get("prompt_token_ids", ())), service.llm.max_model_len
+    for field in ("max_completion_tokens", "max_tokens"):
+        wanted = getattr(body, field, None)
+        if wanted is None or field not in body.model_fields_set or num_prompt >= longest:
+            continue
+        if num_prompt + wanted > longest:
+            raise RequestError(
+                f"{field}={wanted} is too large: max_model_len={longest} leaves {longest - num_prompt} tokens after a "
+                f"prompt of {num_prompt}; leave {field} out to use them all",
+                field,
+                "context_length_exceeded",
+            )
+        return
+
+
+@dataclass(frozen=True, slots=True)
+class RequestNames:
+    """What a request is called: in its answer, in the engine (where no client chooses), and in `X-Request-Id`."""
+
+    answer_id: str
+    engine_id: str
+    header: str
+
+
+def name_request(request: Request, body: GenerationRequest, kind: str) -> RequestNames:
+    """Names made from the client's id, from the body or the header, where there is one."""
+    given = body.request_id or client_request_id(request.headers)
+    if given is None:
+        name = f"{kind}-{secrets.token_hex(16)}"
+        return RequestNames(name, name, name)
+    name = f"{kind}-{given}"
+    return RequestNames(name, f"{name}-{secrets.token_hex(8)}", given)
 
 
 class Answer(Protocol):

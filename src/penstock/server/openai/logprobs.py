@@ -14,19 +14,24 @@ _LOWEST = -9999.0
 
 
 def completion_logprobs(
-    rows: Iterable[Mapping[int, Logprob] | None], first_token_ids: Iterable[int], offset: int, num_top: int
+    rows: Iterable[Mapping[int, Logprob] | None],
+    first_token_ids: Iterable[int],
+    offset: int,
+    num_top: int,
+    names_ids: bool = False,
 ) -> CompletionLogprobs:
     """The legacy form: lists beside the tokens. A row's first entry is the token that stands there.
 
-    `first_token_ids` names the tokens of rows that are None; `offset` is the number of characters before them.
+    `first_token_ids` names the tokens of rows that are None; `offset` is the number of characters before them; with
+    `names_ids` tokens are called by `token_name`.
     """
     result: CompletionLogprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for row, token_id in zip(rows, first_token_ids, strict=True):
         text = "" if row is None else row[token_id].decoded_token or ""
-        result["tokens"].append(text)
+        result["tokens"].append(token_name(token_id) if names_ids else text)
         result["token_logprobs"].append(None if row is None else _finite(row[token_id].logprob))
         if result["top_logprobs"] is not None:
-            result["top_logprobs"].append(None if row is None else _top(row, num_top))
+            result["top_logprobs"].append(None if row is None else _top(row, num_top, names_ids))
         result["text_offset"].append(offset)
         offset += len(text)
     if num_top == 0:
@@ -45,33 +50,39 @@ def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionL
     }
 
 
-def _top(row: Mapping[int, Logprob], num_top: int) -> dict[str, float]:
+def _top(row: Mapping[int, Logprob], num_top: int, names_ids: bool) -> dict[str, float]:
     """The likeliest tokens and, if it is none of them, the one that stands there."""
     chosen, *_ = row.values()
-    wanted = [entry for entry in row.values() if entry is chosen or (entry.rank or 0) <= num_top]
+    wanted = [(key, entry) for key, entry in row.items() if entry is chosen or (entry.rank or 0) <= num_top]
     top: dict[str, float] = {}
-    for entry in wanted:
+    for token_id, entry in wanted:
         # Parts of characters all look alike; the likeliest of them stands for the others.
-        text, logprob = entry.decoded_token or "", _finite(entry.logprob)
+        text = token_name(token_id) if names_ids else entry.decoded_token or ""
+        logprob = _finite(entry.logprob)
         top[text] = max(logprob, top.get(text, logprob))
     return top
 
 
-def chat_logprobs(tokenizer: Tokenizer, rows: Logprobs, num_top: int) -> dict[str, Any]:
-    """`{"content": [...]}`: an entry per token, each with its likeliest alternatives."""
-    return {"content": [_chat_entry(tokenizer, row, num_top) for row in rows], "refusal": None}
+def chat_logprobs(tokenizer: Tokenizer, rows: Logprobs, num_top: int, names_ids: bool = False) -> dict[str, Any]:
+    """`{"content": [...]}`: an entry per token, each with its likeliest alternatives; `names_ids` as `token_name`."""
+    return {"content": [_chat_entry(tokenizer, row, num_top, names_ids) for row in rows], "refusal": None}
 
 
-def _chat_entry(tokenizer: Tokenizer, row: Mapping[int, Logprob], num_top: int) -> dict[str, Any]:
-    entries = [_token(tokenizer, token_id, entry) for token_id, entry in row.items()]
+def token_name(token_id: int) -> str:
+    """How a token is called where texts could be ambiguous (`return_tokens_as_token_ids`)."""
+    return f"token_id:{token_id}"
+
+
+def _chat_entry(tokenizer: Tokenizer, row: Mapping[int, Logprob], num_top: int, names_ids: bool) -> dict[str, Any]:
+    entries = [_token(tokenizer, token_id, entry, names_ids) for token_id, entry in row.items()]
     ranked = sorted(zip((entry.rank or 0 for entry in row.values()), entries, strict=True), key=lambda pair: pair[0])
     return {**entries[0], "top_logprobs": [entry for rank, entry in ranked if rank <= num_top]}
 
 
-def _token(tokenizer: Tokenizer, token_id: int, entry: Logprob) -> dict[str, Any]:
+def _token(tokenizer: Tokenizer, token_id: int, entry: Logprob, names_ids: bool) -> dict[str, Any]:
     """`bytes` can be joined where the texts cannot: in the middle of a character."""
     return {
-        "token": entry.decoded_token or "",
+        "token": token_name(token_id) if names_ids else entry.decoded_token or "",
         "logprob": _finite(entry.logprob),
         "bytes": list(tokenizer.token_bytes(token_id)),
     }

@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from penstock.server.errors import JSONResponse, NotFoundError
 from penstock.server.openai.chat import render_messages, template_options
+from penstock.server.openai.prompts import Tokenizing
 from penstock.server.openai.protocol import DetokenizeRequest, TokenizeRequest
 from penstock.server.openai.responses import ERRORS
 from penstock.server.service import Service, service_of
@@ -57,11 +58,13 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         raise RequestError("one of prompt and messages must be given", "prompt")
     if body.prompt is not None:
         # As a completion's prompt would be: with the special tokens that the tokenizer adds.
-        tokens = await asyncio.to_thread(
-            tokenizer.encode, body.prompt, add_special_tokens=body.add_special_tokens is not False
+        tokens = await service.llm.text_work.run(
+            len(body.prompt), tokenizer.encode, body.prompt, add_special_tokens=body.add_special_tokens is not False
         )
     else:
-        tokens = await render_messages(service, body.messages or (), body.tools or (), template_options(body))
+        tokenizing = Tokenizing(add_special_tokens=body.add_special_tokens is True)
+        options = template_options(body)
+        tokens = await render_messages(service, body.messages or (), body.tools or (), options, tokenizing)
     texts = await asyncio.to_thread(_texts, tokenizer, tokens) if body.return_token_strs else None
     return JSONResponse(
         {"count": len(tokens), "max_model_len": service.llm.max_model_len, "tokens": tokens, "token_strs": texts}

@@ -1,18 +1,28 @@
 """The requests that the OpenAI routes take, with vLLM's extra fields, and the shapes of their answers.
 
-Unknown fields are refused, because a misspelled one that is passed over changes an answer silently. Fields of the
-OpenAI API that only matter to OpenAI's own service (`user`, `metadata`, ...) are taken and have no effect.
+Unknown fields are refused, because a misspelled one that is passed over changes an answer silently. What is done with
+the fields of other servers' clients is in `dialects`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 from typing_extensions import TypedDict
 
 from penstock.messages.sampling_params import MAX_COUNT, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_N, MAX_STOP_STRINGS
 from penstock.server import limits
+from penstock.server.openai.dialects import (
+    MESSAGE_FIELDS,
+    PART_FIELDS,
+    REQUEST_FIELDS,
+    STRUCTURED_OUTPUTS_FIELDS,
+    DialectField,
+    translate,
+)
+from penstock.utils.errors import RequestError
 
 Name = Annotated[str, StringConstraints(max_length=limits.MAX_NAME_CHARACTERS)]
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=limits.MAX_STOP_CHARACTERS)]
@@ -23,13 +33,29 @@ TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
 
+RequestId = Annotated[str, StringConstraints(pattern=r"^[\x21-\x7e]+$", max_length=limits.MAX_NAME_CHARACTERS)]
+
+
 class _Request(BaseModel):
+    """An object whose fields are all known: its own, and those of other dialects."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    dialect: ClassVar[Iterable[DialectField]] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def translate(cls, given: Any) -> Any:
+        return translate(given, cls.dialect, _names(cls))
+
+
+def _names(kind: type[BaseModel]) -> list[str]:
+    return [field.alias or name for name, field in kind.model_fields.items()]
 
 
 class StreamOptions(_Request):
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False
     include_obfuscation: Any = None
 
 
@@ -59,6 +85,8 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 class StructuredOutputs(_Request):
     """vLLM's field: exactly one of these."""
 
+    dialect = STRUCTURED_OUTPUTS_FIELDS
+
     json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
     regex: str | None = None
     choice: list[str] | None = None
@@ -68,6 +96,8 @@ class StructuredOutputs(_Request):
 
 class GenerationRequest(_Request):
     """What completions and chat completions share."""
+
+    dialect = REQUEST_FIELDS
 
     model: Name | None = None
     stream: bool | None = False
@@ -93,24 +123,32 @@ class GenerationRequest(_Request):
     allowed_token_ids: TokenIds | None = None
     bad_words: Annotated[list[StopText], Field(max_length=limits.MAX_BAD_WORDS)] | None = None
     include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = None
     skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_COUNT)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
     cache_salt: Annotated[Name, StringConstraints(min_length=1)] | None = None
-    priority: Annotated[int, Field(ge=-MAX_COUNT, le=MAX_COUNT)] = 0
+    priority: Annotated[int, Field(ge=-MAX_COUNT, le=MAX_COUNT)] | None = 0
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     num_speculative_tokens: Count | None = None
     kv_transfer_params: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool | None = False
+    return_tokens_as_token_ids: bool | None = False
+    request_id: RequestId | None = None
+
+    # The older names of structured_outputs.
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_json_object: bool | None = None
 
     # Taken without effect.
     user: Name | None = None
-    metadata: Any = None
-    service_tier: Any = None
-    store: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
 
 
 class CompletionRequest(GenerationRequest):
@@ -125,15 +163,28 @@ class CompletionRequest(GenerationRequest):
         TokenIds | Annotated[list[TokenIds], Field(max_length=limits.MAX_PROMPTS, fail_fast=True)] | None
     ) = None
     max_tokens: Count | None = 16
+    max_completion_tokens: Count | None = None
     echo: bool | None = False
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
-    suffix: None = None
 
 
 class ContentPart(_Request):
-    type: Literal["text"] = "text"
+    """A part of a message, which is text under one of its names."""
+
+    dialect = PART_FIELDS
+
+    type: Literal["text", "input_text", "output_text"] = "text"
     text: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def only_text(cls, given: Any) -> Any:
+        kind = given.get("type") if isinstance(given, dict) else None
+        for medium in ("image", "audio", "video", "file"):
+            if isinstance(kind, str) and medium in kind:
+                raise RequestError(f"this model takes text only, and this part is of type {kind!r}", "messages")
+        return {"text": given} if isinstance(given, str) else given
 
 
 class FunctionCall(BaseModel):
@@ -148,13 +199,34 @@ class ToolCall(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """One turn. Fields that only some templates know (`name`, `reasoning_content`) reach the template as they are."""
+    """One turn. Fields that only some templates know stay in it; `chat.render_messages` asks the template."""
 
     model_config = ConfigDict(extra="allow")
 
     role: Annotated[Name, StringConstraints(min_length=1)]
     content: str | Annotated[list[ContentPart], Field(max_length=limits.MAX_CONTENT_PARTS)] | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=limits.MAX_TOOLS)] | None = None
+    tool_call_id: Name | None = None
+    name: Name | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def translate(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        refusal = given.get("refusal")
+        if given.get("content") is None and isinstance(refusal, str):
+            given = {**given, "content": refusal}
+        # Null is the same as absent, whichever field it is.
+        given = {name: value for name, value in given.items() if value is not None}
+        if "function_call" in given:
+            call = {"type": "function", "function": given.pop("function_call")}
+            given["tool_calls"] = [call, *given.get("tool_calls", ())]
+        others = [name for name in given if name not in _MESSAGE_NAMES]
+        return translate(given, MESSAGE_FIELDS, [*_names(cls), *others])
+
+
+_MESSAGE_NAMES = frozenset(row.name for row in MESSAGE_FIELDS)
 
 
 class FunctionDefinition(BaseModel):
@@ -184,8 +256,8 @@ Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=limits.MA
 class TemplateOptions(_Request):
     """How messages are rendered."""
 
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
+    add_generation_prompt: bool | None = True
+    continue_final_message: bool | None = False
     chat_template_kwargs: Annotated[dict[Name, Any], Field(max_length=limits.MAX_TEMPLATE_VARIABLES)] | None = None
 
 
@@ -199,6 +271,24 @@ class ChatCompletionRequest(GenerationRequest, TemplateOptions):
     tools: Annotated[list[Tool], Field(max_length=limits.MAX_TOOLS)] | None = None
     tool_choice: Literal["auto", "none", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = True
+    functions: Annotated[list[FunctionDefinition], Field(max_length=limits.MAX_TOOLS)] | None = None
+    function_call: Literal["auto", "none"] | ChosenFunction | None = None
+    reasoning_effort: Name | None = None
+    documents: Annotated[list[dict[str, Any]], Field(max_length=limits.MAX_MESSAGES)] | None = None
+
+    @model_validator(mode="after")
+    def _in_todays_form(self) -> ChatCompletionRequest:
+        """`functions` and `function_call` also stand in `tools` and `tool_choice`, one call at a time."""
+        for new, old in (("tools", "functions"), ("tool_choice", "function_call")):
+            if getattr(self, new) is not None and getattr(self, old) is not None:
+                raise RequestError(f"{new} and {old} exclude each other", old)
+        if self.functions is not None:
+            self.tools = [Tool(function=function) for function in self.functions]
+            self.parallel_tool_calls = False
+        if self.function_call is not None:
+            chosen = self.function_call
+            self.tool_choice = ToolChoice(function=chosen) if isinstance(chosen, ChosenFunction) else chosen
+        return self
 
 
 class TokenizeRequest(TemplateOptions):

@@ -1,0 +1,214 @@
+"""The fields that clients of other servers send, and what each of them does here: one table.
+
+A field that is in no table and on no model is refused, because a misspelled one would change answers silently; with
+`--ignore-unknown-fields` it is left out, and the answer's headers name it. `docs/SERVING.md` shows the table.
+"""
+
+from __future__ import annotations
+
+import difflib
+import enum
+from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.utils.errors import RequestError
+
+MAX_IGNORED_FIELDS = 32
+ignored_fields: ContextVar[list[str] | None] = ContextVar("ignored_fields", default=None)
+"""Collects the unknown fields of the current request; None where they are refused."""
+
+
+class Effect(enum.StrEnum):
+    """What a field does: it is honoured, or changes nothing, or is refused unless its value is neutral."""
+
+    DONE = "done"
+    INERT = "no effect"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class DialectField:
+    """`note` says what a field means or, of a refused one, what to use instead. `neutral` values pass like null."""
+
+    name: str
+    effect: Effect
+    note: str
+    neutral: tuple[Any, ...] = ()
+
+
+def _done(note: str, *names: str) -> list[DialectField]:
+    return [DialectField(name, Effect.DONE, note) for name in names]
+
+
+def _inert(note: str, *names: str) -> list[DialectField]:
+    return [DialectField(name, Effect.INERT, note) for name in names]
+
+
+def _refused(name: str, note: str, *neutral: Any) -> DialectField:
+    return DialectField(name, Effect.REFUSED, note, neutral)
+
+
+REQUEST_FIELDS: tuple[DialectField, ...] = (
+    *_done("on completions the same as `max_tokens`", "max_completion_tokens"),
+    *_done("cuts the prompt to that many tokens; -1 leaves room for `max_tokens`", "truncate_prompt_tokens"),
+    *_done("`left` (default) keeps the prompt's end, `right` its beginning", "truncation_side"),
+    *_done("whether the tokenizer adds its special tokens to the prompt", "add_special_tokens"),
+    *_done("false: no space between special tokens that are shown", "spaces_between_special_tokens"),
+    *_done("log probabilities name tokens as `token_id:N`", "return_tokens_as_token_ids"),
+    *_done("becomes the answer's `id` and its `X-Request-Id`, as the request's `X-Request-Id` does", "request_id"),
+    *_done("the older form of `tools` and `tool_choice`; the answer has it too", "functions", "function_call"),
+    *_done(
+        "the older form of `structured_outputs`",
+        "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_json_object",
+    ),
+    *_done("the same as `include_stop_str_in_output`", "no_stop_trim"),
+    *_done("a variable of the chat template, where the template knows it", "reasoning_effort", "documents"),
+    *_inert(
+        "concerns OpenAI's own service",
+        "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+        "verbosity", "prediction",
+    ),
+    *_inert("the answer is the same", "include_reasoning", "separate_reasoning", "stream_reasoning"),
+    *_inert("prefixes are always cached; `cache_salt` separates them", "cache_prompt", "id_slot", "n_keep"),
+    *_inert("the model stays loaded", "keep_alive"),
+    *_inert("there is one engine", "data_parallel_rank", "session_id", "rid"),
+    *_inert("there is one implementation", "guided_decoding_backend", "watermarking", "stream_interval"),
+    *_inert("concerns images and sound", "media_io_kwargs", "mm_processor_kwargs"),
+    *_inert("concerns vLLM's own routes", "return_token_offsets", "routed_experts_prompt_start"),
+    *_inert("adds nothing to the answer", "timings_per_token", "return_progress", "post_sampling_probs"),
+    *_inert(
+        "concerns the client library",
+        "drop_params", "allowed_openai_params", "num_retries", "max_retries", "timeout", "caching", "tags",
+        "litellm_metadata", "litellm_session_id",
+    ),
+    *_inert(
+        "belongs to a sampler that is off",
+        "mirostat_tau", "mirostat_eta", "dynatemp_exponent", "xtc_threshold", "dry_base", "dry_allowed_length",
+        "dry_penalty_last_n", "dry_sequence_breakers",
+    ),
+    _refused("modalities", "must be [\"text\"]: the model writes text only", ["text"]),
+    _refused("audio", "cannot be given: the model writes text only"),
+    _refused("web_search_options", "cannot be given: the server does not search the web"),
+    _refused("suffix", "is not supported: write the model's fill-in-the-middle tokens into `prompt`", ""),
+    _refused("extra_body", "is a parameter of client libraries: send its entries as fields of the request", {}),
+    _refused("model_kwargs", "is a parameter of client libraries: send its entries as fields of the request", {}),
+    _refused("streaming", "is a parameter of client libraries: use `stream`", False),
+    _refused("use_beam_search", "is not supported: use `n` with a `temperature` above 0", False),
+    _refused("length_penalty", "belongs to beam search, which is not supported", 1),
+    _refused("early_stopping", "belongs to beam search, which is not supported", False),
+    _refused("do_sample", "is not supported: `temperature` 0 is greedy, and above 0 it samples"),
+    _refused("max_new_tokens", "is not supported: use `max_tokens`"),
+    _refused("n_predict", "is not supported: use `max_tokens`", -1),
+    _refused("min_new_tokens", "is not supported: use `min_tokens`", 0),
+    _refused("n_probs", "is not supported: use `logprobs`", 0),
+    _refused("logprob_token_ids", "is not supported: use `logprobs`", []),
+    _refused("repeat_penalty", "is not supported: use `repetition_penalty`", 1),
+    _refused("repeat_last_n", "is not supported: `repetition_penalty` counts the whole text", -1, 64),
+    _refused("penalize_nl", "is not supported: use `logit_bias`", False),
+    _refused("typical_p", "is not supported: use `top_p` or `min_p`", 1),
+    _refused("tfs_z", "is not supported: use `top_p` or `min_p`", 1),
+    _refused("top_a", "is not supported: use `top_p` or `min_p`", 0),
+    _refused("top_n_sigma", "is not supported: use `top_p` or `min_p`", -1),
+    _refused("mirostat", "is not supported: use `top_p` or `min_p`", 0),
+    _refused("dynatemp_range", "is not supported: use `temperature`", 0),
+    _refused("xtc_probability", "is not supported: use `top_p` or `min_p`", 0),
+    _refused("dry_multiplier", "is not supported: use `repetition_penalty`", 0),
+    _refused("samplers", "is not supported: the order of the samplers is fixed"),
+    _refused("min_keep", "is not supported: use `top_p` or `min_p`", 0),
+    _refused("grammar", "is not supported here: use `structured_outputs` with `grammar`", ""),
+    _refused("ebnf", "is not supported here: use `structured_outputs` with `grammar`", ""),
+    _refused("regex", "is not supported here: use `structured_outputs` with `regex`", ""),
+    _refused("json_schema", "is not supported here: use `response_format`", {}),
+    _refused("format", "is not supported: use `response_format`", ""),
+    _refused("guided_whitespace_pattern", "is not supported: use `structured_outputs` with `grammar`"),
+    _refused("structural_tag", "is not supported: use `tools` or `structured_outputs` with `grammar`"),
+    _refused("stop_regex", "is not supported: use `stop`", []),
+    _refused("logits_processors", "are not supported: use `logit_bias`, `bad_words` or `structured_outputs`", []),
+    _refused("custom_logit_processor", "is not supported: use `logit_bias`, `bad_words` or `structured_outputs`"),
+    _refused("repetition_detection", "is not supported: use `repetition_penalty` or `max_tokens`"),
+    _refused("thinking_token_budget", "is not supported: use `max_tokens`", -1),
+    _refused("think", "is not supported: use `chat_template_kwargs`, such as {\"enable_thinking\": false}"),
+    _refused("chat_template", "cannot be sent: the template comes with the model; use `/v1/completions`"),
+    _refused("template", "cannot be sent: the template comes with the model; use `/v1/completions`", ""),
+    _refused("raw", "is not supported: use `/v1/completions`", False),
+    _refused("system", "is not a field of this request: send a message with the role `system`", ""),
+    _refused("context", "is not supported: send the earlier turns as messages", []),
+    _refused("options", "is not supported: send its entries as fields; `num_predict` is `max_tokens`", {}),
+    _refused("images", "cannot be given: this model takes text only", []),
+    _refused("image_data", "cannot be given: this model takes text only", []),
+    _refused("prompt_embeds", "are not supported: use `prompt` or `prompt_token_ids`"),
+    _refused("return_prompt_text", "is not supported: `/tokenize` and `/detokenize` show the prompt", False),
+    _refused("return_hidden_states", "is not supported", False),
+    _refused("return_routed_experts", "is not supported", False),
+    _refused("lora_path", "is not supported: name a served model in `model`"),
+    _refused("lora", "is not supported: name a served model in `model`", []),
+    _refused("session_params", "is not supported: send the whole conversation; its prefix is cached"),
+    _refused("vllm_xargs", "are for extensions of vLLM: none is loaded", {}),
+    _refused("ec_transfer_params", "are for encoders of images: this model takes text only"),
+    _refused("cache_hit_threshold", "is not supported: routers can follow `--kv-events-config`", 0),
+    _refused("bootstrap_host", "is not supported: use `kv_transfer_params`"),
+    _refused("bootstrap_port", "is not supported: use `kv_transfer_params`"),
+    _refused("bootstrap_room", "is not supported: use `kv_transfer_params`"),
+)  # fmt: skip
+
+MESSAGE_FIELDS: tuple[DialectField, ...] = (
+    *_inert("prefixes are always cached", "cache_control"),
+    *_inert(
+        "says how an earlier answer came about",
+        "annotations", "refusal", "provider_specific_fields", "thinking_blocks", "id", "index", "status",
+        "finish_reason",
+    ),
+    _refused("audio", "cannot be given: this model takes text only"),
+    _refused("images", "cannot be given: this model takes text only", []),
+    _refused("prefix", "is not supported: use `continue_final_message`", False),
+    _refused("partial", "is not supported: use `continue_final_message`", False),
+)  # fmt: skip
+
+PART_FIELDS: tuple[DialectField, ...] = (
+    *_inert("prefixes are always cached", "cache_control"),
+    *_inert("says how an earlier answer came about", "annotations", "citations", "logprobs", "id"),
+)
+
+STRUCTURED_OUTPUTS_FIELDS: tuple[DialectField, ...] = (
+    *_inert("there is one implementation", "disable_fallback", "backend"),
+    _refused("disable_any_whitespace", "is not supported: use `grammar`", False),
+    _refused("disable_additional_properties", "is not supported: write it into the schema", False),
+    _refused("whitespace_pattern", "is not supported: use `grammar`"),
+    _refused("structural_tag", "is not supported: use `grammar`"),
+)
+
+
+def translate(given: Any, table: Iterable[DialectField], known: Iterable[str]) -> Any:
+    """An object's fields without those that change nothing. Raises RequestError for those that would, and unknown ones.
+
+    `known` names the fields that the object has; they stay, whatever the table says of them.
+    """
+    if not isinstance(given, Mapping):
+        return given
+    rows = {row.name: row for row in table}
+    kept: dict[Any, Any] = {}
+    declared = set(known)
+    for name, value in given.items():
+        row = rows.get(name)
+        if name in declared:
+            kept[name] = value
+        elif row is None:
+            if not is_ignored(name):
+                near = difflib.get_close_matches(str(name), [*declared, *rows], n=1)
+                hint = f"; did you mean {near[0]}?" if near else ""
+                raise RequestError(f"{name} is not a field of this request{hint}", str(name))
+        elif row.effect is Effect.REFUSED and value is not None and value not in row.neutral:
+            raise RequestError(f"{name} {row.note}", name)
+    return kept
+
+
+def is_ignored(name: Any) -> bool:
+    """Whether unknown fields are left out; those of the current request are written down."""
+    ignored = ignored_fields.get()
+    if ignored is None:
+        return False
+    if len(ignored) < MAX_IGNORED_FIELDS:
+        ignored.append(str(name))
+    return True

@@ -1,0 +1,103 @@
+"""Other people's clients, each in a process of its own: `python -m tests.integration.clients NAME URL` writes JSON.
+
+A process of its own, because these libraries leave event loops and sockets open, which the tests take for errors.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+QUESTION = "What is 2 + 3?"
+WEATHER = "What is the weather in Oslo?"
+STORY = "Once upon a time"
+CITY_SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOL = {
+    "type": "function",
+    "function": {"name": "get_weather", "description": "Tells the weather in a city.", "parameters": CITY_SCHEMA},
+}
+
+
+def langchain(url: str) -> dict[str, Any]:
+    """LangChain's chat model and its text model, with the fields that they fill in by themselves."""
+    library = importlib.import_module("langchain_openai")
+    common = {"model": "demo", "base_url": f"{url}/v1", "api_key": "none", "temperature": 0}
+    model = library.ChatOpenAI(**common, max_tokens=40, stream_usage=True)
+    several = model.batch([QUESTION, QUESTION])
+    (call,) = model.bind_tools([TOOL], tool_choice="get_weather").invoke(WEATHER).tool_calls
+    auto = model.bind_tools([TOOL]).invoke(WEATHER)
+    turns = [
+        ("system", "Be brief."),
+        ("user", [{"type": "text", "text": WEATHER}]),
+        auto,
+        {"role": "tool", "content": "sunny", "tool_call_id": "1"},
+    ]
+    shaped = model.with_structured_output({"title": "place", **CITY_SCHEMA}, method="json_schema").invoke(WEATHER)
+    chunks = list(model.stream(QUESTION))
+    return {
+        "whole": model.invoke(QUESTION).content,
+        "streamed": "".join(chunk.content for chunk in chunks),
+        "usage": any(chunk.usage_metadata for chunk in chunks),
+        "several": [each.content for each in several],
+        "tool": [call["name"], sorted(call["args"])],
+        "turns": model.invoke(turns).content,
+        "shaped": sorted(shaped),
+        "text": library.OpenAI(**common, max_tokens=8).invoke(STORY),
+    }
+
+
+def litellm(url: str) -> dict[str, Any]:
+    """LiteLLM in front of a server of the OpenAI API, and with the name under which it knows vLLM."""
+    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
+    library = importlib.import_module("litellm")
+    common = {"api_base": f"{url}/v1", "api_key": "none", "temperature": 0, "max_tokens": 40}
+    messages = [{"role": "user", "content": QUESTION}]
+    cached = [{"type": "text", "text": QUESTION, "cache_control": {"type": "ephemeral"}}]
+    found: dict[str, Any] = {}
+    for name in ("openai/demo", "hosted_vllm/demo"):
+
+        def ask(name: str = name, content: Any = messages, **fields: Any) -> Any:
+            return library.completion(model=name, messages=content, **common, **fields)
+
+        chunks = ask(stream=True, stream_options={"include_usage": True})
+        forced = ask(content=[{"role": "user", "content": WEATHER}], tools=[TOOL], tool_choice="required")
+        (call,) = forced.choices[0].message.tool_calls
+        found[name] = {
+            "whole": ask().choices[0].message.content,
+            "streamed": "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices),
+            "tool": [call.function.name, sorted(json.loads(call.function.arguments))],
+            "cached": ask(content=[{"role": "user", "content": cached}]).choices[0].message.content,
+            "extra": ask(extra_body={"top_k": 3, "metadata": {"a": "b"}}, user="me").choices[0].message.content,
+        }
+    text = library.text_completion(model="text-completion-openai/demo", prompt=STORY, **{**common, "max_tokens": 8})
+    found["text"] = text.choices[0].text
+    return found
+
+
+def llm(url: str) -> dict[str, Any]:
+    """The model class of the `llm` command for servers of the OpenAI API."""
+    plugin = importlib.import_module("llm.default_plugins.openai_models")
+    model = plugin.Chat("demo", model_name="demo", api_base=f"{url}/v1")
+    asked = {"key": "none", "temperature": 0, "max_tokens": 40}
+    return {
+        "whole": model.prompt(QUESTION, stream=False, **asked).text(),
+        "streamed": "".join(model.prompt(QUESTION, **asked)),
+        "text": plugin.Completion("demo-text", model_name="demo", api_base=f"{url}/v1").prompt(
+            STORY, key="none", temperature=0, max_tokens=8
+        ).text(),
+    }  # fmt: skip
+
+
+CLIENTS: dict[str, Callable[[str], dict[str, Any]]] = {"langchain_openai": langchain, "litellm": litellm, "llm": llm}
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(CLIENTS[sys.argv[1]](sys.argv[2])))

@@ -1,0 +1,192 @@
+"""The table of other clients' fields: it agrees with the requests, with the documentation, and with vLLM's defaults."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from penstock.server.openai import dialects
+from penstock.server.openai.dialects import (
+    MESSAGE_FIELDS,
+    PART_FIELDS,
+    REQUEST_FIELDS,
+    STRUCTURED_OUTPUTS_FIELDS,
+    DialectField,
+    Effect,
+)
+from penstock.server.openai.protocol import (
+    ChatCompletionRequest,
+    ChatMessage,
+    CompletionRequest,
+    ContentPart,
+    StructuredOutputs,
+)
+from penstock.utils.errors import RequestError
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "SERVING.md"
+TABLES: dict[str, tuple[DialectField, ...]] = {
+    "of a request": REQUEST_FIELDS,
+    "of a message": MESSAGE_FIELDS,
+    "of a content part": PART_FIELDS,
+    "of `structured_outputs`": STRUCTURED_OUTPUTS_FIELDS,
+}
+OWNERS = {
+    "of a request": (ChatCompletionRequest, CompletionRequest),
+    "of a message": (ChatMessage,),
+    "of a content part": (ContentPart,),
+    "of `structured_outputs`": (StructuredOutputs,),
+}
+ROWS = [(place, row) for place, rows in TABLES.items() for row in rows]
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+# What vLLM's models hold where a client sets nothing: some clients send all of it.
+VLLM_DEFAULTS: dict[str, Any] = {
+    "frequency_penalty": 0.0, "presence_penalty": 0.0, "logit_bias": None, "n": 1, "seed": None, "stop": [],
+    "stream": False, "stream_options": None, "temperature": None, "top_p": None, "user": None, "use_beam_search": False,
+    "top_k": None, "min_p": None, "repetition_penalty": None, "watermarking": True, "length_penalty": 1.0,
+    "stop_token_ids": [], "include_stop_str_in_output": False, "ignore_eos": False, "min_tokens": 0,
+    "skip_special_tokens": True, "spaces_between_special_tokens": True, "truncate_prompt_tokens": None,
+    "truncation_side": None, "allowed_token_ids": None, "prompt_logprobs": None, "logprob_token_ids": None,
+    "bad_words": [], "response_format": None, "structured_outputs": None, "priority": 0, "session_id": None,
+    "return_tokens_as_token_ids": None, "return_token_ids": None, "routed_experts_prompt_start": 0,
+    "return_token_offsets": False, "cache_salt": None, "kv_transfer_params": None, "ec_transfer_params": None,
+    "vllm_xargs": None, "repetition_detection": None, "thinking_token_budget": None, "stream_interval": None,
+    "guided_json": None, "guided_regex": None, "guided_choice": None, "guided_grammar": None, "structural_tag": None,
+    "guided_decoding_backend": None, "guided_whitespace_pattern": None, "logits_processors": None, "request_id": None,
+}  # fmt: skip
+OF_COMPLETIONS: dict[str, Any] = {
+    "echo": False, "logprobs": None, "suffix": None, "max_tokens": 16, "best_of": None, "prompt_embeds": None,
+    "add_special_tokens": True,
+}  # fmt: skip
+OF_CHAT: dict[str, Any] = {
+    "logprobs": False, "top_logprobs": 0, "max_tokens": None, "max_completion_tokens": None, "tools": None,
+    "tool_choice": None, "reasoning_effort": None, "include_reasoning": True, "parallel_tool_calls": True,
+    "echo": False, "add_generation_prompt": True, "continue_final_message": False, "add_special_tokens": False,
+    "documents": None, "chat_template": None, "chat_template_kwargs": None, "media_io_kwargs": None,
+    "mm_processor_kwargs": None, "return_prompt_text": None,
+}  # fmt: skip
+
+
+def parse(kind: type[Any], fields: dict[str, Any]) -> Any:
+    """A request from JSON, as the routes make it; RequestError for what the table refuses."""
+    base = {"messages": MESSAGES} if kind is ChatCompletionRequest else {"prompt": "hi"}
+    try:
+        return kind.model_validate({**base, **fields})
+    except ValidationError as error:
+        for each in error.errors():
+            own = each.get("ctx", {}).get("error")
+            if isinstance(own, RequestError):
+                raise own from None
+        raise
+
+
+def example(row: DialectField) -> Any:
+    """A value that is not neutral."""
+    return next(value for value in ("x", 17) if value not in row.neutral)
+
+
+@pytest.mark.parametrize(("place", "row"), ROWS, ids=lambda value: getattr(value, "name", value))
+def test_fields_that_are_done_are_declared_and_no_others(place: str, row: DialectField) -> None:
+    declared = {field.alias or name for owner in OWNERS[place] for name, field in owner.model_fields.items()}
+    assert (row.name in declared) == (row.effect is Effect.DONE)
+
+
+@pytest.mark.parametrize("kind", [ChatCompletionRequest, CompletionRequest])
+def test_every_row_does_what_it_says(kind: type[Any]) -> None:
+    for row in REQUEST_FIELDS:
+        if row.effect is Effect.DONE:
+            continue
+        for value in (None, *row.neutral):
+            assert not hasattr(parse(kind, {row.name: value}), row.name)
+        if row.effect is Effect.INERT:
+            parse(kind, {row.name: {"any": ["thing"]}})
+            continue
+        with pytest.raises(RequestError, match=rf"^{row.name} ") as caught:
+            parse(kind, {row.name: example(row)})
+        assert caught.value.field == row.name
+        assert row.note in str(caught.value)
+
+
+def test_names_are_in_one_row() -> None:
+    for rows in TABLES.values():
+        names = [row.name for row in rows]
+        assert len(names) == len(set(names))
+
+
+def test_the_defaults_of_vllm_are_taken() -> None:
+    parse(CompletionRequest, {**VLLM_DEFAULTS, **OF_COMPLETIONS})
+    parse(ChatCompletionRequest, {**VLLM_DEFAULTS, **OF_CHAT})
+    StructuredOutputs.model_validate(
+        {
+            "json": None, "regex": "a", "choice": None, "grammar": None, "json_object": None, "structural_tag": None,
+            "disable_fallback": False, "disable_any_whitespace": False, "disable_additional_properties": False,
+            "whitespace_pattern": None,
+        }
+    )  # fmt: skip
+
+
+def test_unknown_fields_are_refused_unless_the_server_ignores_them() -> None:
+    with pytest.raises(RequestError, match=r"max_tokes is not a field of this request; did you mean max_tokens\?"):
+        parse(CompletionRequest, {"max_tokes": 3})
+    ignored: list[str] = []
+    token = dialects.ignored_fields.set(ignored)
+    try:
+        parse(CompletionRequest, {"max_tokes": 3, "stream_options": {"x": 1}})
+        with pytest.raises(RequestError, match="suffix"):
+            parse(CompletionRequest, {"suffix": "x"})
+        assert sorted(ignored) == ["max_tokes", "x"]
+        parse(CompletionRequest, {f"field_{i}": 1 for i in range(100)})
+        assert len(ignored) == dialects.MAX_IGNORED_FIELDS
+    finally:
+        dialects.ignored_fields.reset(token)
+
+
+def test_parts_of_a_message() -> None:
+    def content(*parts: Any) -> Any:
+        return (
+            parse(ChatCompletionRequest, {"messages": [{"role": "user", "content": list(parts)}]}).messages[0].content
+        )
+
+    cached = {"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}
+    assert [part.text for part in content(cached, "b", {"type": "input_text", "text": "c"}, {"text": "d"})] == [*"abcd"]
+    for kind in ("image_url", "input_image", "input_audio", "video_url", "file"):
+        with pytest.raises(RequestError, match=f"takes text only, and this part is of type '{kind}'"):
+            content({"type": "text", "text": "a"}, {"type": kind, kind: {}})
+    with pytest.raises(RequestError, match=r"texts is not a field.*did you mean text"):
+        content({"type": "text", "text": "a", "texts": "b"})
+
+
+def test_older_forms_of_tools() -> None:
+    function = {"name": "f", "parameters": {"type": "object"}}
+    body = parse(ChatCompletionRequest, {"functions": [function], "function_call": {"name": "f"}})
+    assert [tool.function.name for tool in body.tools] == ["f"]
+    assert body.tool_choice.function.name == "f"
+    assert parse(ChatCompletionRequest, {"functions": [function], "function_call": "none"}).tool_choice == "none"
+    with pytest.raises(RequestError, match="tools and functions exclude each other"):
+        parse(ChatCompletionRequest, {"functions": [function], "tools": [{"type": "function", "function": function}]})
+    called = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
+    message = parse(ChatCompletionRequest, {"messages": [*MESSAGES, called]}).messages[1]
+    assert message.tool_calls[0].function.name == "f"
+
+
+def _lines(rows: Sequence[DialectField]) -> list[str]:
+    """A table of the document: fields with the same effect and note share a line."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        passing = ", ".join(f"`{json.dumps(value)}`" for value in row.neutral)
+        note = f"{row.note} ({passing} passes)" if passing else row.note
+        groups.setdefault((row.effect.value, note), []).append(f"`{row.name}`")
+    return [f"| {', '.join(names)} | {effect} | {note} |" for (effect, note), names in groups.items()]
+
+
+def test_the_document_shows_the_tables() -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    section = text.split("## Fields of other clients")[1].split("\n## ")[0]
+    shown = [line for line in section.splitlines() if line.startswith("| `")]
+    assert shown == [line for rows in TABLES.values() for line in _lines(rows)]
+    assert all(f"Fields {place}" in section for place in TABLES)
