@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,14 @@ from penstock.utils.errors import ConfigError, RequestError
 Message = Mapping[str, Any]
 
 _LONG_CHARACTERS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class AddedToken:
+    """A token beside the vocabulary that was learned. A special one is no text unless special tokens are shown."""
+
+    id: int
+    is_special: bool
 
 
 class Tokenizer:
@@ -43,6 +52,8 @@ class Tokenizer:
         self._chat_template = ChatTemplate.load(folder, config)
         eos = _special_token(config, "eos_token")
         self.eos_token_id = None if eos is None else self.backend.token_to_id(eos)
+        added = self.backend.get_added_tokens_decoder()
+        self.added_tokens = {token.content: AddedToken(number, token.special) for number, token in added.items()}
 
     @property
     def chat_template_source(self) -> str | None:
