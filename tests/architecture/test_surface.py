@@ -27,7 +27,7 @@ ENGINE_FLAGS = {
 SERVER_FLAGS = {
     "--access-log", "--admin-port", "--allow-unauthenticated", "--allowed-origin", "--api-key", "--health-timeout",
     "--host", "--max-body-bytes", "--otlp-traces-endpoint", "--port", "--served-model-name", "--shutdown-timeout",
-    "--ssl-certfile", "--ssl-keyfile", "--tool-call-parser",
+    "--ssl-certfile", "--ssl-keyfile", "--reasoning-parser", "--tool-call-parser",
 }  # fmt: skip
 SAMPLING_FLAGS = {
     "--max-tokens", "--temperature", "--top-k", "--top-p", "--min-p", "--repetition-penalty", "--presence-penalty",

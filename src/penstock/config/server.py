@@ -10,7 +10,10 @@ from typing import Any
 from penstock.utils.errors import ConfigError
 
 _KEY = re.compile(r"[\x21-\x7e]+")
-TOOL_CALL_PARSERS = ("auto", "hermes", "llama3_json", "none")
+TOOL_CALL_PARSERS = (
+    "auto", "hermes", "qwen3_coder", "llama3_json", "mistral", "deepseek_v3", "deepseek_v31", "pythonic", "none",
+)  # fmt: skip
+REASONING_PARSERS = ("none", "qwen3", "deepseek_r1")
 
 
 def _arg(default: Any, help_text: str, choices: tuple[str, ...] = ()) -> Any:
@@ -34,6 +37,7 @@ class ServerArgs:
     ssl_certfile: str | None = _arg(None, "TLS certificate chain, PEM")
     ssl_keyfile: str | None = _arg(None, "TLS private key, PEM")
     tool_call_parser: str = _arg("auto", "how tool calls look in the model's text", TOOL_CALL_PARSERS)
+    reasoning_parser: str = _arg("none", "how the model sets its reasoning apart from its answer", REASONING_PARSERS)
     otlp_traces_endpoint: str | None = _arg(None, "OTLP/HTTP URL that receives a trace per request")
     access_log: bool = _arg(False, "log a line per HTTP request (path and status, never content)")
 

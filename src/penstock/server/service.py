@@ -14,7 +14,8 @@ from penstock.messages.sampling_params import SamplingParams
 from penstock.metrics.prometheus import PrometheusMetrics
 from penstock.metrics.rates import RecentRates
 from penstock.server.errors import NotFoundError
-from penstock.server.openai.tool_calls import ToolCallFormat
+from penstock.server.openai.reasoning import ReasoningFormat
+from penstock.server.openai.tool_calls.tool_format import ToolCallFormat
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import OverloadedError
 
@@ -30,6 +31,7 @@ class Service:
     args: ServerArgs
     model_names: tuple[str, ...]
     tool_format: ToolCallFormat | None
+    reasoning: ReasoningFormat
     metrics: PrometheusMetrics
     rates: RecentRates
     clock: SystemClock
