@@ -8,8 +8,11 @@ from starlette.responses import Response
 
 from penstock import __version__
 from penstock.server import admin, dashboard, errors, health
+from penstock.server.anthropic import routes as anthropic
+from penstock.server.anthropic.edge import MessagesEdge
 from penstock.server.middleware import Accounting, Authentication, BodyLimit, LocalHosts
 from penstock.server.openai import chat, completions, models
+from penstock.server.openai.responses_api import routes as responses
 from penstock.server.service import Service
 from penstock.server.sse import ClientGone
 
@@ -21,11 +24,13 @@ _CLIENT_CLOSED = 499
 def create_app(service: Service) -> FastAPI:
     """The public app."""
     app = _make_app(service, "Penstock")
-    for router in (chat.router, completions.router, models.router, health.router, dashboard.router):
+    apis = (chat.router, completions.router, responses.router, anthropic.router, models.router)
+    for router in (*apis, health.router, dashboard.router):
         app.include_router(router)
     # The last one added is the first one that a request meets.
     app.add_middleware(BodyLimit, max_bytes=service.args.max_body_bytes)
     _add_access_control(app, service, service.args.is_loopback)
+    app.add_middleware(MessagesEdge)
     if service.args.allowed_origin:
         origins = list(service.args.allowed_origin)
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
@@ -15,6 +15,7 @@ from penstock.metrics.prometheus import PrometheusMetrics
 from penstock.metrics.rates import RecentRates
 from penstock.server.errors import NotFoundError
 from penstock.server.openai.reasoning import ReasoningFormat
+from penstock.server.openai.responses_api.store import ResponseStore
 from penstock.server.openai.tool_calls.tool_format import ToolCallFormat
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import OverloadedError
@@ -37,6 +38,7 @@ class Service:
     clock: SystemClock
     started: int
     closing: asyncio.Event
+    stored_responses: ResponseStore = field(default_factory=ResponseStore)
     is_draining: bool = False
     is_stopping: bool = False
 

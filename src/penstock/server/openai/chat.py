@@ -66,11 +66,16 @@ class Chat:
         return self.tools.reader(self.reasoning.reader(self.start), self.prefix)
 
 
+async def render_chat(service: Service, body: ChatCompletionRequest) -> tuple[ToolUse, list[int]]:
+    """The tools that the answer may use, and the conversation's tokens. Raises RequestError."""
+    tools = ToolUse(body, service.tool_format)
+    return tools, await render_messages(service, body.messages, tools.offered, template_options(body))
+
+
 async def start_chat(service: Service, request: Request, body: ChatCompletionRequest, request_id: str) -> Chat:
     """Renders the conversation and hands it to the engine. Raises RequestError."""
     model = service.admit(body.model)
-    tools = ToolUse(body, service.tool_format)
-    prompt = await render_messages(service, body.messages, tools.offered, template_options(body))
+    tools, prompt = await render_chat(service, body)
     tokenizer = service.llm.get_tokenizer()
     continued = str(_plain_message(body.messages[-1]).get("content", "")) if body.continue_final_message else None
     start = service.reasoning.start_of(tokenizer, prompt, continued)
