@@ -26,12 +26,12 @@ class ToolUse:
         self._function: str | None = None
         self._allows_several = body.parallel_tool_calls is not False
         self._format = tool_format if self.offered else None
+        for tool in body.tools or ():
+            _check_schema(tool)
         if choice == "none":
             return
         if not self.offered:
             raise RequestError("tool_choice needs tools", "tool_choice")
-        for tool in self.offered:
-            _check_schema(tool)
         if self._format is None:
             raise RequestError(
                 "the chat template shows no known format of tool calls: start the server with --tool-call-parser",
@@ -71,9 +71,10 @@ class ToolUse:
 
 def _check_schema(tool: Tool) -> None:
     try:
+        msgspec.json.encode(tool.function.description)
         size = len(msgspec.json.encode(tool.function.parameters))
     except UnicodeEncodeError:
-        raise RequestError(f"the parameters of tool {tool.function.name!r} are not valid Unicode", "tools") from None
+        raise RequestError(f"the tool {tool.function.name!r} is not described in valid Unicode", "tools") from None
     if size > limits.MAX_TOOL_SCHEMA_BYTES:
         raise RequestError(
             f"the parameters of tool {tool.function.name!r} take {size} of at most {limits.MAX_TOOL_SCHEMA_BYTES} B",

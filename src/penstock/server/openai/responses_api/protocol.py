@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from penstock.messages.sampling_params import MAX_COUNT
 from penstock.server import limits
 from penstock.server.openai.protocol import FunctionDefinition, Name
+
+MetadataText = Annotated[str, StringConstraints(max_length=limits.MAX_METADATA_CHARACTERS)]
+LongText = Annotated[str, StringConstraints(max_length=limits.MAX_TOOL_SCHEMA_BYTES)]
 
 
 class TextPart(BaseModel):
@@ -104,20 +107,20 @@ class JsonObjectFormat(_Fields):
 class JsonSchemaFormat(_Fields):
     type: Literal["json_schema"]
     name: Name | None = None
-    description: str | None = None
+    description: LongText | None = None
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
     strict: bool | None = None
 
 
 class TextConfig(_Fields):
     format: Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")] | None = None
-    verbosity: Any = None
+    verbosity: Name | None = None
 
 
 class ReasoningConfig(_Fields):
     effort: Name | None = None
-    summary: Any = None
-    generate_summary: Any = None
+    summary: Name | None = None
+    generate_summary: Name | None = None
 
 
 class FunctionChoice(_Fields):
@@ -146,7 +149,7 @@ class ResponsesRequest(_Fields):
     parallel_tool_calls: bool | None = True
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
-    metadata: Annotated[dict[Name, str], Field(max_length=limits.MAX_TEMPLATE_VARIABLES)] | None = None
+    metadata: Annotated[dict[Name, MetadataText], Field(max_length=limits.MAX_TEMPLATE_VARIABLES)] | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
 
@@ -168,11 +171,11 @@ class ResponsesRequest(_Fields):
 
     # Taken without effect.
     include: Annotated[list[Literal["reasoning.encrypted_content"]], Field(max_length=1)] | None = None
-    max_tool_calls: Any = None
+    max_tool_calls: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
     prompt_cache_key: Any = None
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
     safety_identifier: Any = None
     service_tier: Any = None
     stream_options: Any = None
-    user: Any = None
+    user: Name | None = None
