@@ -363,3 +363,55 @@ def test_the_format_of_a_tokenizer() -> None:
     named = make_format("mistral", None)
     assert named is not None
     assert named.NAME == "mistral"
+
+
+# ---- Calls that must fit their schema, and calls that must not be ----
+
+WITH_TRIGGERS = ["hermes", "qwen3_coder", "mistral", "deepseek_v3", "deepseek_v31"]
+
+
+@pytest.mark.parametrize("name", WITH_TRIGGERS)
+def test_a_strict_answer_has_only_calls_that_fit(name: str) -> None:
+    form = FORMATS[name]()
+    text = FORCED[name]
+    one, many = (form.strict_grammar(TOOLS, several=several) for several in (False, True))
+    assert one is not None
+    assert many is not None
+    for grammar in (one, many):
+        for good in ("", "Hello <b>, [1]", text, f"Let me see.\n{text}", f"{text} Done."):
+            assert is_accepted(grammar, good), good
+        for bad in (
+            text[:-2],
+            text.replace("Rome", "x").replace("days", "hours"),
+            form.TRIGGERS[0],
+            f"{text}{text[:20]}",
+        ):
+            assert not is_accepted(grammar, bad), bad
+    assert is_accepted(many, f"{text}\n{text}")
+    assert not is_accepted(one, f"{text}\n{text}")
+
+
+@pytest.mark.parametrize("name", sorted(set(FORMATS) - set(WITH_TRIGGERS)))
+def test_formats_without_triggers_hold_nothing(name: str) -> None:
+    form = FORMATS[name]()
+    assert form.strict_grammar(TOOLS, several=True) is None
+    assert form.no_call_grammar() is None
+    assert form.trigger_tokens == []
+
+
+@pytest.mark.parametrize("name", WITH_TRIGGERS)
+def test_an_answer_that_must_not_call(name: str) -> None:
+    form = FORMATS[name]()
+    grammar = form.no_call_grammar()
+    assert grammar is not None
+    for good in ("", "Hello <b>, [1]", "{}"):
+        assert is_accepted(grammar, good), good
+    for bad in (FORCED[name], f"Hi {FORCED[name]}", form.TRIGGERS[0], form.TRIGGERS[0][0], f"a{form.TRIGGERS[-1]}"):
+        assert not is_accepted(grammar, bad), bad
+    known = FORMATS[name]({form.TRIGGERS[0]: AddedToken(1, False)})
+    assert known.trigger_tokens == [form.TRIGGERS[0]]
+    assert known.no_call_grammar() is None
+    strict = known.strict_grammar(TOOLS, several=True)
+    assert strict is not None
+    assert is_accepted(strict, f"a<|im_start|>{FORCED[name].removeprefix(form.TRIGGERS[0])}")
+    assert not is_accepted(strict, "a<|im_start|>b")

@@ -105,7 +105,12 @@ def _tools(body: CountTokensRequest) -> dict[str, Any]:
     tools = [
         {
             "type": "function",
-            "function": {"name": tool.name, "description": tool.description, "parameters": tool.input_schema},
+            "function": {
+                "name": tool.name,
+                "description": tool.description,
+                "parameters": tool.input_schema,
+                "strict": tool.strict,
+            },
         }
         for tool in body.tools or ()
     ]

@@ -92,11 +92,14 @@ def _sampling_params(body: ChatCompletionRequest, service: Service, tools: ToolU
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
     overrides: dict[str, Any] = {}
-    if tools.is_forced:
-        if body.structured_outputs is not None or (body.response_format and body.response_format.type != "text"):
-            raise RequestError("a forced tool call excludes response_format and structured_outputs", "tool_choice")
-        grammar = tools.grammar(with_prefix=start is not Start.OVER)
+    has_form = body.structured_outputs is not None or (body.response_format and body.response_format.type != "text")
+    if tools.is_forced and has_form:
+        raise RequestError("a forced tool call excludes response_format and structured_outputs", "tool_choice")
+    grammar = None if has_form else tools.grammar(with_prefix=start is not Start.OVER)
+    if grammar is not None:
         overrides["structured_outputs"] = StructuredOutputsParams(grammar=grammar)
+    if tools.banned_words:
+        overrides["bad_words"] = [*(body.bad_words or ()), *tools.banned_words]
     if tools.needs_special_tokens or service.reasoning.needs_special_tokens(start):
         overrides["skip_special_tokens"] = False
     params = generation.sampling_params(

@@ -16,13 +16,17 @@ from penstock.utils.errors import RequestError
 class ToolUse:
     """Whether and how one answer may call tools. Raises RequestError for what cannot be.
 
-    `is_forced` tells that the answer must be a call. It is made to begin with `prefix` then, and held to `grammar()`.
+    `is_forced` tells that the answer must be a call; it is made to begin with `prefix` then. `grammar()` is what it is
+    held to: a forced call, calls that fit their schemas where a tool is strict, or no call where there are tools that
+    must not be called. `banned_words` are the tags that must not come then.
     """
 
     def __init__(self, body: ChatCompletionRequest, tool_format: ToolCallFormat | None) -> None:
         choice = body.tool_choice or ("auto" if body.tools else "none")
         self.offered: list[Tool] = [] if choice == "none" else list(body.tools or ())
         self.is_forced = False
+        self.banned_words = tool_format.trigger_tokens if tool_format is not None and self._is_refused(body) else []
+        self._no_call = tool_format.no_call_grammar() if tool_format is not None and self._is_refused(body) else None
         self._function: str | None = None
         self._allows_several = body.parallel_tool_calls is not False
         self._format = tool_format if self.offered else None
@@ -53,17 +57,27 @@ class ToolUse:
         """What a forced call begins with; "" where none is forced."""
         return self._format.forced_prefix(self._function) if self._format is not None and self.is_forced else ""
 
-    def grammar(self, *, with_prefix: bool) -> str:
-        """What a forced call is held to, from its prefix on or behind it."""
-        assert self._format is not None and self.is_forced, "no call is forced"
+    def grammar(self, *, with_prefix: bool) -> str | None:
+        """What the answer is held to; a forced call from its prefix on or behind it. None for anything."""
+        if self._format is None:
+            return self._no_call
         schemas = self._schemas()
-        callable_now = schemas if self._function is None else {self._function: schemas[self._function]}
-        return self._format.forced_grammar(callable_now, self._function, with_prefix=with_prefix)
+        if self.is_forced:
+            callable_now = schemas if self._function is None else {self._function: schemas[self._function]}
+            return self._format.forced_grammar(callable_now, self._function, with_prefix=with_prefix)
+        if any(tool.function.strict for tool in self.offered):
+            return self._format.strict_grammar(schemas, several=self._allows_several)
+        return None
 
     def reader(self, reasoning: ReasoningReader, prefix: str) -> AnswerReader:
         """Reads one completion, before which the prompt has already written `prefix`."""
         parser = None if self._format is None else self._format.parser(self._schemas())
         return AnswerReader(reasoning, parser, prefix, self._allows_several)
+
+    @staticmethod
+    def _is_refused(body: ChatCompletionRequest) -> bool:
+        """Whether there are tools, and they must not be called."""
+        return bool(body.tools) and body.tool_choice == "none"
 
     def _schemas(self) -> dict[str, dict[str, object]]:
         return {tool.function.name: tool.function.parameters or {"type": "object"} for tool in self.offered}

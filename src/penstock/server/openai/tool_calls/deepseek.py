@@ -125,6 +125,7 @@ class DeepSeekV3Format(ToolCallFormat):
     NAME = "deepseek_v3"
     PARSER = DeepSeekV3Parser
     TAGS = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)
+    TRIGGERS = (CALLS_BEGIN, CALL_BEGIN)
     _BEFORE_NAME: ClassVar[str] = f"{CALLS_BEGIN}{CALL_BEGIN}function{SEPARATOR}"
     _BEFORE_ARGUMENTS: ClassVar[str] = f"\n{_FENCE}json\n"
     _AFTER_ARGUMENTS: ClassVar[str] = f"\n{_FENCE}"

@@ -44,5 +44,6 @@ class HermesFormat(JsonObjectFormat):
     NAME = "hermes"
     PARSER = HermesParser
     TAGS = (OPENING_TAG, CLOSING_TAG)
+    TRIGGERS = (OPENING_TAG,)
     OPENING = f"{OPENING_TAG}\n"
     CLOSING = f"\n{CLOSING_TAG}"

@@ -109,6 +109,7 @@ class MistralFormat(ToolCallFormat):
     NAME = "mistral"
     PARSER = MistralParser
     TAGS = (TOOL_CALLS, ARGS, CALL_ID)
+    TRIGGERS = (TOOL_CALLS,)
 
     def forced_prefix(self, function: str | None) -> str:
         if self._names_come_first:

@@ -149,6 +149,7 @@ class Qwen3CoderFormat(ToolCallFormat):
     NAME = "qwen3_coder"
     PARSER = Qwen3CoderParser
     TAGS = (OPENING_TAG, CLOSING_TAG)
+    TRIGGERS = (OPENING_TAG, _FUNCTION)
     # One terminal with its closing tag, because the text must not run past it.
     TERMINALS = (
         'TEXT_ARGUMENT: NO_END "\\n</parameter>\\n"',

@@ -16,13 +16,16 @@ class ToolCallFormat(ABC):
     """How a family of models writes calls, with one tokenizer. Stateless: `parser` makes one for each completion.
 
     `TAGS` are the texts of the format that may be tokens of their own. `added_tokens` says which of them are; the
-    format knows them from then on. `template` is the text of the chat template, for formats that come in variants.
-    `TERMINALS` are the lines of Lark that define the terminals which the rules of forced calls share.
+    format knows them from then on. `TRIGGERS` are the tags that a call begins with, the first of them in forced calls
+    too; a format without any cannot tell a call from text before it is complete. `template` is the text of the chat
+    template, for formats that come in variants. `TERMINALS` are the lines of Lark that define the terminals which the
+    rules of calls share.
     """
 
     NAME: ClassVar[str]
     PARSER: ClassVar[type[ToolCallParser]]
     TAGS: ClassVar[tuple[str, ...]] = ()
+    TRIGGERS: ClassVar[tuple[str, ...]] = ()
     TERMINALS: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, added_tokens: Mapping[str, AddedToken] | None = None, template: str = "") -> None:
@@ -60,10 +63,54 @@ class ToolCallFormat(ABC):
         `tools` are the functions that may be called. `with_prefix` makes the prefix a part of what the grammar matches.
         """
         prefix = self.literal(self.forced_prefix(function)) if with_prefix else ""
+        return "\n".join([f"start: {prefix} call", *self._call_rules(tools, function)])
+
+    def strict_grammar(self, tools: Tools, *, several: bool) -> str | None:
+        """A Lark grammar of text in which every trigger begins a call that fits its schema, `several` or at most one.
+
+        None where the format has no trigger.
+        """
+        if not self.TRIGGERS:
+            return None
+        rest = self.literal(self.forced_prefix(None).removeprefix(self.TRIGGERS[0]))
+        token = self._tokens.get(self.TRIGGERS[0])
+        # One terminal with the tag, because the text must not run past it.
+        before = "TEXT_AND_TAG" if token is None else f"(TEXT_AND_TAG | TEXT <[{token.id}]>)"
+        lines = [
+            f"start: ({before} {rest} call){'*' if several else '?'} TEXT",
+            f"TEXT_AND_TAG: TEXT {lark_string(self.TRIGGERS[0])}",
+            f"TEXT: {self._without_triggers}",
+        ]
+        return "\n".join([*lines, *self._call_rules(tools, None)])
+
+    @property
+    def trigger_tokens(self) -> list[str]:
+        """The triggers that are tokens of their own, without which no call can begin."""
+        return [trigger for trigger in self.TRIGGERS if trigger in self._tokens]
+
+    def no_call_grammar(self) -> str | None:
+        """A Lark grammar of text without triggers; None where tokens are the triggers, or the format has none.
+
+        A model that spells its tags would begin one and be stopped in the middle, so the answer must not begin with
+        the first character of one either.
+        """
+        if not self.TRIGGERS or self.trigger_tokens:
+            return None
+        first = re.escape(self.TRIGGERS[0][0])
+        return f"start: TEXT?\nTEXT: /[^{first}](?s:.*)/ & {self._without_triggers}"
+
+    @property
+    def _without_triggers(self) -> str:
+        """A Lark terminal's pattern of any text that holds no trigger."""
+        triggers = "|".join(re.escape(trigger).replace("/", r"\/") for trigger in self.TRIGGERS)
+        return f"/(?s:.*)/ & ~/(?s:.*)({triggers})(?s:.*)/"
+
+    def _call_rules(self, tools: Tools, function: str | None) -> list[str]:
+        """The rule `call`, of what follows `forced_prefix(function)`, and the rules that it needs."""
         written = self._forced_calls(tools, function)
         names = {name: f"call_{number}" for number, name in enumerate(tools)}
         rules = [f"{rule}: {written[name].replace(RULE, rule)}" for name, rule in names.items()]
-        return "\n".join([f"start: {prefix} call", f"call: {' | '.join(names.values())}", *rules, *self.TERMINALS])
+        return [f"call: {' | '.join(names.values())}", *rules, *self.TERMINALS]
 
     def literal(self, text: str) -> str:
         """This text in Lark, in which a tag may be its token or be spelled out."""
@@ -90,8 +137,14 @@ def lark_string(text: str) -> str:
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:
-    """What matches a JSON value of this schema, in Lark."""
-    return f"%json {json.dumps(schema)}"
+    """What matches a JSON value of this schema, in Lark, with no more whitespace than `json.dumps` writes.
+
+    Where any amount of it is allowed, a model can go on with it for ever.
+    """
+    return f"%json {json.dumps({'x-guidance': _JSON_OPTIONS, **schema})}"
+
+
+_JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 def definitions_of(schema: Mapping[str, Any]) -> dict[str, Any]:
