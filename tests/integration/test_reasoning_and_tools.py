@@ -123,6 +123,11 @@ def respond(server: ScriptedServer, **fields: Any) -> tuple[Blocks, str]:
         done: dict[str, str] = {}
         for number, event in enumerate(client.responses.create(**wanted, stream=True)):
             assert event.sequence_number == number
+            if event.type == "response.output_item.added":
+                assert not getattr(event.item, "content", None)
+                assert not getattr(event.item, "arguments", None)
+            elif event.type == "response.content_part.added":
+                assert event.part.text == ""
             if event.type.endswith(".delta"):
                 texts[event.item_id] = texts.get(event.item_id, "") + event.delta
             elif event.type in ("response.output_text.done", "response.reasoning_text.done"):

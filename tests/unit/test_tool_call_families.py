@@ -299,6 +299,15 @@ def test_a_forced_answer_is_one_call_that_fits_the_schema(name: str, named: bool
         assert not is_accepted(form.forced_grammar({"ns.g-1": TOOLS["ns.g-1"]}, None, with_prefix=True), text)
 
 
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral", "deepseek_v3", "deepseek_v31"])
+def test_forced_json_has_no_room_for_endless_whitespace(name: str) -> None:
+    form = FORMATS[name]()
+    grammar = form.forced_grammar({"f": TOOLS["f"]}, "f", with_prefix=True)
+    assert is_accepted(grammar, FORCED[name])
+    for right, wrong in (('": "Rome', '":  "Rome'), (', "days', ',\n"days')):
+        assert not is_accepted(grammar, FORCED[name].replace(right, wrong))
+
+
 @pytest.mark.parametrize(
     ("arguments", "accepted"),
     [
