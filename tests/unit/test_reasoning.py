@@ -152,6 +152,14 @@ def test_tags_that_are_tokens_end_the_reasoning() -> None:
         assert not is_accepted(form, Start.EXPECTED, f"so{closing}\n\n[]", json_object=True)
 
 
+def test_an_opening_tag_that_is_a_token_is_not_spelled() -> None:
+    form = ReasoningFormat("x", "<think>", "</think>", Start.POSSIBLE, {"<think>": AddedToken(1, False)})
+    for start in (Start.POSSIBLE, Start.EXPECTED):
+        assert is_accepted(form, start, "<|im_start|>so</think>{}", json_object=True)
+    assert is_accepted(form, Start.POSSIBLE, "{}", json_object=True)
+    assert not is_accepted(form, Start.POSSIBLE, "<think>so</think>{}", json_object=True)
+
+
 def test_the_tokenizer_s_tags_are_looked_up() -> None:
     assert make_reasoning_format("qwen3", None) == QWEN3
     assert make_reasoning_format("qwen3", TOKENIZER) == QWEN3

@@ -72,7 +72,8 @@ class ReasoningFormat:
             return None
         closing, opening = self.added_tokens.get(self.closing), self.added_tokens.get(self.opening)
         thought = "THOUGHT" if closing is None else f"(THOUGHT | NO_CLOSING <[{closing.id}]>)"
-        opened = f'"{self.opening}"' if opening is None else f'(<[{opening.id}]> | "{self.opening}")'
+        # Where the tag is a token, its first characters alone must not lead a model into reasoning.
+        opened = f'"{self.opening}"' if opening is None else f"<[{opening.id}]>"
         match start:
             case Start.INSIDE:
                 rule = f"{thought} GAP"
