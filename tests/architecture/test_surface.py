@@ -27,7 +27,7 @@ ENGINE_FLAGS = {
 SERVER_FLAGS = {
     "--access-log", "--admin-api-key", "--admin-port", "--allow-unauthenticated", "--allowed-origin", "--api-key",
     "--health-timeout", "--host", "--ignore-unknown-fields", "--max-body-bytes", "--otlp-traces-endpoint", "--port",
-    "--protect-metrics", "--served-model-name", "--shutdown-timeout",
+    "--protect-metrics", "--reasoning-parser", "--served-model-name", "--shutdown-timeout",
     "--ssl-certfile", "--ssl-keyfile", "--tool-call-parser",
 }  # fmt: skip
 SAMPLING_FLAGS = {

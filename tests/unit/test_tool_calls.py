@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import re
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.server.openai.tool_calls import (
-    FORMATS,
-    MAX_TOOL_CALLS,
-    ToolCallParser,
-    detect_format,
-)
+from penstock.server.openai.tool_calls.parser import MAX_TOOL_CALLS
+from penstock.server.openai.tool_calls.registry import FORMATS, detect_format
+from penstock.server.openai.tool_calls.tool_format import JsonObjectFormat
 from penstock.tokenizer.chat_template import ChatTemplate
+from tests.unit.tool_call_streams import ANY_TOOL, assert_any_split_agrees, stream
 
-HERMES, LLAMA3 = FORMATS["hermes"], FORMATS["llama3_json"]
+HERMES, LLAMA3 = FORMATS["hermes"](), FORMATS["llama3_json"]()
 TEMPLATE = Path(__file__).parents[2] / "examples/demo_model/recipe/chat_template.jinja"
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
@@ -125,50 +120,6 @@ LLAMA3_CASES = {
 }
 
 
-@dataclass
-class Streamed:
-    """A client's view of a stream: the pieces put together."""
-
-    content: str = ""
-    ids: list[str] = field(default_factory=list)
-    calls: list[tuple[str, str]] = field(default_factory=list)
-
-
-def stream(parser: ToolCallParser, pieces: list[str]) -> Streamed:
-    """Feeds the pieces and merges the deltas, checking that each is in order and of the promised form."""
-    merged = Streamed()
-    for delta in [*map(parser.feed, pieces), parser.finish()]:
-        merged.content += delta.content
-        indices = [call.index for call in delta.tool_calls]
-        assert indices == sorted(set(indices))
-        for call in delta.tool_calls:
-            if call.index == len(merged.calls):
-                assert re.fullmatch("call_[0-9a-f]{24}", call.id)
-                assert call.name
-                merged.ids.append(call.id)
-                merged.calls.append((call.name, call.arguments))
-            else:
-                assert call.index == len(merged.calls) - 1
-                assert call.id is None
-                assert call.name is None
-                merged.calls[-1] = (merged.calls[-1][0], merged.calls[-1][1] + call.arguments)
-    assert len(set(merged.ids)) == len(merged.calls) == parser.num_calls
-    return merged
-
-
-def assert_any_split_agrees(name: str, text: str, cuts: list[int]) -> Streamed:
-    """Feeds the text whole, by character and cut at `cuts`; the results are the same."""
-    borders = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
-    pieces = [text[start:end] for start, end in itertools.pairwise(borders)]
-    whole, *others = [stream(FORMATS[name].parser(), split) for split in ([text], list(text), pieces)]
-    for other in others:
-        assert (other.content, other.calls) == (whole.content, whole.calls)
-    # What is here whole comes whole: one delta per call, with its name.
-    deltas = FORMATS[name].parser().feed(text).tool_calls
-    assert [(call.name, call.arguments) for call in deltas] == whole.calls
-    return whole
-
-
 CASES = [(name, text) for name, cases in (("hermes", HERMES_CASES), ("llama3_json", LLAMA3_CASES)) for text in cases]
 
 
@@ -194,6 +145,9 @@ def test_any_split_of_any_beginning_gives_the_same(
 
 SIGNIFICANT = [
     "<tool_call>", "</tool_call>", "<|python_tag|>", '{"name": "f"', '"arguments": ', '"parameters": {', '"name"',
+    "<function=f>", "<parameter=a>\n", "\n</parameter>", "</function>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "f",
+    "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>",
+    "function", "\n```json\n", "\n```", "[f(a=", "'", "(", ")", "=",
     "<", ">", "{", "}", "[", "]", '"', "\\", "\\u", "d83d", ":", ",", ";", " ", "\n", "1", "a", "é",
 ]  # fmt: skip
 
@@ -255,7 +209,7 @@ def test_what_was_written_is_what_is_read(parts: list[str | tuple[str, str, str]
 
 
 def test_name_and_arguments_go_out_as_soon_as_they_are_there() -> None:
-    parser = HERMES.parser()
+    parser = HERMES.parser(ANY_TOOL)
     assert parser.feed('ok\n<tool_call>\n{"name": "f').tool_calls == ()
     (begun,) = parser.feed('"').tool_calls
     assert (begun.index, begun.name, begun.arguments, parser.num_calls) == (0, "f", "", 1)
@@ -268,11 +222,11 @@ def test_name_and_arguments_go_out_as_soon_as_they_are_there() -> None:
 
 
 def test_content_goes_out_at_once_unless_a_call_may_follow() -> None:
-    parser = HERMES.parser()
+    parser = HERMES.parser(ANY_TOOL)
     assert parser.feed("a b").content == "a b"
     assert parser.feed("\n<tool").content == ""
     assert parser.feed("box>").content == "\n<toolbox>"
-    parser = LLAMA3.parser()
+    parser = LLAMA3.parser(ANY_TOOL)
     assert parser.feed("Hi ").content == "Hi "
     assert parser.feed("{\n").content == "{\n"
 
@@ -300,19 +254,18 @@ def test_depth_and_length_cost_no_more_than_their_characters() -> None:
     size = 100_000
     deep = "[" * size + "]" * size
     late = f'<tool_call>{{"arguments": {deep}, "name": "f"}}</tool_call>'
-    assert stream(HERMES.parser(), list(late)).calls == [("f", deep)]
+    assert stream(HERMES.parser(ANY_TOOL), list(late)).calls == [("f", deep)]
     never = f'<tool_call>{{"arguments": {deep}}}</tool_call>'
-    assert stream(HERMES.parser(), list(never)).content == never
-    assert stream(HERMES.parser(), list("\n" * size + "<tool_call>" * 1000)).calls == []
+    assert stream(HERMES.parser(ANY_TOOL), list(never)).content == never
+    assert stream(HERMES.parser(ANY_TOOL), list("\n" * size + "<tool_call>" * 1000)).calls == []
 
 
-@pytest.mark.parametrize("name", sorted(FORMATS))
-def test_a_forced_answer_is_a_call(name: str) -> None:
-    each = FORMATS[name]
+@pytest.mark.parametrize("each", [HERMES, LLAMA3], ids=lambda each: each.NAME)
+def test_a_forced_answer_is_a_call(each: JsonObjectFormat) -> None:
     forced = each.forced_prefix('say "hi"')
-    assert stream(each.parser(), [forced, '{"a": 1}', "}"]).calls == [('say "hi"', '{"a": 1}')]
-    any_call = each.forced_prefix(None) + f'f", "{each.arguments_key}": {{"a": 1}}}}'
-    assert stream(each.parser(), [any_call]).calls == [F]
+    assert stream(each.parser(ANY_TOOL), [forced, '{"a": 1}', "}"]).calls == [('say "hi"', '{"a": 1}')]
+    any_call = each.forced_prefix(None) + f'f", "{each.ARGUMENTS_KEY}": {{"a": 1}}}}'
+    assert stream(each.parser(ANY_TOOL), [any_call]).calls == [F]
 
 
 def test_the_template_writes_what_is_parsed() -> None:
@@ -336,12 +289,16 @@ def test_the_template_writes_what_is_parsed() -> None:
         ("{{ messages[0].content }}", None),
         (TEMPLATE.read_text(encoding="utf-8"), "hermes"),
         (r"<tool_call>\n{{\"name\": <function-name>, \"arguments\": <args-json-object>}}\n</tool_call>", "hermes"),
-        ("<tool_call>\n<function=example>\n<parameter=a>", None),
+        ("<tool_call>\n<function=example>\n<parameter=a>", "qwen3_coder"),
         ("<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>", None),
         ("{{- '<|python_tag|>' + tool_call.name }}", "llama3_json"),
         ("""{{- 'Respond in the format {"name": function name, "parameters": dictionary of names' }}""", "llama3_json"),
         (r"\"Respond in the format {\\\"name\\\": function name, ", None),
         (r"Respond in the format {\"name\": function name, \"parameters\": dictionary of names}", "llama3_json"),
+        ("{{- '[TOOL_CALLS] [' }}", "mistral"),
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type'] + '\\n' + '```json' + '\\n'", "deepseek_v3"),
+        ("<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>'+ tool['function']['name'] + '<｜tool▁sep｜>'", "deepseek_v31"),
+        ("put it in the format of [func_name1(params_name1=params_value1, params_name2=params_value2)]", "pythonic"),
         ('[AVAILABLE_TOOLS] [{"type": "function", "function": {"name": "f", "description": "d"}}]', None),
     ],
 )

@@ -10,7 +10,10 @@ from penstock.config.arguments import argument
 from penstock.utils.errors import ConfigError
 
 _KEY = re.compile(r"[\x21-\x7e]+")
-TOOL_CALL_PARSERS = ("auto", "hermes", "llama3_json", "none")
+TOOL_CALL_PARSERS = (
+    "auto", "hermes", "qwen3_coder", "llama3_json", "mistral", "deepseek_v3", "deepseek_v31", "pythonic", "none",
+)  # fmt: skip
+REASONING_PARSERS = ("none", "qwen3", "deepseek_r1")
 
 
 ADDRESS, ACCESS, API, OPERATION = "address", "access", "API", "operation"
@@ -54,6 +57,9 @@ class ServerArgs:
     ignore_unknown_fields: bool = argument(API, False, "leave out unknown request fields instead of refusing them")
     tool_call_parser: str = argument(
         API, "auto", "format of tool calls in the model's text", TOOL_CALL_PARSERS, metavar="FORMAT"
+    )
+    reasoning_parser: str = argument(
+        API, "none", "how the model sets its reasoning apart from its answer", REASONING_PARSERS, metavar="FORMAT"
     )
     otlp_traces_endpoint: str | None = argument(
         OPERATION, None, "OTLP/HTTP address that receives a trace per request", metavar="URL"

@@ -187,7 +187,11 @@ class LLGuidanceGrammar:
 def _source(spec: GrammarSpec) -> str:
     """The spec in llguidance's terms. Raises RequestError."""
     # Unwrapped, a text that begins with a brace would be read as llguidance's own form, which can ask for more.
-    return json.dumps({"grammars": [{"lark_grammar": _lark(spec) + _OPTIONS}]})
+    answer = {"lark_grammar": _lark(spec) + _OPTIONS}
+    if not spec.reasoning:
+        return json.dumps({"grammars": [answer]})
+    whole = {"lark_grammar": f"start: reasoning @answer\n{spec.reasoning}{_OPTIONS}"}
+    return json.dumps({"grammars": [whole, {"name": "answer", **answer}]})
 
 
 def _lark(spec: GrammarSpec) -> str:

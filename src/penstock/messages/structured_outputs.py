@@ -33,10 +33,11 @@ class GrammarKind(enum.StrEnum):
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
     """`text` is the schema as JSON, the regular expression, the grammar, or the choices as a JSON list; "" for
-    JSON_OBJECT."""
+    JSON_OBJECT. `reasoning` is what may come before it, as a rule of that name in Lark; "" for nothing."""
 
     kind: GrammarKind
     text: str
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +46,8 @@ class StructuredOutputsParams:
 
     `json` is a JSON schema, as text or as a mapping. `regex` is in Rust's syntax, which is Python's without
     look-arounds and back-references. `grammar` is written in Lark or in GBNF. `json_object` asks for any JSON object;
-    False is the same as absent. Raises RequestError that names the field.
+    False is the same as absent. Beside one of these, `reasoning` is a Lark grammar with a rule of that name: what the
+    output begins with before what must match. Raises RequestError that names the field.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -53,13 +55,14 @@ class StructuredOutputsParams:
     choice: Sequence[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    reasoning: str | None = None
 
     def __post_init__(self) -> None:
         self.spec()
 
     def spec(self) -> GrammarSpec:
         """What to compile."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "reasoning"}
         if not isinstance(values["json_object"], bool | None):
             _refuse("json_object", "must be True or False")
         given = [name for name, value in values.items() if value is not None and value is not False]
@@ -68,7 +71,7 @@ class StructuredOutputsParams:
             raise RequestError(f"exactly one of {', '.join(values)} must be given, {got}", "structured_outputs")
         (name,) = given
         kind = GrammarKind(name)
-        return GrammarSpec(kind, _text(kind, values[name]))
+        return GrammarSpec(kind, _text(kind, values[name]), _reasoning(self.reasoning))
 
 
 def _refuse(name: str, what: str) -> NoReturn:
@@ -92,6 +95,14 @@ def _text(kind: GrammarKind, value: Any) -> str:
     if kind is GrammarKind.JSON_SCHEMA:
         _check_schema(text)
     return text
+
+
+def _reasoning(value: Any) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, str) or not is_unicode(value) or len(value.encode()) > MAX_GRAMMAR_BYTES:
+        _refuse("reasoning", f"must be text of at most {MAX_GRAMMAR_BYTES} bytes")
+    return value
 
 
 def _choices(value: Any) -> str:

@@ -10,9 +10,12 @@ from starlette.responses import Response
 
 from penstock import __version__
 from penstock.server import admin, dashboard, errors, health, reference
+from penstock.server.anthropic import routes as anthropic
+from penstock.server.anthropic.edge import MessagesEdge
 from penstock.server.envelope import Envelope
 from penstock.server.middleware import OPEN_PATHS, Accounting, Authentication, BodyLimit, LocalHosts
 from penstock.server.openai import chat, completions, models
+from penstock.server.openai.responses_api import routes as responses
 from penstock.server.service import Service
 from penstock.server.sse import ClientGone
 
@@ -24,12 +27,14 @@ _CLIENT_CLOSED = 499
 def create_app(service: Service) -> FastAPI:
     """The public app."""
     app = _make_app(service, "Penstock")
-    for router in (chat.router, completions.router, models.router, health.router, dashboard.router):
+    apis = (chat.router, completions.router, responses.router, anthropic.router, models.router)
+    for router in (*apis, health.router, dashboard.router):
         app.include_router(router)
     # The last one added is the first one that a request meets.
     app.add_middleware(BodyLimit, max_bytes=service.args.max_body_bytes)
     open_paths = OPEN_PATHS if service.args.protect_metrics else (*OPEN_PATHS, "/metrics")
     _add_access_control(app, service, service.args.api_key, service.args.is_loopback, open_paths)
+    app.add_middleware(MessagesEdge)
     if service.args.allowed_origin:
         origins = list(service.args.allowed_origin)
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])

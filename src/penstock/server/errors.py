@@ -49,10 +49,10 @@ _ELSEWHERE = {
 
 
 class NotFoundError(RequestError):
-    """The request names a model that is not here."""
+    """The request names a model, or what `field` says, that is not here."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message, "model", "model_not_found")
+    def __init__(self, message: str, field: str = "model", code: str | None = "model_not_found") -> None:
+        super().__init__(message, field, code)
 
 
 class JSONResponse(Response):

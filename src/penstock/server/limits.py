@@ -30,3 +30,9 @@ MAX_HEAD_SECONDS = 30.0
 """How long a new connection has for its first request's head, and a later head from its first byte."""
 MAX_BODY_SECONDS = 60.0
 """How long a body may take to arrive."""
+MAX_METADATA_CHARACTERS = 512
+"""One value of a response's metadata."""
+MAX_STORED_RESPONSES = 1024
+"""Responses that can be continued by `previous_response_id`; the one not used for longest is forgotten."""
+MAX_STORED_RESPONSE_BYTES = 64 << 20
+"""All of them together, with their conversations, as JSON."""

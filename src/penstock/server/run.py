@@ -21,7 +21,8 @@ from penstock.metrics.request_log import EngineObserver
 from penstock.metrics.tracing import RequestTracer, make_tracer
 from penstock.server.app import create_admin_app, create_app
 from penstock.server.connections import BoundedHeads
-from penstock.server.openai.tool_calls import FORMATS, ToolCallFormat, detect_format
+from penstock.server.openai.reasoning import make_reasoning_format
+from penstock.server.openai.tool_calls.registry import make_format
 from penstock.server.service import Service
 from penstock.utils import logging
 from penstock.utils.clock import SystemClock
@@ -93,24 +94,19 @@ def _make_service(
 ) -> Service:
     metrics.set_info(llm.info)
     metrics.watch(llm)
+    tokenizer = llm.get_tokenizer() if llm.has_tokenizer else None
     return Service(
         llm=llm,
         args=args,
         model_names=names,
-        tool_format=_tool_format(llm, args.tool_call_parser),
+        tool_format=make_format(args.tool_call_parser, tokenizer),
+        reasoning=make_reasoning_format(args.reasoning_parser, tokenizer),
         metrics=metrics,
         rates=rates,
         clock=SystemClock(),
         started=int(SystemClock().wall()),
         closing=asyncio.Event(),
     )
-
-
-def _tool_format(llm: AsyncLLM, parser: str) -> ToolCallFormat | None:
-    if parser == "auto":
-        source = llm.get_tokenizer().chat_template_source if llm.has_tokenizer else None
-        parser = detect_format(source) or "none"
-    return FORMATS.get(parser)
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
@@ -14,7 +14,9 @@ from penstock.messages.sampling_params import SamplingParams
 from penstock.metrics.prometheus import PrometheusMetrics
 from penstock.metrics.rates import RecentRates
 from penstock.server.errors import NotFoundError
-from penstock.server.openai.tool_calls import ToolCallFormat
+from penstock.server.openai.reasoning import ReasoningFormat
+from penstock.server.openai.responses_api.store import ResponseStore
+from penstock.server.openai.tool_calls.tool_format import ToolCallFormat
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import OverloadedError
 
@@ -30,11 +32,13 @@ class Service:
     args: ServerArgs
     model_names: tuple[str, ...]
     tool_format: ToolCallFormat | None
+    reasoning: ReasoningFormat
     metrics: PrometheusMetrics
     rates: RecentRates
     clock: SystemClock
     started: int
     closing: asyncio.Event
+    stored_responses: ResponseStore = field(default_factory=ResponseStore)
     is_draining: bool = False
     is_stopping: bool = False
 

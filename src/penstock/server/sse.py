@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -37,6 +37,11 @@ def client_request_id(headers: Mapping[str, str]) -> str | None:
 def event(data: Any) -> bytes:
     """One server-sent event with JSON data."""
     return b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+
+def typed_event(data: dict[str, Any]) -> bytes:
+    """One server-sent event that has its data's `type` for a name."""
+    return b"event: " + data["type"].encode() + b"\n" + event(data)
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -98,20 +103,28 @@ class EventStream(Response):
     async def _send(self, send: Send) -> None:
         async with aclosing(self._events):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            async for data in _with_errors(self._events):
+            async for data in with_errors(self._events, _report):
                 await send({"type": "http.response.body", "body": data, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _with_errors(events: AsyncIterator[bytes]) -> AsyncGenerator[bytes, None]:
-    """The events; an error becomes the last one, because the status has long been sent."""
+async def with_errors(
+    events: AsyncGenerator[bytes, None], report: Callable[[dict[str, Any]], bytes]
+) -> AsyncGenerator[bytes, None]:
+    """The events; an error becomes the last one, because the status has long been sent.
+
+    `report` writes it, from the body that the error would have had in the OpenAI API.
+    """
     try:
-        async for data in events:
-            yield data
+        async with aclosing(events):
+            async for data in events:
+                yield data
     except PenstockError as error:
-        yield event(penstock_error_body(error))
-        yield DONE
+        yield report(penstock_error_body(error))
     except Exception as error:
         logger.error("a stream failed", exc_info=error)
-        yield event(error_body(500, "the server failed on this request; its log says why"))
-        yield DONE
+        yield report(error_body(500, "the server failed on this request; its log says why"))
+
+
+def _report(body: dict[str, Any]) -> bytes:
+    return event(body) + DONE

@@ -37,6 +37,14 @@ class Truncation:
         return token_ids[-self.max_tokens :] if self.keeps_end else token_ids[: self.max_tokens]
 
 
+@dataclass(frozen=True, slots=True)
+class AddedToken:
+    """A token beside the vocabulary that was learned. A special one is no text unless special tokens are shown."""
+
+    id: int
+    is_special: bool
+
+
 class Tokenizer:
     """Wraps the `tokenizers` library; encoding and decoding are thread-safe.
 
@@ -66,6 +74,8 @@ class Tokenizer:
         self._chat_template = ChatTemplate.load(folder, config)
         eos = _special_token(config, "eos_token")
         self.eos_token_id = None if eos is None else self.backend.token_to_id(eos)
+        added = self.backend.get_added_tokens_decoder()
+        self.added_tokens = {token.content: AddedToken(number, token.special) for number, token in added.items()}
 
     @functools.cached_property
     def special_tokens(self) -> dict[int, str]:

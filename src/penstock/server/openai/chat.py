@@ -5,22 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, replace
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from penstock.messages.outputs import RequestOutput
 from penstock.messages.sampling_params import SamplingParams
 from penstock.messages.structured_outputs import StructuredOutputsParams
-from penstock.server import limits
 from penstock.server.openai import generation, logprobs, prompts
+from penstock.server.openai.answer_parts import AnswerDelta, ToolCallDelta
 from penstock.server.openai.generation import Cursor, Delta, Generation
 from penstock.server.openai.prompts import AS_WRITTEN, Tokenizing
-from penstock.server.openai.protocol import ChatCompletionRequest, ChatMessage, TokenizeRequest, Tool, ToolChoice
+from penstock.server.openai.protocol import ChatCompletionRequest, ChatMessage, TokenizeRequest, Tool
+from penstock.server.openai.reasoning import ReasoningFormat, Start
 from penstock.server.openai.responses import COMPLETION_RESPONSES
-from penstock.server.openai.tool_calls import ParsedDelta, ToolCallDelta, ToolCallFormat, ToolCallParser
+from penstock.server.openai.tool_use import AnswerReader, ToolUse
 from penstock.server.service import Service, service_of
 from penstock.server.sse import DONE, event
 from penstock.utils.errors import RequestError
@@ -35,35 +36,84 @@ _RESERVED_VARIABLES = ("self", "messages", "tools", "add_generation_prompt", "co
 async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
     """Answers a conversation, `n` times."""
     service = service_of(request)
-    model = service.admit(body.model)
-    tools = _ToolUse(body, service.tool_format)
-    params = _sampling_params(body, service, tools)
-    tokenizing = prompts.tokenizing_of(body, service, params.max_tokens)
-    prompt = await render_messages(service, body.messages, tools.offered, template_options(body), tokenizing)
-    if tools.prefix:
-        prompt += service.llm.get_tokenizer().encode(tools.prefix, add_special_tokens=False)
     names = generation.name_request(request, body, "chatcmpl")
-    started = await generation.start(service, request, names.engine_id, [prompt], params, body)
-    head = {"id": names.answer_id, "created": int(service.clock.wall()), "model": model}
-    answer = _Answer(service, body, started, tools, head)
-    return await generation.respond(request, started, answer, names.header, is_stream=bool(body.stream))
+    chat = await start_chat(service, request, body, names.engine_id)
+    head = {"id": names.answer_id, "created": int(service.clock.wall()), "model": chat.model}
+    answer = _Answer(service, body, chat, head)
+    return await generation.respond(request, chat.generation, answer, names.header, is_stream=bool(body.stream))
 
 
-def _sampling_params(body: ChatCompletionRequest, service: Service, tools: _ToolUse) -> SamplingParams:
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation whose answer is being generated; all APIs that answer conversations write it from here.
+
+    `prefix` is what the prompt has already written of the answer.
+    """
+
+    model: str
+    generation: Generation
+    tools: ToolUse
+    reasoning: ReasoningFormat
+    start: Start
+    prefix: str
+
+    def reader(self) -> AnswerReader:
+        """Reads one completion."""
+        return self.tools.reader(self.reasoning.reader(self.start), self.prefix)
+
+
+async def render_chat(service: Service, body: ChatCompletionRequest) -> tuple[ToolUse, list[int]]:
+    """The tools that the answer may use, and the conversation's tokens. Raises RequestError."""
+    tools = ToolUse(body, service.tool_format)
+    tokenizing = prompts.tokenizing_of(body, service, _max_tokens(body))
+    return tools, await render_messages(service, body.messages, tools.offered, template_options(body), tokenizing)
+
+
+async def start_chat(service: Service, request: Request, body: ChatCompletionRequest, request_id: str) -> Chat:
+    """Renders the conversation and hands it to the engine. Raises RequestError."""
+    model = service.admit(body.model)
+    tools, prompt = await render_chat(service, body)
+    tokenizer = service.llm.get_tokenizer()
+    continued = str(_plain_message(body.messages[-1]).get("content", "")) if body.continue_final_message else None
+    start = service.reasoning.start_of(tokenizer, prompt, continued)
+    # A model that reasons first writes the prefix itself, behind its reasoning.
+    prefix = tools.prefix if start is Start.OVER else ""
+    if prefix:
+        prompt += tokenizer.encode(prefix, add_special_tokens=False)
+    params = _sampling_params(body, service, tools, start)
+    started = await generation.start(service, request, request_id, [prompt], params, body)
+    return Chat(model, started, tools, service.reasoning, start, prefix)
+
+
+def _max_tokens(body: ChatCompletionRequest) -> int | None:
+    return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+
+
+def _sampling_params(body: ChatCompletionRequest, service: Service, tools: ToolUse, start: Start) -> SamplingParams:
     if body.top_logprobs and not body.logprobs:
         raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
     overrides: dict[str, Any] = {}
-    if tools.grammar:
-        if body.structured_outputs is not None or (body.response_format and body.response_format.type != "text"):
-            raise RequestError("a forced tool call excludes response_format and structured_outputs", "tool_choice")
-        overrides["structured_outputs"] = StructuredOutputsParams(grammar=tools.grammar)
-    return generation.sampling_params(
+    has_form = body.structured_outputs is not None or (body.response_format and body.response_format.type != "text")
+    if tools.is_forced and has_form:
+        raise RequestError("a forced tool call excludes response_format and structured_outputs", "tool_choice")
+    grammar = None if has_form else tools.grammar(with_prefix=start is not Start.OVER)
+    if grammar is not None:
+        overrides["structured_outputs"] = StructuredOutputsParams(grammar=grammar)
+    if tools.banned_words:
+        overrides["bad_words"] = [*(body.bad_words or ()), *tools.banned_words]
+    if tools.needs_special_tokens or service.reasoning.needs_special_tokens(start):
+        overrides["skip_special_tokens"] = False
+    params = generation.sampling_params(
         body,
         service.default_sampling_params,
         **overrides,
-        max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        max_tokens=_max_tokens(body),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
+    if params.structured_outputs is None:
+        return params
+    outputs = replace(params.structured_outputs, reasoning=service.reasoning.grammar(start))
+    return replace(params, structured_outputs=outputs)
 
 
 # ---- Conversations to tokens ----
@@ -114,6 +164,9 @@ def _plain_message(message: ChatMessage) -> dict[str, Any]:
     plain = message.model_dump(exclude_none=True)
     if isinstance(message.content, list):
         plain["content"] = "".join(part.text for part in message.content)
+    if "reasoning" in plain:
+        # The field's newer name; templates know the older one.
+        plain.setdefault("reasoning_content", plain["reasoning"])
     for call in plain.get("tool_calls", ()):
         function = call["function"]
         if isinstance(function["arguments"], str):
@@ -129,97 +182,6 @@ def _arguments(text: str) -> Any:
     return value if isinstance(value, dict) else text
 
 
-# ---- Tools ----
-
-
-class _ToolUse:
-    """Whether and how this answer may call tools.
-
-    `prefix` is what the answer is made to begin with, and `grammar` what it is held to from there on.
-    """
-
-    def __init__(self, body: ChatCompletionRequest, tool_format: ToolCallFormat | None) -> None:
-        choice = body.tool_choice or ("auto" if body.tools else "none")
-        self.offered: list[Tool] = [] if choice == "none" else list(body.tools or ())
-        self.prefix = ""
-        self.grammar = ""
-        self.allows_several = body.parallel_tool_calls is not False
-        self._format = tool_format if self.offered else None
-        if choice == "none":
-            return
-        if not self.offered:
-            raise RequestError("tool_choice needs tools", "tool_choice")
-        for tool in self.offered:
-            _check_schema(tool)
-        if self._format is None:
-            raise RequestError(
-                "the chat template shows no known format of tool calls: start the server with --tool-call-parser",
-                "tools",
-            )
-        if isinstance(choice, ToolChoice):
-            name = choice.function.name
-            if name not in [tool.function.name for tool in self.offered]:
-                raise RequestError(f"tool_choice names {name!r}, which is none of the tools", "tool_choice")
-            self._force(self._format, name)
-        elif choice == "required":
-            self._force(self._format, None)
-
-    def _force(self, tool_format: ToolCallFormat, name: str | None) -> None:
-        """Makes the answer a call of this function, or of any."""
-        functions = [tool.function for tool in self.offered if name in (None, tool.function.name)]
-        schemas = {function.name: function.parameters or {"type": "object"} for function in functions}
-        self.prefix = tool_format.forced_prefix(name)
-        self.grammar = tool_format.forced_grammar(schemas, name)
-
-    def reader(self) -> _ToolReader | _PlainReader:
-        """Reads one completion."""
-        if self._format is None:
-            return _PlainReader()
-        return _ToolReader(self._format.parser(), self.prefix, self.allows_several)
-
-
-def _check_schema(tool: Tool) -> None:
-    try:
-        size = len(msgspec.json.encode(tool.function.parameters))
-    except UnicodeEncodeError:
-        raise RequestError(f"the parameters of tool {tool.function.name!r} are not valid Unicode", "tools") from None
-    if size > limits.MAX_TOOL_SCHEMA_BYTES:
-        raise RequestError(
-            f"the parameters of tool {tool.function.name!r} take {size} of at most {limits.MAX_TOOL_SCHEMA_BYTES} B",
-            "tools",
-        )
-
-
-class _PlainReader:
-    """Takes all text for content."""
-
-    called = False
-
-    def read(self, text: str, is_last: bool) -> ParsedDelta:
-        return ParsedDelta(text)
-
-
-class _ToolReader:
-    """Separates tool calls from content; `called` tells whether there was a call."""
-
-    def __init__(self, parser: ToolCallParser, prefix: str, allows_several: bool) -> None:
-        self._parser = parser
-        self._pending = prefix
-        self._allows_several = allows_several
-
-    @property
-    def called(self) -> bool:
-        return self._parser.num_calls > 0
-
-    def read(self, text: str, is_last: bool) -> ParsedDelta:
-        parts = [self._parser.feed(self._pending + text)]
-        self._pending = ""
-        if is_last:
-            parts.append(self._parser.finish())
-        calls = [call for part in parts for call in part.tool_calls if self._allows_several or call.index == 0]
-        return ParsedDelta("".join(part.content for part in parts), tuple(calls))
-
-
 # ---- Answers ----
 
 
@@ -230,13 +192,12 @@ class _Answer:
         self,
         service: Service,
         body: ChatCompletionRequest,
-        started: Generation,
-        tools: _ToolUse,
+        chat: Chat,
         head: dict[str, Any],
     ) -> None:
         self._body = body
-        self._generation = started
-        self._tools = tools
+        self._chat = chat
+        self._generation = chat.generation
         self._tokenizer = service.llm.get_tokenizer()
         self._head = head
         self._end_token_ids = service.llm.eos_token_ids
@@ -249,7 +210,7 @@ class _Answer:
         for completion in output.outputs:
             delta = Cursor().advance(completion)
             assert delta is not None, "a finished completion has something to say"
-            reader = self._tools.reader()
+            reader = self._chat.reader()
             parsed = reader.read(delta.text, is_last=True)
             choice = self._choice(delta, reader.called)
             choice["message"] = self._message(parsed)
@@ -257,9 +218,11 @@ class _Answer:
         answer = {**self._head, "object": "chat.completion", "choices": choices, "usage": self._generation.usage()}
         return {**answer, **self._prompt_fields(output)}
 
-    def _message(self, parsed: ParsedDelta) -> dict[str, Any]:
+    def _message(self, parsed: AnswerDelta) -> dict[str, Any]:
         content = self._echoed + parsed.content
         message: dict[str, Any] = {"role": _ROLE, "content": content, "refusal": None}
+        if not self._chat.reasoning.is_none:
+            message |= _reasoning(parsed)
         if parsed.tool_calls:
             # A call whose text is here whole comes in one delta.
             calls = [{"id": c.id, "type": "function", "function": _function(c)} for c in parsed.tool_calls]
@@ -270,7 +233,7 @@ class _Answer:
         options = self._body.stream_options
         output = self._generation.outputs[0]
         head = {**self._head, "object": "chat.completion.chunk"}
-        states = [(Cursor(), self._tools.reader()) for _ in output.outputs]
+        states = [(Cursor(), self._chat.reader()) for _ in output.outputs]
         async with aclosing(self._generation.updates()) as updates:
             async for _ in updates:
                 for (cursor, reader), completion in zip(states, output.outputs, strict=True):
@@ -299,9 +262,11 @@ class _Answer:
         counts = options is not None and options.continuous_usage_stats
         return bool(choice["delta"] or choice["finish_reason"] or choice["logprobs"] or "token_ids" in choice or counts)
 
-    def _delta(self, delta: Delta, parsed: ParsedDelta) -> dict[str, Any]:
+    def _delta(self, delta: Delta, parsed: AnswerDelta) -> dict[str, Any]:
         content = (self._echoed if delta.is_first else "") + parsed.content
         result: dict[str, Any] = {"role": _ROLE} if delta.is_first else {}
+        if parsed.reasoning:
+            result |= _reasoning(parsed)
         if content or (delta.is_first and not parsed.tool_calls):
             result["content"] = content
         if parsed.tool_calls:
@@ -356,6 +321,12 @@ class _Answer:
                 output.prompt_logprobs or (), self._body.prompt_logprobs
             )
         return fields
+
+
+def _reasoning(parsed: AnswerDelta) -> dict[str, Any]:
+    """Under the name that most clients know, and under the one that vLLM has for it now."""
+    text = parsed.reasoning or None
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def _call_delta(call: ToolCallDelta) -> dict[str, Any]:

@@ -1,0 +1,106 @@
+"""An answer as a message: blocks that are whole, or events that tell how they come."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from penstock.messages.outputs import FinishReason
+from penstock.server.anthropic.edge import error_of
+from penstock.server.openai.blocks import AnswerBlocks, Block, BlockEvent, BlockKind, Closed, Opened
+from penstock.server.openai.chat import Chat
+from penstock.server.sse import typed_event, with_errors
+
+_DELTAS = {
+    BlockKind.REASONING: ("thinking_delta", "thinking"),
+    BlockKind.TEXT: ("text_delta", "text"),
+    BlockKind.CALL: ("input_json_delta", "partial_json"),
+}
+
+
+class MessageAnswer:
+    """Writes one message."""
+
+    def __init__(self, chat: Chat, message_id: str) -> None:
+        self._blocks = AnswerBlocks(chat)
+        self._head = {"id": message_id, "type": "message", "role": "assistant", "model": chat.model}
+
+    def whole(self) -> dict[str, Any]:
+        content = [_content(block, block.text) for block in self._blocks.read_whole()]
+        return {**self._head, "content": content, **self._end(), "usage": self._usage()}
+
+    def stream(self) -> AsyncGenerator[bytes, None]:
+        return with_errors(self._events(), _failed)
+
+    async def _events(self) -> AsyncGenerator[bytes, None]:
+        has_begun = False
+        async with aclosing(self._blocks.stream()) as updates:
+            async for update in updates:
+                if not has_begun:
+                    has_begun = True
+                    # How much of the prompt was cached is known now, and not before.
+                    yield typed_event({"type": "message_start", "message": self._empty()})
+                for each in update:
+                    yield _block_event(each)
+        yield typed_event({"type": "message_delta", "delta": self._end(), "usage": self._usage()})
+        yield typed_event({"type": "message_stop"})
+
+    def _empty(self) -> dict[str, Any]:
+        usage = {**self._usage(), "output_tokens": 0}
+        return {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+
+    def _end(self) -> dict[str, Any]:
+        """Why the message ended."""
+        completion = self._blocks.completion
+        if isinstance(completion.stop_reason, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": completion.stop_reason}
+        if completion.finish_reason == FinishReason.LENGTH:
+            return {"stop_reason": "max_tokens", "stop_sequence": None}
+        return {"stop_reason": "tool_use" if self._blocks.called else "end_turn", "stop_sequence": None}
+
+    def _usage(self) -> dict[str, int]:
+        """Cached tokens are not counted as input here."""
+        usage = self._blocks.generation.usage()
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": usage["prompt_tokens"] - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": usage["completion_tokens"],
+        }
+
+
+def _block_event(event: BlockEvent) -> bytes:
+    block = event.block
+    if isinstance(event, Opened):
+        data = {"type": "content_block_start", "index": block.index, "content_block": _content(block, "")}
+    elif isinstance(event, Closed):
+        data = {"type": "content_block_stop", "index": block.index}
+    else:
+        kind, field = _DELTAS[block.kind]
+        data = {"type": "content_block_delta", "index": block.index, "delta": {"type": kind, field: event.text}}
+    return typed_event(data)
+
+
+def _content(block: Block, text: str) -> dict[str, Any]:
+    if block.kind is BlockKind.CALL:
+        return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _input(text)}
+    if block.kind is BlockKind.REASONING:
+        # Nothing is signed here, and what clients send back is not checked.
+        return {"type": "thinking", "thinking": text, "signature": ""}
+    return {"type": "text", "text": text}
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """A call's arguments; none of them where they are no JSON object, for instance because they were cut off."""
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _failed(body: dict[str, Any]) -> bytes:
+    return typed_event(error_of(body))

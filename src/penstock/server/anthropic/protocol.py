@@ -1,0 +1,156 @@
+"""The requests of the Messages API. A field that is not known is refused."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
+
+from penstock.messages.sampling_params import MAX_COUNT, MAX_STOP_STRINGS
+from penstock.server import limits
+from penstock.server.openai.protocol import Name, StopText
+
+
+class TextBlock(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class ToolUseBlock(BaseModel):
+    type: Literal["tool_use"]
+    id: Name
+    name: Name
+    input: dict[str, Any]
+
+
+class ToolResultBlock(BaseModel):
+    type: Literal["tool_result"]
+    tool_use_id: Name
+    content: str | Annotated[list[TextBlock], Field(max_length=limits.MAX_CONTENT_PARTS)] = ""
+    is_error: bool | None = None
+
+
+class ThinkingBlock(BaseModel):
+    type: Literal["thinking"]
+    thinking: str
+
+
+class RedactedThinkingBlock(BaseModel):
+    type: Literal["redacted_thinking"]
+
+
+def _block_type(block: Any) -> str:
+    kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
+    return kind if isinstance(kind, str) else ""
+
+
+Block = Annotated[
+    Annotated[TextBlock, Tag("text")]
+    | Annotated[ToolUseBlock, Tag("tool_use")]
+    | Annotated[ToolResultBlock, Tag("tool_result")]
+    | Annotated[ThinkingBlock, Tag("thinking")]
+    | Annotated[RedactedThinkingBlock, Tag("redacted_thinking")],
+    Discriminator(
+        _block_type,
+        custom_error_type="block_type",
+        custom_error_message="must be a text, tool_use, tool_result or thinking block",
+    ),
+]
+
+
+class Message(BaseModel):
+    role: Literal["user", "assistant", "system"]
+    content: str | Annotated[list[Block], Field(max_length=limits.MAX_CONTENT_PARTS)]
+
+
+class Tool(BaseModel):
+    name: Name
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_server_tools(cls, tool: Any) -> Any:
+        if isinstance(tool, dict) and tool.get("type") not in (None, "custom"):
+            raise PydanticCustomError("tool_type", "only tools of type custom are known here")
+        return tool
+
+
+class _Fields(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class AnyChoice(_Fields):
+    type: Literal["auto", "any", "none"]
+    disable_parallel_tool_use: bool | None = None
+
+
+class ToolChoice(_Fields):
+    type: Literal["tool"]
+    name: Name
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(_Fields):
+    """`budget_tokens` and `display` have no effect: the model thinks as long as it does, and all of it is shown."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
+    display: Any = None
+
+
+class OutputFormat(_Fields):
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(_Fields):
+    effort: Name | None = None
+    format: OutputFormat | None = None
+
+
+class CountTokensRequest(_Fields):
+    """A conversation; what it takes to render it."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=limits.MAX_MESSAGES)]
+    model: Name | None = None
+    system: str | Annotated[list[TextBlock], Field(max_length=limits.MAX_CONTENT_PARTS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=limits.MAX_TOOLS)] | None = None
+    tool_choice: Annotated[AnyChoice | ToolChoice, Field(discriminator="type")] | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    # Taken without effect.
+    cache_control: Any = None
+    speed: Any = None
+
+
+class MessagesRequest(CountTokensRequest):
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)]
+    stream: bool | None = False
+    stop_sequences: Annotated[list[StopText], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=MAX_COUNT)] | None = None
+
+    # vLLM's, passed on to the chat completion and checked there.
+    min_p: Any = None
+    seed: Any = None
+    presence_penalty: Any = None
+    frequency_penalty: Any = None
+    repetition_penalty: Any = None
+    min_tokens: Any = None
+    ignore_eos: Any = None
+    stop_token_ids: Any = None
+    priority: Any = None
+    cache_salt: Any = None
+    structured_outputs: Any = None
+    num_speculative_tokens: Any = None
+
+    # Taken without effect.
+    metadata: Any = None
+    service_tier: Any = None
+    inference_geo: Any = None

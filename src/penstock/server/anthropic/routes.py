@@ -1,0 +1,56 @@
+"""`POST /v1/messages` and `POST /v1/messages/count_tokens`."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+from typing_extensions import TypedDict
+
+from penstock.server.anthropic.answer import MessageAnswer
+from penstock.server.anthropic.protocol import CountTokensRequest, MessagesRequest
+from penstock.server.anthropic.translate import to_chat
+from penstock.server.errors import JSONResponse
+from penstock.server.openai import generation
+from penstock.server.openai.chat import render_chat, start_chat
+from penstock.server.openai.responses import COMPLETION_RESPONSES
+from penstock.server.service import service_of
+
+router = APIRouter()
+
+
+class _ErrorDetails(TypedDict):
+    type: str
+    message: str
+
+
+class MessagesErrorBody(TypedDict):
+    type: str
+    error: _ErrorDetails
+    request_id: str
+
+
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": MessagesErrorBody, "description": "The request is at fault; the message names field and bound."},
+    "5XX": {"model": MessagesErrorBody, "description": "The engine is full, shutting down or gone."},
+}
+
+
+@router.post("/v1/messages", responses={**COMPLETION_RESPONSES, **_ERRORS})
+async def create_message(body: MessagesRequest, request: Request) -> Response:
+    """Answers a conversation."""
+    request_id = f"msg_{secrets.token_hex(16)}"
+    chat = await start_chat(service_of(request), request, to_chat(body), request_id)
+    answer = MessageAnswer(chat, request_id)
+    return await generation.respond(request, chat.generation, answer, request_id, is_stream=bool(body.stream))
+
+
+@router.post("/v1/messages/count_tokens", responses=_ERRORS)
+async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
+    """The number of tokens of a conversation, its tools included."""
+    service = service_of(request)
+    service.check_model(body.model)
+    _, prompt = await render_chat(service, to_chat(body))
+    return JSONResponse({"input_tokens": len(prompt)})

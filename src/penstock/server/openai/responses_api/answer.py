@@ -1,0 +1,197 @@
+"""An answer as a response: items that are whole, or events that tell how they come."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from typing import Any
+
+from penstock.messages.outputs import FinishReason
+from penstock.server.openai.blocks import AnswerBlocks, Block, BlockEvent, BlockKind, Closed, Opened, assistant_message
+from penstock.server.openai.chat import Chat
+from penstock.server.openai.responses_api.protocol import ResponsesRequest
+from penstock.server.openai.responses_api.store import ResponseStore, StoredResponse
+from penstock.server.sse import typed_event, with_errors
+from penstock.tokenizer.tokenizer import Tokenizer
+
+_PREFIXES = {BlockKind.REASONING: "rs", BlockKind.TEXT: "msg", BlockKind.CALL: "fc"}
+# Of each kind of block: the events' name, and the field of the last one that holds the text.
+_EVENTS = {
+    BlockKind.REASONING: ("response.reasoning_text", "text"),
+    BlockKind.TEXT: ("response.output_text", "text"),
+    BlockKind.CALL: ("response.function_call_arguments", "arguments"),
+}
+
+
+class Keeper:
+    """Where a response goes when it is complete, with the conversation that it continues; nowhere without a store."""
+
+    def __init__(self, store: ResponseStore | None, owner: bytes | None, messages: list[dict[str, Any]]) -> None:
+        self._store = store
+        self._owner = owner
+        self._messages = messages
+
+    def keep(self, response: dict[str, Any], blocks: list[Block]) -> None:
+        if self._store is not None:
+            turn = assistant_message(blocks)
+            self._store.add(self._owner, StoredResponse(response, [*self._messages, turn]))
+
+
+class ResponseAnswer:
+    """Writes one response."""
+
+    def __init__(
+        self, body: ResponsesRequest, chat: Chat, tokenizer: Tokenizer, head: dict[str, Any], keeper: Keeper
+    ) -> None:
+        self._blocks = AnswerBlocks(chat)
+        self._tokenizer = tokenizer
+        self._head = {**head, "object": "response", "model": chat.model, **_echo(body)}
+        self._keeper = keeper
+        self._item_ids: list[str] = []
+        self._num_events = 0
+
+    def whole(self) -> dict[str, Any]:
+        self._blocks.read_whole()
+        return self._finish()
+
+    def stream(self) -> AsyncGenerator[bytes, None]:
+        return with_errors(self._events(), self._failed)
+
+    async def _events(self) -> AsyncGenerator[bytes, None]:
+        begun = {**self._response("in_progress"), "output": []}
+        yield self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
+        async with aclosing(self._blocks.stream()) as updates:
+            async for update in updates:
+                for each in update:
+                    for data in self._block_events(each):
+                        yield data
+        response = self._finish()
+        yield self._event(f"response.{response['status']}", response=response)
+
+    def _block_events(self, event: BlockEvent) -> Iterator[bytes]:
+        block = event.block
+        place = {"output_index": block.index}
+        name, field = _EVENTS[block.kind]
+        if isinstance(event, Opened):
+            item = self._item(block, "in_progress", "")
+            parts = item.get("content", ())
+            yield self._event("response.output_item.added", **place, item={**item, "content": []} if parts else item)
+            for part in parts:
+                yield self._event("response.content_part.added", **self._place(block), part=part)
+        elif isinstance(event, Closed):
+            item = self._item(block, self._status, block.text)
+            last: dict[str, Any] = {"name": block.name} if block.kind is BlockKind.CALL else {}
+            yield self._event(f"{name}.done", **self._place(block), **{field: block.text}, **last)
+            for part in item.get("content", ()):
+                yield self._event("response.content_part.done", **self._place(block), part=part)
+            yield self._event("response.output_item.done", **place, item=item)
+        else:
+            yield self._event(f"{name}.delta", **self._place(block), delta=event.text)
+
+    def _place(self, block: Block) -> dict[str, Any]:
+        """Where in the response an event happens; events of texts have log probabilities, which are not asked for."""
+        place: dict[str, Any] = {"item_id": self._item_id(block), "output_index": block.index}
+        if block.kind is not BlockKind.CALL:
+            place["content_index"] = 0
+        return place
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        number = self._num_events
+        self._num_events += 1
+        if kind.startswith("response.output_text."):
+            fields["logprobs"] = []
+        return typed_event({"type": kind, "sequence_number": number, **fields})
+
+    def _failed(self, body: dict[str, Any]) -> bytes:
+        error = body["error"]
+        failure = {"code": "server_error", "message": error["message"]}
+        response = {**self._response("failed"), "error": failure}
+        return self._event("response.failed", response=response)
+
+    @property
+    def _is_cut_off(self) -> bool:
+        return self._blocks.completion.finish_reason == FinishReason.LENGTH
+
+    @property
+    def _status(self) -> str:
+        """Of the last item, and of the response: whether the limit on tokens has cut it off."""
+        return "incomplete" if self._is_cut_off else "completed"
+
+    def _finish(self) -> dict[str, Any]:
+        response = self._response(self._status)
+        if self._is_cut_off:
+            response["incomplete_details"] = {"reason": "max_output_tokens"}
+        response["usage"] = self._usage()
+        self._keeper.keep(response, self._blocks.blocks)
+        return response
+
+    def _response(self, status: str) -> dict[str, Any]:
+        blocks = self._blocks.blocks
+        last = "incomplete" if status == "failed" else status
+        output = [self._item(block, last if block is blocks[-1] else "completed", block.text) for block in blocks]
+        return {
+            **self._head,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "output": output,
+            "usage": None,
+        }
+
+    def _item(self, block: Block, status: str, text: str) -> dict[str, Any]:
+        item: dict[str, Any] = {"id": self._item_id(block), "status": status}
+        if block.kind is BlockKind.CALL:
+            call = {"call_id": block.call_id, "name": block.name, "arguments": text}
+            return {**item, "type": "function_call", **call}
+        if block.kind is BlockKind.REASONING:
+            content = [{"type": "reasoning_text", "text": text}]
+            return {**item, "type": "reasoning", "summary": [], "content": content}
+        content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
+        return {**item, "type": "message", "role": "assistant", "content": content}
+
+    def _item_id(self, block: Block) -> str:
+        while len(self._item_ids) <= block.index:
+            kind = self._blocks.blocks[len(self._item_ids)].kind
+            self._item_ids.append(f"{_PREFIXES[kind]}_{secrets.token_hex(16)}")
+        return self._item_ids[block.index]
+
+    def _usage(self) -> dict[str, Any]:
+        usage = self._blocks.generation.usage()
+        thought = "".join(block.text for block in self._blocks.blocks if block.kind is BlockKind.REASONING)
+        num_thought = len(self._tokenizer.encode(thought, add_special_tokens=False)) if thought else 0
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": num_thought},
+            "total_tokens": usage["total_tokens"],
+        }
+
+
+def _echo(body: ResponsesRequest) -> dict[str, Any]:
+    """What a response repeats of its request."""
+    reasoning = {} if body.reasoning is None else body.reasoning.model_dump(include={"effort", "summary"})
+    text = {} if body.text is None else body.text.model_dump(by_alias=True, exclude_none=True)
+    choice = body.tool_choice
+    unset = {"parameters": None, "strict": None}
+    return {
+        "background": False,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "reasoning": {"effort": None, "summary": None, **reasoning},
+        "service_tier": "default",
+        "store": body.store is not False,
+        "temperature": body.temperature,
+        "text": {"format": {"type": "text"}, **text},
+        "tool_choice": "auto" if choice is None else choice if isinstance(choice, str) else choice.model_dump(),
+        "tools": [{**unset, **tool.model_dump(exclude_none=True)} for tool in body.tools or ()],
+        "top_p": body.top_p,
+        "truncation": "disabled",
+        "user": body.user,
+    }

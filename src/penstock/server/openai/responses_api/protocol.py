@@ -1,0 +1,181 @@
+"""The requests of the Responses API. As everywhere, a field that is not known is refused.
+
+Items that a client sends back from an earlier answer carry more than is needed; what is not named here is passed over.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag, model_validator
+from pydantic_core import PydanticCustomError
+
+from penstock.messages.sampling_params import MAX_COUNT
+from penstock.server import limits
+from penstock.server.openai.protocol import FunctionDefinition, Name
+
+MetadataText = Annotated[str, StringConstraints(max_length=limits.MAX_METADATA_CHARACTERS)]
+LongText = Annotated[str, StringConstraints(max_length=limits.MAX_TOOL_SCHEMA_BYTES)]
+
+
+class TextPart(BaseModel):
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+class RefusalPart(BaseModel):
+    type: Literal["refusal"]
+    refusal: str
+
+
+class SummaryPart(BaseModel):
+    type: Literal["summary_text", "reasoning_text"]
+    text: str
+
+
+ContentPart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
+Content = str | Annotated[list[ContentPart], Field(max_length=limits.MAX_CONTENT_PARTS)]
+
+
+class InputMessage(BaseModel):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+
+
+class FunctionCallItem(BaseModel):
+    type: Literal["function_call"]
+    call_id: Name
+    name: Name
+    arguments: str
+
+
+class FunctionCallOutput(BaseModel):
+    type: Literal["function_call_output"]
+    call_id: Name
+    output: Content
+
+
+class ReasoningItem(BaseModel):
+    type: Literal["reasoning"]
+    summary: Annotated[list[SummaryPart], Field(max_length=limits.MAX_CONTENT_PARTS)] = []
+    content: Annotated[list[SummaryPart], Field(max_length=limits.MAX_CONTENT_PARTS)] | None = None
+
+
+def _item_type(item: Any) -> str:
+    """Messages need not say that they are some."""
+    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+    return kind if isinstance(kind, str) else ""
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[FunctionCallItem, Tag("function_call")]
+    | Annotated[FunctionCallOutput, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
+    Discriminator(
+        _item_type,
+        custom_error_type="item_type",
+        custom_error_message="must be a message, function_call, function_call_output or reasoning item",
+    ),
+]
+
+
+class _Fields(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class FunctionTool(FunctionDefinition):
+    type: Literal["function"]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_built_in_tools(cls, tool: Any) -> Any:
+        if isinstance(tool, dict) and tool.get("type") != "function":
+            raise PydanticCustomError("tool_type", "only tools of type function are known here")
+        return tool
+
+
+class TextFormat(_Fields):
+    type: Literal["text"]
+
+
+class JsonObjectFormat(_Fields):
+    type: Literal["json_object"]
+
+
+class JsonSchemaFormat(_Fields):
+    type: Literal["json_schema"]
+    name: Name | None = None
+    description: LongText | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class TextConfig(_Fields):
+    format: Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")] | None = None
+    verbosity: Name | None = None
+
+
+class ReasoningConfig(_Fields):
+    effort: Name | None = None
+    summary: Name | None = None
+    generate_summary: Name | None = None
+
+
+class FunctionChoice(_Fields):
+    type: Literal["function"]
+    name: Name
+
+
+class AllowedTools(_Fields):
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"] = "auto"
+    tools: Annotated[list[FunctionChoice], Field(min_length=1, max_length=limits.MAX_TOOLS)]
+
+
+class ResponsesRequest(_Fields):
+    input: str | Annotated[list[InputItem], Field(min_length=1, max_length=limits.MAX_MESSAGES)]
+    model: Name | None = None
+    instructions: str | None = None
+    previous_response_id: Name | None = None
+    store: bool | None = True
+    stream: bool | None = False
+    max_output_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=limits.MAX_TOOLS)] | None = None
+    tool_choice: Literal["auto", "none", "required"] | FunctionChoice | AllowedTools | None = None
+    parallel_tool_calls: bool | None = True
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    metadata: Annotated[dict[Name, MetadataText], Field(max_length=limits.MAX_TEMPLATE_VARIABLES)] | None = None
+    truncation: Literal["disabled"] | None = None
+    background: Literal[False] | None = None
+
+    # vLLM's, passed on to the chat completion and checked there.
+    top_k: Any = None
+    min_p: Any = None
+    seed: Any = None
+    presence_penalty: Any = None
+    frequency_penalty: Any = None
+    repetition_penalty: Any = None
+    min_tokens: Any = None
+    ignore_eos: Any = None
+    stop_token_ids: Any = None
+    priority: Any = None
+    cache_salt: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    structured_outputs: Any = None
+    num_speculative_tokens: Any = None
+
+    # Taken without effect.
+    include: Annotated[list[Literal["reasoning.encrypted_content"]], Field(max_length=1)] | None = None
+    max_tool_calls: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
+    prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
+    safety_identifier: Any = None
+    service_tier: Any = None
+    stream_options: Any = None
+    user: Name | None = None

@@ -1,0 +1,66 @@
+"""`POST /v1/responses`, and responses that are kept: `GET` and `DELETE /v1/responses/{id}`."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from penstock.server.errors import JSONResponse, NotFoundError
+from penstock.server.openai import generation
+from penstock.server.openai.chat import start_chat
+from penstock.server.openai.responses import COMPLETION_RESPONSES, ERRORS
+from penstock.server.openai.responses_api.answer import Keeper, ResponseAnswer
+from penstock.server.openai.responses_api.protocol import ResponsesRequest
+from penstock.server.openai.responses_api.store import StoredResponse
+from penstock.server.openai.responses_api.translate import to_chat, to_messages
+from penstock.server.service import service_of
+
+router = APIRouter()
+
+
+@router.post("/v1/responses", responses=COMPLETION_RESPONSES)
+async def create_response(body: ResponsesRequest, request: Request) -> Response:
+    """Answers an input; what is stored can be continued with `previous_response_id`."""
+    service = service_of(request)
+    before = [] if body.previous_response_id is None else _stored(request, body.previous_response_id).messages
+    messages = [*before, *to_messages(body.input)]
+    request_id = f"resp_{secrets.token_hex(16)}"
+    chat = await start_chat(service, request, to_chat(body, messages), request_id)
+    head = {"id": request_id, "created_at": int(service.clock.wall())}
+    keeper = Keeper(None if body.store is False else service.stored_responses, _owner(request), messages)
+    answer = ResponseAnswer(body, chat, service.llm.get_tokenizer(), head, keeper)
+    return await generation.respond(request, chat.generation, answer, request_id, is_stream=bool(body.stream))
+
+
+@router.get("/v1/responses/{response_id}", responses=ERRORS)
+async def retrieve_response(response_id: str, request: Request) -> Response:
+    """A response that is kept."""
+    return JSONResponse(_stored(request, response_id).body)
+
+
+@router.delete("/v1/responses/{response_id}", responses=ERRORS)
+async def delete_response(response_id: str, request: Request) -> Response:
+    """Forgets a response; those that continue it are complete without it."""
+    if not service_of(request).stored_responses.remove(_owner(request), response_id):
+        raise _unknown(response_id)
+    return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+
+def _stored(request: Request, response_id: str) -> StoredResponse:
+    stored = service_of(request).stored_responses.get(_owner(request), response_id)
+    if stored is None:
+        raise _unknown(response_id)
+    return stored
+
+
+def _unknown(response_id: str) -> NotFoundError:
+    message = f"there is no response {response_id[:100]!r} here: it was not stored, or has been forgotten"
+    return NotFoundError(message, "previous_response_id", "previous_response_not_found")
+
+
+def _owner(request: Request) -> Any:
+    """The API key of a request; None where there are none."""
+    return request.scope.get("api_key")

@@ -1,0 +1,66 @@
+"""The responses that can be asked for again and continued: in memory, bounded, each for the key that made it."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from penstock.server import limits
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """A response as it was sent, and the conversation up to and with it, without its instructions."""
+
+    body: dict[str, Any]
+    messages: list[dict[str, Any]]
+
+
+class ResponseStore:
+    """Keeps the newest responses within a number and a size; the one not used for longest makes room.
+
+    An `owner` is an API key, None where there are none: nobody else finds what a key has made.
+    """
+
+    def __init__(
+        self,
+        max_responses: int = limits.MAX_STORED_RESPONSES,
+        max_bytes: int = limits.MAX_STORED_RESPONSE_BYTES,
+    ) -> None:
+        self._max_responses = max_responses
+        self._max_bytes = max_bytes
+        self._entries: OrderedDict[tuple[bytes | None, str], tuple[StoredResponse, int]] = OrderedDict()
+        self._num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, owner: bytes | None, response: StoredResponse) -> None:
+        """Keeps a response, unless it alone is larger than the store."""
+        size = len(msgspec.json.encode((response.body, response.messages)))
+        if size > self._max_bytes:
+            return
+        self._entries[owner, response.body["id"]] = (response, size)
+        self._num_bytes += size
+        while len(self._entries) > self._max_responses or self._num_bytes > self._max_bytes:
+            _, (_, freed) = self._entries.popitem(last=False)
+            self._num_bytes -= freed
+
+    def get(self, owner: bytes | None, response_id: str) -> StoredResponse | None:
+        """The response, which counts as used now."""
+        entry = self._entries.get((owner, response_id))
+        if entry is None:
+            return None
+        self._entries.move_to_end((owner, response_id))
+        return entry[0]
+
+    def remove(self, owner: bytes | None, response_id: str) -> bool:
+        """Forgets a response; returns whether there was one."""
+        entry = self._entries.pop((owner, response_id), None)
+        if entry is None:
+            return False
+        self._num_bytes -= entry[1]
+        return True

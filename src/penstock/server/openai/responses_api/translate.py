@@ -1,0 +1,118 @@
+"""From a Responses request to a chat completion's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from penstock.server.openai.protocol import ChatCompletionRequest
+from penstock.server.openai.responses_api.protocol import (
+    AllowedTools,
+    Content,
+    FunctionCallItem,
+    FunctionCallOutput,
+    FunctionChoice,
+    FunctionTool,
+    InputItem,
+    InputMessage,
+    JsonSchemaFormat,
+    RefusalPart,
+    ResponsesRequest,
+)
+from penstock.server.openai.translation import EXTRA_FIELDS, chat_request, with_system
+from penstock.utils.errors import RequestError
+
+_SYSTEM_ROLES = ("system", "developer")
+
+
+def to_messages(given: str | Sequence[InputItem]) -> list[dict[str, Any]]:
+    """The input's turns. What an answer was made of (reasoning, a message, calls) becomes one turn again."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    messages: list[dict[str, Any]] = []
+    for item in given:
+        last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+        if isinstance(item, InputMessage) and item.role == "assistant":
+            if last is None or last["content"] or "tool_calls" in last:
+                messages.append(last := {"role": "assistant", "content": ""})
+            last["content"] = _text(item.content)
+        elif isinstance(item, InputMessage):
+            role = "system" if item.role in _SYSTEM_ROLES else item.role
+            messages.append({"role": role, "content": _text(item.content)})
+        elif isinstance(item, FunctionCallItem):
+            if last is None:
+                messages.append(last := {"role": "assistant", "content": ""})
+            call = {"id": item.call_id, "function": {"name": item.name, "arguments": item.arguments}}
+            last.setdefault("tool_calls", []).append(call)
+        elif isinstance(item, FunctionCallOutput):
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+        elif reasoning := "".join(part.text for part in item.content or item.summary):
+            messages.append({"role": "assistant", "content": "", "reasoning_content": reasoning})
+    return messages
+
+
+def to_chat(body: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatCompletionRequest:
+    """The request for these messages, which are all of the conversation but the instructions.
+
+    Raises RequestError and RequestValidationError.
+    """
+    tools, choice = _tools(body)
+    return chat_request(
+        {
+            **{name: getattr(body, name) for name in EXTRA_FIELDS},
+            "model": body.model,
+            "messages": with_system(body.instructions or "", messages),
+            "stream": body.stream,
+            "max_completion_tokens": body.max_output_tokens,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "tools": [_tool(tool) for tool in tools] or None,
+            "tool_choice": choice,
+            "parallel_tool_calls": body.parallel_tool_calls,
+            "response_format": _response_format(body),
+            "chat_template_kwargs": _template_variables(body),
+        }
+    )
+
+
+def _text(content: Content) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(part.refusal if isinstance(part, RefusalPart) else part.text for part in content)
+
+
+def _tools(body: ResponsesRequest) -> tuple[list[FunctionTool], Any]:
+    """The tools on offer and the choice among them, as chat completions have it."""
+    tools, choice = list(body.tools or ()), body.tool_choice
+    if isinstance(choice, AllowedTools):
+        names = {tool.name for tool in choice.tools}
+        unknown = names - {tool.name for tool in tools}
+        if unknown:
+            raise RequestError(f"tool_choice allows {min(unknown)!r}, which is none of the tools", "tool_choice")
+        return [tool for tool in tools if tool.name in names], choice.mode
+    if isinstance(choice, FunctionChoice):
+        return tools, {"type": "function", "function": {"name": choice.name}}
+    # Without tools there is nothing to choose from, and clients send the default all the same.
+    return tools, choice if tools or choice not in ("auto", "none") else None
+
+
+def _tool(tool: FunctionTool) -> dict[str, Any]:
+    return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
+
+
+def _response_format(body: ResponsesRequest) -> dict[str, Any] | None:
+    wanted = None if body.text is None else body.text.format
+    if wanted is None:
+        return None
+    if isinstance(wanted, JsonSchemaFormat):
+        schema = wanted.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
+        return {"type": "json_schema", "json_schema": schema}
+    return {"type": wanted.type}
+
+
+def _template_variables(body: ResponsesRequest) -> dict[str, Any] | None:
+    effort = None if body.reasoning is None else body.reasoning.effort
+    if effort is None:
+        return body.chat_template_kwargs
+    wanted = {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
+    return {**wanted, **(body.chat_template_kwargs or {})}

@@ -1,0 +1,150 @@
+"""DeepSeek's calls, between special tokens: V3 and R1 (`deepseek_v3`), and V3.1 (`deepseek_v31`), which writes less.
+
+<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME
+```json
+{...}
+```<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+
+<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar
+
+from penstock.server.openai.tool_calls.json_call import read_until_closed
+from penstock.server.openai.tool_calls.parser import (
+    Malformed,
+    Scan,
+    ToolCallParser,
+    Tools,
+    expect,
+    read_name,
+    read_tag,
+    require,
+    skip_whitespace,
+)
+from penstock.server.openai.tool_calls.tool_format import RULE, ToolCallFormat, json_rule
+
+CALLS_BEGIN, CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALL_BEGIN, CALL_END, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+_FENCE = "```"
+
+
+class _DeepSeekParser(ToolCallParser):
+    """Any number of calls, anywhere in the text; the tags around all of them say nothing more.
+
+    `FENCE` is what comes after the arguments, if anything does.
+    """
+
+    FENCE: ClassVar[str] = ""
+
+    def _answer(self) -> Scan[None]:
+        has_called = False
+        char = yield
+        while True:
+            char = yield from skip_whitespace(char)
+            if char != "<":
+                self._release()
+                char = yield
+                continue
+            before = len(self._held) - 1
+            ends = (CALL_END, CALLS_END) if has_called else ()
+            tag, char = yield from read_tag("<", CALLS_BEGIN, CALL_BEGIN, *ends)
+            if not tag:
+                self._release(keep=1)
+                continue
+            if tag in ends:
+                has_called = tag == CALL_END
+                self._held.clear()
+                self._separating = True
+                char = yield
+                continue
+            if tag == CALLS_BEGIN:
+                char = yield from skip_whitespace((yield))
+                tag, char = ("", char) if char != "<" else (yield from read_tag("<", CALL_BEGIN))
+                if not tag:
+                    self._release(keep=1)
+                    continue
+            has_called = self._may_call
+            if not self._may_call:
+                self._release()
+                char = yield
+                continue
+            try:
+                char = yield from self._call(self._content_before(before))
+            except Malformed:
+                has_called = self._in_call
+                char = self._break_off()
+
+    def _call(self, content: str) -> Scan[str]:
+        """Reads a call after its opening tag; returns the first character after what it read."""
+        name = yield from self._name()
+        require(name in self._tools)
+        char = yield from skip_whitespace((yield))
+        require(char == "{")
+        self._begin(name, content)
+        yield from read_until_closed(char, self._emit)
+        self._end()
+        char = yield
+        if self.FENCE:
+            char = yield from skip_whitespace(char)
+            if char == self.FENCE[0]:
+                yield from expect(self.FENCE, char)
+                self._held.clear()
+                char = yield
+        return char
+
+    @abstractmethod
+    def _name(self) -> Scan[str]:
+        """Reads from the opening tag to the arguments; returns the function's name."""
+
+
+class DeepSeekV3Parser(_DeepSeekParser):
+    FENCE = _FENCE
+
+    def _name(self) -> Scan[str]:
+        kind, char = yield from read_name((yield), "<")
+        require(kind == "function")
+        yield from expect(SEPARATOR, char)
+        name, _ = yield from read_name((yield), "\n")
+        yield from expect(_FENCE + "json", (yield))
+        return name
+
+
+class DeepSeekV31Parser(_DeepSeekParser):
+    def _name(self) -> Scan[str]:
+        name, char = yield from read_name((yield), "<")
+        yield from expect(SEPARATOR, char)
+        return name
+
+
+class DeepSeekV3Format(ToolCallFormat):
+    NAME = "deepseek_v3"
+    PARSER = DeepSeekV3Parser
+    TAGS = (CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR)
+    TRIGGERS = (CALLS_BEGIN, CALL_BEGIN)
+    _BEFORE_NAME: ClassVar[str] = f"{CALLS_BEGIN}{CALL_BEGIN}function{SEPARATOR}"
+    _BEFORE_ARGUMENTS: ClassVar[str] = f"\n{_FENCE}json\n"
+    _AFTER_ARGUMENTS: ClassVar[str] = f"\n{_FENCE}"
+
+    def forced_prefix(self, function: str | None) -> str:
+        return self._BEFORE_NAME + (f"{function}{self._BEFORE_ARGUMENTS}" if function else "")
+
+    def _forced_calls(self, tools: Tools, function: str | None) -> Mapping[str, str]:
+        calls: dict[str, str] = {}
+        for name, schema in tools.items():
+            head = "" if function else self.literal(name + self._BEFORE_ARGUMENTS) + " "
+            end = self.literal(self._AFTER_ARGUMENTS + CALL_END + CALLS_END)
+            calls[name] = f"{head}{RULE}_arguments {end}\n{RULE}_arguments: {json_rule(schema)}"
+        return calls
+
+
+class DeepSeekV31Format(DeepSeekV3Format):
+    NAME = "deepseek_v31"
+    PARSER = DeepSeekV31Parser
+    _BEFORE_NAME = f"{CALLS_BEGIN}{CALL_BEGIN}"
+    _BEFORE_ARGUMENTS = SEPARATOR
+    _AFTER_ARGUMENTS = ""

@@ -1,0 +1,134 @@
+"""`[TOOL_CALLS]` and then an array of objects (Mistral 7B to Small 3.1), or a name and its arguments (since Small 3.2).
+
+    [TOOL_CALLS][{"name": "f", "arguments": {...}}, ...]
+    [TOOL_CALLS]f{...}[TOOL_CALLS]g{...}
+    [TOOL_CALLS]f[ARGS]{...}
+    [TOOL_CALLS]f[CALL_ID]012345678[ARGS]{...}
+
+Mistral's templates refuse ids of calls that are not nine letters and digits.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Mapping
+
+from penstock.server.openai.tool_calls.json_call import JsonCallParser, read_until_closed
+from penstock.server.openai.tool_calls.parser import (
+    Malformed,
+    Scan,
+    Tools,
+    expect,
+    read_name,
+    read_tag,
+    require,
+    skip_whitespace,
+)
+from penstock.server.openai.tool_calls.tool_format import RULE, ToolCallFormat, json_rule, lark_string
+
+TOOL_CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+_ID_CHARACTERS = 9
+_ID = re.compile(r"[A-Za-z0-9]{9}")
+
+
+class MistralParser(JsonCallParser):
+    """Any number of tags, anywhere in the text."""
+
+    def _answer(self) -> Scan[None]:
+        char = yield
+        while True:
+            char = yield from skip_whitespace(char)
+            if char != "[":
+                self._release()
+                char = yield
+                continue
+            before = len(self._held) - 1
+            tag, char = yield from read_tag("[", TOOL_CALLS)
+            if not tag:
+                self._release(keep=1)
+            elif not self._may_call:
+                self._release()
+                char = yield
+            else:
+                content = self._content_before(before)
+                char = yield from skip_whitespace((yield))
+                read = self._array if char == "[" else self._named
+                char = yield from read(char, content)
+
+    def _array(self, char: str, content: str) -> Scan[str]:
+        """Reads the array; returns the first character after it, or the one at which it breaks."""
+        char = yield from skip_whitespace((yield))
+        while self._may_call:
+            is_call, char = yield from self._call(char, content, needs_arguments=False)
+            if not is_call:
+                break
+            content = ""
+            char = yield from skip_whitespace(char)
+            if char == "]":
+                self._held.clear()
+                return (yield)
+            if char != ",":
+                break
+            char = yield from skip_whitespace((yield))
+        return char
+
+    def _named(self, char: str, content: str) -> Scan[str]:
+        """Reads one call; returns the first character after it, or the one at which it breaks."""
+        try:
+            name, char = yield from read_name(char, "[{")
+            require(name in self._tools)
+            call_id: str | None = None
+            if char == "[":
+                call_id, char = yield from self._before_arguments()
+            char = yield from skip_whitespace(char)
+            require(char == "{")
+            self._begin(name, content, call_id)
+            yield from read_until_closed(char, self._emit)
+        except Malformed:
+            return self._break_off()
+        self._end()
+        return (yield)
+
+    def _before_arguments(self) -> Scan[tuple[str | None, str]]:
+        """Reads the tags between name and arguments; returns the call's id, if it is valid, and what follows."""
+        tag, _ = yield from read_tag("[", ARGS, CALL_ID)
+        require(bool(tag))
+        if tag == ARGS:
+            return None, (yield)
+        call_id, char = yield from read_name((yield), "[")
+        yield from expect(ARGS, char)
+        return (call_id if _ID.fullmatch(call_id) else None), (yield)
+
+    def _make_id(self) -> str:
+        return secrets.token_hex(_ID_CHARACTERS)[:_ID_CHARACTERS]
+
+
+class MistralFormat(ToolCallFormat):
+    NAME = "mistral"
+    PARSER = MistralParser
+    TAGS = (TOOL_CALLS, ARGS, CALL_ID)
+    TRIGGERS = (TOOL_CALLS,)
+
+    def forced_prefix(self, function: str | None) -> str:
+        if self._names_come_first:
+            return TOOL_CALLS + (f"{function}{ARGS}" if function else "")
+        if function is None:
+            return f'{TOOL_CALLS}[{{"name": "'
+        return f'{TOOL_CALLS}[{{"name": {json.dumps(function)}, "arguments":'
+
+    def _forced_calls(self, tools: Tools, function: str | None) -> Mapping[str, str]:
+        calls: dict[str, str] = {}
+        for name, schema in tools.items():
+            if self._names_come_first:
+                head, end = ("" if function else self.literal(name + ARGS) + " "), ""
+            else:
+                head = "/[ ]?/ " if function else lark_string(f'{name}", "arguments":') + " /[ ]?/ "
+                end = ' "}]"'
+            calls[name] = f"{head}{RULE}_arguments{end}\n{RULE}_arguments: {json_rule(schema)}"
+        return calls
+
+    @property
+    def _names_come_first(self) -> bool:
+        return ARGS in self.template

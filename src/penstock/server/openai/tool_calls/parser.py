@@ -1,0 +1,173 @@
+"""Tool calls in an answer's text: recognised while it is still coming, in the formats that models are trained on.
+
+Purpose: a model calls a function by writing JSON, XML or Python. A `ToolCallParser` takes the answer's text in pieces
+of any size and says which of it is content and which are calls; how the text is cut changes nothing in the merged
+result.
+Lifecycle: one parser per completion; `feed` any number of times, `finish` once, nothing after it.
+Failure: none. The text is a model's and may be anything. What turns out to be no call, or calls a function that was not
+offered, is content, verbatim. A call has begun once it has been reported; a call that breaks off after that ends where
+it breaks, and what follows is content.
+Cost: linear in the text. What is undecided is held back and looked at once.
+
+Inside, a parser is a coroutine that is sent one character at a time, so that each grammar reads from top to bottom.
+Its parts follow one convention: a part that cannot use a character hands it back, and it is the last one in `_held`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Mapping
+from typing import Any, ClassVar, TypeVar
+
+from penstock.server.openai.answer_parts import AnswerDelta, PartList
+
+MAX_TOOL_CALLS = 128
+"""Calls in one answer; the text of any further one is content."""
+
+WHITESPACE = " \t\r\n"
+
+_T = TypeVar("_T")
+Scan = Generator[None, str, _T]
+Emit = Callable[[str], object]
+Tools = Mapping[str, Mapping[str, Any]]
+"""The functions that are offered: name -> JSON schema of the arguments."""
+
+
+class Malformed(Exception):  # noqa: N818
+    """The last character cannot be part of a call. Control flow inside this folder; never leaves a parser."""
+
+
+class ToolCallParser(ABC):
+    """Parses one completion; the formats differ in `_answer`, which is sent the text one character at a time.
+
+    `num_calls` counts the calls begun so far. `SEPARATORS` are the characters that may stand between calls, and are
+    not content there.
+    """
+
+    SEPARATORS: ClassVar[str] = WHITESPACE
+
+    def __init__(self, tools: Tools) -> None:
+        self.num_calls = 0
+        self._tools = tools
+        self._held: list[str] = []  # characters not known yet to be content or part of a call
+        self._separating = True  # since the last call, or the start, only separators have come
+        self._in_call = False  # a call has begun and is still open
+        self._parts = PartList()
+        self._scan = self._answer()
+        next(self._scan)
+
+    @abstractmethod
+    def _answer(self) -> Scan[None]:
+        """Reads the whole answer and never returns."""
+
+    def feed(self, text: str) -> AnswerDelta:
+        """Takes the completion's next piece, which may be empty, and says what it brought."""
+        for char in text:
+            self._held.append(char)
+            self._scan.send(char)
+        return self._parts.take()
+
+    def finish(self) -> AnswerDelta:
+        """The completion has ended: what was held back is content, unless it only set calls apart."""
+        self._scan.close()
+        separator = self.num_calls and self._separating and not "".join(self._held).strip(self.SEPARATORS)
+        if not self._in_call and not separator:
+            self._release()
+        return self._parts.take()
+
+    @property
+    def _may_call(self) -> bool:
+        return self.num_calls < MAX_TOOL_CALLS
+
+    def _release(self, keep: int = 0) -> None:
+        """Makes content of what is held back, but for its last `keep` characters."""
+        cut = len(self._held) - keep
+        self._parts.add_text("".join(self._held[:cut]))
+        del self._held[:cut]
+        self._separating = False
+
+    def _content_before(self, length: int) -> str:
+        """As much of the first `length` characters that are held back as is content even if a call follows."""
+        return "" if self._separating else "".join(self._held[:length]).rstrip("\n")
+
+    def _begin(self, name: str, content: str = "", call_id: str | None = None) -> None:
+        """A call of `name` begins; `content` is what came before it."""
+        self._parts.add_text(content)
+        self._held.clear()
+        self._separating = self._in_call = True
+        self._parts.begin_call(self.num_calls, call_id or self._make_id(), name)
+        self.num_calls += 1
+
+    def _emit(self, arguments: str) -> None:
+        """The next piece of the open call's arguments."""
+        self._parts.add_arguments(self.num_calls - 1, arguments)
+        self._held.clear()
+
+    def _end(self) -> None:
+        """The open call is complete."""
+        self._held.clear()
+        self._in_call = False
+
+    def _break_off(self) -> str:
+        """A call is malformed at the last character: what has not begun is content; returns the character."""
+        if self._in_call:
+            del self._held[:-1]
+        else:
+            self._release(keep=1)
+        self._in_call = False
+        return self._held[-1]
+
+    def _make_id(self) -> str:
+        return f"call_{secrets.token_hex(12)}"
+
+
+def require(condition: bool) -> None:
+    if not condition:
+        raise Malformed
+
+
+def ignore(text: str) -> None:
+    """Takes a value that has no use."""
+
+
+def skip_whitespace(char: str) -> Scan[str]:
+    while char in WHITESPACE:
+        char = yield
+    return char
+
+
+def read_tag(first: str, *tags: str) -> Scan[tuple[str, str]]:
+    """Reads on after `first`; returns the tag that it opens, or "" and the first character that fits none."""
+    read = first
+    while read not in tags:
+        char = yield
+        if not any(tag.startswith(read + char) for tag in tags):
+            return "", char
+        read += char
+    return read, ""
+
+
+def expect(text: str, char: str) -> Scan[None]:
+    """Reads exactly this text, which `char` should open. Raises `Malformed`."""
+    require(char == text[0])
+    for wanted in text[1:]:
+        require((yield) == wanted)
+
+
+def read_name(char: str, ends: str) -> Scan[tuple[str, str]]:
+    """Reads a function's name; returns it without whitespace around it, and which of `ends` came after it.
+
+    Raises `Malformed` where it is empty or too long to be one.
+    """
+    name: list[str] = []
+    while char not in ends:
+        require(len(name) < _MAX_NAME_CHARACTERS and char not in "\r\n")
+        name.append(char)
+        char = yield
+    text = "".join(name).strip()
+    require(bool(text))
+    return text, char
+
+
+_MAX_NAME_CHARACTERS = 256

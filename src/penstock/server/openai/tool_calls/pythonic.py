@@ -1,0 +1,163 @@
+"""Calls as a list of Python calls, which is the whole answer: Llama 3.2 and 4, ToolACE.
+
+[f(city='Paris', days=2), g()]
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.server.openai.tool_calls import typed_text
+from penstock.server.openai.tool_calls.parser import (
+    Malformed,
+    Scan,
+    ToolCallParser,
+    Tools,
+    read_name,
+    read_tag,
+    require,
+    skip_whitespace,
+)
+from penstock.server.openai.tool_calls.tool_format import RULE, ToolCallFormat, definitions_of, json_rule, lark_string
+
+PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"
+_BRACKETS = {"(": ")", "[": "]", "{": "}"}
+_MAX_DEPTH = 64
+
+
+class PythonicParser(ToolCallParser):
+    """A call goes out once its closing bracket is there: before that it may still be no call."""
+
+    def _answer(self) -> Scan[None]:
+        char = yield from skip_whitespace((yield))
+        if char == "<":
+            tag, char = yield from read_tag("<", PYTHON_START)
+            if tag:
+                char = yield from skip_whitespace((yield))
+        if char == "[":
+            yield from self._list()
+        while True:
+            self._release()
+            yield
+
+    def _list(self) -> Scan[None]:
+        """Reads the list to its end, or to where it breaks."""
+        char = yield from skip_whitespace((yield))
+        while self._may_call:
+            try:
+                name, arguments = yield from self._call(char)
+            except Malformed:
+                return
+            self._begin(name)
+            self._emit(json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+            self._end()
+            char = yield from skip_whitespace((yield))
+            if char == "]":
+                self._held.clear()
+                yield from self._closing_tag()
+                return
+            if char != ",":
+                return
+            char = yield from skip_whitespace((yield))
+
+    def _closing_tag(self) -> Scan[None]:
+        char = yield from skip_whitespace((yield))
+        if char == "<":
+            tag, _ = yield from read_tag("<", PYTHON_END)
+            if tag:
+                self._held.clear()
+                yield
+
+    def _call(self, char: str) -> Scan[tuple[str, dict[str, Any]]]:
+        """Reads one call to its closing bracket. Raises `Malformed`."""
+        name, _ = yield from read_name(char, "(")
+        require(name in self._tools)
+        arguments: dict[str, Any] = {}
+        char = yield from skip_whitespace((yield))
+        while char != ")":
+            key, _ = yield from read_name(char, "=")
+            require(key.isidentifier() and key not in arguments)
+            text, char = yield from _argument()
+            arguments[key] = _value(text)
+            if char == ",":
+                char = yield from skip_whitespace((yield))
+        return name, arguments
+
+
+def _argument() -> Scan[tuple[str, str]]:
+    """Reads an expression; returns it, and the comma or the bracket after it."""
+    pieces: list[str] = []
+    closing: list[str] = []
+    quote, escaped = "", False
+    while True:
+        char = yield
+        if quote:
+            quote = "" if char == quote and not escaped else quote
+            escaped = char == "\\" and not escaped
+        elif char in "'\"":
+            quote = char
+        elif char in _BRACKETS:
+            closing.append(_BRACKETS[char])
+            require(len(closing) <= _MAX_DEPTH)
+        elif closing:
+            require(char not in ")]}" or char == closing[-1])
+            if char == closing[-1]:
+                closing.pop()
+        elif char in ",)":
+            return "".join(pieces), char
+        pieces.append(char)
+
+
+def _value(text: str) -> Any:
+    """What a literal of Python, or of JSON, stands for. Raises `Malformed` when JSON cannot carry it."""
+    for read in (ast.literal_eval, json.loads):
+        try:
+            value = read(text.strip())
+            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+            continue
+        return value
+    raise Malformed
+
+
+class PythonicFormat(ToolCallFormat):
+    NAME = "pythonic"
+    PARSER = PythonicParser
+    TAGS = (PYTHON_START, PYTHON_END)
+
+    def forced_prefix(self, function: str | None) -> str:
+        return f"[{function}(" if function else "["
+
+    def _forced_calls(self, tools: Tools, function: str | None) -> Mapping[str, str]:
+        return {name: self._call(name, schema, function) for name, schema in tools.items()}
+
+    def _call(self, name: str, schema: Mapping[str, Any], function: str | None) -> str:
+        """Required arguments first, each of the others after a comma or not at all."""
+        properties = schema.get("properties")
+        known: dict[str, Any] = dict(properties) if isinstance(properties, Mapping) else {}
+        required = [key for key in known if key in (schema.get("required") or ())]
+        optional = [key for key in known if key not in required]
+        rules = {key: f"{RULE}_{number}" for number, key in enumerate(known)}
+        lines = [_argument_rule(rules[key], key, known[key], definitions_of(schema)) for key in known]
+        head = [] if function else [lark_string(f"{name}(")]
+        arguments = ' ", " '.join(rules[key] for key in required)
+        if required:
+            arguments += "".join(f' (", " {rules[key]})?' for key in optional)
+        elif optional:
+            # Any of them may be the first one.
+            starts = [
+                " ".join([rules[key], *(f'(", " {rules[later]})?' for later in optional[place + 1 :])])
+                for place, key in enumerate(optional)
+            ]
+            arguments = f"({' | '.join(starts)})?"
+        return "\n".join([" ".join([*head, arguments, '")]"']), *lines])
+
+
+def _argument_rule(rule: str, key: str, schema: Any, definitions: Mapping[str, Any]) -> str:
+    if typed_text.types_of(schema) == {"boolean"}:
+        return f'{rule}: {lark_string(f"{key}=")} ("True" | "False")'
+    value = {**schema, **definitions} if isinstance(schema, Mapping) else {}
+    return f"{rule}: {lark_string(f'{key}=')} {rule}_value\n{rule}_value: {json_rule(value)}"

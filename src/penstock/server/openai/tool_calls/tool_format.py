@@ -1,0 +1,173 @@
+"""What a format of tool calls is: how to read calls, and how to make an answer be one."""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from penstock.server.openai.tool_calls.parser import ToolCallParser, Tools
+from penstock.tokenizer.tokenizer import AddedToken
+
+
+class ToolCallFormat(ABC):
+    """How a family of models writes calls, with one tokenizer. Stateless: `parser` makes one for each completion.
+
+    `TAGS` are the texts of the format that may be tokens of their own. `added_tokens` says which of them are; the
+    format knows them from then on. `TRIGGERS` are the tags that a call begins with, the first of them in forced calls
+    too; a format without any cannot tell a call from text before it is complete. `template` is the text of the chat
+    template, for formats that come in variants. `TERMINALS` are the lines of Lark that define the terminals which the
+    rules of calls share.
+    """
+
+    NAME: ClassVar[str]
+    PARSER: ClassVar[type[ToolCallParser]]
+    TAGS: ClassVar[tuple[str, ...]] = ()
+    TRIGGERS: ClassVar[tuple[str, ...]] = ()
+    TERMINALS: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, added_tokens: Mapping[str, AddedToken] | None = None, template: str = "") -> None:
+        self.template = template
+        self._tokens = {tag: token for tag, token in (added_tokens or {}).items() if tag in self.TAGS}
+        self._tag = re.compile("|".join(map(re.escape, sorted(self._tokens, key=len, reverse=True))) or "(?!)")
+
+    @property
+    def needs_special_tokens(self) -> bool:
+        """Whether a tag is a special token, so that it is seen only in text that shows those."""
+        return any(token.is_special for token in self._tokens.values())
+
+    def parser(self, tools: Tools) -> ToolCallParser:
+        """A parser of one completion, in which only these functions can be called."""
+        return self.PARSER(tools)
+
+    @abstractmethod
+    def forced_prefix(self, function: str | None) -> str:
+        """The text with which an answer begins that is a call of `function`, or of any function.
+
+        It does not end in a space, because most tokenizers put the space at the beginning of what the model says next.
+        """
+
+    @abstractmethod
+    def _forced_calls(self, tools: Tools, function: str | None) -> Mapping[str, str]:
+        """For each function, what must follow `forced_prefix(function)` to make a call of it, in Lark.
+
+        A right-hand side, which may be followed by further rules on lines of their own. The names of these begin with
+        `RULE`, for which the name of the function's own rule is put, so that rules of several functions do not collide.
+        """
+
+    def forced_grammar(self, tools: Tools, function: str | None, *, with_prefix: bool = False) -> str:
+        """A Lark grammar of what must follow `forced_prefix(function)`: one call, with arguments that fit their schema.
+
+        `tools` are the functions that may be called. `with_prefix` makes the prefix a part of what the grammar matches.
+        """
+        prefix = self.literal(self.forced_prefix(function)) if with_prefix else ""
+        return "\n".join([f"start: {prefix} call", *self._call_rules(tools, function)])
+
+    def strict_grammar(self, tools: Tools, *, several: bool) -> str | None:
+        """A Lark grammar of text in which every trigger begins a call that fits its schema, `several` or at most one.
+
+        None where the format has no trigger.
+        """
+        if not self.TRIGGERS:
+            return None
+        rest = self.literal(self.forced_prefix(None).removeprefix(self.TRIGGERS[0]))
+        token = self._tokens.get(self.TRIGGERS[0])
+        # One terminal with the tag, because the text must not run past it.
+        before = "TEXT_AND_TAG" if token is None else f"(TEXT_AND_TAG | TEXT <[{token.id}]>)"
+        lines = [
+            f"start: ({before} {rest} call){'*' if several else '?'} TEXT",
+            f"TEXT_AND_TAG: TEXT {lark_string(self.TRIGGERS[0])}",
+            f"TEXT: {self._without_triggers}",
+        ]
+        return "\n".join([*lines, *self._call_rules(tools, None)])
+
+    @property
+    def trigger_tokens(self) -> list[str]:
+        """The triggers that are tokens of their own, without which no call can begin."""
+        return [trigger for trigger in self.TRIGGERS if trigger in self._tokens]
+
+    def no_call_grammar(self) -> str | None:
+        """A Lark grammar of text without triggers; None where tokens are the triggers, or the format has none.
+
+        A model that spells its tags would begin one and be stopped in the middle, so the answer must not begin with
+        the first character of one either.
+        """
+        if not self.TRIGGERS or self.trigger_tokens:
+            return None
+        first = re.escape(self.TRIGGERS[0][0])
+        return f"start: TEXT?\nTEXT: /[^{first}](?s:.*)/ & {self._without_triggers}"
+
+    @property
+    def _without_triggers(self) -> str:
+        """A Lark terminal's pattern of any text that holds no trigger."""
+        triggers = "|".join(re.escape(trigger).replace("/", r"\/") for trigger in self.TRIGGERS)
+        return f"/(?s:.*)/ & ~/(?s:.*)({triggers})(?s:.*)/"
+
+    def _call_rules(self, tools: Tools, function: str | None) -> list[str]:
+        """The rule `call`, of what follows `forced_prefix(function)`, and the rules that it needs."""
+        written = self._forced_calls(tools, function)
+        names = {name: f"call_{number}" for number, name in enumerate(tools)}
+        rules = [f"{rule}: {written[name].replace(RULE, rule)}" for name, rule in names.items()]
+        return [f"call: {' | '.join(names.values())}", *rules, *self.TERMINALS]
+
+    def literal(self, text: str) -> str:
+        """This text in Lark, in which a tag may be its token or be spelled out."""
+        pieces: list[str] = []
+        end = 0
+        for match in self._tag.finditer(text):
+            if match.start() > end:
+                pieces.append(lark_string(text[end : match.start()]))
+            token = self._tokens[match.group()]
+            pieces.append(f"(<[{token.id}]> | {lark_string(match.group())})")
+            end = match.end()
+        if end < len(text):
+            pieces.append(lark_string(text[end:]))
+        return " ".join(pieces)
+
+
+RULE = "@RULE@"
+"""Stands for the name of a function's rule where `_forced_calls` names rules of its own."""
+
+
+def lark_string(text: str) -> str:
+    """A Lark literal."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def json_rule(schema: Mapping[str, Any]) -> str:
+    """What matches a JSON value of this schema, in Lark, with no more whitespace than `json.dumps` writes.
+
+    Where any amount of it is allowed, a model can go on with it for ever.
+    """
+    return f"%json {json.dumps({'x-guidance': _JSON_OPTIONS, **schema})}"
+
+
+_JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+def definitions_of(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """What references in a part of this schema may point to."""
+    return {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+
+
+class JsonObjectFormat(ToolCallFormat):
+    """A format whose call is `OPENING{"name": NAME, ARGUMENTS_KEY: {...}}CLOSING`."""
+
+    OPENING: ClassVar[str] = ""
+    CLOSING: ClassVar[str] = ""
+    ARGUMENTS_KEY: ClassVar[str] = "arguments"
+
+    def forced_prefix(self, function: str | None) -> str:
+        if function is None:
+            return f'{self.OPENING}{{"name": "'
+        return f'{self.OPENING}{{"name": {json.dumps(function, ensure_ascii=False)}, "{self.ARGUMENTS_KEY}":'
+
+    def _forced_calls(self, tools: Tools, function: str | None) -> Mapping[str, str]:
+        calls: dict[str, str] = {}
+        for name, schema in tools.items():
+            head = "" if function is not None else lark_string(f'{name}", "{self.ARGUMENTS_KEY}":') + " "
+            end = self.literal("}" + self.CLOSING)
+            calls[name] = f"{head}/[ ]?/ {RULE}_arguments {end}\n{RULE}_arguments: {json_rule(schema)}"
+        return calls

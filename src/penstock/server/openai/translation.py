@@ -1,0 +1,37 @@
+"""From other APIs' requests to a chat completion's, which is what the engine is asked with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+
+from penstock.server.openai.protocol import ChatCompletionRequest
+
+EXTRA_FIELDS = (
+    "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "ignore_eos",
+    "stop_token_ids", "priority", "cache_salt", "chat_template_kwargs", "structured_outputs", "num_speculative_tokens",
+)  # fmt: skip
+"""Fields of chat completions that the other APIs do not know, and that are passed on to it as they are."""
+
+
+def chat_request(fields: dict[str, Any]) -> ChatCompletionRequest:
+    """A checked request; fields that are None are left out. Raises RequestValidationError."""
+    given = {name: value for name, value in fields.items() if value is not None}
+    try:
+        return ChatCompletionRequest.model_validate(given)
+    except ValidationError as error:
+        errors = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
+        raise RequestValidationError(errors, body=given) from None
+
+
+def with_system(system: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The conversation under these instructions; with those at its own beginning they are one message.
+
+    Many chat templates take one system message, and only the first.
+    """
+    count = next((place for place, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    texts = [text for text in (system, *(message["content"] for message in messages[:count])) if text]
+    head = [{"role": "system", "content": "\n\n".join(texts)}] if texts else []
+    return [*head, *messages[count:]]

@@ -1,0 +1,171 @@
+"""Reasoning apart from content: where it begins, where it ends, and what a grammar lets come before an answer."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import penstock
+from penstock.grammar.llguidance_backend import LLGuidanceBackend
+from penstock.messages.structured_outputs import StructuredOutputsParams
+from penstock.server.openai.reasoning import REASONING_FORMATS, ReasoningFormat, Start, make_reasoning_format
+from penstock.tokenizer.tokenizer import AddedToken, Tokenizer
+from penstock.utils.errors import GrammarError, RequestError
+
+DEMO = Path(penstock.__file__).parent / "demo"
+TOKENIZER = Tokenizer(DEMO, 4096)
+BACKEND = LLGuidanceBackend((DEMO / "tokenizer.json").read_text(encoding="utf-8"), 4096, (2, 0))
+QWEN3, DEEPSEEK, NONE = REASONING_FORMATS["qwen3"], REASONING_FORMATS["deepseek_r1"], REASONING_FORMATS["none"]
+SUM = "<think>\nTwo and two.\n\nFour.\n</think>\n\nIt is 4.\n"
+
+CASES: list[tuple[Start, str, str, str]] = [
+    (Start.POSSIBLE, SUM, "Two and two.\n\nFour.", "It is 4.\n"),
+    (Start.EXPECTED, SUM, "Two and two.\n\nFour.", "It is 4.\n"),
+    (Start.INSIDE, SUM.removeprefix("<think>"), "Two and two.\n\nFour.", "It is 4.\n"),
+    (Start.OVER, SUM, "", SUM),
+    # Without an opening tag, and with one that comes too late.
+    (Start.POSSIBLE, "It is 4.", "", "It is 4."),
+    (Start.POSSIBLE, "\n It is <think>4</think>", "", "\n It is <think>4</think>"),
+    (Start.POSSIBLE, "\n <think>a</think>b", "a", "b"),
+    (Start.EXPECTED, "Two.\n</think>4", "Two.", "4"),
+    # Nothing thought, nothing said.
+    (Start.POSSIBLE, "<think>\n\n</think>\n\n4", "", "4"),
+    (Start.POSSIBLE, "<think></think>", "", ""),
+    (Start.INSIDE, "a</think>\n\n", "a", ""),
+    (Start.POSSIBLE, "", "", ""),
+    # The first closing tag counts, and what only looks like one is reasoning.
+    (Start.INSIDE, "a</think>b\n</think>c", "a", "b\n</think>c"),
+    (Start.INSIDE, "a </thin</think>b", "a </thin", "b"),
+    # Cut off by the length limit.
+    (Start.POSSIBLE, "<thi", "", "<thi"),
+    (Start.EXPECTED, "<thi", "<thi", ""),
+    (Start.POSSIBLE, "<think>\nTwo and\n</thi", "Two and\n</thi", ""),
+    (Start.INSIDE, "\nTwo and", "Two and", ""),
+]
+
+PIECES = ["<think>", "</think>", "<", "</thi", "\n", " ", "a", "think>"]
+
+
+def read(form: ReasoningFormat, start: Start, pieces: list[str]) -> tuple[str, str]:
+    reader = form.reader(start)
+    parts = [*map(reader.feed, pieces), reader.finish()]
+    return "".join(part[0] for part in parts), "".join(part[1] for part in parts)
+
+
+@pytest.mark.parametrize(("start", "text", "reasoning", "content"), CASES)
+def test_reasoning_and_content(start: Start, text: str, reasoning: str, content: str) -> None:
+    for pieces in ([text], list(text)):
+        assert read(QWEN3, start, pieces) == (reasoning, content)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from(list(Start)),
+    st.lists(st.sampled_from(["<think>", "</think>", "<", "</thi", "\n", " ", "a", "think>"]), max_size=12).map(
+        "".join
+    ),
+    st.lists(st.integers(0), max_size=5),
+)
+def test_any_split_gives_the_same(start: Start, text: str, cuts: list[int]) -> None:
+    borders = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
+    whole = read(QWEN3, start, [text])
+    assert read(QWEN3, start, list(text)) == whole
+    assert read(QWEN3, start, [text[a:b] for a, b in itertools.pairwise(borders)]) == whole
+
+
+def test_reasoning_goes_out_as_it_comes() -> None:
+    reader = QWEN3.reader(Start.INSIDE)
+    assert reader.feed("\nTwo") == ("Two", "")
+    assert reader.feed(" and <") == (" and ", "")
+    assert reader.feed("b>\n") == ("<b>", "")
+    assert reader.feed("two") == ("\ntwo", "")
+    assert reader.feed("</think>\n") == ("", "")
+    assert reader.feed("\n4") == ("", "4")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "continued", "qwen3", "deepseek"),
+    [
+        ("<|im_start|>assistant\n", None, Start.POSSIBLE, Start.EXPECTED),
+        ("<|im_start|>assistant\n<think>\n", None, Start.INSIDE, Start.INSIDE),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", None, Start.OVER, Start.OVER),
+        ("assistant\nIt is", "It is", Start.OVER, Start.OVER),
+        ("assistant\n<think>\nTwo", "<think>\nTwo", Start.INSIDE, Start.INSIDE),
+        ("assistant\n<think>a</think>b", "<think>a</think>b", Start.OVER, Start.OVER),
+    ],
+)
+def test_where_an_answer_begins(prompt: str, continued: str | None, qwen3: Start, deepseek: Start) -> None:
+    tokens = TOKENIZER.encode(prompt, add_special_tokens=False)
+    assert QWEN3.start_of(TOKENIZER, tokens, continued) is qwen3
+    assert DEEPSEEK.start_of(TOKENIZER, tokens, continued) is deepseek
+    assert NONE.start_of(TOKENIZER, tokens, continued) is Start.OVER
+
+
+def is_accepted(form: ReasoningFormat, start: Start, text: str, **answer: object) -> bool:
+    params = StructuredOutputsParams(**answer, reasoning=form.grammar(start))  # pyright: ignore[reportArgumentType]
+    state = BACKEND.compile(params.spec())
+    try:
+        state.accept([*TOKENIZER.encode(text, add_special_tokens=False), 2])
+    except GrammarError:
+        return False
+    return state.is_finished
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}},
+        {"json_object": True}, {"regex": r"\{\"a\": [0-9]\}"}, {"choice": ['{"a": 1}', "no"]},
+        {"grammar": 'start: "{" body "}"\nbody: "\\"a\\": " /[0-9]/'},
+        {"grammar": 'root ::= "{" body "}"\nbody ::= "\\"a\\": " [0-9]'},
+    ],
+    ids=lambda answer: next(iter(answer)),
+)  # fmt: skip
+def test_a_grammar_holds_behind_the_reasoning(answer: dict[str, object]) -> None:
+    good, bad = '{"a": 1}', '{"a": x}'
+    thought = 'so {"a": x} < </thin\n'
+    assert is_accepted(QWEN3, Start.OVER, good, **answer)
+    assert is_accepted(QWEN3, Start.POSSIBLE, good, **answer)
+    assert is_accepted(QWEN3, Start.POSSIBLE, f"<think>{thought}</think>\n\n{good}", **answer)
+    assert not is_accepted(QWEN3, Start.POSSIBLE, f"{thought}</think>\n\n{good}", **answer)
+    for start in (Start.INSIDE, Start.EXPECTED):
+        assert is_accepted(QWEN3, start, f"{thought}</think>\n\n{good}", **answer)
+        assert not is_accepted(QWEN3, start, good, **answer)
+    assert is_accepted(QWEN3, Start.EXPECTED, f"<think>{thought}</think>{good}", **answer)
+    for start in (Start.POSSIBLE, Start.INSIDE, Start.EXPECTED):
+        assert not is_accepted(QWEN3, start, f"<think>{thought}</think>\n{bad}", **answer)
+        assert not is_accepted(QWEN3, start, f"<think>{thought}", **answer)
+        assert not is_accepted(QWEN3, start, f"<think>{thought}</think>\n{good}</think>{good}", **answer)
+
+
+def test_tags_that_are_tokens_end_the_reasoning() -> None:
+    """The tokenizer here has no such tags, so another token stands in for the closing one."""
+    form = ReasoningFormat("x", "<think>", "</think>", Start.EXPECTED, {"</think>": AddedToken(1, True)})
+    assert form.needs_special_tokens(Start.EXPECTED)
+    assert not form.needs_special_tokens(Start.OVER)
+    for closing in ("<|im_start|>", "</think>"):
+        assert is_accepted(form, Start.EXPECTED, f"so{closing}\n\n{{}}", json_object=True)
+        assert not is_accepted(form, Start.EXPECTED, f"so{closing}\n\n[]", json_object=True)
+
+
+def test_an_opening_tag_that_is_a_token_is_not_spelled() -> None:
+    form = ReasoningFormat("x", "<think>", "</think>", Start.POSSIBLE, {"<think>": AddedToken(1, False)})
+    for start in (Start.POSSIBLE, Start.EXPECTED):
+        assert is_accepted(form, start, "<|im_start|>so</think>{}", json_object=True)
+    assert is_accepted(form, Start.POSSIBLE, "{}", json_object=True)
+    assert not is_accepted(form, Start.POSSIBLE, "<think>so</think>{}", json_object=True)
+
+
+def test_the_tokenizer_s_tags_are_looked_up() -> None:
+    assert make_reasoning_format("qwen3", None) == QWEN3
+    assert make_reasoning_format("qwen3", TOKENIZER) == QWEN3
+
+
+def test_a_grammar_of_reasoning_is_bounded_text() -> None:
+    for bad in (5, "\ud800", "x" * 70_000):
+        with pytest.raises(RequestError, match="reasoning"):
+            StructuredOutputsParams(json_object=True, reasoning=bad)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,72 @@
+"""Feeds parsers of tool calls, and merges what they say as a client would."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.server.openai.tool_calls.parser import ToolCallParser, Tools
+from penstock.server.openai.tool_calls.registry import FORMATS
+
+
+class _AnyTool(Mapping[str, Any]):
+    """Every function is offered, with a schema that says nothing."""
+
+    def __getitem__(self, name: str) -> Mapping[str, Any]:
+        return {}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+ANY_TOOL = _AnyTool()
+
+
+@dataclass
+class Streamed:
+    """A client's view of a stream: the pieces put together."""
+
+    content: str = ""
+    ids: list[str] = field(default_factory=list)
+    calls: list[tuple[str, str]] = field(default_factory=list)
+
+
+def stream(parser: ToolCallParser, pieces: list[str]) -> Streamed:
+    """Feeds the pieces and merges the deltas, checking that each is in order and of the promised form."""
+    merged = Streamed()
+    for delta in [*map(parser.feed, pieces), parser.finish()]:
+        merged.content += delta.content
+        indices = [call.index for call in delta.tool_calls]
+        assert indices == sorted(set(indices))
+        for call in delta.tool_calls:
+            if call.index == len(merged.calls):
+                assert re.fullmatch("call_[0-9a-f]{24}|[0-9A-Za-z]{9}", call.id or "")
+                assert call.name
+                merged.ids.append(call.id)
+                merged.calls.append((call.name, call.arguments))
+            else:
+                assert call.index == len(merged.calls) - 1
+                assert call.id is None
+                assert call.name is None
+                merged.calls[-1] = (merged.calls[-1][0], merged.calls[-1][1] + call.arguments)
+    assert len(set(merged.ids)) == len(merged.calls) == parser.num_calls
+    return merged
+
+
+def assert_any_split_agrees(name: str, text: str, cuts: list[int], tools: Tools = ANY_TOOL) -> Streamed:
+    """Feeds the text whole, by character and cut at `cuts`; the results are the same."""
+    borders = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
+    pieces = [text[start:end] for start, end in itertools.pairwise(borders)]
+    whole, *others = [stream(FORMATS[name]().parser(tools), split) for split in ([text], list(text), pieces)]
+    for other in others:
+        assert (other.content, other.calls) == (whole.content, whole.calls)
+    # What is here whole comes whole: one delta per call, with its name.
+    deltas = FORMATS[name]().parser(tools).feed(text).tool_calls
+    assert [(call.name, call.arguments) for call in deltas] == whole.calls
+    return whole
