@@ -14,10 +14,9 @@ from typing import Any
 import msgspec
 import torch
 
-from penstock.config.engine import EngineArgs
+from penstock.config.engine import EngineArgs, ExecutionConfig
 from penstock.engine.build import build_engine
 from penstock.engine.engine_core import EngineCore
-from penstock.kernels import native
 from penstock.messages.requests import EngineRequest
 from penstock.messages.sampling_params import SamplingParams
 from penstock.models.decoder import Decoder
@@ -78,7 +77,7 @@ def _catch_parts() -> dict[str, Any]:
 
 
 def _run(core: EngineCore, plan: Plan, each: Round, watch: Watch) -> None:
-    native.set_num_threads(each.num_threads)
+    make_parts(torch.device("cpu")).set_up(ExecutionConfig(num_threads=each.num_threads))
     if each.forgets:
         assert core.reset_prefix_cache(), "blocks are held at idle"
     requests = [_request(number, plan) for number in each.order]
