@@ -20,7 +20,8 @@ ENGINE_FLAGS = {
     "--enable-prefix-caching", "--enforce-eager",
     "--gpu-memory-utilization", "--kv-cache-memory", "--kv-events-config", "--kv-transfer-config",
     "--load-format", "--max-model-len",
-    "--max-num-batched-tokens", "--max-num-queued-requests", "--max-num-seqs", "--model", "--num-gpu-blocks-override", "--num-threads",
+    "--max-num-batched-tokens", "--max-num-queued-requests", "--max-num-seqs", "--model", "--num-gpu-blocks-override",
+    "--num-threads",
     "--revision", "--scheduling-policy", "--seed", "--skip-tokenizer-init", "--speculative-config",
     "--tokenizer",
 }  # fmt: skip
