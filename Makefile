@@ -33,8 +33,12 @@ test: $(VENV)/.installed-dev
 	$(PYTEST_PARALLEL) -m "not alone and not exhaustive"
 	$(PYTEST) -m "alone and not exhaustive"
 
+# Tests that replace no part of a worker and look into none.
+WITH_WORKER_PROCESS := $(addprefix tests/integration/test_,identity_matrix.py identity_speculation.py structured_outputs.py)
+
 test-all: $(VENV)/.installed-dev
 	$(PYTEST_PARALLEL) -m "not alone"
+	$(PYTEST_PARALLEL) -m "not alone and not exhaustive" --executor mp $(WITH_WORKER_PROCESS)
 	$(PYTEST) -m alone
 
 test-gpu: $(VENV)/.installed-dev

@@ -1,10 +1,16 @@
-"""Every test runs with the checks that production leaves out: poisoned KV blocks, and integrity after every step."""
+"""Every test runs with the checks that production leaves out: poisoned KV blocks, and integrity after every step.
+
+`--executor mp` gives every engine of the test process a worker in a process of its own. Tests that replace parts of a
+worker, or look into it, cannot see it there: `make test-all` names those that can.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 
+import pytest
 import torch
 
 os.environ.setdefault("PENSTOCK_DEBUG", "1")
@@ -14,3 +20,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if not torch.cuda.is_available():
     # Triton looks when it is first imported: without a GPU its kernels run in its interpreter, on CPU tensors.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--executor", choices=("uniproc", "mp"), default="uniproc", help="where the engines' workers are")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--executor") == "mp":
+        from penstock.engine import build
+        from penstock.executor.factory import make_executor
+
+        build.make_executor = lambda args: make_executor(replace(args, distributed_executor_backend="mp"))
