@@ -41,6 +41,7 @@ QUICK = {
     "bench/host_cost.py": Trial(("--rounds", "2", "--only", "report"), "encoded"),
 }
 SLOW = {
+    "bench/busy.py": Trial(("--neighbours", "0", "--batches", "1", "--rounds", "1"), "default / best"),
     "bench/kernels/attention.py": Trial(("--seconds", "0.01", "--threads", "1"), "us"),
     "bench/kernels/linear.py": Trial(
         ("--shapes", "64x64", "--rows", "1", "--seconds", "0.1", "--working-set", "1", "--threads", "1"), "M=1"
