@@ -2,8 +2,8 @@
 
 Every block is in one state:
 
-    FREE      nobody owns it and its content means nothing
-    CACHED    nobody owns it, and its content can be found by its hash until it is evicted
+    FREE      no owner, and its content means nothing
+    CACHED    no owner, and its content can be found by its hash until it is evicted
     OWNED     the block table of one or more requests names it
     LOADING   a holder outside the forward pass is writing into it
 
@@ -12,7 +12,7 @@ it (the fence). A block is handed out again only when it has neither owner nor h
 holders through `drop`, on their own terminal event and never because time has passed. Each hand-out increments the
 block's generation, by which a holder knows the block that it came for.
 
-Block 0 is the null block: it belongs to nobody and is never handed out.
+Block 0 is the null block: it has no owner and is never handed out.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class BlockPool:
 
     @property
     def num_fenced(self) -> int:
-        """Blocks that nobody owns and that become available once the steps in flight are processed."""
+        """Blocks without an owner that become available once the steps in flight are processed."""
         return sum(self._blocks[i].num_owners == 0 for ids in self._fences.values() for i in ids)
 
     def state(self, block_id: int) -> BlockState:

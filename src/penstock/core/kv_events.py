@@ -28,7 +28,7 @@ class KVEventRecorder(Protocol):
 
 
 class NullKVEventRecorder:
-    """For an engine that nobody listens to."""
+    """For an engine without subscribers."""
 
     def on_stored(self, request: Request, group: int, indices: Sequence[int]) -> None: ...
 

@@ -28,7 +28,7 @@ from penstock.utils.math import cdiv
 
 # After so many failed loads a request is computed here: what failed twice will fail again.
 MAX_FAILED_LOADS = 2
-# While loads that nobody waits for hold more than this part of the pool, no other begins: requests need room to run.
+# While abandoned loads hold more than this part of the pool, no other load begins: requests need room to run.
 MAX_QUARANTINE = 0.25
 
 
@@ -179,13 +179,13 @@ class RemoteKV:
         self._kv.hold(request.hold_id, block_ids, 0, None, writes=False)
 
     def on_released(self, event: Released) -> None:
-        """Nobody reads them any more. One that comes twice, or that nobody knows, has no effect."""
+        """They are no longer read. A repeated or unknown release has no effect."""
         if event.transfer_id in self._held:
             self._held.remove(event.transfer_id)
             self._kv.drop_hold(event.transfer_id)
 
     def detach(self, request: Request) -> None:
-        """The request ends or rewinds: what is still on its way is for nobody."""
+        """The request ends or rewinds: what is still on its way is abandoned."""
         self._asked_since.pop(request.request_id, None)
         for load in self._loads_of.pop(request, {}).values():
             load.is_detached = True

@@ -1,7 +1,7 @@
 """Requests in the order in which they are served: `fcfs` by arrival, `priority` by priority (low first), then arrival.
 
 The waiting requests are admitted from the front of such a queue, and the running ones are preempted from the back of
-another, so that whoever is first in line is the last to lose its place. A preempted request keeps its arrival and
+another, so that the first request in line is the last to lose its place. A preempted request keeps its arrival and
 thereby returns to where it stood.
 """
 

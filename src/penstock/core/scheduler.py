@@ -287,7 +287,7 @@ class Scheduler:
     def _waits_for_twin(self, request: Request, hit: PrefixHit) -> bool:
         """Whether a running request is about to publish what this one needs, so that waiting saves its computation.
 
-        Under the priority policy nobody waits: the twin may be of a lower priority.
+        Under the priority policy no request waits: the twin may be of a lower priority.
         """
         return self._config.policy == "fcfs" and self._kv.is_being_computed(request, hit)
 
@@ -326,7 +326,7 @@ class Scheduler:
     def _on_lost_kv(self, request: Request) -> list[EngineOutput]:
         """KV that the request was promised has not come: by policy it ends, or computes what is missing.
 
-        One that has begun to answer (and was preempted since) goes on in any case: nobody gets half an answer.
+        One that has begun to answer (and was preempted since) goes on in any case, so that no answer is cut in half.
         """
         if self._fails_on_lost_kv and not request.num_output_tokens:
             self._finish(request, FinishReason.ERROR)

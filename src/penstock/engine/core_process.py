@@ -158,7 +158,7 @@ def _crash(error: Exception, connection: socket.socket, core: EngineCore | None)
     cause = error if isinstance(error, EngineDeadError) else f"{type(error).__name__}: {error}"
     with contextlib.suppress(OSError):
         connection.sendall(CODEC.encode(Failed(str(cause), is_config=False)))
-        # Nobody need wait for what comes now, and it may not take longer than the grace.
+        # The front end does not wait for the rest, which must not take longer than the grace period.
         connection.shutdown(socket.SHUT_RDWR)
     if core is not None:
         with contextlib.suppress(Exception):

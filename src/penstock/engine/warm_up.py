@@ -1,4 +1,4 @@
-"""The first request should not be the slow one: every path is walked once before anybody waits.
+"""The first request should not be the slow one: every path is executed once before the first request.
 
 The steps are those of the real scheduler, on the real runner, with lookahead blocks reserved by the scheduler's own
 rule: prompts of 2 + K tokens are prefills even where K drafts make a decode row of 1 + K. The scheduler, its block pool

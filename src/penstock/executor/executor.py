@@ -3,7 +3,7 @@
 The engine core calls `execute_model` and `sample_tokens` in strict alternation and may be ahead of the workers by as
 many steps as it keeps in flight; results come back in order. Every rank answers every step, and one aggregation makes
 one result of the answers, for one rank and for many. An exception in a worker comes out of the step's result; the death
-of a worker does too, and is also told to whoever watches while no step runs.
+of a worker does too, and is also reported to `watch` while no step runs.
 """
 
 from __future__ import annotations

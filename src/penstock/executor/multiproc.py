@@ -1,9 +1,9 @@
 """A rank in a process of its own, on this host.
 
 The process is started by command, never forked, and joined to this one by a socket pair over which the messages of
-`worker.messages` travel. Answers come in the order of the questions and are read by whoever waits for them, so that a
-step takes no detour through another thread. A thread beside it only watches for the hang-up: a dead rank is told at
-once, also while nobody waits for it.
+`worker.messages` travel. Answers come in the order of the questions and are read by the thread that waits for them, so
+that a step takes no detour through another thread. A second thread only watches for the end of the connection: a dead
+rank is reported at once, even while no answer is expected.
 """
 
 from __future__ import annotations

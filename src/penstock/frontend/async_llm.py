@@ -235,7 +235,7 @@ class AsyncLLM:
         await self._core.check_integrity()
 
     async def shutdown(self) -> None:
-        """Ends the engine core; whoever still waits for tokens gets EngineDeadError. Idempotent."""
+        """Ends the engine core; requests that still wait for tokens raise EngineDeadError. Idempotent."""
         await self._core.shutdown()
         await self._grammars.shutdown()
 

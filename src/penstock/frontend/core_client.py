@@ -148,7 +148,7 @@ class CoreClient(asyncio.Protocol):
         self.death = error if isinstance(error, EngineDeadError) else EngineDeadError(str(error))
         if not self.ready.done():
             self.ready.set_exception(error)
-            self.ready.exception()  # Marks it as seen: whoever started us may have been cancelled.
+            self.ready.exception()  # Marks it as seen: the task that started this client may have been cancelled.
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(self.death)
@@ -176,4 +176,4 @@ def _resolve(future: asyncio.Future[bool | BlockMap], reply: Reply) -> None:
 
 
 def _ignore(_: object) -> None:
-    """Nobody listens before the front end is built."""
+    """There is no listener before the front end is built."""

@@ -69,7 +69,7 @@ class OutputProcessor:
         return output
 
     def discard(self, request_ids: Iterable[str]) -> None:
-        """Forgets completions that nobody waits for any more."""
+        """Forgets completions that have no reader any more."""
         for request_id in request_ids:
             self._children.pop(request_id, None)
 

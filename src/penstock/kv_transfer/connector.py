@@ -49,7 +49,7 @@ class RequestView(Protocol):
     def num_prompt_tokens(self) -> int: ...
     @property
     def kv_transfer_params(self) -> Mapping[str, Any]:
-        """What the request itself says to connectors, checked by nobody yet."""
+        """What the request itself says to connectors, not validated yet."""
         ...
 
 
@@ -80,7 +80,7 @@ class LoadEnded:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """Nobody reads the blocks any more that `request_finished` held under this name, the request's `hold_id`."""
+    """The blocks that `request_finished` held under this name, the request's `hold_id`, are no longer read."""
 
     transfer_id: TransferId
 
@@ -89,7 +89,7 @@ ConnectorEvent = LoadEnded | Released
 
 
 class FinishAction(enum.Enum):
-    """What becomes of a finished request's blocks. HOLD keeps them until `Released(request.hold_id)`."""
+    """What happens to a finished request's blocks. HOLD keeps them until `Released(request.hold_id)`."""
 
     FREE = "free"
     HOLD = "hold"

@@ -58,7 +58,7 @@ class EventPublisher(Protocol):
 
 
 class NullEventPublisher:
-    """Tells nobody."""
+    """Publishes nothing."""
 
     def publish(self, events: Sequence[KVEvent]) -> None: ...
 
@@ -137,7 +137,7 @@ class ZmqEventPublisher:
         self._alarm.close()
 
     def _wake(self) -> None:
-        # When no byte fits any more, or after the end, nobody needs waking.
+        # When no byte fits any more, or after the end, no reader needs waking.
         with contextlib.suppress(OSError):
             self._alarm.send(b"\0")
 
@@ -172,7 +172,7 @@ class ZmqEventPublisher:
 
 
 class _NoReplay:
-    """Nobody can ask for what was missed."""
+    """Missed events cannot be requested again."""
 
     endpoint = ""
 

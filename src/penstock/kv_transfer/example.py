@@ -1,8 +1,9 @@
 """The connector to read first: KV as safetensors files in a folder, one per block.
 
-Whoever finds a prompt's first blocks in the folder loads them instead of computing them. Loads are synchronous and
-layer by layer: the step that needs them waits for each layer's bytes right before that layer attends. Saves happen one
-step after a block is complete, before anything can overwrite it. `docs/adding_a_connector.md` walks through this file.
+An engine that finds a prompt's first blocks in the folder loads them instead of computing them. Loads are synchronous
+and layer by layer: the step that needs them waits for each layer's bytes right before that layer attends. Saves happen
+one step after a block is complete, before anything can overwrite it. `docs/adding_a_connector.md` walks through this
+file.
 """
 
 from __future__ import annotations
@@ -221,7 +222,7 @@ class ExampleWorker(NullWorkerConnector):
         self._lost.clear()
 
     def _save(self, block_id: int, name: str) -> None:
-        """Visible by an atomic rename only, so that nobody ever reads half a file."""
+        """Visible by an atomic rename only, so that half a file is never read."""
         tensors: dict[str, np.ndarray] = {}
         for layer_name, num_bytes in self._bytes_of.items():
             tensors[layer_name] = np.empty(num_bytes, dtype=np.uint8)

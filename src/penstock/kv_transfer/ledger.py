@@ -17,7 +17,7 @@ class _Open:
 class TransferLedger:
     """Knows every transfer from `open` to the report of its last expected shard.
 
-    Reports may come in any order, twice, late, or about a transfer that nobody knows: those are counted and have no
+    Reports may come in any order, twice, late, or about an unknown transfer: those are counted and have no
     other effect. Where a shard contradicts itself while the transfer is open, its failure counts.
     """
 
@@ -35,7 +35,7 @@ class TransferLedger:
     def open(self, transfer_id: TransferId, expected: Iterable[ShardId]) -> None:
         assert transfer_id not in self._open, f"transfer {transfer_id} is opened twice"
         shards = frozenset(expected)
-        assert shards, f"transfer {transfer_id} expects nobody"
+        assert shards, f"transfer {transfer_id} expects no rank"
         self._open[transfer_id] = _Open(shards)
 
     def apply(self, report: TransferReport) -> tuple[TransferReport, ...]:

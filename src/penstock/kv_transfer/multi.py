@@ -141,7 +141,7 @@ class MultiScheduler:
     def update_state_after_alloc(
         self, request: RequestView, transfer_id: TransferId, block_ids: BlockIds, num_computed_tokens: int, end: int
     ) -> None:
-        # Whoever was chosen then loads now: another answer would be about other KV.
+        # The connector that was chosen then loads now: another answer would be about other KV.
         child = self._children[self._chosen.pop(request.request_id)]
         child.update_state_after_alloc(request, transfer_id, block_ids, num_computed_tokens, end)
 
@@ -156,7 +156,7 @@ class MultiScheduler:
         reports: dict[str, list[TransferReport]] = {name: [] for name in self._children}
         for report in output.reports:
             name, _, transfer_id = report.transfer_id.partition(_SEPARATOR)
-            # One that names no child is about a transfer that nobody knows.
+            # One that names no child is about an unknown transfer.
             reports.get(name, []).append(msgspec.structs.replace(report, transfer_id=transfer_id))
         events: list[ConnectorEvent] = []
         for name, child in self._children.items():

@@ -36,7 +36,7 @@ class Linear:
 
     def dense_weight(self) -> torch.Tensor:
         """[out_features, in_features]: the layer's own tensor where it is used as it is; on the CPU, where it is
-        packed, a copy, for whoever compares the two."""
+        packed, a copy."""
         return self._apply.dense_weight()
 
 

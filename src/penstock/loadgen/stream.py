@@ -1,4 +1,4 @@
-"""One response, timed as its bytes arrive. Sans-IO: whoever reads the socket passes the bytes and the time."""
+"""One response, timed as its bytes arrive. Sans-IO: the caller reads the socket and passes the bytes and the time."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ class MemoryBudget(msgspec.Struct, frozen=True):
     """Where a device's memory goes, in bytes, when the weights are loaded and there is no KV cache yet.
 
     `in_use` is everybody's and includes what torch knows nothing of; `step` is what the largest step needs on top of
-    it, `graphs` what captured graphs will. A cache that nobody gave a size takes at most `most`.
+    it, `graphs` what captured graphs will. A cache without a configured size takes at most `most`.
     """
 
     total: int

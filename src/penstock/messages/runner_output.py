@@ -28,7 +28,7 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     `logprobs` runs beside it. `prompt_logprobs` holds the positions that this step's chunk covered, in order;
     position 0 of a prompt has none. `num_draft_tokens` counts the verified drafts that were real: a speculator that
     finds nothing to propose leaves gaps. `num_proposed_tokens` says how many of the new drafts are real, where the CPU
-    knows that anyway. `draft_token_ids` holds the new drafts of requests with a grammar, -1 for gaps; nobody else's
+    knows that anyway. `draft_token_ids` holds the new drafts of requests with a grammar, -1 for gaps; those of others
     leave the device. `failed_requests` maps a request to what went wrong with it alone, `unsatisfiable_requests` to
     what it asked for and cannot have. `is_replayed` tells of a step that a CUDA graph computed.
     """

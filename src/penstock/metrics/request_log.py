@@ -1,7 +1,7 @@
 """The life of every request as the front end sees it: one record each, kept while it runs and a little longer.
 
-Metrics, traces and the dashboard all read these records; nobody else keeps times. Times are seconds on the monotonic
-clock, which all processes of a machine share, so the engine core's events and the front end's fit together.
+Metrics, traces and the dashboard all read these records; times are kept nowhere else. Times are seconds on the
+monotonic clock, which all processes of a machine share, so the engine core's events and the front end's fit together.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from penstock.server.service import Service
 from penstock.server.sse import ClientGone
 
 _DESCRIPTION = "An OpenAI-compatible server. Bearer authentication where the server was started with a key."
-# What nginx calls it when the client closed the connection; nobody is left to read it.
+# nginx's status for a connection that the client closed; it is not received by anyone.
 _CLIENT_CLOSED = 499
 
 

@@ -105,7 +105,7 @@ def _is_local(host: str) -> bool:
 
 
 class BodyLimit:
-    """Reads the body before anybody parses it, and no further than its bounds in bytes and seconds."""
+    """Reads the body before it is parsed, within limits of bytes and seconds."""
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app

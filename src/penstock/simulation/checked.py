@@ -39,7 +39,7 @@ class CheckedScheduler(Forwarding):
         self._loads: dict[TransferId, tuple[int, int]] = {}
         self._holds: set[TransferId] = set()
         self._last_step = 0
-        # What nobody has asked for must be counted and have no other effect.
+        # An unsolicited report must be counted and have no other effect.
         inner.update_connector_output(KVConnectorOutput((_UNKNOWN,)))
         assert not inner.has_pending_work, "a new connector has work"
 

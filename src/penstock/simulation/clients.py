@@ -1,4 +1,4 @@
-"""Clients: which requests come when, what becomes of them, and whether every token they got is right."""
+"""Clients: which requests come when, how they end, and whether every token they got is right."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class LiveRequest:
                 if policy != "fail" or "kv_load_failure_policy" not in (output.error or ""):
                     raise ViolationError(f"{name} ended with an error: {output.error}", name)
             case FinishReason.ABORT:
-                raise ViolationError(f"{name} was aborted by nobody", name)
+                raise ViolationError(f"{name} was aborted although no client asked for it", name)
             case None:
                 pass
 

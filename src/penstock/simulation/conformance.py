@@ -1,4 +1,4 @@
-"""What whoever writes a connector or a transport runs, and what Penstock's own must pass.
+"""The tests for authors of connectors and transports, which Penstock's own must pass too.
 
 `check_connector` takes what `BACKINGS` holds, a function from a `BackingContext` to a `Backing`, and runs worlds of the
 catalogue over it with both parts held against their protocols. `check_transport` takes a function that makes two fresh

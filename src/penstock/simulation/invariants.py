@@ -52,7 +52,7 @@ def check_engine(engine: SimEngine, contents: Contents, touching: Iterable[Touch
 
 
 def check_transfers(engine: SimEngine, touching: Iterable[Touch]) -> None:
-    """No transfer may read a block that can be handed out, or write one that anybody else can read."""
+    """No transfer may read a block that can be handed out, or write one that another request can read."""
     for touch in touching:
         name = block_name(engine.name, touch.block_id)
         if touch.block_id == NULL_BLOCK:

@@ -5,7 +5,7 @@ before). The next token is a function of the digests *read through the block tab
 stale or torn slot, a bad rewind, a lost window or a layer that did not travel therefore changes the output, and the
 right output is `continuation`, a pure function of the prompt.
 
-Memory that nobody has written is poison, never zero.
+Memory that was never written is poison, not zero.
 """
 
 from __future__ import annotations

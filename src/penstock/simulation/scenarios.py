@@ -188,7 +188,7 @@ def _unsettled(rng: random.Random) -> Setup:
     return replace(setup, load_timeout=rng.choice([0.05, 0.2]), drain=rng.choice([0.0, 0.1]), spare_blocks=4)
 
 
-@_scenario("lost_completions", "F6: nobody ever hears of a transfer again")
+@_scenario("lost_completions", "F6: the completion of a transfer is never reported")
 def _lost(rng: random.Random) -> Setup:
     return replace(_faulty(_share(rng), drop=0.15, lost_completion=0.15), load_timeout=rng.choice([0.05, 0.2, 0.6]))
 

@@ -4,7 +4,7 @@ The store is a memory and a directory. A block's place in it has room for all la
 split differently share it. Every (layer, head) of a block carries the digest of the bytes that were saved; a load
 checks them where they have landed. What belongs to whom:
 
-    a place    belongs to one key from `begin_save` on; it is given to another only when nobody reads it and nothing
+    a place    belongs to one key from `begin_save` on; it is given to another only when it has no reader and nothing
                that was begun for it can still write (the saver has reported, or its endpoint is quiet)
     a load     pins the places that it reads until all shards have reported
     a save     copies a block aside before the step writes anything ("staged"), or, when the request has ended, writes
@@ -77,7 +77,7 @@ class Entry:
 
 
 class BlockStore:
-    """`num_places` blocks. Belongs to nobody: engines come and go."""
+    """`num_places` blocks. No engine owns it: engines come and go."""
 
     def __init__(self, fabric: MemoryFabric, layers: Sequence[OracleLayer], block_size: int, num_places: int) -> None:
         self.fabric = fabric
@@ -205,7 +205,7 @@ class BlockStore:
         assert not self._saving, f"{len(self._saving)} saves never ended"
         assert not self._quarantine, "places of the store are in quarantine for ever"
         pinned = [entry.place for entry in self.entries.values() if entry.readers]
-        assert not pinned, f"places of the store are pinned for nobody: {pinned}"
+        assert not pinned, f"places of the store are pinned without a reader: {pinned}"
 
 
 class BlockCopy(msgspec.Struct, frozen=True):

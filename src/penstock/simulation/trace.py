@@ -1,4 +1,4 @@
-"""What has happened in a world: a digest of all of it, and the last events for whoever must understand one."""
+"""What has happened in a world: a digest of all of it, and the last events, to understand a violation."""
 
 from __future__ import annotations
 

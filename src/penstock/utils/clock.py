@@ -1,4 +1,4 @@
-"""Time is an argument: whoever needs it is given a clock, and only `SystemClock` reads the machine's."""
+"""Time is an argument: code that needs it takes a clock, and only `SystemClock` reads the machine's."""
 
 from __future__ import annotations
 

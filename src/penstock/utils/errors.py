@@ -6,7 +6,7 @@
     ├── OverloadedError   the request is right, but there is no room for it now; becomes an HTTP 503
     ├── GrammarError      one request's grammar cannot go on; the request ends with it
     ├── WireError         another process sent what is no message
-    ├── PeerError         another engine cannot be reached, or has refused; whoever needs it goes on without it
+    ├── PeerError         another engine cannot be reached, or has refused; the caller continues without it
     └── EngineDeadError   the engine core has stopped and can serve nothing more; becomes an HTTP 503
 
 A failed `assert` is a bug in Penstock. Input from a client never meets one.

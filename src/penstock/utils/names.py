@@ -1,4 +1,4 @@
-"""Help with names that nobody knows, and with text that is none."""
+"""Help with unknown names and invalid text."""
 
 from __future__ import annotations
 

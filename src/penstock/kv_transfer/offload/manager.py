@@ -6,7 +6,7 @@ tiers between chunks and their media. Every chunk is free, or belongs to one key
     WRITING     the engine is storing into it; not found yet
     PROMOTING   a tier is loading into it; not found yet
     READY       complete, and found
-    DOOMED      not found any more, but somebody still reads or writes it
+    DOOMED      no longer found, but still being read or written
 
 and has one pin for each of its users: its writer, each load out of it, each store into a tier below. A chunk is handed
 out again only when it has none. A key has one chunk at most, a doomed one included: until its last user has ended the
@@ -72,7 +72,7 @@ _REFRESH_PART = 8
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
-    """Where a key's bytes lie, and what they must digest to, None where nobody attests them."""
+    """Where a key's bytes lie, and their expected digest, None where there is no attestation."""
 
     chunk_id: int
     digest: bytes | None
@@ -218,9 +218,9 @@ class OffloadingManager:
         return [StoredChunk(chunk.chunk_id, chunk.digest) for chunk in chunks]
 
     def complete_load(self, keys: Sequence[OffloadKey]) -> None:
-        """Nobody reads these chunks any more on behalf of one `prepare_load`, however it ended."""
+        """One `prepare_load` has ended, successfully or not, and no longer reads these chunks."""
         for key in keys:
-            assert self._loads[key] > 0, f"nobody loads {key}"
+            assert self._loads[key] > 0, f"no load of {key} is running"
             self._loads[key] -= 1
             if not self._loads[key]:
                 del self._loads[key]
@@ -267,7 +267,7 @@ class OffloadingManager:
 
     def complete_store(self, key: OffloadKey, digest: bytes | None, success: bool) -> None:
         """The engine has ended writing the key's chunk. Only now, and only if it was a success, the key is found."""
-        assert key in self._writers, f"nobody stores {key}"
+        assert key in self._writers, f"no store of {key} is running"
         self._writers.remove(key)
         chunk = self._chunks[key]
         self._counts["num_stores" if success else "num_stores_failed"] += 1

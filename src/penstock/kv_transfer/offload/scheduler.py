@@ -399,7 +399,7 @@ class OffloadingScheduler(NullSchedulerConnector):
         self._ledger.check_integrity()
         self._manager.check_integrity()
         assert self._loads.keys().isdisjoint(self._stores), "one name for a load and a store"
-        assert len(self._ledger) == len(self._loads) + len(self._stores), "a transfer nobody waits for"
+        assert len(self._ledger) == len(self._loads) + len(self._stores), "a transfer without a waiting load or store"
 
     def shutdown(self) -> None:
         self._manager.shutdown()

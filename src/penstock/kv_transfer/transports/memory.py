@@ -26,9 +26,9 @@ from penstock.utils.errors import PeerError
 class FaultKind(enum.StrEnum):
     NONE = "none"
     DROP = "drop"
-    """Nothing moves, and nobody is told."""
+    """Nothing moves, and no completion is reported."""
     LOST_COMPLETION = "lost_completion"
-    """Everything lands, and nobody is told."""
+    """Everything arrives, and no completion is reported."""
     DIE = "die"
     """Ends as FAILED_SETTLED behind the first part of the bytes."""
     DIE_UNSETTLED = "die_unsettled"

@@ -146,7 +146,7 @@ class _Answer:
             return new
         prompt_rows, prompt_ids = output.prompt_logprobs or (), output.prompt_token_ids
         told = logprobs.completion_logprobs(prompt_rows, prompt_ids, 0, num_top, names_ids)
-        # The first token has no log probability, and so nobody has told its text.
+        # The first token has no log probability, and therefore no text yet.
         first = self._service.llm.get_tokenizer().decode_token(prompt_ids[0])
         told["tokens"][0] = logprobs.token_name(prompt_ids[0]) if names_ids else first
         told["text_offset"][1:] = [place + len(first) for place in told["text_offset"][1:]]

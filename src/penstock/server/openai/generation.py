@@ -99,7 +99,7 @@ class Cursor:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One HTTP request's prompts in the engine, in their order; whoever started it closes it."""
+    """One HTTP request's prompts in the engine, in their order; its creator closes it."""
 
     streams: tuple[RequestStream, ...]
 

@@ -33,7 +33,7 @@ from penstock.kv_transfer.offload import OffloadKey
 class TransferJob:
     """Chunks on their way between the CPU tier and another: `keys[i]` lies, or will lie, in `chunk_ids[i]`.
 
-    `digests[i]` was made by whoever produced the bytes, None where its attestation does not cover the key. A tier keeps
+    `digests[i]` was made by the producer of the bytes, None where its attestation does not cover the key. A tier keeps
     it with the bytes and gives it back, and it checks the bytes it keeps by means of its own. A load has only None.
     """
 
@@ -93,7 +93,7 @@ class OffloadEvent:
 class EventLog:
     """What became of one medium's keys since it was last asked.
 
-    Only the difference is kept, so a log that nobody reads stays as small as the set of keys: one that came and went in
+    Only the difference is kept, so a log without a reader stays as small as the set of keys: one that came and went in
     between has no event. Replaying all events gives exactly the keys that are there.
     """
 

@@ -362,7 +362,7 @@ class DiskTier:
         return False
 
     def _on_deleted(self, task: _Delete, outcome: _Outcome) -> None:
-        # A file that cannot be deleted keeps its place, and its key stays busy so that nobody finds it.
+        # A file that cannot be deleted keeps its place, and its key stays busy so that no lookup finds it.
         self._busy.difference_update(set(task.keys) - set(outcome.undeleted))
         self._doomed.difference_update(task.keys)
         if not outcome.is_successful:

@@ -22,7 +22,7 @@ class StoredResponse:
 class ResponseStore:
     """Keeps the newest responses within a number and a size; the one not used for longest makes room.
 
-    An `owner` is an API key, None where there are none: nobody else finds what a key has made.
+    An `owner` is an API key, None where there are none: other keys cannot find what a key has created.
     """
 
     def __init__(
