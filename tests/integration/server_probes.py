@@ -40,7 +40,7 @@ def check_idle(server: ServerProcess) -> None:
 
 
 def is_gone(pid: int) -> bool:
-    """Whether the process has ended; one that nobody has waited for yet counts as ended."""
+    """Whether the process has ended; one that has not been waited for yet counts as ended."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except (FileNotFoundError, ProcessLookupError):

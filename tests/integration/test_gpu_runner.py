@@ -1,4 +1,4 @@
-"""The runner's path on a GPU, in Triton's interpreter: the tokens of the CPU's path, and nobody waits for the device.
+"""The runner's path on a GPU, in Triton's interpreter: the tokens of the CPU's path, without a wait for the device.
 
 Most tests run the runner's own parts in the interpreter and the model by the kernels of the CPU, which are quick and
 leave the same logits; one runs everything as a GPU would.
@@ -234,7 +234,7 @@ def test_the_same_outputs_from_graphs(
 @pytest.mark.parametrize("speculative", [exhaustive(MTP), DRAWN], ids=["best", "drawn"])
 @pytest.mark.usefixtures("graphs")
 def test_the_same_drafts_from_graphs(speculative: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong draft changes no token, so what is proposed is compared itself; padding proposes nothing for anybody."""
+    """A wrong draft changes no token, so what is proposed is compared itself; padding proposes no drafts."""
     proposed: list[torch.Tensor] = []
     build = GpuInputBuilder.build
 
@@ -307,7 +307,7 @@ def test_a_replayed_step_launches_nothing_beside_its_graphs(
     assert any("_adjust_logits" in names for names in replayed((GREEDY, PENALISED)))
 
 
-class NobodyWaits(TorchDispatchMode):
+class NoWaits(TorchDispatchMode):
     """Raises where an operation would make the CPU wait for a GPU."""
 
     WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "is_nonzero")
@@ -349,7 +349,7 @@ def test_nothing_is_read_back(
         original = getattr(Worker, name)
 
         def watched(self: Worker, argument: Any, original: Any = original) -> Any:
-            with monkeypatch.context() as guard, NobodyWaits():
+            with monkeypatch.context() as guard, NoWaits():
                 refuse_reading(guard)
                 result = original(self, argument)
             if result is not None and isinstance(result, StepOutput):
@@ -367,7 +367,7 @@ def test_nothing_is_read_back(
 
 @pytest.mark.usefixtures("gpu_parts")
 def test_a_model_without_numbers_fails_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What went wrong is told although nobody looks at the logits later."""
+    """The failure is reported although the logits are not read later."""
     forward = ModelRunner._forward
 
     def spoiled(self: ModelRunner, plan: Any) -> Any:

@@ -316,7 +316,7 @@ def test_echo(client: OpenAI, llm: LLM, stream: bool) -> None:
 
 
 def test_echo_without_output_is_not_charged_and_has_no_end_of_its_own(client: OpenAI) -> None:
-    # The token that the engine makes, and nobody sees, is one that would stop.
+    # The token that the engine makes, and that is not returned, is one that would stop.
     answer = complete(client, max_tokens=0, echo=True, extra={"stop_token_ids": [2], "allowed_token_ids": [2]})
     assert answer.usage.completion_tokens == 0
     assert (answer.choices[0].finish_reason, answer.choices[0].stop_reason) == ("length", None)

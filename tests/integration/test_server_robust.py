@@ -390,7 +390,7 @@ def test_a_slow_reader_of_several_prompts_gets_all_of_them() -> None:
         reading = asyncio.ensure_future(anext(updates))
         await advance(0, False)
         seen.append(await reading)
-        # Nobody reads now: the first prompt goes on, and ends.
+        # No client reads now: the first prompt continues and ends.
         await advance(0, False)
         await advance(0, True)
         seen.append(await anext(updates))
@@ -434,7 +434,7 @@ def test_swarms_of_connections(small: ServerProcess) -> None:
         connect(small.url).close()
     held = [connect(small.url) for _ in range(300)]
     for number, connection in enumerate(held):
-        # Nothing at all, half a head, half a body: none of them may stand in anybody's way.
+        # Nothing at all, half a head, half a body: none of them may delay other clients.
         data = (b"", b"GET /health HTTP/1.1\r\nHo", post_bytes(COMPLETIONS, body)[:-4])[number % 3]
         connection.sendall(data)
     try:
@@ -450,7 +450,7 @@ def test_swarms_of_connections(small: ServerProcess) -> None:
 
 
 def test_a_head_has_a_bound(small: ServerProcess) -> None:
-    """Nobody without a key may fill the memory, so a head without an end is cut off."""
+    """A client without a key must not fill the memory, so a head without an end is cut off."""
     endless_head = b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + (b"X: " + b"a" * (1 << 20) + b"\r\n") * 64
     with connect(small.url) as connection, pytest.raises((ConnectionResetError, BrokenPipeError)):
         connection.sendall(endless_head)

@@ -205,7 +205,7 @@ def test_wrong_keys(keyed: ServerProcess, value: str) -> None:
 
 
 def test_a_refused_body_is_not_read(keyed: ServerProcess) -> None:
-    """Whoever has no key costs no memory, however large what they send."""
+    """A client without a key costs no memory, however large its requests are."""
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999999999999\r\n\r\n"
     check_refused(send_raw(keyed.url, head))
 

@@ -74,7 +74,7 @@ def test_the_kernel_moves_bytes() -> None:
 
 
 def test_what_is_read_is_what_lay_there(transfers: tuple[BlockTransfers, KVCache]) -> None:
-    """Whatever overwrites it later, and whoever reads it when."""
+    """Later writes and the time of the read make no difference."""
     many, cache = transfers
     wanted = expected(cache, PLACES)
     found: list[tuple[int, bytes]] = []

@@ -77,7 +77,7 @@ def test_a_setting_of_a_product_is_used_and_checked(
     assert used == [setting] * 2
     assert decode.choose is tiles.choose
     assert cell.error(operands, outputs) < cell.tolerance()
-    # A tile that nobody computed is seen, whichever output it is in.
+    # A tile that was not computed is detected, whichever output it is in.
     for number, output in enumerate(outputs):
         wrong = [tensor.clone() for tensor in outputs]
         wrong[number].view(len(output), -1)[-1, -16:] = 0

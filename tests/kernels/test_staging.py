@@ -15,7 +15,7 @@ CHUNK = 64
 
 
 class LateQueue:
-    """Copies and launches only when somebody waits (`CopyQueue`), and counts how often that was the CPU."""
+    """Copies and launches only when it is waited for (`CopyQueue`), and counts how often that was the CPU."""
 
     def __init__(self) -> None:
         self._pending: list[Callable[[], object]] = []

@@ -90,7 +90,7 @@ class AdjustCase(Case):
         words = torch.tensor(np.stack(list(masks.values()))) if masks else torch.zeros((0, 1), dtype=torch.int32)
         out = torch.full(padded.shape, 7.0)
         adjust_logits(padded, *where, self.token_ids, rows.adjust_tables, counts, mask_of_row, words, out)
-        assert not counts.any(), "whoever reads a count leaves 0 behind"
+        assert not counts.any(), "the reader of a count leaves 0 behind"
         assert (out[-1] == 7.0).all()
         return out[:-1]
 

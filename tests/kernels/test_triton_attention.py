@@ -263,7 +263,7 @@ class TestFused:
 
 
 class TestDeterministic:
-    """One result for a row, whoever computes it. The interpreter has no layouts, but tiles, splits and their order."""
+    """One result for a row, by every plan. The interpreter has no layouts, but tiles, splits and their order."""
 
     @pytest.fixture(params=[(64, 0), (80, 50)])
     def sequence(self, request: pytest.FixtureRequest) -> tuple[Sequence, int]:

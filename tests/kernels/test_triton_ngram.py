@@ -22,7 +22,7 @@ def device() -> Iterator[None]:
 
 
 def check(requests: Sequence[Sequence[int]], shortest: int, longest: int, num_drafts: int) -> None:
-    """Each request on a row of its own, with tokens behind its last one that nobody may look at."""
+    """Each request on a row of its own, with tokens behind its last one that must not be read."""
     width = max(map(len, requests)) + num_drafts
     rows = torch.randperm(len(requests) + 2)[: len(requests)]
     token_ids = torch.randint(0, 3, (len(requests) + 2, width), dtype=torch.int32)

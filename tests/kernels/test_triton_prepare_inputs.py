@@ -214,7 +214,7 @@ def test_drafts_stand_behind_what_is_known(count: int, num_drafts: int) -> None:
         state.num_computed[:, 0] = torch.arange(ROWS) * 50
         drafts = torch.full((ROWS, 20), GARBAGE)
         store(proposed, rows, state.num_computed, drafts, state.token_ids)
-        # What padding leaves in the last row, which is nobody's, does not matter.
+        # What padding leaves in the last row, which no request has, does not matter.
         found.append((drafts[:-1], state.token_ids[:-1]))
     assert torch.equal(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])

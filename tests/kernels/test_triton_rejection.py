@@ -152,7 +152,7 @@ def test_drafts_are_drawn_with_their_own_noise() -> None:
         for place in range(NUM_DRAFTS):
             if request.sampling_params.is_greedy:
                 expected = int(logits[index, place].argmax())
-                assert windows.kept.logits[row, place].isnan().all(), "nobody asks for it"
+                assert windows.kept.logits[row, place].isnan().all(), "it is not asked for"
             else:
                 position = np.array([int(windows.first[index]) + place])
                 noise = torch.tensor(uniform([request.seed], position, Purpose.DRAFT))

@@ -363,7 +363,7 @@ BUGS = (
         "self._jobs += [*map(self._store, self._stores), *map(self._load, self._new_loads)]",
     ),
     _bug(
-        "a tier drops a load's pins when it begins, and nobody looks at the digest",
+        "a tier drops a load's pins when it begins, and the digest is not checked",
         "offload_small",
         "kv_transfer.offload.scheduler:OffloadingScheduler.update_state_after_alloc",
         "chunks = self._manager.prepare_load(keys)",
@@ -383,7 +383,7 @@ BUGS = (
         'f"store/{self._num_stores}"',
     ),
     _bug(
-        "layer hooks go to nobody",
+        "layer hooks are not called",
         "layerwise_loads",
         "kv_transfer.kv_step:KVStep.hooks",
         "self._active.layer_hooks or self._no_hooks",

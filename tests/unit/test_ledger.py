@@ -26,7 +26,7 @@ def test_a_transfer_is_complete_when_every_shard_has_reported(order: tuple[tuple
         assert ledger.apply(report(shard)) == ()
         assert ledger.apply(report(shard)) == (), "a duplicate completes nothing"
     assert [each.shard for each in ledger.apply(report(order[-1]))] == sorted(SHARDS)
-    assert ledger.apply(report(order[0])) == (), "a late one is about a transfer that nobody knows"
+    assert ledger.apply(report(order[0])) == (), "a late one is about an unknown transfer"
     assert (ledger.num_duplicates, ledger.num_unknown, len(ledger)) == (2, 1, 0)
     ledger.check_integrity()
 

@@ -35,7 +35,7 @@ def write(region: OffloadRegion, key: OffloadKey, chunk_id: int) -> None:
 
 
 class Replay:
-    """What somebody who only sees the events believes."""
+    """What a reader of the events alone believes."""
 
     def __init__(self) -> None:
         self.keys: dict[str, set[OffloadKey]] = {"CPU": set(), "STORAGE": set(), "SLOW": set()}
@@ -351,7 +351,7 @@ def test_bad_bytes_are_forgotten_everywhere_at_once_and_their_chunk_at_the_last_
     assert world.manager.promote([key]) == 0
     assert not world.tier.lookup(key)
     world.manager.complete_load([key])
-    assert world.manager.prepare_store([(key, 0)]) == [], "somebody still reads the old chunk"
+    assert world.manager.prepare_store([(key, 0)]) == [], "the old chunk is still being read"
     world.manager.complete_load([key])
     assert len(world.manager.prepare_store([(key, 0)])) == 1
     world.manager.check_integrity()

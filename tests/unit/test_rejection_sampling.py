@@ -265,7 +265,7 @@ def test_a_model_without_numbers_is_reported() -> None:
     step = made.verify(made.rejection(), nan, TARGET.log(), TARGET.log())
     assert not step.distributions.is_valid.view(20, 3)[:, 0].any()
     assert step.distributions.is_valid.view(20, 3)[:, 1:].all()
-    # And a drafter without numbers harms nobody.
+    # And a drafter without finite logits does no harm.
     made.propose(nan, nan)
     step = made.verify(made.rejection(), TARGET.log(), TARGET.log(), TARGET.log())
     assert step.distributions.is_valid.all()
