@@ -14,8 +14,9 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 def _dot(self: InterpreterBuilder, a: Any, b: Any, d: Any, *_: Any) -> TensorHandle:
     """a [..., M, K] @ b [..., K, N] + d; no kernel of ours multiplies 8-bit floats."""
-    rows, matrices = a.data[..., :, None, :], b.data[..., None, :, :]
-    return TensorHandle(np.matmul(rows, matrices, dtype=d.data.dtype)[..., 0, :] + d.data, d.dtype.scalar)
+    left, right = a.data.astype(d.data.dtype, copy=False), b.data.astype(d.data.dtype, copy=False)
+    product = np.matmul(left[..., :, None, :], right[..., None, :, :])[..., 0, :]
+    return TensorHandle(product + d.data, d.dtype.scalar)
 
 
 @pytest.fixture(scope="session", autouse=True)
