@@ -14,6 +14,7 @@ import uvicorn
 
 import penstock
 from penstock.config.server import ServerArgs
+from penstock.frontend.text_work import TextWork
 from penstock.messages.outputs import CompletionOutput, RequestOutput
 from penstock.messages.sampling_params import SamplingParams
 from penstock.metrics.prometheus import PrometheusMetrics
@@ -78,12 +79,14 @@ class ScriptedLLM:
     has_tokenizer = True
     death = None
     num_unfinished = 0
+    eos_token_ids = frozenset({2})
 
     def __init__(self, folder: Path) -> None:
         self.script = Script()
         self.prompts: list[str] = []
         self.params: list[SamplingParams] = []
         self._tokenizer = Tokenizer(folder, VOCAB_SIZE)
+        self.text_work = TextWork()
 
     def get_tokenizer(self) -> Tokenizer:
         return self._tokenizer

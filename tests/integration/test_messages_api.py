@@ -188,7 +188,7 @@ def test_either_header_carries_the_key(real: ServerProcess, path: str) -> None:
 
 
 def test_the_header_opens_no_other_path(real: ServerProcess) -> None:
-    for path in ("/v1/models", "/v1/chat/completions", "/v1/messagesx", "/metrics", "/dashboard/api/stats"):
+    for path in ("/v1/models", "/v1/chat/completions", "/v1/messagesx", "/dashboard/api/stats"):
         request = urllib.request.Request(real.url + path, headers={"x-api-key": "secret"})
         with pytest.raises(urllib.error.HTTPError) as caught:
             urllib.request.urlopen(request, timeout=60)

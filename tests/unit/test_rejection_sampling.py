@@ -294,7 +294,8 @@ def test_a_row_that_is_taken_again_reads_no_old_logits() -> None:
 
 def test_the_buffer_is_refused_when_it_does_not_fit() -> None:
     memory = cast(DeviceMemory, SimpleNamespace(available=lambda: 2**30))
-    loaded = SimpleNamespace(device=CPU, config=SimpleNamespace(dtype="bfloat16", vocab_size=256_000))
+    model, config = SimpleNamespace(logits_dtype=torch.bfloat16), SimpleNamespace(vocab_size=256_000)
+    loaded = SimpleNamespace(device=CPU, model=model, config=config)
     with pytest.raises(ConfigError, match=r"max_num_seqs=256 requests, which take 3\.9 GiB.*1\.0 GiB free"):
         allocate_draft_logits(cast(Any, loaded), 256, 32, memory)
 
