@@ -242,7 +242,7 @@ def _hang_up_in_the_queue(server: ServerProcess) -> None:
 
 
 def _hang_up_in_prefill(server: ServerProcess) -> None:
-    stream = Stream(server.url, COMPLETIONS, endless(prompt=LONG_PROMPT))
+    stream = Stream(server.url, COMPLETIONS, endless(prompt=LONG_PROMPT, max_tokens=100))
     wait_for(server, 1)
     stream.close()
 

@@ -424,3 +424,11 @@ def test_an_answer_that_must_not_call(name: str) -> None:
     assert strict is not None
     assert is_accepted(strict, f"a<|im_start|>{FORCED[name].removeprefix(form.TRIGGERS[0])}")
     assert not is_accepted(strict, "a<|im_start|>b")
+
+
+def test_a_repeated_id_is_replaced() -> None:
+    """Results refer to calls by their ids."""
+    text = '[TOOL_CALLS]f[CALL_ID]abcdefgh1[ARGS]{"a": 1}' * 2
+    got = assert_any_split_agrees("mistral", text, [3, 40], TOOLS)
+    assert got.ids[0] == "abcdefgh1"
+    assert got.ids[1] != "abcdefgh1"

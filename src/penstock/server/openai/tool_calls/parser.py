@@ -49,6 +49,7 @@ class ToolCallParser(ABC):
 
     def __init__(self, tools: Tools) -> None:
         self.num_calls = 0
+        self._ids: set[str] = set()
         self._tools = tools
         self._held: list[str] = []  # characters not known yet to be content or part of a call
         self._separating = True  # since the last call, or the start, only separators have come
@@ -96,7 +97,11 @@ class ToolCallParser(ABC):
         self._parts.add_text(content)
         self._held.clear()
         self._separating = self._in_call = True
-        self._parts.begin_call(self.num_calls, call_id or self._make_id(), name)
+        if call_id is None or call_id in self._ids:
+            # A model may repeat an id, but results refer to calls by it.
+            call_id = self._make_id()
+        self._ids.add(call_id)
+        self._parts.begin_call(self.num_calls, call_id, name)
         self.num_calls += 1
 
     def _emit(self, arguments: str) -> None:
