@@ -54,9 +54,6 @@ struct Prefetch {
     }
 };
 
-// How far ahead a panel is fetched that is read once. Behind the last panel nothing is read: prefetches do not fault.
-constexpr int64_t kNearBytes = 2048;
-
 // One product: `rows` rows of x with one panel of weights.
 template <class Element>
 struct Tile {
@@ -157,15 +154,11 @@ void multiply_rows(const Linear& layer, const typename Kernel::Element* x, char*
         for (int64_t block = 0; block < blocks; ++block) {
             const int64_t first = block * height;
             const bool ahead = panel + 1 < panels.end && block * block_share < bytes;
-            // With one block of rows a panel is read once, from memory: a little ahead is enough, and arrives earlier.
-            const Prefetch prefetch = blocks == 1
-                                          ? Prefetch{weight + kNearBytes, Kernel::kStepBytes}
-                                          : Prefetch{weight + bytes + block * block_share, ahead ? share : 0};
             Kernel::run({packed + block * block_bytes, weight, layer.bias ? layer.bias + column : nullptr,
                          out + (first * layer.out_features + column) * out_size, layer.out_features * out_size,
                          layer.is_wide != 0, smaller(height, rows - first),
                          smaller(kPanel, layer.out_features - column), Kernel::padded_k(layer.in_features),
-                         prefetch});
+                         Prefetch{weight + bytes + block * block_share, ahead ? share : 0}});
         }
     }
 }
