@@ -44,11 +44,15 @@ class BuildNative(build_ext):
         """The library's plain name: it is no Python module, so it carries no interpreter's suffix."""
         return str(Path(*fullname.split(".")).with_suffix(".so"))
 
-    def build_extension(self, ext: Extension) -> None:
-        compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
-        if compiler is None or os.environ.get("PENSTOCK_NATIVE") == "0":
+    def run(self) -> None:
+        if find_compiler() is None or os.environ.get("PENSTOCK_NATIVE") == "0":
             self.warn("installing without the native CPU kernels: generation will be about 10 times slower on a CPU")
-            return
+            self.extensions = []
+        super().run()
+
+    def build_extension(self, ext: Extension) -> None:
+        compiler = find_compiler()
+        assert compiler is not None, "see run()"
         try:
             compile_native(compiler, Path(self.get_ext_fullpath(ext.name)))
         except subprocess.CalledProcessError as error:
@@ -66,6 +70,10 @@ class PlatformWheel(bdist_wheel):
 
     def get_tag(self) -> tuple[str, str, str]:
         return ("py3", "none", super().get_tag()[2])
+
+
+def find_compiler() -> str | None:
+    return shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 
 
 def compile_native(compiler: str, target: Path) -> None:

@@ -9,7 +9,7 @@ PENSTOCK_ADMIN_API_KEY
                      keys for the administration port, separated by commas
 PENSTOCK_DEBUG       1 poisons KV blocks, checks the integrity of all derived state after every step, and encodes and
                      decodes every message between the engine core and a worker in the same process
-GOMP_SPINCOUNT       how long OpenMP threads spin before they sleep; Penstock sets it unless it is set
+GOMP_SPINCOUNT       how long torch's OpenMP threads spin before they sleep; Penstock sets it unless it is set
 """
 
 from __future__ import annotations

@@ -147,7 +147,8 @@ PENSTOCK_EXPORT(void, rms_norm)
 #undef CALL
 }
 
-PENSTOCK_EXPORT(void, silu_and_mul)(const void* gate_up, void* out, int64_t rows, int64_t width, int64_t threads, int32_t dtype) {
+PENSTOCK_EXPORT(void, silu_and_mul)
+(const void* gate_up, void* out, int64_t rows, int64_t width, int64_t threads, int32_t dtype) {
 #define CALL(T) silu_and_mul<T>(gate_up, out, rows, width, threads)
     PENSTOCK_BY_DTYPE(CALL)
 #undef CALL

@@ -1,0 +1,61 @@
+"""The native library's build and its threads: a compiler's error is not swallowed, and limits are respected."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock import LLM, SamplingParams
+from penstock.kernels import native
+from tests.architecture.sources import ROOT
+
+
+def build(folder: Path, compiler: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs the build with `compiler` as the first C++ compiler on the path; the sources are copies."""
+    shutil.copytree(ROOT / "src/penstock/kernels/native", folder / "src/penstock/kernels/native")
+    shutil.copy(ROOT / "setup.py", folder)
+    (folder / "bin").mkdir()
+    (folder / "bin/c++").write_text(f"#!/bin/sh\n{compiler}\n")
+    (folder / "bin/c++").chmod(0o755)
+    variables = {**os.environ, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}", **environment}
+    command = [sys.executable, "setup.py", "build_ext", "--inplace"]
+    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=300)
+
+
+def test_a_compiler_that_fails_fails_the_installation(tmp_path: Path) -> None:
+    done = build(tmp_path, "echo 'attention.cpp: no such instruction' >&2; exit 1")
+    assert done.returncode != 0
+    assert "no such instruction" in done.stderr
+    assert "PENSTOCK_NATIVE=0" in done.stderr
+    assert not list(tmp_path.rglob("libpenstock_native*"))
+
+
+def test_the_library_can_be_left_out(tmp_path: Path) -> None:
+    done = build(tmp_path, "exit 1", PENSTOCK_NATIVE="0")
+    assert done.returncode == 0, done.stderr
+    assert "10 times slower" in done.stderr + done.stdout
+
+
+@pytest.mark.parametrize(("quota", "expected"), [("max 100000", 8), ("150000 100000", 2), ("50000 100000", 1)])
+def test_threads_respect_the_cgroup(quota: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cpu.max").write_text(f"{quota}\n")
+    monkeypatch.setattr(native, "_TORCH_THREADS", 8)
+    monkeypatch.setattr(native, "_CGROUP_QUOTA", tmp_path / "cpu.max")
+    assert native.default_num_threads() == expected
+
+
+def test_an_engine_computes_on_as_many_threads_as_it_is_given() -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=16)
+    answers: list[list[int]] = []
+    for count in (1, 3):
+        llm = LLM(device="cpu", num_threads=count, num_gpu_blocks_override=64)
+        assert native.num_threads() == count
+        answers.append(llm.generate("Once upon a time", params, use_tqdm=False)[0].outputs[0].token_ids)
+        llm.shutdown()
+    native.set_num_threads(native.default_num_threads())
+    assert answers[0] == answers[1]
