@@ -11,9 +11,10 @@ import sys
 from collections.abc import Collection, Sequence
 
 from penstock import __version__
-from penstock.cli.parser import USAGE_ERROR, Parser, nearest
+from penstock.cli.parser import USAGE_ERROR, Parser
 from penstock.utils.errors import PenstockError
 from penstock.utils.interrupts import interrupts_end_at_once
+from penstock.utils.names import nearest
 
 SUMMARIES = {
     "serve": "serve a model over HTTP with the OpenAI API",

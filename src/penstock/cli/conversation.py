@@ -7,9 +7,9 @@ import sys
 from collections.abc import Callable
 
 from penstock.cli.chat_models import CONTEXT_FULL, ChatModel, Message
-from penstock.cli.parser import nearest
 from penstock.cli.startup import announce
 from penstock.utils.errors import EngineDeadError, PenstockError, RequestError
+from penstock.utils.names import nearest
 
 _HELP = '''\
 /help    shows this

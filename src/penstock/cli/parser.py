@@ -5,22 +5,15 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from penstock.utils.names import nearest
 from penstock.utils.sizes import format_size, parse_size
 
 USAGE_ERROR = 2
 _COLUMNS, _MOST_COLUMNS = 80, 100
 _HELP_POSITION = 32
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean ...?`, or nothing where no known name is near."""
-    import difflib  # here, because only mistakes need it
-
-    found = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {found[0]}?" if found else ""
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):

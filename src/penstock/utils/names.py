@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`; did you mean ...?`, or nothing where no known name is near."""
+    import difflib  # here, because only mistakes need it
+
+    found = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {found[0]}?" if found else ""
 
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:

@@ -6,7 +6,6 @@ A field that is in no table and on no model is refused, because a misspelled one
 
 from __future__ import annotations
 
-import difflib
 import enum
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.utils.errors import RequestError
+from penstock.utils.names import nearest
 
 MAX_IGNORED_FIELDS = 32
 ignored_fields: ContextVar[list[str] | None] = ContextVar("ignored_fields", default=None)
@@ -196,8 +196,7 @@ def translate(given: Any, table: Iterable[DialectField], known: Iterable[str]) -
             kept[name] = value
         elif row is None:
             if not is_ignored(name):
-                near = difflib.get_close_matches(str(name), [*declared, *rows], n=1)
-                hint = f"; did you mean {near[0]}?" if near else ""
+                hint = nearest(str(name), [*declared, *rows])
                 raise RequestError(f"{name} is not a field of this request{hint}", str(name))
         elif row.effect is Effect.REFUSED and value is not None and value not in row.neutral:
             raise RequestError(f"{name} {row.note}", name)
