@@ -42,11 +42,13 @@ def interrupts_blocked() -> Iterator[None]:
     """Blocks SIGINT in this thread while the body runs; a process that is started in the body never receives one.
 
     A terminal sends Ctrl-C to all processes in the foreground. A child process that its parent ends must not answer
-    with a traceback of its own, also not before its first line runs.
+    with a traceback of its own, also not before its first line runs. An interrupt that another thread of this process
+    receives is held back too.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        yield
+        with interrupts_held():
+            yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
