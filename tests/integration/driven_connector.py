@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.kv_transfer.connector import ConnectorEvent, FinishAction, LoadEnded, Match, RequestView
+from penstock.kv_transfer.connector import FREED, ConnectorEvent, FinishResult, LoadEnded, Match, RequestView
 from penstock.kv_transfer.factory import ConnectorContext
 from penstock.kv_transfer.null import NullSchedulerConnector, NullWorkerConnector
 from penstock.messages.kv_transfer import (
@@ -16,7 +16,8 @@ from penstock.messages.kv_transfer import (
     TransferReport,
     TransferStatus,
 )
-from penstock.messages.scheduler_output import BlockIds, BlockTable
+from penstock.messages.outputs import FinishReason
+from penstock.messages.scheduler_output import BlockIds
 
 NUM_STEPS = 3
 SAVE = "save"
@@ -49,9 +50,9 @@ class DrivenScheduler(NullSchedulerConnector):
         self._has_loaded = True
         self._open[transfer_id] = num_computed_tokens, end
 
-    def request_finished(self, request: RequestView, block_ids: BlockTable) -> FinishAction:
+    def request_finished(self, request: RequestView, block_ids: BlockIds, reason: FinishReason) -> FinishResult:
         self._open[SAVE] = 0, 0
-        return FinishAction.FREE
+        return FREED
 
     def update_connector_output(self, output: KVConnectorOutput) -> Sequence[ConnectorEvent]:
         ended = [report.transfer_id for report in output.reports if report.transfer_id in self._open]

@@ -181,8 +181,8 @@ BUGS = (
     _bug(
         "blocks that are still read are freed",
         "held_blocks",
-        "core.scheduler:Scheduler._free",
-        "if action is FinishAction.HOLD:",
+        "core.remote_kv:RemoteKV.finish",
+        "if result.action is FinishAction.HOLD and block_ids:",
         "if False:",
     ),
     _bug(

@@ -23,6 +23,7 @@ from penstock.kv_transfer.offload.messages import OffloadSetup
 from penstock.messages.kv_cache_spec import KVCacheConfig
 from penstock.messages.kv_layout import MemoryRegion
 from penstock.messages.kv_transfer import ConnectorSetup, HandshakePayload, ShardId, TransferStatus
+from penstock.messages.outputs import FinishReason
 from penstock.messages.scheduler_output import SchedulerOutput
 from penstock.simulation.oracle import OracleMemory, cache_config, make_layers
 from penstock.utils.errors import ConfigError
@@ -217,7 +218,7 @@ def test_what_was_chosen_is_remembered_until_allocation() -> None:
     multi.update_state_after_alloc(request, "r/load-1", ((1,),), 0, 4)
     assert [child.begun for child in children.values()] == [[], ["r/load-1"], []]
     multi.get_num_new_matched_tokens(request, 0)
-    multi.request_finished(request, ())
+    multi.request_finished(request, (), FinishReason.LENGTH)
     assert not multi._chosen
 
 

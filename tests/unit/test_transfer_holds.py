@@ -11,11 +11,20 @@ from penstock.config.engine import SchedulerConfig
 from penstock.core.kv_cache_manager import KVCacheManager
 from penstock.core.remote_kv import KVTransfer
 from penstock.core.scheduler import Scheduler
-from penstock.kv_transfer.connector import ConnectorEvent, FinishAction, Match, Released, RequestView
+from penstock.kv_transfer.connector import (
+    FREED,
+    ConnectorEvent,
+    FinishAction,
+    FinishResult,
+    Match,
+    Released,
+    RequestView,
+)
 from penstock.kv_transfer.multi import MultiScheduler
 from penstock.kv_transfer.null import NullSchedulerConnector
 from penstock.messages.kv_cache_spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from penstock.messages.kv_transfer import KVConnectorOutput
+from penstock.messages.outputs import FinishReason
 from penstock.messages.requests import EngineRequest
 from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.messages.sampling_params import SamplingParams
@@ -31,9 +40,9 @@ class HoldingConnector(NullSchedulerConnector):
         self.held: list[str] = []
         self.to_release: list[str] = []
 
-    def request_finished(self, request: RequestView, block_ids: BlockIds) -> FinishAction:
+    def request_finished(self, request: RequestView, block_ids: BlockIds, reason: FinishReason) -> FinishResult:
         self.held.append(request.hold_id)
-        return FinishAction.HOLD
+        return FinishResult(FinishAction.HOLD)
 
     def update_connector_output(self, output: KVConnectorOutput) -> Sequence[ConnectorEvent]:
         released, self.to_release = self.to_release, []
@@ -120,10 +129,10 @@ class PickyConnector(NullSchedulerConnector):
             raise RequestError("not this one")
         self.requests.add(request.request_id)
 
-    def request_finished(self, request: RequestView, block_ids: BlockIds) -> FinishAction:
+    def request_finished(self, request: RequestView, block_ids: BlockIds, reason: FinishReason) -> FinishResult:
         assert not block_ids
         self.requests.remove(request.request_id)
-        return FinishAction.FREE
+        return FREED
 
 
 def test_what_one_of_several_connectors_refuses_stays_with_none() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
+import re
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +18,12 @@ LOAD_FAILURE_POLICIES = ("recompute", "fail")
 _DEFAULT_LOAD_SECONDS = 30.0
 _MAX_LOAD_SECONDS = 3600.0
 _MAX_ID_LENGTH = 128
+_MAX_PORT = 65535
+_MAX_HOST_LENGTH = 253
+_HOST_LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
+
+_WITHOUT_EFFECT = ("kv_rank", "kv_parallel_size", "kv_buffer_device", "kv_buffer_size", "enable_permute_local_kv")
+"""Keys of the field that describe what Penstock does without: ranks of connectors, and buffers of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +32,11 @@ class KVTransferConfig:
 
     `kv_load_timeout` is in seconds: a request waits no longer for KV, and is computed here instead.
 
+    `kv_ip` and `kv_port` are where a connector that talks to other engines listens; port 0 is any free one.
+
     `kv_connector_module_path` is the Python module of a connector that Penstock does not bring.
     `kv_connector_extra_config` is the connector's own; it refuses what it does not know.
+    `keys_without_effect` are the keys that were given and mean nothing here.
     """
 
     kv_connector: str
@@ -33,8 +44,11 @@ class KVTransferConfig:
     engine_id: str = ""
     kv_load_failure_policy: str = "recompute"
     kv_load_timeout: float = _DEFAULT_LOAD_SECONDS
+    kv_ip: str = "127.0.0.1"
+    kv_port: int = 0
     kv_connector_module_path: str | None = None
     kv_connector_extra_config: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    keys_without_effect: tuple[str, ...] = ()
 
 
 def parse_kv_transfer_config(value: str | Mapping[str, Any]) -> KVTransferConfig:
@@ -47,6 +61,7 @@ def parse_kv_transfer_config(value: str | Mapping[str, Any]) -> KVTransferConfig
     if not isinstance(value, Mapping):
         raise ConfigError(f"kv_transfer_config must be an object, got {value!r}")
     given: dict[str, Any] = {"engine_id": uuid.uuid4().hex, **value}
+    ignored = tuple(key for key in _WITHOUT_EFFECT if given.pop(key, None) is not None)
     for key, each in given.items():
         if key not in _CHECKS:
             raise ConfigError(f"unknown key {key!r} in kv_transfer_config{did_you_mean(key, tuple(_CHECKS))}")
@@ -55,7 +70,7 @@ def parse_kv_transfer_config(value: str | Mapping[str, Any]) -> KVTransferConfig
             raise ConfigError(f"{key} in kv_transfer_config must be {wanted}, got {each!r}")
     if "kv_connector" not in given:
         raise ConfigError("kv_transfer_config needs a kv_connector, such as OffloadingConnector")
-    return KVTransferConfig(**given)
+    return KVTransferConfig(**given, keys_without_effect=ignored)
 
 
 def _is_text(value: Any) -> bool:
@@ -70,6 +85,22 @@ def _is_timeout(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= _MAX_LOAD_SECONDS
 
 
+def _is_address(value: Any) -> bool:
+    if not _is_text(value) or len(value) > _MAX_HOST_LENGTH:
+        return False
+    try:
+        ipaddress.ip_address(value)
+    except ValueError:
+        # A name that ends in a number is a mistyped IP address.
+        labels = value.removesuffix(".").split(".")
+        return all(map(_HOST_LABEL.fullmatch, labels)) and not labels[-1].isdigit()
+    return True
+
+
+def _is_port(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_PORT
+
+
 _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "kv_connector": (_is_text, "the name of a connector"),
     "kv_role": (lambda value: value in ROLES, f"one of {', '.join(ROLES)}"),
@@ -79,6 +110,8 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
         f"one of {', '.join(LOAD_FAILURE_POLICIES)}",
     ),
     "kv_load_timeout": (_is_timeout, f"seconds above 0 and at most {_MAX_LOAD_SECONDS:.0f}"),
+    "kv_ip": (_is_address, "an IP address or a host name"),
+    "kv_port": (_is_port, f"a port from 0 (any free one) to {_MAX_PORT}"),
     "kv_connector_module_path": (_is_text, "the name of a Python module"),
     "kv_connector_extra_config": (lambda value: isinstance(value, Mapping), "an object"),
 }

@@ -12,15 +12,17 @@ abort or a deadline detaches the request and leaves the blocks in quarantine.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from penstock.core.kv_cache_manager import KVCacheManager, PrefixHit
 from penstock.core.request import Request, RequestStatus
-from penstock.kv_transfer.connector import NO_MATCH, LoadEnded, Match, Released, SchedulerConnector
+from penstock.kv_transfer.connector import NO_MATCH, FinishAction, LoadEnded, Match, Released, SchedulerConnector
 from penstock.kv_transfer.null import NullSchedulerConnector
 from penstock.messages.kv_cache_spec import NULL_BLOCK
 from penstock.messages.kv_transfer import BadRange, TransferId
+from penstock.messages.outputs import FinishReason
 from penstock.messages.scheduler_output import BlockIds
 from penstock.messages.stats import RemoteKVStats
 from penstock.utils.clock import Clock, SystemClock
@@ -173,10 +175,13 @@ class RemoteKV:
         request.num_failed_loads += bool(event.bad_ranges)
         return request if event.bad_ranges else None
 
-    def hold(self, request: Request, block_ids: BlockIds) -> None:
-        """The request has ended, and the connector goes on reading its blocks."""
-        self._held.add(request.hold_id)
-        self._kv.hold(request.hold_id, block_ids, 0, None, writes=False)
+    def finish(self, request: Request, block_ids: BlockIds, reason: FinishReason) -> Mapping[str, Any] | None:
+        """The request has ended; the connector may go on reading its blocks. Returns the answer's parameters."""
+        result = self._connector.request_finished(request, block_ids, reason)
+        if result.action is FinishAction.HOLD and block_ids:
+            self._held.add(request.hold_id)
+            self._kv.hold(request.hold_id, block_ids, 0, None, writes=False)
+        return result.kv_transfer_params
 
     def on_released(self, event: Released) -> None:
         """They are no longer read. A repeated or unknown release has no effect."""

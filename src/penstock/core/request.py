@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from penstock.core.block_hash import BlockHash, extend_chain, root_hash
@@ -122,6 +122,14 @@ class Request:
         """The drafts that the device holds, as far as they stay within `max_tokens` if all are accepted."""
         room = self.max_num_tokens - len(self.token_ids) - self.num_output_placeholders - 1
         return max(0, min(self.num_drafts, room))
+
+    @property
+    def prompt_token_ids(self) -> Sequence[int]:
+        return self.data.prompt_token_ids
+
+    @property
+    def cache_salt(self) -> str | None:
+        return self.data.cache_salt
 
     @property
     def kv_transfer_params(self) -> Mapping[str, Any]:

@@ -7,7 +7,8 @@ is a preemption followed by a fresh admission, so the runner can never disagree 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from penstock.config.engine import SchedulerConfig
 from penstock.core.kv_cache_manager import KVCacheManager, PrefixHit
@@ -18,7 +19,7 @@ from penstock.core.speculation import SpeculationCounter
 from penstock.core.step_plan import StepPlan
 from penstock.core.structured_output import StructuredOutputs
 from penstock.kv_transfer.abilities import Abilities
-from penstock.kv_transfer.connector import FinishAction, Match, Released
+from penstock.kv_transfer.connector import Match, Released
 from penstock.messages.kv_events import KVEvent
 from penstock.messages.kv_transfer import KVConnectorOutput
 from penstock.messages.outputs import EngineOutput, FinishReason
@@ -95,8 +96,7 @@ class Scheduler:
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None:
-                self._finish(request, FinishReason.ABORT)
-                outputs.append(EngineOutput(request_id=request_id, finish_reason=FinishReason.ABORT))
+                outputs.append(self._end(request, FinishReason.ABORT))
         return outputs
 
     @property
@@ -329,8 +329,7 @@ class Scheduler:
         One that has begun to answer (and was preempted since) goes on in any case, so that no answer is cut in half.
         """
         if self._fails_on_lost_kv and not request.num_output_tokens:
-            self._finish(request, FinishReason.ERROR)
-            return [_error_output(request.request_id, _LOST_KV, is_request_error=False)]
+            return [self._end(request, FinishReason.ERROR, _LOST_KV)]
         if request.status is RequestStatus.RUNNING:
             # What it has sampled since rests on KV that is not there.
             self._rewind(request, self._step)
@@ -339,18 +338,18 @@ class Scheduler:
 
     def _fail_without_grammar(self) -> list[EngineOutput]:
         """Ends the requests whose grammar turned out to be none."""
-        outputs: list[EngineOutput] = []
-        for request_id, error in self._grammars.collect().items():
-            self._finish(self._requests[request_id], FinishReason.ERROR)
-            outputs.append(_error_output(request_id, error, is_request_error=True))
-        return outputs
+        invalid = [(self._requests[request_id], error) for request_id, error in self._grammars.collect().items()]
+        return [self._end(request, FinishReason.ERROR, error, is_request_error=True) for request, error in invalid]
 
     def _update_request(
         self, request: Request, num_tokens: int, num_drafts: int, result: ModelRunnerOutput
     ) -> EngineOutput | None:
         request_id = request.request_id
-        if request_id in result.unsatisfiable_requests or request_id in result.failed_requests:
-            return self._fail(request, result)
+        if request_id in result.unsatisfiable_requests:
+            error = result.unsatisfiable_requests[request_id]
+            return self._end(request, FinishReason.ERROR, error, is_request_error=True)
+        if request_id in result.failed_requests:
+            return self._end(request, FinishReason.ERROR, result.failed_requests[request_id])
         sampled = result.sampled_token_ids[request_id]
         request.on_processed(num_tokens, num_drafts, len(sampled))
         if request.num_drafts and not request.num_in_flight_tokens:
@@ -365,15 +364,13 @@ class Scheduler:
         try:
             new_token_ids, stop_reason = request.append_until_stop(sampled, self._grammars)
         except GrammarError as error:
-            self._finish(request, FinishReason.ERROR)
-            return _error_output(request_id, str(error), is_request_error=True)
+            return self._end(request, FinishReason.ERROR, str(error), is_request_error=True)
         first, end = self._kv.publish(request)
         if first < end:
             self._connector.on_blocks_complete(request, self._kv.block_table(request), first, end)
         if not new_token_ids:
             return None
-        if request.finish_reason is not None:
-            self._finish(request, request.finish_reason)
+        params = None if request.finish_reason is None else self._finish(request, request.finish_reason)
         return EngineOutput(
             request_id=request_id,
             new_token_ids=new_token_ids,
@@ -384,39 +381,44 @@ class Scheduler:
             num_cached_tokens=request.num_cached_tokens,
             num_draft_tokens=num_draft_tokens,
             num_accepted_tokens=num_accepted_tokens,
+            kv_transfer_params=params,
         )
 
-    def _fail(self, request: Request, result: ModelRunnerOutput) -> EngineOutput:
-        """Ends a request with which something went wrong in the step."""
-        self._finish(request, FinishReason.ERROR)
-        request_id = request.request_id
-        if request_id in result.unsatisfiable_requests:
-            return _error_output(request_id, result.unsatisfiable_requests[request_id], is_request_error=True)
-        return _error_output(request_id, result.failed_requests[request_id], is_request_error=False)
+    def _end(
+        self, request: Request, reason: FinishReason, error: str | None = None, is_request_error: bool = False
+    ) -> EngineOutput:
+        """Ends a request that gets no more tokens."""
+        return EngineOutput(
+            request_id=request.request_id,
+            finish_reason=reason,
+            error=error,
+            is_request_error=is_request_error,
+            kv_transfer_params=self._finish(request, reason),
+        )
 
-    def _finish(self, request: Request, reason: FinishReason) -> None:
-        """The one way out: takes the request from its queue and its blocks from it."""
+    def _finish(self, request: Request, reason: FinishReason) -> Mapping[str, Any] | None:
+        """The one way out: takes the request from its queue and its blocks from it; returns its transfer parameters."""
         self._remote.detach(request)
         if request.status is RequestStatus.RUNNING:
             self._running.remove(request)
             self._finished_request_ids.add(request.request_id)
         else:
             self._waiting.remove(request)
-        self._free(request)
+        params = self._free(request, reason)
         self._grammars.remove(request.request_id)
         request.finish_reason = reason
         request.set_status(RequestStatus.FINISHED)
         del self._requests[request.request_id]
+        return params
 
-    def _free(self, request: Request) -> None:
-        """Takes its blocks from a request that ends, unless the connector still reads them."""
+    def _free(self, request: Request, reason: FinishReason) -> Mapping[str, Any] | None:
+        """Takes its blocks from a request that ends, unless the connector still reads them; returns its parameters."""
         holds_blocks = request.status in (RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KV)
         block_ids = self._kv.block_ids(request) if holds_blocks else ()
-        action = self._connector.request_finished(request, block_ids)
+        params = self._remote.finish(request, block_ids, reason)
         if holds_blocks:
-            if action is FinishAction.HOLD:
-                self._remote.hold(request, block_ids)
             self._kv.release(request, self._step)
+        return params
 
     # ---- Check ----
 
@@ -434,9 +436,3 @@ class Scheduler:
         self._remote.check_integrity()
         if not self._requests and not self._last_admissions and not self._connector.has_pending_work:
             assert self._kv.pool.num_available == self._kv.pool.num_usable, "blocks are missing at idle"
-
-
-def _error_output(request_id: str, error: str, *, is_request_error: bool) -> EngineOutput:
-    return EngineOutput(
-        request_id=request_id, finish_reason=FinishReason.ERROR, error=error, is_request_error=is_request_error
-    )

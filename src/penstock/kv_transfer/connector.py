@@ -25,6 +25,7 @@ from penstock.messages.kv_transfer import (
     KVConnectorOutput,
     TransferId,
 )
+from penstock.messages.outputs import FinishReason
 from penstock.messages.scheduler_output import BlockIds, BlockTable, SchedulerOutput
 
 
@@ -48,8 +49,16 @@ class RequestView(Protocol):
     @property
     def num_prompt_tokens(self) -> int: ...
     @property
+    def prompt_token_ids(self) -> Sequence[int]: ...
+    @property
+    def cache_salt(self) -> str | None:
+        """KV is shared only between requests of one salt; `block_hashes` cover it."""
+        ...
+
+    @property
     def kv_transfer_params(self) -> Mapping[str, Any]:
-        """What the request itself says to connectors, not validated yet."""
+        """What the request itself says to connectors, bounded but not validated yet. A connector reads the keys that it
+        knows and leaves all others alone: routers send the same parameters to every connector."""
         ...
 
 
@@ -95,6 +104,21 @@ class FinishAction(enum.Enum):
     HOLD = "hold"
 
 
+@dataclass(frozen=True, slots=True)
+class FinishResult:
+    """What happens to a finished request's blocks, and what its answer says to the next engine.
+
+    `kv_transfer_params` goes to the client with the answer: plain JSON values, and nothing that is secret.
+    """
+
+    action: FinishAction
+    kv_transfer_params: Mapping[str, Any] | None = None
+
+
+FREED = FinishResult(FinishAction.FREE)
+"""The blocks are freed, and there is nothing to say."""
+
+
 class SchedulerConnector(Protocol):
     """The scheduler's part. Lifecycle: built with the engine; the methods below in the scheduler's order; `shutdown`.
 
@@ -138,8 +162,12 @@ class SchedulerConnector(Protocol):
         """Takes over the reports of all ranks. Duplicates, late ones and unknown ones are counted, never an error."""
         ...
 
-    def request_finished(self, request: RequestView, block_ids: BlockIds) -> FinishAction:
-        """Exactly once per request, however it ended, before its blocks are freed."""
+    def request_finished(self, request: RequestView, block_ids: BlockIds, reason: FinishReason) -> FinishResult:
+        """Exactly once per request, however it ended, before its blocks are freed.
+
+        `block_ids` is empty for a request that has none, as one that ends in the queue. `reason` is ERROR also for a
+        request that another connector refused behind this one's `on_new_request`.
+        """
         ...
 
     @property

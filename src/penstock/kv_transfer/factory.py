@@ -12,8 +12,11 @@ from penstock.kv_transfer.connector import SchedulerConnector, WorkerConnector
 from penstock.kv_transfer.forwarding import LoadsOnly, SavesOnly
 from penstock.messages.kv_cache_spec import KVCacheConfig
 from penstock.messages.kv_transfer import ConnectorSetup, ShardId
+from penstock.utils import logging
 from penstock.utils.errors import ConfigError
 from penstock.utils.names import did_you_mean
+
+logger = logging.get_logger(__name__)
 
 CONNECTORS = {
     "ExampleConnector": "penstock.kv_transfer.example",
@@ -56,6 +59,8 @@ class Connector(Protocol):
 
 def make_scheduler_connector(context: ConnectorContext) -> SchedulerConnector:
     """The side that decides, within its `kv_role`. Raises ConfigError for an unknown connector or invalid options."""
+    if context.config.keys_without_effect:
+        logger.info("kv_transfer_config: %s have no effect here", ", ".join(context.config.keys_without_effect))
     part = _find(context.config).make_scheduler_connector(context)
     one_way = _ONE_WAY.get(context.config.kv_role)
     return part if one_way is None else cast(SchedulerConnector, one_way(part))

@@ -16,9 +16,11 @@ import msgspec
 from penstock.config.kv_transfer import KVTransferConfig, parse_kv_transfer_config
 from penstock.kv_transfer.abilities import Abilities
 from penstock.kv_transfer.connector import (
+    FREED,
     NO_MATCH,
     ConnectorEvent,
     FinishAction,
+    FinishResult,
     LayerHooks,
     LoadEnded,
     Match,
@@ -40,6 +42,7 @@ from penstock.messages.kv_transfer import (
     TransferId,
     TransferReport,
 )
+from penstock.messages.outputs import FinishReason
 from penstock.messages.scheduler_output import BlockIds, BlockTable, SchedulerOutput
 from penstock.utils.errors import ConfigError, RequestError
 from penstock.utils.wire import register_kind
@@ -75,7 +78,7 @@ class MultiConnector:
         """By name. Raises ConfigError when a child's configuration is invalid, or two have one name."""
         given = config.kv_connector_extra_config
         options = read_options("MultiConnector", given, {}, connectors=(_is_list_of_objects, "a list of objects"))
-        shared = {"engine_id": config.engine_id, "kv_role": config.kv_role}
+        shared = {name: getattr(config, name) for name in ("engine_id", "kv_role", "kv_ip", "kv_port")}
         configs: dict[str, KVTransferConfig] = {}
         for child in options["connectors"]:
             parsed = parse_kv_transfer_config({**shared, **{key: child[key] for key in child if key != "name"}})
@@ -125,7 +128,7 @@ class MultiScheduler:
                 child.on_new_request(request)
             except RequestError:
                 for other in told:
-                    other.request_finished(request, ())
+                    other.request_finished(request, (), FinishReason.ERROR)
                 raise
             told.append(child)
 
@@ -174,14 +177,15 @@ class MultiScheduler:
         del self._holders[event.transfer_id]
         return [Released(event.transfer_id)]
 
-    def request_finished(self, request: RequestView, block_ids: BlockIds) -> FinishAction:
+    def request_finished(self, request: RequestView, block_ids: BlockIds, reason: FinishReason) -> FinishResult:
         self._chosen.pop(request.request_id, None)
-        actions = {name: child.request_finished(request, block_ids) for name, child in self._children.items()}
-        holders = {name for name, action in actions.items() if action is FinishAction.HOLD}
-        if not holders:
-            return FinishAction.FREE
-        self._holders[request.hold_id] = holders
-        return FinishAction.HOLD
+        results = {name: child.request_finished(request, block_ids, reason) for name, child in self._children.items()}
+        params = _merged(results)
+        holders = {name for name, result in results.items() if result.action is FinishAction.HOLD}
+        if holders:
+            self._holders[request.hold_id] = holders
+            return FinishResult(FinishAction.HOLD, params)
+        return FREED if params is None else FinishResult(FinishAction.FREE, params)
 
     def set_xfer_handshake_metadata_pp_aware(self, payloads: Mapping[ShardId, HandshakePayload | None]) -> None:
         for name, abilities in self._abilities.items():
@@ -224,6 +228,16 @@ class MultiScheduler:
     def shutdown(self) -> None:
         for child in self._children.values():
             child.shutdown()
+
+
+def _merged(results: Mapping[str, FinishResult]) -> dict[str, Any] | None:
+    """What all children answer together; None where no child answers."""
+    params: dict[str, Any] = {}
+    for name, result in results.items():
+        given = result.kv_transfer_params or {}
+        assert params.keys().isdisjoint(given), f"{name} answers {sorted(params.keys() & given)}, and another child too"
+        params.update(given)
+    return params or None
 
 
 class _HooksOfAll:

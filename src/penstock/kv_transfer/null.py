@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from penstock.kv_transfer.connector import NO_MATCH, ConnectorEvent, FinishAction, LayerHooks, Match, RequestView
+from penstock.kv_transfer.connector import FREED, NO_MATCH, ConnectorEvent, FinishResult, LayerHooks, Match, RequestView
 from penstock.kv_transfer.view import KVCacheView
 from penstock.messages.kv_transfer import (
     NO_OUTPUT,
@@ -15,6 +15,7 @@ from penstock.messages.kv_transfer import (
     ShardId,
     TransferId,
 )
+from penstock.messages.outputs import FinishReason
 from penstock.messages.scheduler_output import BlockIds, BlockTable, SchedulerOutput
 from penstock.utils.errors import ConfigError
 
@@ -42,8 +43,8 @@ class NullSchedulerConnector:
     def update_connector_output(self, output: KVConnectorOutput) -> Sequence[ConnectorEvent]:
         return ()
 
-    def request_finished(self, request: RequestView, block_ids: BlockIds) -> FinishAction:
-        return FinishAction.FREE
+    def request_finished(self, request: RequestView, block_ids: BlockIds, reason: FinishReason) -> FinishResult:
+        return FREED
 
     def set_xfer_handshake_metadata_pp_aware(self, payloads: Mapping[ShardId, HandshakePayload | None]) -> None:
         """For connectors that know tensor ranks alone. Raises ConfigError when there are pipeline ranks above 0."""

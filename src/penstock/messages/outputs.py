@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -26,7 +28,8 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     `logprobs` runs beside `new_token_ids`. `prompt_logprobs` comes once, with the first token, and covers the prompt's
     positions from 1 on. `num_accepted_tokens` of `num_draft_tokens` drafts were right. `stop_reason` is the stop token
     that ended the request, None when it was an end of sequence. `is_request_error` tells that the request itself is at
-    fault for its `error`.
+    fault for its `error`. `kv_transfer_params`, which comes with the finish reason, is what the KV connector tells the
+    next engine.
     """
 
     request_id: str
@@ -40,6 +43,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     num_accepted_tokens: int = 0
     error: str | None = None
     is_request_error: bool = False
+    kv_transfer_params: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)

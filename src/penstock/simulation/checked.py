@@ -9,6 +9,7 @@ from typing import cast
 from penstock.kv_transfer.connector import (
     ConnectorEvent,
     FinishAction,
+    FinishResult,
     LoadEnded,
     Match,
     RequestView,
@@ -24,6 +25,7 @@ from penstock.messages.kv_transfer import (
     TransferReport,
     TransferStatus,
 )
+from penstock.messages.outputs import FinishReason
 from penstock.messages.scheduler_output import BlockIds, BlockTable, SchedulerOutput
 from penstock.simulation.backing import Parts, Site
 
@@ -84,13 +86,13 @@ class CheckedScheduler(Forwarding):
         assert not (self._loads or self._holds) or self.inner.has_pending_work, "nothing is pending, and much is"
         return events
 
-    def request_finished(self, request: RequestView, block_ids: BlockIds) -> FinishAction:
-        action = self.inner.request_finished(request, block_ids)
-        if action is FinishAction.HOLD:
+    def request_finished(self, request: RequestView, block_ids: BlockIds, reason: FinishReason) -> FinishResult:
+        result = self.inner.request_finished(request, block_ids, reason)
+        if result.action is FinishAction.HOLD:
             assert any(block_ids), f"{request.request_id} has no blocks to hold"
             assert request.hold_id not in self._holds, f"{request.hold_id} is held twice"
             self._holds.add(request.hold_id)
-        return action
+        return result
 
     def shutdown(self) -> None:
         self.inner.shutdown()

@@ -23,10 +23,12 @@ import msgspec
 
 from penstock.core.kv_cache_groups import make_group
 from penstock.kv_transfer.connector import (
+    FREED,
     NO_MATCH,
     PENDING,
     ConnectorEvent,
     FinishAction,
+    FinishResult,
     LoadEnded,
     Match,
     Released,
@@ -45,6 +47,7 @@ from penstock.messages.kv_transfer import (
     TransferId,
     TransferReport,
 )
+from penstock.messages.outputs import FinishReason
 from penstock.messages.scheduler_output import BlockIds, BlockTable, SchedulerOutput
 from penstock.simulation.oracle import NUM_HEADS, WORD_BYTES, OracleLayer
 from penstock.simulation.trace import ViolationError, hash_name
@@ -427,11 +430,11 @@ class StoreScheduler(NullSchedulerConnector):
             self._store.end_save(entry, of_entry)
         return [Released(save.held_for)] if save.held_for else []
 
-    def request_finished(self, request: RequestView, block_ids: BlockIds) -> FinishAction:
+    def request_finished(self, request: RequestView, block_ids: BlockIds, reason: FinishReason) -> FinishResult:
         self._asked_at.pop(request.request_id, None)
         end = self._num_complete.pop(request.request_id, 0)
         is_read = bool(block_ids) and self._save(request, block_ids, 0, end, is_staged=False)
-        return FinishAction.HOLD if is_read else FinishAction.FREE
+        return FinishResult(FinishAction.HOLD) if is_read else FREED
 
     @property
     def has_pending_work(self) -> bool:

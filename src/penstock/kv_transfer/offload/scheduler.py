@@ -14,10 +14,11 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from penstock.kv_transfer.connector import (
+    FREED,
     NO_MATCH,
     PENDING,
     ConnectorEvent,
-    FinishAction,
+    FinishResult,
     LoadEnded,
     Match,
     RequestView,
@@ -48,6 +49,7 @@ from penstock.messages.kv_transfer import (
     TransferReport,
     TransferStatus,
 )
+from penstock.messages.outputs import FinishReason
 from penstock.messages.scheduler_output import BlockIds, BlockTable, SchedulerOutput
 from penstock.utils.clock import Clock
 from penstock.utils.errors import RequestError
@@ -169,10 +171,10 @@ class OffloadingScheduler(NullSchedulerConnector):
             raise RequestError(f"{name} must be a number of tokens, got {value!r}", _PARAMS)
         return value // self._cache.block_size
 
-    def request_finished(self, request: RequestView, block_ids: BlockIds) -> FinishAction:
+    def request_finished(self, request: RequestView, block_ids: BlockIds, reason: FinishReason) -> FinishResult:
         del self._requests[request.request_id]
         self._manager.touch([(group, block_hash) for block_hash in request.block_hashes for group in self._groups])
-        return FinishAction.FREE
+        return FREED
 
     # ---- Load ----
 
