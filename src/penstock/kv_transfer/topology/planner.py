@@ -1,0 +1,293 @@
+"""Who sends which layers and heads, and where their bytes lie on both sides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from penstock.kv_transfer.topology.layouts import Placement, check_fit, extent
+from penstock.messages.kv_cache_spec import DTYPE_BYTES, NULL_BLOCK
+from penstock.messages.kv_layout import KVLayout, LayerLayout
+from penstock.messages.kv_transfer import ShardId
+from penstock.utils.errors import PeerError
+from penstock.utils.math import round_up
+
+ShardTable = Mapping[ShardId, KVLayout]
+"""The layouts of all shards of one engine."""
+
+BlockIdList = Sequence[int]
+"""A request's block ids in one group, from its first token on."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSlice:
+    """Heads [first, end) of a layer, counted among the model's KV heads."""
+
+    name: str
+    heads: tuple[int, int]
+
+
+def sources(local: KVLayout, remote: ShardTable, local_shard: ShardId) -> dict[ShardId, tuple[LayerSlice, ...]]:
+    """Which remote shards send which layers and heads, so that each of the local ones is sent exactly once.
+
+    Where several shards hold a head, the local shard's ranks choose one, so that different shards read from different
+    replicas. Raises PeerError if a layer or head is missing or has another type.
+    """
+    holders: dict[str, list[tuple[ShardId, LayerLayout]]] = {}
+    for shard in sorted(remote):
+        for layer in remote[shard].layers:
+            holders.setdefault(layer.name, []).append((shard, layer))
+    found: dict[ShardId, list[LayerSlice]] = {}
+    for layer in local.layers:
+        if layer.name not in holders:
+            raise PeerError(f"the other engine has no KV of layer {layer.name!r}: both engines must run the same model")
+        for _, other in holders[layer.name]:
+            check_fit(layer, other)
+        for shard, heads in _cover(layer, holders[layer.name], sum(local_shard)):
+            found.setdefault(shard, []).append(LayerSlice(layer.name, heads))
+    return {shard: tuple(found[shard]) for shard in sorted(found)}
+
+
+def _cover(
+    layer: LayerLayout, holders: Sequence[tuple[ShardId, LayerLayout]], choice: int
+) -> list[tuple[ShardId, tuple[int, int]]]:
+    first, end = layer.heads
+    cuts = {first, end, *(head for _, other in holders for head in other.heads if first < head < end)}
+    pieces: list[tuple[ShardId, tuple[int, int]]] = []
+    for start, stop in pairwise(sorted(cuts)):
+        owners = [shard for shard, other in holders if other.heads[0] <= start and stop <= other.heads[1]]
+        if not owners:
+            raise PeerError(f"layer {layer.name!r}: no shard of the other engine has the KV heads [{start}, {stop})")
+        owner = owners[choice % len(owners)]
+        if pieces and pieces[-1][0] == owner:
+            start = pieces.pop()[1][0]
+        pieces.append((owner, (start, stop)))
+    return pieces
+
+
+def digest_unit(a: int, b: int) -> int:
+    """Tokens of the largest piece that lies within one block on both sides, for these block sizes."""
+    return math.gcd(a, b)
+
+
+def plan_runs(
+    local: KVLayout,
+    remote: KVLayout,
+    slices: Sequence[LayerSlice],
+    tables: Sequence[tuple[BlockIdList, BlockIdList]],
+    first: int,
+    end: int,
+) -> np.ndarray:  # [n, 3] int64: local offset, remote offset, bytes
+    """The copies that bring the slices' tokens [first, end) from one shard to another, by ascending local offset.
+
+    `tables` has, for each group, the request's local and remote block ids. Tokens in a NULL_BLOCK of either side are
+    not copied. Offsets are flat, as if the regions of a layout lay one after the other. Runs that are contiguous on
+    both sides are one run, except across the end of a region. Raises PeerError if the shards or the tables do not fit.
+    """
+    here, there = Placement(local), Placement(remote)
+    starts: dict[_Pair, list[tuple[int, int, int]]] = {}
+    for each in slices:
+        mine, theirs = here.layer(each.name), there.layer(each.name)
+        check_fit(mine, theirs)
+        pair = _Pair(mine.group, _Shape.of(mine, each), _Shape.of(theirs, each))
+        starts.setdefault(pair, []).append((here.start(mine), there.start(theirs), 0))
+    groups = {pair.group for pair in starts}
+    spans = {group: _Spans(tables[group], here.block_size, there.block_size, first, end) for group in groups}
+    # Layers of the same shapes are planned once.
+    planned = [
+        (np.array(at, np.int64)[:, None] + pair.runs(spans[pair.group])[None]).reshape(-1, 3)
+        for pair, at in starts.items()
+    ]
+    return _sort_and_merge(planned, here.region_starts, there.region_starts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What the places of a slice's bytes depend on, apart from where its layer begins. (elements, stride) by axis."""
+
+    block: tuple[int, int]
+    token: tuple[int, int]
+    head: tuple[int, int]
+    kv: tuple[int, int]
+    dim: tuple[int, int]
+    first_head: int
+    itemsize: int
+
+    @classmethod
+    def of(cls, layer: LayerLayout, part: LayerSlice) -> _Shape:
+        first, end = part.heads
+        if not layer.heads[0] <= first < end <= layer.heads[1]:
+            raise PeerError(
+                f"layer {layer.name!r}: KV heads {part.heads} are not among the heads {layer.heads} of a shard"
+            )
+        return cls(
+            block=extent(layer, "block"),
+            token=extent(layer, "token"),
+            head=(end - first, extent(layer, "head")[1]),
+            kv=extent(layer, "kv"),
+            dim=extent(layer, "dim"),
+            first_head=first - layer.heads[0],
+            itemsize=DTYPE_BYTES[layer.dtype],
+        )
+
+    def token_offsets(self, block_ids: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Where the slice's first bytes of the tokens are, relative to the layer, in the blocks of these ids."""
+        if block_ids.size and not 0 <= block_ids.min() <= block_ids.max() < self.block[0]:
+            raise PeerError(f"a block table has ids outside of [0, {self.block[0]}), the blocks of its shard")
+        size, stride = self.token
+        return block_ids * self.block[1] + tokens % size * stride + self.first_head * self.head[1]
+
+
+class _Spans:
+    """Tokens [first, end) cut where a block ends on either side, without what lies in a NULL_BLOCK."""
+
+    def __init__(
+        self, table: tuple[BlockIdList, BlockIdList], local_size: int, remote_size: int, first: int, end: int
+    ) -> None:
+        assert 0 <= first <= end, (first, end)
+        edges = [np.arange(round_up(first + 1, size), end, size) for size in (local_size, remote_size)]
+        cuts = np.unique(np.concatenate([[first, end], *edges]).astype(np.int64))
+        starts = cuts[:-1]
+        local_ids, remote_ids = (
+            _ids(ids, size, end)[starts // size] for ids, size in zip(table, (local_size, remote_size), strict=True)
+        )
+        is_copied = (local_ids != NULL_BLOCK) & (remote_ids != NULL_BLOCK)
+        self.starts, self.lengths = starts[is_copied], np.diff(cuts)[is_copied]
+        self.local_ids, self.remote_ids = local_ids[is_copied], remote_ids[is_copied]
+
+
+def _ids(table: BlockIdList, block_size: int, end: int) -> np.ndarray:
+    if len(table) * block_size < end:
+        raise PeerError(f"a block table of {len(table)} blocks of {block_size} tokens ends before token {end}")
+    try:
+        return np.asarray(table, np.int64)
+    except OverflowError:
+        raise PeerError("a block table has ids that are no block's") from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """A slice's shapes on both sides."""
+
+    group: int
+    local: _Shape
+    remote: _Shape
+
+    def runs(self, spans: _Spans) -> np.ndarray:  # [n, 3]
+        """The copies, relative to where the layer begins on either side."""
+        parts = [np.empty((0, 3), np.int64)]
+        for length in np.unique(spans.lengths):
+            chosen = spans.lengths == length
+            starts = spans.starts[chosen]
+            outer = np.stack(
+                [
+                    self.local.token_offsets(spans.local_ids[chosen], starts),
+                    self.remote.token_offsets(spans.remote_ids[chosen], starts),
+                ],
+                axis=1,
+            )
+            inner, num_bytes = self._inside(int(length))
+            offsets = (outer[:, None] + inner[None]).reshape(-1, 2)
+            parts.append(np.insert(offsets, 2, num_bytes, axis=1))
+        return _sort_and_merge(parts)
+
+    def _inside(self, num_tokens: int) -> tuple[np.ndarray, int]:
+        """The pieces of so many tokens of one block: [n, 2] offsets, and the bytes of each."""
+        local, remote = self.local, self.remote
+        axes = [(num_tokens, local.token[1], remote.token[1])]
+        for mine, theirs in ((local.head, remote.head), (local.kv, remote.kv), (local.dim, remote.dim)):
+            axes.append((mine[0], mine[1], theirs[1]))
+        axes = [axis for axis in axes if axis[0] > 1]
+        num_bytes = local.itemsize
+        while contiguous := [axis for axis in axes if axis[1:] == (num_bytes, num_bytes)]:
+            axes.remove(contiguous[0])
+            num_bytes *= contiguous[0][0]
+        offsets = np.zeros((1, 2), np.int64)
+        for size, *strides in sorted(axes, key=lambda axis: -axis[1]):
+            offsets = (offsets[:, None] + np.arange(size)[:, None] * np.array(strides)).reshape(-1, 2)
+        return offsets, num_bytes
+
+
+def _sort_and_merge(
+    parts: Sequence[np.ndarray], local_edges: Sequence[int] = (), remote_edges: Sequence[int] = ()
+) -> np.ndarray:
+    runs = np.concatenate(parts) if parts else np.empty((0, 3), np.int64)
+    if (runs[1:, 0] < runs[:-1, 0]).any():
+        runs = runs[np.argsort(runs[:, 0], kind="stable")]
+    return _merge(runs, (local_edges, remote_edges))
+
+
+def _merge(runs: np.ndarray, edges: Iterable[Sequence[int]]) -> np.ndarray:
+    """Joins neighbours that are contiguous by every column of offsets, unless the second begins at an edge.
+
+    The last column is bytes. `edges` has the offsets per column that no run may cross.
+    """
+    if len(runs) < 2:
+        return runs
+    joins = np.ones(len(runs) - 1, np.bool_)
+    for column, at in enumerate(edges):
+        joins &= runs[:-1, column] + runs[:-1, -1] == runs[1:, column]
+        if joins.any():
+            joins[joins] = ~np.isin(runs[1:, column][joins], np.asarray(at, np.int64))
+    firsts = np.flatnonzero(np.concatenate([[True], ~joins]))
+    if len(firsts) == len(runs):
+        return runs
+    merged = runs[firsts]
+    merged[:, -1] = np.add.reduceat(runs[:, -1], firsts)
+    return merged
+
+
+def piece_runs(
+    layout: KVLayout,
+    order: tuple[str, ...],
+    slices: Sequence[LayerSlice],
+    table: BlockIdList,
+    group: int,
+    first: int,
+    end: int,
+) -> np.ndarray:  # [n, 2] int64: offset, bytes
+    """Where the bytes of the slices' tokens [first, end) in one group are, in an order that only `order` decides.
+
+    `order` is the order of the sender's axes, so that its bytes are contiguous as far as the range stays in one block.
+    Read in this order, the shards that have the same KV have the same bytes. Tokens in a NULL_BLOCK are left out.
+    """
+    place = Placement(layout)
+    assert 0 <= first <= end, (first, end)
+    tokens = np.arange(first, end, dtype=np.int64)
+    block_ids = _ids(table, place.block_size, end)[tokens // place.block_size]
+    is_there = block_ids != NULL_BLOCK
+    tokens, block_ids = tokens[is_there], block_ids[is_there]
+    known: dict[_Shape, np.ndarray] = {}
+    parts = [np.empty((0, 2), np.int64)]
+    for each in slices:
+        layer = place.layer(each.name)
+        if layer.group != group:
+            continue
+        if missing := [axis for axis in layer.axes if axis not in order and extent(layer, axis)[0] > 1]:
+            raise PeerError(f"layer {each.name!r} has axes {missing} that the other engine's order {order} lacks")
+        shape = _Shape.of(layer, each)
+        if shape not in known:
+            known[shape] = _ordered(shape, order, shape.token_offsets(block_ids, tokens))
+        parts.append(known[shape] + np.array([place.start(layer), 0], np.int64))
+    return _merge(np.concatenate(parts), [place.region_starts])
+
+
+def _ordered(shape: _Shape, order: tuple[str, ...], tokens: np.ndarray) -> np.ndarray:  # [n, 2]
+    axes = [axis for axis in order if axis != "block"]
+    num_bytes = shape.itemsize
+    while axes and axes[-1] != "token":
+        size, stride = getattr(shape, axes[-1])
+        if size > 1 and stride != num_bytes:
+            break
+        num_bytes *= size
+        axes.pop()
+    offsets = np.zeros(1, np.int64)
+    for axis in axes:
+        size, stride = getattr(shape, axis)
+        inner = tokens if axis == "token" else np.arange(size) * stride
+        offsets = (offsets[:, None] + inner).reshape(-1)
+    return _merge(np.stack([offsets, np.full_like(offsets, num_bytes)], axis=1), [()])

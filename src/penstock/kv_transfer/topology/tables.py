@@ -1,0 +1,243 @@
+"""The engines that are known, their stages and layouts, and who reads from whom among their shards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+
+from penstock.kv_transfer.topology.layouts import check_fit, check_layout
+from penstock.kv_transfer.topology.planner import LayerSlice, ShardTable, sources
+from penstock.messages.kv_cache_spec import NULL_BLOCK
+from penstock.messages.kv_layout import KVLayout, LayerLayout
+from penstock.messages.kv_transfer import ShardId
+from penstock.utils.errors import PeerError
+
+
+class EngineTransferInfo(msgspec.Struct, frozen=True):
+    """One pipeline stage of an engine, as the engine declares it to its peers.
+
+    `pp_size` is how many stages the engine has: it can be read from when all are known. `block_size` is the number of
+    tokens of a block in its block tables; memory may be cut into smaller blocks, all of one size. `start_layer` numbers
+    the stage's first layer among all of the engine's layers, draft layers included: each stage must begin where the one
+    before it ends, so that a missing or a doubled layer is found when stages are registered. `layouts` are those of the
+    stage's shards by tensor rank.
+    """
+
+    engine_id: str
+    remote_pp_rank: int
+    pp_size: int
+    block_size: int
+    start_layer: int
+    layouts: tuple[KVLayout, ...]
+
+    @property
+    def tp_size(self) -> int:
+        return len(self.layouts)
+
+    @property
+    def end_layer(self) -> int:
+        return self.start_layer + len(self.layouts[0].layers)
+
+    @property
+    def physical_blocks_per_logical_block(self) -> int:
+        return self.block_size // self.layouts[0].block_size
+
+    def check(self) -> None:
+        """Raises PeerError unless the stage is possible, whatever a peer may have sent."""
+        if (
+            not self.engine_id
+            or not 0 <= self.remote_pp_rank < self.pp_size
+            or not self.layouts
+            or self.start_layer < 0
+        ):
+            raise PeerError(f"engine {self.engine_id!r} declares an impossible pipeline stage {self.remote_pp_rank}")
+        for layout in self.layouts:
+            check_layout(layout)
+            if layout.block_size < 1 or self.block_size < 1 or self.block_size % layout.block_size:
+                raise PeerError(
+                    f"engine {self.engine_id!r}: {self.block_size} tokens of a block are no whole blocks of "
+                    f"{layout.block_size} tokens in memory"
+                )
+            if layout.block_size != self.layouts[0].block_size or _names(layout) != _names(self.layouts[0]):
+                raise PeerError(f"engine {self.engine_id!r}: tensor ranks of a stage differ in layers or block size")
+
+
+def engine_infos(engine_id: str, block_size: int, shards: ShardTable) -> tuple[EngineTransferInfo, ...]:
+    """An engine's stages. `block_size` is in tokens, as its block tables count."""
+    stages: dict[int, list[KVLayout]] = {}
+    for (pp_rank, tp_rank), layout in sorted(shards.items()):
+        stage = stages.setdefault(pp_rank, [])
+        assert pp_rank == len(stages) - 1 and tp_rank == len(stage), f"shards {sorted(shards)} have gaps"
+        stage.append(layout)
+    infos: list[EngineTransferInfo] = []
+    for pp_rank, layouts in stages.items():
+        start = infos[-1].end_layer if infos else 0
+        infos.append(EngineTransferInfo(engine_id, pp_rank, len(stages), block_size, start, tuple(layouts)))
+    return tuple(infos)
+
+
+def physical_block_ids(block_ids: Sequence[int], per_logical_block: int) -> np.ndarray:
+    """The blocks of memory of a block table, int64. Those of the NULL_BLOCK are all NULL_BLOCK."""
+    logical = np.asarray(block_ids, np.int64)[:, None]
+    physical = logical * per_logical_block + np.arange(per_logical_block)
+    return np.where(logical == NULL_BLOCK, NULL_BLOCK, physical).reshape(-1)
+
+
+class TransferTopology:
+    """An engine's own shards and those of the engines it knows, by (engine id, pipeline rank).
+
+    An engine is known when all its stages are registered. Until then, and for engines that were never registered or
+    are forgotten, questions raise PeerError.
+    """
+
+    def __init__(self, engine_id: str, block_size: int, shards: ShardTable) -> None:
+        self.engine_id = engine_id
+        self._stages: dict[tuple[str, int], EngineTransferInfo] = {}
+        self._sources: dict[tuple[str, ShardId], Mapping[ShardId, tuple[LayerSlice, ...]]] = {}
+        for info in engine_infos(engine_id, block_size, shards):
+            self.register(info)
+
+    # ---- Who is known ----
+
+    def register(self, info: EngineTransferInfo) -> None:
+        """Adds a stage; the same one again changes nothing. Raises PeerError, and adds nothing, if it does not fit."""
+        key = info.engine_id, info.remote_pp_rank
+        if key in self._stages:
+            if self._stages[key] != info:
+                raise PeerError(
+                    f"engine {info.engine_id!r} declares stage {info.remote_pp_rank} otherwise than before: forget the "
+                    "engine first if it was restarted, or give each engine an engine_id of its own"
+                )
+            return
+        info.check()
+        self._check_beside_stages(info)
+        self._check_against_own(info)
+        self._stages[key] = info
+
+    def forget(self, engine_id: str) -> None:
+        """Drops an engine, known or not."""
+        assert engine_id != self.engine_id, "an engine does not forget itself"
+        for key in [key for key in self._stages if key[0] == engine_id]:
+            del self._stages[key]
+        for key in [key for key in self._sources if key[0] == engine_id]:
+            del self._sources[key]
+
+    def get_engine_info(self, engine_id: str, pp_rank: int = 0) -> EngineTransferInfo:
+        info = self._stages.get((engine_id, pp_rank))
+        if info is None:
+            raise PeerError(f"stage {pp_rank} of engine {engine_id!r} is not known: it has not declared its KV layout")
+        return info
+
+    def shards(self, engine_id: str) -> ShardTable:
+        """The layouts of all shards of an engine."""
+        return {
+            (info.remote_pp_rank, tp_rank): layout
+            for info in self._all_stages(engine_id)
+            for tp_rank, layout in enumerate(info.layouts)
+        }
+
+    # ---- Replicas ----
+
+    def is_kv_replicated(self, engine_id: str) -> bool:
+        """Whether several ranks of a stage hold the same head, as where there are more ranks than KV heads."""
+        return any(
+            sum(_num_heads(layers)) > max(layer.heads[1] for layer in layers) - min(layer.heads[0] for layer in layers)
+            for info in self._all_stages(engine_id)
+            for layers in _layers_by_rank(info)
+        )
+
+    def replicates_kv_cache(self, engine_id: str) -> bool:
+        """Whether there are several ranks in a stage and all hold the same KV, as with MLA: any one can send it."""
+        return all(
+            info.tp_size > 1 and len({layer.heads for layer in layers}) == 1
+            for info in self._all_stages(engine_id)
+            for layers in _layers_by_rank(info)
+        )
+
+    # ---- Who reads from whom ----
+
+    def sources(self, engine_id: str, local_shard: ShardId) -> Mapping[ShardId, tuple[LayerSlice, ...]]:
+        """What a shard of this engine reads from which shards of that one (`planner.sources`)."""
+        key = engine_id, local_shard
+        if key not in self._sources:
+            own = self.shards(self.engine_id)
+            self._sources[key] = sources(own[local_shard], self.shards(engine_id), local_shard)
+        return self._sources[key]
+
+    def target_remote_ranks(self, engine_id: str, local_shard: ShardId) -> tuple[ShardId, ...]:
+        """The shards of that engine that a shard of this one reads from."""
+        return tuple(self.sources(engine_id, local_shard))
+
+    def reading_shards(self, engine_id: str) -> frozenset[ShardId]:
+        """The shards of this engine that report when it has read from that one: those that have layers."""
+        return frozenset(shard for shard in self.shards(self.engine_id) if self.sources(engine_id, shard))
+
+    def readers(self, engine_id: str) -> Mapping[ShardId, frozenset[ShardId]]:
+        """For every shard of this engine, the shards of that one that read from it: computed as that engine does."""
+        own, theirs = self.shards(self.engine_id), self.shards(engine_id)
+        targets = {shard: frozenset(sources(layout, own, shard)) for shard, layout in theirs.items()}
+        return {mine: frozenset(shard for shard in theirs if mine in targets[shard]) for mine in own}
+
+    def check_integrity(self) -> None:
+        for (engine_id, shard), found in self._sources.items():
+            assert found == sources(self.shards(self.engine_id)[shard], self.shards(engine_id), shard), engine_id
+
+    # ---- Checks ----
+
+    def _all_stages(self, engine_id: str) -> list[EngineTransferInfo]:
+        first = self.get_engine_info(engine_id)
+        return [first, *(self.get_engine_info(engine_id, pp_rank) for pp_rank in range(1, first.pp_size))]
+
+    def _check_beside_stages(self, info: EngineTransferInfo) -> None:
+        """That all stages are of one engine, and that each begins where the one before it ends."""
+        others = [stage for (engine_id, _), stage in self._stages.items() if engine_id == info.engine_id]
+        for other in others:
+            if (other.pp_size, other.block_size) != (info.pp_size, info.block_size):
+                raise PeerError(f"engine {info.engine_id!r}: its stages differ in pp_size or block size")
+            if both := set(_names(other.layouts[0])) & set(_names(info.layouts[0])):
+                raise PeerError(f"engine {info.engine_id!r}: layer {min(both)!r} is on two stages")
+        if info.remote_pp_rank == 0 and info.start_layer:
+            raise PeerError(f"engine {info.engine_id!r}: its first stage begins at layer {info.start_layer} and not 0")
+        for before, behind in pairwise(sorted([*others, info], key=lambda stage: stage.remote_pp_rank)):
+            if behind.remote_pp_rank == before.remote_pp_rank + 1 and behind.start_layer != before.end_layer:
+                raise PeerError(
+                    f"engine {info.engine_id!r}: stage {behind.remote_pp_rank} begins at layer {behind.start_layer}, "
+                    f"but stage {before.remote_pp_rank} ends at {before.end_layer}"
+                )
+
+    def _check_against_own(self, info: EngineTransferInfo) -> None:
+        """That layers of both engines store alike and have the same number of KV heads in total."""
+        own = {
+            layers[0].name: layers
+            for (engine_id, _), stage in self._stages.items()
+            if engine_id == self.engine_id
+            for layers in _layers_by_rank(stage)
+        }
+        for theirs in _layers_by_rank(info):
+            mine = own.get(theirs[0].name)
+            if mine is None or info.engine_id == self.engine_id:
+                continue
+            for layer in theirs:
+                check_fit(mine[0], layer)
+            counts = [max(layer.heads[1] for layer in layers) for layers in (mine, theirs)]
+            if counts[0] != counts[1]:
+                raise PeerError(
+                    f"layer {theirs[0].name!r} has {counts[0]} KV heads here and {counts[1]} in engine "
+                    f"{info.engine_id!r}: both engines must run the same model"
+                )
+
+
+def _names(layout: KVLayout) -> list[str]:
+    return [layer.name for layer in layout.layers]
+
+
+def _layers_by_rank(info: EngineTransferInfo) -> list[tuple[LayerLayout, ...]]:
+    """Each layer of the stage, as its tensor ranks hold it."""
+    return list(zip(*(layout.layers for layout in info.layouts), strict=True))
+
+
+def _num_heads(layers: Sequence[LayerLayout]) -> list[int]:
+    return [layer.heads[1] - layer.heads[0] for layer in layers]
