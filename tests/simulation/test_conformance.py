@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from penstock.kv_transfer.connector import Match, RequestView
-from penstock.kv_transfer.transports.base import CopyRun, Operation, TransferState
+from penstock.kv_transfer.transports.base import Operation, TransferState
 from penstock.kv_transfer.transports.memory import Fault, FaultKind, MemoryFabric, MemoryTransport
 from penstock.messages.kv_transfer import KVConnectorOutput
 from penstock.simulation.backing import Backing, StoreBacking
-from penstock.simulation.conformance import CONNECTOR_SCENARIOS, TransportRig, check_connector, check_transport
+from penstock.simulation.conformance import CONNECTOR_SCENARIOS, TransportRig, check_connector, check_transport, runs_of
 from penstock.simulation.scenarios import SCENARIOS
 from penstock.simulation.store import StoreScheduler
 from penstock.simulation.store_worker import StoreWorker
@@ -82,10 +82,10 @@ def move(fault: Fault, drain: float = 0.0) -> tuple[MemoryFabric, MemoryTranspor
     fabric = MemoryFabric(ManualClock(), lambda operation, size: fault, drain)
     here, there = fabric.endpoint("here"), fabric.endpoint("there")
     memory = bytearray(100)
-    here.register("memory", memoryview(memory))
-    there.register("memory", memoryview(bytearray(b"\x01" * 100)))
+    here.register([memoryview(memory)])
+    there.register([memoryview(bytearray(b"\x01" * 100))])
     peer = here.connect(there.descriptor())
-    return fabric, here, here.submit(Operation.READ, peer, [CopyRun("memory", 0, "memory", 0, 100)], b"done"), memory
+    return fabric, here, here.submit(Operation.READ, peer, runs_of((0, 0, 100)), b"done"), memory
 
 
 def pass_time(fabric: MemoryFabric, seconds: float) -> None:
@@ -142,6 +142,6 @@ def test_how_transfers_end(kind: FaultKind, state: TransferState, landed: int) -
 def test_a_notification_may_come_twice() -> None:
     fabric = MemoryFabric(ManualClock(), lambda operation, size: Fault(duplicates_notification=True))
     here, there = fabric.endpoint("here"), fabric.endpoint("there")
-    here.submit(Operation.WRITE, here.connect(there.descriptor()), [], b"done")
+    here.submit(Operation.WRITE, here.connect(there.descriptor()), runs_of(), b"done")
     assert [each.message for each in there.notifications()] == [b"done", b"done"]
     assert not there.notifications()

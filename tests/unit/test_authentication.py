@@ -218,3 +218,22 @@ def test_payloads_come_back_however_the_stream_is_cut(payloads, piece):
     sealer, opener = Sealer(b"key"), Opener(b"key", 64)
     stream = b"".join(sealer.seal(payload) for payload in payloads)
     assert [got for at in range(0, len(stream), piece) for got in opener.feed(stream[at : at + piece])] == payloads
+
+
+def test_a_reader_that_asks_what_is_missing_reads_nothing_of_what_follows():
+    client, server = sides()
+    from_server = server.greeting()
+    assert client.num_missing == len(from_server)
+    proof = client.receive(from_server)
+    assert server.num_missing == len(client.greeting())
+    server.receive(client.greeting())
+    assert server.num_missing == len(proof)
+    answer = server.receive(proof)
+    assert client.num_missing == len(answer)
+    client.receive(answer)
+    stream, opener = server.sealer().seal(b"frame") + b"raw bytes", client.opener(10)
+    got: list[bytes] = []
+    while not got:
+        count = opener.num_missing
+        got, stream = opener.feed(stream[:count]), stream[count:]
+    assert (got, stream) == ([b"frame"], b"raw bytes")

@@ -66,6 +66,11 @@ class Authentication:
         """What either side sends first."""
         return _MAGIC + bytes([VERSION]) + self._nonce
 
+    @property
+    def num_missing(self) -> int:
+        """How many bytes complete the next message of the peer: who reads no more leaves `rest` empty."""
+        return (_TAG_BYTES if self._peer_nonce else _GREETING_BYTES) - len(self._buffer)
+
     def receive(self, data: bytes) -> bytes:
         """Takes what arrived and returns what to send, maybe nothing. Raises PeerError."""
         if self._error is not None:
@@ -162,6 +167,13 @@ class Opener:
         self._number = 0
         self._buffer = bytearray()
         self._error: PeerError | None = None
+
+    @property
+    def num_missing(self) -> int:
+        """How many bytes are certain to follow: the rest of the next length, or of the frame that it announces."""
+        if len(self._buffer) < _LENGTH.size:
+            return _LENGTH.size - len(self._buffer)
+        return _LENGTH.size + _LENGTH.unpack_from(self._buffer)[0] + _TAG_BYTES - len(self._buffer)
 
     def feed(self, data: bytes) -> list[bytes]:
         """The payloads that `data` completes. Raises PeerError, also when an earlier frame of `data` was valid."""

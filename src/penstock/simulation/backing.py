@@ -86,7 +86,6 @@ class StoreBacking(Backing):
         self._fabric = MemoryFabric(world.clock, world.fault_of, setup.drain)
         self._store = BlockStore(self._fabric, setup.layers, setup.block_size, setup.store_places)
         self._endpoints: dict[str, list[MemoryTransport]] = {}
-        self._strides: dict[str, int] = {}
         self._workers: dict[str, list[StoreWorker]] = {}
         self._checked: set[Entry] = set()
 
@@ -100,7 +99,6 @@ class StoreBacking(Backing):
             workers[shard] = make_worker(shard, transport, self._store, self._clock, setup.patience, setup.num_staging)
         self._workers[site.name] = list(workers.values())
         self._endpoints[site.name] = list(endpoints.values())
-        self._strides[site.name] = self._store.part_bytes * len(ranks.heads_of(0))
         policy = StorePolicy(
             sync_share=setup.sync_share, direct_saves=setup.direct_saves, lookup_seconds=setup.lookup_seconds
         )
@@ -121,10 +119,11 @@ class StoreBacking(Backing):
         self._store.tick()
 
     def touching(self, name: str) -> Iterable[Touch]:
-        for transport in self._endpoints.get(name, ()):
-            for operation, run in self._fabric.moving(transport):
-                if run.local_region != "staging":
-                    yield Touch(run.local_offset // self._strides[name], operation is Operation.READ)
+        for transport, worker in zip(self._endpoints.get(name, ()), self._workers.get(name, ()), strict=False):
+            for operation, offset in self._fabric.moving(transport):
+                block_id = worker.block_at(offset)
+                if block_id is not None:
+                    yield Touch(block_id, operation is Operation.READ)
 
     def check(self, contents: Callable[[int, bytes, str, int], bytes | None]) -> None:
         for entry in self._store.entries.values():

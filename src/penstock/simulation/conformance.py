@@ -12,7 +12,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from penstock.kv_transfer.transports.base import CopyRun, DataTransport, Operation, PeerId, TransferState
+import numpy as np
+
+from penstock.kv_transfer.transports.base import (
+    DataTransport,
+    Notification,
+    Operation,
+    PeerId,
+    TransferHandle,
+    TransferState,
+)
 from penstock.simulation.backing import Backing, BackingContext
 from penstock.simulation.checked import CheckedBacking
 from penstock.simulation.scenarios import SCENARIOS
@@ -39,8 +48,11 @@ CONNECTOR_SCENARIOS = (
 )
 
 _SECONDS = 30.0
-_SIZE = 256
-_PATTERN = bytes(range(_SIZE))
+_SETTLED = {state for state in TransferState if state.is_settled}
+_SIZE = 5000
+_SPLIT = 1801
+_PATTERN = random.Random("pattern").randbytes(_SIZE)
+_WHOLE = np.array([[0, 0, _SIZE]], np.int64)
 
 
 def check_connector(
@@ -64,39 +76,81 @@ def check_connector(
             assert not result.violation, f"{name}, seed {seed}, tick {result.num_ticks}: {result.violation}\n{trace}"
 
 
+def _private(num_bytes: int) -> memoryview:
+    return memoryview(bytearray(num_bytes))
+
+
 @dataclass(frozen=True, slots=True)
 class TransportRig:
     """Two fresh endpoints with nothing registered. `restart_right` ends the right one, not in an orderly way, and
     returns its next life. Whatever is in the way of connecting is the factory's to arrange.
+
+    The right one may be a proxy for an endpoint in another process. `allocate` makes the memory that the kit registers
+    on both sides, zeroed, and looks into.
     """
 
     left: DataTransport
     right: DataTransport
     restart_right: Callable[[], DataTransport]
+    allocate: Callable[[int], memoryview] = _private
+
+
+def runs_of(*runs: tuple[int, int, int]) -> np.ndarray:
+    """[n, 3] int64 of local offset, remote offset, bytes."""
+    return np.array(runs, np.int64).reshape(-1, 3)
 
 
 class _Pair:
-    """The rig with memory on both sides: the left's is empty, the right's has a pattern."""
+    """The rig with memory on both sides, of two regions each: the left's is empty, the right's has a pattern."""
 
     def __init__(self, rig: TransportRig) -> None:
         self.rig = rig
         self.left, self.right = rig.left, rig.right
-        self.near, self.far = bytearray(_SIZE), bytearray(_PATTERN)
-        self.left.register("near", memoryview(self.near))
-        self.right.register("far", memoryview(self.far))
+        self._near = [rig.allocate(_SPLIT), rig.allocate(_SIZE - _SPLIT)]
+        self._far = [rig.allocate(_SIZE - _SPLIT), rig.allocate(_SPLIT)]
+        self.far = _PATTERN
+        self.left.register(self._near)
+        self.right.register(self._far)
         self.peer: PeerId = self.left.connect(self.right.descriptor())
 
-    def move(self, operation: Operation, runs: Sequence[CopyRun], notify: bytes = b"") -> TransferState:
+    @property
+    def near(self) -> bytes:
+        return b"".join(map(bytes, self._near))
+
+    @near.setter
+    def near(self, data: bytes) -> None:
+        self._near[0][:], self._near[1][:] = data[:_SPLIT], data[_SPLIT:]
+
+    @property
+    def far(self) -> bytes:
+        return b"".join(map(bytes, self._far))
+
+    @far.setter
+    def far(self, data: bytes) -> None:
+        self._far[0][:], self._far[1][:] = data[: _SIZE - _SPLIT], data[_SIZE - _SPLIT :]
+
+    def register_again(self, right: DataTransport, data: bytes) -> None:
+        """Memory for the next life of the right one."""
+        memory = self.rig.allocate(_SIZE)
+        memory[:] = data
+        right.register([memory])
+
+    def move(self, operation: Operation, runs: np.ndarray, notify: bytes = b"") -> TransferState:
         """Submits and waits for the end."""
         handle = self.left.submit(operation, self.peer, runs, notify)
-        waited = 0.0
-        while not self.left.poll(handle).is_settled and waited < _SECONDS:
-            self.left.wait([handle], 0.1)
-            waited += 0.1
+        self.settle([handle])
         state = self.left.poll(handle)
         assert state.is_settled, f"a transfer has not ended in {_SECONDS} seconds: {state}"
         assert self.left.poll(handle) is state, "a transfer changes its mind"
         return state
+
+    def settle(self, handles: Sequence[TransferHandle]) -> None:
+        """Waits until all have settled, but not for ever."""
+        waited = 0.0
+        # All are polled each time: `wait` returns for what has changed since.
+        while not {self.left.poll(handle) for handle in handles} <= _SETTLED and waited < _SECONDS:
+            self.left.wait(handles, 0.1)
+            waited += 0.1
 
     def close(self) -> None:
         self.left.close()
@@ -109,6 +163,8 @@ def check_transport(make: Callable[[], TransportRig]) -> None:
     for check in (
         _check_reads_and_writes,
         _check_nothing_else_changes,
+        _check_many_runs,
+        _check_several_at_once,
         _check_notifications,
         _check_refusals,
         _check_restart,
@@ -124,16 +180,17 @@ def check_transport(make: Callable[[], TransportRig]) -> None:
 
 def _check_reads_and_writes(pair: _Pair) -> None:
     assert pair.left.connect(pair.right.descriptor()) == pair.peer, "connecting twice makes another peer"
-    assert pair.move(Operation.READ, [CopyRun("near", 0, "far", 0, _SIZE)]) is TransferState.DONE
+    assert pair.move(Operation.READ, _WHOLE) is TransferState.DONE
     assert pair.near == _PATTERN, "a read brought other bytes"
-    pair.near[:] = _PATTERN[::-1]
-    assert pair.move(Operation.WRITE, [CopyRun("near", 0, "far", 0, _SIZE)]) is TransferState.DONE
+    pair.near = _PATTERN[::-1]
+    assert pair.move(Operation.WRITE, _WHOLE) is TransferState.DONE
     assert pair.far == _PATTERN[::-1], "a write brought other bytes"
-    assert pair.move(Operation.READ, []) is TransferState.DONE, "a transfer of nothing does not end"
+    for operation in Operation:
+        assert pair.move(operation, runs_of()) is TransferState.DONE, f"a {operation} of nothing does not end"
 
 
 def _check_nothing_else_changes(pair: _Pair) -> None:
-    runs = [CopyRun("near", 200, "far", 3, 5), CopyRun("near", 7, "far", 100, 1), CopyRun("near", 64, "far", 0, 0)]
+    runs = runs_of((200, 3, 5), (7, 100, 1), (64, 0, 0), (_SIZE, _SIZE, 0))
     expected = bytearray(_SIZE)
     expected[200:205] = _PATTERN[3:8]
     expected[7] = _PATTERN[100]
@@ -142,82 +199,110 @@ def _check_nothing_else_changes(pair: _Pair) -> None:
     assert pair.far == _PATTERN, "a read changed its source"
 
 
+def _check_many_runs(pair: _Pair) -> None:
+    """More than a system call takes at once, in both directions, across the ends of the regions."""
+    order = list(range(0, _SIZE - 1, 2))
+    random.Random(0).shuffle(order)
+    swapped = runs_of(*((at, order[number], 2) for number, at in enumerate(range(0, _SIZE - 1, 2))))
+    expected = b"".join(_PATTERN[at : at + 2] for at in order)
+    assert pair.move(Operation.READ, swapped) is TransferState.DONE
+    assert pair.near[: len(expected)] == expected, "a read of many runs brought other bytes"
+    assert pair.move(Operation.WRITE, swapped) is TransferState.DONE
+    assert pair.far == _PATTERN, "a write of many runs brought other bytes"
+
+
+def _check_several_at_once(pair: _Pair) -> None:
+    half = _SIZE // 2
+    quarters = [runs_of((at, (at + half) % _SIZE, _SIZE // 4)) for at in range(0, _SIZE, _SIZE // 4)]
+    handles = [pair.left.submit(Operation.READ, pair.peer, runs) for runs in quarters]
+    pair.settle(handles)
+    assert {pair.left.poll(handle) for handle in handles} == {TransferState.DONE}
+    assert pair.near == _PATTERN[half:] + _PATTERN[:half], "reads at the same time are mixed up"
+
+
 def _check_notifications(pair: _Pair) -> None:
-    pair.near[:8] = b"the data"
-    assert pair.move(Operation.WRITE, [CopyRun("near", 0, "far", 0, 8)], b"hello") is TransferState.DONE
-    handle = pair.left.submit(Operation.READ, pair.peer, [])
-    for _ in range(20):
-        news = pair.right.notifications()
-        if news:
-            assert {each.message for each in news} == {b"hello"}, news
-            assert pair.far[:8] == b"the data", "a notification came before its bytes"
-            return
-        pair.left.wait([handle], 0.1)
-    raise AssertionError("a notification never came, and nothing was lost")
+    pair.near = b"the data".ljust(_SIZE, b"\0")
+    sent = {b"written": Operation.WRITE, b"read": Operation.READ, b"written again": Operation.WRITE}
+    for message, operation in sent.items():
+        assert pair.move(operation, runs_of((0, 0, 8)), message) is TransferState.DONE
+        handle = pair.left.submit(Operation.READ, pair.peer, runs_of())
+        news: list[Notification] = []
+        for _ in range(20):
+            news += pair.right.notifications()
+            if news:
+                break
+            pair.left.poll(handle)
+            pair.left.wait([handle], 0.1)
+        assert news, "a notification never came, and nothing was lost"
+        assert {each.message for each in news} <= sent.keys(), news
+        assert pair.far[:8] == b"the data", "a notification came before its bytes"
 
 
 def _check_refusals(pair: _Pair) -> None:
-    good = CopyRun("near", 0, "far", 0, 8)
+    good = (0, 0, 8)
     for descriptor in (b"", b"\xff\x00 nonsense", b"x" * 10_000):
         _refuses(lambda descriptor=descriptor: pair.left.connect(descriptor), f"descriptor {descriptor[:20]!r}")
-    _refuses(lambda: pair.left.submit(Operation.READ, "nobody", [good]), "an unknown peer")
+    _refuses(lambda: pair.left.submit(Operation.READ, "nobody", runs_of(good)), "an unknown peer")
+    huge = 1 << 62
     for run in (
-        CopyRun("near", 0, "elsewhere", 0, 8),
-        CopyRun("elsewhere", 0, "far", 0, 8),
-        CopyRun("near", _SIZE - 4, "far", 0, 8),
-        CopyRun("near", 0, "far", _SIZE - 4, 8),
-        CopyRun("near", 0, "far", -8, 8),
-        CopyRun("near", 0, "far", 0, -1),
+        (_SIZE - 4, 0, 8),
+        (0, _SIZE - 4, 8),
+        (0, -8, 8),
+        (-8, 0, 8),
+        (0, 8, -1),
+        (0, huge, 8),
+        (0, 8, huge),
+        (8, (1 << 63) - 1, (1 << 63) - 1),
     ):
         # A transport that asks the peer first says so with the transfer's end.
         try:
-            state = pair.move(Operation.READ, [good, run])
+            state = pair.move(Operation.READ, runs_of(good, run))
         except PeerError:
             continue
         assert state is TransferState.FAILED_SETTLED, f"{run} is out of bounds, and ended as {state}"
     assert pair.far == _PATTERN, "a refused transfer wrote"
-    assert pair.move(Operation.READ, [good]) is TransferState.DONE, "a refusal has broken the connection"
+    assert pair.move(Operation.READ, runs_of(good)) is TransferState.DONE, "a refusal has broken the connection"
 
 
 def _check_restart(pair: _Pair) -> None:
     stale = pair.right.descriptor()
     again = pair.rig.restart_right()
-    memory = bytearray(b"\xaa" * _SIZE)
-    again.register("far", memoryview(memory))
+    pair.register_again(again, b"\xaa" * _SIZE)
     try:
-        state = pair.move(Operation.READ, [CopyRun("near", 0, "far", 0, 8)])
+        state = pair.move(Operation.READ, runs_of((0, 0, 8)))
     except PeerError:
         state = TransferState.FAILED_SETTLED
     assert state is TransferState.FAILED_SETTLED, "a peer of another life was read"
     assert pair.near == bytes(_SIZE), "bytes of another life landed"
     _refuses(lambda: pair.left.connect(stale), "the descriptor of a life that has ended")
     pair.peer = pair.left.connect(again.descriptor())
-    assert pair.move(Operation.READ, [CopyRun("near", 0, "far", 0, 8)]) is TransferState.DONE
+    assert pair.move(Operation.READ, runs_of((0, 0, 8))) is TransferState.DONE
     assert pair.near[:8] == b"\xaa" * 8
     again.close()
 
 
 def _check_disconnect(pair: _Pair) -> None:
-    handles = [pair.left.submit(Operation.READ, pair.peer, [CopyRun("near", 0, "far", 0, _SIZE)]) for _ in range(3)]
+    handles = [pair.left.submit(Operation.READ, pair.peer, _WHOLE) for _ in range(3)]
     pair.left.disconnect(pair.peer)
-    waited = 0.0
-    while not all(pair.left.poll(handle).is_settled for handle in handles) and waited < _SECONDS:
-        pair.left.wait(handles, 0.1)
-        waited += 0.1
+    pair.settle(handles)
     assert all(pair.left.poll(handle).is_settled for handle in handles), "a disconnected transfer does not settle"
-    pair.near[:] = bytes(_SIZE)
+    pair.near = bytes(_SIZE)
     pair.left.wait(handles, 0.2)
     assert pair.near == bytes(_SIZE), "bytes landed behind the end of a transfer"
+    _refuses(lambda: pair.left.submit(Operation.READ, pair.peer, _WHOLE), "a peer that was given up")
+    pair.left.disconnect(pair.peer)
     pair.peer = pair.left.connect(pair.right.descriptor())
-    assert pair.move(Operation.READ, [CopyRun("near", 0, "far", 0, _SIZE)]) is TransferState.DONE
+    assert pair.move(Operation.READ, _WHOLE) is TransferState.DONE
+    assert pair.near == _PATTERN
 
 
 def _check_close(pair: _Pair) -> None:
-    pair.left.submit(Operation.READ, pair.peer, [CopyRun("near", 0, "far", 0, _SIZE)])
+    handle = pair.left.submit(Operation.READ, pair.peer, _WHOLE)
     pair.left.close()
-    before = bytes(pair.near)
-    pair.far[:] = bytes(_SIZE)
+    before = pair.near
+    pair.far = bytes(_SIZE)
     pair.right.notifications()
+    assert pair.left.poll(handle).is_settled, "a transfer of a closed endpoint has not settled"
     assert pair.near == before, "bytes landed behind the end of the endpoint"
 
 

@@ -54,8 +54,6 @@ from penstock.simulation.trace import ViolationError, hash_name
 from penstock.utils.clock import Clock
 from penstock.utils.wire import register_kind
 
-STORE_REGION = "store"
-
 BlockKey = tuple[int, bytes]
 """(KV group, block hash)."""
 
@@ -102,7 +100,7 @@ class BlockStore:
     def _open(self) -> None:
         self.transport = self.fabric.endpoint("store")
         self.memory = bytearray(b"\xee" * (self.num_places * self._place_bytes))
-        self.transport.register(STORE_REGION, memoryview(self.memory))
+        self.transport.register([memoryview(self.memory)])
         self.entries: OrderedDict[BlockKey, Entry] = OrderedDict()
         self._free = list(range(self.num_places))
         self._quarantine: list[tuple[MemoryTransport, int]] = []

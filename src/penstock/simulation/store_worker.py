@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+
+import numpy as np
 
 from penstock.kv_transfer.connector import LayerHooks
 from penstock.kv_transfer.null import NullWorkerConnector
 from penstock.kv_transfer.transports.base import (
-    CopyRun,
     DataTransport,
     Operation,
     PeerId,
@@ -27,7 +29,6 @@ from penstock.messages.kv_transfer import (
 )
 from penstock.simulation.oracle import OracleMemory
 from penstock.simulation.store import (
-    STORE_REGION,
     BlockCopy,
     BlockStore,
     Part,
@@ -38,8 +39,6 @@ from penstock.simulation.store import (
 )
 from penstock.utils.clock import Clock
 from penstock.utils.errors import PeerError
-
-_STAGING = "staging"
 
 
 @dataclass(slots=True)
@@ -87,11 +86,20 @@ class StoreWorker(NullWorkerConnector):
     def register_kv_caches(self, view: KVCacheView) -> None:
         assert isinstance(view, OracleMemory), "the store's transfers go straight into the memory"
         self._view = view
-        for name, region in view.regions.items():
-            self._transport.register(name, memoryview(region))
+        regions = [memoryview(view.regions[region.name]) for region in view.layout.regions]
+        ends = list(accumulate(map(len, regions), initial=0))
+        self._bases = {region.name: base for region, base in zip(view.layout.regions, ends, strict=False)}
+        self._staging_base = ends[-1]
         self._slot_bytes = max(view.layout.block_bytes(group) for group in range(len(view.config.groups)))
         self._staging_memory = bytearray(self._num_staging * self._slot_bytes)
-        self._transport.register(_STAGING, memoryview(self._staging_memory))
+        self._transport.register([*regions, memoryview(self._staging_memory)])
+
+    def block_at(self, offset: int) -> int | None:
+        """The block that this byte of the registered memory belongs to; None for what has been copied aside."""
+        if offset >= self._staging_base:
+            return None
+        base = max(base for base in self._bases.values() if base <= offset)
+        return (offset - base) // self._view.stride
 
     def get_handshake_metadata(self) -> StoreHandshake:
         names = [name for group in range(len(self._view.config.groups)) for name in self._view.layer_names(group)]
@@ -116,7 +124,7 @@ class StoreWorker(NullWorkerConnector):
                 self._await(load)
 
     def _begin(self, load: _Open) -> None:
-        self._submit(load, Operation.READ, [list(self._runs(copy)) for copy in load.job.copies])
+        self._submit(load, Operation.READ, [self._runs(copy, self._layer_names(copy)) for copy in load.job.copies])
 
     def _await(self, load: _Open) -> None:
         """A load that the step itself needs has begun."""
@@ -128,9 +136,11 @@ class StoreWorker(NullWorkerConnector):
             save = self._staged.pop(job.transfer_id)
             if not save.has_failed:
                 slots = save.staging or [-1] * len(job.copies)
-                self._submit(
-                    save, Operation.WRITE, [list(self._runs(*each)) for each in zip(job.copies, slots, strict=True)]
-                )
+                runs = [
+                    self._runs(copy, self._layer_names(copy), slot)
+                    for copy, slot in zip(job.copies, slots, strict=True)
+                ]
+                self._submit(save, Operation.WRITE, runs)
             self._open.append(save)
 
     def get_finished(self, finished_request_ids: frozenset[str]) -> KVConnectorOutput:
@@ -160,7 +170,7 @@ class StoreWorker(NullWorkerConnector):
             into = memoryview(self._staging_memory)[slot * self._slot_bytes :]
             gather(self._view.block_parts(copy.group, copy.block_id), into)
 
-    def _submit(self, each: _Open, operation: Operation, runs: list[list[CopyRun]]) -> None:
+    def _submit(self, each: _Open, operation: Operation, runs: Sequence[np.ndarray]) -> None:
         """One transfer per block, so that some may fail while others are under way."""
         try:
             each.peer = self._transport.connect(each.job.store)
@@ -209,17 +219,24 @@ class StoreWorker(NullWorkerConnector):
     def _parts(self, copy: BlockCopy) -> Iterator[Part]:
         return ((name, head) for name in self._view.layer_names(copy.group) for head in self._view.heads)
 
-    def _runs(self, copy: BlockCopy, slot: int = -1) -> Iterator[CopyRun]:
-        """The parts of a block, in the engine's memory or in a staging slot, and where they belong in the store."""
+    def _layer_names(self, copy: BlockCopy) -> tuple[str, ...]:
+        return self._view.layer_names(copy.group)
+
+    def _runs(self, copy: BlockCopy, layer_names: Sequence[str], slot: int = -1) -> np.ndarray:
+        """The parts of a block in these layers, in the engine's memory or in a staging slot, and where they belong in
+        the store: [n, 3] int64."""
         size = self._store.part_bytes
+        runs: list[tuple[int, int, int]] = []
         for number, part in enumerate(self._parts(copy)):
             name, head = part
-            remote = self._store.offset(copy.place, part)
+            if name not in layer_names:
+                continue
             if slot >= 0:
-                yield CopyRun(_STAGING, slot * self._slot_bytes + number * size, STORE_REGION, remote, size)
+                local = self._staging_base + slot * self._slot_bytes + number * size
             else:
-                local = copy.block_id * self._view.stride + (head - self._view.heads.start) * size
-                yield CopyRun(name, local, STORE_REGION, remote, size)
+                local = self._bases[name] + copy.block_id * self._view.stride + (head - self._view.heads.start) * size
+            runs.append((local, self._store.offset(copy.place, part), size))
+        return np.array(runs, np.int64).reshape(-1, 3)
 
 
 class LayerwiseStoreWorker(StoreWorker):
@@ -239,7 +256,7 @@ class LayerwiseStoreWorker(StoreWorker):
         for copy in load.job.copies:
             for name in self._view.layer_names(copy.group):
                 start = len(load.handles)
-                self._submit(load, Operation.READ, [[run for run in self._runs(copy) if run.local_region == name]])
+                self._submit(load, Operation.READ, [self._runs(copy, [name])])
                 self._of_layer.setdefault(name, []).extend(load.handles[start:])
 
     def _await(self, load: _Open) -> None:

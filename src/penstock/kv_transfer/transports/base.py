@@ -1,7 +1,11 @@
 """What a transport is: it moves bytes between registered memory of two engines, and tells how that ended.
 
-Lifecycle: `register` all memory; exchange `descriptor()`s; `connect`; any number of `submit` and `poll`; `close`.
-Threading: one thread calls a transport. Nothing but `wait` blocks.
+Lifecycle: `register` all memory, once; exchange `descriptor()`s; `connect`; any number of `submit` and `poll`; `close`.
+Threading: one thread calls a transport. Only `connect`, `wait` and `close` block, each with a limit.
+
+Addresses. The registered regions form one flat address space: a region begins where the one before it ends. What to
+copy is one array of runs, [n, 3] int64: local offset, remote offset, bytes. Runs of one transfer must not overlap at
+their destination.
 
 Failure. Bytes of a transfer may land in any order and at any time from its submission on, also after it has been found
 to fail: a one-sided operation is not over because one side has lost patience with it. Therefore there are two kinds of
@@ -21,6 +25,8 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+import numpy as np
 
 PeerId = str
 """Names a connected peer in this transport."""
@@ -46,17 +52,6 @@ class TransferState(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class CopyRun:
-    """`num_bytes` contiguous bytes on both sides: offsets into regions by the names they were registered under."""
-
-    local_region: str
-    local_offset: int
-    remote_region: str
-    remote_offset: int
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Notification:
     """What a peer attached to a transfer. It comes after the transfer's bytes; it may come twice, or never."""
 
@@ -69,8 +64,11 @@ class TransferHandle(Protocol):
 
 
 class DataTransport(Protocol):
-    def register(self, region: str, memory: memoryview) -> None:
-        """Makes memory reachable for transfers, from here and from connected peers; it must not move until `close`."""
+    def register(self, regions: Sequence[memoryview]) -> None:
+        """Makes memory reachable for transfers, from here and from connected peers; it must not move until `close`.
+
+        To be called once, before `descriptor`.
+        """
         ...
 
     def descriptor(self) -> bytes:
@@ -81,10 +79,8 @@ class DataTransport(Protocol):
         """Returns the peer, connected. Idempotent. Raises PeerError when it cannot be reached or has another life."""
         ...
 
-    def submit(
-        self, operation: Operation, peer: PeerId, runs: Sequence[CopyRun], notify: bytes = b""
-    ) -> TransferHandle:
-        """Begins to copy the runs; the peer gets `notify`, if any, when all have landed.
+    def submit(self, operation: Operation, peer: PeerId, runs: np.ndarray, notify: bytes = b"") -> TransferHandle:
+        """Begins to copy the runs, [n, 3] int64; the peer gets `notify`, if any, when all have landed.
 
         Raises PeerError, and begins nothing, when the peer is not connected or has no such memory.
         """
@@ -95,7 +91,10 @@ class DataTransport(Protocol):
         ...
 
     def wait(self, handles: Sequence[TransferHandle], seconds: float) -> None:
-        """Returns when the state of one of them may have changed, at the latest after so many seconds."""
+        """Returns when the state of one of them has changed since it was last polled, or after so many seconds.
+
+        It may return earlier.
+        """
         ...
 
     def notifications(self) -> list[Notification]:

@@ -11,14 +11,16 @@ import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from penstock.kv_transfer.transports.base import (
-    CopyRun,
     Notification,
     Operation,
     PeerId,
     TransferHandle,
     TransferState,
 )
+from penstock.kv_transfer.transports.flat_memory import FlatMemory, check_runs
 from penstock.utils.clock import ManualClock
 from penstock.utils.errors import PeerError
 
@@ -59,7 +61,7 @@ class _Transfer:
     owner: MemoryTransport
     peer: MemoryTransport
     operation: Operation
-    runs: tuple[CopyRun, ...]
+    runs: list[tuple[int, int, int]]  # local offset, remote offset, bytes
     state: TransferState = TransferState.PENDING
     is_cut: bool = False
     num_events: int = 0
@@ -72,26 +74,24 @@ class _Transfer:
     def copy(self, start: int, end: int) -> None:
         """Copies bytes [start, end) of all runs, one after the other."""
         position = 0
-        for run in self.runs:
-            first, last = max(start - position, 0), min(end - position, run.num_bytes)
-            position += run.num_bytes
+        for local, remote, num_bytes in self.runs:
+            first, last = max(start - position, 0), min(end - position, num_bytes)
+            position += num_bytes
             if first < last and not self.is_cut:
-                local = self.owner.memory[run.local_region][run.local_offset :][first:last]
-                remote = self.peer.memory[run.remote_region][run.remote_offset :][first:last]
                 if self.operation is Operation.READ:
-                    local[:] = remote
+                    self.owner.memory.write(local + first, self.peer.memory.read(remote + first, last - first))
                 else:
-                    remote[:] = local
+                    self.peer.memory.write(remote + first, self.owner.memory.read(local + first, last - first))
 
     def corrupt(self, at: int) -> None:
         """Flips a bit of byte `at` at its destination."""
-        for run in self.runs:
-            if at < run.num_bytes:
+        for local, remote, num_bytes in self.runs:
+            if at < num_bytes:
                 is_read = self.operation is Operation.READ
-                region = self.owner.memory[run.local_region] if is_read else self.peer.memory[run.remote_region]
-                region[(run.local_offset if is_read else run.remote_offset) + at] ^= 1
+                memory, offset = (self.owner.memory, local) if is_read else (self.peer.memory, remote)
+                memory.write(offset + at, bytes([memory.read(offset + at, 1)[0] ^ 1]))
                 return
-            at -= run.num_bytes
+            at -= num_bytes
 
 
 @dataclass(order=True, slots=True)
@@ -158,16 +158,16 @@ class MemoryFabric:
         """Nothing that the endpoint has begun moves any more."""
         return not any(each.owner is transport and each.num_events and not each.is_cut for each in self._transfers)
 
-    def moving(self, owner: MemoryTransport) -> Iterator[tuple[Operation, CopyRun]]:
-        """What transfers of this endpoint may still touch."""
+    def moving(self, owner: MemoryTransport) -> Iterator[tuple[Operation, int]]:
+        """What transfers of this endpoint may still touch: the local offsets of their runs."""
         for transfer in self._transfers:
             if transfer.owner is owner and not transfer.is_cut:
-                yield from ((transfer.operation, run) for run in transfer.runs)
+                yield from ((transfer.operation, local) for local, _, _ in transfer.runs)
 
     def begin(self, transfer: _Transfer, notify: bytes) -> None:
         """Schedules what the script says about a new transfer."""
         self.run()
-        size = sum(run.num_bytes for run in transfer.runs)
+        size = sum(num_bytes for _, _, num_bytes in transfer.runs)
         fault = self.script(transfer.operation, size)
         self._transfers[transfer] = None
         if fault.kind is FaultKind.DROP:
@@ -229,7 +229,7 @@ class MemoryTransport:
     def __init__(self, fabric: MemoryFabric, name: str, life: int) -> None:
         self.name = name
         self.life = life
-        self.memory: dict[str, memoryview] = {}
+        self.memory = FlatMemory()
         self.inbox: list[Notification] = []
         self._fabric = fabric
         self._peers: dict[PeerId, MemoryTransport] = {}
@@ -238,8 +238,9 @@ class MemoryTransport:
     def peer_id(self) -> PeerId:
         return f"{self.name}#{self.life}"
 
-    def register(self, region: str, memory: memoryview) -> None:
-        self.memory[region] = memory.cast("B")
+    def register(self, regions: Sequence[memoryview]) -> None:
+        assert not self.memory.num_bytes, "memory is registered once"
+        self.memory = FlatMemory(regions)
 
     def descriptor(self) -> bytes:
         return self.peer_id.encode()
@@ -252,17 +253,13 @@ class MemoryTransport:
         self._peers[peer.peer_id] = peer
         return peer.peer_id
 
-    def submit(
-        self, operation: Operation, peer: PeerId, runs: Sequence[CopyRun], notify: bytes = b""
-    ) -> TransferHandle:
+    def submit(self, operation: Operation, peer: PeerId, runs: np.ndarray, notify: bytes = b"") -> TransferHandle:
         if peer not in self._peers:
             raise PeerError(f"{peer} is not connected")
         target = self._peers[peer]
         self._fabric.find(target.name, target.life)
-        for run in runs:
-            _check_range(self, run.local_region, run.local_offset, run.num_bytes)
-            _check_range(target, run.remote_region, run.remote_offset, run.num_bytes)
-        transfer = _Transfer(self, target, operation, tuple(runs))
+        check_runs(runs, self.memory.num_bytes, target.memory.num_bytes)
+        transfer = _Transfer(self, target, operation, runs.tolist())
         self._fabric.begin(transfer, notify)
         self._fabric.run()
         return transfer
@@ -289,9 +286,3 @@ class MemoryTransport:
             transfer.settle(TransferState.FAILED_SETTLED)
         self._fabric.crash(self)
         self._peers.clear()
-
-
-def _check_range(transport: MemoryTransport, region: str, offset: int, num_bytes: int) -> None:
-    size = len(transport.memory.get(region, b""))
-    if offset < 0 or num_bytes < 0 or offset + num_bytes > size:
-        raise PeerError(f"{transport.peer_id} has no bytes [{offset}, {offset + num_bytes}) in {region!r}")

@@ -1,0 +1,85 @@
+"""Registered memory as one flat address space, and the checks of runs in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from penstock.utils.errors import PeerError
+
+
+class FlatMemory:
+    """Regions one after the other: a region begins where the one before it ends. A run may go from one to the next."""
+
+    def __init__(self, regions: Sequence[memoryview] = ()) -> None:
+        self._regions = [region.cast("B") for region in regions]
+        self._arrays = [np.frombuffer(region, np.uint8) for region in self._regions]
+        sizes = [len(region) for region in self._regions]
+        self._ends = np.cumsum(np.array(sizes, np.int64))  # [num_regions]
+        self._starts = self._ends - np.array(sizes, np.int64)
+        self._addresses = np.array([array.ctypes.data for array in self._arrays], np.int64)
+        self.num_bytes = sum(sizes)
+
+    def read(self, offset: int, num_bytes: int) -> bytes:
+        return b"".join(
+            bytes(self._regions[number][start:end]) for number, start, end in self._parts(offset, num_bytes)
+        )
+
+    def write(self, offset: int, data: bytes) -> None:
+        position = 0
+        for number, start, end in self._parts(offset, len(data)):
+            self._regions[number][start:end] = data[position : position + end - start]
+            position += end - start
+
+    def _parts(self, offset: int, num_bytes: int) -> list[tuple[int, int, int]]:
+        """The regions' numbers and intervals that make up bytes [offset, offset + num_bytes)."""
+        parts: list[tuple[int, int, int]] = []
+        number = int(np.searchsorted(self._ends, offset, "right"))
+        while num_bytes > 0:
+            start = offset - int(self._starts[number])
+            end = min(start + num_bytes, len(self._regions[number]))
+            parts.append((number, start, end))
+            offset, num_bytes, number = offset + end - start, num_bytes - (end - start), number + 1
+        return parts
+
+    def segments(self, ranges: np.ndarray) -> np.ndarray:
+        """[m, 2] int64, address and bytes, of [n, 2] int64 ranges, flat offset and bytes, which have been checked.
+
+        A range that crosses regions becomes several segments; one without bytes disappears.
+        """
+        ranges = ranges[ranges[:, 1] > 0]
+        first = np.searchsorted(self._ends, ranges[:, 0], "right")
+        last = np.searchsorted(self._ends, ranges[:, 0] + ranges[:, 1], "left")
+        if (first != last).any():
+            ranges, first = self._split(ranges, first, last)
+        segments = ranges.astype(np.int64)
+        segments[:, 0] += self._addresses[first] - self._starts[first]
+        return segments
+
+    def _split(self, ranges: np.ndarray, first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Cuts the ranges at the ends of the regions. Returns the pieces, and the number of each one's region."""
+        counts = last - first + 1
+        source = np.repeat(np.arange(len(ranges)), counts)
+        region = np.arange(len(source)) - np.repeat(np.cumsum(counts) - counts, counts) + first[source]
+        starts = np.maximum(ranges[source, 0], self._starts[region])
+        ends = np.minimum(ranges[source].sum(1), self._ends[region])
+        is_used = ends > starts
+        return np.stack([starts, ends - starts], 1)[is_used], region[is_used]
+
+
+def check_ranges(offsets: np.ndarray, sizes: np.ndarray, num_bytes: int, whose: str) -> None:
+    """Raises PeerError when a range of bytes does not lie in [0, num_bytes), also where a sum would overflow."""
+    is_bad = (offsets < 0) | (sizes < 0) | (offsets > num_bytes) | (sizes > num_bytes - offsets)
+    if is_bad.any():
+        at = int(is_bad.argmax())
+        raise PeerError(
+            f"run {at} is outside the {whose} memory: {sizes[at]} bytes at {offsets[at]}, and it has {num_bytes}"
+        )
+
+
+def check_runs(runs: np.ndarray, local_bytes: int, remote_bytes: int) -> None:
+    """Raises PeerError when a run is outside the memory of either side."""
+    assert runs.ndim == 2 and runs.shape[1] == 3 and runs.dtype == np.int64, (runs.shape, runs.dtype)
+    check_ranges(runs[:, 0], runs[:, 2], local_bytes, "local")
+    check_ranges(runs[:, 1], runs[:, 2], remote_bytes, "peer's")
