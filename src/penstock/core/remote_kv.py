@@ -84,6 +84,11 @@ class RemoteKV:
         """Requests that hold blocks and wait for their KV."""
         return self._num_waiting
 
+    @property
+    def num_holds(self) -> int:
+        """Requests that have ended and whose blocks another engine may still read."""
+        return len(self._held)
+
     def match(self, request: Request, hit: PrefixHit) -> Match:
         """What the connector can bring behind a hit; nothing to a request that has waited or failed too often."""
         if not request.uses_prefix_cache or request.num_failed_loads >= MAX_FAILED_LOADS:

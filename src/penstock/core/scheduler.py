@@ -320,16 +320,16 @@ class Scheduler:
                 continue
             request = self._remote.on_ended(event)
             if request is not None:
-                outputs += self._on_lost_kv(request)
+                outputs += self._on_lost_kv(request, event.reason)
         return outputs
 
-    def _on_lost_kv(self, request: Request) -> list[EngineOutput]:
+    def _on_lost_kv(self, request: Request, reason: str) -> list[EngineOutput]:
         """KV that the request was promised has not come: by policy it ends, or computes what is missing.
 
         One that has begun to answer (and was preempted since) goes on in any case, so that no answer is cut in half.
         """
         if self._fails_on_lost_kv and not request.num_output_tokens:
-            return [self._end(request, FinishReason.ERROR, _LOST_KV)]
+            return [self._end(request, FinishReason.ERROR, f"{_LOST_KV}: {reason}" if reason else _LOST_KV)]
         if request.status is RequestStatus.RUNNING:
             # What it has sampled since rests on KV that is not there.
             self._rewind(request, self._step)
@@ -434,5 +434,6 @@ class Scheduler:
             assert request.num_computed_tokens <= limit, (request.request_id, request.num_computed_tokens, limit)
         self._kv.check_integrity()
         self._remote.check_integrity()
-        if not self._requests and not self._last_admissions and not self._connector.has_pending_work:
+        is_idle = not self._requests and not self._last_admissions and not self._connector.has_pending_work
+        if is_idle and not self._remote.num_holds:
             assert self._kv.pool.num_available == self._kv.pool.num_usable, "blocks are missing at idle"

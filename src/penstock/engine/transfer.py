@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from penstock.config.engine import EngineConfig
 from penstock.core.remote_kv import NO_TRANSFER, KVTransfer
@@ -40,6 +41,7 @@ def make_transfer(config: EngineConfig, cache: KVCacheConfig, facts: Sequence[Wo
         config=asked,
         cache=cache,
         fingerprint=fingerprint(config, cache, facts),
+        meaning=meaning(config, cache, facts),
         shards=frozenset(each.shard for each in facts),
     )
     connector = make_scheduler_connector(context)
@@ -62,9 +64,27 @@ def fingerprint(config: EngineConfig, cache: KVCacheConfig, facts: Sequence[Work
         "ranks": sorted((each.shard, each.device, each.arithmetic, each.weights_digest.hex()) for each in facts),
     }
     digest = hashlib.blake2b(json.dumps(layout, sort_keys=True).encode(), digest_size=16)
-    folders = [config.model.path]
-    if config.speculative is not None:
-        folders += config.speculative.model_paths
-    for folder in folders:
+    for folder in _model_folders(config):
         digest.update((folder / "config.json").read_bytes())
     return digest.digest()
+
+
+def meaning(config: EngineConfig, cache: KVCacheConfig, facts: Sequence[WorkerFacts]) -> dict[str, str]:
+    """What must be equal for KV to mean the same, by name, whatever its layout."""
+    configs = hashlib.blake2b(digest_size=8)
+    for folder in _model_folders(config):
+        configs.update((folder / "config.json").read_bytes())
+    weights = hashlib.blake2b(digest_size=8)
+    for each in sorted(facts, key=lambda fact: fact.shard):
+        weights.update(each.weights_digest)
+    return {
+        "model configuration": configs.hexdigest(),
+        "weights": weights.hexdigest(),
+        "dtype": config.model.dtype,
+        "speculator": ", ".join(layer.name for layer in cache.attached) or "none",
+        "arithmetic": ", ".join(sorted({f"{each.device} {each.arithmetic}" for each in facts})),
+    }
+
+
+def _model_folders(config: EngineConfig) -> list[Path]:
+    return [config.model.path, *(config.speculative.model_paths if config.speculative is not None else ())]

@@ -81,10 +81,11 @@ PENDING = Match(is_pending=True)
 
 @dataclass(frozen=True, slots=True)
 class LoadEnded:
-    """The load has ended on every shard. Its KV is in place but for `bad_ranges`."""
+    """The load has ended on every shard. Its KV is in place but for `bad_ranges`; `reason` says why, if it is known."""
 
     transfer_id: TransferId
     bad_ranges: tuple[BadRange, ...] = ()
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

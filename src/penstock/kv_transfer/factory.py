@@ -20,8 +20,11 @@ logger = logging.get_logger(__name__)
 
 CONNECTORS = {
     "ExampleConnector": "penstock.kv_transfer.example",
+    "MooncakeConnector": "penstock.kv_transfer.p2p.connector",
     "MultiConnector": "penstock.kv_transfer.multi",
+    "NixlConnector": "penstock.kv_transfer.p2p.connector",
     "OffloadingConnector": "penstock.kv_transfer.offload.connector",
+    "P2PConnector": "penstock.kv_transfer.p2p.connector",
 }
 
 _ONE_WAY = {"kv_producer": SavesOnly, "kv_consumer": LoadsOnly}
@@ -31,12 +34,14 @@ class ConnectorContext(msgspec.Struct, frozen=True, kw_only=True):
     """What both sides of a connector are built from: plain data, the same in every process.
 
     `fingerprint` stands for everything that must be equal for KV to mean the same: weights, shapes, dtype, layout,
-    arithmetic. KV of another fingerprint must not be loaded.
+    arithmetic. KV of another fingerprint must not be loaded. `meaning` names the parts of it that engines with other
+    layouts have in common, so that a refusal can say which of them differs.
     """
 
     config: KVTransferConfig
     cache: KVCacheConfig
     fingerprint: bytes
+    meaning: dict[str, str]
     shards: frozenset[ShardId]
 
 

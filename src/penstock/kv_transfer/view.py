@@ -35,6 +35,10 @@ class KVCacheView(Protocol):
 
     layout: KVLayout
 
+    def region_memory(self) -> Sequence[memoryview]:
+        """The bytes of the layout's regions, in its order. Raises ConfigError where the host cannot see them."""
+        ...
+
     def block_parts(self, group: int, block_id: int) -> Sequence[memoryview]:
         """The block's bytes, a layer's after the other's, as they lie in the cache now, to be used at once.
 

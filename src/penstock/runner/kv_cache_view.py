@@ -6,6 +6,7 @@ import torch
 
 from penstock.messages.kv_layout import KVLayout, LayerLayout, MemoryRegion
 from penstock.runner.kv_cache import KVCache
+from penstock.utils.errors import ConfigError
 
 # Of the tensors that `allocate_kv_cache` makes.
 _AXES = ("block", "kv", "head", "token", "dim")
@@ -22,6 +23,9 @@ class TensorKVCacheView:
         # [num_blocks, bytes of a block] per layer, over the same memory.
         self._rows = {name: tensor.view(torch.uint8).flatten(1) for name, tensor in cache.tensors.items()}
         self._num_bytes = {name: rows.shape[1] for name, rows in self._rows.items()}
+
+    def region_memory(self) -> list[memoryview]:
+        raise ConfigError("this KV connector moves memory of the host only: run on a CPU, or choose another connector")
 
     def block_parts(self, group: int, block_id: int) -> list[memoryview]:
         return [self._row(name, block_id) for name in self._names[group]]

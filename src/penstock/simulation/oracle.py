@@ -210,6 +210,9 @@ class OracleMemory:
     def layer_names(self, group: int) -> tuple[str, ...]:
         return self._names[group]
 
+    def region_memory(self) -> list[memoryview]:
+        return [memoryview(self.regions[region.name]) for region in self.layout.regions]
+
     def block_parts(self, group: int, block_id: int) -> list[memoryview]:
         start, end = block_id * self.stride, (block_id + 1) * self.stride
         return [memoryview(self.regions[name])[start:end] for name in self._names[group]]

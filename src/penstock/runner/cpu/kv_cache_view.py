@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from penstock.kv_transfer.view import read_now, write_now
 from penstock.runner.kv_cache import KVCache
 from penstock.runner.kv_cache_view import TensorKVCacheView
@@ -18,8 +20,16 @@ class HostKVCacheView(TensorKVCacheView):
 
     def __init__(self, cache: KVCache) -> None:
         super().__init__(cache)
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in cache.tensors.values()}
+        self._regions = [
+            torch.empty(0, dtype=torch.uint8).set_(storages[region.address]).numpy().data
+            for region in self.layout.regions
+        ]
         # All blocks of a layer one after the other.
         self._host = {name: rows.view(-1).numpy().data for name, rows in self._rows.items()}
+
+    def region_memory(self) -> list[memoryview]:
+        return self._regions
 
     def write_layer(self, layer_name: str, block_id: int, data: memoryview) -> None:
         self._row(layer_name, block_id)[:] = data

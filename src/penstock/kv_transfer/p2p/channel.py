@@ -1,0 +1,435 @@
+"""Authenticated connections between engine cores, on a thread of their own.
+
+The engine core's thread says what to send and takes what has come; nothing that it calls blocks. The same port answers
+`GET /query` of proxies that look for an engine in the Mooncake style. What arrives, and a time that was asked for,
+wake the core.
+
+Failure: a connection that cannot be made, is not authenticated in time, breaks, or carries what is no message ends as
+`Lost`, and nothing else is affected. Everything is bounded: connections, the size of a frame, what waits to be sent and
+what waits to be taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import selectors
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from penstock.kv_transfer.authentication import MAX_READ_BYTES, Authentication, Opener, Sealer
+from penstock.kv_transfer.p2p.messages import CODEC, MAX_MESSAGE_BYTES, Message
+from penstock.kv_transfer.p2p.params import Address
+from penstock.kv_transfer.p2p.peers import LocalCluster
+from penstock.kv_transfer.p2p.session import PeerKey
+from penstock.utils.clock import SystemClock
+from penstock.utils.errors import PeerError, WireError
+from penstock.utils.logging import get_logger
+from penstock.utils.wire import FrameReader
+
+logger = get_logger(__name__)
+
+PURPOSE = b"penstock kv control"
+_OPEN_SECONDS = 5.0
+_MAX_CONNECTIONS = 256
+_MAX_UNSENT_BYTES = 4 * MAX_MESSAGE_BYTES
+_MAX_UNTAKEN = 4096
+_MAX_REQUEST_BYTES = 8 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class Connected:
+    """Both ends have proved that they have the cluster key."""
+
+    peer: PeerKey
+    is_outgoing: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    peer: PeerKey
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The connection is gone; nothing more comes from it."""
+
+    peer: PeerKey
+    reason: str
+
+
+ChannelEvent = Connected | Received | Lost
+
+
+class Channel(Protocol):
+    """What the scheduler side needs of the connections."""
+
+    address: Address
+
+    def answer_queries(self, answer: Mapping[str, Any]) -> None:
+        """What `GET /query` returns as JSON; until then the answer is 503."""
+        ...
+
+    def dial(self, address: Address) -> PeerKey:
+        """Begins to connect; the result is an event."""
+        ...
+
+    def send(self, peer: PeerKey, message: Message) -> None: ...
+
+    def hang_up(self, peer: PeerKey) -> None:
+        """Ends the connection once everything has been sent. No event follows."""
+        ...
+
+    def take(self) -> list[ChannelEvent]:
+        """What has happened since the last call, in its order."""
+        ...
+
+    def wake_at(self, when: float | None) -> None:
+        """Wakes the core at this time of the clock, in place of the time given before."""
+        ...
+
+    @property
+    def has_news(self) -> bool:
+        """There are events to take, or the time has come."""
+        ...
+
+    def set_waker(self, callback: Callable[[], None]) -> None: ...
+
+    def wait(self, seconds: float) -> None:
+        """Returns as soon as there is news, at the latest after so many seconds."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Connection:
+    peer: PeerKey
+    socket: socket.socket
+    is_outgoing: bool
+    deadline: float
+    authentication: Authentication
+    sealer: Sealer | None = None
+    opener: Opener | None = None
+    reader: FrameReader = field(default_factory=lambda: FrameReader(CODEC))
+    unsent: bytearray = field(default_factory=bytearray)
+    request: bytes = b""
+    is_first_read: bool = True
+    is_closing: bool = False
+
+
+class SocketChannel:
+    """Listens on `address`, and on more ports, from the start on; port 0 takes a free one.
+
+    `local` is told the addresses, so that engines of the same user may dial them. Raises OSError when one is in use.
+    """
+
+    def __init__(
+        self, address: Address, key: bytes, local: LocalCluster | None = None, more_ports: tuple[int, ...] = ()
+    ) -> None:
+        self._clock = SystemClock()
+        self._key = key
+        self._listeners: list[socket.socket] = []
+        try:
+            for port in (address[1], *more_ports):
+                self._listeners.append(_listen(address[0], port))
+        except OSError:
+            for each in self._listeners:
+                each.close()
+            raise
+        self._addresses: list[Address] = [listener.getsockname()[:2] for listener in self._listeners]
+        self.address = self._addresses[0]
+        self._local = local
+        if local is not None:
+            for each in self._addresses:
+                local.announce(each)
+        self._answer: Mapping[str, Any] | None = None
+        self._selector = selectors.DefaultSelector()
+        self._alarm, self._alarm_end = socket.socketpair()
+        for each in (*self._listeners, self._alarm_end):
+            each.setblocking(False)
+            self._selector.register(each, selectors.EVENT_READ)
+        self._connections: dict[PeerKey, _Connection] = {}
+        self._num_connections = 0
+        self._lock = threading.Lock()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._events: deque[ChannelEvent] = deque()
+        self._news = threading.Event()
+        self._waker: Callable[[], None] = lambda: None
+        self._wake_time: float | None = None
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="kv-control", daemon=True)
+        self._thread.start()
+
+    # ---- The core's thread ----
+
+    def answer_queries(self, answer: Mapping[str, Any]) -> None:
+        self._answer = answer
+
+    def dial(self, address: Address) -> PeerKey:
+        self._num_connections += 1
+        peer = f"{address[0]}:{address[1]}#{self._num_connections}"
+        self._command(lambda: self._connect(peer, address))
+        return peer
+
+    def send(self, peer: PeerKey, message: Message) -> None:
+        data = CODEC.encode(message)
+        self._command(lambda: self._seal(peer, data))
+
+    def hang_up(self, peer: PeerKey) -> None:
+        self._command(lambda: self._close_when_sent(peer))
+
+    def take(self) -> list[ChannelEvent]:
+        self._news.clear()
+        events: list[ChannelEvent] = []
+        while self._events:
+            events.append(self._events.popleft())
+        return events
+
+    def wake_at(self, when: float | None) -> None:
+        if when != self._wake_time:
+            self._wake_time = when
+            self._command(lambda: None)
+
+    @property
+    def has_news(self) -> bool:
+        when = self._wake_time
+        return bool(self._events) or (when is not None and when <= self._clock.now())
+
+    def set_waker(self, callback: Callable[[], None]) -> None:
+        self._waker = callback
+
+    def wait(self, seconds: float) -> None:
+        self._news.wait(seconds)
+
+    def close(self) -> None:
+        if not self._is_closed:
+            self._is_closed = True
+            self._command(lambda: None)
+            self._thread.join()
+            self._alarm.close()
+            if self._local is not None:
+                for each in self._addresses:
+                    self._local.withdraw(each)
+
+    def _command(self, action: Callable[[], None]) -> None:
+        self._commands.append(action)
+        with contextlib.suppress(BlockingIOError, OSError):
+            self._alarm.send(b"\0", socket.MSG_DONTWAIT)
+
+    # ---- The channel's thread ----
+
+    def _run(self) -> None:
+        closing_until: float | None = None
+        while closing_until is None or (self._has_unsent and self._clock.now() < closing_until):
+            for key, mask in self._selector.select(self._patience()):
+                self._serve(key, mask)
+            while self._commands:
+                self._commands.popleft()()
+            self._end_late_ones()
+            if self._wake_time is not None and self._wake_time <= self._clock.now():
+                self._tell()
+            if self._is_closed and closing_until is None:
+                closing_until = self._clock.now() + 0.5
+        for connection in list(self._connections.values()):
+            self._forget(connection)
+        for each in (*self._listeners, self._alarm_end):
+            each.close()
+        self._selector.close()
+
+    @property
+    def _has_unsent(self) -> bool:
+        return any(each.unsent for each in self._connections.values() if each.sealer is not None)
+
+    def _patience(self) -> float | None:
+        now = self._clock.now()
+        times = [each.deadline for each in self._connections.values() if each.opener is None]
+        if self._wake_time is not None and not self._news.is_set():
+            times.append(self._wake_time)
+        if self._is_closed:
+            times.append(now + 0.05)
+        return max(0.0, min(times) - now) if times else None
+
+    def _serve(self, key: selectors.SelectorKey, mask: int) -> None:
+        if key.fileobj is self._alarm_end:
+            with contextlib.suppress(BlockingIOError):
+                self._alarm_end.recv(4096)
+        elif key.data is None:
+            assert isinstance(key.fileobj, socket.socket)
+            self._accept(key.fileobj)
+        else:
+            connection: _Connection = key.data
+            try:
+                if mask & selectors.EVENT_WRITE:
+                    self._flush(connection)
+                if mask & selectors.EVENT_READ and connection.peer in self._connections:
+                    self._read(connection)
+            except (OSError, PeerError, WireError) as error:
+                self._lose(connection, str(error))
+
+    def _accept(self, listener: socket.socket) -> None:
+        try:
+            accepted, address = listener.accept()
+        except OSError:
+            return
+        if len(self._connections) >= _MAX_CONNECTIONS:
+            accepted.close()
+            return
+        self._num_connections += 1
+        self._add(f"{address[0]}:{address[1]}#in{self._num_connections}", accepted, is_outgoing=False)
+
+    def _connect(self, peer: PeerKey, address: Address) -> None:
+        made = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM)
+        made.setblocking(False)
+        with contextlib.suppress(OSError):  # the first attempt to send tells what is wrong
+            made.connect(address)
+        connection = self._add(peer, made, is_outgoing=True)
+        try:
+            self._queue(connection, connection.authentication.greeting())
+        except OSError as error:
+            self._lose(connection, str(error))
+
+    def _add(self, peer: PeerKey, made: socket.socket, is_outgoing: bool) -> _Connection:
+        made.setblocking(False)
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        authentication = Authentication(self._key, is_outgoing, PURPOSE)
+        deadline = self._clock.now() + _OPEN_SECONDS
+        connection = _Connection(peer, made, is_outgoing, deadline, authentication)
+        self._connections[peer] = connection
+        self._selector.register(made, selectors.EVENT_READ, connection)
+        return connection
+
+    def _read(self, connection: _Connection) -> None:
+        if len(self._events) > _MAX_UNTAKEN:
+            raise PeerError("the peer sends more than the engine takes")
+        try:
+            data = connection.socket.recv(MAX_READ_BYTES)
+        except BlockingIOError:
+            return
+        if not data:
+            raise PeerError("the peer has closed the connection")
+        if connection.opener is not None:
+            self._open(connection, data)
+            return
+        if not connection.is_outgoing and self._is_query(connection, data):
+            return
+        if connection.is_first_read and not connection.is_outgoing:
+            self._queue(connection, connection.authentication.greeting())
+        connection.is_first_read = False
+        self._queue(connection, connection.authentication.receive(data))
+        if connection.authentication.is_done:
+            connection.sealer = connection.authentication.sealer()
+            connection.opener = connection.authentication.opener(MAX_MESSAGE_BYTES)
+            self._put(Connected(connection.peer, connection.is_outgoing))
+            self._open(connection, connection.authentication.rest)
+
+    def _open(self, connection: _Connection, data: bytes) -> None:
+        assert connection.opener is not None
+        for payload in connection.opener.feed(data):
+            for message in connection.reader.feed(payload):
+                self._put(Received(connection.peer, message))
+
+    def _is_query(self, connection: _Connection, data: bytes) -> bool:
+        """Whether this is an HTTP request; answers it when it is complete."""
+        if not connection.request and not (connection.is_first_read and data.startswith(b"GET ")):
+            return False
+        connection.request += data
+        if len(connection.request) > _MAX_REQUEST_BYTES:
+            raise PeerError("the HTTP request is too long")
+        if b"\r\n\r\n" in connection.request:
+            path = connection.request.split(b" ", 2)[1].partition(b"?")[0]
+            self._queue(connection, _http_answer(path, self._answer))
+            connection.is_closing = True
+        return True
+
+    def _seal(self, peer: PeerKey, data: bytes) -> None:
+        connection = self._connections.get(peer)
+        if connection is None or connection.sealer is None:
+            return
+        if len(connection.unsent) > _MAX_UNSENT_BYTES:
+            self._lose(connection, "the peer takes nothing")
+            return
+        try:
+            self._queue(connection, connection.sealer.seal(data))
+        except OSError as error:
+            self._lose(connection, str(error))
+
+    def _queue(self, connection: _Connection, data: bytes) -> None:
+        if data:
+            connection.unsent += data
+            self._flush(connection)
+
+    def _flush(self, connection: _Connection) -> None:
+        try:
+            while connection.unsent:
+                del connection.unsent[: connection.socket.send(connection.unsent)]
+        except (BlockingIOError, InterruptedError):
+            pass
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
+        self._selector.modify(connection.socket, events, connection)
+        if connection.is_closing and not connection.unsent:
+            self._forget(connection)
+
+    def _close_when_sent(self, peer: PeerKey) -> None:
+        connection = self._connections.get(peer)
+        if connection is not None:
+            connection.is_closing = True
+            try:
+                self._flush(connection)
+            except OSError:
+                self._forget(connection)
+
+    def _end_late_ones(self) -> None:
+        now = self._clock.now()
+        for connection in list(self._connections.values()):
+            if connection.opener is None and connection.deadline <= now:
+                self._lose(connection, f"no connection within {_OPEN_SECONDS:g} seconds")
+
+    def _lose(self, connection: _Connection, reason: str) -> None:
+        self._forget(connection)
+        if connection.is_outgoing or connection.opener is not None:
+            self._put(Lost(connection.peer, reason))
+        else:
+            logger.info("a connection from %s was refused: %s", connection.peer, reason)
+
+    def _forget(self, connection: _Connection) -> None:
+        if self._connections.pop(connection.peer, None) is not None:
+            self._selector.unregister(connection.socket)
+            connection.socket.close()
+
+    def _put(self, event: ChannelEvent) -> None:
+        self._events.append(event)
+        self._tell()
+
+    def _tell(self) -> None:
+        if not self._news.is_set():
+            self._news.set()
+            self._waker()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(64)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _http_answer(path: bytes, answer: Mapping[str, Any] | None) -> bytes:
+    if path != b"/query":
+        status, body = "404 Not Found", b'{"error": "there is only /query here"}'
+    elif answer is None:
+        status, body = "503 Service Unavailable", b'{"error": "the engine is starting"}'
+    else:
+        status, body = "200 OK", json.dumps(answer).encode()
+    head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+    return head.encode() + b"Connection: close\r\n\r\n" + body

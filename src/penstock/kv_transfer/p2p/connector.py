@@ -1,0 +1,156 @@
+"""`P2PConnector`: one engine prefills, another decodes, and pulls the KV over a transport.
+
+`NixlConnector` and `MooncakeConnector` are the same connector under the names that users of other engines write; the
+second also answers `GET /query` on its bootstrap port. Options, in `kv_connector_extra_config`:
+
+    transport               "sockets" (TCP, the default) or "shared_memory" (engines of one host)
+    peers                   addresses of engines, such as ["10.0.0.1:5600"]; not needed on one host
+    cluster_key_file        a file with the key that all engines share; not needed on one host
+    attestation             "all": what is read is compared with digests of the sender; "off"
+    hold_seconds            how long the blocks of a prefilled request wait for their reader, 120 by default
+    lease_seconds           how long a reader has, 15 by default; it renews its lease as long as it reads
+    bootstrap_port          of MooncakeConnector, 8998 by default
+    allow_other_arithmetic  true to take KV from other kernels or another device, whose last bits differ
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from penstock.config.kv_transfer import KVTransferConfig
+from penstock.kv_transfer.factory import ConnectorContext
+from penstock.kv_transfer.options import Check, is_text, read_options
+from penstock.kv_transfer.p2p.channel import SocketChannel
+from penstock.kv_transfer.p2p.consumer import Consumer
+from penstock.kv_transfer.p2p.exchange import Exchange, P2PSettings
+from penstock.kv_transfer.p2p.messages import P2PSetup
+from penstock.kv_transfer.p2p.peers import LocalCluster, PeerList, check_host, is_loopback, read_cluster_key
+from penstock.kv_transfer.p2p.producer import Producer, ProducerRules
+from penstock.kv_transfer.p2p.scheduler import P2PScheduler
+from penstock.kv_transfer.p2p.ticket import TicketOffice
+from penstock.kv_transfer.p2p.worker import P2PWorker
+from penstock.kv_transfer.transports.base import DataTransport
+from penstock.kv_transfer.transports.shared_memory import SharedMemoryTransport
+from penstock.kv_transfer.transports.sockets import SocketsTransport
+from penstock.messages.kv_layout import KVLayout
+from penstock.messages.kv_transfer import ConnectorSetup, ShardId
+from penstock.utils.clock import SystemClock
+from penstock.utils.errors import ConfigError
+
+_TRANSPORTS = ("sockets", "shared_memory")
+_DEFAULTS = {
+    "transport": "sockets",
+    "peers": (),
+    "cluster_key_file": None,
+    "attestation": "all",
+    "hold_seconds": 120.0,
+    "lease_seconds": 15.0,
+    "bootstrap_port": 8998,
+    "allow_other_arithmetic": False,
+}
+# Of `kv_load_timeout`: what is given up then has time to settle before the request is taken away from its blocks.
+_LOAD_PART = 0.8
+_MAX_PARKED = 4096
+
+
+class P2PConnector:
+    """See the module's docstring."""
+
+    has_bootstrap = False
+
+    @classmethod
+    def make_scheduler_connector(cls, context: ConnectorContext) -> P2PScheduler:
+        """Listens on kv_ip and kv_port. Raises ConfigError for invalid options, and when the port is in use."""
+        config = context.config
+        options = _read_options(config)
+        host = check_host(config.kv_ip)
+        local = LocalCluster() if is_loopback(host) and options["cluster_key_file"] is None else None
+        key = _key(config, options, local)
+        peers = PeerList(options["peers"], local)
+        bootstrap = (options["bootstrap_port"],) if cls.has_bootstrap and config.kv_role != "kv_consumer" else ()
+        try:
+            channel = SocketChannel((host, config.kv_port), key, local, bootstrap)
+        except OSError as error:
+            raise ConfigError(f"the KV connector cannot listen on {host}, kv_port {config.kv_port}: {error}") from None
+        epoch, office, clock = uuid.uuid4().hex, TicketOffice(key), SystemClock()
+        rules = ProducerRules(
+            hold_seconds=options["hold_seconds"],
+            lease_seconds=options["lease_seconds"],
+            park_seconds=config.kv_load_timeout,
+            max_parked=_MAX_PARKED,
+            is_attested=options["attestation"] == "all",
+        )
+        settings = P2PSettings(
+            engine_id=config.engine_id,
+            epoch=epoch,
+            role=config.kv_role,
+            meaning=context.meaning,
+            setup=P2PSetup(options["transport"], host, key),
+            num_groups=len(context.cache.groups),
+            ignored=frozenset({"arithmetic"} if options["allow_other_arithmetic"] else ()),
+            requires_digests=options["attestation"] == "all",
+        )
+        producer = Producer(config.engine_id, epoch, rules, office)
+        consumer = Consumer(_LOAD_PART * config.kv_load_timeout, office)
+        exchange = Exchange(settings, channel, producer, consumer, clock)
+        return P2PScheduler(settings, context.cache.block_size, exchange, peers.resolve)
+
+    @staticmethod
+    def make_worker_connector(context: ConnectorContext, shard: ShardId, setup: ConnectorSetup | None) -> P2PWorker:
+        assert isinstance(setup, P2PSetup), setup
+        return P2PWorker(shard, _transport_maker(setup), needs_shared_memory=setup.transport == "shared_memory")
+
+
+class NixlConnector(P2PConnector):
+    """`P2PConnector` under vLLM's name."""
+
+
+class MooncakeConnector(P2PConnector):
+    """`P2PConnector` under vLLM's name, with the bootstrap server that its proxies ask."""
+
+    has_bootstrap = True
+
+
+def _transport_maker(setup: P2PSetup) -> Callable[[KVLayout], DataTransport]:
+    if setup.transport == "shared_memory":
+        return lambda layout: SharedMemoryTransport(layout.regions)
+    return lambda layout: SocketsTransport(setup.host, setup.key)
+
+
+def _key(config: KVTransferConfig, options: dict[str, Any], local: LocalCluster | None) -> bytes:
+    if options["cluster_key_file"] is not None:
+        key = read_cluster_key(Path(options["cluster_key_file"]).expanduser())
+    elif local is not None:
+        return local.key()
+    else:
+        raise ConfigError(
+            f"kv_ip {config.kv_ip} can be reached from other hosts: set cluster_key_file in kv_connector_extra_config "
+            "to a file with a secret key, the same on all hosts"
+        )
+    if config.kv_role != "kv_producer" and not options["peers"]:
+        raise ConfigError("set peers in kv_connector_extra_config to the addresses of the engines that prefill")
+    return key
+
+
+def _is_seconds(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 86400
+
+
+def _read_options(config: KVTransferConfig) -> dict[str, Any]:
+    seconds: Check = (_is_seconds, "seconds above 0")
+    return read_options(
+        config.kv_connector,
+        config.kv_connector_extra_config,
+        _DEFAULTS,
+        transport=(lambda value: value in _TRANSPORTS, f"one of {', '.join(_TRANSPORTS)}"),
+        peers=(lambda value: isinstance(value, list) and all(map(is_text, value)), "a list of addresses"),
+        cluster_key_file=(is_text, "a file"),
+        attestation=(lambda value: value in ("all", "off"), "one of all, off"),
+        hold_seconds=seconds,
+        lease_seconds=seconds,
+        bootstrap_port=(lambda value: isinstance(value, int) and 0 <= value < 1 << 16, "a port"),
+        allow_other_arithmetic=(lambda value: isinstance(value, bool), "true or false"),
+    )

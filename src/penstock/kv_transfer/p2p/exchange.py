@@ -1,0 +1,316 @@
+"""Where sessions, producer and consumer meet connections and workers.
+
+The three say what is to be done, as actions; here the actions are carried out. It belongs to the scheduler side and is
+driven by the engine's steps: `take_metadata` once for every step, `apply` with every step's reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from penstock.kv_transfer.connector import ConnectorEvent, LoadEnded, Released
+from penstock.kv_transfer.p2p.channel import Channel, Connected, Lost
+from penstock.kv_transfer.p2p.consumer import Cancel, Consumer, ConsumerAction, Dial, Ended, Read
+from penstock.kv_transfer.p2p.jobs import Attested, ReadEnded, WorkerJobs
+from penstock.kv_transfer.p2p.messages import (
+    VERSION,
+    Bye,
+    Fetch,
+    Hello,
+    Message,
+    P2PHandshake,
+    P2PMetadata,
+    P2PSetup,
+    Reason,
+    Refuse,
+    Shard,
+)
+from penstock.kv_transfer.p2p.params import Address, RemotePrefill
+from penstock.kv_transfer.p2p.producer import Attest, Offer, Producer, ProducerAction, Release
+from penstock.kv_transfer.p2p.session import Close, PeerKey, Send, Sessions
+from penstock.kv_transfer.topology.planner import digest_unit
+from penstock.messages.kv_transfer import BadRange, HandshakePayload, KVConnectorOutput, ShardId, TransferId
+from penstock.messages.scheduler_output import BlockIds
+from penstock.utils.clock import Clock
+from penstock.utils.errors import PeerError
+from penstock.utils.logging import get_logger
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class P2PSettings:
+    """Who this engine is to others. `ignored` names parts of the meaning of KV that may differ; `setup` is for the
+    workers. With `requires_digests` KV that comes without them is not used."""
+
+    engine_id: str
+    epoch: str
+    role: str
+    meaning: Mapping[str, str]
+    setup: P2PSetup
+    num_groups: int
+    ignored: frozenset[str] = frozenset()
+    requires_digests: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Tokens [first, end) of a prompt, which shall come from `source` into the request's blocks `block_ids`."""
+
+    source: RemotePrefill
+    prompt_digest: bytes
+    block_ids: BlockIds
+    first: int
+    end: int
+
+
+class Exchange:
+    """It has no ranks until `introduce_as` has been called, before the first step."""
+
+    def __init__(
+        self, settings: P2PSettings, channel: Channel, producer: Producer, consumer: Consumer, clock: Clock
+    ) -> None:
+        self._settings = settings
+        self._channel = channel
+        self._producer = producer
+        self._consumer = consumer
+        self._clock = clock
+        self._loads: dict[TransferId, Load] = {}
+        self._events: list[ConnectorEvent] = []
+        self._sessions = Sessions(self._hello(()), settings.ignored)
+        self._jobs = WorkerJobs(settings.epoch, {}, settings.num_groups)
+
+    @property
+    def address(self) -> Address:
+        """Where peers reach this engine."""
+        return self._channel.address
+
+    def introduce_as(self, payloads: Mapping[ShardId, HandshakePayload | None]) -> None:
+        """What the ranks have said of themselves; from now on peers are answered."""
+        shards: dict[ShardId, Shard] = {}
+        for shard, payload in sorted(payloads.items()):
+            assert isinstance(payload, P2PHandshake), f"rank {shard} sent {payload} as its handshake"
+            shards[shard] = Shard(shard, payload.layout, payload.descriptor)
+        self._sessions = Sessions(self._hello(tuple(shards.values())), self._settings.ignored)
+        self._jobs = WorkerJobs(self._settings.epoch, shards, self._settings.num_groups)
+        host, port = self._channel.address
+        by_rank: dict[str, dict[str, str]] = {}
+        for pp_rank, tp_rank in shards:
+            by_rank.setdefault(str(tp_rank), {})[str(pp_rank)] = f"tcp://{host}:{port}"
+        # By data-parallel rank, as proxies of the Mooncake style expect it.
+        self._channel.answer_queries({"0": {"engine_id": self._settings.engine_id, "worker_addr": by_rank}})
+
+    def _hello(self, shards: tuple[Shard, ...]) -> Hello:
+        settings = self._settings
+        return Hello(
+            version=VERSION,
+            engine_id=settings.engine_id,
+            epoch=settings.epoch,
+            meaning=dict(settings.meaning),
+            transport=settings.setup.transport,
+            shards=shards,
+        )
+
+    def set_waker(self, callback: Callable[[], None]) -> None:
+        self._channel.set_waker(callback)
+
+    def wait(self, seconds: float) -> None:
+        self._channel.wait(seconds)
+
+    def shutdown(self) -> None:
+        self._sessions.say_bye()
+        self._perform()
+        self._channel.close()
+
+    # ---- Requests of this engine ----
+
+    def begin_load(self, transfer_id: TransferId, load: Load) -> None:
+        """It ends in a `LoadEnded`."""
+        self._loads[transfer_id] = load
+        self._consumer.begin(transfer_id, load.source, load.prompt_digest, load.first, load.end, now=self._clock.now())
+        self._perform()
+
+    def refuse_load(self, transfer_id: TransferId, load: Load, reason: str) -> None:
+        """Its source cannot be asked."""
+        self._loads[transfer_id] = load
+        self._end_load(Ended(transfer_id, reason=reason))
+
+    def abandon_load(self, transfer_id: TransferId) -> None:
+        """The request has ended; the load may have ended before."""
+        self._consumer.fail(transfer_id, "the request has ended")
+        self._perform()
+
+    def dismiss(self, name: TransferId, source: RemotePrefill, prompt_digest: bytes) -> None:
+        """Nothing of what another engine holds for a request is needed."""
+        self._consumer.dismiss(name, source, prompt_digest)
+        self._perform()
+
+    def offer(self, offer: Offer) -> str:
+        """A request's blocks are held for another engine. Returns its ticket."""
+        ticket = self._producer.offer(offer, self._clock.now())
+        self._perform()
+        return ticket
+
+    def withdraw(self, rendezvous: str) -> None:
+        """A request that another engine may wait for has ended without KV."""
+        self._producer.withdraw(rendezvous)
+        self._perform()
+
+    def can_be_met(self, rendezvous: str) -> bool:
+        return self._producer.can_be_met(rendezvous)
+
+    # ---- Steps ----
+
+    def take_metadata(self) -> P2PMetadata:
+        self._take_news()
+        return self._jobs.take(self._sessions.engines())
+
+    def apply(self, output: KVConnectorOutput) -> list[ConnectorEvent]:
+        """The reports of a step. Returns what has ended since the last call."""
+        for report in output.reports:
+            match self._jobs.apply(report):
+                case Attested(job_id, digests):
+                    self._producer.on_attested(job_id, digests, self._clock.now())
+                case ReadEnded(transfer_id, bad, is_complete):
+                    self._consumer.on_read(transfer_id, bad, is_complete)
+                case None:
+                    pass
+        self._perform()
+        events, self._events = self._events, []
+        return events
+
+    @property
+    def has_pending_work(self) -> bool:
+        """Whether steps are needed. What is merely held, or awaited from a peer, needs none."""
+        return not self._jobs.is_idle or bool(self._events) or self._channel.has_news
+
+    def counters(self) -> Mapping[str, float]:
+        produced = {f"p2p_producer_{name[4:]}": value for name, value in asdict(self._producer.counts).items()}
+        consumed = {f"p2p_consumer_{name[4:]}": value for name, value in asdict(self._consumer.counts).items()}
+        return {"p2p_held": self._producer.num_held, **produced, **consumed, **self._jobs.counters}
+
+    def check_integrity(self) -> None:
+        self._producer.check_integrity()
+        self._consumer.check_integrity()
+        self._jobs.check_integrity()
+        assert len(self._loads) >= self._consumer.num_loads, (len(self._loads), self._consumer.num_loads)
+
+    # ---- Peers ----
+
+    def _take_news(self) -> None:
+        """Everything that has come, and every deadline that has passed."""
+        now = self._clock.now()
+        for event in self._channel.take():
+            match event:
+                case Connected(peer, is_outgoing):
+                    self._sessions.on_connected(peer, is_outgoing, now)
+                case Lost(peer, reason):
+                    self._forget(peer, reason)
+                case _:
+                    self._receive(event.peer, event.message, now)
+        for peer in self._sessions.poll(now):
+            self._forget(peer, "the peer has not introduced itself in time")
+        self._producer.poll(now)
+        self._consumer.poll(now)
+        self._perform()
+
+    def _receive(self, peer: PeerKey, message: Message, now: float) -> None:
+        """A peer that breaks the protocol loses its session; nothing else is affected."""
+        if not self._sessions.has(peer):
+            return  # the session has been ended, and this was on its way
+        hello = self._sessions.hello_of(peer)
+        try:
+            if isinstance(message, Bye):
+                self._end_session(peer, message.reason or "the peer has ended the session")
+            elif hello is None:
+                self._introduce(peer, message)
+            elif self._sessions.is_outgoing(peer):
+                self._consumer.receive(peer, message, now)
+            elif isinstance(message, Fetch) and (refusal := self._check_range(message, hello)):
+                self._channel.send(peer, refusal)
+            else:
+                self._producer.receive(peer, message, now)
+        except PeerError as error:
+            logger.warning("the session with %s ends: %s", peer, error)
+            self._end_session(peer, str(error))
+
+    def _introduce(self, peer: PeerKey, message: Message) -> None:
+        problem = self._sessions.introduce(peer, message)
+        hello = self._sessions.hello_of(peer)
+        if problem is not None or hello is None:
+            raise PeerError(problem or "the peer has not introduced itself")
+        self._jobs.register(hello, is_source=self._sessions.is_outgoing(peer))
+        if self._sessions.is_outgoing(peer):
+            self._consumer.on_open(peer, hello.engine_id)
+
+    def _check_range(self, fetch: Fetch, reader: Hello) -> Refuse | None:
+        """Digests are of whole units."""
+        unit = digest_unit(self._jobs.block_size, reader.shards[0].layout.block_size)
+        if fetch.first % unit or fetch.end % unit:
+            what = f"tokens [{fetch.first}, {fetch.end}) are not whole units of {unit}"
+            return Refuse(fetch.transfer_id, Reason.INVALID_RANGE, what)
+        return None
+
+    def _end_session(self, peer: PeerKey, reason: str) -> None:
+        self._perform()  # a refusal goes out first
+        self._channel.hang_up(peer)
+        self._forget(peer, reason)
+
+    def _forget(self, peer: PeerKey, reason: str) -> None:
+        self._sessions.on_lost(peer)
+        self._producer.on_lost(peer)
+        self._consumer.on_lost(peer, reason)
+
+    # ---- Actions ----
+
+    def _perform(self) -> None:
+        """Carries out all actions, and those that follow from them."""
+        while actions := self._take_actions():
+            for action in actions:
+                self._do(action)
+        deadlines = [each.next_deadline for each in (self._sessions, self._producer, self._consumer)]
+        self._channel.wake_at(min((each for each in deadlines if each is not None), default=None))
+
+    def _take_actions(self) -> Sequence[Close | ProducerAction | ConsumerAction]:
+        return (*self._sessions.take_actions(), *self._producer.take_actions(), *self._consumer.take_actions())
+
+    def _do(self, action: Close | ProducerAction | ConsumerAction) -> None:
+        match action:
+            case Send(peer, message):
+                self._channel.send(peer, message)
+            case Close(peer):
+                self._channel.hang_up(peer)
+            case Dial(address):
+                self._consumer.on_dialled(address, self._channel.dial(address))
+            case Attest():
+                reader = self._sessions.hello_of(action.peer)
+                assert reader is not None, f"{action.job_id} is for {action.peer}, which is not connected"
+                self._jobs.attest(action, reader)
+            case Release(hold_id):
+                self._events.append(Released(hold_id))
+            case Read():
+                self._read(action)
+            case Cancel(transfer_id):
+                self._jobs.cancel(transfer_id)
+            case Ended():
+                self._end_load(action)
+
+    def _read(self, action: Read) -> None:
+        source = self._sessions.hello_of(action.peer)
+        try:
+            if source is None:
+                raise PeerError("the connection has ended")
+            if self._settings.requires_digests and not action.grant.digests:
+                raise PeerError("the KV comes without digests: set the same attestation on both engines")
+            self._jobs.read(action, self._loads[action.transfer_id].block_ids, source)
+        except PeerError as error:
+            self._consumer.on_read_refused(action.transfer_id, str(error))
+
+    def _end_load(self, ended: Ended) -> None:
+        load = self._loads.pop(ended.transfer_id)
+        bad = ended.bad_ranges
+        if ended.reason:
+            logger.warning("KV of %s does not come from another engine: %s", ended.transfer_id, ended.reason)
+            bad = tuple(BadRange(group, load.first, load.end) for group in range(self._settings.num_groups))
+        self._events.append(LoadEnded(ended.transfer_id, bad, ended.reason))

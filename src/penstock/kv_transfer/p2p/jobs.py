@@ -1,0 +1,180 @@
+"""What the workers of all ranks are told to do with the next step, and what their reports amount to.
+
+A job is named by the epoch of the engine's life and the transfer, so that a late report of an earlier life is about no
+job of this one. It ends when every rank has reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from penstock.kv_transfer.ledger import TransferLedger, bad_ranges
+from penstock.kv_transfer.p2p.consumer import Read
+from penstock.kv_transfer.p2p.messages import AttestJob, Hello, P2PMetadata, PeerShards, ReadJob, Shard, ShardDigests
+from penstock.kv_transfer.p2p.producer import Attest
+from penstock.kv_transfer.p2p.session import engine_key
+from penstock.kv_transfer.topology.planner import digest_unit
+from penstock.kv_transfer.topology.tables import TransferTopology, engine_infos
+from penstock.messages.kv_transfer import BadRange, ShardId, TransferId, TransferReport, TransferStatus
+from penstock.messages.scheduler_output import BlockIds
+from penstock.utils.errors import PeerError
+from penstock.utils.math import cdiv
+
+_OWN = ""
+"""This engine's name in its own table: other engines have the names of `engine_key`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attested:
+    """`digests` is None where a rank could not make them."""
+
+    job_id: TransferId
+    digests: tuple[ShardDigests, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReadEnded:
+    """Nothing of the read moves any more. Unless it `is_complete` nothing has come of it."""
+
+    transfer_id: TransferId
+    bad_ranges: tuple[BadRange, ...]
+    is_complete: bool
+
+
+class WorkerJobs:
+    """`shards` are the engine's ranks, and `num_groups` is its number of KV groups."""
+
+    def __init__(self, epoch: str, shards: Mapping[ShardId, Shard], num_groups: int) -> None:
+        self._epoch = epoch
+        self._num_groups = num_groups
+        self._own = shards
+        layouts = {shard: each.layout for shard, each in shards.items()}
+        self.block_size = next((layout.block_size for layout in layouts.values()), 1)
+        self._topology = TransferTopology(_OWN, self.block_size, layouts)
+        self._is_own_told = False
+        self._ledger = TransferLedger()
+        self._open: dict[TransferId, AttestJob | ReadJob] = {}
+        self._hellos: dict[TransferId, Hello] = {}
+        self._told: set[str] = set()
+        self._peers: list[PeerShards] = []
+        self._attests: list[AttestJob] = []
+        self._reads: list[ReadJob] = []
+        self._cancelled: list[TransferId] = []
+
+    def register(self, peer: Hello, *, is_source: bool) -> None:
+        """Raises PeerError where one engine's KV has no place in the other's."""
+        key, layouts = engine_key(peer), {each.shard: each.layout for each in peer.shards}
+        for info in engine_infos(key, peer.shards[0].layout.block_size, layouts):
+            self._topology.register(info)
+        if is_source:
+            for shard in self._own:
+                self._topology.sources(key, shard)
+        else:
+            self._topology.readers(key)
+
+    @property
+    def is_idle(self) -> bool:
+        """No job is open."""
+        return not self._open
+
+    @property
+    def counters(self) -> Mapping[str, float]:
+        return {"p2p_duplicate_reports": self._ledger.num_duplicates, "p2p_unknown_reports": self._ledger.num_unknown}
+
+    def attest(self, action: Attest, reader: Hello) -> None:
+        job = AttestJob(
+            job_id=self._on_wire(action.job_id),
+            peer=engine_key(reader),
+            block_ids=action.block_ids,
+            first=action.first,
+            end=action.end,
+        )
+        self._begin(job, reader)
+        self._attests.append(job)
+
+    def read(self, action: Read, block_ids: BlockIds, source: Hello) -> None:
+        """Raises PeerError when what was granted cannot be what was asked for."""
+        grant, size = action.grant, source.shards[0].layout.block_size
+        num_blocks = cdiv(action.end, size)
+        if len(grant.block_ids) != self._num_groups or any(len(table) < num_blocks for table in grant.block_ids):
+            raise PeerError(f"the grant of {grant.transfer_id} has no blocks for {action.end} tokens in every group")
+        job = ReadJob(
+            job_id=self._on_wire(action.transfer_id),
+            peer=engine_key(source),
+            block_ids=block_ids,
+            remote_block_ids=tuple(table[:num_blocks] for table in grant.block_ids),
+            first=action.first,
+            end=action.end,
+            digests=grant.digests,
+        )
+        self._begin(job, source)
+        self._reads.append(job)
+
+    def cancel(self, transfer_id: TransferId) -> None:
+        self._cancelled.append(self._on_wire(transfer_id))
+
+    def take(self, live_engines: set[str]) -> P2PMetadata:
+        """What the next step says. Engines that are not connected any more are forgotten."""
+        in_use = {job.peer for job in self._open.values()}
+        forgotten = self._told - live_engines - in_use
+        self._told -= forgotten
+        for name in forgotten:
+            self._topology.forget(name)
+        own = () if self._is_own_told else tuple(self._own.values())
+        self._is_own_told = True
+        metadata = P2PMetadata(
+            own=own,
+            peers=tuple(self._peers),
+            forgotten=tuple(sorted(forgotten)),
+            attests=tuple(self._attests),
+            reads=tuple(self._reads),
+            cancelled=tuple(self._cancelled),
+        )
+        for each in (self._peers, self._attests, self._reads, self._cancelled):
+            each.clear()
+        return metadata
+
+    def apply(self, report: TransferReport) -> Attested | ReadEnded | None:
+        """What has ended with this report, if it was the last one that was missing."""
+        reports = self._ledger.apply(report)
+        if not reports:
+            return None
+        job, hello = self._open.pop(report.transfer_id), self._hellos.pop(report.transfer_id)
+        name = report.transfer_id.partition(":")[2]
+        if isinstance(job, AttestJob):
+            return Attested(name, self._collect(job, hello, reports))
+        is_complete = all(each.status is TransferStatus.DONE or each.bad_ranges for each in reports)
+        return ReadEnded(name, bad_ranges(reports, self._num_groups, job.first, job.end), is_complete)
+
+    def _begin(self, job: AttestJob | ReadJob, peer: Hello) -> None:
+        self._ledger.open(job.job_id, self._own)
+        self._open[job.job_id] = job
+        self._hellos[job.job_id] = peer
+        if job.peer not in self._told:
+            self._told.add(job.peer)
+            self._peers.append(PeerShards(job.peer, peer.shards))
+
+    def _collect(
+        self, job: AttestJob, reader: Hello, reports: Sequence[TransferReport]
+    ) -> tuple[ShardDigests, ...] | None:
+        """The ranks' digests, which come in one row, by the rank of the reader and by group."""
+        if any(report.status is not TransferStatus.DONE for report in reports):
+            return None
+        unit = digest_unit(self.block_size, reader.shards[0].layout.block_size)
+        num_units = (job.end - job.first) // unit
+        collected: list[ShardDigests] = []
+        for report in reports:
+            row = iter(report.digests)
+            for consumer in sorted(self._topology.readers(job.peer)[report.shard]):
+                by_group = tuple(tuple(next(row) for _ in range(num_units)) for _ in job.block_ids)
+                collected.append(ShardDigests(report.shard, consumer, by_group))
+        return tuple(collected)
+
+    def _on_wire(self, name: TransferId) -> TransferId:
+        return f"{self._epoch}:{name}"
+
+    def check_integrity(self) -> None:
+        self._ledger.check_integrity()
+        assert len(self._open) == len(self._ledger), (sorted(self._open), len(self._ledger))
+        assert self._open.keys() == self._hellos.keys(), self._open.keys() ^ self._hellos.keys()

@@ -1,0 +1,185 @@
+"""What two engine cores say to each other, and what a core tells its own workers.
+
+Between cores, over one authenticated connection that the consumer D has opened to the producer P:
+
+    D -> P   Hello                   P -> D   Hello, or Refuse
+    D -> P   Fetch(what, tokens)     P -> D   Grant (once the blocks are digested), or Refuse
+    D -> P   Renew                   every third of a lease while D reads
+    D -> P   Done                    P -> D   DoneAck: whether the grant has lived through the whole read
+    D -> P   Abort                   D wants it no longer; there is no answer
+    either   Bye                     the sender shuts down
+
+A lease is a duration from the receipt of the message that begins it, never a time of day of another host.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+from penstock.messages.kv_layout import KVLayout
+from penstock.messages.kv_transfer import ConnectorSetup, HandshakePayload, KVConnectorMetadata, ShardId, TransferId
+from penstock.messages.scheduler_output import BlockIds
+from penstock.utils.wire import Codec, register_kind
+
+VERSION = 1
+MAX_MESSAGE_BYTES = 32 << 20
+
+
+class Shard(msgspec.Struct, frozen=True):
+    """One rank of an engine: its memory, and the descriptor of its transport's endpoint."""
+
+    shard: ShardId
+    layout: KVLayout
+    descriptor: bytes
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True):
+    """`meaning` names everything that must be equal for KV to mean the same. `epoch` is another one after a restart."""
+
+    version: int
+    engine_id: str
+    epoch: str
+    meaning: dict[str, str]
+    transport: str
+    shards: tuple[Shard, ...]
+
+
+class Fetch(msgspec.Struct, frozen=True, kw_only=True):
+    """Asks for the KV of tokens [first, end) of a prompt. An empty range says that none is needed.
+
+    Either `ticket` or `rendezvous`, a name that the proxy has given to both engines, says of which request.
+    """
+
+    transfer_id: TransferId
+    first: int
+    end: int
+    prompt_digest: bytes
+    ticket: str = ""
+    rendezvous: str = ""
+
+
+class ShardDigests(msgspec.Struct, frozen=True):
+    """Digests of what rank `consumer` of D reads from rank `producer` of P: per group, one for every unit of tokens.
+
+    A digest of no bytes stands for a unit that P does not have.
+    """
+
+    producer: ShardId
+    consumer: ShardId
+    digests: tuple[tuple[bytes, ...], ...]
+
+
+class Grant(msgspec.Struct, frozen=True, kw_only=True):
+    """The blocks stay as they are for `lease` seconds. Without `digests` nothing is compared."""
+
+    transfer_id: TransferId
+    lease: float
+    block_ids: BlockIds
+    digests: tuple[ShardDigests, ...] = ()
+
+
+class Reason(enum.StrEnum):
+    OTHER_MODEL = "other_model"
+    OTHER_VERSION = "other_version"
+    OTHER_TRANSPORT = "other_transport"
+    OTHER_ENGINE = "other_engine"
+    INVALID_TICKET = "invalid_ticket"
+    OTHER_PROMPT = "other_prompt"
+    UNKNOWN_REQUEST = "unknown_request"
+    PREFILL_FAILED = "prefill_failed"
+    OVERLOADED = "overloaded"
+    INVALID_RANGE = "invalid_range"
+
+
+class Refuse(msgspec.Struct, frozen=True):
+    """`transfer_id` is empty where the whole session is refused."""
+
+    transfer_id: TransferId
+    reason: Reason
+    detail: str
+
+
+class Renew(msgspec.Struct, frozen=True):
+    transfer_id: TransferId
+
+
+class Done(msgspec.Struct, frozen=True):
+    transfer_id: TransferId
+
+
+class DoneAck(msgspec.Struct, frozen=True):
+    transfer_id: TransferId
+    is_valid: bool
+
+
+class Abort(msgspec.Struct, frozen=True):
+    transfer_id: TransferId
+
+
+class Bye(msgspec.Struct, frozen=True):
+    reason: str = ""
+
+
+Message = Hello | Fetch | Grant | Refuse | Renew | Done | DoneAck | Abort | Bye
+
+CODEC = Codec(Hello, Fetch, Grant, Refuse, Renew, Done, DoneAck, Abort, Bye)
+
+
+class AttestJob(msgspec.Struct, frozen=True, kw_only=True):
+    """Digests of own blocks, for what engine `peer` reads of them. `block_ids` are the request's block tables."""
+
+    job_id: TransferId
+    peer: str
+    block_ids: BlockIds
+    first: int
+    end: int
+
+
+class ReadJob(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens [first, end) from the blocks of engine `peer` into own ones."""
+
+    job_id: TransferId
+    peer: str
+    block_ids: BlockIds
+    remote_block_ids: BlockIds
+    first: int
+    end: int
+    digests: tuple[ShardDigests, ...]
+
+
+class PeerShards(msgspec.Struct, frozen=True):
+    """All ranks of an engine, told to the workers once: before the first job that names it."""
+
+    peer: str
+    shards: tuple[Shard, ...]
+
+
+@register_kind
+class P2PMetadata(KVConnectorMetadata, msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """`own` are the ranks of this engine, told once. `cancelled` jobs end as soon as nothing of them moves any more."""
+
+    own: tuple[Shard, ...] = ()
+    peers: tuple[PeerShards, ...] = ()
+    forgotten: tuple[str, ...] = ()
+    attests: tuple[AttestJob, ...] = ()
+    reads: tuple[ReadJob, ...] = ()
+    cancelled: tuple[TransferId, ...] = ()
+
+
+@register_kind
+class P2PHandshake(HandshakePayload, msgspec.Struct, frozen=True, tag=True):
+    """What a rank tells its own core of itself."""
+
+    layout: KVLayout
+    descriptor: bytes
+
+
+@register_kind
+class P2PSetup(ConnectorSetup, msgspec.Struct, frozen=True, tag=True):
+    """How a rank makes its transport. `key` is what peers prove to each other."""
+
+    transport: str
+    host: str
+    key: bytes

@@ -1,0 +1,123 @@
+"""The cluster key, and which addresses are engines: nothing that a client writes becomes a connection by itself.
+
+On one host nothing needs configuring. The first engine of a user makes a key in a folder that only this user can read,
+and every engine that listens leaves its address there. On other hosts the operator gives a key file and a list of
+peers; without them the engine does not start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import secrets
+import socket
+import stat
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from penstock.kv_transfer.p2p.params import Address
+from penstock.utils.errors import ConfigError, PeerError
+
+_KEY_BYTES = 32
+_MIN_KEY_BYTES = 16
+
+
+def is_loopback(host: str) -> bool:
+    """Whether the host is this one by a name or an address that no other host can reach."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def read_cluster_key(path: Path) -> bytes:
+    """Raises ConfigError when the file cannot be read, is too short, or can be read by others."""
+    try:
+        mode = path.stat().st_mode
+        key = path.read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"cluster_key_file cannot be read: {error}") from None
+    if len(key) < _MIN_KEY_BYTES:
+        raise ConfigError(f"cluster_key_file {path} has {len(key)} bytes and needs {_MIN_KEY_BYTES} or more")
+    if mode & (stat.S_IRGRP | stat.S_IROTH):
+        raise ConfigError(f"cluster_key_file {path} can be read by other users: run chmod 600 {path}")
+    return key
+
+
+class LocalCluster:
+    """The engines of one user on one host. Raises ConfigError where the folder is not this user's alone."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder or Path(tempfile.gettempdir()) / f"penstock-{os.getuid()}"
+        with contextlib.suppress(FileExistsError):
+            self._folder.mkdir(mode=0o700)
+        found = self._folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+            raise ConfigError(f"{self._folder} must be a folder that only its owner can use: remove it, or set TMPDIR")
+
+    def key(self) -> bytes:
+        """The same for all engines of the user; made by the first."""
+        path = self._folder / "cluster.key"
+        if not path.exists():
+            made = self._folder / f"cluster.key.{secrets.token_hex(8)}"
+            with os.fdopen(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(secrets.token_bytes(_KEY_BYTES))
+            # Another engine may have been quicker: a link does not replace what is there.
+            with contextlib.suppress(FileExistsError):
+                os.link(made, path)
+            made.unlink()
+        return path.read_bytes()
+
+    def announce(self, address: Address) -> None:
+        self._file(address).touch()
+
+    def withdraw(self, address: Address) -> None:
+        self._file(address).unlink(missing_ok=True)
+
+    def has(self, address: Address) -> bool:
+        return self._file(address).exists()
+
+    def _file(self, address: Address) -> Path:
+        host, port = address
+        return self._folder / f"engine.{host.replace(':', '_').replace('/', '_')}.{port}"
+
+
+class PeerList:
+    """Which addresses may be dialled: those that were configured, and on this host those that engines have left."""
+
+    def __init__(self, configured: Sequence[str], local: LocalCluster | None) -> None:
+        self._configured = {_parse(each) for each in configured}
+        self._local = local
+
+    def resolve(self, address: Address) -> Address:
+        """The address to dial. Raises PeerError when it is not in the list."""
+        host, port = address
+        address = ("127.0.0.1" if host == "localhost" else host, port)
+        if address in self._configured:
+            return address
+        if self._local is not None and is_loopback(address[0]) and self._local.has(address):
+            return address
+        raise PeerError(f"{host}:{port} is not in the list of peers: add it to peers in kv_connector_extra_config")
+
+
+def _parse(text: str) -> Address:
+    """Raises ConfigError."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ConfigError(f"peers must be addresses such as 10.0.0.1:5600, got {text!r}")
+    return host.strip("[]"), int(port)
+
+
+def check_host(host: str) -> str:
+    """The numeric address of `kv_ip`. Raises ConfigError for a name without one, and for all addresses at once."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError as error:
+        raise ConfigError(f"kv_ip {host!r} has no address: {error}") from None
+    if ipaddress.ip_address(found).is_unspecified:
+        raise ConfigError(f"kv_ip must be the address that the other engines reach, not {host}")
+    return str(found)

@@ -1,0 +1,336 @@
+"""The sending half: what is held for other engines, which of them may read it, and for how long (sans-IO).
+
+A finished request's blocks are held until a consumer has read them, has said that it does not need them, or has not
+come in time. A hold is given to one reader, once: a ticket that comes again is refused. A fetch that names a rendezvous
+may come before its request has ended; it is parked until then, with a deadline.
+
+    held -> attesting -> granted -> released
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from penstock.kv_transfer.p2p.messages import (
+    Abort,
+    Done,
+    DoneAck,
+    Fetch,
+    Grant,
+    Message,
+    Reason,
+    Refuse,
+    Renew,
+    ShardDigests,
+)
+from penstock.kv_transfer.p2p.session import PeerKey, Send
+from penstock.kv_transfer.p2p.ticket import Ticket, TicketOffice
+from penstock.messages.kv_transfer import TransferId
+from penstock.messages.scheduler_output import BlockIds
+from penstock.utils.errors import PeerError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProducerRules:
+    """All times in seconds. `hold_seconds`: how long blocks are held for a reader that has not come; `park_seconds`:
+    how long a reader waits for a request that has not ended. Without `is_attested` blocks are not digested."""
+
+    hold_seconds: float
+    lease_seconds: float
+    park_seconds: float
+    max_parked: int
+    is_attested: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """A finished request whose blocks are held under `hold_id`; they have the KV of its first `num_tokens` tokens."""
+
+    hold_id: TransferId
+    prompt_digest: bytes
+    num_tokens: int
+    block_ids: BlockIds
+    rendezvous: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Attest:
+    """The workers shall digest what `peer` is going to read."""
+
+    job_id: TransferId
+    peer: PeerKey
+    block_ids: BlockIds
+    first: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    hold_id: TransferId
+
+
+ProducerAction = Send | Attest | Release
+
+_GrantKey = tuple[PeerKey, TransferId]
+
+
+@dataclass(slots=True)
+class _Held:
+    offer: Offer
+    deadline: float
+    is_taken: bool = False
+
+
+@dataclass(slots=True)
+class _Parked:
+    fetch: Fetch
+    deadline: float
+
+
+@dataclass(slots=True)
+class _Grant:
+    held: _Held
+    fetch: Fetch
+    job_id: TransferId
+    deadline: float
+    is_granted: bool = False
+    # The reader has gone while the workers still read the blocks.
+    is_abandoned: bool = False
+
+
+@dataclass(slots=True)
+class ProducerCounts:
+    num_offered: int = 0
+    num_granted: int = 0
+    num_completed: int = 0
+    num_not_needed: int = 0
+    num_expired: int = 0
+    num_refused: int = 0
+    num_sent_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _State:
+    held: dict[TransferId, _Held] = field(default_factory=dict[TransferId, _Held])
+    at_rendezvous: dict[str, _Held] = field(default_factory=dict[str, _Held])
+    parked: dict[_GrantKey, _Parked] = field(default_factory=dict[_GrantKey, _Parked])
+    grants: dict[_GrantKey, _Grant] = field(default_factory=dict[_GrantKey, _Grant])
+    jobs: dict[TransferId, _GrantKey] = field(default_factory=dict[TransferId, _GrantKey])
+
+
+class Producer:
+    """`epoch` is another one in every life of the engine. Every call may add actions; `take_actions` returns them."""
+
+    def __init__(self, engine_id: str, epoch: str, rules: ProducerRules, office: TicketOffice) -> None:
+        self._engine_id = engine_id
+        self._epoch = epoch
+        self._rules = rules
+        self._office = office
+        self._state = _State()
+        self._actions: list[ProducerAction] = []
+        self._num_jobs = 0
+        self.counts = ProducerCounts()
+
+    @property
+    def num_held(self) -> int:
+        return len(self._state.held)
+
+    # ---- Requests of this engine ----
+
+    def offer(self, offer: Offer, now: float) -> str:
+        """The request has ended and its blocks are held. Returns its ticket."""
+        held = _Held(offer, now + self._rules.hold_seconds)
+        self._state.held[offer.hold_id] = held
+        self.counts.num_offered += 1
+        if offer.rendezvous:
+            self._state.at_rendezvous[offer.rendezvous] = held
+            for key in [key for key, each in self._state.parked.items() if each.fetch.rendezvous == offer.rendezvous]:
+                self._answer(key, self._state.parked.pop(key).fetch, now)
+        return self._office.issue(
+            Ticket(self._engine_id, self._epoch, offer.hold_id, offer.prompt_digest, offer.num_tokens)
+        )
+
+    def withdraw(self, rendezvous: str) -> None:
+        """The request with this rendezvous has ended without KV."""
+        for key in [key for key, each in self._state.parked.items() if each.fetch.rendezvous == rendezvous]:
+            del self._state.parked[key]
+            self._refuse(key, Reason.PREFILL_FAILED, "the request has ended before its prompt was computed")
+
+    def can_be_met(self, rendezvous: str) -> bool:
+        """Whether a request may use this rendezvous: no other one is held under it."""
+        return rendezvous not in self._state.at_rendezvous
+
+    # ---- Peers ----
+
+    def receive(self, peer: PeerKey, message: Message, now: float) -> None:
+        """Raises PeerError for a message that no consumer sends."""
+        match message:
+            case Fetch():
+                self._on_fetch((peer, message.transfer_id), message, now)
+            case Renew():
+                grant = self._state.grants.get((peer, message.transfer_id))
+                if grant is not None and grant.is_granted and now < grant.deadline:
+                    grant.deadline = now + self._rules.lease_seconds
+            case Done():
+                self._on_done((peer, message.transfer_id), now)
+            case Abort():
+                self._give_up((peer, message.transfer_id))
+            case _:
+                raise PeerError(f"the peer sent {type(message).__name__}, which a consumer does not send")
+
+    def on_lost(self, peer: PeerKey) -> None:
+        """The connection has ended: its grants cannot be confirmed any more."""
+        for key in [key for key in (*self._state.parked, *self._state.grants) if key[0] == peer]:
+            self._give_up(key)
+
+    def on_attested(self, job_id: TransferId, digests: Sequence[ShardDigests] | None, now: float) -> None:
+        """The workers have digested the blocks; None if they could not."""
+        key = self._state.jobs.pop(job_id, None)
+        if key is None:
+            return
+        grant = self._state.grants[key]
+        if grant.is_abandoned:
+            self._release(key)
+        elif digests is None:
+            self._release(key)
+            self._refuse(key, Reason.PREFILL_FAILED, "the blocks cannot be read")
+        else:
+            self._grant(key, grant, tuple(digests), now)
+
+    # ---- Time ----
+
+    def poll(self, now: float) -> None:
+        """Ends what has waited too long."""
+        state = self._state
+        for key in [key for key, each in state.parked.items() if each.deadline <= now]:
+            del state.parked[key]
+            self._refuse(key, Reason.UNKNOWN_REQUEST, "the request has not been prefilled in time")
+        for key in [key for key, each in state.grants.items() if each.is_granted and each.deadline <= now]:
+            self.counts.num_expired += 1
+            self._release(key)
+        for each in [each for each in state.held.values() if not each.is_taken and each.deadline <= now]:
+            self.counts.num_expired += 1
+            self._drop(each)
+
+    @property
+    def next_deadline(self) -> float | None:
+        state = self._state
+        deadlines = [each.deadline for each in state.parked.values()]
+        deadlines += [each.deadline for each in state.grants.values() if each.is_granted]
+        deadlines += [each.deadline for each in state.held.values() if not each.is_taken]
+        return min(deadlines, default=None)
+
+    def take_actions(self) -> list[ProducerAction]:
+        actions, self._actions = self._actions, []
+        return actions
+
+    # ---- Steps ----
+
+    def _on_fetch(self, key: _GrantKey, fetch: Fetch, now: float) -> None:
+        if key in self._state.grants or key in self._state.parked:
+            return
+        if fetch.rendezvous and fetch.rendezvous not in self._state.at_rendezvous:
+            if len(self._state.parked) >= self._rules.max_parked:
+                self._refuse(key, Reason.OVERLOADED, f"{self._rules.max_parked} readers already wait for requests")
+                return
+            self._state.parked[key] = _Parked(fetch, now + self._rules.park_seconds)
+            return
+        self._answer(key, fetch, now)
+
+    def _answer(self, key: _GrantKey, fetch: Fetch, now: float) -> None:
+        """Grants or refuses a fetch of a request that has ended."""
+        try:
+            held = self._find(fetch)
+        except PeerError as error:
+            self._refuse(key, Reason.INVALID_TICKET, str(error))
+            return
+        if held is None or held.is_taken:
+            self._refuse(key, Reason.UNKNOWN_REQUEST, "the KV is no longer held, or has been read already")
+        elif fetch.prompt_digest != held.offer.prompt_digest:
+            self._refuse(key, Reason.OTHER_PROMPT, "the prompts differ: both engines need the same chat template")
+        elif not 0 <= fetch.first <= fetch.end <= held.offer.num_tokens:
+            what = f"tokens [{fetch.first}, {fetch.end}) of {held.offer.num_tokens}"
+            self._refuse(key, Reason.INVALID_RANGE, what)
+        elif fetch.first == fetch.end:
+            self.counts.num_not_needed += 1
+            self._drop(held)
+        else:
+            self._take(key, held, fetch, now)
+
+    def _find(self, fetch: Fetch) -> _Held | None:
+        """Raises PeerError for a ticket that was not issued in this life of this engine."""
+        if not fetch.ticket:
+            return self._state.at_rendezvous.get(fetch.rendezvous)
+        ticket = self._office.read(fetch.ticket)
+        if (ticket.engine_id, ticket.epoch) != (self._engine_id, self._epoch):
+            raise PeerError("the ticket is of another engine, or from before this engine's restart")
+        return self._state.held.get(ticket.hold_id)
+
+    def _take(self, key: _GrantKey, held: _Held, fetch: Fetch, now: float) -> None:
+        held.is_taken = True
+        self._num_jobs += 1
+        grant = _Grant(held, fetch, f"attest-{self._num_jobs}", now + self._rules.lease_seconds)
+        self._state.grants[key] = grant
+        if not self._rules.is_attested:
+            self._grant(key, grant, (), now)
+            return
+        self._state.jobs[grant.job_id] = key
+        self._actions.append(Attest(grant.job_id, key[0], held.offer.block_ids, fetch.first, fetch.end))
+
+    def _grant(self, key: _GrantKey, grant: _Grant, digests: tuple[ShardDigests, ...], now: float) -> None:
+        grant.is_granted = True
+        grant.deadline = now + self._rules.lease_seconds
+        self.counts.num_granted += 1
+        answer = Grant(
+            transfer_id=grant.fetch.transfer_id,
+            lease=self._rules.lease_seconds,
+            block_ids=grant.held.offer.block_ids,
+            digests=digests,
+        )
+        self._actions.append(Send(key[0], answer))
+
+    def _on_done(self, key: _GrantKey, now: float) -> None:
+        grant = self._state.grants.get(key)
+        is_valid = grant is not None and grant.is_granted and now < grant.deadline
+        if grant is not None and grant.is_granted:
+            self._release(key)
+        if grant is not None and is_valid:
+            self.counts.num_completed += 1
+            self.counts.num_sent_tokens += grant.fetch.end - grant.fetch.first
+        self._actions.append(Send(key[0], DoneAck(key[1], is_valid)))
+
+    def _give_up(self, key: _GrantKey) -> None:
+        """The reader wants it no longer, or has gone."""
+        self._state.parked.pop(key, None)
+        grant = self._state.grants.get(key)
+        if grant is None:
+            return
+        if grant.is_granted:
+            self._release(key)
+        else:
+            grant.is_abandoned = True
+
+    def _release(self, key: _GrantKey) -> None:
+        self._drop(self._state.grants.pop(key).held)
+
+    def _drop(self, held: _Held) -> None:
+        del self._state.held[held.offer.hold_id]
+        if held.offer.rendezvous:
+            del self._state.at_rendezvous[held.offer.rendezvous]
+        self._actions.append(Release(held.offer.hold_id))
+
+    def _refuse(self, key: _GrantKey, reason: Reason, detail: str) -> None:
+        self.counts.num_refused += 1
+        self._actions.append(Send(key[0], Refuse(key[1], reason, detail)))
+
+    def check_integrity(self) -> None:
+        """Recomputes what must agree."""
+        state = self._state
+        taken = {each.offer.hold_id for each in state.held.values() if each.is_taken}
+        granted = {grant.held.offer.hold_id for grant in state.grants.values()}
+        assert taken == granted, f"taken {sorted(taken)}, granted {sorted(granted)}"
+        attesting = {key for key, grant in state.grants.items() if not grant.is_granted}
+        assert attesting == set(state.jobs.values()), f"attesting {attesting}, jobs {state.jobs}"
+        at_rendezvous = {each.offer.rendezvous for each in state.held.values() if each.offer.rendezvous}
+        assert at_rendezvous == state.at_rendezvous.keys(), at_rendezvous ^ state.at_rendezvous.keys()

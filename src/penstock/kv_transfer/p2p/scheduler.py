@@ -1,0 +1,199 @@
+"""The scheduler side of the `P2PConnector`: what requests ask of it, and what they are answered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from penstock.kv_transfer.connector import (
+    FREED,
+    NO_MATCH,
+    ConnectorEvent,
+    FinishAction,
+    FinishResult,
+    Match,
+    RequestView,
+)
+from penstock.kv_transfer.null import NullSchedulerConnector
+from penstock.kv_transfer.p2p.exchange import Exchange, Load, P2PSettings
+from penstock.kv_transfer.p2p.messages import P2PMetadata, P2PSetup
+from penstock.kv_transfer.p2p.params import Address, RemoteDecode, RemotePrefill, read_params
+from penstock.kv_transfer.p2p.producer import Offer
+from penstock.kv_transfer.p2p.ticket import digest_prompt
+from penstock.messages.kv_transfer import HandshakePayload, KVConnectorOutput, ShardId, TransferId
+from penstock.messages.outputs import FinishReason
+from penstock.messages.scheduler_output import BlockIds, SchedulerOutput
+from penstock.utils.errors import PeerError, RequestError
+from penstock.utils.logging import get_logger
+
+logger = get_logger(__name__)
+
+_HELD = (FinishReason.LENGTH, FinishReason.STOP)
+
+
+@dataclass(slots=True)
+class _Remote:
+    """A request whose prompt another engine computes. `is_settled`: that engine has been told what is needed."""
+
+    source: RemotePrefill
+    prompt_digest: bytes
+    is_settled: bool = False
+    transfer_id: TransferId = ""
+
+
+class P2PScheduler(NullSchedulerConnector):
+    """`resolve` turns the address in a request into one that may be dialled, or raises PeerError."""
+
+    def __init__(
+        self, settings: P2PSettings, block_size: int, exchange: Exchange, resolve: Callable[[Address], Address]
+    ) -> None:
+        self._settings = settings
+        self._block_size = block_size
+        self._exchange = exchange
+        self._resolve = resolve
+        self._remote: dict[str, _Remote] = {}
+        self._decoded_elsewhere: dict[str, RemoteDecode] = {}
+        self._num_stages = self._num_tensor_ranks = 1
+
+    # ---- Start and end ----
+
+    def worker_setup(self) -> P2PSetup:
+        return self._settings.setup
+
+    def set_xfer_handshake_metadata_pp_aware(self, payloads: Mapping[ShardId, HandshakePayload | None]) -> None:
+        self._exchange.introduce_as(payloads)
+        self._num_stages = 1 + max(pp for pp, _ in payloads)
+        self._num_tensor_ranks = 1 + max(tp for _, tp in payloads)
+
+    def set_waker(self, callback: Callable[[], None]) -> None:
+        self._exchange.set_waker(callback)
+
+    def shutdown(self) -> None:
+        self._exchange.shutdown()
+
+    # ---- Requests that come ----
+
+    def on_new_request(self, request: RequestView) -> None:
+        asked, role = read_params(request.kv_transfer_params), self._settings.role
+        match asked:
+            case RemoteDecode(rendezvous):
+                if role == "kv_consumer":
+                    raise RequestError("this engine has kv_role kv_consumer: send do_remote_decode to a kv_producer")
+                if rendezvous and not self._is_free(rendezvous):
+                    raise RequestError(f"transfer_id {rendezvous!r} is already in use", "kv_transfer_params")
+                self._decoded_elsewhere[request.request_id] = asked
+            case RemotePrefill():
+                if role == "kv_producer":
+                    raise RequestError("this engine has kv_role kv_producer: send do_remote_prefill to a kv_consumer")
+                digest = digest_prompt(request.prompt_token_ids, request.cache_salt)
+                self._remote[request.request_id] = _Remote(asked, digest)
+            case None:
+                pass
+
+    def _is_free(self, rendezvous: str) -> bool:
+        in_use = any(each.rendezvous == rendezvous for each in self._decoded_elsewhere.values())
+        return not in_use and self._exchange.can_be_met(rendezvous)
+
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
+        remote = self._remote.get(request.request_id)
+        if remote is None or remote.is_settled:
+            return NO_MATCH
+        num_tokens = self._num_remote_tokens(request, remote) - num_computed_tokens
+        return Match(num_tokens, is_async=True) if num_tokens > 0 else NO_MATCH
+
+    def _num_remote_tokens(self, request: RequestView, remote: _Remote) -> int:
+        """Whole blocks of the prompt that the other engine has; the last token is computed here."""
+        known, size = remote.source.num_tokens, self._block_size
+        num_tokens = request.num_prompt_tokens if known is None else min(known, request.num_prompt_tokens)
+        return max(0, num_tokens - 1) // size * size
+
+    def update_state_after_alloc(
+        self, request: RequestView, transfer_id: TransferId, block_ids: BlockIds, num_computed_tokens: int, end: int
+    ) -> None:
+        remote = self._remote[request.request_id]
+        remote.is_settled, remote.transfer_id = True, transfer_id
+        load = Load(remote.source, remote.prompt_digest, block_ids, num_computed_tokens, end)
+        try:
+            load = replace(load, source=self._resolved(remote.source))
+        except PeerError as error:
+            self._exchange.refuse_load(transfer_id, load, str(error))
+        else:
+            self._exchange.begin_load(transfer_id, load)
+
+    def _resolved(self, source: RemotePrefill) -> RemotePrefill:
+        return replace(source, address=self._resolve(source.address))
+
+    def _dismiss(self, request_id: str, remote: _Remote) -> None:
+        """Tells the other engine that nothing of what it holds is needed."""
+        remote.is_settled = True
+        try:
+            self._exchange.dismiss(f"{request_id}/none", self._resolved(remote.source), remote.prompt_digest)
+        except PeerError as error:
+            logger.warning("the prefill of %s is not used: %s", request_id, error)
+
+    # ---- Requests that end ----
+
+    def request_finished(self, request: RequestView, block_ids: BlockIds, reason: FinishReason) -> FinishResult:
+        remote = self._remote.pop(request.request_id, None)
+        if remote is not None and not remote.is_settled:
+            self._dismiss(request.request_id, remote)
+        elif remote is not None:
+            self._exchange.abandon_load(remote.transfer_id)
+        wanted = self._decoded_elsewhere.pop(request.request_id, None)
+        if wanted is None:
+            return FREED
+        if reason not in _HELD or not block_ids:
+            self._exchange.withdraw(wanted.rendezvous)
+            return FREED
+        return FinishResult(FinishAction.HOLD, self._hold(request, block_ids, wanted))
+
+    def _hold(self, request: RequestView, block_ids: BlockIds, wanted: RemoteDecode) -> dict[str, object]:
+        """Holds the blocks for another engine; returns what the request is answered."""
+        ticket = self._exchange.offer(
+            Offer(
+                hold_id=request.hold_id,
+                prompt_digest=digest_prompt(request.prompt_token_ids, request.cache_salt),
+                num_tokens=request.num_prompt_tokens,
+                block_ids=block_ids,
+                rendezvous=wanted.rendezvous,
+            )
+        )
+        host, port = self._exchange.address
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": self._settings.engine_id,
+            "remote_request_id": request.request_id,
+            "remote_block_ids": [],  # this engine looks them up itself
+            "remote_host": host,
+            "remote_port": port,
+            "pp_size": self._num_stages,
+            "tp_size": self._num_tensor_ranks,
+            "remote_num_tokens": request.num_prompt_tokens,
+            "ticket": ticket,
+        }
+
+    # ---- Steps ----
+
+    def build_connector_meta(self, plan: SchedulerOutput) -> P2PMetadata:
+        for new in plan.new_requests:
+            remote = self._remote.get(new.request_id)
+            if remote is not None and not remote.is_settled:
+                self._dismiss(new.request_id, remote)
+        return self._exchange.take_metadata()
+
+    def update_connector_output(self, output: KVConnectorOutput) -> Sequence[ConnectorEvent]:
+        return self._exchange.apply(output)
+
+    @property
+    def has_pending_work(self) -> bool:
+        return self._exchange.has_pending_work
+
+    def wait(self, seconds: float) -> None:
+        self._exchange.wait(seconds)
+
+    def counters(self) -> Mapping[str, float]:
+        return self._exchange.counters()
+
+    def check_integrity(self) -> None:
+        self._exchange.check_integrity()

@@ -1,0 +1,153 @@
+"""Who is at the other end of a connection: engines introduce themselves before anything else is said (sans-IO).
+
+A connection is open once both have sent a `Hello` and neither has found a difference that matters. What follows on an
+open connection is for the producer or the consumer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from penstock.kv_transfer.p2p.messages import VERSION, Bye, Hello, Message, Reason, Refuse, Shard
+from penstock.utils.errors import PeerError
+
+PeerKey = str
+"""Names one connection."""
+
+_HELLO_SECONDS = 5.0
+_MAX_SHARDS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    peer: PeerKey
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Ends the connection once everything has been sent."""
+
+    peer: PeerKey
+
+
+@dataclass(slots=True)
+class _Session:
+    is_outgoing: bool
+    deadline: float
+    hello: Hello | None = None
+
+
+class Sessions:
+    """All connections of one engine. `ignored` names parts of the meaning that may differ."""
+
+    def __init__(self, hello: Hello, ignored: frozenset[str]) -> None:
+        self._hello = hello
+        self._ignored = ignored
+        self._sessions: dict[PeerKey, _Session] = {}
+        self._actions: list[Send | Close] = []
+
+    def hello_of(self, peer: PeerKey) -> Hello | None:
+        """The other end's, None as long as the connection is not open."""
+        session = self._sessions.get(peer)
+        return None if session is None else session.hello
+
+    def is_outgoing(self, peer: PeerKey) -> bool:
+        """Whether this engine has opened the connection: then the other one is asked for KV, else it asks."""
+        return self._sessions[peer].is_outgoing
+
+    def has(self, peer: PeerKey) -> bool:
+        return peer in self._sessions
+
+    def engines(self) -> set[str]:
+        """The keys of all engines that a connection is open to."""
+        return {engine_key(session.hello) for session in self._sessions.values() if session.hello is not None}
+
+    def on_connected(self, peer: PeerKey, is_outgoing: bool, now: float) -> None:
+        self._sessions[peer] = _Session(is_outgoing, now + _HELLO_SECONDS)
+        if is_outgoing:
+            self._actions.append(Send(peer, self._hello))
+
+    def on_lost(self, peer: PeerKey) -> None:
+        self._sessions.pop(peer, None)
+
+    def introduce(self, peer: PeerKey, message: Message) -> str | None:
+        """Takes what comes on a connection that is not open. Returns why it cannot be used, None if it can.
+
+        Raises PeerError for anything but an introduction.
+        """
+        session = self._sessions[peer]
+        if isinstance(message, Refuse):
+            return f"{message.reason.value.replace('_', ' ')}: {message.detail}"
+        if not isinstance(message, Hello):
+            raise PeerError(f"the peer began with {type(message).__name__} instead of Hello")
+        check_shards(message.shards)
+        refusal = self._find_difference(message)
+        if refusal is not None:
+            self._actions += [Send(peer, refusal), Close(peer)]
+            return refusal.detail
+        session.hello = message
+        if not session.is_outgoing:
+            self._actions.append(Send(peer, self._hello))
+        return None
+
+    def poll(self, now: float) -> list[PeerKey]:
+        """Connections that have not been opened in time; they are closed."""
+        late = [peer for peer, each in self._sessions.items() if each.hello is None and each.deadline <= now]
+        self._actions += [Close(peer) for peer in late]
+        return late
+
+    @property
+    def next_deadline(self) -> float | None:
+        return min((each.deadline for each in self._sessions.values() if each.hello is None), default=None)
+
+    def say_bye(self) -> None:
+        """This engine shuts down."""
+        for peer, session in self._sessions.items():
+            if session.hello is not None:
+                self._actions += [Send(peer, Bye("the engine shuts down")), Close(peer)]
+
+    def take_actions(self) -> list[Send | Close]:
+        actions, self._actions = self._actions, []
+        return actions
+
+    def _find_difference(self, other: Hello) -> Refuse | None:
+        if other.version != VERSION:
+            detail = f"protocol version {other.version} and {VERSION}: run the same version of Penstock on both sides"
+            return Refuse("", Reason.OTHER_VERSION, detail)
+        if other.transport != self._hello.transport:
+            detail = f"transport {other.transport} and {self._hello.transport}: configure the same on both sides"
+            return Refuse("", Reason.OTHER_TRANSPORT, detail)
+        different = find_differences(self._hello.meaning, other.meaning, self._ignored)
+        if different:
+            detail = f"engines {self._hello.engine_id} and {other.engine_id} differ in {', '.join(different)}"
+            return Refuse("", Reason.OTHER_MODEL, detail)
+        return None
+
+
+def find_differences(own: Mapping[str, str], other: Mapping[str, str], ignored: frozenset[str]) -> list[str]:
+    """Which parts of the meaning of KV differ, with both values."""
+    names = sorted((own.keys() | other.keys()) - ignored)
+    return [
+        f"{name} ({own.get(name, 'none')} and {other.get(name, 'none')})"
+        for name in names
+        if own.get(name) != other.get(name)
+    ]
+
+
+def check_shards(shards: Sequence[Shard]) -> None:
+    """Raises PeerError for ranks that no engine can have: what is worked out from them must not fail later."""
+    names = {each.shard for each in shards}
+    stages = 1 + max((pp for pp, _ in names), default=-1)
+    width = 1 + max((tp for _, tp in names), default=-1)
+    is_whole = len(shards) == stages * width and names == {(pp, tp) for pp in range(stages) for tp in range(width)}
+    if not is_whole or not 0 < len(shards) <= _MAX_SHARDS:
+        raise PeerError(f"the peer's ranks are not those of an engine: {sorted(names)[:16]}")
+    if len({each.layout.block_size for each in shards}) > 1:
+        raise PeerError("the peer's ranks have different block sizes")
+
+
+def engine_key(hello: Hello) -> str:
+    """Names one life of an engine."""
+    return f"{hello.engine_id}/{hello.epoch}"

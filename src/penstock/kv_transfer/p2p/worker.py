@@ -1,0 +1,251 @@
+"""The worker side of the `P2PConnector`: digests of what others will read, reads from others, and their check.
+
+Bytes move beside the steps, on the transport's own threads. What this rank computes itself, the digests, is bounded per
+step, so that the requests that it serves meanwhile do not wait. A read is reported when nothing of it can move any
+more.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from penstock.kv_transfer.null import NullWorkerConnector
+from penstock.kv_transfer.p2p.digests import UnitDigests
+from penstock.kv_transfer.p2p.messages import AttestJob, P2PHandshake, P2PMetadata, ReadJob, Shard
+from penstock.kv_transfer.topology.planner import LayerSlice, digest_unit, plan_runs, sources
+from penstock.kv_transfer.transports.base import DataTransport, Operation, PeerId, TransferHandle, TransferState
+from penstock.kv_transfer.view import KVCacheView
+from penstock.messages.kv_cache_spec import NULL_BLOCK
+from penstock.messages.kv_layout import KVLayout
+from penstock.messages.kv_transfer import (
+    BadRange,
+    KVConnectorMetadata,
+    KVConnectorOutput,
+    ShardId,
+    TransferId,
+    TransferReport,
+    TransferStatus,
+)
+from penstock.utils.errors import PeerError
+from penstock.utils.logging import get_logger
+
+logger = get_logger(__name__)
+
+_DIGEST_BYTES_PER_STEP = 8 << 20
+
+
+@dataclass(slots=True, eq=False)
+class _Attest:
+    """`work` yields the number of bytes that it has digested, unit by unit, and fills `digests`."""
+
+    job_id: TransferId
+    work: Iterator[int]
+    digests: list[bytes]
+
+
+@dataclass(slots=True, eq=False)
+class _Read:
+    job: ReadJob
+    handles: list[tuple[PeerId, TransferHandle]] = field(default_factory=list[tuple[PeerId, TransferHandle]])
+    check: Iterator[int] | None = None
+    bad_ranges: list[BadRange] = field(default_factory=list[BadRange])
+    has_failed: bool = False
+    is_given_up: bool = False
+    is_checked: bool = False
+
+
+class P2PWorker(NullWorkerConnector):
+    """One rank's. `make_transport` is called when the rank's memory is known."""
+
+    def __init__(
+        self,
+        shard: ShardId,
+        make_transport: Callable[[KVLayout], DataTransport],
+        *,
+        needs_shared_memory: bool = False,
+        digest_bytes_per_step: int = _DIGEST_BYTES_PER_STEP,
+    ) -> None:
+        self.needs_shared_memory = needs_shared_memory
+        self._shard = shard
+        self._make_transport = make_transport
+        self._digest_bytes_per_step = digest_bytes_per_step
+        self._tables: dict[str, dict[ShardId, Shard]] = {}
+        self._own: dict[ShardId, Shard] = {}
+        self._metadata = P2PMetadata()
+        self._attests: deque[_Attest] = deque()
+        self._reads: list[_Read] = []
+        self._reports: list[TransferReport] = []
+
+    def register_kv_caches(self, view: KVCacheView) -> None:
+        self._layout = view.layout
+        regions = view.region_memory()
+        self._transport = self._make_transport(view.layout)
+        self._transport.register(regions)
+        self._digests = UnitDigests(view.layout, regions)
+
+    def get_handshake_metadata(self) -> P2PHandshake:
+        return P2PHandshake(self._layout, self._transport.descriptor())
+
+    def begin_step(self, metadata: KVConnectorMetadata | None) -> None:
+        assert isinstance(metadata, P2PMetadata), metadata
+        self._metadata = metadata
+        if metadata.own:
+            self._own = {each.shard: each for each in metadata.own}
+        for peer in metadata.peers:
+            self._tables[peer.peer] = {each.shard: each for each in peer.shards}
+        for name in metadata.forgotten:
+            self._tables.pop(name, None)
+        self._attests += map(self._attest, metadata.attests)
+        for job_id in metadata.cancelled:
+            for read in self._reads:
+                if read.job.job_id == job_id:
+                    self._give_up(read)
+
+    def start_load_kv(self) -> None:
+        self._reads += map(self._begin, self._metadata.reads)
+        room = self._digest_bytes_per_step
+        for read in self._reads:
+            room = self._check(read, room)
+        while self._attests and room > 0:
+            attest = self._attests[0]
+            room, is_done = _advance(attest.work, room)
+            if is_done:
+                self._attests.popleft()
+                done, digests = TransferStatus.DONE, tuple(attest.digests)
+                self._reports.append(TransferReport(attest.job_id, self._shard, done, digests=digests))
+
+    def get_finished(self, finished_request_ids: frozenset[str]) -> KVConnectorOutput:
+        for read in self._reads:
+            self._watch(read)
+        ended = [read for read in self._reads if read.is_checked]
+        self._reads = [read for read in self._reads if not read.is_checked]
+        self._reports += map(self._report, ended)
+        reports, self._reports = tuple(self._reports), []
+        return KVConnectorOutput(reports)
+
+    def end_step(self) -> None:
+        self._metadata = P2PMetadata()
+
+    def shutdown(self) -> None:
+        self._transport.close()
+
+    # ---- Sending: digests ----
+
+    def _attest(self, job: AttestJob) -> _Attest:
+        digests: list[bytes] = []
+        return _Attest(job.job_id, self._digest_own(job, digests), digests)
+
+    def _digest_own(self, job: AttestJob, digests: list[bytes]) -> Iterator[int]:
+        """For each rank of the peer that reads from this one, group by group and unit by unit."""
+        for slices, layout in _readers(self._shard, self._own, self._tables.get(job.peer, {})):
+            unit = digest_unit(self._layout.block_size, layout.block_size)
+            for group, table in enumerate(job.block_ids):
+                of_group = _of_group(self._layout, slices, group)
+                for each in self._digests.of(of_group, self._axes, table, group, job.first, job.end, unit):
+                    digests.append(each.digest)
+                    yield each.num_bytes
+
+    @property
+    def _axes(self) -> tuple[str, ...]:
+        return self._layout.layers[0].axes
+
+    # ---- Receiving: reads and their check ----
+
+    def _begin(self, job: ReadJob) -> _Read:
+        """One transfer from each rank that has something that this one needs."""
+        read = _Read(job)
+        try:
+            for shard, slices in self._sources(job).items():
+                source = self._tables[job.peer][shard]
+                peer = self._transport.connect(source.descriptor)
+                tables = tuple(zip(job.block_ids, job.remote_block_ids, strict=True))
+                runs = plan_runs(self._layout, source.layout, slices, tables, job.first, job.end)
+                read.handles.append((peer, self._transport.submit(Operation.READ, peer, runs)))
+        except PeerError as error:
+            logger.warning("KV of %s cannot be read: %s", job.job_id, error)
+            self._give_up(read)
+        return read
+
+    def _sources(self, job: ReadJob) -> dict[ShardId, tuple[LayerSlice, ...]]:
+        table = {shard: each.layout for shard, each in self._tables.get(job.peer, {}).items()}
+        return sources(self._layout, table, self._shard)
+
+    def _give_up(self, read: _Read) -> None:
+        """What is under way ends as soon as the transport can promise that nothing moves any more."""
+        read.has_failed = True
+        if not read.is_given_up:
+            read.is_given_up = True
+            for peer in {peer for peer, handle in read.handles if not self._transport.poll(handle).is_settled}:
+                self._transport.disconnect(peer)
+
+    def _watch(self, read: _Read) -> None:
+        """Takes over how its transfers stand."""
+        if read.check is not None or read.is_checked:
+            return
+        states = [self._transport.poll(handle) for _, handle in read.handles]
+        if any(state in (TransferState.FAILED_SETTLED, TransferState.FAILED_UNSETTLED) for state in states):
+            self._give_up(read)
+        if not all(state.is_settled for state in states):
+            return
+        if read.has_failed or not read.job.digests:
+            read.is_checked = True
+        else:
+            read.check = self._compare(read)
+
+    def _check(self, read: _Read, room: int) -> int:
+        """Compares digests of at most `room` bytes; returns what is left of them."""
+        if read.check is not None and room > 0:
+            room, read.is_checked = _advance(read.check, room)
+        return room
+
+    def _compare(self, read: _Read) -> Iterator[int]:
+        job = read.job
+        given = {(each.producer, each.consumer): each.digests for each in job.digests}
+        for shard, slices in self._sources(job).items():
+            layout = self._tables[job.peer][shard].layout
+            unit = digest_unit(self._layout.block_size, layout.block_size)
+            expected = given.get((shard, self._shard), ())
+            for group, table in enumerate(job.block_ids):
+                of_group = _of_group(self._layout, slices, group)
+                wanted = expected[group] if group < len(expected) else ()
+                axes = layout.layers[0].axes
+                for number, each in enumerate(self._digests.of(of_group, axes, table, group, job.first, job.end, unit)):
+                    is_needed = table[(job.first + number * unit) // self._layout.block_size] != NULL_BLOCK
+                    if is_needed and of_group and (number >= len(wanted) or wanted[number] != each.digest):
+                        start = job.first + number * unit
+                        read.bad_ranges.append(BadRange(group, start, start + unit))
+                    yield each.num_bytes
+
+    def _report(self, read: _Read) -> TransferReport:
+        """A failure without ranges has brought nothing."""
+        if read.has_failed:
+            return TransferReport(read.job.job_id, self._shard, TransferStatus.FAILED)
+        status = TransferStatus.FAILED if read.bad_ranges else TransferStatus.DONE
+        return TransferReport(read.job.job_id, self._shard, status, tuple(read.bad_ranges))
+
+
+def _readers(
+    shard: ShardId, own: dict[ShardId, Shard], peer: dict[ShardId, Shard]
+) -> Iterator[tuple[tuple[LayerSlice, ...], KVLayout]]:
+    """What each rank of the peer reads from rank `shard`, in the order of the peer's ranks."""
+    table = {each: entry.layout for each, entry in own.items()}
+    for consumer in sorted(peer):
+        slices = sources(peer[consumer].layout, table, consumer).get(shard)
+        if slices:
+            yield slices, peer[consumer].layout
+
+
+def _of_group(layout: KVLayout, slices: Sequence[LayerSlice], group: int) -> tuple[LayerSlice, ...]:
+    names = {layer.name for layer in layout.layers_of(group)}
+    return tuple(each for each in slices if each.name in names)
+
+
+def _advance(work: Iterator[int], room: int) -> tuple[int, bool]:
+    """Lets it go on for `room` bytes. Returns what is left of them, and whether it has ended."""
+    for num_bytes in work:
+        room -= num_bytes
+        if room <= 0:
+            return 0, False
+    return room, True
