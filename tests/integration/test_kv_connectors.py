@@ -439,7 +439,7 @@ def test_what_a_request_says() -> None:
         (offloading(disk_path="/proc/none"), "/proc/none"),
         ({"kv_connector": "ExampleConnector"}, "needs shared_storage_path"),
         ({"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [1]}}, "list of objects"),
-        ({**offloading(), "kv_rank": 1}, "unknown key 'kv_rank'"),
+        ({**offloading(), "kv_ranks": 1}, "unknown key 'kv_ranks'"),
         ({**offloading(), "kv_load_timeout": 0}, "kv_load_timeout"),
     ],
 )

@@ -89,6 +89,11 @@ class RemoteKV:
         """Requests that have ended and whose blocks another engine may still read."""
         return len(self._held)
 
+    @property
+    def is_idle(self) -> bool:
+        """No block is kept for a transfer when there is no request."""
+        return not self._held and not self._connector.has_pending_work
+
     def match(self, request: Request, hit: PrefixHit) -> Match:
         """What the connector can bring behind a hit; nothing to a request that has waited or failed too often."""
         if not request.uses_prefix_cache or request.num_failed_loads >= MAX_FAILED_LOADS:

@@ -434,6 +434,5 @@ class Scheduler:
             assert request.num_computed_tokens <= limit, (request.request_id, request.num_computed_tokens, limit)
         self._kv.check_integrity()
         self._remote.check_integrity()
-        is_idle = not self._requests and not self._last_admissions and not self._connector.has_pending_work
-        if is_idle and not self._remote.num_holds:
+        if not self._requests and not self._last_admissions and self._remote.is_idle:
             assert self._kv.pool.num_available == self._kv.pool.num_usable, "blocks are missing at idle"

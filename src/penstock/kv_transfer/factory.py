@@ -41,8 +41,8 @@ class ConnectorContext(msgspec.Struct, frozen=True, kw_only=True):
     config: KVTransferConfig
     cache: KVCacheConfig
     fingerprint: bytes
-    meaning: dict[str, str]
     shards: frozenset[ShardId]
+    meaning: dict[str, str] = {}
 
 
 class Connector(Protocol):
