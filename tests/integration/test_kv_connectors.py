@@ -413,6 +413,7 @@ def test_what_a_request_says() -> None:
         ({"offload_policy": "none"}, 0),
         ({"max_offload_tokens": 40}, 2),
         ({"offload_policy": "request"}, 6),
+        ({"do_remote_decode": True, "remote_block_ids": [[1, 2], None], "offload_policy": None}, 6),
     ):
         params = SamplingParams(temperature=0.0, max_tokens=2, kv_transfer_params=said)
         llm.generate(prompt, params, use_tqdm=False)

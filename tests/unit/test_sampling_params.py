@@ -11,6 +11,9 @@ import pytest
 from penstock.messages.sampling_params import SamplingParams
 from penstock.utils.errors import RequestError
 
+CIRCULAR: dict[str, Any] = {}
+CIRCULAR["again"] = [CIRCULAR] * 60000
+
 BAD = [
     ("temperature", -0.1),
     ("temperature", math.nan),
@@ -58,6 +61,20 @@ BAD = [
     ("logit_bias", {1: math.nan}),
     ("logit_bias", {-1: 1.0}),
     ("logit_bias", dict.fromkeys(range(1025), 1.0)),
+    ("kv_transfer_params", [1]),
+    ("kv_transfer_params", {"a": {1: 2}}),
+    ("kv_transfer_params", {"a": b"bytes"}),
+    ("kv_transfer_params", {"a": [{"b": {1, 2}}]}),
+    ("kv_transfer_params", {"a": [2**64]}),
+    ("kv_transfer_params", {"a": -(2**63) - 1}),
+    ("kv_transfer_params", {"a": [math.nan]}),
+    ("kv_transfer_params", {"a": math.inf}),
+    ("kv_transfer_params", {"a": "\ud800"}),
+    ("kv_transfer_params", {"\ud800": 1}),
+    ("kv_transfer_params", {"a": ["x" * 40000, {"y" * 40000: 1}]}),
+    ("kv_transfer_params", {"a": [[0] * 40000, [0] * 40000]}),
+    ("kv_transfer_params", {"a": [[[[[[[[1]]]]]]]]}),
+    ("kv_transfer_params", CIRCULAR),
 ]
 
 
@@ -66,6 +83,25 @@ def test_out_of_bounds_is_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(RequestError, match=field) as caught:
         SamplingParams(**{field: value})
     assert caught.value.field == field
+
+
+def test_what_routers_send_is_taken() -> None:
+    from_prefill = {
+        "do_remote_prefill": True,
+        "remote_block_ids": [list(range(8192)), []],
+        "remote_engine_id": None,
+        "remote_port": 5600,
+        "seconds": 1.5,
+        "of_another_engine": {"nested": [[[{"deep": "x" * 8000}]]]},
+    }
+    assert SamplingParams(kv_transfer_params=from_prefill).kv_transfer_params == from_prefill
+    assert SamplingParams(kv_transfer_params={"a": [[[[[[[1]]]]]]]}).kv_transfer_params
+
+
+def test_a_refusal_does_not_repeat_thousands_of_values() -> None:
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(kv_transfer_params={"remote_block_ids": [0] * 70000})
+    assert str(caught.value) == "kv_transfer_params must have at most 65536 entries, nested ones included"
 
 
 def test_unknown_fields_are_refused_with_the_nearest_name() -> None:

@@ -13,6 +13,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import chain
 from numbers import Integral, Real
 from typing import Any, TypeVar
 
@@ -24,11 +25,14 @@ _T = TypeVar("_T")
 
 MAX_N = 64
 MAX_LOGPROBS = 20
-MAX_TRANSFER_PARAMS = 32
-MAX_TRANSFER_TEXT = 8192
+MAX_TRANSFER_DEPTH = 8
+MAX_TRANSFER_ENTRIES = 65536
+MAX_TRANSFER_TEXT = 65536
 MAX_STOP_STRINGS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_COUNT = 2**31 - 1
+_MIN_WIRE_INT, _MAX_WIRE_INT = -(2**63), 2**64 - 1
+_PLAIN_TYPES = frozenset((str, int, float, bool, type(None)))
 _SEED_LIMIT = 2**63
 _FLAGS = (
     "ignore_eos", "include_stop_str_in_output", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
@@ -62,7 +66,8 @@ class SamplingParams:
     of the prompt and the parameters alone, whatever else the engine is running. `num_speculative_tokens` bounds the
     drafts per step in an engine that speculates; 0 is none. It changes the speed and, unless the engine draws its
     drafts (docs/SPECULATION.md), no token. `structured_outputs` holds the output to a grammar.
-    `kv_transfer_params` is for the engine's KV connector, if it has one.
+    `kv_transfer_params` is a JSON object for the engine's KV connector: each connector reads the keys that it knows,
+    and an engine without one ignores them all.
     """
 
     n: int = 1
@@ -160,7 +165,8 @@ def _check_lengths(params: SamplingParams) -> None:
 def _check_collections(params: SamplingParams) -> None:
     if not isinstance(params.structured_outputs, StructuredOutputsParams | None):
         raise _refuse("structured_outputs", "StructuredOutputsParams", params.structured_outputs)
-    _check_transfer({} if params.kv_transfer_params is None else params.kv_transfer_params)
+    if params.kv_transfer_params is not None:
+        _check_transfer(params.kv_transfer_params)
     for field in _FLAGS:
         if not isinstance(getattr(params, field), bool):
             raise _refuse(field, "True or False", getattr(params, field))
@@ -180,13 +186,47 @@ def _check_collections(params: SamplingParams) -> None:
     _check_bias({} if params.logit_bias is None else params.logit_bias)
 
 
-def _check_transfer(given: Mapping[Any, Any]) -> None:
-    if not isinstance(given, Mapping) or len(given) > MAX_TRANSFER_PARAMS:
-        raise _refuse("kv_transfer_params", f"an object of at most {MAX_TRANSFER_PARAMS} entries", given)
-    for key, value in given.items():
-        is_short = not isinstance(value, str) or len(value) <= MAX_TRANSFER_TEXT
-        if not isinstance(key, str) or not isinstance(value, str | int | float | None) or not is_short:
-            raise _refuse("kv_transfer_params", "names with numbers, booleans or short texts", {key: value})
+def _check_transfer(given: Any) -> None:
+    """Level by level; a message never repeats the values, which may be many."""
+    if not isinstance(given, Mapping):
+        raise _refuse_transfer(f"must be an object, got {type(given).__name__}")
+    num_entries = num_characters = 0
+    level: list[Any] = [given]
+    for _ in range(MAX_TRANSFER_DEPTH):
+        num_entries += sum(map(len, level))
+        # Before they are looked at: what holds itself would grow with every level.
+        if num_entries > MAX_TRANSFER_ENTRIES:
+            raise _refuse_transfer(f"must have at most {MAX_TRANSFER_ENTRIES} entries, nested ones included")
+        objects: list[Mapping[Any, Any]] = [each for each in level if isinstance(each, Mapping)]
+        lists: list[Any] = [each for each in level if not isinstance(each, Mapping)]
+        values: list[Any] = [*chain(*lists), *chain(*(each.values() for each in objects))]
+        texts: list[Any] = [*chain(*objects), *(value for value in values if type(value) is str)]
+        if not all(isinstance(text, str) for text in texts):
+            raise _refuse_transfer("must have text for keys")
+        num_characters += sum(map(len, texts))
+        if num_characters > MAX_TRANSFER_TEXT:
+            raise _refuse_transfer(f"must have at most {MAX_TRANSFER_TEXT} characters of text")
+        level = [value for value in values if type(value) not in _PLAIN_TYPES]
+        if not all(map(is_unicode, texts)) or not _are_numbers(values) or not all(map(_is_container, level)):
+            raise _refuse_transfer("must hold text, numbers of at most 64 bits, booleans, null, lists and objects")
+        if not level:
+            return
+    raise _refuse_transfer(f"must be nested at most {MAX_TRANSFER_DEPTH} levels deep")
+
+
+def _refuse_transfer(bound: str) -> RequestError:
+    return RequestError(f"kv_transfer_params {bound}", "kv_transfer_params")
+
+
+def _are_numbers(values: list[Any]) -> bool:
+    """Whether JSON and a message can hold the numbers among the values."""
+    integers = [value for value in values if type(value) is int]
+    is_in_range = not integers or (min(integers) >= _MIN_WIRE_INT and max(integers) <= _MAX_WIRE_INT)
+    return is_in_range and all(math.isfinite(value) for value in values if type(value) is float)
+
+
+def _is_container(value: object) -> bool:
+    return isinstance(value, Mapping | list | tuple)
 
 
 def _check_list(field: str, value: Any) -> Sequence[Any]:

@@ -153,7 +153,9 @@ class OffloadingScheduler(NullSchedulerConnector):
 
     def on_new_request(self, request: RequestView) -> None:
         asked = request.kv_transfer_params
-        policy = asked.get("offload_policy", self._default_policy)
+        policy = asked.get("offload_policy")
+        if policy is None:
+            policy = self._default_policy
         if policy not in list(OffloadPolicy):
             raise RequestError(f"offload_policy must be one of {', '.join(OffloadPolicy)}, got {policy!r}", _PARAMS)
         self._requests[request.request_id] = _Request(
