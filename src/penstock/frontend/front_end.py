@@ -40,6 +40,7 @@ def build_front_end(config: EngineConfig, limits: SchedulerConfig) -> FrontEnd:
         max_model_len=limits.max_model_len,
         eos_token_ids=eos_token_ids(config, tokenizer),
         seed=config.seed,
+        has_connector=config.kv_transfer is not None,
     )
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     defaults: dict[str, Any] = {name: generation[name] for name in names if generation.get(name) is not None}

@@ -40,12 +40,14 @@ class InputProcessor:
         max_model_len: int,
         eos_token_ids: frozenset[int],
         seed: int,
+        has_connector: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
         self._seed = seed
+        self._has_connector = has_connector
         self._counter = itertools.count()
 
     def process(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0) -> ProcessedRequest:
@@ -138,6 +140,11 @@ class InputProcessor:
         self._check_token_ids("stop_token_ids", params.stop_token_ids or ())
         self._check_token_ids("allowed_token_ids", params.allowed_token_ids or ())
         self._check_token_ids("logit_bias", params.logit_bias or ())
+        if self._has_connector and params.is_disaggregated and params.n > 1:
+            raise RequestError(
+                f"n must be 1 with do_remote_decode or do_remote_prefill, got {params.n}: the KV is handed over once",
+                "n",
+            )
         if self._tokenizer is None and (params.stop_strings or params.bad_words):
             field = "stop" if params.stop_strings else "bad_words"
             raise RequestError(f"{field} needs a tokenizer, and the engine was started without one", field)

@@ -82,7 +82,8 @@ class RequestOutput:
 
     `num_draft_tokens` were verified for it, all its completions together, and `num_accepted_tokens` of them were right.
     `error` says why a completion ended with the finish reason "error"; with `is_request_error` the request asked for
-    what cannot be, and would fail again.
+    what cannot be, and would fail again. `kv_transfer_params` is what the KV connector tells the next engine when the
+    request has ended (its last completion, where there are several).
     """
 
     request_id: str
@@ -96,3 +97,4 @@ class RequestOutput:
     num_accepted_tokens: int = 0
     error: str | None = None
     is_request_error: bool = False
+    kv_transfer_params: Mapping[str, Any] | None = None

@@ -110,6 +110,12 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
+    def is_disaggregated(self) -> bool:
+        """Whether another engine decodes this prompt (do_remote_decode) or has computed it (do_remote_prefill)."""
+        asked = self.kv_transfer_params or {}
+        return bool(asked.get("do_remote_decode") or asked.get("do_remote_prefill"))
+
+    @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
 

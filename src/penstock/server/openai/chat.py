@@ -216,7 +216,7 @@ class _Answer:
             choice["message"] = self._message(parsed)
             choices.append(self._in_the_form_asked_for(choice, choice["message"]))
         answer = {**self._head, "object": "chat.completion", "choices": choices, "usage": self._generation.usage()}
-        return {**answer, **self._prompt_fields(output)}
+        return {**answer, **self._prompt_fields(output), **self._generation.transfer_fields}
 
     def _message(self, parsed: AnswerDelta) -> dict[str, Any]:
         content = self._echoed + parsed.content
@@ -249,6 +249,8 @@ class _Answer:
                     chunk = {**head, "choices": [choice]}
                     if delta.is_first:
                         chunk |= self._prompt_fields(output)
+                    if delta.finish_reason is not None:
+                        chunk |= self._generation.transfer_fields
                     if options is not None and options.include_usage:
                         chunk["usage"] = self._generation.usage() if options.continuous_usage_stats else None
                     yield event(chunk)

@@ -89,7 +89,8 @@ class _Answer:
             for completion in output.outputs
             if (delta := Cursor().advance(completion)) is not None
         ]
-        return {**self._head, "choices": choices, "usage": self._usage()}
+        fields = self._generation.transfer_fields
+        return {**self._head, "choices": choices, "usage": self._usage(), **fields}
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         options = self._body.stream_options
@@ -102,6 +103,8 @@ class _Answer:
                     if delta is None:
                         continue
                     chunk = {**self._head, "choices": [self._choice(number, output, delta)]}
+                    if delta.finish_reason is not None:
+                        chunk |= self._generation.transfer_fields
                     if options is not None and options.include_usage:
                         chunk["usage"] = self._usage() if options.continuous_usage_stats else None
                     yield event(chunk)

@@ -64,6 +64,7 @@ REQUEST_FIELDS: tuple[DialectField, ...] = (
         "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_json_object",
     ),
     *_done("the same as `include_stop_str_in_output`", "no_stop_trim"),
+    *_done("for the engine's KV connector; an engine without one ignores it", "kv_transfer_params"),
     *_done("a variable of the chat template, where the template knows it", "reasoning_effort", "documents"),
     *_inert(
         "concerns OpenAI's own service",

@@ -144,6 +144,12 @@ class Generation:
         for stream in self.streams:
             stream.close()
 
+    @property
+    def transfer_fields(self) -> dict[str, Any]:
+        """The answer's `kv_transfer_params`, where one prompt has ended and the KV connector has something to say."""
+        said = [output.kv_transfer_params for output in self.outputs]
+        return {"kv_transfer_params": said[0]} if len(said) == 1 and said[0] is not None else {}
+
     def usage(self) -> Usage:
         """The tokens so far, as the OpenAI API counts them."""
         outputs = self.outputs
@@ -191,6 +197,12 @@ async def start(
     if len(prompts) * params.n > limits.MAX_COMPLETIONS:
         raise RequestError(
             f"{len(prompts)} prompts times n={params.n} exceed {limits.MAX_COMPLETIONS} completions", "n"
+        )
+    if len(prompts) > 1 and params.is_disaggregated and service.llm.config.kv_transfer is not None:
+        raise RequestError(
+            f"there must be one prompt with do_remote_decode or do_remote_prefill, got {len(prompts)}: send one "
+            "request per prompt",
+            "prompt",
         )
     salt = service.cache_scope(request, body.cache_salt)
     trace = request.headers.get("traceparent")
