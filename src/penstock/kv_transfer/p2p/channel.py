@@ -267,7 +267,7 @@ class SocketChannel:
             try:
                 if mask & selectors.EVENT_WRITE:
                     self._flush(connection)
-                if mask & selectors.EVENT_READ and connection.peer in self._connections:
+                if mask & selectors.EVENT_READ and self._connections.get(connection.peer) is connection:
                     self._read(connection)
             except (OSError, PeerError, WireError) as error:
                 self._lose(connection, str(error))
@@ -343,8 +343,8 @@ class SocketChannel:
             raise PeerError("the HTTP request is too long")
         if b"\r\n\r\n" in connection.request:
             path = connection.request.split(b" ", 2)[1].partition(b"?")[0]
-            self._queue(connection, _http_answer(path, self._answer))
             connection.is_closing = True
+            self._queue(connection, _http_answer(path, self._answer))
         return True
 
     def _seal(self, peer: PeerKey, data: bytes) -> None:

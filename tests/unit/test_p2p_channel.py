@@ -1,0 +1,183 @@
+"""Control connections between engine cores, over real sockets: what arrives, what is refused, and what wakes the core."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.kv_transfer.authentication import Authentication
+from penstock.kv_transfer.p2p.channel import PURPOSE, ChannelEvent, Connected, Lost, Received, SocketChannel
+from penstock.kv_transfer.p2p.messages import CODEC, Abort, Bye, Done
+from penstock.kv_transfer.p2p.peers import LocalCluster
+from penstock.utils.clock import SystemClock
+
+KEY = b"a key of thirty-two bytes or so.."
+HERE = ("127.0.0.1", 0)
+SECONDS = 10.0
+
+
+@contextlib.contextmanager
+def channels(count: int = 2, key: bytes = KEY) -> Iterator[list[SocketChannel]]:
+    made = [SocketChannel(HERE, key) for _ in range(count)]
+    try:
+        yield made
+    finally:
+        for each in made:
+            each.close()
+
+
+def take(channel: SocketChannel, count: int = 1) -> list[ChannelEvent]:
+    """The next events, at least `count`."""
+    events: list[ChannelEvent] = []
+    deadline = SystemClock().now() + SECONDS
+    while len(events) < count:
+        assert SystemClock().now() < deadline, events
+        channel.wait(0.5)
+        events += channel.take()
+    return events
+
+
+def connect(left: SocketChannel, right: SocketChannel) -> tuple[str, str]:
+    """What each end calls the connection."""
+    peer = left.dial(right.address)
+    assert take(left) == [Connected(peer, is_outgoing=True)]
+    (event,) = take(right)
+    assert isinstance(event, Connected) and not event.is_outgoing
+    return peer, event.peer
+
+
+def test_messages_arrive_in_order_in_both_directions() -> None:
+    with channels() as (left, right):
+        there, here = connect(left, right)
+        for number in range(100):
+            left.send(there, Done(f"{number}"))
+            right.send(here, Abort("x" * number * 1000))
+        assert take(right, 100) == [Received(here, Done(f"{number}")) for number in range(100)]
+        assert take(left, 100) == [Received(there, Abort("x" * number * 1000)) for number in range(100)]
+
+
+def test_what_was_sent_before_the_end_arrives() -> None:
+    with channels() as (left, right):
+        there, here = connect(left, right)
+        left.send(there, Bye("enough"))
+        left.hang_up(there)
+        events = take(right, 2)
+        assert events[0] == Received(here, Bye("enough"))
+        assert isinstance(events[1], Lost) and events[1].peer == here
+
+
+def test_an_address_without_an_engine_is_told() -> None:
+    with channels(1) as (left,):
+        with socket.socket() as free:
+            free.bind(HERE)
+            address = free.getsockname()
+        peer = left.dial(address)
+        (event,) = take(left)
+        assert isinstance(event, Lost) and event.peer == peer
+        assert "refused" in event.reason
+
+
+def test_an_engine_with_another_key_is_refused() -> None:
+    with channels(1) as (left,), channels(1, b"another key of sufficient length") as (right,):
+        peer = left.dial(right.address)
+        (event,) = take(left)
+        assert isinstance(event, Lost) and event.peer == peer
+        assert not right.take(), "a peer without the key is nothing that the engine hears of"
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\0" * 100, b"POST / HTTP/1.1\r\n\r\n", b"\xff" * 70_000], ids=["nothing", "zeros", "post", "flood"]
+)
+def test_garbage_is_refused_and_nothing_else_happens(data: bytes) -> None:
+    with channels() as (left, right):
+        there, here = connect(left, right)
+        with socket.create_connection(right.address, SECONDS) as rogue, contextlib.suppress(OSError):
+            rogue.sendall(data)
+            rogue.shutdown(socket.SHUT_WR)
+            while rogue.recv(4096):
+                pass
+        left.send(there, Done("still here"))
+        assert take(right) == [Received(here, Done("still here"))]
+
+
+def test_a_frame_that_was_changed_ends_the_connection() -> None:
+    with channels(1) as (right,), socket.create_connection(right.address, SECONDS) as rogue:
+        authentication = Authentication(KEY, True, PURPOSE)
+        rogue.sendall(authentication.greeting())
+        while not authentication.is_done:
+            rogue.sendall(authentication.receive(rogue.recv(4096)))
+        frame = bytearray(authentication.sealer().seal(CODEC.encode(Done("a"))))
+        frame[-1] ^= 1
+        rogue.sendall(frame)
+        events = take(right, 2)
+        assert isinstance(events[0], Connected)
+        assert isinstance(events[1], Lost) and "altered" in events[1].reason
+
+
+def test_news_and_deadlines_wake_the_core() -> None:
+    with channels() as (left, right):
+        woken = threading.Event()
+        right.set_waker(woken.set)
+        there, _ = connect(left, right)
+        woken.clear()
+        left.send(there, Done("a"))
+        assert woken.wait(SECONDS)
+        right.take()
+        assert not right.has_news
+        woken.clear()
+        right.wake_at(SystemClock().now() + 0.05)
+        assert woken.wait(SECONDS)
+        assert right.has_news
+        right.take()
+        right.wake_at(None)
+        assert not right.has_news
+
+
+def test_an_orderly_end_is_quick_and_final() -> None:
+    with channels() as (left, right):
+        there, here = connect(left, right)
+        left.send(there, Bye("the engine shuts down"))
+        left.close()
+        left.close()
+        events = take(right, 2)
+        assert events[0] == Received(here, Bye("the engine shuts down"))
+        assert isinstance(events[1], Lost)
+        assert not [each for each in threading.enumerate() if each.name == "kv-control" and each is not right._thread]
+
+
+def get(address: tuple[str, int], path: str) -> tuple[int, object]:
+    with socket.create_connection(address, SECONDS) as client:
+        client.sendall(f"GET {path} HTTP/1.1\r\nHost: here\r\n\r\n".encode())
+        data = b""
+        while part := client.recv(4096):
+            data += part
+    head, _, body = data.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body)
+
+
+def test_proxies_find_the_engine_by_http() -> None:
+    channel = SocketChannel(HERE, KEY, more_ports=(0,))
+    try:
+        for address in channel._addresses:
+            assert get(address, "/query")[0] == 503
+        channel.answer_queries({"0": {"engine_id": "p"}})
+        for address in channel._addresses:
+            assert get(address, "/query") == (200, {"0": {"engine_id": "p"}})
+            assert get(address, "/query?x=1")[0] == 200
+            assert get(address, "/other")[0] == 404
+    finally:
+        channel.close()
+
+
+def test_engines_of_one_user_find_each_other(tmp_path: Path) -> None:
+    local = LocalCluster(tmp_path / "cluster")
+    channel = SocketChannel(HERE, local.key(), local)
+    assert local.has(channel.address)
+    channel.close()
+    assert not local.has(channel.address)

@@ -1,0 +1,475 @@
+"""The pure parts of disaggregation: tickets, request parameters, peers, and the two halves as state machines."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.kv_transfer.p2p.consumer import Cancel, Consumer, Dial, Ended, Read
+from penstock.kv_transfer.p2p.messages import Abort, Done, DoneAck, Fetch, Grant, Message, Reason, Refuse, Renew
+from penstock.kv_transfer.p2p.params import RemoteDecode, RemotePrefill, read_params
+from penstock.kv_transfer.p2p.peers import LocalCluster, PeerList, check_host, is_loopback, read_cluster_key
+from penstock.kv_transfer.p2p.producer import Attest, Offer, Producer, ProducerRules, Release
+from penstock.kv_transfer.p2p.session import Send, find_differences
+from penstock.kv_transfer.p2p.ticket import Ticket, TicketOffice, digest_prompt
+from penstock.messages.kv_transfer import BadRange
+from penstock.utils.errors import ConfigError, PeerError, RequestError
+
+OFFICE = TicketOffice(b"key")
+PROMPT = digest_prompt((1, 2, 3), None)
+ADDRESS = ("127.0.0.1", 5600)
+
+
+# ---- Tickets ----
+
+
+def test_a_ticket_comes_back_as_it_was() -> None:
+    ticket = Ticket("engine", "epoch", "hold", PROMPT, 3)
+    assert OFFICE.read(OFFICE.issue(ticket)) == ticket
+
+
+@given(st.integers(0, 10_000), st.integers(1, 255))
+def test_a_changed_ticket_is_refused(at: int, by: int) -> None:
+    text = OFFICE.issue(Ticket("engine", "epoch", "hold", PROMPT, 3))
+    at %= len(text)
+    changed = text[:at] + chr((ord(text[at]) + by) % 128) + text[at + 1 :]
+    if changed != text:
+        try:
+            read = OFFICE.read(changed)
+        except PeerError:
+            return
+        # The last character has bits that decode to nothing.
+        assert at == len(text) - 1 and read == OFFICE.read(text)
+
+
+@given(st.text(max_size=300))
+def test_any_text_is_refused_with_a_peer_error(text: str) -> None:
+    with pytest.raises(PeerError):
+        OFFICE.read(text)
+
+
+def test_a_ticket_of_another_cluster_is_refused() -> None:
+    with pytest.raises(PeerError, match="not of this cluster"):
+        OFFICE.read(TicketOffice(b"other").issue(Ticket("engine", "epoch", "hold", PROMPT, 3)))
+
+
+def test_the_prompt_decides_its_digest_and_so_does_the_salt() -> None:
+    prompts: list[tuple[Sequence[int], str | None]] = [((1, 2), None), ((1, 2, 3), None), ((1, 2), "a"), ((2, 1), None)]
+    assert len({digest_prompt(*each) for each in prompts}) == len(prompts)
+    assert digest_prompt([1, 2], None) == digest_prompt((1, 2), "")
+
+
+# ---- What requests say ----
+
+SERIAL = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_engine_id": "p",
+    "remote_host": "127.0.0.1",
+    "remote_port": 5600,
+    "remote_num_tokens": 3,
+    "ticket": "t",
+    "remote_block_ids": [[1, 2]],
+    "unknown": {"nested": [None]},
+}
+CONCURRENT = {
+    "do_remote_prefill": True,
+    "transfer_id": "xfer-1",
+    "remote_bootstrap_addr": "http://127.0.0.1:8998",
+    "remote_engine_id": "p",
+}
+
+
+def test_parameters_of_both_styles() -> None:
+    assert read_params({}) is None
+    assert read_params({"do_remote_decode": True, "remote_host": None}) == RemoteDecode()
+    assert read_params({"do_remote_decode": True, "transfer_id": "x"}) == RemoteDecode("x")
+    assert read_params(SERIAL) == RemotePrefill(ADDRESS, "p", ticket="t", num_tokens=3)
+    assert read_params({**SERIAL, "remote_port": "5600"}) == RemotePrefill(ADDRESS, "p", ticket="t", num_tokens=3)
+    assert read_params(CONCURRENT) == RemotePrefill(("127.0.0.1", 8998), "p", rendezvous="xfer-1")
+
+
+@pytest.mark.parametrize(
+    ("params", "named"),
+    [
+        ({"do_remote_prefill": True, "do_remote_decode": True}, "exclude"),
+        ({"do_remote_prefill": "yes"}, "do_remote_prefill"),
+        ({**SERIAL, "remote_host": None}, "remote_host"),
+        ({**SERIAL, "remote_port": 0}, "remote_port"),
+        ({**SERIAL, "remote_port": True}, "remote_port"),
+        ({**SERIAL, "ticket": ""}, "ticket"),
+        ({**SERIAL, "ticket": "x" * 5000}, "ticket"),
+        ({**SERIAL, "remote_engine_id": 5}, "remote_engine_id"),
+        ({**CONCURRENT, "remote_bootstrap_addr": None}, "remote_bootstrap_addr"),
+        ({**CONCURRENT, "remote_bootstrap_addr": "http://[::1"}, "remote_bootstrap_addr"),
+        ({**CONCURRENT, "remote_bootstrap_addr": "nowhere"}, "remote_bootstrap_addr"),
+        ({**CONCURRENT, "remote_bootstrap_addr": "host:99999"}, "remote_bootstrap_addr"),
+    ],
+)
+def test_half_of_the_parameters_is_an_error_that_names_the_rest(params: dict[str, Any], named: str) -> None:
+    with pytest.raises(RequestError, match=named):
+        read_params(params)
+
+
+# ---- Who is a peer ----
+
+
+def test_only_known_addresses_are_dialled(tmp_path: Path) -> None:
+    local = LocalCluster(tmp_path / "cluster")
+    peers = PeerList(["10.0.0.1:5600"], local)
+    assert peers.resolve(("10.0.0.1", 5600)) == ("10.0.0.1", 5600)
+    for address in (("10.0.0.1", 5601), ("10.0.0.2", 5600), ADDRESS, ("localhost", 5600)):
+        with pytest.raises(PeerError, match="not in the list of peers"):
+            peers.resolve(address)
+    local.announce(ADDRESS)
+    assert peers.resolve(ADDRESS) == peers.resolve(("localhost", 5600)) == ADDRESS
+    local.withdraw(ADDRESS)
+    with pytest.raises(PeerError):
+        peers.resolve(ADDRESS)
+
+
+def test_engines_of_one_user_share_a_key_that_others_cannot_read(tmp_path: Path) -> None:
+    folder = tmp_path / "cluster"
+    key = LocalCluster(folder).key()
+    assert len(key) == 32 and LocalCluster(folder).key() == key
+    assert (folder / "cluster.key").stat().st_mode & 0o077 == 0
+    folder.chmod(0o755)
+    with pytest.raises(ConfigError, match="only its owner"):
+        LocalCluster(folder)
+
+
+def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    LocalCluster(tmp_path / "cluster")
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.raises(ConfigError, match="only its owner"):
+        LocalCluster(tmp_path / "cluster")
+
+
+def test_a_key_file_is_checked(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_cluster_key(path)
+    path.write_bytes(b"short\n")
+    path.chmod(0o600)
+    with pytest.raises(ConfigError, match="5 bytes"):
+        read_cluster_key(path)
+    path.write_bytes(b"a key that is long enough\n")
+    assert read_cluster_key(path) == b"a key that is long enough"
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        read_cluster_key(path)
+
+
+def test_hosts() -> None:
+    assert is_loopback("localhost") and is_loopback("127.0.0.5") and is_loopback("::1")
+    assert not is_loopback("10.0.0.1") and not is_loopback("example.org")
+    assert check_host("localhost") in ("127.0.0.1", "::1")
+    with pytest.raises(ConfigError, match="not 0.0.0.0"):
+        check_host("0.0.0.0")
+    with pytest.raises(ConfigError, match="peers must be"):
+        PeerList(["10.0.0.1"], None)
+
+
+def test_differences_are_named_with_both_values() -> None:
+    own, other = {"weights": "a", "dtype": "bfloat16"}, {"weights": "b", "dtype": "bfloat16", "speculator": "mtp"}
+    assert find_differences(own, other, frozenset()) == ["speculator (none and mtp)", "weights (a and b)"]
+    assert find_differences(own, other, frozenset({"weights"})) == ["speculator (none and mtp)"]
+
+
+# ---- The sending half ----
+
+RULES = ProducerRules(hold_seconds=100.0, lease_seconds=10.0, park_seconds=5.0, max_parked=2, is_attested=True)
+OFFER = Offer(hold_id="hold", prompt_digest=PROMPT, num_tokens=32, block_ids=((5, 6),))
+PEER = "d#1"
+
+
+def make_producer(rules: ProducerRules = RULES) -> Producer:
+    return Producer("p", "epoch", rules, OFFICE)
+
+
+def fetch(name: str = "load", **changes: Any) -> Fetch:
+    given: dict[str, Any] = {"transfer_id": name, "first": 0, "end": 16, "prompt_digest": PROMPT, **changes}
+    return Fetch(**given)
+
+
+def answers(producer: Producer) -> list[Message]:
+    producer.check_integrity()
+    return [action.message for action in producer.take_actions() if isinstance(action, Send)]
+
+
+def granted(now: float = 0.0) -> Producer:
+    """A producer that has granted "load" at that time."""
+    producer = make_producer()
+    ticket = producer.offer(OFFER, now)
+    producer.receive(PEER, fetch(ticket=ticket), now)
+    assert producer.take_actions() == [Attest("attest-1", PEER, ((5, 6),), 0, 16)]
+    producer.on_attested("attest-1", (), now)
+    assert producer.take_actions() == [Send(PEER, Grant(transfer_id="load", lease=10.0, block_ids=((5, 6),)))]
+    producer.check_integrity()
+    return producer
+
+
+def test_a_grant_that_is_read_in_time_is_confirmed_and_released() -> None:
+    producer = granted()
+    producer.receive(PEER, Done("load"), 9.9)
+    assert producer.take_actions() == [Release("hold"), Send(PEER, DoneAck("load", True))]
+    assert producer.num_held == 0 and producer.next_deadline is None
+
+
+def test_a_renewed_lease_lives_on_and_one_that_ends_is_not_confirmed() -> None:
+    producer = granted()
+    producer.receive(PEER, Renew("load"), 9.0)
+    producer.poll(15.0)
+    assert producer.take_actions() == []
+    producer.poll(19.0)
+    assert producer.take_actions() == [Release("hold")]
+    producer.receive(PEER, Renew("load"), 19.5)
+    producer.receive(PEER, Done("load"), 20.0)
+    assert answers(producer) == [DoneAck("load", False)]
+
+
+def test_a_lease_that_has_ended_is_not_confirmed_before_it_was_noticed() -> None:
+    producer = granted()
+    producer.receive(PEER, Renew("load"), 10.0)
+    producer.receive(PEER, Done("load"), 10.0)
+    assert answers(producer) == [DoneAck("load", False)]
+    assert producer.num_held == 0
+
+
+def test_a_ticket_is_good_for_one_reader() -> None:
+    producer = make_producer()
+    ticket = producer.offer(OFFER, 0.0)
+    producer.receive(PEER, fetch(ticket=ticket), 0.0)
+    producer.receive("other#1", fetch(ticket=ticket), 0.0)
+    (refusal,) = answers(producer)
+    assert isinstance(refusal, Refuse) and refusal.reason is Reason.UNKNOWN_REQUEST
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"prompt_digest": digest_prompt((9,), None)}, Reason.OTHER_PROMPT),
+        ({"end": 48}, Reason.INVALID_RANGE),
+        ({"first": -1}, Reason.INVALID_RANGE),
+        ({"first": 17}, Reason.INVALID_RANGE),
+        ({"ticket": "nonsense"}, Reason.INVALID_TICKET),
+        ({"ticket": OFFICE.issue(Ticket("p", "earlier", "hold", PROMPT, 32))}, Reason.INVALID_TICKET),
+        ({"ticket": OFFICE.issue(Ticket("q", "epoch", "hold", PROMPT, 32))}, Reason.INVALID_TICKET),
+        ({"ticket": OFFICE.issue(Ticket("p", "epoch", "another", PROMPT, 32))}, Reason.UNKNOWN_REQUEST),
+    ],
+)
+def test_what_cannot_be_granted_is_refused_and_the_hold_stays(changes: dict[str, Any], reason: Reason) -> None:
+    producer = make_producer()
+    ticket = producer.offer(OFFER, 0.0)
+    producer.receive(PEER, fetch(**{"ticket": ticket, **changes}), 0.0)
+    (refusal,) = answers(producer)
+    assert isinstance(refusal, Refuse) and refusal.reason is reason
+    producer.receive(PEER, fetch("again", ticket=ticket), 0.0)
+    assert isinstance(producer.take_actions()[0], Attest)
+
+
+def test_a_hold_that_is_not_fetched_ends() -> None:
+    producer = make_producer()
+    producer.offer(OFFER, 0.0)
+    assert producer.next_deadline == 100.0
+    producer.poll(100.0)
+    assert producer.take_actions() == [Release("hold")]
+
+
+def test_a_hold_that_is_not_needed_ends_at_once() -> None:
+    producer = make_producer()
+    producer.receive(PEER, fetch(ticket=producer.offer(OFFER, 0.0), end=0), 1.0)
+    assert producer.take_actions() == [Release("hold")]
+
+
+def test_blocks_stay_while_they_are_digested_for_a_reader_that_has_gone() -> None:
+    producer = make_producer()
+    producer.receive(PEER, fetch(ticket=producer.offer(OFFER, 0.0)), 0.0)
+    producer.take_actions()
+    producer.on_lost(PEER)
+    producer.poll(1000.0)
+    assert producer.take_actions() == []
+    producer.on_attested("attest-1", (), 1000.0)
+    assert producer.take_actions() == [Release("hold")]
+
+
+def test_a_reader_may_come_before_its_request() -> None:
+    producer = make_producer()
+    producer.receive(PEER, fetch(rendezvous="x"), 0.0)
+    assert producer.take_actions() == [] and producer.next_deadline == 5.0
+    producer.offer(replace(OFFER, rendezvous="x"), 1.0)
+    assert isinstance(producer.take_actions()[0], Attest)
+
+
+def test_a_parked_reader_is_told_when_its_request_does_not_come_or_fails() -> None:
+    producer = make_producer()
+    producer.receive(PEER, fetch("a", rendezvous="a"), 0.0)
+    producer.receive(PEER, fetch("b", rendezvous="b"), 0.0)
+    producer.receive(PEER, fetch("c", rendezvous="c"), 0.0)
+    producer.withdraw("b")
+    producer.poll(5.0)
+    reasons = [(each.transfer_id, each.reason) for each in answers(producer) if isinstance(each, Refuse)]
+    assert reasons == [("c", Reason.OVERLOADED), ("b", Reason.PREFILL_FAILED), ("a", Reason.UNKNOWN_REQUEST)]
+    assert producer.next_deadline is None
+
+
+def test_messages_of_the_other_half_break_the_session() -> None:
+    with pytest.raises(PeerError, match="DoneAck"):
+        make_producer().receive(PEER, DoneAck("load", True), 0.0)
+    with pytest.raises(PeerError, match="Fetch"):
+        Consumer(10.0, OFFICE).receive(PEER, fetch(), 0.0)
+
+
+# ---- The receiving half ----
+
+GRANT = Grant(transfer_id="load", lease=9.0, block_ids=((5, 6),))
+
+
+def source(**changes: Any) -> RemotePrefill:
+    ticket = OFFICE.issue(Ticket("p", "epoch", "hold", PROMPT, 32))
+    given: dict[str, Any] = {"address": ADDRESS, "engine_id": "p", "ticket": ticket, **changes}
+    return RemotePrefill(**given)
+
+
+def asking() -> Consumer:
+    consumer = Consumer(30.0, OFFICE)
+    consumer.begin("load", source(), PROMPT, 0, 16, now=0.0)
+    assert consumer.take_actions() == [Dial(ADDRESS)]
+    consumer.on_dialled(ADDRESS, PEER)
+    consumer.on_open(PEER, "p")
+    (sent,) = consumer.take_actions()
+    assert isinstance(sent, Send) and isinstance(sent.message, Fetch)
+    consumer.check_integrity()
+    return consumer
+
+
+def reading() -> Consumer:
+    consumer = asking()
+    consumer.receive(PEER, GRANT, 0.0)
+    assert consumer.take_actions() == [Read("load", PEER, GRANT, 0, 16)]
+    return consumer
+
+
+def confirming() -> Consumer:
+    consumer = reading()
+    consumer.on_read("load", (), is_complete=True)
+    assert consumer.take_actions() == [Send(PEER, Done("load"))]
+    return consumer
+
+
+def test_a_load_ends_when_the_producer_has_confirmed_it() -> None:
+    consumer = confirming()
+    consumer.receive(PEER, DoneAck("load", True), 1.0)
+    assert consumer.take_actions() == [Ended("load")]
+    assert consumer.num_loads == 0 and consumer.next_deadline is None
+
+
+def test_bad_ranges_are_handed_on() -> None:
+    consumer, bad = reading(), (BadRange(0, 0, 16),)
+    consumer.on_read("load", bad, is_complete=True)
+    consumer.receive(PEER, DoneAck("load", True), 1.0)
+    assert consumer.take_actions()[-1] == Ended("load", bad)
+
+
+def test_what_is_not_confirmed_is_not_used() -> None:
+    consumer = confirming()
+    consumer.receive(PEER, DoneAck("load", False), 1.0)
+    (ended,) = consumer.take_actions()
+    assert isinstance(ended, Ended) and "lease" in ended.reason
+
+
+def test_a_lease_is_renewed_while_it_is_read_only() -> None:
+    consumer = reading()
+    assert consumer.next_deadline == 3.0
+    consumer.poll(3.0)
+    assert consumer.take_actions() == [Send(PEER, Renew("load"))]
+    assert consumer.next_deadline == 6.0
+    consumer.on_read("load", (), is_complete=True)
+    assert consumer.next_deadline == 30.0
+
+
+@pytest.mark.parametrize("make", [asking, confirming])
+def test_where_nothing_moves_a_lost_connection_ends_the_load(make: Any) -> None:
+    consumer = make()
+    consumer.on_lost(PEER, "gone")
+    assert consumer.take_actions() == [Ended("load", reason="gone")]
+    consumer.check_integrity()
+
+
+def test_a_read_ends_only_with_the_workers_reports() -> None:
+    consumer = reading()
+    consumer.on_lost(PEER, "gone")
+    assert consumer.take_actions() == [Cancel("load")]
+    consumer.poll(1000.0)
+    assert consumer.take_actions() == [] and consumer.num_loads == 1
+    consumer.on_read("load", (), is_complete=True)
+    assert consumer.take_actions() == [Ended("load", reason="gone")]
+
+
+def test_every_wait_has_a_deadline() -> None:
+    for consumer in (asking(), confirming()):
+        consumer.poll(30.0)
+        actions = consumer.take_actions()
+        assert actions[0] == Send(PEER, Abort("load"))
+        assert isinstance(actions[1], Ended) and "30 seconds" in actions[1].reason
+    consumer = reading()
+    consumer.poll(30.0)
+    assert Cancel("load") in consumer.take_actions()
+
+
+def test_an_answer_to_a_load_that_has_ended_has_no_effect() -> None:
+    consumer = asking()
+    consumer.fail("load", "the request has ended")
+    consumer.take_actions()
+    for message in (GRANT, Refuse("load", Reason.OVERLOADED, ""), DoneAck("load", True)):
+        consumer.receive(PEER, message, 1.0)
+        consumer.receive("other#1", message, 1.0)
+    assert consumer.take_actions() == []
+
+
+def test_an_answer_from_another_peer_has_no_effect() -> None:
+    consumer = asking()
+    consumer.receive("other#1", GRANT, 1.0)
+    assert consumer.take_actions() == []
+
+
+def test_another_engine_at_the_address_is_not_asked() -> None:
+    consumer = Consumer(30.0, OFFICE)
+    consumer.begin("load", source(), PROMPT, 0, 16, now=0.0)
+    consumer.take_actions()
+    consumer.on_dialled(ADDRESS, PEER)
+    consumer.on_open(PEER, "q")
+    assert consumer.take_actions() == [Ended("load", reason="the engine there is q, not p")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"ticket": "nonsense"}, "not of this cluster"),
+        ({"ticket": "\u00e4"}, "malformed"),
+        ({"engine_id": "q"}, "not of q"),
+        ({"ticket": OFFICE.issue(Ticket("p", "epoch", "hold", b"other", 32))}, "another prompt"),
+    ],
+)
+def test_a_ticket_that_would_be_refused_is_not_sent(changes: dict[str, Any], reason: str) -> None:
+    consumer = Consumer(30.0, OFFICE)
+    consumer.begin("load", source(**changes), PROMPT, 0, 16, now=0.0)
+    (ended,) = consumer.take_actions()
+    assert isinstance(ended, Ended) and reason in ended.reason
+
+
+def test_a_producer_hears_that_nothing_is_needed() -> None:
+    consumer = Consumer(30.0, OFFICE)
+    consumer.dismiss("none", source(), PROMPT)
+    consumer.on_dialled(ADDRESS, PEER)
+    consumer.on_open(PEER, "p")
+    actions = consumer.take_actions()
+    assert isinstance(actions[1], Send) and isinstance(actions[1].message, Fetch)
+    assert actions[1].message.first == actions[1].message.end
