@@ -1,4 +1,4 @@
-"""Control connections between engine cores, over real sockets: what arrives, what is refused, and what wakes the core."""
+"""Control connections between engine cores, over real sockets: what arrives, what is refused, what wakes the core."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def connect(left: SocketChannel, right: SocketChannel) -> tuple[str, str]:
     peer = left.dial(right.address)
     assert take(left) == [Connected(peer, is_outgoing=True)]
     (event,) = take(right)
-    assert isinstance(event, Connected) and not event.is_outgoing
+    assert isinstance(event, Connected)
+    assert not event.is_outgoing
     return peer, event.peer
 
 
@@ -69,7 +70,8 @@ def test_what_was_sent_before_the_end_arrives() -> None:
         left.hang_up(there)
         events = take(right, 2)
         assert events[0] == Received(here, Bye("enough"))
-        assert isinstance(events[1], Lost) and events[1].peer == here
+        assert isinstance(events[1], Lost)
+        assert events[1].peer == here
 
 
 def test_an_address_without_an_engine_is_told() -> None:
@@ -79,7 +81,8 @@ def test_an_address_without_an_engine_is_told() -> None:
             address = free.getsockname()
         peer = left.dial(address)
         (event,) = take(left)
-        assert isinstance(event, Lost) and event.peer == peer
+        assert isinstance(event, Lost)
+        assert event.peer == peer
         assert "refused" in event.reason
 
 
@@ -87,7 +90,8 @@ def test_an_engine_with_another_key_is_refused() -> None:
     with channels(1) as (left,), channels(1, b"another key of sufficient length") as (right,):
         peer = left.dial(right.address)
         (event,) = take(left)
-        assert isinstance(event, Lost) and event.peer == peer
+        assert isinstance(event, Lost)
+        assert event.peer == peer
         assert not right.take(), "a peer without the key is nothing that the engine hears of"
 
 
@@ -117,7 +121,8 @@ def test_a_frame_that_was_changed_ends_the_connection() -> None:
         rogue.sendall(frame)
         events = take(right, 2)
         assert isinstance(events[0], Connected)
-        assert isinstance(events[1], Lost) and "altered" in events[1].reason
+        assert isinstance(events[1], Lost)
+        assert "altered" in events[1].reason
 
 
 def test_news_and_deadlines_wake_the_core() -> None:
