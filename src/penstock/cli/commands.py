@@ -23,6 +23,7 @@ SUMMARIES = {
     "bench": "measure throughput, latency, or a server under load",
     "verify": "check that batching, caching and drafts change no token",
     "simulate": "run the engine in a simulated world with faults",
+    "demo-pd": "prefill and decode in two engines, behind one address",
 }
 _EPILOG = """\
 MODEL is a checkpoint folder or a Hugging Face model id; without it the small
@@ -48,7 +49,7 @@ def make_parser(commands: Collection[str] = tuple(SUMMARIES)) -> Parser:
     for name, summary in SUMMARIES.items():
         child = subparsers.add_parser(name, help=summary)
         if name in commands:
-            module = importlib.import_module(f"penstock.cli.{name}")
+            module = importlib.import_module(f"penstock.cli.{name.replace('-', '_')}")
             child.description = module.DESCRIPTION
             module.add_arguments(child)
     return parser
