@@ -91,8 +91,8 @@ class RemoteKV:
 
     @property
     def is_idle(self) -> bool:
-        """No block is kept for a transfer when there is no request."""
-        return not self._held and not self._connector.has_pending_work
+        """No transfer reads or writes a block."""
+        return not self._loads and not self._held and not self._connector.has_pending_work
 
     def match(self, request: Request, hit: PrefixHit) -> Match:
         """What the connector can bring behind a hit; nothing to a request that has waited or failed too often."""

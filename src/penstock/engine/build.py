@@ -19,6 +19,7 @@ from penstock.engine.grammars import make_grammar_backend
 from penstock.engine.transfer import make_transfer
 from penstock.engine.warm_up import warm_up
 from penstock.executor.factory import make_executor
+from penstock.kv_transfer.abilities import Abilities
 from penstock.kv_transfer.events import make_event_publisher
 from penstock.messages.engine_info import EngineInfo
 from penstock.utils import logging
@@ -30,9 +31,10 @@ logger = logging.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A complete engine. `limits` are the scheduler's as the memory allows them."""
+    """A complete engine and its connector's abilities. `limits` are the scheduler's as the memory allows them."""
 
     core: EngineCore
+    connector: Abilities
     config: EngineConfig
     limits: SchedulerConfig
     info: EngineInfo
@@ -60,7 +62,8 @@ def _build(args: EngineArgs, on_failure: ExitStack, started: float) -> Engine:
     handshakes = executor.initialize(
         InitializeWorker(cache=cache, limits=limits, connector=transfer.context, connector_setup=transfer.setup)
     )
-    transfer.take_handshakes(handshakes)
+    if transfer.context is not None:
+        transfer.abilities.set_xfer_handshake_metadata_pp_aware(handshakes)
     warm_up(executor, cache, limits)
     if config.speculative is not None and config.speculative.synthetic_acceptance_rates:
         logger.warning("rejection_sample_method=synthetic takes drafts by chance: the outputs are not the model's")
@@ -81,4 +84,4 @@ def _build(args: EngineArgs, on_failure: ExitStack, started: float) -> Engine:
         kv_cache_bytes=cache.num_blocks * block_bytes(cache.groups, cache.block_size, cache.attached),
         load_seconds=SystemClock().now() - started,
     )
-    return Engine(core, config, limits, info)
+    return Engine(core, transfer.abilities, config, limits, info)

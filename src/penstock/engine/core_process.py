@@ -54,6 +54,24 @@ class _WorkerDied:
     """Stands in the inbox for the death of a worker, which may be noticed while no step runs."""
 
 
+class _Waker:
+    """Stands in the inbox for news of a KV transfer, which may come while no step runs: at most once at a time."""
+
+    def __init__(self, inbox: queue.SimpleQueue[Any]) -> None:
+        self._inbox = inbox
+        self._is_waiting = False
+
+    def wake(self) -> None:
+        """May be called from any thread."""
+        if not self._is_waiting:
+            self._is_waiting = True
+            self._inbox.put(self)
+
+    def clear(self) -> None:
+        """It has been taken out: what comes from now on is news again."""
+        self._is_waiting = False
+
+
 class CoreProcess:
     """Drives one engine core from an inbox that another thread fills."""
 
@@ -93,6 +111,8 @@ class CoreProcess:
                 self._send(Reply(call, self._core.block_map(max_cells)))
             case CheckIntegrity(call):
                 self._send(self._check_integrity(call))
+            case _Waker():
+                message.clear()
             case _WorkerDied():
                 self._core.check_workers()
             case _:
@@ -142,6 +162,7 @@ def _start(connection: socket.socket, inbox: queue.SimpleQueue[Any]) -> EngineCo
     gc.freeze()
     core = engine.core
     core.watch_workers(lambda: inbox.put(_WorkerDied()))
+    engine.connector.set_waker(_Waker(inbox).wake)
     connection.sendall(CODEC.encode(Ready(engine.info, engine.limits)))
     return core
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from penstock.core.remote_kv import NO_TRANSFER, KVTransfer
 from penstock.kv_transfer.abilities import Abilities
 from penstock.kv_transfer.factory import ConnectorContext, make_scheduler_connector
 from penstock.messages.kv_cache_spec import KVCacheConfig
-from penstock.messages.kv_transfer import ConnectorSetup, HandshakePayload, ShardId
+from penstock.messages.kv_transfer import ConnectorSetup
 from penstock.utils.errors import ConfigError
 from penstock.worker.messages import WorkerFacts
 
@@ -25,7 +25,7 @@ class EngineTransfer:
     """The scheduler side, and what the worker sides are built from; `context` is None where KV stays in the engine."""
 
     transfer: KVTransfer
-    take_handshakes: Callable[[Mapping[ShardId, HandshakePayload | None]], None]
+    abilities: Abilities
     context: ConnectorContext | None = None
     setup: ConnectorSetup | None = None
 
@@ -34,7 +34,7 @@ def make_transfer(config: EngineConfig, cache: KVCacheConfig, facts: Sequence[Wo
     """The connector that the configuration asks for, or the one that moves nothing. Raises ConfigError."""
     asked = config.kv_transfer
     if asked is None:
-        return EngineTransfer(NO_TRANSFER, lambda handshakes: None)
+        return EngineTransfer(NO_TRANSFER, Abilities(NO_TRANSFER.connector))
     if not config.cache.enable_prefix_caching:
         raise ConfigError("kv_transfer_config needs the prefix cache: loaded blocks are found there. Leave it enabled")
     context = ConnectorContext(
@@ -47,7 +47,7 @@ def make_transfer(config: EngineConfig, cache: KVCacheConfig, facts: Sequence[Wo
     connector = make_scheduler_connector(context)
     abilities = Abilities(connector)
     transfer = KVTransfer(connector, asked.kv_load_failure_policy, asked.kv_load_timeout)
-    return EngineTransfer(transfer, abilities.set_xfer_handshake_metadata_pp_aware, context, abilities.worker_setup())
+    return EngineTransfer(transfer, abilities, context, abilities.worker_setup())
 
 
 def fingerprint(config: EngineConfig, cache: KVCacheConfig, facts: Sequence[WorkerFacts]) -> bytes:

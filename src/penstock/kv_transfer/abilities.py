@@ -19,6 +19,13 @@ class Abilities:
     set_xfer_handshake_metadata_pp_aware: Callable[[Mapping[ShardId, HandshakePayload | None]], None]
     """Takes the payloads of all ranks, pp * tp of them, exactly once and before the first request. Raises ConfigError
     where there are pipeline ranks above 0 and the part does not know how to move their KV."""
+    takes_waker: bool
+    """Whether threads of the part may give it work while the engine is idle: it has `set_waker`, unless it says no."""
+    set_waker: Callable[[Callable[[], None]], None]
+    """Takes, once and before the first request, what the part calls whenever `has_pending_work` may have become True.
+    It may be called from any thread and at any time; it never blocks, and many calls cost no more than one. An engine
+    without requests takes no step unless it is called: a part that only waits, as for a peer that will fetch blocks,
+    has no pending work."""
     wait: Callable[[float], None]
     """Returns when something may have changed, at the latest after so many seconds."""
     take_events: Callable[[], Sequence[KVEvent]]
@@ -32,6 +39,8 @@ class Abilities:
         self.worker_setup = getattr(part, "worker_setup", lambda: None)
         one_stage = partial(set_handshakes_of_one_stage, part)
         self.set_xfer_handshake_metadata_pp_aware = getattr(part, "set_xfer_handshake_metadata_pp_aware", one_stage)
+        self.takes_waker = getattr(part, "takes_waker", hasattr(part, "set_waker"))
+        self.set_waker = getattr(part, "set_waker", lambda waker: None)
         self.wait = getattr(part, "wait", lambda seconds: None)
         self.take_events = getattr(part, "take_events", tuple)
         self.counters = getattr(part, "counters", dict)

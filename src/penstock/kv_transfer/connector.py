@@ -173,7 +173,11 @@ class SchedulerConnector(Protocol):
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether steps are needed, even without tokens, for transfers to go on."""
+        """Whether steps are needed now, even without tokens, for transfers to go on.
+
+        Steps follow one another while it is True. Blocks that are merely held for a peer need none. What becomes True
+        while the engine is idle is noticed through `set_waker` (`abilities`).
+        """
         ...
 
     def check_integrity(self) -> None:

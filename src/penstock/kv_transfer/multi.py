@@ -8,7 +8,7 @@ Everything that names a transfer is prefixed with its child's name on the way up
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -201,6 +201,14 @@ class MultiScheduler:
     @property
     def has_pending_work(self) -> bool:
         return any(child.has_pending_work for child in self._children.values())
+
+    @property
+    def takes_waker(self) -> bool:
+        return any(abilities.takes_waker for abilities in self._abilities.values())
+
+    def set_waker(self, waker: Callable[[], None]) -> None:
+        for abilities in self._abilities.values():
+            abilities.set_waker(waker)
 
     def wait(self, seconds: float) -> None:
         waiting = [self._abilities[name] for name, child in self._children.items() if child.has_pending_work]
