@@ -1,7 +1,8 @@
 """Which bytes of one engine belong where in another: pure functions over declared layouts, for every kind of transfer.
 
-`planner` decides who sends what (`sources`), where its bytes lie on both sides (`plan_runs`), and in which order both
-sides digest them (`piece_runs`). `tables` keeps the engines that are known, by (engine id, pipeline rank).
+`planner` decides who sends what (`sources`) and where its bytes lie on both sides (`plan_runs`); `pieces` says in which
+order both sides digest them (`piece_runs`, `unit_runs`); `tables` keeps the engines that are known, by (engine id,
+pipeline rank).
 
 Layers are matched by name, heads by interval, tokens by runs that are contiguous on both sides. Pipeline and tensor
 parallelism, block sizes and orders of axes may therefore differ in any way, without a case of their own. Nothing here

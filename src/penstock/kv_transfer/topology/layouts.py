@@ -10,6 +10,9 @@ from penstock.utils.errors import PeerError
 
 AXES = frozenset({"block", "kv", "head", "token", "dim"})
 
+_MAX_BYTES = 1 << 60
+"""Of all regions, and from one element to the next: within it no offset overflows 64 bits."""
+
 
 def extent(layer: LayerLayout, axis: str) -> tuple[int, int]:
     """(elements, bytes from one to the next) of an axis; one that the layer lacks has a single element."""
@@ -59,6 +62,8 @@ def check_layout(layout: KVLayout) -> None:
     regions = {region.name: region for region in layout.regions}
     if len(regions) < len(layout.regions) or any(region.num_bytes < 0 for region in layout.regions):
         raise PeerError("the KV layout is invalid: its regions need different names and no negative sizes")
+    if sum(region.num_bytes for region in layout.regions) > _MAX_BYTES:
+        raise PeerError("the KV layout is invalid: its regions are larger than any memory")
     if len({layer.name for layer in layout.layers}) < len(layout.layers):
         raise PeerError("the KV layout is invalid: two of its layers have the same name")
     for layer in layout.layers:
@@ -81,6 +86,8 @@ def _fault(layer: LayerLayout, block_size: int, regions: dict[str, MemoryRegion]
         return f"a block has {extent(layer, 'token')[0]} tokens and not {block_size}"
     if layer.heads[0] < 0 or layer.heads[1] - layer.heads[0] != extent(layer, "head")[0]:
         return f"heads {layer.heads} are not the {extent(layer, 'head')[0]} heads of its shape"
+    if min(layer.strides) < 0 or max(layer.strides) > _MAX_BYTES:
+        return f"strides {layer.strides} are impossible"
     end = DTYPE_BYTES[layer.dtype]
     for stride, size in sorted(zip(layer.strides, layer.shape, strict=True)):
         if size > 1 and stride < end:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -69,11 +68,6 @@ def _cover(
     return pieces
 
 
-def digest_unit(a: int, b: int) -> int:
-    """Tokens of the largest piece that lies within one block on both sides, for these block sizes."""
-    return math.gcd(a, b)
-
-
 def plan_runs(
     local: KVLayout,
     remote: KVLayout,
@@ -93,7 +87,7 @@ def plan_runs(
     for each in slices:
         mine, theirs = here.layer(each.name), there.layer(each.name)
         check_fit(mine, theirs)
-        pair = _Pair(mine.group, _Shape.of(mine, each), _Shape.of(theirs, each))
+        pair = _Pair(mine.group, SliceShape.of(mine, each), SliceShape.of(theirs, each))
         starts.setdefault(pair, []).append((here.start(mine), there.start(theirs), 0))
     groups = {pair.group for pair in starts}
     spans = {group: _Spans(tables[group], here.block_size, there.block_size, first, end) for group in groups}
@@ -106,7 +100,7 @@ def plan_runs(
 
 
 @dataclass(frozen=True, slots=True)
-class _Shape:
+class SliceShape:
     """What the places of a slice's bytes depend on, apart from where its layer begins. (elements, stride) by axis."""
 
     block: tuple[int, int]
@@ -118,7 +112,7 @@ class _Shape:
     itemsize: int
 
     @classmethod
-    def of(cls, layer: LayerLayout, part: LayerSlice) -> _Shape:
+    def of(cls, layer: LayerLayout, part: LayerSlice) -> SliceShape:
         first, end = part.heads
         if not layer.heads[0] <= first < end <= layer.heads[1]:
             raise PeerError(
@@ -153,14 +147,15 @@ class _Spans:
         cuts = np.unique(np.concatenate([[first, end], *edges]).astype(np.int64))
         starts = cuts[:-1]
         local_ids, remote_ids = (
-            _ids(ids, size, end)[starts // size] for ids, size in zip(table, (local_size, remote_size), strict=True)
+            block_id_array(ids, size, end)[starts // size]
+            for ids, size in zip(table, (local_size, remote_size), strict=True)
         )
         is_copied = (local_ids != NULL_BLOCK) & (remote_ids != NULL_BLOCK)
         self.starts, self.lengths = starts[is_copied], np.diff(cuts)[is_copied]
         self.local_ids, self.remote_ids = local_ids[is_copied], remote_ids[is_copied]
 
 
-def _ids(table: BlockIdList, block_size: int, end: int) -> np.ndarray:
+def block_id_array(table: BlockIdList, block_size: int, end: int) -> np.ndarray:
     if len(table) * block_size < end:
         raise PeerError(f"a block table of {len(table)} blocks of {block_size} tokens ends before token {end}")
     try:
@@ -174,8 +169,8 @@ class _Pair:
     """A slice's shapes on both sides."""
 
     group: int
-    local: _Shape
-    remote: _Shape
+    local: SliceShape
+    remote: SliceShape
 
     def runs(self, spans: _Spans) -> np.ndarray:  # [n, 3]
         """The copies, relative to where the layer begins on either side."""
@@ -218,10 +213,10 @@ def _sort_and_merge(
     runs = np.concatenate(parts) if parts else np.empty((0, 3), np.int64)
     if (runs[1:, 0] < runs[:-1, 0]).any():
         runs = runs[np.argsort(runs[:, 0], kind="stable")]
-    return _merge(runs, (local_edges, remote_edges))
+    return merge(runs, (local_edges, remote_edges))
 
 
-def _merge(runs: np.ndarray, edges: Iterable[Sequence[int]]) -> np.ndarray:
+def merge(runs: np.ndarray, edges: Sequence[Sequence[int]]) -> np.ndarray:
     """Joins neighbours that are contiguous by every column of offsets, unless the second begins at an edge.
 
     The last column is bytes. `edges` has the offsets per column that no run may cross.
@@ -229,65 +224,14 @@ def _merge(runs: np.ndarray, edges: Iterable[Sequence[int]]) -> np.ndarray:
     if len(runs) < 2:
         return runs
     joins = np.ones(len(runs) - 1, np.bool_)
-    for column, at in enumerate(edges):
+    for column in range(len(edges)):
         joins &= runs[:-1, column] + runs[:-1, -1] == runs[1:, column]
-        if joins.any():
-            joins[joins] = ~np.isin(runs[1:, column][joins], np.asarray(at, np.int64))
-    firsts = np.flatnonzero(np.concatenate([[True], ~joins]))
-    if len(firsts) == len(runs):
+    behind = np.flatnonzero(joins) + 1
+    for column, at in enumerate(edges):
+        behind = behind[~np.isin(runs[behind, column], np.asarray(at, np.int64))]
+    if not len(behind):
         return runs
+    firsts = np.delete(np.arange(len(runs)), behind)
     merged = runs[firsts]
     merged[:, -1] = np.add.reduceat(runs[:, -1], firsts)
     return merged
-
-
-def piece_runs(
-    layout: KVLayout,
-    order: tuple[str, ...],
-    slices: Sequence[LayerSlice],
-    table: BlockIdList,
-    group: int,
-    first: int,
-    end: int,
-) -> np.ndarray:  # [n, 2] int64: offset, bytes
-    """Where the bytes of the slices' tokens [first, end) in one group are, in an order that only `order` decides.
-
-    `order` is the order of the sender's axes, so that its bytes are contiguous as far as the range stays in one block.
-    Read in this order, the shards that have the same KV have the same bytes. Tokens in a NULL_BLOCK are left out.
-    """
-    place = Placement(layout)
-    assert 0 <= first <= end, (first, end)
-    tokens = np.arange(first, end, dtype=np.int64)
-    block_ids = _ids(table, place.block_size, end)[tokens // place.block_size]
-    is_there = block_ids != NULL_BLOCK
-    tokens, block_ids = tokens[is_there], block_ids[is_there]
-    known: dict[_Shape, np.ndarray] = {}
-    parts = [np.empty((0, 2), np.int64)]
-    for each in slices:
-        layer = place.layer(each.name)
-        if layer.group != group:
-            continue
-        if missing := [axis for axis in layer.axes if axis not in order and extent(layer, axis)[0] > 1]:
-            raise PeerError(f"layer {each.name!r} has axes {missing} that the other engine's order {order} lacks")
-        shape = _Shape.of(layer, each)
-        if shape not in known:
-            known[shape] = _ordered(shape, order, shape.token_offsets(block_ids, tokens))
-        parts.append(known[shape] + np.array([place.start(layer), 0], np.int64))
-    return _merge(np.concatenate(parts), [place.region_starts])
-
-
-def _ordered(shape: _Shape, order: tuple[str, ...], tokens: np.ndarray) -> np.ndarray:  # [n, 2]
-    axes = [axis for axis in order if axis != "block"]
-    num_bytes = shape.itemsize
-    while axes and axes[-1] != "token":
-        size, stride = getattr(shape, axes[-1])
-        if size > 1 and stride != num_bytes:
-            break
-        num_bytes *= size
-        axes.pop()
-    offsets = np.zeros(1, np.int64)
-    for axis in axes:
-        size, stride = getattr(shape, axis)
-        inner = tokens if axis == "token" else np.arange(size) * stride
-        offsets = (offsets[:, None] + inner).reshape(-1)
-    return _merge(np.stack([offsets, np.full_like(offsets, num_bytes)], axis=1), [()])

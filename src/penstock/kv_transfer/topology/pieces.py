@@ -1,0 +1,138 @@
+"""Where KV lies in the order in which both sides of a transfer digest it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from penstock.kv_transfer.topology.layouts import Placement, extent
+from penstock.kv_transfer.topology.planner import BlockIdList, LayerSlice, SliceShape, block_id_array, merge
+from penstock.messages.kv_cache_spec import NULL_BLOCK
+from penstock.messages.kv_layout import KVLayout
+from penstock.utils.errors import PeerError
+
+
+def digest_unit(a: int, b: int) -> int:
+    """Tokens of the largest piece that lies within one block on both sides, for these block sizes."""
+    return math.gcd(a, b)
+
+
+def digest_edges(first: int, end: int, unit: int) -> np.ndarray:  # [num_units + 1] int64
+    """Tokens [first, end) cut at the multiples of `unit`: the first and the last unit may be smaller."""
+    assert 0 <= first <= end, (first, end)
+    inner = np.arange(first // unit + 1, -(-end // unit), dtype=np.int64) * unit
+    return np.unique(np.concatenate([np.array([first, end], np.int64), inner]))
+
+
+def piece_runs(
+    layout: KVLayout,
+    order: tuple[str, ...],
+    slices: Sequence[LayerSlice],
+    table: BlockIdList,
+    group: int,
+    first: int,
+    end: int,
+) -> np.ndarray:  # [n, 2] int64: offset, bytes
+    """Where the bytes of the slices' tokens [first, end) in one group are, in an order that only `order` decides.
+
+    `order` is the order of the sender's axes, so that its bytes are contiguous as far as the range stays in one block.
+    Read in this order, shards that have the same KV have the same bytes. Tokens in a NULL_BLOCK are left out.
+    """
+    place = Placement(layout)
+    assert 0 <= first <= end, (first, end)
+    tokens = np.arange(first, end, dtype=np.int64)
+    block_ids = block_id_array(table, place.block_size, end)[tokens // place.block_size]
+    is_there = block_ids != NULL_BLOCK
+    tokens, block_ids = tokens[is_there], block_ids[is_there]
+    ordered: dict[SliceShape, np.ndarray] = {}
+    parts = [np.empty((0, 2), np.int64)]
+    for shape, start in _slices_of(place, order, slices, group):
+        if shape not in ordered:
+            ordered[shape] = _ordered(shape, order, shape.token_offsets(block_ids, tokens))
+        parts.append(ordered[shape] + np.array([start, 0], np.int64))
+    return merge(np.concatenate(parts), [place.region_starts])
+
+
+def unit_runs(
+    layout: KVLayout,
+    order: tuple[str, ...],
+    slices: Sequence[LayerSlice],
+    table: BlockIdList,
+    group: int,
+    edges: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:  # [n, 2] int64, [num_units + 1] int64
+    """The pieces of many units at once: `runs` and `bounds`.
+
+    Unit i is the tokens [edges[i], edges[i + 1]), which lie in one block. Its pieces are
+    runs[bounds[i]:bounds[i + 1]], in the order of `piece_runs`. A unit in a NULL_BLOCK has no pieces.
+    """
+    place = Placement(layout)
+    starts, lengths = edges[:-1], np.diff(edges)
+    crosses = starts // place.block_size != (edges[1:] - 1) // place.block_size
+    assert not crosses.any(), f"units begin at {starts[crosses]} and end in another block of {place.block_size} tokens"
+    block_ids = block_id_array(table, place.block_size, int(edges[-1]))[starts // place.block_size]
+    shapes = list(_slices_of(place, order, slices, group))
+    counts = np.zeros(len(starts), np.int64)
+    found: list[tuple[np.ndarray, np.ndarray]] = []
+    for length in np.unique(lengths):
+        units = np.flatnonzero((lengths == length) & (block_ids != NULL_BLOCK))
+        rows = _pieces_of_units(shapes, order, block_ids[units], starts[units], int(length))
+        counts[units] = rows.shape[1]
+        found.append((units, rows))
+    bounds = np.concatenate([[0], np.cumsum(counts)])
+    runs = np.empty((bounds[-1], 2), np.int64)
+    for units, rows in found:
+        runs[bounds[units][:, None] + np.arange(rows.shape[1])] = rows
+    return runs, bounds
+
+
+def _slices_of(
+    place: Placement, order: tuple[str, ...], slices: Sequence[LayerSlice], group: int
+) -> Iterator[tuple[SliceShape, int]]:
+    for each in slices:
+        layer = place.layer(each.name)
+        if layer.group != group:
+            continue
+        if missing := [axis for axis in layer.axes if axis not in order and extent(layer, axis)[0] > 1]:
+            raise PeerError(f"layer {each.name!r} has axes {missing} that the other engine's order {order} lacks")
+        yield SliceShape.of(layer, each), place.start(layer)
+
+
+def _pieces_of_units(
+    shapes: Sequence[tuple[SliceShape, int]],
+    order: tuple[str, ...],
+    block_ids: np.ndarray,
+    starts: np.ndarray,
+    length: int,
+) -> np.ndarray:  # [units, pieces of each, 2]
+    """The pieces of units of equal length, slice by slice."""
+    known: dict[SliceShape, np.ndarray] = {}
+    parts = [np.empty((len(starts), 0, 2), np.int64)]
+    for shape, start in shapes:
+        if shape not in known:
+            tokens = np.arange(length, dtype=np.int64) * shape.token[1]
+            pieces = _ordered(shape, order, tokens)
+            known[shape] = np.repeat(pieces[None], len(starts), axis=0)
+            known[shape][:, :, 0] += shape.token_offsets(block_ids, starts)[:, None]
+        parts.append(known[shape] + np.array([start, 0], np.int64))
+    return np.concatenate(parts, axis=1)
+
+
+def _ordered(shape: SliceShape, order: tuple[str, ...], tokens: np.ndarray) -> np.ndarray:  # [n, 2]
+    """The pieces of the tokens that are at these offsets."""
+    axes = [axis for axis in order if axis != "block"]
+    num_bytes = shape.itemsize
+    while axes and axes[-1] != "token":
+        size, stride = getattr(shape, axes[-1])
+        if size > 1 and stride != num_bytes:
+            break
+        num_bytes *= size
+        axes.pop()
+    offsets = np.zeros(1, np.int64)
+    for axis in axes:
+        size, stride = getattr(shape, axis)
+        inner = tokens if axis == "token" else np.arange(size) * stride
+        offsets = (offsets[:, None] + inner).reshape(-1)
+    return merge(np.stack([offsets, np.full_like(offsets, num_bytes)], axis=1), [()])

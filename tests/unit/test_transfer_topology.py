@@ -1,0 +1,227 @@
+"""Which engines are known, what they may declare, and who reads from whom."""
+
+from __future__ import annotations
+
+import itertools
+
+import msgspec
+import pytest
+from msgspec.structs import replace
+
+from penstock.kv_transfer.topology.planner import sources
+from penstock.kv_transfer.topology.tables import (
+    EngineTransferInfo,
+    TransferTopology,
+    engine_infos,
+    physical_block_ids,
+)
+from penstock.utils.errors import PeerError
+from tests.grids import grid
+from tests.unit.kv_memory_fakes import TOKEN_MAJOR, FakeEngine, FakeLayer, model, split_at, split_evenly
+
+LAYERS = model(num_heads=4)
+
+
+def engine(pp: int = 1, tp: int = 1, layers: tuple[FakeLayer, ...] = LAYERS, block_size: int = 4) -> FakeEngine:
+    return FakeEngine(split_evenly(layers, pp), tp, block_size)
+
+
+def topology(of: FakeEngine, name: str = "d", *peers: tuple[str, FakeEngine]) -> TransferTopology:
+    made = TransferTopology(name, of.block_size, of.shards)
+    for peer, other in peers:
+        for info in engine_infos(peer, other.block_size, other.shards):
+            made.register(info)
+    return made
+
+
+def stages(pp: int, tp: int = 1, name: str = "p") -> tuple[EngineTransferInfo, ...]:
+    return engine_infos(name, 4, engine(pp, tp).shards)
+
+
+# ---- Registration ----
+
+
+def test_stages_are_declared_whole() -> None:
+    first, second = engine_infos("p", 8, FakeEngine(split_at(LAYERS, [4]), 2, 4, TOKEN_MAJOR).shards)
+    assert (first.remote_pp_rank, first.start_layer, first.end_layer, first.tp_size) == (0, 0, 4, 2)
+    assert (second.remote_pp_rank, second.start_layer, second.end_layer, second.pp_size) == (1, 4, 6, 2)
+    assert first.physical_blocks_per_logical_block == 2
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(first), type=EngineTransferInfo) == first
+
+
+def test_registration_is_idempotent() -> None:
+    known = topology(engine())
+    first, second = stages(2)
+    known.register(first)
+    known.register(msgspec.msgpack.decode(msgspec.msgpack.encode(first), type=EngineTransferInfo))
+    known.register(second)
+    assert known.get_engine_info("p") == first
+    assert known.get_engine_info("p", 1) == second
+    assert known.shards("p") == engine(2).shards
+
+
+def test_another_declaration_under_the_same_key_is_refused() -> None:
+    known = topology(engine())
+    first, _ = stages(2)
+    known.register(first)
+    for other in (stages(2, tp=2)[0], replace(first, block_size=8)):
+        with pytest.raises(PeerError, match="forget the engine"):
+            known.register(other)
+    assert known.get_engine_info("p") == first
+    with pytest.raises(PeerError, match="engine_id of its own"):
+        known.register(stages(2, name="d")[0])
+
+
+def test_an_engine_is_known_when_all_its_stages_are() -> None:
+    known = topology(engine())
+    first, second = stages(2)
+    with pytest.raises(PeerError, match="stage 0 of engine 'p' is not known"):
+        known.get_engine_info("p")
+    known.register(second)
+    with pytest.raises(PeerError, match="stage 0"):
+        known.target_remote_ranks("p", (0, 0))
+    known.register(first)
+    assert known.target_remote_ranks("p", (0, 0)) == ((0, 0), (1, 0))
+
+
+def test_a_forgotten_engine_may_come_back_otherwise() -> None:
+    known = topology(engine(), "d", ("p", engine(2)), ("q", engine()))
+    assert known.target_remote_ranks("p", (0, 0)) == ((0, 0), (1, 0))
+    known.check_integrity()
+    known.forget("p")
+    known.forget("p")
+    for question in (known.shards, known.reading_shards, known.readers, known.is_kv_replicated):
+        with pytest.raises(PeerError, match="'p' is not known"):
+            question("p")
+    for info in stages(1, tp=2):
+        known.register(info)
+    assert known.target_remote_ranks("p", (0, 0)) == ((0, 0), (0, 1))
+    assert known.target_remote_ranks("q", (0, 0)) == ((0, 0),)
+    known.check_integrity()
+
+
+FIRST, SECOND = stages(2)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (replace(SECOND, remote_pp_rank=2), "impossible"),
+        (replace(SECOND, remote_pp_rank=-1), "impossible"),
+        (replace(SECOND, layouts=()), "impossible"),
+        (replace(SECOND, start_layer=-1), "impossible"),
+        (replace(SECOND, engine_id=""), "impossible"),
+        (replace(SECOND, block_size=6), "no whole blocks"),
+        (replace(SECOND, block_size=0), "no whole blocks"),
+        (replace(SECOND, block_size=8), "differ in pp_size or block size"),
+        (replace(SECOND, pp_size=3), "differ in pp_size or block size"),
+        (replace(SECOND, start_layer=3), "begins at layer 3, but stage 0 ends at 2"),
+        (replace(SECOND, layouts=(FIRST.layouts[0],)), "layer 'layer.0' is on two stages"),
+        (replace(SECOND, layouts=(SECOND.layouts[0], FIRST.layouts[0])), "differ in layers or block size"),
+        (replace(SECOND, layouts=(replace(SECOND.layouts[0], regions=()),)), "no region"),
+        (replace(SECOND, layouts=(replace(SECOND.layouts[0], block_size=2),)), "4 tokens and not 2"),
+    ],
+)
+def test_impossible_stages_are_refused_and_change_nothing(wrong: EngineTransferInfo, message: str) -> None:
+    known = topology(engine())
+    known.register(FIRST)
+    with pytest.raises(PeerError, match=message):
+        known.register(wrong)
+    known.register(SECOND)
+    assert known.shards("p") == engine(2).shards
+
+
+def test_the_first_stage_begins_with_the_first_layer() -> None:
+    with pytest.raises(PeerError, match="begins at layer 1 and not 0"):
+        topology(engine()).register(replace(FIRST, start_layer=1))
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        (model(num_heads=8), "4 KV heads here and 8"),
+        (model(num_heads=2), "4 KV heads here and 2"),
+        (model(num_heads=4, dim=3), "head size is 2 here and 3"),
+        (model(num_heads=4, num_planes=1), "kv planes is 2 here and 1"),
+    ],
+)
+def test_engines_of_other_models_are_refused(layers: tuple[FakeLayer, ...], message: str) -> None:
+    known = topology(engine(pp=2))
+    with pytest.raises(PeerError, match=message):
+        known.register(engine_infos("p", 4, engine(layers=layers).shards)[0])
+
+
+def test_a_layer_that_the_other_engine_lacks_is_named() -> None:
+    known = topology(engine(), "d", ("p", FakeEngine([LAYERS[:-1]], 1, 4)))
+    with pytest.raises(PeerError, match=r"draft\.0"):
+        known.target_remote_ranks("p", (0, 0))
+    # The other way round it is not needed.
+    assert topology(FakeEngine([LAYERS[:-1]], 1, 4), "d", ("p", engine())).reading_shards("p") == {(0, 0)}
+
+
+# ---- Replicas, physical blocks ----
+
+
+@pytest.mark.parametrize(
+    ("tp", "num_heads", "is_replicated", "is_whole"),
+    [(1, 1, False, False), (2, 1, True, True), (4, 4, False, False), (4, 2, True, False), (1, 4, False, False)],
+)
+def test_replicas(tp: int, num_heads: int, is_replicated: bool, is_whole: bool) -> None:
+    # Without the drafter's layer, which has fewer heads.
+    of = FakeEngine(split_evenly(model(num_heads)[:-1], 2), tp, 4)
+    known = topology(of, "p")
+    assert known.is_kv_replicated("p") is is_replicated
+    assert known.replicates_kv_cache("p") is is_whole
+
+
+def test_logical_blocks_are_several_in_memory() -> None:
+    assert physical_block_ids([3, 0, 1], 2).tolist() == [6, 7, 0, 0, 2, 3]
+    assert physical_block_ids([3, 0, 1], 1).tolist() == [3, 0, 1]
+    assert physical_block_ids([], 4).tolist() == []
+
+
+# ---- Who reads from whom ----
+
+
+@pytest.mark.parametrize(
+    ("remote_pp", "remote_tp", "local_pp", "local_tp"), grid(range(1, 5), range(1, 5), range(1, 5), range(1, 5))
+)
+def test_both_engines_expect_the_same(remote_pp: int, remote_tp: int, local_pp: int, local_tp: int) -> None:
+    for num_heads in (1, 2, 4):
+        layers = model(num_heads)
+        prefill, decode = engine(remote_pp, remote_tp, layers), engine(local_pp, local_tp, layers, block_size=6)
+        at_decode = topology(decode, "d", ("p", prefill))
+        at_prefill = topology(prefill, "p", ("d", decode))
+        edges = {(source, shard) for shard in decode.shards for source in at_decode.target_remote_ranks("p", shard)}
+        assert {(mine, reader) for mine, readers in at_prefill.readers("d").items() for reader in readers} == edges
+        assert at_decode.reading_shards("p") == set(decode.shards)
+        for shard, layout in decode.shards.items():
+            assert at_decode.sources("p", shard) == sources(layout, prefill.shards, shard)
+            check_every_head_once(at_decode, shard)
+        at_decode.check_integrity()
+
+
+def check_every_head_once(known: TransferTopology, shard: tuple[int, int]) -> None:
+    wanted = [(layer.name, head) for layer in known.shards("d")[shard].layers for head in range(*layer.heads)]
+    sent = [
+        (each.name, head)
+        for source, slices in known.sources("p", shard).items()
+        for each in slices
+        for head in range(*each.heads)
+        if each.name in {layer.name for layer in known.shards("p")[source].layers}
+    ]
+    assert sorted(sent) == sorted(wanted)
+
+
+def test_a_shard_without_layers_reads_nothing() -> None:
+    known = topology(FakeEngine([LAYERS, ()], 1, 4), "d", ("p", engine()))
+    assert known.reading_shards("p") == {(0, 0)}
+    assert known.target_remote_ranks("p", (1, 0)) == ()
+
+
+def test_stages_read_from_different_replicas() -> None:
+    """One stage with four copies of a head serves four stages: each reads from a rank of its own."""
+    layers = model(num_heads=1)
+    known = topology(engine(pp=4, layers=layers), "d", ("p", engine(tp=4, layers=layers)))
+    targets = itertools.chain.from_iterable(known.target_remote_ranks("p", (stage, 0)) for stage in range(4))
+    assert sorted(targets) == [(0, rank) for rank in range(4)]
