@@ -10,12 +10,11 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 
 from penstock.cli.startup import announce
+from penstock.utils.clock import SystemClock
 from penstock.utils.errors import ConfigError
 from penstock.utils.interrupts import interrupts_blocked, interrupts_end_at_once
 
@@ -67,7 +66,9 @@ def run(args: argparse.Namespace) -> int:
         try:
             web.run_app(proxy.app, host="127.0.0.1", port=args.port, print=None, handle_signals=True)
         except OSError as error:
-            raise ConfigError(f"the proxy cannot listen on 127.0.0.1:{args.port}: {error}; choose another --port") from None
+            raise ConfigError(
+                f"the proxy cannot listen on 127.0.0.1:{args.port}: {error}; choose another --port"
+            ) from None
     return 0
 
 
@@ -115,14 +116,13 @@ def _show(name: str, process: subprocess.Popen[str]) -> None:
 
 def _wait_until_ready(name: str, process: subprocess.Popen[str], port: int) -> None:
     """Raises ConfigError when it ends before."""
-    deadline = time.monotonic() + _START_SECONDS
+    clock = SystemClock()
+    deadline = clock.now() + _START_SECONDS
     ended = threading.Event()
-    while time.monotonic() < deadline:
+    while clock.now() < deadline:
         if process.poll() is not None:
             raise ConfigError(f"the {name} instance has not started; its messages are above")
-        with contextlib.suppress(OSError, urllib.error.URLError):
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5) as response:
-                if response.status == 200:
-                    return
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=5):
+            return
         ended.wait(0.1)
     raise ConfigError(f"the {name} instance was not ready within {_START_SECONDS:g} seconds")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +55,7 @@ class Proxy:
             self.app.router.add_post(path, self._complete)
         self.app.router.add_route("*", "/{path:.*}", self._forward)
 
-    async def _open_session(self, app: web.Application) -> Any:
+    async def _open_session(self, app: web.Application) -> AsyncIterator[None]:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, connect=5.0)) as self._session:
             yield
 

@@ -16,20 +16,16 @@ from penstock.kv_transfer.p2p.jobs import Attested, ReadEnded, WorkerJobs
 from penstock.kv_transfer.p2p.messages import (
     VERSION,
     Bye,
-    Fetch,
     Hello,
     Message,
     P2PHandshake,
     P2PMetadata,
     P2PSetup,
-    Reason,
-    Refuse,
     Shard,
 )
 from penstock.kv_transfer.p2p.params import Address, RemotePrefill
 from penstock.kv_transfer.p2p.producer import Attest, Offer, Producer, ProducerAction, Release
 from penstock.kv_transfer.p2p.session import Close, PeerKey, Send, Sessions
-from penstock.kv_transfer.topology.planner import digest_unit
 from penstock.messages.kv_transfer import BadRange, HandshakePayload, KVConnectorOutput, ShardId, TransferId
 from penstock.messages.scheduler_output import BlockIds
 from penstock.utils.clock import Clock
@@ -227,8 +223,6 @@ class Exchange:
                 self._introduce(peer, message)
             elif self._sessions.is_outgoing(peer):
                 self._consumer.receive(peer, message, now)
-            elif isinstance(message, Fetch) and (refusal := self._check_range(message, hello)):
-                self._channel.send(peer, refusal)
             else:
                 self._producer.receive(peer, message, now)
         except PeerError as error:
@@ -243,14 +237,6 @@ class Exchange:
         self._jobs.register(hello, is_source=self._sessions.is_outgoing(peer))
         if self._sessions.is_outgoing(peer):
             self._consumer.on_open(peer, hello.engine_id)
-
-    def _check_range(self, fetch: Fetch, reader: Hello) -> Refuse | None:
-        """Digests are of whole units."""
-        unit = digest_unit(self._jobs.block_size, reader.shards[0].layout.block_size)
-        if fetch.first % unit or fetch.end % unit:
-            what = f"tokens [{fetch.first}, {fetch.end}) are not whole units of {unit}"
-            return Refuse(fetch.transfer_id, Reason.INVALID_RANGE, what)
-        return None
 
     def _end_session(self, peer: PeerKey, reason: str) -> None:
         self._perform()  # a refusal goes out first

@@ -14,15 +14,15 @@ from penstock.kv_transfer.p2p.consumer import Read
 from penstock.kv_transfer.p2p.messages import AttestJob, Hello, P2PMetadata, PeerShards, ReadJob, Shard, ShardDigests
 from penstock.kv_transfer.p2p.producer import Attest
 from penstock.kv_transfer.p2p.session import engine_key
-from penstock.kv_transfer.topology.planner import digest_unit
+from penstock.kv_transfer.topology.pieces import digest_edges, digest_unit
 from penstock.kv_transfer.topology.tables import TransferTopology, engine_infos
 from penstock.messages.kv_transfer import BadRange, ShardId, TransferId, TransferReport, TransferStatus
 from penstock.messages.scheduler_output import BlockIds
 from penstock.utils.errors import PeerError
 from penstock.utils.math import cdiv
 
-_OWN = ""
-"""This engine's name in its own table: other engines have the names of `engine_key`."""
+_OWN = "this engine"
+"""In its own table; the names of other engines, those of `engine_key`, have a slash in them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class WorkerJobs:
         if any(report.status is not TransferStatus.DONE for report in reports):
             return None
         unit = digest_unit(self.block_size, reader.shards[0].layout.block_size)
-        num_units = (job.end - job.first) // unit
+        num_units = len(digest_edges(job.first, job.end, unit)) - 1
         collected: list[ShardDigests] = []
         for report in reports:
             row = iter(report.digests)

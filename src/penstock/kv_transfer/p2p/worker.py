@@ -8,16 +8,16 @@ more.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from penstock.kv_transfer.null import NullWorkerConnector
 from penstock.kv_transfer.p2p.digests import UnitDigests
 from penstock.kv_transfer.p2p.messages import AttestJob, P2PHandshake, P2PMetadata, ReadJob, Shard
-from penstock.kv_transfer.topology.planner import LayerSlice, digest_unit, plan_runs, sources
+from penstock.kv_transfer.topology.pieces import digest_unit
+from penstock.kv_transfer.topology.planner import LayerSlice, plan_runs, sources
 from penstock.kv_transfer.transports.base import DataTransport, Operation, PeerId, TransferHandle, TransferState
 from penstock.kv_transfer.view import KVCacheView
-from penstock.messages.kv_cache_spec import NULL_BLOCK
 from penstock.messages.kv_layout import KVLayout
 from penstock.messages.kv_transfer import (
     BadRange,
@@ -142,10 +142,9 @@ class P2PWorker(NullWorkerConnector):
         for slices, layout in _readers(self._shard, self._own, self._tables.get(job.peer, {})):
             unit = digest_unit(self._layout.block_size, layout.block_size)
             for group, table in enumerate(job.block_ids):
-                of_group = _of_group(self._layout, slices, group)
-                for each in self._digests.of(of_group, self._axes, table, group, job.first, job.end, unit):
-                    digests.append(each.digest)
-                    yield each.num_bytes
+                for _, each, num_bytes in self._digests.of(slices, self._axes, table, group, job.first, job.end, unit):
+                    digests.append(each)
+                    yield num_bytes
 
     @property
     def _axes(self) -> tuple[str, ...]:
@@ -207,16 +206,14 @@ class P2PWorker(NullWorkerConnector):
             layout = self._tables[job.peer][shard].layout
             unit = digest_unit(self._layout.block_size, layout.block_size)
             expected = given.get((shard, self._shard), ())
+            axes = layout.layers[0].axes
             for group, table in enumerate(job.block_ids):
-                of_group = _of_group(self._layout, slices, group)
-                wanted = expected[group] if group < len(expected) else ()
-                axes = layout.layers[0].axes
-                for number, each in enumerate(self._digests.of(of_group, axes, table, group, job.first, job.end, unit)):
-                    is_needed = table[(job.first + number * unit) // self._layout.block_size] != NULL_BLOCK
-                    if is_needed and of_group and (number >= len(wanted) or wanted[number] != each.digest):
-                        start = job.first + number * unit
-                        read.bad_ranges.append(BadRange(group, start, start + unit))
-                    yield each.num_bytes
+                wanted = iter(expected[group] if group < len(expected) else ())
+                for token, each, num_bytes in self._digests.of(slices, axes, table, group, job.first, job.end, unit):
+                    # Without a block here nothing was wanted.
+                    if next(wanted, b"") != each and each:
+                        read.bad_ranges.append(BadRange(group, token, min(token + unit, job.end)))
+                    yield num_bytes
 
     def _report(self, read: _Read) -> TransferReport:
         """A failure without ranges has brought nothing."""
@@ -235,11 +232,6 @@ def _readers(
         slices = sources(peer[consumer].layout, table, consumer).get(shard)
         if slices:
             yield slices, peer[consumer].layout
-
-
-def _of_group(layout: KVLayout, slices: Sequence[LayerSlice], group: int) -> tuple[LayerSlice, ...]:
-    names = {layer.name for layer in layout.layers_of(group)}
-    return tuple(each for each in slices if each.name in names)
 
 
 def _advance(work: Iterator[int], room: int) -> tuple[int, bool]:
