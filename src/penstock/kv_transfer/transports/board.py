@@ -1,0 +1,85 @@
+"""What the thread that owns a transport and the threads that move its bytes tell each other."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.kv_transfer.transports.base import Notification, Operation, TransferHandle, TransferState
+from penstock.utils.logging import get_logger
+
+_logger = get_logger(__name__)
+
+MAX_NOTIFICATIONS = 1 << 16
+MAX_NOTIFY_BYTES = 32 << 10
+
+
+@dataclass(slots=True, eq=False)
+class Transfer:
+    """A handle. `state` changes under the board's lock; `polled` is what the owner knows of it."""
+
+    operation: Operation
+    runs: np.ndarray  # [n, 3] int64
+    notify: bytes
+    state: TransferState = TransferState.PENDING
+    polled: TransferState = TransferState.PENDING
+
+
+class TransferBoard:
+    """States of transfers, and notifications. `lock` also guards what the transport shares between its threads."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Condition()
+        self._inbox: deque[Notification] = deque()
+        self._on_change: Callable[[], None] = lambda: None
+
+    def set_on_change(self, callback: Callable[[], None]) -> None:
+        """It is called from another thread, without the lock, when a state has changed or a notification has come."""
+        self._on_change = callback
+
+    def set_state(self, transfers: Sequence[Transfer], state: TransferState) -> None:
+        """Does not change what has settled. Must not be called with the lock held."""
+        with self.lock:
+            for transfer in transfers:
+                if not transfer.state.is_settled:
+                    transfer.state = state
+            self.lock.notify_all()
+        if transfers:
+            self._on_change()
+
+    def finish(self, transfer: Transfer) -> None:
+        """Its last byte has landed. It is DONE if it has not been given up in the meantime."""
+        with self.lock:
+            if transfer.state is TransferState.PENDING:
+                transfer.state = TransferState.DONE
+        self.set_state([transfer], TransferState.FAILED_SETTLED)
+
+    def poll(self, handle: TransferHandle) -> TransferState:
+        assert isinstance(handle, Transfer), handle
+        with self.lock:
+            handle.polled = handle.state
+            return handle.state
+
+    def wait(self, handles: Sequence[TransferHandle], seconds: float) -> None:
+        transfers = [handle for handle in handles if isinstance(handle, Transfer)]
+        with self.lock:
+            self.lock.wait_for(lambda: any(each.state is not each.polled for each in transfers), max(0.0, seconds))
+
+    def deliver(self, notification: Notification) -> None:
+        with self.lock:
+            is_full = len(self._inbox) >= MAX_NOTIFICATIONS
+            if not is_full:
+                self._inbox.append(notification)
+        if is_full:
+            _logger.warning("dropping a notification from %s: %d are waiting", notification.peer, MAX_NOTIFICATIONS)
+        self._on_change()
+
+    def take_notifications(self) -> list[Notification]:
+        with self.lock:
+            news = list(self._inbox)
+            self._inbox.clear()
+            return news

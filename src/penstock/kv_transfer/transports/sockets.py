@@ -1,0 +1,296 @@
+"""A transport over TCP, with nothing but the standard library.
+
+Every endpoint listens. To read, a thread of the reader sends the ranges, and a thread of the peer answers with the
+bytes, straight out of its registered memory; the reader's thread receives them straight into its own. A write goes the
+other way, after the peer has accepted its ranges. So registered memory is only written by threads of its own process:
+once such a thread has ended, nothing can land any more. Connections are authenticated with the cluster key, and the
+messages on them are sealed; the transferred bytes are neither sealed nor encrypted.
+
+A connection that breaks takes the whole peer with it, until `connect` is called again. What is under way then:
+
+    READ     FAILED_UNSETTLED until the thread that receives has noticed, which takes no longer than a system call,
+             then FAILED_SETTLED
+    WRITE    once bytes have been sent, FAILED_UNSETTLED until the peer has closed the connection: a process that is
+             stopped will still take what its kernel has received when it goes on. If the peer's host has become
+             unreachable, this cannot be known, and the transfer stays as it is
+
+`close` waits for all threads. What they have sent for a WRITE may still land in the peer's memory; the peer's own
+`close` ends that. A peer that breaks the protocol, or that stalls, loses its connection and no more.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from penstock.kv_transfer.transports.base import Notification, Operation, PeerId, TransferHandle, TransferState
+from penstock.kv_transfer.transports.board import MAX_NOTIFY_BYTES, Transfer, TransferBoard
+from penstock.kv_transfer.transports.flat_memory import FlatMemory, check_runs, merged
+from penstock.kv_transfer.transports.socket_protocol import (
+    EPOCH_BYTES,
+    FRAME_BYTES,
+    PURPOSE,
+    Address,
+    Answer,
+    Hello,
+    Landed,
+    Request,
+    SocketLimits,
+    decode,
+    encode,
+)
+from penstock.kv_transfer.transports.socket_server import SocketServer
+from penstock.kv_transfer.transports.stream import Stream
+from penstock.kv_transfer.transports.threads import ThreadGroup
+from penstock.utils.errors import PeerError
+from penstock.utils.logging import get_logger
+
+_logger = get_logger(__name__)
+
+_CLOSE_SECONDS = 30.0
+_GRACE_SECONDS = 1.0  # for peers to confirm the end of writes, in `close`
+
+
+@dataclass(slots=True, eq=False)
+class _Link:
+    """One connection to a peer. `transfer` is what its thread is at; `has_sent`: bytes of a write are on their way."""
+
+    stream: Stream
+    transfer: Transfer | None = None
+    has_sent: bool = False
+
+    def cut(self) -> None:
+        """A write's end is only known when the peer closes the connection: that direction stays open."""
+        if self.has_sent:
+            self.stream.cut_sending()
+        else:
+            self.stream.cut()
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    """Transfers in their order, which the first idle link takes. `num_links` counts those on their way too."""
+
+    address: Address
+    num_bytes: int
+    queue: deque[Transfer] = field(default_factory=deque[Transfer])
+    links: list[_Link] = field(default_factory=list[_Link])
+    num_links: int = 1
+    is_lost: bool = False
+
+
+class SocketsTransport:
+    """One life of one endpoint (`DataTransport`). `host` is the address to listen on and the one that peers connect to.
+
+    Raises ConfigError when the host has no such address.
+    """
+
+    def __init__(self, host: str, key: bytes, limits: SocketLimits | None = None) -> None:
+        self._key = key
+        self._limits = limits or SocketLimits()
+        self._board = TransferBoard()
+        self._memory = FlatMemory()
+        self._peers: dict[PeerId, _Peer] = {}
+        self._links: set[_Link] = set()
+        self._is_closed = False
+        epoch = os.urandom(EPOCH_BYTES)
+        self._server = SocketServer(host, key, epoch, self._limits, self._board)
+        self._address = Address(host, self._server.port, epoch)
+        self._threads = ThreadGroup(f"kv-data-{self._server.port}-link")
+
+    def set_on_change(self, callback: Callable[[], None]) -> None:
+        """It is called from a thread of the transport when a transfer has ended or a notification has come."""
+        self._board.set_on_change(callback)
+
+    def register(self, regions: Sequence[memoryview]) -> None:
+        assert not self._memory.num_bytes, "memory is registered once"
+        self._memory = self._server.memory = FlatMemory(regions)
+
+    def descriptor(self) -> bytes:
+        return encode(self._address)
+
+    def connect(self, descriptor: bytes) -> PeerId:
+        if self._is_closed:
+            raise PeerError("this endpoint has been closed")
+        address = decode(Address, descriptor)
+        known = self._peers.get(address.peer_id)
+        if known is not None:
+            if self._is_alive(known):
+                return address.peer_id
+            self._lose(known)
+        stream, num_bytes = self._dial(address)
+        peer = _Peer(address, num_bytes)
+        with self._board.lock:
+            self._peers[address.peer_id] = peer
+            self._threads.start(self._serve_link, peer, _Link(stream))
+        return address.peer_id
+
+    def submit(self, operation: Operation, peer: PeerId, runs: np.ndarray, notify: bytes = b"") -> TransferHandle:
+        limits = self._limits
+        assert len(notify) <= MAX_NOTIFY_BYTES, len(notify)
+        with self._board.lock:
+            target = self._peers.get(peer)
+            if target is None:
+                raise PeerError(f"{peer} is not connected")
+            check_runs(runs, self._memory.num_bytes, target.num_bytes)
+            if len(runs) > limits.max_runs:
+                raise PeerError(f"a transfer has {len(runs)} runs; the limit is {limits.max_runs}")
+            transfer = Transfer(operation, runs, notify)
+            target.queue.append(transfer)
+            num_idle = target.num_links - sum(link.transfer is not None for link in target.links)
+            needs_link = num_idle < len(target.queue) and target.num_links < limits.connections_per_peer
+            target.num_links += needs_link
+            if needs_link:
+                self._threads.start(self._add_link, target)
+            self._board.lock.notify_all()
+        return transfer
+
+    def poll(self, handle: TransferHandle) -> TransferState:
+        return self._board.poll(handle)
+
+    def wait(self, handles: Sequence[TransferHandle], seconds: float) -> None:
+        self._board.wait(handles, seconds)
+
+    def notifications(self) -> list[Notification]:
+        return self._board.take_notifications()
+
+    def disconnect(self, peer: PeerId) -> None:
+        known = self._peers.get(peer)
+        if known is not None:
+            self._lose(known)
+
+    def close(self) -> None:
+        with self._board.lock:
+            self._is_closed = True
+            peers = list(self._peers.values())
+        for peer in peers:
+            self._lose(peer)
+        self._threads.join(_GRACE_SECONDS)
+        with self._board.lock:
+            for link in self._links:
+                link.stream.cut()
+        assert self._threads.join(_CLOSE_SECONDS), f"a thread has not ended within {_CLOSE_SECONDS} seconds"
+        self._server.close(_CLOSE_SECONDS)
+        self._memory = FlatMemory()
+
+    def _dial(self, address: Address) -> tuple[Stream, int]:
+        """A connection to that life of the peer, and the size of its memory. Raises PeerError."""
+        seconds = self._limits.connect_seconds
+        try:
+            connection = socket.create_connection((address.host, address.port), seconds)
+        except (OSError, ValueError, OverflowError) as error:
+            raise PeerError(f"{address.peer_id} cannot be reached: {error}") from error
+        stream = Stream(connection, self._limits.stall_seconds)
+        try:
+            stream.authenticate(self._key, True, PURPOSE, seconds, FRAME_BYTES)
+            stream.send(encode(Hello(address.epoch, self._address.peer_id)))
+            answer = decode(Answer, stream.receive())
+            if answer.refusal:
+                raise PeerError(f"{address.peer_id} refuses the connection: {answer.refusal}")
+        except PeerError:
+            stream.close()
+            raise
+        return stream, answer.num_bytes
+
+    def _is_alive(self, peer: _Peer) -> bool:
+        """As far as can be seen: connections on which the peer has something to say are not asked."""
+        with self._board.lock:
+            return not peer.is_lost and all(link.transfer is not None or link.stream.is_alive() for link in peer.links)
+
+    def _add_link(self, peer: _Peer) -> None:
+        """One more connection, so that another transfer can be under way. Without it, transfers wait."""
+        try:
+            stream, _ = self._dial(peer.address)
+        except PeerError as error:
+            _logger.debug("no further connection: %s", error)
+            with self._board.lock:
+                peer.num_links -= 1
+            return
+        self._serve_link(peer, _Link(stream))
+
+    def _serve_link(self, peer: _Peer, link: _Link) -> None:
+        """The thread of a link."""
+        with self._board.lock:
+            peer.links.append(link)
+            self._links.add(link)
+        try:
+            while self._take(peer, link):
+                self._execute(link)
+        except PeerError as error:
+            _logger.info("the connection to %s has ended: %s", peer.address.peer_id, error)
+        except Exception:
+            _logger.exception("the connection to %s has ended because of a bug", peer.address.peer_id)
+        finally:
+            self._lose(peer)
+            self._settle(link)
+            link.stream.close()
+            with self._board.lock:
+                self._links.discard(link)
+
+    def _take(self, peer: _Peer, link: _Link) -> bool:
+        """Waits for the link's next transfer; False when the peer has been given up."""
+        with self._board.lock:
+            link.transfer, link.has_sent = None, False
+            self._board.lock.wait_for(lambda: peer.queue or peer.is_lost)
+            if peer.is_lost:
+                return False
+            link.transfer = peer.queue.popleft()
+            return True
+
+    def _execute(self, link: _Link) -> None:
+        """Raises PeerError when the connection is of no use any more."""
+        stream, transfer = link.stream, link.transfer
+        assert transfer is not None
+        segments = merged(self._memory.segments(transfer.runs[:, [0, 2]]))
+        is_read = transfer.operation is Operation.READ
+        ranges = transfer.runs[:, 1:].astype("<i8").tobytes()
+        stream.send(encode(Request(transfer.operation, ranges, b"" if is_read else transfer.notify)))
+        answer = decode(Answer, stream.receive())
+        if answer.refusal:
+            _logger.warning("the peer refuses a transfer: %s", answer.refusal)
+            self._board.set_state([transfer], TransferState.FAILED_SETTLED)
+            return
+        if is_read:
+            stream.receive_segments(segments)
+            if transfer.notify:
+                stream.send(encode(Landed(transfer.notify)))
+        else:
+            with self._board.lock:
+                # Before, a cut ends both directions.
+                link.has_sent = not stream.is_cut
+            stream.send_segments(segments)
+            decode(Answer, stream.receive())
+        self._board.finish(transfer)
+
+    def _settle(self, link: _Link) -> None:
+        """The link's connection is of no use any more. Returns when its transfer has settled, or never will."""
+        transfer = link.transfer
+        if transfer is None:
+            return
+        if link.has_sent:
+            self._board.set_state([transfer], TransferState.FAILED_UNSETTLED)
+            link.cut()
+            if not link.stream.wait_for_end():
+                return
+        self._board.set_state([transfer], TransferState.FAILED_SETTLED)
+
+    def _lose(self, peer: _Peer) -> None:
+        """Gives the peer up. Its transfers settle now, or when their threads have noticed."""
+        with self._board.lock:
+            if peer.is_lost:
+                return
+            peer.is_lost = True
+            self._peers.pop(peer.address.peer_id, None)
+            queued = list(peer.queue)
+            peer.queue.clear()
+            running = [link.transfer for link in peer.links if link.transfer is not None]
+            for link in peer.links:
+                link.cut()
+            self._board.lock.notify_all()
+        self._board.set_state(queued, TransferState.FAILED_SETTLED)
+        self._board.set_state(running, TransferState.FAILED_UNSETTLED)

@@ -1,0 +1,209 @@
+"""One authenticated TCP connection as blocking threads use it: sealed frames, and raw bytes from and to memory.
+
+One thread at a time reads and writes a stream, and only it may close it. Any thread may `cut` it: then the other one's
+call ends soon, with PeerError, and every later one at once. Everything that goes wrong on a connection is a PeerError.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+import numpy as np
+
+from penstock.kv_transfer.authentication import Authentication
+from penstock.utils.errors import PeerError
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_MAX_SEGMENTS = 1024  # of one system call (IOV_MAX)
+
+
+class _MessageHeader(ctypes.Structure):
+    """`struct msghdr` of Linux."""
+
+    _fields_ = [
+        ("name", ctypes.c_void_p),
+        ("name_bytes", ctypes.c_uint32),
+        ("segments", ctypes.c_void_p),
+        ("num_segments", ctypes.c_size_t),
+        ("control", ctypes.c_void_p),
+        ("control_bytes", ctypes.c_size_t),
+        ("flags", ctypes.c_int),
+    ]
+
+
+def _system_call(name: str) -> Callable[[int, object, int], int]:
+    function = getattr(_LIBC, name)
+    function.argtypes = (ctypes.c_int, ctypes.POINTER(_MessageHeader), ctypes.c_int)
+    function.restype = ctypes.c_ssize_t
+    return function
+
+
+_sendmsg, _recvmsg = _system_call("sendmsg"), _system_call("recvmsg")
+
+
+class Stream:
+    """`stall_seconds`: so long may a peer not move a byte while it is its turn."""
+
+    def __init__(self, connection: socket.socket, stall_seconds: float) -> None:
+        self._socket = connection
+        self._stall_seconds = stall_seconds
+        self._lock = threading.Lock()
+        self.is_cut = False
+        self._is_receiving_cut = False
+        connection.setblocking(True)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # The system finds out when the peer's host is gone, also while it is nobody's turn.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+        self._limit(stall_seconds)
+
+    def _limit(self, seconds: float) -> None:
+        timeout = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6) or 1)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
+
+    def authenticate(self, key: bytes, is_client: bool, purpose: bytes, seconds: float, max_frame_bytes: int) -> None:
+        """Must be over after so many seconds, however busily the peer sends."""
+        deadline = time.monotonic() + seconds
+        authentication = Authentication(key, is_client, purpose)
+        self._limit(seconds)
+        self._send(authentication.greeting())
+        while not authentication.is_done:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise PeerError(f"the peer has not authenticated itself within {seconds} seconds")
+            self._limit(left)
+            self._send(authentication.receive(self._receive(authentication.num_missing)))
+        self._limit(self._stall_seconds)
+        self._sealer = authentication.sealer()
+        self._opener = authentication.opener(max_frame_bytes)
+
+    def send(self, payload: bytes) -> None:
+        """One frame."""
+        self._send(self._sealer.seal(payload))
+
+    def receive(self) -> bytes:
+        """One frame."""
+        while True:
+            payloads = self._opener.feed(self._receive(self._opener.num_missing))
+            if payloads:
+                return payloads[0]
+
+    def wait_for_data(self) -> None:
+        """Waits, without a limit, until the peer sends something, or the connection ends."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        poll.poll()
+
+    def is_alive(self) -> bool:
+        """Whether the peer has not closed the connection; for streams on which it is not the peer's turn."""
+        try:
+            return not self.is_cut and self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def send_segments(self, segments: np.ndarray) -> None:
+        """Sends memory: [n, 2] int64 of address and bytes. The GIL is free meanwhile."""
+        self._move(segments, _sendmsg, socket.MSG_NOSIGNAL)
+
+    def receive_segments(self, segments: np.ndarray) -> None:
+        """Fills memory. The kernel writes it during this call only."""
+        self._move(segments, _recvmsg, socket.MSG_WAITALL)
+
+    def _move(self, segments: np.ndarray, call: Callable[[int, object, int], int], flags: int) -> None:
+        ends = np.cumsum(segments[:, 1])
+        total, done = int(ends[-1]) if len(ends) else 0, 0
+        # An array of `struct iovec`, whose first unfinished entry is shortened to what it lacks.
+        vector = segments.copy()
+        while done < total:
+            self._check()
+            first = int(np.searchsorted(ends, done, "right"))
+            missing = int(ends[first]) - done
+            vector[first] = (segments[first].sum() - missing, missing)
+            header = _MessageHeader(
+                segments=vector[first:].ctypes.data, num_segments=min(_MAX_SEGMENTS, len(vector) - first)
+            )
+            moved = call(self._socket.fileno(), ctypes.byref(header), flags)
+            if moved < 0:
+                code = ctypes.get_errno()
+                if code != errno.EINTR:
+                    self._fail(OSError(code, os.strerror(code)))
+            elif moved == 0:
+                raise PeerError("the peer has closed the connection")
+            else:
+                done += moved
+
+    def _send(self, data: bytes) -> None:
+        self._check()
+        try:
+            self._socket.sendall(data)
+        except OSError as error:
+            self._fail(error)
+
+    def _receive(self, num_bytes: int) -> bytes:
+        """At least one byte and at most so many."""
+        self._check()
+        try:
+            data = self._socket.recv(min(num_bytes, 1 << 20))
+        except OSError as error:
+            self._fail(error)
+        if not data:
+            raise PeerError("the peer has closed the connection; if it has just begun, compare the cluster keys")
+        return data
+
+    def _check(self) -> None:
+        if self.is_cut:
+            raise PeerError("the connection has been given up")
+
+    def _fail(self, error: OSError) -> NoReturn:
+        self._check()
+        if error.errno in (errno.EAGAIN, errno.EWOULDBLOCK):
+            raise PeerError(f"the peer has moved no byte for {self._stall_seconds} seconds") from None
+        raise PeerError(f"the connection is lost: {error}") from error
+
+    def cut(self) -> None:
+        """Ends both directions. Memory is written no more, but by a call that is under way and that this ends."""
+        self._is_receiving_cut = True
+        self._shut(socket.SHUT_RDWR)
+
+    def cut_sending(self) -> None:
+        """The peer reads the end of the stream behind what was sent."""
+        self._shut(socket.SHUT_WR)
+
+    def _shut(self, how: int) -> None:
+        self.is_cut = True
+        with self._lock:
+            try:
+                self._socket.shutdown(how)
+            except OSError:
+                return  # the connection has ended
+
+    def wait_for_end(self) -> bool:
+        """After `cut_sending`: waits until the peer's process has closed its end; False when that cannot be told."""
+        try:
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
+            while self._socket.recv(1 << 16):
+                pass
+        except ConnectionError:
+            pass
+        except OSError:
+            return False
+        return not self._is_receiving_cut
+
+    def close(self) -> None:
+        self.is_cut = True
+        with self._lock:
+            self._socket.close()
