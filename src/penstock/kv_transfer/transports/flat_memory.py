@@ -48,24 +48,46 @@ class FlatMemory:
 
         A range that crosses regions becomes several segments; one without bytes disappears.
         """
-        ranges = ranges[ranges[:, 1] > 0]
-        first = np.searchsorted(self._ends, ranges[:, 0], "right")
-        last = np.searchsorted(self._ends, ranges[:, 0] + ranges[:, 1], "left")
-        if (first != last).any():
-            ranges, first = self._split(ranges, first, last)
-        segments = ranges.astype(np.int64)
-        segments[:, 0] += self._addresses[first] - self._starts[first]
-        return segments
+        return self.located(self.split(ranges, 0), 0)
 
-    def _split(self, ranges: np.ndarray, first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Cuts the ranges at the ends of the regions. Returns the pieces, and the number of each one's region."""
+    def split(self, runs: np.ndarray, column: int) -> np.ndarray:
+        """Cuts runs where a region ends: [n, k] int64, whose last column is bytes and the others are offsets, those in
+        `column` of this memory. Runs without bytes disappear."""
+        runs = runs[runs[:, -1] > 0]
+        first = np.searchsorted(self._ends, runs[:, column], "right")
+        last = np.searchsorted(self._ends, runs[:, column] + runs[:, -1], "left")
+        if (first == last).all():
+            return runs
         counts = last - first + 1
-        source = np.repeat(np.arange(len(ranges)), counts)
+        source = np.repeat(np.arange(len(runs)), counts)
         region = np.arange(len(source)) - np.repeat(np.cumsum(counts) - counts, counts) + first[source]
-        starts = np.maximum(ranges[source, 0], self._starts[region])
-        ends = np.minimum(ranges[source].sum(1), self._ends[region])
-        is_used = ends > starts
-        return np.stack([starts, ends - starts], 1)[is_used], region[is_used]
+        whole = runs[source]
+        starts = np.maximum(whole[:, column], self._starts[region])
+        ends = np.minimum(whole[:, column] + whole[:, -1], self._ends[region])
+        pieces = whole + (starts - whole[:, column])[:, None]
+        pieces[:, -1] = ends - starts
+        return pieces[ends > starts]
+
+    def located(self, runs: np.ndarray, column: int) -> np.ndarray:
+        """The same runs with addresses instead of the offsets in `column`; each must lie in one region."""
+        region = np.searchsorted(self._ends, runs[:, column], "right")
+        located = runs.astype(np.int64)
+        located[:, column] += self._addresses[region] - self._starts[region]
+        return located
+
+
+def pair_segments(local: FlatMemory, remote: FlatMemory, runs: np.ndarray) -> np.ndarray:
+    """[m, 3] int64 of local address, remote address, bytes, of [n, 3] int64 runs that have been checked."""
+    return remote.located(local.located(remote.split(local.split(runs, 0), 1), 0), 1)
+
+
+def merged(segments: np.ndarray) -> np.ndarray:
+    """The same memory with as few segments as possible, in the same order."""
+    if len(segments) < 2:
+        return segments
+    is_first = np.ones(len(segments), bool)
+    is_first[1:] = segments[1:, 0] != segments[:-1].sum(1)
+    return np.stack([segments[is_first, 0], np.add.reduceat(segments[:, 1], np.flatnonzero(is_first))], 1)
 
 
 def check_ranges(offsets: np.ndarray, sizes: np.ndarray, num_bytes: int, whose: str) -> None:

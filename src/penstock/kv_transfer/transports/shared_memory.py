@@ -1,0 +1,358 @@
+"""A transport within one host: each side maps the memory of the other by its name, and copies.
+
+A transfer is executed by the thread of its submitter that belongs to the peer, in both directions. Copies are cut into
+pieces, so that giving a peer up takes no longer than one piece, and after its thread has ended nothing can move.
+
+Every endpoint also listens on a Unix socket without a file (an abstract address, which holds a random epoch). A peer
+keeps a connection to it open for as long as it has the memory mapped: its end is the end of that life, the kernel
+closes it however the process ends, and notifications travel on it. Both sides verify with the kernel that the other
+process belongs to the same user, who could open the memory anyway; so there is no key. `close` shuts the connections of
+peers down and waits until they have ended their copies.
+
+It works where processes share /proc and the network namespace: on one host, and not in different containers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from penstock.kv_transfer.transports.base import Notification, Operation, PeerId, TransferHandle, TransferState
+from penstock.kv_transfer.transports.board import MAX_NOTIFY_BYTES, Transfer, TransferBoard
+from penstock.kv_transfer.transports.flat_memory import FlatMemory, check_runs, pair_segments
+from penstock.kv_transfer.transports.memory_copy import copy_in_pieces
+from penstock.kv_transfer.transports.threads import ThreadGroup
+from penstock.messages.kv_layout import MemoryRegion
+from penstock.utils.errors import ConfigError, PeerError
+from penstock.utils.logging import get_logger
+from penstock.utils.shared_memory import attach_memory
+
+_logger = get_logger(__name__)
+
+_MESSAGE_BYTES = MAX_NOTIFY_BYTES + 4096
+_MAX_PEERS = 256
+_ANSWER_SECONDS = 5.0
+_CLOSE_SECONDS = 10.0
+_CREDENTIALS = struct.Struct("3i")  # `struct ucred`: process, user, group
+
+
+class _Region(msgspec.Struct, frozen=True):
+    path: str
+    num_bytes: int
+
+
+class _Endpoint(msgspec.Struct, frozen=True, tag="shared_memory", forbid_unknown_fields=True):
+    """The descriptor of one life of an endpoint."""
+
+    epoch: bytes
+    regions: tuple[_Region, ...]
+
+    @property
+    def peer_id(self) -> PeerId:
+        return f"shared_memory#{self.epoch.hex()}"
+
+    @property
+    def address(self) -> bytes:
+        return b"\0penstock-kv-" + self.epoch.hex().encode()
+
+
+class _Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """The first message of a peer; it is sent back to it."""
+
+    sender: str
+
+
+class _Notify(msgspec.Struct, frozen=True, tag="notify"):
+    message: bytes
+
+
+_encode = msgspec.msgpack.encode
+_decode_endpoint = msgspec.msgpack.Decoder(_Endpoint).decode
+_decode_message = msgspec.msgpack.Decoder(_Hello | _Notify).decode
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    endpoint: _Endpoint
+    control: socket.socket
+    memory: FlatMemory
+    queue: deque[Transfer] = field(default_factory=deque[Transfer])
+    running: Transfer | None = None
+    is_lost: bool = False
+    has_left: threading.Event = field(default_factory=threading.Event)  # the thread that watches it
+
+
+class SharedMemoryTransport:
+    """One life of one endpoint (`DataTransport`). `regions` say by which path each registered region can be mapped."""
+
+    def __init__(self, regions: Sequence[MemoryRegion]) -> None:
+        named = [_Region(region.path, region.num_bytes) for region in regions if region.path is not None]
+        if len(named) != len(regions):
+            raise ConfigError(
+                "the shared_memory transport needs memory that other processes can map, and some of the KV cache has "
+                "no path: choose transport=sockets"
+            )
+        self._endpoint = _Endpoint(os.urandom(16), tuple(named))
+        self._board = TransferBoard()
+        self._memory = FlatMemory()
+        self._peers: dict[PeerId, _Peer] = {}
+        self._served: set[socket.socket] = set()
+        self._threads = ThreadGroup(f"kv-shared-{self._endpoint.epoch.hex()[:8]}")
+        self._closing = threading.Event()
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listener.bind(self._endpoint.address)
+        self._listener.listen(_MAX_PEERS)
+        self._threads.start(self._accept)
+
+    def set_on_change(self, callback: Callable[[], None]) -> None:
+        """It is called from a thread of the transport when a transfer has ended or a notification has come."""
+        self._board.set_on_change(callback)
+
+    def register(self, regions: Sequence[memoryview]) -> None:
+        assert not self._memory.num_bytes, "memory is registered once"
+        sizes = [region.nbytes for region in regions]
+        assert sizes == [region.num_bytes for region in self._endpoint.regions], (sizes, self._endpoint.regions)
+        self._memory = FlatMemory(regions)
+
+    def descriptor(self) -> bytes:
+        return _encode(self._endpoint)
+
+    def connect(self, descriptor: bytes) -> PeerId:
+        if self._closing.is_set():
+            raise PeerError("this endpoint has been closed")
+        try:
+            endpoint = _decode_endpoint(descriptor)
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            raise PeerError(f"a descriptor is invalid: {error}") from None
+        known = self._peers.get(endpoint.peer_id)
+        if known is not None:
+            if _is_open(known.control):
+                return endpoint.peer_id
+            self._lose(known)
+        control = self._dial(endpoint)
+        try:
+            # The connection stands: what a path names now belongs to that life, and not to a later process.
+            mappings = [attach_memory(region.path, region.num_bytes) for region in endpoint.regions]
+            if not _is_open(control):
+                raise PeerError(f"{endpoint.peer_id} has ended")
+        except (OSError, ValueError, OverflowError, PeerError) as error:
+            control.close()
+            raise PeerError(f"the memory of {endpoint.peer_id} cannot be mapped: {error}") from error
+        peer = _Peer(endpoint, control, FlatMemory([mapping.view for mapping in mappings]))
+        with self._board.lock:
+            self._peers[endpoint.peer_id] = peer
+            self._threads.start(self._watch, peer)
+            self._threads.start(self._copy_for, peer)
+        return endpoint.peer_id
+
+    def submit(self, operation: Operation, peer: PeerId, runs: np.ndarray, notify: bytes = b"") -> TransferHandle:
+        assert len(notify) <= MAX_NOTIFY_BYTES, len(notify)
+        with self._board.lock:
+            target = self._peers.get(peer)
+            if target is None:
+                raise PeerError(f"{peer} is not connected")
+            check_runs(runs, self._memory.num_bytes, target.memory.num_bytes)
+            transfer = Transfer(operation, runs, notify)
+            target.queue.append(transfer)
+            self._board.lock.notify_all()
+        return transfer
+
+    def poll(self, handle: TransferHandle) -> TransferState:
+        return self._board.poll(handle)
+
+    def wait(self, handles: Sequence[TransferHandle], seconds: float) -> None:
+        self._board.wait(handles, seconds)
+
+    def notifications(self) -> list[Notification]:
+        return self._board.take_notifications()
+
+    def disconnect(self, peer: PeerId) -> None:
+        known = self._peers.get(peer)
+        if known is not None:
+            self._lose(known)
+
+    def close(self) -> None:
+        with self._board.lock:
+            self._closing.set()
+            peers, served = list(self._peers.values()), list(self._served)
+        _shut(self._listener, socket.SHUT_RDWR)
+        for peer in peers:
+            self._lose(peer)
+        for connection in served:
+            _shut(connection, socket.SHUT_WR)
+        if not self._threads.join(_CLOSE_SECONDS):
+            _logger.error("a peer may still touch the KV memory %s seconds after it was told to stop", _CLOSE_SECONDS)
+            with self._board.lock:
+                for connection in self._served:
+                    _shut(connection, socket.SHUT_RDWR)
+            assert self._threads.join(_CLOSE_SECONDS), f"a thread has not ended within {_CLOSE_SECONDS} seconds"
+        self._listener.close()
+        self._memory = FlatMemory()
+
+    def _dial(self, endpoint: _Endpoint) -> socket.socket:
+        """A connection to that life of the peer. Raises PeerError."""
+        control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            control.settimeout(_ANSWER_SECONDS)
+            control.connect(endpoint.address)
+            _check_user(control)
+            hello = _encode(_Hello(self._endpoint.peer_id))
+            control.send(hello)
+            if control.recv(_MESSAGE_BYTES) != hello:
+                raise PeerError("it refuses the connection")
+            control.settimeout(None)
+        except (OSError, PeerError) as error:
+            control.close()
+            raise PeerError(f"{endpoint.peer_id} cannot be reached, or has ended: {error}") from error
+        return control
+
+    def _watch(self, peer: _Peer) -> None:
+        """A thread per peer: waits for its end."""
+        try:
+            while peer.control.recv(_MESSAGE_BYTES):
+                pass
+        except OSError as error:
+            _logger.debug("the connection to %s has ended: %s", peer.endpoint.peer_id, error)
+        self._lose(peer)
+        peer.has_left.set()
+
+    def _copy_for(self, peer: _Peer) -> None:
+        """A thread per peer: executes transfers in their order. It closes the connection when it copies no more."""
+        try:
+            while (transfer := self._take(peer)) is not None:
+                self._execute(peer, transfer)
+                self._board.set_state([transfer], TransferState.FAILED_SETTLED)
+        except Exception:
+            _logger.exception("transfers with %s have ended because of a bug", peer.endpoint.peer_id)
+        finally:
+            self._lose(peer)
+            if peer.running is not None:
+                self._board.set_state([peer.running], TransferState.FAILED_SETTLED)
+            peer.memory = FlatMemory()
+            peer.has_left.wait()
+            peer.control.close()
+
+    def _take(self, peer: _Peer) -> Transfer | None:
+        """Waits for the next transfer; None when the peer has been given up."""
+        with self._board.lock:
+            self._board.lock.wait_for(lambda: peer.queue or peer.is_lost)
+            peer.running = None if peer.is_lost else peer.queue.popleft()
+            return peer.running
+
+    def _execute(self, peer: _Peer, transfer: Transfer) -> None:
+        """Returns early, without an end of the transfer, when the peer is lost."""
+        if not self._is_alive(peer):
+            return
+        runs = pair_segments(self._memory, peer.memory, transfer.runs)
+        if transfer.operation is Operation.WRITE:
+            runs = runs[:, [1, 0, 2]]
+        for _ in copy_in_pieces(runs):
+            if peer.is_lost:
+                return
+        # What came from a process that has died meanwhile is not to be relied upon.
+        if self._is_alive(peer) and self._notify(peer, transfer.notify):
+            self._board.finish(transfer)
+
+    def _is_alive(self, peer: _Peer) -> bool:
+        is_alive = not peer.is_lost and _is_open(peer.control)
+        if not is_alive:
+            self._lose(peer)
+        return is_alive
+
+    def _notify(self, peer: _Peer, message: bytes) -> bool:
+        try:
+            if message:
+                peer.control.send(_encode(_Notify(message)))
+        except OSError:
+            self._lose(peer)
+            return False
+        return True
+
+    def _lose(self, peer: _Peer) -> None:
+        """Gives the peer up. Its transfers settle now, or when its thread has noticed."""
+        with self._board.lock:
+            if peer.is_lost:
+                return
+            peer.is_lost = True
+            self._peers.pop(peer.endpoint.peer_id, None)
+            queued, running = list(peer.queue), [] if peer.running is None else [peer.running]
+            peer.queue.clear()
+            # Only this end: the peer takes the end of the other direction for the end of all copies.
+            _shut(peer.control, socket.SHUT_RD)
+            self._board.lock.notify_all()
+        self._board.set_state(queued, TransferState.FAILED_SETTLED)
+        self._board.set_state(running, TransferState.FAILED_UNSETTLED)
+
+    def _accept(self) -> None:
+        while not self._closing.is_set():
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:
+                if not self._closing.is_set():
+                    _logger.warning("cannot accept connections: %s", error)
+                    self._closing.wait(0.1)
+                continue
+            with self._board.lock:
+                is_wanted = not self._closing.is_set() and len(self._served) < _MAX_PEERS
+                if is_wanted:
+                    self._served.add(connection)
+                    self._threads.start(self._serve, connection)
+            if not is_wanted:
+                connection.close()
+
+    def _serve(self, connection: socket.socket) -> None:
+        """A thread per connection: takes the peer's notifications until it has ended."""
+        try:
+            self._receive(connection)
+        except (OSError, PeerError, msgspec.DecodeError, ValueError, RecursionError) as error:
+            _logger.debug("a connection has ended: %s", error)
+        finally:
+            with self._board.lock:
+                self._served.remove(connection)
+                connection.close()
+
+    def _receive(self, connection: socket.socket) -> None:
+        _check_user(connection)
+        connection.settimeout(_ANSWER_SECONDS)
+        data = connection.recv(_MESSAGE_BYTES)
+        hello = _decode_message(data)
+        if not isinstance(hello, _Hello):
+            raise PeerError("the first message must be a hello")
+        connection.send(data)
+        connection.settimeout(None)
+        while data := connection.recv(_MESSAGE_BYTES):
+            message = _decode_message(data)
+            if isinstance(message, _Notify):
+                self._board.deliver(Notification(hello.sender[:256], message.message))
+
+
+def _check_user(connection: socket.socket) -> None:
+    """Raises PeerError when the other process belongs to another user."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    user = _CREDENTIALS.unpack(credentials)[1]
+    if user not in (os.geteuid(), 0):
+        raise PeerError(f"the peer belongs to user {user}: both engines must run as the same user")
+
+
+def _is_open(connection: socket.socket) -> bool:
+    """Whether the other side has not ended; it says nothing that is kept for long."""
+    try:
+        return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+
+
+def _shut(connection: socket.socket, how: int) -> None:
+    with contextlib.suppress(OSError):  # it has ended
+        connection.shutdown(how)
