@@ -1,0 +1,134 @@
+"""How fast the transports bring KV from another process of this machine, beside plain TCP and a plain memory copy.
+
+    python bench/transports.py [--rounds 15] [--megabytes 64]
+
+Every method moves the same bytes in each round, in turn, so that a busy machine slows all of them down alike. Pieces
+lie in random order on both sides, which is the worst case: nothing can be merged. Plain TCP and the copy move one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import multiprocessing
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+import numpy as np
+
+from penstock.kv_transfer.transports.base import DataTransport, Operation, TransferState
+from penstock.kv_transfer.transports.shared_memory import SharedMemoryTransport
+from penstock.kv_transfer.transports.sockets import SocketsTransport
+from penstock.messages.kv_layout import MemoryRegion
+from penstock.utils.shared_memory import SharedMemory, create_memory
+
+KEY = b"bench"
+PIECES = {"4 KB": 4 << 10, "64 KB": 64 << 10, "1 MB": 1 << 20}
+
+
+def make_memory(num_bytes: int) -> SharedMemory:
+    memory = create_memory(num_bytes)
+    np.frombuffer(memory.view, np.uint8)[:] = 1
+    return memory
+
+
+def make_transports(memory: SharedMemory) -> dict[str, DataTransport]:
+    region = MemoryRegion("kv", len(memory.view), path=memory.name)
+    transports: dict[str, DataTransport] = {
+        "sockets": SocketsTransport("127.0.0.1", KEY),
+        "shared_memory": SharedMemoryTransport([region]),
+    }
+    for transport in transports.values():
+        transport.register([memory.view])
+    return transports
+
+
+def serve(pipe: Connection, num_bytes: int) -> None:
+    """The other process: its transports serve themselves; plain TCP sends the memory for every byte that comes."""
+    memory = make_memory(num_bytes)
+    transports = make_transports(memory)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        pipe.send((listener.getsockname()[1], {name: each.descriptor() for name, each in transports.items()}))
+        connection, _ = listener.accept()
+    with connection:
+        while connection.recv(1):
+            connection.sendall(memory.view)
+    for transport in transports.values():
+        transport.close()
+
+
+def reading(transport: DataTransport, descriptor: bytes, num_bytes: int, piece: int) -> Callable[[], None]:
+    rng, count = np.random.default_rng(0), num_bytes // piece
+    runs = np.stack([rng.permutation(count) * piece, rng.permutation(count) * piece, np.full(count, piece)], 1)
+    runs = runs.astype(np.int64)
+    peer = transport.connect(descriptor)
+
+    def read() -> None:
+        handle = transport.submit(Operation.READ, peer, runs)
+        while transport.poll(handle) is TransferState.PENDING:
+            transport.wait([handle], 60.0)
+        assert transport.poll(handle) is TransferState.DONE, transport.poll(handle)
+
+    return read
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--megabytes", type=int, default=64)
+    options = parser.parse_args()
+    num_bytes = options.megabytes << 20
+    context = multiprocessing.get_context("spawn")
+    pipe, child = context.Pipe()
+    process = context.Process(target=serve, args=(child, num_bytes))
+    process.start()
+    port, descriptors = pipe.recv()
+    memory, other = make_memory(num_bytes), make_memory(num_bytes)
+    transports = make_transports(memory)
+    with socket.create_connection(("127.0.0.1", port)) as plain:
+
+        def plain_tcp() -> None:
+            plain.sendall(b"x")
+            done = 0
+            while done < num_bytes:
+                done += plain.recv_into(memory.view[done:], 0, socket.MSG_WAITALL)
+
+        methods: dict[str, Callable[[], object]] = {
+            "memory copy": lambda: ctypes.memmove(memory.address, other.address, num_bytes),
+            "plain TCP": plain_tcp,
+        }
+        for name, transport in transports.items():
+            for label, piece in PIECES.items():
+                methods[f"{name}, {label}"] = reading(transport, descriptors[name], num_bytes, piece)
+        seconds: dict[str, list[float]] = {name: [] for name in methods}
+        for round_number in range(options.rounds + 2):
+            for name, method in methods.items():
+                start = time.perf_counter()
+                method()
+                if round_number >= 2:
+                    seconds[name].append(time.perf_counter() - start)
+    for transport in transports.values():
+        transport.close()
+    process.join()
+    report(seconds, num_bytes)
+
+
+def report(seconds: dict[str, list[float]], num_bytes: int) -> None:
+    medians = {name: statistics.median(of_method) for name, of_method in seconds.items()}
+    sys.stdout.write("| method | ms | GB/s | of plain TCP | of a memory copy |\n|---|---|---|---|---|\n")
+    for name, median in medians.items():
+        # The ratio of each round, so that what slows down one round does not count.
+        of_tcp, of_copy = (
+            statistics.median(theirs / ours for theirs, ours in zip(seconds[base], seconds[name], strict=True))
+            for base in ("plain TCP", "memory copy")
+        )
+        speed = num_bytes / median / 1e9
+        sys.stdout.write(f"| {name} | {median * 1e3:.1f} | {speed:.2f} | {of_tcp:.2f} | {of_copy:.2f} |\n")
+
+
+if __name__ == "__main__":
+    main()
