@@ -16,7 +16,7 @@ from penstock.kv_transfer.p2p.consumer import Cancel, Consumer, Dial, Ended, Rea
 from penstock.kv_transfer.p2p.messages import Abort, Done, DoneAck, Fetch, Grant, Message, Reason, Refuse, Renew
 from penstock.kv_transfer.p2p.params import RemoteDecode, RemotePrefill, read_params
 from penstock.kv_transfer.p2p.peers import LocalCluster, PeerList, check_host, is_loopback, read_cluster_key
-from penstock.kv_transfer.p2p.producer import Attest, Offer, Producer, ProducerRules, Release
+from penstock.kv_transfer.p2p.producer import Attest, Offer, Producer, ProducerRules, Release, Sent
 from penstock.kv_transfer.p2p.session import Send, find_differences
 from penstock.kv_transfer.p2p.ticket import Ticket, TicketOffice, digest_prompt
 from penstock.messages.kv_transfer import BadRange
@@ -224,7 +224,7 @@ def granted(now: float = 0.0) -> Producer:
 def test_a_grant_that_is_read_in_time_is_confirmed_and_released() -> None:
     producer = granted()
     producer.receive(PEER, Done("load"), 9.9)
-    assert producer.take_actions() == [Release("hold"), Send(PEER, DoneAck("load", True))]
+    assert producer.take_actions() == [Release("hold"), Sent(PEER, 16, 9.9), Send(PEER, DoneAck("load", True))]
     assert producer.num_held == 0
     assert producer.next_deadline is None
 

@@ -85,7 +85,9 @@ class CoreProcess:
         while self._take_messages():
             if self._core.has_work or self._core.has_transfers:
                 report = self._core.step()
-                if report.num_tokens or report.outputs or report.events:
+                # The last step before a rest tells what a KV connector has counted meanwhile.
+                is_last = not (self._core.has_work or self._core.has_transfers)
+                if report.num_tokens or report.outputs or report.events or is_last:
                     self._send(report)
 
     def _take_messages(self) -> bool:

@@ -24,8 +24,9 @@ from penstock.kv_transfer.p2p.messages import (
     Shard,
 )
 from penstock.kv_transfer.p2p.params import Address, RemotePrefill
-from penstock.kv_transfer.p2p.producer import Attest, Offer, Producer, ProducerAction, Release
+from penstock.kv_transfer.p2p.producer import Attest, Offer, Producer, ProducerAction, Release, Sent
 from penstock.kv_transfer.p2p.session import Close, PeerKey, Send, Sessions
+from penstock.kv_transfer.p2p.traffic import Traffic
 from penstock.messages.kv_transfer import BadRange, HandshakePayload, KVConnectorOutput, ShardId, TransferId
 from penstock.messages.scheduler_output import BlockIds
 from penstock.utils.clock import Clock
@@ -52,13 +53,17 @@ class P2PSettings:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Tokens [first, end) of a prompt, which shall come from `source` into the request's blocks `block_ids`."""
+    """Tokens [first, end) of a prompt, which shall come from `source` into the request's blocks `block_ids`.
+
+    `began` is when the request came to need them.
+    """
 
     source: RemotePrefill
     prompt_digest: bytes
     block_ids: BlockIds
     first: int
     end: int
+    began: float
 
 
 class Exchange:
@@ -73,6 +78,8 @@ class Exchange:
         self._consumer = consumer
         self._clock = clock
         self._loads: dict[TransferId, Load] = {}
+        self._traffic = Traffic()
+        self._bytes_per_token = 0.0
         self._events: list[ConnectorEvent] = []
         self._sessions = Sessions(self._hello(()), settings.ignored)
         self._jobs = WorkerJobs(settings.epoch, {}, settings.num_groups)
@@ -90,6 +97,8 @@ class Exchange:
             shards[shard] = Shard(shard, payload.layout, payload.descriptor)
         self._sessions = Sessions(self._hello(tuple(shards.values())), self._settings.ignored)
         self._jobs = WorkerJobs(self._settings.epoch, shards, self._settings.num_groups)
+        blocks = sum(layer.block_bytes for each in shards.values() for layer in each.layout.layers)
+        self._bytes_per_token = blocks / self._jobs.block_size
         host, port = self._channel.address
         by_rank: dict[str, dict[str, str]] = {}
         for pp_rank, tp_rank in shards:
@@ -124,7 +133,7 @@ class Exchange:
     def begin_load(self, transfer_id: TransferId, load: Load) -> None:
         """It ends in a `LoadEnded`."""
         self._loads[transfer_id] = load
-        self._consumer.begin(transfer_id, load.source, load.prompt_digest, load.first, load.end, now=self._clock.now())
+        self._consumer.begin(transfer_id, load.source, load.prompt_digest, load.first, load.end, now=load.began)
         self._perform()
 
     def refuse_load(self, transfer_id: TransferId, load: Load, reason: str) -> None:
@@ -184,7 +193,13 @@ class Exchange:
     def counters(self) -> Mapping[str, float]:
         produced = {f"p2p_producer_{name[4:]}": value for name, value in asdict(self._producer.counts).items()}
         consumed = {f"p2p_consumer_{name[4:]}": value for name, value in asdict(self._consumer.counts).items()}
-        return {"p2p_held": self._producer.num_held, **produced, **consumed, **self._jobs.counters}
+        return {
+            "p2p_held": self._producer.num_held,
+            **produced,
+            **consumed,
+            **self._jobs.counters,
+            **self._traffic.counters(),
+        }
 
     def check_integrity(self) -> None:
         self._producer.check_integrity()
@@ -275,6 +290,10 @@ class Exchange:
                 self._jobs.attest(action, reader)
             case Release(hold_id):
                 self._events.append(Released(hold_id))
+            case Sent(peer, num_tokens, seconds):
+                reader = self._sessions.hello_of(peer)
+                name = "" if reader is None else reader.engine_id
+                self._traffic.on_moved("to", name, num_tokens, self._bytes_of(num_tokens), seconds)
             case Read():
                 self._read(action)
             case Cancel(transfer_id):
@@ -299,4 +318,12 @@ class Exchange:
         if ended.reason:
             logger.warning("KV of %s does not come from another engine: %s", ended.transfer_id, ended.reason)
             bad = tuple(BadRange(group, load.first, load.end) for group in range(self._settings.num_groups))
+        if bad:
+            self._traffic.on_failed("from", load.source.engine_id)
+        else:
+            num_tokens, seconds = load.end - load.first, self._clock.now() - load.began
+            self._traffic.on_moved("from", load.source.engine_id, num_tokens, self._bytes_of(num_tokens), seconds)
         self._events.append(LoadEnded(ended.transfer_id, bad, ended.reason))
+
+    def _bytes_of(self, num_tokens: int) -> int:
+        return round(num_tokens * self._bytes_per_token)

@@ -70,7 +70,16 @@ class Release:
     hold_id: TransferId
 
 
-ProducerAction = Send | Attest | Release
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A peer has read so many tokens, `seconds` after it was granted them."""
+
+    peer: PeerKey
+    num_tokens: int
+    seconds: float
+
+
+ProducerAction = Send | Attest | Release | Sent
 
 _GrantKey = tuple[PeerKey, TransferId]
 
@@ -94,6 +103,7 @@ class _Grant:
     fetch: Fetch
     job_id: TransferId
     deadline: float
+    granted_at: float = 0.0
     is_granted: bool = False
     # The reader has gone while the workers still read the blocks.
     is_abandoned: bool = False
@@ -107,7 +117,6 @@ class ProducerCounts:
     num_not_needed: int = 0
     num_expired: int = 0
     num_refused: int = 0
-    num_sent_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -279,7 +288,7 @@ class Producer:
         self._actions.append(Attest(grant.job_id, key[0], held.offer.block_ids, fetch.first, fetch.end))
 
     def _grant(self, key: _GrantKey, grant: _Grant, digests: tuple[ShardDigests, ...], now: float) -> None:
-        grant.is_granted = True
+        grant.is_granted, grant.granted_at = True, now
         grant.deadline = now + self._rules.lease_seconds
         self.counts.num_granted += 1
         answer = Grant(
@@ -297,7 +306,7 @@ class Producer:
             self._release(key)
         if grant is not None and is_valid:
             self.counts.num_completed += 1
-            self.counts.num_sent_tokens += grant.fetch.end - grant.fetch.first
+            self._actions.append(Sent(key[0], grant.fetch.end - grant.fetch.first, now - grant.granted_at))
         self._actions.append(Send(key[0], DoneAck(key[1], is_valid)))
 
     def _give_up(self, key: _GrantKey) -> None:

@@ -23,6 +23,7 @@ from penstock.kv_transfer.p2p.ticket import digest_prompt
 from penstock.messages.kv_transfer import HandshakePayload, KVConnectorOutput, ShardId, TransferId
 from penstock.messages.outputs import FinishReason
 from penstock.messages.scheduler_output import BlockIds, SchedulerOutput
+from penstock.utils.clock import Clock
 from penstock.utils.errors import PeerError, RequestError
 from penstock.utils.logging import get_logger
 
@@ -45,12 +46,18 @@ class P2PScheduler(NullSchedulerConnector):
     """`resolve` turns the address in a request into one that may be dialled, or raises PeerError."""
 
     def __init__(
-        self, settings: P2PSettings, block_size: int, exchange: Exchange, resolve: Callable[[Address], Address]
+        self,
+        settings: P2PSettings,
+        block_size: int,
+        exchange: Exchange,
+        resolve: Callable[[Address], Address],
+        clock: Clock,
     ) -> None:
         self._settings = settings
         self._block_size = block_size
         self._exchange = exchange
         self._resolve = resolve
+        self._clock = clock
         self._remote: dict[str, _Remote] = {}
         self._decoded_elsewhere: dict[str, RemoteDecode] = {}
         self._num_stages = self._num_tensor_ranks = 1
@@ -112,7 +119,7 @@ class P2PScheduler(NullSchedulerConnector):
     ) -> None:
         remote = self._remote[request.request_id]
         remote.is_settled, remote.transfer_id = True, transfer_id
-        load = Load(remote.source, remote.prompt_digest, block_ids, num_computed_tokens, end)
+        load = Load(remote.source, remote.prompt_digest, block_ids, num_computed_tokens, end, self._clock.now())
         try:
             load = replace(load, source=self._resolved(remote.source))
         except PeerError as error:
