@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import json
 import socket
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from penstock import AsyncLLM, SamplingParams
-from tests.integration.waking_connector import RELEASE
+from penstock import LLM, AsyncLLM, EngineDeadError, SamplingParams
+from tests.integration.waking_connector import RELEASE, REST, WORK
 
 GREEDY = SamplingParams(temperature=0, max_tokens=2)
 PROMPT = {"prompt_token_ids": list(range(40))}
@@ -70,3 +76,117 @@ def test_an_idle_core_wakes_up(tmp_path: Path, is_child: bool) -> None:
         await engine.shutdown()
 
     asyncio.run(run())
+
+
+# ---- In a program ----
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.001)
+
+
+def is_served() -> bool:
+    return any(thread.name == "penstock-transfers" for thread in threading.enumerate())
+
+
+def num_steps(llm: LLM) -> float:
+    return llm.stats().connector["num_steps"]
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlapped"])
+def test_an_idle_program_serves_its_connector(tmp_path: Path, overlap: bool) -> None:
+    llm = LLM(
+        max_model_len=256, num_gpu_blocks_override=64, kv_transfer_config=config(tmp_path), async_scheduling=overlap
+    )
+    llm.generate(PROMPT, GREEDY, use_tqdm=False)
+    llm.check_integrity()
+    before = num_steps(llm)
+    time.sleep(0.5)
+    assert (num_steps(llm), llm.stats().connector["num_held"]) == (before, 1), "the engine polls"
+    assert not is_served()
+    send(tmp_path, RELEASE)
+    wait_until(lambda: not llm.stats().connector["num_held"], "the engine sleeps")
+    wait_until(lambda: not is_served(), "the thread stays")
+    llm.check_integrity()
+    assert num_steps(llm) == before + 1
+    assert llm.reset_prefix_cache()
+    llm.shutdown()
+
+
+def test_an_engine_whose_connector_takes_no_waker_has_no_thread() -> None:
+    llm = LLM(max_model_len=256, kv_transfer_config={"kv_connector": "OffloadingConnector"})
+    llm.generate(PROMPT, GREEDY, use_tqdm=False)
+    assert not is_served()
+    llm.shutdown()
+
+
+def make_working(tmp_path: Path) -> LLM:
+    """An engine whose connector has work without end."""
+    llm = LLM(max_model_len=256, num_gpu_blocks_override=64, kv_transfer_config=config(tmp_path))
+    send(tmp_path, WORK)
+    wait_until(lambda: num_steps(llm) > 3, "the engine sleeps")
+    return llm
+
+
+def test_a_call_takes_its_turn_and_gives_it_back(tmp_path: Path) -> None:
+    working = make_working(tmp_path)
+    plain = LLM(max_model_len=256)
+    wanted = plain.generate(PROMPT, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+    plain.shutdown()
+    for _ in range(5):
+        assert working.generate(PROMPT, GREEDY, use_tqdm=False)[0].outputs[0].token_ids == wanted
+    for _ in working.stream(PROMPT, GREEDY):
+        steps = num_steps(working)
+        time.sleep(0.05)
+        assert num_steps(working) == steps, "between two results of a stream nothing is stepped"
+    steps = num_steps(working)
+    wait_until(lambda: num_steps(working) > steps + 3, "the engine sleeps")
+    for _ in range(20):
+        working.check_integrity()
+    send(tmp_path, REST)
+    wait_until(lambda: not is_served(), "the thread stays")
+    working.shutdown()
+
+
+def test_the_thread_keeps_no_engine_alive(tmp_path: Path) -> None:
+    working = make_working(tmp_path)
+    program, core = weakref.ref(working), weakref.ref(working._core)
+    assert is_served()
+    del working
+    wait_until(lambda: gc.collect() >= 0 and program() is None and core() is None, "the engine stays")
+    wait_until(lambda: not is_served(), "the thread stays")
+
+
+def test_a_step_that_fails_is_told_with_the_next_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    working = make_working(tmp_path)
+
+    def fail(plan: object) -> None:
+        raise RuntimeError("the device is on fire")
+
+    monkeypatch.setattr(working._core._executor, "execute_model", fail)
+    wait_until(lambda: not is_served(), "the thread stays")
+    with pytest.raises(EngineDeadError, match="the device is on fire"):
+        working.generate(PROMPT, GREEDY, use_tqdm=False)
+    working.shutdown()
+
+
+ENDS = """
+import socket, sys, time
+from penstock import LLM
+from tests.integration.waking_connector import WORK
+config, path = sys.argv[1:]
+llm = LLM(max_model_len=256, kv_transfer_config=config, async_scheduling=True)
+socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(WORK, path)
+while llm.stats().connector["num_steps"] < 10:
+    time.sleep(0.001)
+print("done")
+"""
+
+
+def test_a_program_that_is_served_ends_silently(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ENDS, json.dumps(config(tmp_path)), str(tmp_path / "control")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "done\n", "")

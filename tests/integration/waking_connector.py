@@ -1,6 +1,6 @@
 """A connector from outside Penstock's tree that holds the blocks of every request until a message comes for them.
 
-Option: `socket`, the path of a datagram socket. `release` releases what is held, `work` begins work that never ends.
+Option: `socket`, the path of a datagram socket. `release` releases what is held, `work` begins work that `rest` ends.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from penstock.messages.kv_transfer import ConnectorSetup, KVConnectorMetadata, K
 from penstock.messages.outputs import FinishReason
 from penstock.messages.scheduler_output import BlockIds, SchedulerOutput
 
-RELEASE, WORK = b"release", b"work"
+RELEASE, WORK, REST = b"release", b"work", b"rest"
 
 
 class WakingConnector:
@@ -61,6 +61,8 @@ class WakingScheduler(NullSchedulerConnector):
             self._messages.remove(RELEASE)
             events += map(Released, self._held)
             self._held.clear()
+        if REST in self._messages:
+            self._messages.clear()
         return events
 
     @property

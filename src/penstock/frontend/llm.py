@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
@@ -13,6 +14,7 @@ from tqdm import tqdm
 from penstock.config.engine import EngineArgs
 from penstock.engine.build import build_engine
 from penstock.frontend.front_end import build_front_end
+from penstock.frontend.idle_transfers import IdleTransfers
 from penstock.frontend.input_processor import ProcessedRequest, Prompt
 from penstock.frontend.output_processor import OutputProcessor
 from penstock.messages.outputs import RequestOutput
@@ -32,6 +34,8 @@ class LLM:
     Without a model the built-in one answers. Keyword arguments are the engine arguments (`config.engine.EngineArgs`).
     Not thread-safe, and one `generate`, `chat` or `stream` at a time. Raises ConfigError when the engine cannot be
     built as asked, and EngineDeadError from every call after a worker has failed.
+
+    Where the KV connector serves other engines, it does so between the calls too, on a thread of its own.
     """
 
     def __init__(self, model: str | None = None, **engine_args: Any) -> None:
@@ -43,6 +47,9 @@ class LLM:
         self._front_end = build_front_end(self.config, self._limits)
         self._outputs = OutputProcessor(self._front_end.tokenizer)
         self._is_running = False
+        self._transfers = IdleTransfers(engine)
+        # Also when the program exits: by then no step may run.
+        weakref.finalize(self, self._transfers.close)
         self._request_counter = itertools.count()
 
     @property
@@ -118,21 +125,25 @@ class LLM:
 
     def stats(self) -> SchedulerStats:
         """Counters and gauges of the scheduler."""
-        return self._core.stats()
+        with self._transfers.paused():
+            return self._core.stats()
 
     def reset_prefix_cache(self, reset_connector: bool = False) -> bool:
         """Forgets all cached prefixes, with `reset_connector` also what the KV connector keeps outside the engine.
 
         False while requests run, and when there is no connector that can forget although that is wanted.
         """
-        return self._core.reset_prefix_cache(reset_connector)
+        with self._transfers.paused():
+            return self._core.reset_prefix_cache(reset_connector)
 
     def check_integrity(self) -> None:
         """Recomputes all derived state of the scheduler and the block pool; AssertionError when they disagree."""
-        self._core.check_integrity()
+        with self._transfers.paused():
+            self._core.check_integrity()
 
     def shutdown(self) -> None:
         """Frees the worker; the engine cannot be used afterwards."""
+        self._transfers.close()
         self._core.shutdown()
 
     def _process(
@@ -169,6 +180,7 @@ class LLM:
         self._is_running = True
         pending = deque(requests)
         try:
+            self._transfers.pause()
             while pending or self._outputs.num_unfinished:
                 self._submit(pending)
                 yield self._step()
@@ -176,6 +188,7 @@ class LLM:
             with interrupts_held():
                 self._abandon([child.request_id for request in requests for child in request.children])
                 self._is_running = False
+                self._transfers.resume()
 
     def _submit(self, pending: deque[ProcessedRequest]) -> None:
         """Hands over as many requests as the engine's queue holds; the rest wait here, in their order."""
