@@ -36,7 +36,7 @@ class IdleTransfers:
         self._is_serving = False
         self._has_news = False
         if self._takes_waker:
-            reference = weakref.ref(self)
+            reference: weakref.ref[IdleTransfers] = weakref.ref(self)
             engine.connector.set_waker(lambda: _wake(reference))
 
     def wake(self) -> None:

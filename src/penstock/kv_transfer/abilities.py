@@ -27,7 +27,9 @@ class Abilities:
     without requests takes no step unless it is called: a part that only waits, as for a peer that will fetch blocks,
     has no pending work."""
     wait: Callable[[float], None]
-    """Returns when something may have changed, at the latest after so many seconds."""
+    """Returns as soon as the part has news, at the latest after so many seconds. Called between steps that can compute
+    nothing, while requests wait for KV or transfers are under way; it must also see news that came before the call, and
+    it returns at once where no news can come. Without it such steps follow one another without a pause."""
     take_events: Callable[[], Sequence[KVEvent]]
     """Which blocks its media have come to hold and have lost since the last call, oldest first."""
     counters: Callable[[], Mapping[str, float]]
