@@ -209,6 +209,12 @@ class WorkerConnector(Protocol):
     """
 
     @property
+    def needs_shared_memory(self) -> bool:
+        """Whether other processes must be able to map the KV cache: its regions then have a `path`. It is read before
+        `register_kv_caches`; a device whose memory has no path refuses it with ConfigError."""
+        ...
+
+    @property
     def layer_hooks(self) -> LayerHooks | None:
         """What it needs called around every layer, which CUDA graphs of whole steps exclude; None for nothing."""
         ...

@@ -269,6 +269,7 @@ class MultiWorker:
         self._parts = tuple(children.values())
         hooks = [part.layer_hooks for part in self._parts if part.layer_hooks is not None]
         self.layer_hooks = _HooksOfAll(hooks) if hooks else None
+        self.needs_shared_memory = any(part.needs_shared_memory for part in self._parts)
 
     def register_kv_caches(self, view: KVCacheView) -> None:
         for part in self._parts:

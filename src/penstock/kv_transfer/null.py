@@ -81,6 +81,7 @@ class NullLayerHooks:
 class NullWorkerConnector:
     """Moves nothing. Also the base of parts that have no use for every method."""
 
+    needs_shared_memory = False
     layer_hooks: LayerHooks | None = None
 
     def register_kv_caches(self, view: KVCacheView) -> None: ...

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from penstock.messages.kv_cache_spec import DTYPE_BYTES, KVCacheConfig, KVCacheSpec
+from penstock.utils.shared_memory import SharedMemory
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPE_BYTES}
 
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """The allocated cache: one tensor per layer name, those of one position in their groups sharing memory."""
+    """The allocated cache: one tensor per layer name, those of one position in their groups sharing memory.
+
+    `shared` is memory with a name that tensors lie in, by the address of their storage.
+    """
 
     config: KVCacheConfig
     tensors: dict[str, torch.Tensor]  # each [num_blocks, 2, num_kv_heads, block_size, head_size]
+    shared: Mapping[int, SharedMemory] = field(default_factory=dict[int, SharedMemory])
 
 
 def allocate_kv_cache(config: KVCacheConfig, allocate: Callable[[int], torch.Tensor]) -> KVCache:
@@ -36,6 +41,18 @@ def allocate_kv_cache(config: KVCacheConfig, allocate: Callable[[int], torch.Ten
     }
     tensors.update((layer.name, tensor(layer.spec)) for layer in config.attached)
     return KVCache(config, tensors)
+
+
+def allocate_shared_kv_cache(config: KVCacheConfig, allocate: Callable[[int], SharedMemory]) -> KVCache:
+    """The same of memory that other processes can map (`DeviceParts.allocate_shared`)."""
+    shared: dict[int, SharedMemory] = {}
+
+    def allocate_bytes(num_bytes: int) -> torch.Tensor:
+        memory = allocate(num_bytes)
+        shared[memory.address] = memory
+        return torch.frombuffer(memory.view, dtype=torch.uint8)
+
+    return replace(allocate_kv_cache(config, allocate_bytes), shared=shared)
 
 
 def _shape(config: KVCacheConfig, spec: KVCacheSpec) -> tuple[int, ...]:

@@ -51,7 +51,9 @@ def layout_of(cache: KVCache) -> KVLayout:
     for name in (*names, *(layer.name for layer in cache.config.attached)):
         tensor = cache.tensors[name]
         storage = tensor.untyped_storage()
-        region = MemoryRegion(f"kv.{len(regions)}", storage.nbytes(), tensor.device.type, storage.data_ptr())
+        address = storage.data_ptr()
+        path = cache.shared[address].name if address in cache.shared else None
+        region = MemoryRegion(f"kv.{len(regions)}", storage.nbytes(), tensor.device.type, address, path)
         region = regions.setdefault(region.address, region)
         layer = LayerLayout(
             name=name,

@@ -33,6 +33,7 @@ from penstock.runner.sampling.states import SamplingStates
 from penstock.runner.speculation.pick import Picker
 from penstock.runner.speculation.speculator import Speculator
 from penstock.runner.step_sampler import StepSampler
+from penstock.utils.shared_memory import SharedMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,9 @@ class DeviceParts:
 
     allocate: Callable[[int], torch.Tensor]
     """[bytes] uint8 for the KV cache, uninitialised and aligned as its kernels want it."""
+
+    allocate_shared: Callable[[int], SharedMemory]
+    """The same as memory that other processes can map by its name. Raises ConfigError where they cannot."""
 
     check_attention: Callable[[ExecutionConfig], None]
     """Raises ConfigError where the attention backend that was asked for cannot run."""

@@ -40,7 +40,7 @@ class SharedMemory:
 def create_memory(num_bytes: int) -> SharedMemory:
     """New memory, all zero, which takes room as it is used. Raises OSError or OverflowError if there is too little."""
     if num_bytes > os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE:
-        raise OSError(f"{num_bytes} bytes are more than the machine has")
+        raise OSError(f"not enough memory: {num_bytes} bytes are more than the machine has")
     descriptor = os.memfd_create("penstock", os.MFD_CLOEXEC)
     try:
         os.ftruncate(descriptor, num_bytes)
@@ -48,8 +48,8 @@ def create_memory(num_bytes: int) -> SharedMemory:
     except BaseException:
         os.close(descriptor)
         raise
-    # The descriptor is what the name refers to.
-    weakref.finalize(memory, os.close, descriptor)
+    # The descriptor is what the name refers to. It lives as long as the mapping, which views and tensors keep.
+    weakref.finalize(memory.view.obj, os.close, descriptor)
     return memory
 
 

@@ -26,7 +26,7 @@ from penstock.kv_transfer.null import NullWorkerConnector
 from penstock.messages.kv_cache_spec import KVCacheConfig
 from penstock.messages.kv_transfer import ShardId
 from penstock.messages.scheduler_output import NO_GRAMMARS, GrammarOutput, SchedulerOutput
-from penstock.runner.kv_cache import KVCache, allocate_kv_cache
+from penstock.runner.kv_cache import KVCache, allocate_kv_cache, allocate_shared_kv_cache
 from penstock.runner.loaded_model import LoadedModel
 from penstock.runner.memory import memory_for
 from penstock.runner.model_runner import ModelRunner
@@ -82,10 +82,10 @@ class LoadedWorker:
     def initialize(self, plan: InitializeWorker) -> Worker:
         """Raises ConfigError when the memory is too small, or when the connector refuses its configuration."""
         loaded, config, limits = self._loaded, self._config, plan.limits
-        cache = self._allocate(plan.cache)
         connector: WorkerConnector = NullWorkerConnector()
         if plan.connector is not None:
             connector = make_worker_connector(plan.connector, self.facts.shard, plan.connector_setup)
+        cache = self._allocate(plan.cache, is_shared=connector.needs_shared_memory)
         rows = f"token ids and drafts of max_num_seqs={limits.max_num_seqs} requests of {limits.max_model_len} tokens"
         with memory_for(rows, loaded.device, lambda: "lower max_num_seqs or max_model_len"):
             planned = replace(config, scheduler=limits)
@@ -93,7 +93,7 @@ class LoadedWorker:
         ready = WorkerReady(self.facts.shard, connector.get_handshake_metadata(), runner.runs_ahead)
         return Worker(runner, ready, loaded.device, f"lower gpu_memory_utilization, or {step_advice(limits)}")
 
-    def _allocate(self, planned: KVCacheConfig) -> KVCache:
+    def _allocate(self, planned: KVCacheConfig, *, is_shared: bool) -> KVCache:
         config, budget, memory = self._config.cache, self.facts.memory, self._parts.memory
         needed = planned.num_blocks * block_bytes(planned.groups, planned.block_size, planned.attached)
         # What is free may lie in pieces: less than was asked for in any case.
@@ -108,6 +108,8 @@ class LoadedWorker:
             return f"lower gpu_memory_utilization from {config.gpu_memory_utilization} to {lower}"
 
         with memory_for(f"{planned.num_blocks} KV blocks", self._loaded.device, advice):
+            if is_shared:
+                return allocate_shared_kv_cache(planned, self._parts.allocate_shared)
             return allocate_kv_cache(planned, self._parts.allocate)
 
 

@@ -20,6 +20,7 @@ from penstock.runner.memory import HostMemory
 from penstock.runner.parts import DeviceParts
 from penstock.runner.sampling.logprobs import PendingLogprobs, token_logprobs
 from penstock.utils.errors import ConfigError
+from penstock.utils.shared_memory import create_memory
 
 
 def cpu_parts() -> DeviceParts:
@@ -34,6 +35,7 @@ def cpu_parts() -> DeviceParts:
         deliver_weights=lambda: nullcontext(direct),
         for_small_steps=lambda model, execution: model,
         allocate=aligned_bytes,
+        allocate_shared=create_memory,
         check_attention=_check_attention,
         make_attention=_make_attention,
         make_table_writer=lambda depth: HostTableWriter(),

@@ -28,6 +28,8 @@ from penstock.runner.gpu.sampling.sampler import make_gpu_sampling
 from penstock.runner.memory import HostMemory
 from penstock.runner.parts import DeviceParts
 from penstock.utils import logging
+from penstock.utils.errors import ConfigError
+from penstock.utils.shared_memory import SharedMemory, create_memory
 
 logger = logging.get_logger(__name__)
 
@@ -47,6 +49,7 @@ def gpu_parts(device: torch.device) -> DeviceParts:
         allocate=aligned_bytes
         if device.type == "cpu"
         else lambda count: torch.empty(count, dtype=torch.uint8, device=device),
+        allocate_shared=create_memory if device.type == "cpu" else _refuse_shared_memory,
         check_attention=partial(check_gpu_attention, device),
         make_attention=partial(make_gpu_attention, device),
         make_table_writer=partial(StagedTableWriter, device),
@@ -83,6 +86,13 @@ def for_small_steps(model: Model, execution: ExecutionConfig) -> Model:
         logger.info("steps of few tokens take the kernels of all others: %s", reason)
         return model
     return FusedDecoder(model)
+
+
+def _refuse_shared_memory(num_bytes: int) -> SharedMemory:
+    raise ConfigError(
+        "the kv_connector needs KV memory that other processes can map, and a GPU's is not: choose another transport, "
+        "for example sockets, or device=cpu"
+    )
 
 
 def graph_contexts(
