@@ -21,6 +21,7 @@ TOKEN_MAJOR = ("block", "token", "kv", "head", "dim")
 PLANES_APART = ("kv", "block", "token", "head", "dim")
 ITEM_BYTES = 2
 UNTOUCHED = 0xDD
+SOMETHING_ELSE = 0xEE
 Cell = tuple[str, int, int, int, int]
 
 
@@ -115,8 +116,9 @@ class FakeEngine:
                 self.memory[stage, rank] = bytearray([UNTOUCHED]) * num_bytes
 
     def fill(self, values: Mapping[Cell, bytes], tables: Sequence[Sequence[int]], tokens: range) -> None:
-        """Writes the values of these tokens into every shard that has them."""
+        """Writes the values of these tokens into every shard that has them, and SOMETHING_ELSE everywhere else."""
         for shard, layout in self.shards.items():
+            self.memory[shard][:] = bytearray([SOMETHING_ELSE]) * len(self.memory[shard])
             for layer in layout.layers:
                 for cell in cells(layer, tokens):
                     self.write(shard, layer, cell, tables, values[cell])

@@ -178,6 +178,8 @@ def test_logical_blocks_are_several_in_memory() -> None:
     assert physical_block_ids([3, 0, 1], 2).tolist() == [6, 7, 0, 0, 2, 3]
     assert physical_block_ids([3, 0, 1], 1).tolist() == [3, 0, 1]
     assert physical_block_ids([], 4).tolist() == []
+    with pytest.raises(PeerError, match="64 bits"):
+        physical_block_ids([1 << 64], 2)
 
 
 # ---- Who reads from whom ----

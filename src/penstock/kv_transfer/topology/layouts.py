@@ -28,9 +28,8 @@ class Placement:
     def __init__(self, layout: KVLayout) -> None:
         self.block_size = layout.block_size
         self.layers = {layer.name: layer for layer in layout.layers}
-        ends = list(accumulate((region.num_bytes for region in layout.regions), initial=0))
-        self.region_starts = ends[:-1]
-        self._starts = {region.name: start for region, start in zip(layout.regions, ends, strict=False)}
+        starts = accumulate((region.num_bytes for region in layout.regions), initial=0)
+        self._starts = {region.name: start for region, start in zip(layout.regions, starts, strict=False)}
 
     def layer(self, name: str) -> LayerLayout:
         if name not in self.layers:

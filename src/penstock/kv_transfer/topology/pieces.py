@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from penstock.kv_transfer.topology.layouts import Placement, extent
-from penstock.kv_transfer.topology.planner import BlockIdList, LayerSlice, SliceShape, block_id_array, merge
+from penstock.kv_transfer.topology.planner import BlockIdList, LayerSlice, SliceShape, blocks_of, cut_tokens, merge
 from penstock.messages.kv_cache_spec import NULL_BLOCK
 from penstock.messages.kv_layout import KVLayout
 from penstock.utils.errors import PeerError
@@ -21,9 +21,7 @@ def digest_unit(a: int, b: int) -> int:
 
 def digest_edges(first: int, end: int, unit: int) -> np.ndarray:  # [num_units + 1] int64
     """Tokens [first, end) cut at the multiples of `unit`: the first and the last unit may be smaller."""
-    assert 0 <= first <= end, (first, end)
-    inner = np.arange(first // unit + 1, -(-end // unit), dtype=np.int64) * unit
-    return np.unique(np.concatenate([np.array([first, end], np.int64), inner]))
+    return cut_tokens(first, end, unit)
 
 
 def piece_runs(
@@ -43,7 +41,7 @@ def piece_runs(
     place = Placement(layout)
     assert 0 <= first <= end, (first, end)
     tokens = np.arange(first, end, dtype=np.int64)
-    block_ids = block_id_array(table, place.block_size, end)[tokens // place.block_size]
+    block_ids = blocks_of(table, place.block_size, tokens)
     is_there = block_ids != NULL_BLOCK
     tokens, block_ids = tokens[is_there], block_ids[is_there]
     ordered: dict[SliceShape, np.ndarray] = {}
@@ -52,7 +50,7 @@ def piece_runs(
         if shape not in ordered:
             ordered[shape] = _ordered(shape, order, shape.token_offsets(block_ids, tokens))
         parts.append(ordered[shape] + np.array([start, 0], np.int64))
-    return merge(np.concatenate(parts), [place.region_starts])
+    return merge(np.concatenate(parts))
 
 
 def unit_runs(
@@ -65,14 +63,14 @@ def unit_runs(
 ) -> tuple[np.ndarray, np.ndarray]:  # [n, 2] int64, [num_units + 1] int64
     """The pieces of many units at once: `runs` and `bounds`.
 
-    Unit i is the tokens [edges[i], edges[i + 1]), which lie in one block. Its pieces are
-    runs[bounds[i]:bounds[i + 1]], in the order of `piece_runs`. A unit in a NULL_BLOCK has no pieces.
+    Unit i is the tokens [edges[i], edges[i + 1]), which lie in one block: `digest_edges` of the `digest_unit`.
+    Its pieces are runs[bounds[i]:bounds[i + 1]], in the order of `piece_runs`. A unit in a NULL_BLOCK has none.
     """
     place = Placement(layout)
     starts, lengths = edges[:-1], np.diff(edges)
     crosses = starts // place.block_size != (edges[1:] - 1) // place.block_size
     assert not crosses.any(), f"units begin at {starts[crosses]} and end in another block of {place.block_size} tokens"
-    block_ids = block_id_array(table, place.block_size, int(edges[-1]))[starts // place.block_size]
+    block_ids = blocks_of(table, place.block_size, starts)
     shapes = list(_slices_of(place, order, slices, group))
     counts = np.zeros(len(starts), np.int64)
     found: list[tuple[np.ndarray, np.ndarray]] = []
@@ -135,4 +133,4 @@ def _ordered(shape: SliceShape, order: tuple[str, ...], tokens: np.ndarray) -> n
         size, stride = getattr(shape, axis)
         inner = tokens if axis == "token" else np.arange(size) * stride
         offsets = (offsets[:, None] + inner).reshape(-1)
-    return merge(np.stack([offsets, np.full_like(offsets, num_bytes)], axis=1), [()])
+    return merge(np.stack([offsets, np.full_like(offsets, num_bytes)], axis=1))

@@ -80,7 +80,7 @@ def plan_runs(
 
     `tables` has, for each group, the request's local and remote block ids. Tokens in a NULL_BLOCK of either side are
     not copied. Offsets are flat, as if the regions of a layout lay one after the other. Runs that are contiguous on
-    both sides are one run, except across the end of a region. Raises PeerError if the shards or the tables do not fit.
+    both sides are one run. Raises PeerError if the shards or the tables do not fit.
     """
     here, there = Placement(local), Placement(remote)
     starts: dict[_Pair, list[tuple[int, int, int]]] = {}
@@ -96,7 +96,7 @@ def plan_runs(
         (np.array(at, np.int64)[:, None] + pair.runs(spans[pair.group])[None]).reshape(-1, 3)
         for pair, at in starts.items()
     ]
-    return _sort_and_merge(planned, here.region_starts, there.region_starts)
+    return _sort_and_merge(planned)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,26 +142,40 @@ class _Spans:
     def __init__(
         self, table: tuple[BlockIdList, BlockIdList], local_size: int, remote_size: int, first: int, end: int
     ) -> None:
-        assert 0 <= first <= end, (first, end)
-        edges = [np.arange(round_up(first + 1, size), end, size) for size in (local_size, remote_size)]
-        cuts = np.unique(np.concatenate([[first, end], *edges]).astype(np.int64))
+        cuts = cut_tokens(first, end, local_size, remote_size)
         starts = cuts[:-1]
-        local_ids, remote_ids = (
-            block_id_array(ids, size, end)[starts // size]
-            for ids, size in zip(table, (local_size, remote_size), strict=True)
-        )
+        local_ids = blocks_of(table[0], local_size, starts)
+        remote_ids = blocks_of(table[1], remote_size, starts)
         is_copied = (local_ids != NULL_BLOCK) & (remote_ids != NULL_BLOCK)
         self.starts, self.lengths = starts[is_copied], np.diff(cuts)[is_copied]
         self.local_ids, self.remote_ids = local_ids[is_copied], remote_ids[is_copied]
 
 
-def block_id_array(table: BlockIdList, block_size: int, end: int) -> np.ndarray:
-    if len(table) * block_size < end:
-        raise PeerError(f"a block table of {len(table)} blocks of {block_size} tokens ends before token {end}")
+def cut_tokens(first: int, end: int, *sizes: int) -> np.ndarray:  # [n + 1] int64
+    """Tokens [first, end) cut at the multiples of these sizes: both ends, and the cuts between them."""
+    assert 0 <= first <= end, (first, end)
+    inner = [np.arange(round_up(first + 1, size), end, size, dtype=np.int64) for size in sizes]
+    cuts = np.sort(np.concatenate([np.array([first, end], np.int64), *inner]))
+    return cuts[np.diff(cuts, prepend=-1) > 0]
+
+
+def blocks_of(table: BlockIdList, block_size: int, tokens: np.ndarray) -> np.ndarray:
+    """The ids of the blocks that these tokens are in, which ascend. Raises PeerError if the table is too short."""
+    if not len(tokens):
+        return np.empty(0, np.int64)
+    indices = tokens // block_size
+    first, last = int(indices[0]), int(indices[-1])
+    if last >= len(table):
+        raise PeerError(f"a block table of {len(table)} blocks of {block_size} tokens ends before token {tokens[-1]}")
+    return id_array(table[first : last + 1])[indices - first]
+
+
+def id_array(block_ids: BlockIdList) -> np.ndarray:
+    """Block ids as int64. Raises PeerError if one does not fit."""
     try:
-        return np.asarray(table, np.int64)
+        return np.asarray(block_ids, np.int64)
     except OverflowError:
-        raise PeerError("a block table has ids that are no block's") from None
+        raise PeerError("a block table has ids that do not fit into 64 bits") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,31 +221,25 @@ class _Pair:
         return offsets, num_bytes
 
 
-def _sort_and_merge(
-    parts: Sequence[np.ndarray], local_edges: Sequence[int] = (), remote_edges: Sequence[int] = ()
-) -> np.ndarray:
+def _sort_and_merge(parts: Sequence[np.ndarray]) -> np.ndarray:
     runs = np.concatenate(parts) if parts else np.empty((0, 3), np.int64)
     if (runs[1:, 0] < runs[:-1, 0]).any():
         runs = runs[np.argsort(runs[:, 0], kind="stable")]
-    return merge(runs, (local_edges, remote_edges))
+    return merge(runs)
 
 
-def merge(runs: np.ndarray, edges: Sequence[Sequence[int]]) -> np.ndarray:
-    """Joins neighbours that are contiguous by every column of offsets, unless the second begins at an edge.
+def merge(runs: np.ndarray) -> np.ndarray:
+    """Joins neighbours that are contiguous by every column of offsets; the last column is bytes.
 
-    The last column is bytes. `edges` has the offsets per column that no run may cross.
+    No run crosses from one region into the next: what lies at the start of a region is in the NULL_BLOCK of a layer or
+    in none, and is never in a run.
     """
-    if len(runs) < 2:
-        return runs
-    joins = np.ones(len(runs) - 1, np.bool_)
-    for column in range(len(edges)):
+    joins = np.ones(max(0, len(runs) - 1), np.bool_)
+    for column in range(runs.shape[1] - 1):
         joins &= runs[:-1, column] + runs[:-1, -1] == runs[1:, column]
-    behind = np.flatnonzero(joins) + 1
-    for column, at in enumerate(edges):
-        behind = behind[~np.isin(runs[behind, column], np.asarray(at, np.int64))]
-    if not len(behind):
+    if not joins.any():
         return runs
-    firsts = np.delete(np.arange(len(runs)), behind)
+    firsts = np.flatnonzero(np.concatenate([[True], ~joins]))
     merged = runs[firsts]
     merged[:, -1] = np.add.reduceat(runs[:, -1], firsts)
     return merged

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from penstock.kv_transfer.topology.layouts import check_fit, check_layout
-from penstock.kv_transfer.topology.planner import LayerSlice, ShardTable, sources
+from penstock.kv_transfer.topology.planner import BlockIdList, LayerSlice, ShardTable, id_array, sources
 from penstock.messages.kv_cache_spec import NULL_BLOCK
 from penstock.messages.kv_layout import KVLayout, LayerLayout
 from penstock.messages.kv_transfer import ShardId
@@ -79,9 +79,9 @@ def engine_infos(engine_id: str, block_size: int, shards: ShardTable) -> tuple[E
     return tuple(infos)
 
 
-def physical_block_ids(block_ids: Sequence[int], per_logical_block: int) -> np.ndarray:
+def physical_block_ids(block_ids: BlockIdList, per_logical_block: int) -> np.ndarray:
     """The blocks of memory of a block table, int64. Those of the NULL_BLOCK are all NULL_BLOCK."""
-    logical = np.asarray(block_ids, np.int64)[:, None]
+    logical = id_array(block_ids)[:, None]
     physical = logical * per_logical_block + np.arange(per_logical_block)
     return np.where(logical == NULL_BLOCK, NULL_BLOCK, physical).reshape(-1)
 
