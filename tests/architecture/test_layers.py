@@ -42,8 +42,10 @@ ALLOWED = {
     "simulation": {"engine", "executor", "worker", "runner", "core", "kv_transfer", "config", "messages", "utils"},
     "server": {"frontend", "tokenizer", "metrics", "config", "messages", "utils"},
     "loadgen": {"messages", "utils"},
+    "router": {"messages", "metrics", "utils"},
     "cli": {
         "server",
+        "router",
         "verify",
         "loadgen",
         "simulation",
@@ -69,6 +71,7 @@ WITHOUT_TORCH = (
     "tokenizer",
     "server",
     "loadgen",
+    "router",
     "simulation",
 )
 
@@ -84,7 +87,7 @@ ONE_PLACE = {
     "huggingface_hub": {"config.model_path"},
     "jinja2": {"tokenizer.chat_template"},
     "zmq": {"kv_transfer.events"},
-    "aiohttp": {"loadgen.client"},
+    "aiohttp": {"loadgen.client", "router.proxy"},
     "llguidance": {"grammar.llguidance_backend"},
     "flashinfer": {"attention.flashinfer"},
     "flash_attn_interface": {"attention.flash_attention"},

@@ -46,11 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     with interrupts_end_at_once():
-        # Imported here: the help text needs neither.
-        from aiohttp import web
-
+        # Imported here: the help text does not need it.
         from penstock.router.proxy import Instances, Proxy
-    ports = dict(zip(("prefill", "decode", "bootstrap"), _free_ports(3), strict=True))
+    ports: dict[str, int] = dict(zip(("prefill", "decode", "bootstrap"), _free_ports(3), strict=True))
     with contextlib.ExitStack() as stack:
         started = {name: stack.enter_context(_instance(name, args, ports)) for name in ("prefill", "decode")}
         for name, process in started.items():
@@ -64,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
             "Ctrl-C ends all three."
         )
         try:
-            web.run_app(proxy.app, host="127.0.0.1", port=args.port, print=None, handle_signals=True)
+            proxy.serve("127.0.0.1", args.port)
         except OSError as error:
             raise ConfigError(
                 f"the proxy cannot listen on 127.0.0.1:{args.port}: {error}; choose another --port"

@@ -43,7 +43,7 @@ class Instances:
 
 
 class Proxy:
-    """One of `STYLES`. The caller serves `app`."""
+    """`style` is one of `STYLES`."""
 
     def __init__(self, instances: Instances, style: str) -> None:
         self._instances = instances
@@ -54,6 +54,10 @@ class Proxy:
         for path in _COMPLETIONS:
             self.app.router.add_post(path, self._complete)
         self.app.router.add_route("*", "/{path:.*}", self._forward)
+
+    def serve(self, host: str, port: int) -> None:
+        """Until SIGINT or SIGTERM. Raises OSError when the port is in use."""
+        web.run_app(self.app, host=host, port=port, print=None)
 
     async def _open_session(self, app: web.Application) -> AsyncIterator[None]:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, connect=5.0)) as self._session:

@@ -192,7 +192,8 @@ class Consumer:
             load = self._loads.get(fetch.transfer_id)
             if load is None and fetch.first < fetch.end:
                 continue  # it has ended meanwhile
-            if load is not None and load.source.engine_id and load.source.engine_id != engine_id:
+            # A proxy may know the engine id of an earlier life; a rendezvous is found by its own name.
+            if load is not None and load.source.ticket and load.source.engine_id != engine_id:
                 self._end(fetch.transfer_id, f"the engine there is {engine_id}, not {load.source.engine_id}")
                 continue
             if load is not None:
