@@ -18,6 +18,12 @@ from typing import Any
 import pytest
 
 from penstock import LLM, AsyncLLM, EngineDeadError, SamplingParams
+from penstock.kv_transfer.connector import NO_MATCH, PENDING, Match, RequestView
+from penstock.kv_transfer.factory import ConnectorContext
+from penstock.kv_transfer.multi import MultiScheduler, MultiWorker
+from penstock.kv_transfer.null import NullSchedulerConnector, NullWorkerConnector
+from penstock.messages.kv_transfer import ConnectorSetup, KVConnectorMetadata, ShardId
+from penstock.messages.scheduler_output import SchedulerOutput
 from tests.integration.waking_connector import RELEASE, REST, WORK
 
 GREEDY = SamplingParams(temperature=0, max_tokens=2)
@@ -76,6 +82,62 @@ def test_an_idle_core_wakes_up(tmp_path: Path, is_child: bool) -> None:
         await engine.shutdown()
 
     asyncio.run(run())
+
+
+# ---- Requests that wait for KV ----
+
+
+class SlowPeer(NullSchedulerConnector):
+    """Does not know for some time whether a peer has the prompt."""
+
+    def __init__(self, seconds: float) -> None:
+        self.num_steps = 0
+        self._seconds = seconds
+        self._answer = threading.Event()
+
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
+        if not self.num_steps:
+            threading.Timer(self._seconds, self._answer.set).start()
+        return NO_MATCH if self._answer.is_set() else PENDING
+
+    def build_connector_meta(self, plan: SchedulerOutput) -> KVConnectorMetadata | None:
+        self.num_steps += not plan.total_num_scheduled_tokens
+        return None
+
+    def wait(self, seconds: float) -> None:
+        self._answer.wait(seconds)
+
+
+@pytest.mark.parametrize("is_child", [False, True], ids=["alone", "one of several"])
+def test_a_request_that_waits_for_kv_takes_few_steps(monkeypatch: pytest.MonkeyPatch, is_child: bool) -> None:
+    peer = SlowPeer(0.5)
+    part = MultiScheduler({"other": NullSchedulerConnector(), "peer": peer}) if is_child else peer
+    monkeypatch.setattr(NullPair, "part", part)
+    llm = LLM(
+        max_model_len=256,
+        num_gpu_blocks_override=64,
+        kv_transfer_config={"kv_connector": "NullPair", "kv_connector_module_path": __name__},
+    )
+    llm.generate(PROMPT, GREEDY, use_tqdm=False)
+    llm.shutdown()
+    # 0.5 s in waits of 5 ms, or of half as long.
+    assert 2 < peer.num_steps <= 210
+
+
+class NullPair:
+    """A connector whose scheduler's part a test sets."""
+
+    part: Any = None
+
+    @staticmethod
+    def make_scheduler_connector(context: ConnectorContext) -> Any:
+        return NullPair.part
+
+    @staticmethod
+    def make_worker_connector(context: ConnectorContext, shard: ShardId, setup: ConnectorSetup | None) -> Any:
+        if setup is None:
+            return NullWorkerConnector()
+        return MultiWorker({"other": NullWorkerConnector(), "peer": NullWorkerConnector()})
 
 
 # ---- In a program ----
@@ -176,6 +238,12 @@ def test_a_step_that_fails_is_told_with_the_next_call(tmp_path: Path, monkeypatc
 ENDS = """
 import socket, sys, time
 from penstock import LLM
+from penstock.kv_transfer.connector import NO_MATCH, PENDING, Match, RequestView
+from penstock.kv_transfer.factory import ConnectorContext
+from penstock.kv_transfer.multi import MultiScheduler, MultiWorker
+from penstock.kv_transfer.null import NullSchedulerConnector, NullWorkerConnector
+from penstock.messages.kv_transfer import ConnectorSetup, KVConnectorMetadata, ShardId
+from penstock.messages.scheduler_output import SchedulerOutput
 from tests.integration.waking_connector import WORK
 config, path = sys.argv[1:]
 llm = LLM(max_model_len=256, kv_transfer_config=config, async_scheduling=True)

@@ -211,7 +211,9 @@ class MultiScheduler:
             abilities.set_waker(waker)
 
     def wait(self, seconds: float) -> None:
-        waiting = [self._abilities[name] for name, child in self._children.items() if child.has_pending_work]
+        busy = [self._abilities[name] for name, child in self._children.items() if child.has_pending_work]
+        # Where no transfer is under way, a request waits for the answer of any of them.
+        waiting = busy or list(self._abilities.values())
         for abilities in waiting:
             abilities.wait(seconds / len(waiting))
 
