@@ -130,6 +130,29 @@ def test_the_defaults_of_vllm_are_taken() -> None:
     )  # fmt: skip
 
 
+# What vllm-router 0.1.17 makes of a client's request: it adds fields, and the parameters of the transfer.
+FROM_ROUTER: dict[str, Any] = {
+    "model": "demo", "max_tokens": 1, "min_tokens": 1, "stream": False, "no_stop_trim": False, "ignore_eos": False,
+    "skip_special_tokens": True, "return_hidden_states": False,
+    "kv_transfer_params": {
+        "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
+        "remote_host": None, "remote_port": None,
+    },
+}  # fmt: skip
+FROM_ROUTER_CHAT: dict[str, Any] = {
+    "max_completion_tokens": 1, "logprobs": False, "continue_final_message": False, "separate_reasoning": True,
+    "stream_reasoning": True, "include_reasoning": True,
+}  # fmt: skip
+
+
+def test_what_a_router_sends_is_taken() -> None:
+    for body in (
+        parse(CompletionRequest, {**FROM_ROUTER, "echo": False}),
+        parse(ChatCompletionRequest, {**FROM_ROUTER, **FROM_ROUTER_CHAT}),
+    ):
+        assert body.kv_transfer_params == FROM_ROUTER["kv_transfer_params"]
+
+
 def test_unknown_fields_are_refused_unless_the_server_ignores_them() -> None:
     with pytest.raises(RequestError, match=r"max_tokes is not a field of this request; did you mean max_tokens\?"):
         parse(CompletionRequest, {"max_tokes": 3})
