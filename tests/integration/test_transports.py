@@ -1,18 +1,28 @@
-"""The transports between processes: the contract, and peers that die, stop, stall, or do not have the key."""
+"""The transports between processes: the contract, and peers that die or stop in the middle of a transfer."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
 from typing import cast
 
+import numpy as np
 import pytest
 
-from penstock.kv_transfer.transports.base import DataTransport
-from penstock.simulation.conformance import TransportRig, check_transport
+from penstock.kv_transfer.transports import shared_memory
+from penstock.kv_transfer.transports.base import DataTransport, Operation, TransferHandle, TransferState
+from penstock.kv_transfer.transports.memory_copy import copy_in_pieces
+from penstock.simulation.conformance import TransportRig, check_transport, runs_of
+from penstock.utils.errors import PeerError
 from tests.integration.transport_process import LateTransport, Memories, RemoteTransport
 
 KINDS = ("sockets", "shared_memory")
+# Large enough that a peer can be stopped in the middle of a transfer over sockets; copies are held by a gate.
+SIZES = {"sockets": 256 << 20, "shared_memory": 32 << 20}
 
 
 @contextlib.contextmanager
@@ -44,3 +54,191 @@ def test_a_transport_to_another_process_conforms(kind: str) -> None:
             return TransportRig(left, right, restart, memories.allocate)
 
         check_transport(make)
+
+
+class Pair:
+    """A transport here with empty memory, and one in another process with ones in it."""
+
+    def __init__(self, kind: str, made: list[RemoteTransport]) -> None:
+        memories = Memories()
+        self.near, self.far = memories.allocate(SIZES[kind]), memories.allocate(SIZES[kind])
+        self.whole = runs_of((0, 0, SIZES[kind]))
+        np.frombuffer(self.far, np.uint8)[:] = 1
+        self.right = RemoteTransport(kind, memories)
+        made.append(self.right)
+        self.left = cast(DataTransport, LateTransport(kind, memories))
+        self.left.register([self.near])
+        self.right.register([self.far])
+        self.peer = self.left.connect(self.right.descriptor())
+
+    def signal(self, number: int) -> None:
+        os.kill(self.right.process.pid, number)
+
+    def state_after(self, handle: TransferHandle, is_over: Callable[[TransferState], bool]) -> TransferState:
+        deadline = time.monotonic() + 10
+        while not is_over(self.left.poll(handle)) and time.monotonic() < deadline:
+            self.left.wait([handle], 0.5)
+        return self.left.poll(handle)
+
+
+@contextlib.contextmanager
+def pair_of(kind: str) -> Iterator[Pair]:
+    with remotes() as made:
+        pair = Pair(kind, made)
+        try:
+            yield pair
+        finally:
+            pair.left.close()
+
+
+class Snapshot:
+    """Whether any byte of these memories changes."""
+
+    def __init__(self, *memories: memoryview) -> None:
+        self._arrays = [np.frombuffer(memory, np.uint8) for memory in memories]
+        self._copies = [array.copy() for array in self._arrays]
+
+    def is_unchanged(self) -> bool:
+        return all(map(np.array_equal, self._arrays, self._copies))
+
+
+def wait_for_bytes(memory: memoryview) -> None:
+    """Until something has landed."""
+    deadline = time.monotonic() + 10
+    while not memory[0]:
+        assert time.monotonic() < deadline, "nothing has landed"
+
+
+def is_settled(state: TransferState) -> bool:
+    return state.is_settled
+
+
+class Gate:
+    """Holds copies between their pieces until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.has_begun, self.is_open = threading.Event(), threading.Event()
+        monkeypatch.setattr(shared_memory, "copy_in_pieces", self._copy)
+
+    def _copy(self, runs: np.ndarray) -> Iterator[None]:
+        for _ in copy_in_pieces(runs):
+            self.has_begun.set()
+            assert self.is_open.wait(30)
+            yield
+
+
+def test_a_peer_that_is_killed_during_a_read_over_sockets() -> None:
+    with pair_of("sockets") as pair:
+        handle = pair.left.submit(Operation.READ, pair.peer, pair.whole)
+        queued = [pair.left.submit(Operation.READ, pair.peer, pair.whole) for _ in range(3)]
+        wait_for_bytes(pair.near)
+        pair.signal(signal.SIGSTOP)
+        assert pair.left.poll(handle) is TransferState.PENDING
+        pair.signal(signal.SIGKILL)
+        for each in (handle, *queued):
+            assert pair.state_after(each, is_settled) is TransferState.FAILED_SETTLED
+        before = Snapshot(pair.near)
+        pair.left.wait([handle], 0.3)
+        assert before.is_unchanged()
+        with pytest.raises(PeerError, match="not connected"):
+            pair.left.submit(Operation.READ, pair.peer, pair.whole)
+
+
+@pytest.mark.parametrize("operation", Operation)
+def test_a_peer_that_is_killed_during_a_copy_of_shared_memory(
+    operation: Operation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    with pair_of("shared_memory") as pair:
+        handle = pair.left.submit(operation, pair.peer, pair.whole)
+        queued = pair.left.submit(operation, pair.peer, pair.whole)
+        assert gate.has_begun.wait(10)
+        pair.signal(signal.SIGKILL)
+        assert pair.state_after(queued, is_settled) is TransferState.FAILED_SETTLED
+        lost = TransferState.FAILED_UNSETTLED
+        assert pair.state_after(handle, lambda state: state is lost) is lost
+        gate.is_open.set()
+        assert pair.state_after(handle, is_settled) is TransferState.FAILED_SETTLED
+        before = Snapshot(pair.near, pair.far)
+        pair.left.wait([handle], 0.2)
+        assert before.is_unchanged()
+        with pytest.raises(PeerError, match="not connected"):
+            pair.left.submit(operation, pair.peer, pair.whole)
+
+
+def test_nothing_lands_after_a_stopped_peer_was_given_up_and_goes_on() -> None:
+    with pair_of("sockets") as pair:
+        handle = pair.left.submit(Operation.READ, pair.peer, pair.whole)
+        wait_for_bytes(pair.near)
+        pair.signal(signal.SIGSTOP)
+        assert pair.left.poll(handle) is TransferState.PENDING
+        pair.left.disconnect(pair.peer)
+        assert pair.state_after(handle, is_settled) is TransferState.FAILED_SETTLED
+        before = Snapshot(pair.near)
+        pair.signal(signal.SIGCONT)
+        pair.left.wait([handle], 0.5)
+        assert before.is_unchanged()
+        assert not all(pair.near[-(1 << 20) :])
+        pair.peer = pair.left.connect(pair.right.descriptor())
+        again = pair.left.submit(Operation.READ, pair.peer, pair.whole)
+        assert pair.state_after(again, is_settled) is TransferState.DONE
+        assert np.array_equal(np.frombuffer(pair.near, np.uint8), np.frombuffer(pair.far, np.uint8))
+
+
+def test_a_write_to_a_stopped_peer_settles_only_when_the_peer_has_ended_it() -> None:
+    with pair_of("sockets") as pair:
+        np.frombuffer(pair.near, np.uint8)[:] = 2
+        handle = pair.left.submit(Operation.WRITE, pair.peer, pair.whole)
+        deadline = time.monotonic() + 10
+        while pair.far[0] != 2:
+            assert time.monotonic() < deadline, "nothing has landed"
+        pair.signal(signal.SIGSTOP)
+        pair.left.disconnect(pair.peer)
+        pair.left.wait([handle], 0.3)
+        # What the kernel has received for the peer it will still take.
+        assert pair.left.poll(handle) is TransferState.FAILED_UNSETTLED
+        pair.signal(signal.SIGCONT)
+        assert pair.state_after(handle, is_settled) is TransferState.FAILED_SETTLED
+        before = Snapshot(pair.far)
+        pair.left.wait([handle], 0.3)
+        assert before.is_unchanged()
+        assert pair.far[-1] == 1
+
+
+def test_a_write_to_a_killed_peer_settles() -> None:
+    with pair_of("sockets") as pair:
+        handle = pair.left.submit(Operation.WRITE, pair.peer, pair.whole)
+        pair.signal(signal.SIGSTOP)
+        pair.left.disconnect(pair.peer)
+        pair.signal(signal.SIGKILL)
+        assert pair.state_after(handle, is_settled) is TransferState.FAILED_SETTLED
+
+
+def test_shared_memory_is_not_copied_after_it_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    with pair_of("shared_memory") as pair:
+        handle = pair.left.submit(Operation.READ, pair.peer, pair.whole)
+        assert gate.has_begun.wait(10)
+        pair.left.disconnect(pair.peer)
+        assert pair.left.poll(handle) is TransferState.FAILED_UNSETTLED
+        before = Snapshot(pair.near)
+        gate.is_open.set()
+        assert pair.state_after(handle, is_settled) is TransferState.FAILED_SETTLED
+        assert before.is_unchanged()
+
+
+def test_an_endpoint_that_closes_waits_until_its_peers_copy_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    with pair_of("shared_memory") as pair:
+        handle = pair.left.submit(Operation.WRITE, pair.peer, pair.whole)
+        assert gate.has_begun.wait(10)
+        closing = threading.Thread(target=pair.right.close)
+        closing.start()
+        lost = TransferState.FAILED_UNSETTLED
+        assert pair.state_after(handle, lambda state: state is lost) is lost
+        closing.join(0.3)
+        assert closing.is_alive()
+        gate.is_open.set()
+        closing.join(10)
+        assert not closing.is_alive()
+        assert pair.left.poll(handle) is TransferState.FAILED_SETTLED
