@@ -129,11 +129,13 @@ def test_a_silent_client_is_closed_after_the_time_for_its_handshake(server: Sock
         assert time.monotonic() - started < 5
 
 
-def test_many_silent_clients_do_not_keep_others_out(server: SocketsTransport) -> None:
+def test_many_silent_clients_do_not_keep_others_out() -> None:
+    server = endpoint(SocketLimits(connect_seconds=60, max_handshakes=4, max_connections=8))
     silent = [plain(server) for _ in range(20)]
     assert works(server)
     for connection in silent:
         connection.close()
+    server.close()
 
 
 def test_a_client_that_drips_its_handshake_is_closed(server: SocketsTransport) -> None:
@@ -237,6 +239,16 @@ def test_a_server_that_stalls_ends_the_transfer() -> None:
         ended.set()
         serving.join()
         client.close()
+
+
+def test_connecting_to_a_server_that_says_nothing_has_a_limit() -> None:
+    client = endpoint()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        started = time.monotonic()
+        with pytest.raises(PeerError, match=r"0\.5 seconds"):
+            client.connect(encode(Address("127.0.0.1", listener.getsockname()[1], b"e" * 16)))
+        assert time.monotonic() - started < 5
+    client.close()
 
 
 def test_a_restarted_server_on_the_same_port_is_refused(server: SocketsTransport) -> None:

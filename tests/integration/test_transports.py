@@ -194,7 +194,8 @@ def test_a_write_to_a_stopped_peer_settles_only_when_the_peer_has_ended_it() -> 
             assert time.monotonic() < deadline, "nothing has landed"
         pair.signal(signal.SIGSTOP)
         pair.left.disconnect(pair.peer)
-        pair.left.wait([handle], 0.3)
+        assert pair.left.poll(handle) is TransferState.FAILED_UNSETTLED
+        pair.left.wait([handle], 0.5)
         # What the kernel has received for the peer it will still take.
         assert pair.left.poll(handle) is TransferState.FAILED_UNSETTLED
         pair.signal(signal.SIGCONT)

@@ -80,7 +80,7 @@ class SocketServer:
     def _begin(self, connection: socket.socket) -> None:
         """Gives the connection a thread, if there is room for one more."""
         try:
-            stream = Stream(connection, self._limits.stall_seconds)
+            stream = Stream(connection, self._limits.connect_seconds)
         except OSError:
             connection.close()
             return
@@ -117,6 +117,7 @@ class SocketServer:
         if hello.epoch != self._epoch:
             stream.send(encode(Answer("this endpoint has been restarted since its descriptor was made")))
             return
+        stream.allow_stalls(limits.stall_seconds)
         stream.send(encode(Answer(num_bytes=self.memory.num_bytes)))
         sender = hello.sender[:256]
         while True:

@@ -185,13 +185,14 @@ class SocketsTransport:
             connection = socket.create_connection((address.host, address.port), seconds)
         except (OSError, ValueError, OverflowError) as error:
             raise PeerError(f"{address.peer_id} cannot be reached: {error}") from error
-        stream = Stream(connection, self._limits.stall_seconds)
+        stream = Stream(connection, seconds)
         try:
             stream.authenticate(self._key, True, PURPOSE, seconds, FRAME_BYTES)
             stream.send(encode(Hello(address.epoch, self._address.peer_id)))
             answer = decode(Answer, stream.receive())
             if answer.refusal:
                 raise PeerError(f"{address.peer_id} refuses the connection: {answer.refusal}")
+            stream.allow_stalls(self._limits.stall_seconds)
         except PeerError:
             stream.close()
             raise

@@ -68,6 +68,11 @@ class Stream:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
         self._limit(stall_seconds)
 
+    def allow_stalls(self, seconds: float) -> None:
+        """From now on."""
+        self._stall_seconds = seconds
+        self._limit(seconds)
+
     def _limit(self, seconds: float) -> None:
         timeout = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6) or 1)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
