@@ -71,6 +71,23 @@ class Backing:
         """Recomputes what must be true. `contents(group, block hash, layer, head)` is what a block must hold, None for
         a hash that no request has."""
 
+    def is_stopped(self, name: str) -> bool:
+        """Whether the engine's process is stopped for now."""
+        return False
+
+    def has_news(self, name: str) -> bool:
+        """Whether an engine without requests has a reason to take a step."""
+        return True
+
+    @property
+    def is_settled(self) -> bool:
+        """Nothing is open that ends by itself."""
+        return True
+
+    def counters(self) -> Mapping[str, float]:
+        """What has happened in it."""
+        return {}
+
     def check_idle(self) -> None:
         """Nothing is left over when no request is."""
 
@@ -120,7 +137,7 @@ class StoreBacking(Backing):
 
     def touching(self, name: str) -> Iterable[Touch]:
         for transport, worker in zip(self._endpoints.get(name, ()), self._workers.get(name, ()), strict=False):
-            for operation, offset in self._fabric.moving(transport):
+            for operation, offset, _ in self._fabric.moving(transport):
                 block_id = worker.block_at(offset)
                 if block_id is not None:
                     yield Touch(block_id, operation is Operation.READ)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 from penstock.kv_transfer.multi import MultiScheduler, MultiWorker
 from penstock.simulation.backing import Backing, BackingContext, Parts, Site, StoreBacking, Touch
+from penstock.simulation.p2p import P2PBacking
 from penstock.simulation.store import StagelessStoreScheduler
 from penstock.simulation.tiers import OffloadBacking
 
@@ -54,4 +55,5 @@ BACKINGS: dict[str, Callable[[BackingContext], Backing]] = {
     "stageless_store": lambda context: StoreBacking(context, StagelessStoreScheduler),
     "tiers": OffloadBacking,
     "several": SeveralBackings,
+    "p2p": P2PBacking,
 }

@@ -16,7 +16,11 @@ from penstock.simulation.trace import ViolationError
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
-    """A request in an engine. `abort_at` is a tick, -1 for never; `next_engine` takes over when it has ended."""
+    """A request in an engine. `abort_at` is a tick, -1 for never; `next_engine` takes over when it has ended.
+
+    It comes in tick `not_before` at the earliest, and the engine may say that it asks for what cannot be if it
+    `may_be_refused`.
+    """
 
     request: EngineRequest
     answer: Answer
@@ -24,6 +28,8 @@ class LiveRequest:
     engine: str
     abort_at: int
     next_engine: str = ""
+    not_before: int = 0
+    may_be_refused: bool = False
     submitted_at: int = 0
     received: list[int] = field(default_factory=list[int])
 
@@ -63,6 +69,7 @@ class Clients:
         self._stems = [self._random_tokens(self._traffic.max_stem) for _ in range(self._traffic.num_stems)]
         self._used_ids: list[str] = []
         self._num_drawn = 0
+        self.counters: dict[str, float] = {}
 
     @property
     def is_done(self) -> bool:
@@ -82,11 +89,17 @@ class Clients:
             lost.request, lost.answer, lost.expected, lost.engine, self._abort_at(tick), lost.next_engine
         )
 
-    def handed_over(self, done: LiveRequest, tick: int) -> LiveRequest:
-        """What follows a prefill in another engine: the whole request."""
+    def redirected(self, each: LiveRequest) -> list[LiveRequest]:
+        """What becomes of a request whose engine is gone for good."""
+        raise AssertionError(f"{each.engine} is gone, and {each.request.request_id} is for it")
+
+    def follow_ups(self, done: LiveRequest, output: EngineOutput, tick: int) -> list[LiveRequest]:
+        """What follows a request that has ended well. Behind a prefill in one engine: the whole request in another."""
+        if not done.next_engine:
+            return []
         request = self._with_output(done.request, self._traffic.max_output)
         expected = self._expected(request, done.answer)
-        return LiveRequest(request, done.answer, expected, done.next_engine, self._abort_at(tick))
+        return [LiveRequest(request, done.answer, expected, done.next_engine, self._abort_at(tick))]
 
     def _draw(self, tick: int, live: dict[str, LiveRequest]) -> LiveRequest:
         rng, traffic = self._rng, self._traffic

@@ -105,6 +105,8 @@ def check_idle(engine: SimEngine) -> None:
         if rank.rows:
             names = [row.request_id for row in rank.rows.values()]
             raise ViolationError(f"{engine.name} is idle and rank {rank.shard} has rows", *names)
+    if engine.num_holds:
+        raise ViolationError(f"{engine.name} is idle and holds blocks of {engine.num_holds} requests that have ended")
     if engine.scheduler.has_transfers:
         raise ViolationError(f"{engine.name} is idle and its connector is not")
     engine.core.check_integrity()

@@ -70,9 +70,9 @@ class RankConfig:
     def layers_of(self, stage: int) -> tuple[OracleLayer, ...]:
         """A stage's part of the target, and on the last one the drafter."""
         target = [layer for layer in self.layers if not layer.is_draft]
-        size = len(target) // self.pp
+        first, end = (len(target) * number // self.pp for number in (stage, stage + 1))
         drafter = [layer for layer in self.layers if layer.is_draft]
-        return (*target[stage * size : (stage + 1) * size], *(drafter if stage == self.pp - 1 else ()))
+        return (*target[first:end], *(drafter if stage == self.pp - 1 else ()))
 
     def heads_of(self, number: int) -> range:
         size = NUM_HEADS // self.tp

@@ -11,6 +11,10 @@ from penstock.simulation.oracle import NUM_HEADS, OracleLayer, cache_config, mak
 TICK_SECONDS = 0.01
 
 
+def engine_name(number: int) -> str:
+    return f"engine{number}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
     """Probabilities per transfer, per report, per tick. They end with tick `Setup.fault_ticks`.
@@ -18,6 +22,10 @@ class Faults:
     `slow` transfers take up to `max_delay` seconds, the others a few milliseconds. `late` reports come some steps
     later, `repeated` ones again; before `contradicted` failures of a rank comes its success. `crash` ends an engine,
     `worker_error` lets a rank raise, `store_restart` ends the store.
+
+    Between engine cores, `slow_messages` take up to `max_delay` seconds, a connection is `broken` before, in or behind
+    a message, or `refused`; a `partition` lets all messages between two engines wait, a `stop` stops an engine's
+    process, also for longer than a lease, and `garbage` is what a peer says that does not keep the protocol.
     """
 
     drop: float = 0.0
@@ -33,6 +41,14 @@ class Faults:
     crash: float = 0.0
     worker_error: float = 0.0
     store_restart: float = 0.0
+
+    # Between engine cores: per message, per connection that is made, and per tick.
+    slow_messages: float = 0.1
+    broken: float = 0.0
+    refused: float = 0.0
+    partition: float = 0.0
+    stop: float = 0.0
+    garbage: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +76,43 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Disaggregation:
+    """The first `num_prefill` engines prefill for the others. Times are in seconds.
+
+    `style` is how proxies drive them: serial, concurrent, or mixed. A conversation has `turns`. The rates are per
+    request: `answer_lost` and `answer_late` are of P's answer on its way to D; `replayed` parameters go to a second
+    engine as well; `altered` ones are not what P has answered; `prefill_missing`: of two concurrent requests P's never
+    comes; `misled` requests name an engine that does not keep the protocol. From tick `dead_from` on no engine
+    prefills. With `expects_no_expiry` every hold must be ended by its reader.
+    """
+
+    num_prefill: int = 1
+    hold_seconds: float = 1.0
+    lease_seconds: float = 0.2
+    park_seconds: float = 0.6
+    max_parked: int = 64
+    is_attested: bool = True
+    digest_bytes_per_step: int = 256
+    style: str = "serial"
+    turns: int = 1
+    answer_lost: float = 0.0
+    answer_late: float = 0.0
+    replayed: float = 0.0
+    altered: float = 0.0
+    prefill_missing: float = 0.0
+    misled: float = 0.0
+    dead_from: int = -1
+    expects_no_expiry: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
     """`topologies` has (pp, tp) of every engine; `spare_blocks` is what the pool has beyond the longest request's.
 
     `drafts` per request are proposed, by a drafter with KV of its own if `has_drafter`; `drafts_under_load` while more
     than two requests run. A request must end within `request_ticks`, and everything else within `recovery_ticks` after
-    the last fault. `layerwise` loads are awaited layer by layer, by a host that does not run ahead.
+    the last fault. `layerwise` loads are awaited layer by layer, by a host that does not run ahead. `block_sizes` are
+    the engines', where they differ from `block_size`.
     """
 
     topologies: tuple[tuple[int, int], ...] = ((1, 1),)
@@ -73,6 +120,7 @@ class Setup:
     depth: int = 2
     runs_ahead: bool = False
     block_size: int = 4
+    block_sizes: tuple[int, ...] = ()
     max_model_len: int = 56
     max_num_batched_tokens: int = 16
     max_num_seqs: int = 6
@@ -100,6 +148,7 @@ class Setup:
     recovery_ticks: int = 1500
     faults: Faults = Faults()
     traffic: Traffic = Traffic()
+    disaggregation: Disaggregation | None = None
 
     def with_one_split(self) -> Setup:
         """All engines have as many stages and ranks as the first."""
@@ -114,12 +163,15 @@ class Setup:
     def num_lookahead(self) -> int:
         return self.drafts if self.has_drafter else 0
 
-    @property
-    def num_blocks(self) -> int:
+    def block_size_of(self, engine: int) -> int:
+        """Of the engine of that number."""
+        return self.block_sizes[engine] if self.block_sizes else self.block_size
+
+    def num_blocks(self, block_size: int) -> int:
         """The smallest pool that planning would let an engine start with, and the spare ones."""
-        groups = cache_config(self.layers, 2, self.block_size, NUM_HEADS).groups
+        groups = cache_config(self.layers, 2, block_size, NUM_HEADS).groups
         in_flight = self.depth * self.max_num_batched_tokens + self.num_lookahead
-        return 1 + blocks_for_one_request(groups, self.block_size, self.max_model_len, in_flight) + self.spare_blocks
+        return 1 + blocks_for_one_request(groups, block_size, self.max_model_len, in_flight) + self.spare_blocks
 
     def scheduler_config(self) -> SchedulerConfig:
         drafts = ((2, self.drafts), (self.max_num_seqs, self.drafts_under_load)) if self.drafts else ()

@@ -144,7 +144,7 @@ class SimEngine:
     ) -> None:
         self.name = site.name
         self.life = site.life
-        self.pool = WatchedPool(setup.num_blocks, site.name, trace)
+        self.pool = WatchedPool(site.cache.num_blocks, site.name, trace)
         self.kv = KVCacheManager(site.cache, setup.prefix_caching)
         self.kv.pool = self.pool
         transfer = KVTransfer(parts.scheduler, setup.load_failure_policy, setup.load_timeout, clock)
@@ -162,6 +162,16 @@ class SimEngine:
     def has_work(self) -> bool:
         return self.core.has_work or self.core.has_rows_to_free or self.core.has_transfers
 
+    @property
+    def is_idle(self) -> bool:
+        """No request is in it, and nothing has to be said to its workers: only transfers could need a step."""
+        return not (self.core.has_work or self.core.has_rows_to_free)
+
+    @property
+    def num_holds(self) -> int:
+        """Finished requests whose blocks are held."""
+        return self.scheduler._remote.num_holds
+
     def running_requests(self) -> list[Request]:
         """Those that the scheduler has admitted."""
         return self.scheduler._running.snapshot()
@@ -176,9 +186,10 @@ def make_executor(devices: Devices, connectors: Mapping[ShardId, WorkerConnector
     return Executor([OverTheWire(SimWorker(devices, shard, connectors[shard])) for shard in devices.config.shards])
 
 
-def make_site(setup: Setup, name: str, life: int, topology: tuple[int, int]) -> Site:
-    """`topology` is (pp, tp)."""
-    pp, tp = topology
+def make_site(setup: Setup, name: str, life: int, engine: int) -> Site:
+    """A life of the engine of that number."""
+    pp, tp = setup.topologies[engine]
+    block_size = setup.block_size_of(engine)
     ranks = RankConfig(
         layers=setup.layers,
         pp=pp,
@@ -187,4 +198,5 @@ def make_site(setup: Setup, name: str, life: int, topology: tuple[int, int]) -> 
         tells_gaps=setup.tells_gaps,
         runs_ahead=setup.runs_ahead,
     )
-    return Site(name, life, cache_config(setup.layers, setup.num_blocks, setup.block_size, NUM_HEADS), ranks)
+    cache = cache_config(setup.layers, setup.num_blocks(block_size), block_size, NUM_HEADS)
+    return Site(name, life, cache, ranks)

@@ -13,13 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from penstock.messages.kv_transfer import TransferReport
+from penstock.messages.outputs import EngineOutput
 from penstock.simulation.backing import Backing, BackingContext
 from penstock.simulation.backings import BACKINGS
 from penstock.simulation.clients import Clients, LiveRequest
 from penstock.simulation.invariants import Contents, check_engine, check_idle
 from penstock.simulation.oracle import Answers
+from penstock.simulation.proxies import Proxies
 from penstock.simulation.ranks import InjectedError
-from penstock.simulation.setup import TICK_SECONDS, Setup
+from penstock.simulation.setup import TICK_SECONDS, Setup, engine_name
 from penstock.simulation.sim_engine import ReportFaults, SimEngine, make_site
 from penstock.simulation.trace import Trace, ViolationError
 from penstock.utils.clock import ManualClock
@@ -52,14 +54,17 @@ class World:
         self._clock = ManualClock()
         self._trace = Trace()
         self._answers = Answers(setup.layers)
-        self._contents = Contents(setup.block_size, max(each.num_tokens_ahead for each in setup.layers))
+        num_tokens_ahead = max(each.num_tokens_ahead for each in setup.layers)
+        sizes = {setup.block_size, *setup.block_sizes}
+        self._contents = {size: Contents(size, num_tokens_ahead) for size in sorted(sizes)}
         self._context = BackingContext(setup, self._clock, random.Random(f"{seed} transport"))
         self._backing = (make_backing or BACKINGS[setup.backing])(self._context)
-        self._topologies = {f"engine{number}": each for number, each in enumerate(setup.topologies)}
-        self._old_reports = {name: deque[TransferReport](maxlen=_OLD_REPORTS) for name in self._topologies}
+        self._numbers = {engine_name(number): number for number in range(len(setup.topologies))}
+        self._old_reports = {name: deque[TransferReport](maxlen=_OLD_REPORTS) for name in self._numbers}
         self._lives = Counter[str]()
         self._engines: dict[str, SimEngine] = {}
-        self._clients = Clients(setup, random.Random(f"{seed} clients"), self._answers, list(self._topologies))
+        make_clients = Clients if setup.disaggregation is None else Proxies
+        self._clients = make_clients(setup, random.Random(f"{seed} clients"), self._answers, list(self._numbers))
         self._live: dict[str, LiveRequest] = {}
         self._waiting_again: list[LiveRequest] = []
         self._counters: dict[str, float] = {}
@@ -69,7 +74,7 @@ class World:
         limit = self._setup.fault_ticks + self._setup.recovery_ticks
         tick = 0
         try:
-            for name in self._topologies:
+            for name in self._numbers:
                 self._start(name)
             while not self._is_over():
                 if tick == limit:
@@ -88,7 +93,9 @@ class World:
 
     def _is_over(self) -> bool:
         everyone_is_done = self._clients.is_done and not self._live and not self._waiting_again
-        return everyone_is_done and not any(engine.has_work for engine in self._engines.values())
+        if not everyone_is_done or any(engine.has_work or engine.num_holds for engine in self._engines.values()):
+            return False
+        return self._backing.is_settled
 
     def _tick(self, tick: int) -> None:
         self._trace.tick = tick
@@ -99,16 +106,19 @@ class World:
         self._rng.shuffle(names)
         for name in names:
             # An engine may be slower than the others.
-            if self._engines[name].has_work and self._rng.random() < 0.9:
-                self._step(self._engines[name], tick)
+            engine = self._engines[name]
+            if engine.has_work and not self._backing.is_stopped(name) and self._rng.random() < 0.9:
+                if engine.is_idle and not self._backing.has_news(name):
+                    raise ViolationError(f"{name} takes a step without a reason")
+                self._step(engine, tick)
         self._clock.advance(TICK_SECONDS)
         self._backing.tick()
-        self._backing.check(self._contents.find)
+        self._backing.check(self._contents[self._setup.block_size].find)
 
     # ---- Clients and faults ----
 
     def _act(self, tick: int) -> None:
-        rng, faults = self._rng, self._setup.faults
+        rng = self._rng
         again, self._waiting_again = self._waiting_again, []
         for each in [*again, *self._clients.arrivals(tick, self._live)]:
             self._submit(each, tick)
@@ -121,25 +131,44 @@ class World:
             if self._wants_abort(each, tick):
                 self._abort(each)
         if self._context.has_faults:
-            for name in list(self._engines):
-                if rng.random() < faults.crash:
-                    self._crash(name, tick)
-                elif rng.random() < faults.worker_error:
-                    self._engines[name].devices.before_step = _raise
-            if rng.random() < faults.store_restart:
-                self._trace.note("world", "restarts what is behind the engines")
-                self._count("restarts_of_backing")
-                self._backing.restart()
+            self._strike(tick)
+        pairs = self._setup.disaggregation
+        if pairs is not None and tick == pairs.dead_from:
+            for name in list(self._engines)[: pairs.num_prefill]:
+                self._end(name, tick)
+                del self._engines[name]
+
+    def _strike(self, tick: int) -> None:
+        rng, faults = self._rng, self._setup.faults
+        for name in list(self._engines):
+            if rng.random() < faults.crash:
+                self._crash(name, tick)
+            elif rng.random() < faults.worker_error:
+                self._engines[name].devices.before_step = _raise
+        if rng.random() < faults.store_restart:
+            self._trace.note("world", "restarts what is behind the engines")
+            self._count("restarts_of_backing")
+            self._backing.restart()
 
     def _submit(self, each: LiveRequest, tick: int) -> None:
         request = each.request
-        if request.request_id in self._live:
+        if request.request_id in self._live or tick < each.not_before:
             self._waiting_again.append(each)
             return
-        self._contents.add(each.answer, request.cache_salt, request.max_tokens)
+        if each.engine not in self._engines:
+            self._waiting_again += self._clients.redirected(each)
+            return
+        for contents in self._contents.values():
+            contents.add(each.answer, request.cache_salt, request.max_tokens)
         self._trace.note(each.engine, f"gets {len(request.prompt_token_ids)} tokens as", request.request_id)
         core = self._engines[each.engine].core
-        core.add_request(request)
+        try:
+            core.add_request(request)
+        except RequestError as error:
+            if not each.may_be_refused:
+                raise ViolationError(f"{request.request_id} was refused: {error}", request.request_id) from error
+            self._count("refused_requests")
+            return
         try:
             core.add_request(request)
         except RequestError:
@@ -168,7 +197,7 @@ class World:
 
     def _start(self, name: str) -> None:
         self._lives[name] += 1
-        site = make_site(self._setup, name, self._lives[name], self._topologies[name])
+        site = make_site(self._setup, name, self._lives[name], self._numbers[name])
         self._trace.note(name, f"begins its life {site.life}")
         parts = self._backing.attach(site)
         engine = SimEngine(site, parts, self._setup, self._answers, self._clock, self._rng, self._trace)
@@ -176,6 +205,11 @@ class World:
         self._engines[name] = engine
 
     def _crash(self, name: str, tick: int) -> None:
+        """The engine's process dies and is started again."""
+        self._end(name, tick)
+        self._start(name)
+
+    def _end(self, name: str, tick: int) -> None:
         """The engine's process dies with all its requests, whose clients try again."""
         self._trace.note(name, "dies")
         self._count("crashes")
@@ -184,7 +218,6 @@ class World:
         for each in [each for each in self._live.values() if each.engine == name]:
             del self._live[each.request.request_id]
             self._waiting_again.append(self._clients.again(each, tick))
-        self._start(name)
 
     def _step(self, engine: SimEngine, tick: int) -> None:
         try:
@@ -203,27 +236,32 @@ class World:
             each = self._live[output.request_id]
             each.take(output, self._setup.load_failure_policy)
             if output.finish_reason is not None:
-                self._finish(each, tick, failed=output.error is not None)
-        everything = self._rng.random() < 1 / _EVERYTHING_EVERY
-        check_engine(engine, self._contents, self._backing.touching(engine.name), everything=everything)
+                self._finish(each, output, tick)
+        self._check(engine, everything=self._rng.random() < 1 / _EVERYTHING_EVERY)
 
-    def _finish(self, each: LiveRequest, tick: int, *, failed: bool) -> None:
-        self._count("failed" if failed else "finished")
+    def _check(self, engine: SimEngine, *, everything: bool) -> None:
+        contents = self._contents[engine.kv.block_size]
+        check_engine(engine, contents, self._backing.touching(engine.name), everything=everything)
+
+    def _finish(self, each: LiveRequest, output: EngineOutput, tick: int) -> None:
+        self._count("finished" if output.error is None else "failed")
         del self._live[each.request.request_id]
-        if each.next_engine and not failed:
-            self._waiting_again.append(self._clients.handed_over(each, tick))
+        if output.error is None:
+            self._waiting_again += self._clients.follow_ups(each, output, tick)
 
     # ---- The end ----
 
     def _check_end(self) -> None:
         for engine in self._engines.values():
-            check_engine(engine, self._contents, self._backing.touching(engine.name), everything=True)
+            self._check(engine, everything=True)
             check_idle(engine)
             self._collect_counters(engine)
         # What the dead have sent has landed by now.
         self._clock.advance(_QUIET_SECONDS)
         self._backing.tick()
         self._backing.check_idle()
+        for name, value in {**self._backing.counters(), **self._clients.counters}.items():
+            self._count(name, value)
 
     def _count(self, name: str, by: float = 1) -> None:
         self._counters[name] = self._counters.get(name, 0) + by

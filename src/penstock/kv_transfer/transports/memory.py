@@ -158,11 +158,11 @@ class MemoryFabric:
         """Nothing that the endpoint has begun moves any more."""
         return not any(each.owner is transport and each.num_events and not each.is_cut for each in self._transfers)
 
-    def moving(self, owner: MemoryTransport) -> Iterator[tuple[Operation, int]]:
-        """What transfers of this endpoint may still touch: the local offsets of their runs."""
+    def moving(self, owner: MemoryTransport) -> Iterator[tuple[Operation, int, int]]:
+        """What transfers of this endpoint may still touch: the local offsets and the bytes of their runs."""
         for transfer in self._transfers:
             if transfer.owner is owner and not transfer.is_cut:
-                yield from ((transfer.operation, local) for local, _, _ in transfer.runs)
+                yield from ((transfer.operation, local, num_bytes) for local, _, num_bytes in transfer.runs)
 
     def begin(self, transfer: _Transfer, notify: bytes) -> None:
         """Schedules what the script says about a new transfer."""

@@ -1,0 +1,182 @@
+"""The real `P2PConnector`'s two sides in a world, over the simulated network and the faulty transport."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from penstock.kv_transfer.p2p.consumer import Consumer
+from penstock.kv_transfer.p2p.exchange import Exchange, Load, P2PSettings
+from penstock.kv_transfer.p2p.messages import P2PSetup
+from penstock.kv_transfer.p2p.peers import PeerList
+from penstock.kv_transfer.p2p.producer import Producer, ProducerRules
+from penstock.kv_transfer.p2p.scheduler import P2PScheduler
+from penstock.kv_transfer.p2p.ticket import TicketOffice
+from penstock.kv_transfer.p2p.worker import P2PWorker
+from penstock.kv_transfer.transports.base import Operation
+from penstock.kv_transfer.transports.memory import MemoryFabric, MemoryTransport
+from penstock.messages.kv_layout import KVLayout
+from penstock.messages.kv_transfer import ShardId, TransferId
+from penstock.simulation.backing import Backing, BackingContext, Parts, Site, Touch
+from penstock.simulation.p2p_network import SimChannel, SimNetwork
+from penstock.simulation.proxies import CLUSTER_KEY, address_of
+from penstock.simulation.setup import Disaggregation, engine_name
+
+_TRANSPORT = "memory"
+_LOAD_PART = 0.8
+_MAX_STOP_LEASES = 3.0
+
+
+class _CountingExchange(Exchange):
+    """The real one, which also notes how long the loads of a conversation's turns are."""
+
+    loaded: Counter[str]
+
+    def begin_load(self, transfer_id: TransferId, load: Load) -> None:
+        _, _, turn = transfer_id.partition("/")[0].partition(".")
+        self.loaded[f"turn{turn[:1]}_asked_tokens"] += load.end - load.first
+        super().begin_load(transfer_id, load)
+
+
+@dataclass(frozen=True, slots=True)
+class _Life:
+    """One life of one engine."""
+
+    channel: SimChannel
+    producer: Producer
+    consumer: Consumer
+    exchange: Exchange
+    scheduler: P2PScheduler
+    workers: Mapping[ShardId, P2PWorker]
+    transports: Mapping[ShardId, MemoryTransport]
+
+    def check_idle(self) -> None:
+        """No table has an entry, but for connections that stay open."""
+        tables = {
+            "holds": self.producer._state.held,
+            "rendezvous": self.producer._state.at_rendezvous,
+            "parked fetches": self.producer._state.parked,
+            "grants": self.producer._state.grants,
+            "digests under way": self.producer._state.jobs,
+            "loads": self.consumer._loads,
+            "loads of the exchange": self.exchange._loads,
+            "events": self.exchange._events,
+            "jobs": self.exchange._jobs._open,
+            "requests": self.scheduler._remote,
+            "requests of others": self.scheduler._decoded_elsewhere,
+        }
+        for shard, worker in self.workers.items():
+            tables |= {f"reads of {shard}": worker._reads, f"digests of {shard}": worker._attests}
+        for what, table in tables.items():
+            assert not table, f"{self.channel.name} is idle and has {what}: {list(table)[:4]}"
+        self.exchange.check_integrity()
+
+
+class P2PBacking(Backing):
+    """Engines that are connected to one another, each with its own address and the one list of peers."""
+
+    def __init__(self, context: BackingContext) -> None:
+        setup = context.setup
+        self._context = context
+        self._pairs = setup.disaggregation or Disaggregation()
+        self._rng = random.Random(context.pick(1 << 62))
+        self._fabric = MemoryFabric(context.clock, context.fault_of, setup.drain)
+        self._network = SimNetwork(context, self._rng)
+        self._names = [engine_name(number) for number in range(len(setup.topologies))]
+        self._peers = PeerList([f"{host}:{port}" for host, port in map(address_of, self._names)], None)
+        self._lives: dict[str, _Life] = {}
+        self._loaded = Counter[str]()
+
+    def attach(self, site: Site) -> Parts:
+        setup, pairs, clock = self._context.setup, self._pairs, self._context.clock
+        channel = self._network.open(site.name, address_of(site.name))
+        epoch, office = f"{site.name}.{site.life}", TicketOffice(CLUSTER_KEY)
+        settings = P2PSettings(
+            engine_id=site.name,
+            epoch=epoch,
+            role="kv_both",
+            meaning={"weights": "oracle"},
+            setup=P2PSetup(_TRANSPORT, channel.address[0], CLUSTER_KEY),
+            num_groups=len(site.cache.groups),
+            requires_digests=pairs.is_attested,
+        )
+        rules = ProducerRules(
+            hold_seconds=pairs.hold_seconds,
+            lease_seconds=pairs.lease_seconds,
+            park_seconds=pairs.park_seconds,
+            max_parked=pairs.max_parked,
+            is_attested=pairs.is_attested,
+        )
+        producer = Producer(site.name, epoch, rules, office)
+        consumer = Consumer(_LOAD_PART * setup.load_timeout, office)
+        exchange = _CountingExchange(settings, channel, producer, consumer, clock)
+        exchange.loaded = self._loaded
+        scheduler = P2PScheduler(settings, site.cache.block_size, exchange, self._peers.resolve)
+        transports = {shard: self._fabric.endpoint(f"{site.name}-{shard[0]}.{shard[1]}") for shard in site.ranks.shards}
+        workers = {shard: self._make_worker(shard, transport) for shard, transport in transports.items()}
+        self._lives[site.name] = _Life(channel, producer, consumer, exchange, scheduler, workers, transports)
+        return Parts(scheduler, workers)
+
+    def _make_worker(self, shard: ShardId, transport: MemoryTransport) -> P2PWorker:
+        def make_transport(layout: KVLayout) -> MemoryTransport:
+            return transport
+
+        return P2PWorker(shard, make_transport, digest_bytes_per_step=self._pairs.digest_bytes_per_step)
+
+    def crash(self, name: str) -> None:
+        life = self._lives.pop(name)
+        self._network.crash(life.channel)
+        for transport in life.transports.values():
+            self._fabric.crash(transport)
+
+    def tick(self) -> None:
+        if self._context.has_faults:
+            self._strike()
+        self._fabric.run()
+        self._network.run()
+
+    def _strike(self) -> None:
+        rng, faults = self._rng, self._context.setup.faults
+        if rng.random() < faults.partition:
+            one, other = rng.sample(self._names, 2)
+            self._network.partition(one, other, rng.uniform(0.0, 2 * self._pairs.lease_seconds))
+        if rng.random() < faults.stop:
+            name = rng.choice(self._names)
+            if not self._network.is_stopped(name):
+                self._network.stop(name, self._pairs.lease_seconds * rng.uniform(0.2, _MAX_STOP_LEASES))
+
+    def is_stopped(self, name: str) -> bool:
+        return self._network.is_stopped(name)
+
+    def has_news(self, name: str) -> bool:
+        """What a connection has brought, a deadline that has passed, or something that workers are doing."""
+        life = self._lives[name]
+        return life.channel.has_news or bool(life.exchange._events) or not life.exchange._jobs.is_idle
+
+    @property
+    def is_settled(self) -> bool:
+        return self._network.is_quiet and not any(
+            life.producer.num_held or life.producer._state.parked or life.consumer.num_loads
+            for life in self._lives.values()
+        )
+
+    def touching(self, name: str) -> Iterable[Touch]:
+        life = self._lives[name]
+        for shard, transport in life.transports.items():
+            layout = life.workers[shard]._layout
+            stride = layout.layers[0].block_bytes
+            for operation, offset, num_bytes in self._fabric.moving(transport):
+                first = offset % layout.regions[0].num_bytes
+                for block_id in range(first // stride, (first + num_bytes - 1) // stride + 1):
+                    yield Touch(block_id, operation is Operation.READ)
+
+    def counters(self) -> Mapping[str, float]:
+        return {**self._network.counts, **self._loaded}
+
+    def check_idle(self) -> None:
+        for life in self._lives.values():
+            life.check_idle()
+            assert not self._pairs.expects_no_expiry or not life.producer.counts.num_expired, "a hold has expired"
+            assert all(self._fabric.is_quiet(each) for each in life.transports.values()), "bytes still move"

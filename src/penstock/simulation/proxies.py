@@ -1,0 +1,240 @@
+"""Clients of disaggregated engines, and the proxies between: whose prompt goes where, with which parameters.
+
+Serial: P gets the request for one token, and its answer's parameters go to D with the whole request. Concurrent: both
+get theirs at once, in some order and some time apart, with a common name. A conversation goes on with what D has
+answered.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from penstock.kv_transfer.p2p.params import Address
+from penstock.kv_transfer.p2p.ticket import Ticket, TicketOffice, digest_prompt
+from penstock.messages.outputs import EngineOutput
+from penstock.messages.requests import EngineRequest
+from penstock.messages.sampling_params import SamplingParams
+from penstock.simulation.clients import Clients, LiveRequest
+from penstock.simulation.oracle import Answers
+from penstock.simulation.setup import TICK_SECONDS, Disaggregation, Setup
+
+CLUSTER_KEY = b"the key of the simulated cluster"
+Params = Mapping[str, Any]
+
+_MAX_APART = 60
+"""Ticks between the two requests of a concurrent pair."""
+
+
+def address_of(name: str) -> Address:
+    """Where an engine listens, in all its lives."""
+    return f"{name}.example", 5600
+
+
+@dataclass(slots=True, eq=False)
+class _Turn:
+    """One prompt and what is asked for; `number` counts from 1 within its conversation."""
+
+    name: str
+    number: int
+    prompt: tuple[int, ...]
+    max_tokens: int
+    stop: frozenset[int]
+    cache_salt: str | None
+    prefiller: str
+    decoder: str
+
+
+@dataclass(slots=True, eq=False)
+class _Part(LiveRequest):
+    """A turn's request to one of the two engines. P's answer goes on to D where it `is_serial_prefill`."""
+
+    turn: _Turn | None = None
+    is_decode: bool = False
+    is_serial_prefill: bool = False
+
+
+class Proxies(Clients):
+    """`names` are the engines, of which the first `num_prefill` prefill for the others."""
+
+    def __init__(self, setup: Setup, rng: random.Random, answers: Answers, names: list[str]) -> None:
+        super().__init__(setup, rng, answers, names)
+        assert setup.disaggregation is not None
+        self._pairs: Disaggregation = setup.disaggregation
+        self._prefillers = names[: self._pairs.num_prefill]
+        self._decoders = names[self._pairs.num_prefill :]
+        self._gone: set[str] = set()
+        self._num_names = 0
+
+    def arrivals(self, tick: int, live: dict[str, LiveRequest]) -> list[LiveRequest]:
+        if self.is_done or self._rng.random() >= self._traffic.arrival:
+            return []
+        self._num_drawn += 1
+        rng, traffic = self._rng, self._traffic
+        prompt = tuple(self._prompt())
+        turn = self._make_turn(prompt, rng.choice(traffic.salts), 1, rng.choice(self._decoders))
+        return self._begin(turn, tick)
+
+    def follow_ups(self, done: LiveRequest, output: EngineOutput, tick: int) -> list[LiveRequest]:
+        assert isinstance(done, _Part) and done.turn is not None
+        if done.is_serial_prefill:
+            assert output.kv_transfer_params is not None, f"{done.request.request_id} was answered without parameters"
+            return self._hand_over(done.turn, output.kv_transfer_params, tick)
+        if done.is_decode and done.turn.number < self._pairs.turns:
+            return self._go_on(done.turn, done.received, tick)
+        return []
+
+    def again(self, lost: LiveRequest, tick: int) -> LiveRequest:
+        assert isinstance(lost, _Part)
+        return replace(lost, received=[], abort_at=self._abort_at(tick))
+
+    def redirected(self, each: LiveRequest) -> list[LiveRequest]:
+        """Without an engine that prefills, D computes the prompt; with concurrent requests it has been asked to."""
+        assert isinstance(each, _Part) and each.turn is not None and not each.is_decode
+        self._gone.add(each.engine)
+        return [self._decode(each.turn, None, each.not_before)] if each.is_serial_prefill else []
+
+    # ---- Turns ----
+
+    def _make_turn(self, prompt: tuple[int, ...], salt: str | None, number: int, decoder: str) -> _Turn:
+        rng, traffic = self._rng, self._traffic
+        max_tokens = min(rng.randrange(1, traffic.max_output + 1), self._setup.max_model_len - len(prompt))
+        stop: frozenset[int] = frozenset()
+        if rng.random() < traffic.stop:
+            stop = frozenset([rng.choice(self._answers.of(prompt).output(max_tokens))])
+        self._num_names += 1
+        name = f"c{self._num_names}.{number}"
+        return _Turn(name, number, prompt, max_tokens, stop, salt, rng.choice(self._prefillers), decoder)
+
+    def _begin(self, turn: _Turn, tick: int) -> list[LiveRequest]:
+        style = self._pairs.style
+        if style == "mixed":
+            style = self._rng.choice(("serial", "concurrent"))
+        self._count(f"turn{turn.number}_prompt_tokens", len(turn.prompt))
+        if style == "serial":
+            return [self._prefill(turn, {"do_remote_decode": True, "do_remote_prefill": False}, tick, is_serial=True)]
+        return self._begin_concurrently(turn, tick)
+
+    def _begin_concurrently(self, turn: _Turn, tick: int) -> list[LiveRequest]:
+        rng, pairs = self._rng, self._pairs
+        host, port = address_of(turn.prefiller)
+        name = f"xfer-{turn.name}"
+        apart = rng.choice((0, 0, rng.randrange(_MAX_APART)))
+        times = [tick, tick + apart] if rng.random() < 0.5 else [tick + apart, tick]
+        fetch = {
+            "do_remote_prefill": True,
+            "transfer_id": name,
+            "remote_bootstrap_addr": f"http://{host}:{port}",
+            "remote_engine_id": turn.prefiller,
+        }
+        prefilled = turn
+        if rng.random() < pairs.altered:
+            self._count("altered")
+            prefilled = replace(turn, prompt=tuple(self._prompt()))
+        parts = [self._decode(turn, fetch, times[0])]
+        if rng.random() < pairs.prefill_missing:
+            self._count("prefills_missing")
+        else:
+            parts.append(self._prefill(prefilled, {"do_remote_decode": True, "transfer_id": name}, times[1]))
+        rng.shuffle(parts)
+        return list[LiveRequest](parts)
+
+    def _hand_over(self, turn: _Turn, params: Params, tick: int) -> list[LiveRequest]:
+        """What D gets of P's answer, which the proxy passes on, mostly."""
+        rng, pairs = self._rng, self._pairs
+        if rng.random() < pairs.answer_lost:
+            self._count("answers_lost")
+            return []
+        late = 0
+        if rng.random() < pairs.answer_late:
+            self._count("answers_late")
+            late = rng.randrange(round(2 * pairs.hold_seconds / TICK_SECONDS))
+        if rng.random() < pairs.altered:
+            self._count("altered")
+            turn, params = self._altered(turn, params)
+        parts = [self._decode(turn, params, tick + late)]
+        if rng.random() < pairs.replayed:
+            self._count("replayed")
+            again = replace(turn, decoder=rng.choice(self._decoders), number=self._pairs.turns)
+            parts.append(self._decode(again, params, tick + late + rng.randrange(_MAX_APART)))
+        return list[LiveRequest](parts)
+
+    def _go_on(self, turn: _Turn, output: list[int], tick: int) -> list[LiveRequest]:
+        prompt = [*turn.prompt, *output, *self._random_tokens(1 + self._rng.randrange(self._traffic.max_suffix))]
+        if len(prompt) + 2 > self._setup.max_model_len:
+            return []
+        self._count("further_turns")
+        following = self._make_turn(tuple(prompt), turn.cache_salt, turn.number + 1, turn.decoder)
+        following.prefiller = turn.prefiller
+        return self._begin(following, tick)
+
+    # ---- Requests ----
+
+    def _prefill(self, turn: _Turn, params: Params, not_before: int, *, is_serial: bool = False) -> _Part:
+        return self._part(turn, turn.prefiller, 1, params, not_before, is_serial_prefill=is_serial)
+
+    def _decode(self, turn: _Turn, params: Params | None, not_before: int) -> _Part:
+        return self._part(turn, turn.decoder, turn.max_tokens, params, not_before)
+
+    def _part(
+        self,
+        turn: _Turn,
+        engine: str,
+        max_tokens: int,
+        params: Params | None,
+        not_before: int,
+        is_serial_prefill: bool = False,
+    ) -> _Part:
+        rng, is_decode = self._rng, engine == turn.decoder
+        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, kv_transfer_params=params)
+        request = EngineRequest(
+            request_id=f"{turn.name}.{'d' if is_decode else 'p'}",
+            prompt_token_ids=turn.prompt,
+            sampling_params=sampling,
+            max_tokens=max_tokens,
+            seed=0,
+            stop_token_ids=turn.stop if is_decode else frozenset(),
+            priority=rng.randrange(3),
+            cache_salt=turn.cache_salt,
+        )
+        answer = self._answers.of(turn.prompt)
+        return _Part(
+            request,
+            answer,
+            self._expected(request, answer),
+            engine,
+            self._abort_at(not_before),
+            not_before=not_before,
+            turn=turn,
+            is_decode=is_decode,
+            is_serial_prefill=is_serial_prefill,
+        )
+
+    def _altered(self, turn: _Turn, params: Params) -> tuple[_Turn, Params]:
+        """Another prompt, or parameters that are not what P has answered."""
+        rng, ticket = self._rng, params["ticket"]
+        kind = rng.choice(["prompt", "truncated", "changed", "foreign", "engine", "address", "unknown", "tokens"])
+        if kind == "prompt":
+            return replace(turn, prompt=tuple(self._prompt())), params
+        at = rng.randrange(len(ticket))
+        other_host, other_port = address_of(rng.choice(self._names))
+        issued = Ticket(turn.prefiller, f"{turn.prefiller}.1", "c1.1.p/hold-0", self._digest(turn), len(turn.prompt))
+        changes: dict[str, Params] = {
+            "truncated": {"ticket": ticket[:at] or "x"},
+            "changed": {"ticket": f"{ticket[:at]}{'A' if ticket[at] != 'A' else 'B'}{ticket[at + 1 :]}"},
+            "foreign": {"ticket": TicketOffice(b"the key of another cluster").issue(issued)},
+            "engine": {"remote_engine_id": rng.choice(self._names)},
+            "address": {"remote_host": other_host, "remote_port": other_port},
+            "unknown": {"remote_host": "10.9.9.9", "remote_port": 22},
+            "tokens": {"remote_num_tokens": rng.choice([0, 1, len(turn.prompt) + 50])},
+        }
+        return turn, {**params, **changes[kind]}
+
+    @staticmethod
+    def _digest(turn: _Turn) -> bytes:
+        return digest_prompt(turn.prompt, turn.cache_salt)
+
+    def _count(self, name: str, by: float = 1) -> None:
+        self.counters[name] = self.counters.get(name, 0) + by
