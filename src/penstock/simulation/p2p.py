@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from penstock.kv_transfer.p2p.consumer import Consumer
 from penstock.kv_transfer.p2p.exchange import Exchange, Load, P2PSettings
-from penstock.kv_transfer.p2p.messages import P2PSetup
+from penstock.kv_transfer.p2p.messages import Hello, P2PSetup
 from penstock.kv_transfer.p2p.peers import PeerList
 from penstock.kv_transfer.p2p.producer import Producer, ProducerRules
 from penstock.kv_transfer.p2p.scheduler import P2PScheduler
@@ -21,7 +21,8 @@ from penstock.messages.kv_layout import KVLayout
 from penstock.messages.kv_transfer import ShardId, TransferId
 from penstock.simulation.backing import Backing, BackingContext, Parts, Site, Touch
 from penstock.simulation.p2p_network import SimChannel, SimNetwork
-from penstock.simulation.proxies import CLUSTER_KEY, address_of
+from penstock.simulation.p2p_rogue import Rogue
+from penstock.simulation.proxies import CLUSTER_KEY, ROGUE, address_of
 from penstock.simulation.setup import Disaggregation, engine_name
 
 _TRANSPORT = "memory"
@@ -85,8 +86,11 @@ class P2PBacking(Backing):
         self._fabric = MemoryFabric(context.clock, context.fault_of, setup.drain)
         self._network = SimNetwork(context, self._rng)
         self._names = [engine_name(number) for number in range(len(setup.topologies))]
-        self._peers = PeerList([f"{host}:{port}" for host, port in map(address_of, self._names)], None)
+        self._peers = PeerList([f"{host}:{port}" for host, port in map(address_of, [*self._names, ROGUE])], None)
         self._lives: dict[str, _Life] = {}
+        self._rogue = None
+        if setup.faults.garbage:
+            self._rogue = Rogue(setup, self._rng, self._network, self._fabric, self._some_hello)
         self._loaded = Counter[str]()
 
     def attach(self, site: Site) -> Parts:
@@ -139,6 +143,8 @@ class P2PBacking(Backing):
 
     def _strike(self) -> None:
         rng, faults = self._rng, self._context.setup.faults
+        if self._rogue is not None and self._lives:
+            self._rogue.act(self._names)
         if rng.random() < faults.partition:
             one, other = rng.sample(self._names, 2)
             self._network.partition(one, other, rng.uniform(0.0, 2 * self._pairs.lease_seconds))
@@ -146,6 +152,9 @@ class P2PBacking(Backing):
             name = rng.choice(self._names)
             if not self._network.is_stopped(name):
                 self._network.stop(name, self._pairs.lease_seconds * rng.uniform(0.2, _MAX_STOP_LEASES))
+
+    def _some_hello(self) -> Hello:
+        return self._rng.choice(list(self._lives.values())).exchange._sessions._hello
 
     def is_stopped(self, name: str) -> bool:
         return self._network.is_stopped(name)
@@ -173,7 +182,8 @@ class P2PBacking(Backing):
                     yield Touch(block_id, operation is Operation.READ)
 
     def counters(self) -> Mapping[str, float]:
-        return {**self._network.counts, **self._loaded}
+        said = {"garbage": self._rogue.num_said} if self._rogue is not None else {}
+        return {**self._network.counts, **self._loaded, **said}
 
     def check_idle(self) -> None:
         for life in self._lives.values():

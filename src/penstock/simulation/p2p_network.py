@@ -68,8 +68,8 @@ class SimNetwork:
         del self._channels[channel.address]
         for end in list(channel.ends.values()):
             end.is_over = True
-            assert end.other is not None
-            self._cut(end)
+            if end.other is not None:
+                self._cut(end)
         channel.ends.clear()
 
     def stop(self, name: str, seconds: float) -> None:

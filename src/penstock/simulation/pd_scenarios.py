@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from penstock.simulation.catalogue import Catalogue, base, traffic
+from penstock.simulation.catalogue import Catalogue, base, faulty, speculating, traffic
 from penstock.simulation.setup import Disaggregation, Setup
 
 PD_SCENARIOS = Catalogue()
@@ -29,6 +29,23 @@ def _pair(rng: random.Random) -> Setup:
     return traffic(setup, arrival=rng.choice([0.1, 0.3]), abort=0.0, max_suffix=8)
 
 
+def _mixed(rng: random.Random) -> Setup:
+    return _pairs(_pair(rng), style="mixed")
+
+
+def _many(rng: random.Random) -> Setup:
+    """Two or three engines of each kind."""
+    splits = [(1, 1), (1, 1), (2, 1), (1, 2)]
+    num_prefill, num_decode = rng.choice([2, 3]), rng.choice([2, 3])
+    setup = replace(_mixed(rng), topologies=tuple(rng.choice(splits) for _ in range(num_prefill + num_decode)))
+    return traffic(_pairs(setup, num_prefill=num_prefill), num_requests=14, arrival=0.5)
+
+
+def _attested(setup: Setup) -> Setup:
+    """Where bytes may be wrong, only digests can tell."""
+    return _pairs(setup, is_attested=True)
+
+
 @_scenario("pd_serial", "prefill here, decode there, as a proxy in the NIXL style drives it")
 def _serial(rng: random.Random) -> Setup:
     return _pair(rng)
@@ -37,3 +54,141 @@ def _serial(rng: random.Random) -> Setup:
 @_scenario("pd_concurrent", "C7: both engines get the request at once, and D may ask long before P has begun")
 def _concurrent(rng: random.Random) -> Setup:
     return _pairs(_pair(rng), style="concurrent")
+
+
+@_scenario("pd_prefix_hits", "C1: prefixes that P, D, both or neither has; what is not needed must be let go at once")
+def _prefix_hits(rng: random.Random) -> Setup:
+    setup = _pairs(_pair(rng), hold_seconds=8.0, expects_no_expiry=True)
+    return traffic(setup, num_stems=rng.choice([1, 3]), reset=rng.choice([0.0, 0.1, 0.3]), num_requests=14)
+
+
+@_scenario("pd_multi_turn", "turn by turn through P and D: each finds its own KV, and loads get shorter")
+def _multi_turn(rng: random.Random) -> Setup:
+    setup = replace(_pairs(_mixed(rng), turns=3, hold_seconds=8.0), max_model_len=96, spare_blocks=80)
+    return traffic(setup, num_requests=5, max_stem=24, max_output=9)
+
+
+@_scenario("pd_block_sizes", "F27: both engines have blocks of their own size")
+def _block_sizes(rng: random.Random) -> Setup:
+    sizes = rng.choice([(4, 8), (8, 4), (4, 6), (6, 4), (2, 8), (3, 8), (8, 3)])
+    return faulty(replace(_mixed(rng), block_sizes=sizes), die=rng.choice([0.0, 0.1]))
+
+
+@_scenario("pd_splits", "F27: other numbers of stages and ranks, stages with unequal numbers of layers among them")
+def _splits(rng: random.Random) -> Setup:
+    splits = [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2), (3, 2)]
+    return replace(_mixed(rng), topologies=(rng.choice(splits), rng.choice(splits)))
+
+
+@_scenario("pd_drafts", "C9: the drafter's layers travel with the target's")
+def _drafts(rng: random.Random) -> Setup:
+    setup = speculating(_mixed(rng), rng)
+    return replace(setup, has_drafter=True, block_sizes=rng.choice([(), (), (4, 8), (6, 4)]))
+
+
+@_scenario("pd_windows", "C6: P may have let go of a block behind its window that D still needs")
+def _windows(rng: random.Random) -> Setup:
+    return replace(_mixed(rng), windows=rng.choice([(6,), (0, 9), (0, 5), (4, 11)]))
+
+
+@_scenario("pd_tiny_pools", "F12, F14: preemption beside loads and holds, in pools that hold one request")
+def _tiny_pools(rng: random.Random) -> Setup:
+    setup = traffic(_mixed(rng), arrival=0.9, num_requests=14, max_output=20)
+    return faulty(replace(setup, spare_blocks=rng.choice([0, 1]), max_num_seqs=6), slow=0.5, die=0.1)
+
+
+@_scenario("pd_many", "several engines of each kind, all connected with all")
+def _several(rng: random.Random) -> Setup:
+    return faulty(_many(rng), slow=0.3, slow_messages=0.3)
+
+
+@_scenario("pd_connections", "F4, F9: connections break before, in and behind every message, or cannot be made")
+def _connections(rng: random.Random) -> Setup:
+    setup = faulty(_mixed(rng), broken=rng.choice([0.03, 0.15]), refused=0.2, slow=0.5, slow_messages=0.3)
+    return replace(setup, load_failure_policy=rng.choice(["recompute", "recompute", "fail"]))
+
+
+@_scenario("pd_partition", "C7: messages between two engines wait for longer than a lease")
+def _partition(rng: random.Random) -> Setup:
+    setup = faulty(_many(rng), partition=0.1, slow=0.5, max_delay=0.2)
+    return _pairs(setup, lease_seconds=rng.choice([0.06, 0.2]))
+
+
+@_scenario("pd_crash", "F1, F4: P or D dies at any moment, with reads of its memory under way")
+def _crash(rng: random.Random) -> Setup:
+    setup = faulty(_many(rng), crash=0.01, slow=0.6, max_delay=0.2)
+    return replace(setup, load_failure_policy=rng.choice(["recompute", "recompute", "fail"]))
+
+
+@_scenario("pd_restart_same_address", "F2, F9: P comes back under its name and address, and holds other blocks")
+def _restart(rng: random.Random) -> Setup:
+    setup = faulty(_mixed(rng), crash=0.015, slow=0.5, repeated=0.4, late=0.1, slow_messages=0.2)
+    return _pairs(traffic(setup, num_requests=14), answer_late=0.4)
+
+
+@_scenario("pd_stopped", "F5, C7: a process is stopped for longer than a lease, and goes on as if nothing had been")
+def _stopped(rng: random.Random) -> Setup:
+    setup = faulty(_mixed(rng), stop=0.04, slow=0.7, max_delay=0.2)
+    return _pairs(setup, is_attested=rng.random() < 0.3, lease_seconds=rng.choice([0.06, 0.15]))
+
+
+@_scenario("pd_lease_ends_while_reading", "F5: the lease ends, P gives the blocks to others, and D still reads them")
+def _lease_ends(rng: random.Random) -> Setup:
+    setup = faulty(_mixed(rng), slow=0.9, max_delay=0.4, slow_messages=0.6, partition=0.03)
+    setup = _pairs(setup, is_attested=rng.random() < 0.3, lease_seconds=rng.choice([0.03, 0.08]))
+    return traffic(replace(setup, spare_blocks=0), num_requests=14, arrival=0.5)
+
+
+@_scenario("pd_late_bytes", "F3, F6, F15: reads that fail and still land, are not reported, or bring wrong bytes")
+def _late_bytes(rng: random.Random) -> Setup:
+    setup = faulty(_mixed(rng), die_unsettled=0.2, corrupt=0.1, lost_completion=0.1, drop=0.1, slow=0.5)
+    setup = replace(setup, load_timeout=rng.choice([0.1, 0.3]), drain=rng.choice([0.0, 0.1]), spare_blocks=4)
+    return replace(_attested(setup), load_failure_policy=rng.choice(["recompute", "recompute", "fail"]))
+
+
+@_scenario("pd_late_reports", "F7, F8: ranks report late, twice and in another order, or contradict themselves")
+def _late_reports(rng: random.Random) -> Setup:
+    setup = faulty(_mixed(rng), late=0.3, repeated=0.4, contradicted=0.5, die=0.1, slow=0.5)
+    return replace(setup, topologies=(rng.choice([(2, 1), (1, 2)]), rng.choice([(2, 2), (1, 2)])))
+
+
+@_scenario("pd_tickets", "F2: tickets that are forged, expired, used twice, or of another prompt, engine or cluster")
+def _tickets(rng: random.Random) -> Setup:
+    setup = _pairs(_many(rng), style="mixed", altered=0.4, replayed=0.3, answer_late=0.3, answer_lost=0.1)
+    setup = faulty(setup, crash=rng.choice([0.0, 0.01]))
+    return replace(setup, load_failure_policy=rng.choice(["recompute", "recompute", "fail"]))
+
+
+@_scenario("pd_parked", "C7: D waits for a request that P never gets, or loses")
+def _parked(rng: random.Random) -> Setup:
+    setup = _pairs(_pair(rng), style="concurrent", prefill_missing=0.5, max_parked=rng.choice([1, 64]))
+    setup = traffic(setup, abort=rng.choice([0.0, 0.3]))
+    return replace(setup, load_timeout=rng.choice([0.3, 1.0]))
+
+
+@_scenario("pd_no_prefill_left", "C7: all engines that prefill die for good, and the others do it themselves")
+def _no_prefill(rng: random.Random) -> Setup:
+    return _pairs(_many(rng), dead_from=rng.randrange(5, 60))
+
+
+@_scenario("pd_aborts", "F8, F11: clients leave P or D at every stage")
+def _aborts(rng: random.Random) -> Setup:
+    setup = traffic(_mixed(rng), abort=0.6, abort_loading=0.03, num_requests=18, arrival=0.6)
+    return faulty(setup, slow=0.6, slow_messages=0.4, late=0.1)
+
+
+@_scenario("pd_garbage", "P6: a peer with the key of the cluster that says what no engine says, or runs another model")
+def _garbage(rng: random.Random) -> Setup:
+    setup = _attested(_pairs(_mixed(rng), misled=0.4, replayed=0.2))
+    return faulty(traffic(setup, num_requests=14), garbage=0.5, slow=0.4)
+
+
+@_scenario("pd_everything", "all of it at once")
+def _everything(rng: random.Random) -> Setup:
+    setup = _attested(_pairs(speculating(_many(rng), rng), turns=2, altered=0.1, replayed=0.1, misled=0.05))
+    setup = _pairs(setup, answer_late=0.1, answer_lost=0.05, lease_seconds=0.15)
+    setup = replace(setup, windows=rng.choice([(0,), (0, 9)]), block_sizes=())
+    setup = traffic(setup, abort=0.1, abort_loading=0.01, reset=0.05, salts=(None, "a"))
+    rates = {"drop": 0.02, "lost_completion": 0.02, "die": 0.02, "die_unsettled": 0.02, "corrupt": 0.03}
+    setup = faulty(setup, slow=0.2, late=0.05, repeated=0.2, crash=0.002, **rates)
+    return faulty(setup, slow_messages=0.2, broken=0.01, refused=0.02, partition=0.01, stop=0.003, garbage=0.05)

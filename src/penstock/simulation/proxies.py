@@ -21,6 +21,9 @@ from penstock.simulation.clients import Clients, LiveRequest
 from penstock.simulation.oracle import Answers
 from penstock.simulation.setup import TICK_SECONDS, Disaggregation, Setup
 
+ROGUE = "rogue"
+"""The name of the peer of `p2p_rogue.py`."""
+
 CLUSTER_KEY = b"the key of the simulated cluster"
 Params = Mapping[str, Any]
 
@@ -154,6 +157,9 @@ class Proxies(Clients):
         if rng.random() < pairs.altered:
             self._count("altered")
             turn, params = self._altered(turn, params)
+        if rng.random() < pairs.misled:
+            self._count("misled")
+            params = self._misled(turn, params)
         parts = [self._decode(turn, params, tick + late)]
         if rng.random() < pairs.replayed:
             self._count("replayed")
@@ -231,6 +237,14 @@ class Proxies(Clients):
             "tokens": {"remote_num_tokens": rng.choice([0, 1, len(turn.prompt) + 50])},
         }
         return turn, {**params, **changes[kind]}
+
+    def _misled(self, turn: _Turn, params: Params) -> Params:
+        """Names the rogue: with P's ticket, or with a valid one of its own."""
+        host, port = address_of(ROGUE)
+        params = {**params, "remote_host": host, "remote_port": port}
+        name = f"rogue{self._rng.randrange(3)}"
+        own = TicketOffice(CLUSTER_KEY).issue(Ticket(name, "1", "any", self._digest(turn), len(turn.prompt)))
+        return {**params, **self._rng.choice([{}, {"ticket": own, "remote_engine_id": name}])}
 
     @staticmethod
     def _digest(turn: _Turn) -> bytes:
