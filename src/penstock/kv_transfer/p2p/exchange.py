@@ -286,8 +286,10 @@ class Exchange:
                 self._consumer.on_dialled(address, self._channel.dial(address))
             case Attest():
                 reader = self._sessions.hello_of(action.peer)
-                assert reader is not None, f"{action.job_id} is for {action.peer}, which is not connected"
-                self._jobs.attest(action, reader)
+                if reader is not None:
+                    self._jobs.attest(action, reader)
+                else:  # it has gone since it asked
+                    self._producer.on_attested(action.job_id, None, self._clock.now())
             case Release(hold_id):
                 self._events.append(Released(hold_id))
             case Sent(peer, num_tokens, seconds):
