@@ -6,7 +6,7 @@ job of this one. It ends when every rank has reported.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.kv_transfer.ledger import TransferLedger, bad_ranges
@@ -16,6 +16,7 @@ from penstock.kv_transfer.p2p.producer import Attest
 from penstock.kv_transfer.p2p.session import engine_key
 from penstock.kv_transfer.topology.pieces import digest_edges, digest_unit
 from penstock.kv_transfer.topology.tables import TransferTopology, engine_infos
+from penstock.messages.kv_cache_spec import NULL_BLOCK
 from penstock.messages.kv_transfer import BadRange, ShardId, TransferId, TransferReport, TransferStatus
 from penstock.messages.scheduler_output import BlockIds
 from penstock.utils.errors import PeerError
@@ -145,7 +146,18 @@ class WorkerJobs:
         if isinstance(job, AttestJob):
             return Attested(name, self._collect(job, hello, reports))
         is_complete = all(each.status is TransferStatus.DONE or each.bad_ranges for each in reports)
-        return ReadEnded(name, bad_ranges(reports, self._num_groups, job.first, job.end), is_complete)
+        bad = [*bad_ranges(reports, self._num_groups, job.first, job.end), *self._find_missing(job, hello)]
+        return ReadEnded(name, tuple(dict.fromkeys(bad)), is_complete)
+
+    def _find_missing(self, job: ReadJob, source: Hello) -> Iterator[BadRange]:
+        """What the other engine has no blocks for, as behind its window: there, nothing has been written."""
+        size, remote_size = self.block_size, source.shards[0].layout.block_size
+        for group, (table, remote) in enumerate(zip(job.block_ids, job.remote_block_ids, strict=True)):
+            for start in range(job.first, job.end, size):
+                end = min(start + size, job.end)
+                is_missing = NULL_BLOCK in remote[start // remote_size : cdiv(end, remote_size)]
+                if is_missing and table[start // size] != NULL_BLOCK:
+                    yield BadRange(group, start, end)
 
     def _begin(self, job: AttestJob | ReadJob, peer: Hello) -> None:
         self._ledger.open(job.job_id, self._own)
