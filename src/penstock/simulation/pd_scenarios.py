@@ -128,7 +128,8 @@ def _restart(rng: random.Random) -> Setup:
 
 @_scenario("pd_stopped", "F5, C7: a process is stopped for longer than a lease, and goes on as if nothing had been")
 def _stopped(rng: random.Random) -> Setup:
-    setup = faulty(_mixed(rng), stop=0.04, slow=0.7, max_delay=0.2)
+    setup = faulty(_mixed(rng), stop=0.04, slow=0.7, max_delay=0.2, drop=rng.choice([0.0, 0.2]))
+    setup = replace(setup, load_timeout=rng.choice([0.1, 0.6]))
     return _pairs(setup, is_attested=rng.random() < 0.3, lease_seconds=rng.choice([0.06, 0.15]))
 
 

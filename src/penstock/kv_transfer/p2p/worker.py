@@ -153,8 +153,11 @@ class P2PWorker(NullWorkerConnector):
     # ---- Receiving: reads and their check ----
 
     def _begin(self, job: ReadJob) -> _Read:
-        """One transfer from each rank that has something that this one needs."""
+        """One transfer from each rank that has something that this one needs; none if the same step cancels it."""
         read = _Read(job)
+        if job.job_id in self._metadata.cancelled:
+            read.has_failed = read.is_given_up = True
+            return read
         try:
             for shard, slices in self._sources(job).items():
                 source = self._tables[job.peer][shard]
