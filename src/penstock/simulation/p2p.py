@@ -117,7 +117,7 @@ class P2PBacking(Backing):
         consumer = Consumer(_LOAD_PART * setup.load_timeout, office)
         exchange = _CountingExchange(settings, channel, producer, consumer, clock)
         exchange.loaded = self._loaded
-        scheduler = P2PScheduler(settings, site.cache.block_size, exchange, self._peers.resolve)
+        scheduler = P2PScheduler(settings, site.cache.block_size, exchange, self._peers.resolve, clock)
         transports = {shard: self._fabric.endpoint(f"{site.name}-{shard[0]}.{shard[1]}") for shard in site.ranks.shards}
         workers = {shard: self._make_worker(shard, transport) for shard, transport in transports.items()}
         self._lives[site.name] = _Life(channel, producer, consumer, exchange, scheduler, workers, transports)
