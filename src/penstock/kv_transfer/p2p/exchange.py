@@ -6,6 +6,7 @@ driven by the engine's steps: `take_metadata` once for every step, `apply` with 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
@@ -34,6 +35,8 @@ from penstock.utils.errors import PeerError
 from penstock.utils.logging import get_logger
 
 logger = get_logger(__name__)
+
+_ABANDONED = "the request has ended"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +146,7 @@ class Exchange:
 
     def abandon_load(self, transfer_id: TransferId) -> None:
         """The request has ended; the load may have ended before."""
-        self._consumer.fail(transfer_id, "the request has ended")
+        self._consumer.fail(transfer_id, _ABANDONED)
         self._perform()
 
     def dismiss(self, name: TransferId, source: RemotePrefill, prompt_digest: bytes) -> None:
@@ -318,7 +321,8 @@ class Exchange:
         load = self._loads.pop(ended.transfer_id)
         bad = ended.bad_ranges
         if ended.reason:
-            logger.warning("KV of %s does not come from another engine: %s", ended.transfer_id, ended.reason)
+            level = logging.DEBUG if ended.reason == _ABANDONED else logging.WARNING
+            logger.log(level, "KV of %s does not come from another engine: %s", ended.transfer_id, ended.reason)
             bad = tuple(BadRange(group, load.first, load.end) for group in range(self._settings.num_groups))
         if bad:
             self._traffic.on_failed("from", load.source.engine_id)
