@@ -70,6 +70,11 @@ class _Life:
         }
         for shard, worker in self.workers.items():
             tables |= {f"reads of {shard}": worker._reads, f"digests of {shard}": worker._attests}
+        self.exchange.take_metadata()
+        jobs, live = self.exchange._jobs, self.exchange._sessions.engines()
+        tables |= {
+            "engines that have gone": {name for name, _ in jobs._topology._stages} - live - {jobs._topology.engine_id}
+        }
         for what, table in tables.items():
             assert not table, f"{self.channel.name} is idle and has {what}: {list(table)[:4]}"
         self.exchange.check_integrity()

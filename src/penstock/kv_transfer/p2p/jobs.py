@@ -57,6 +57,8 @@ class WorkerJobs:
         self._ledger = TransferLedger()
         self._open: dict[TransferId, AttestJob | ReadJob] = {}
         self._hellos: dict[TransferId, Hello] = {}
+        # Engines that have declared their ranks to this one, and those of them that the workers know.
+        self._known: set[str] = set()
         self._told: set[str] = set()
         self._peers: list[PeerShards] = []
         self._attests: list[AttestJob] = []
@@ -66,6 +68,7 @@ class WorkerJobs:
     def register(self, peer: Hello, *, is_source: bool) -> None:
         """Raises PeerError where one engine's KV has no place in the other's."""
         key, layouts = engine_key(peer), {each.shard: each.layout for each in peer.shards}
+        self._known.add(key)
         for info in engine_infos(key, peer.shards[0].layout.block_size, layouts):
             self._topology.register(info)
         if is_source:
@@ -118,9 +121,11 @@ class WorkerJobs:
     def take(self, live_engines: set[str]) -> P2PMetadata:
         """What the next step says. Engines that are not connected any more are forgotten."""
         in_use = {job.peer for job in self._open.values()}
-        forgotten = self._told - live_engines - in_use
-        self._told -= forgotten
-        for name in forgotten:
+        gone = self._known - live_engines - in_use
+        forgotten = self._told & gone
+        self._known -= gone
+        self._told -= gone
+        for name in gone:
             self._topology.forget(name)
         own = () if self._is_own_told else tuple(self._own.values())
         self._is_own_told = True
@@ -190,3 +195,4 @@ class WorkerJobs:
         self._ledger.check_integrity()
         assert len(self._open) == len(self._ledger), (sorted(self._open), len(self._ledger))
         assert self._open.keys() == self._hellos.keys(), self._open.keys() ^ self._hellos.keys()
+        assert self._told <= self._known, self._told - self._known
