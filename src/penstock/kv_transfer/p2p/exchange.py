@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 
 from penstock.kv_transfer.connector import ConnectorEvent, LoadEnded, Released
 from penstock.kv_transfer.p2p.channel import Channel, Connected, Lost
-from penstock.kv_transfer.p2p.consumer import Cancel, Consumer, ConsumerAction, Dial, Ended, Read
+from penstock.kv_transfer.p2p.consumer import Cancel, Consumer, ConsumerAction, ConsumerCounts, Dial, Ended, Read
 from penstock.kv_transfer.p2p.jobs import Attested, ReadEnded, WorkerJobs
 from penstock.kv_transfer.p2p.messages import (
     VERSION,
@@ -25,7 +25,7 @@ from penstock.kv_transfer.p2p.messages import (
     Shard,
 )
 from penstock.kv_transfer.p2p.params import Address, RemotePrefill
-from penstock.kv_transfer.p2p.producer import Attest, Offer, Producer, ProducerAction, Release, Sent
+from penstock.kv_transfer.p2p.producer import Attest, Offer, Producer, ProducerAction, ProducerCounts, Release, Sent
 from penstock.kv_transfer.p2p.session import Close, PeerKey, Send, Sessions
 from penstock.kv_transfer.p2p.traffic import Traffic
 from penstock.messages.kv_transfer import BadRange, HandshakePayload, KVConnectorOutput, ShardId, TransferId
@@ -37,6 +37,8 @@ from penstock.utils.logging import get_logger
 logger = get_logger(__name__)
 
 _ABANDONED = "the request has ended"
+_PRODUCER_COUNTS = [(field.name, f"p2p_producer_{field.name[4:]}") for field in fields(ProducerCounts)]
+_CONSUMER_COUNTS = [(field.name, f"p2p_consumer_{field.name[4:]}") for field in fields(ConsumerCounts)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,15 +196,12 @@ class Exchange:
         return not self._jobs.is_idle or bool(self._events) or self._channel.has_news
 
     def counters(self) -> Mapping[str, float]:
-        produced = {f"p2p_producer_{name[4:]}": value for name, value in asdict(self._producer.counts).items()}
-        consumed = {f"p2p_consumer_{name[4:]}": value for name, value in asdict(self._consumer.counts).items()}
-        return {
-            "p2p_held": self._producer.num_held,
-            **produced,
-            **consumed,
-            **self._jobs.counters,
-            **self._traffic.counters(),
-        }
+        counts = {"p2p_held": self._producer.num_held, **self._jobs.counters}
+        # Asked for with every step.
+        for names, of in ((_PRODUCER_COUNTS, self._producer.counts), (_CONSUMER_COUNTS, self._consumer.counts)):
+            counts.update((name, getattr(of, field)) for field, name in names)
+        counts.update(self._traffic.counters())
+        return counts
 
     def check_integrity(self) -> None:
         self._producer.check_integrity()
