@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from penstock.kv_transfer.p2p.consumer import Consumer
@@ -55,7 +55,7 @@ class _Life:
 
     def check_idle(self) -> None:
         """No table has an entry, but for connections that stay open."""
-        tables = {
+        tables: dict[str, Collection[object]] = {
             "holds": self.producer._state.held,
             "rendezvous": self.producer._state.at_rendezvous,
             "parked fetches": self.producer._state.parked,
@@ -71,10 +71,9 @@ class _Life:
         for shard, worker in self.workers.items():
             tables |= {f"reads of {shard}": worker._reads, f"digests of {shard}": worker._attests}
         self.exchange.take_metadata()
-        jobs, live = self.exchange._jobs, self.exchange._sessions.engines()
-        tables |= {
-            "engines that have gone": {name for name, _ in jobs._topology._stages} - live - {jobs._topology.engine_id}
-        }
+        topology = self.exchange._jobs._topology
+        known = {name for name, _ in topology._stages} - {topology.engine_id}
+        tables["engines that have gone"] = known - self.exchange._sessions.engines()
         for what, table in tables.items():
             assert not table, f"{self.channel.name} is idle and has {what}: {list(table)[:4]}"
         self.exchange.check_integrity()

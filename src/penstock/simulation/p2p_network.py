@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
+from math import isnan
 from typing import Any
 
 from penstock.kv_transfer.p2p.channel import ChannelEvent, Connected, Lost, Received
@@ -234,6 +235,7 @@ class SimChannel:
         return events
 
     def wake_at(self, when: float | None) -> None:
+        assert when is None or not isnan(when), f"{self.name} wants to be woken at {when}"
         self._wake_time = when
 
     @property

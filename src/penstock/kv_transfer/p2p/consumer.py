@@ -30,6 +30,7 @@ from penstock.messages.kv_transfer import BadRange, TransferId
 from penstock.utils.errors import PeerError
 
 _RENEWALS_PER_LEASE = 3
+_MIN_LEASE, _MAX_LEASE = 0.01, 86400.0
 
 
 class LoadState(enum.Enum):
@@ -310,6 +311,8 @@ class Consumer:
         return line
 
     def _on_grant(self, load: _Load, grant: Grant, now: float) -> None:
+        if not _MIN_LEASE <= grant.lease <= _MAX_LEASE:
+            raise PeerError(f"a lease of {grant.lease:g} seconds is not between {_MIN_LEASE:g} and {_MAX_LEASE:g}")
         load.set_state(LoadState.READING)
         load.lease = grant.lease
         load.renew_at = now + grant.lease / _RENEWALS_PER_LEASE
