@@ -330,3 +330,22 @@ def test_shared_memory_that_is_smaller_than_its_descriptor_says_is_refused() -> 
 def test_memory_without_a_path_is_refused_with_advice() -> None:
     with pytest.raises(ConfigError, match="choose transport=sockets"):
         SharedMemoryTransport([MemoryRegion("kv", SIZE)])
+
+
+@pytest.mark.parametrize("make", [endpoint, shared_endpoint])
+def test_a_system_without_more_threads_refuses_connections_and_goes_on(
+    make: Callable[[], SocketsTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left, right = make(), make()
+
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", fail)
+        with pytest.raises(PeerError):
+            left.connect(right.descriptor())
+    peer = left.connect(right.descriptor())
+    assert end_of(left, left.submit(Operation.READ, peer, runs_of((0, 0, 8)))) is TransferState.DONE
+    left.close()
+    right.close()

@@ -150,8 +150,13 @@ class SharedMemoryTransport:
         peer = _Peer(endpoint, control, FlatMemory([mapping.view for mapping in mappings]))
         with self._board.lock:
             self._peers[endpoint.peer_id] = peer
+        try:
             self._threads.start(self._watch, peer)
             self._threads.start(self._copy_for, peer)
+        except PeerError:
+            self._lose(peer)
+            control.close()
+            raise
         return endpoint.peer_id
 
     def submit(self, operation: Operation, peer: PeerId, runs: np.ndarray, notify: bytes = b"") -> TransferHandle:
@@ -303,9 +308,13 @@ class SharedMemoryTransport:
                 continue
             with self._board.lock:
                 is_wanted = not self._closing.is_set() and len(self._served) < _MAX_PEERS
-                if is_wanted:
-                    self._served.add(connection)
-                    self._threads.start(self._serve, connection)
+                try:
+                    if is_wanted:
+                        self._threads.start(self._serve, connection)
+                        self._served.add(connection)
+                except PeerError as error:
+                    _logger.warning("a connection is closed: %s", error)
+                    is_wanted = False
             if not is_wanted:
                 connection.close()
 

@@ -90,9 +90,14 @@ class SocketServer:
                 return
             if len(self._handshakes) >= self._limits.max_handshakes:
                 next(iter(self._handshakes)).cut()
+            try:
+                self._threads.start(self._run, stream)
+            except PeerError as error:
+                _logger.warning("a connection is closed: %s", error)
+                stream.close()
+                return
             self._streams.add(stream)
             self._handshakes[stream] = None
-            self._threads.start(self._run, stream)
 
     def _run(self, stream: Stream) -> None:
         try:

@@ -20,6 +20,7 @@ A connection that breaks takes the whole peer with it, until `connect` is called
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections import deque
@@ -126,8 +127,12 @@ class SocketsTransport:
         stream, num_bytes = self._dial(address)
         peer = _Peer(address, num_bytes)
         with self._board.lock:
+            try:
+                self._threads.start(self._serve_link, peer, _Link(stream))
+            except PeerError:
+                stream.close()
+                raise
             self._peers[address.peer_id] = peer
-            self._threads.start(self._serve_link, peer, _Link(stream))
         return address.peer_id
 
     def submit(self, operation: Operation, peer: PeerId, runs: np.ndarray, notify: bytes = b"") -> TransferHandle:
@@ -144,9 +149,10 @@ class SocketsTransport:
             target.queue.append(transfer)
             num_idle = target.num_links - sum(link.transfer is not None for link in target.links)
             needs_link = num_idle < len(target.queue) and target.num_links < limits.connections_per_peer
-            target.num_links += needs_link
             if needs_link:
-                self._threads.start(self._add_link, target)
+                with contextlib.suppress(PeerError):
+                    self._threads.start(self._add_link, target)
+                    target.num_links += 1
             self._board.lock.notify_all()
         return transfer
 

@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from penstock.utils.errors import PeerError
+
 
 class ThreadGroup:
     """Threads that `join` waits for. They are daemons: a process that ends does not wait for a transfer."""
@@ -16,6 +18,8 @@ class ThreadGroup:
         self._threads: set[threading.Thread] = set()
 
     def start(self, work: Callable[..., None], *args: object) -> None:
+        """Raises PeerError when the system has no more threads."""
+
         def run() -> None:
             try:
                 work(*args)
@@ -28,10 +32,10 @@ class ThreadGroup:
             self._threads.add(thread)
         try:
             thread.start()
-        except RuntimeError:  # the system has no more threads
+        except RuntimeError as error:
             with self._lock:
                 self._threads.remove(thread)
-            raise
+            raise PeerError(f"no thread for a connection: {error}") from error
 
     def join(self, seconds: float) -> bool:
         """Waits for all threads, together for so many seconds; returns whether all have ended."""
