@@ -200,7 +200,7 @@ class Exchange:
         # Asked for with every step.
         for names, of in ((_PRODUCER_COUNTS, self._producer.counts), (_CONSUMER_COUNTS, self._consumer.counts)):
             counts.update((name, getattr(of, field)) for field, name in names)
-        counts.update(self._traffic.counters())
+        counts.update(self._traffic.counters)
         return counts
 
     def check_integrity(self) -> None:
