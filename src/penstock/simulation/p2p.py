@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from penstock.kv_transfer.p2p.consumer import Consumer
@@ -15,7 +16,7 @@ from penstock.kv_transfer.p2p.producer import Producer, ProducerRules
 from penstock.kv_transfer.p2p.scheduler import P2PScheduler
 from penstock.kv_transfer.p2p.ticket import TicketOffice
 from penstock.kv_transfer.p2p.worker import P2PWorker
-from penstock.kv_transfer.transports.base import Operation
+from penstock.kv_transfer.transports.base import Operation, PeerId
 from penstock.kv_transfer.transports.memory import MemoryFabric, MemoryTransport
 from penstock.messages.kv_layout import KVLayout
 from penstock.messages.kv_transfer import ShardId, TransferId
@@ -24,6 +25,7 @@ from penstock.simulation.p2p_network import SimChannel, SimNetwork
 from penstock.simulation.p2p_rogue import Rogue
 from penstock.simulation.proxies import CLUSTER_KEY, ROGUE, address_of
 from penstock.simulation.setup import Disaggregation, engine_name
+from penstock.utils.errors import PeerError
 
 _TRANSPORT = "memory"
 _LOAD_PART = 0.8
@@ -131,7 +133,7 @@ class P2PBacking(Backing):
         def make_transport(layout: KVLayout) -> MemoryTransport:
             return transport
 
-        return P2PWorker(shard, make_transport, digest_bytes_per_step=self._pairs.digest_bytes_per_step)
+        return P2PWorker(shard, make_transport, _at_once, digest_bytes_per_step=self._pairs.digest_bytes_per_step)
 
     def crash(self, name: str) -> None:
         life = self._lives.pop(name)
@@ -194,3 +196,13 @@ class P2PBacking(Backing):
             life.check_idle()
             assert not self._pairs.expects_no_expiry or not life.producer.counts.num_expired, "a hold has expired"
             assert all(self._fabric.is_quiet(each) for each in life.transports.values()), "bytes still move"
+
+
+def _at_once(connect: Callable[[], PeerId]) -> Future[PeerId]:
+    """In place of a thread."""
+    future: Future[PeerId] = Future()
+    try:
+        future.set_result(connect())
+    except PeerError as error:
+        future.set_exception(error)
+    return future

@@ -25,6 +25,7 @@ from penstock.kv_transfer.factory import ConnectorContext
 from penstock.kv_transfer.options import Check, is_text, read_options
 from penstock.kv_transfer.p2p.channel import SocketChannel
 from penstock.kv_transfer.p2p.consumer import Consumer
+from penstock.kv_transfer.p2p.dialler import threads
 from penstock.kv_transfer.p2p.exchange import Exchange, P2PSettings
 from penstock.kv_transfer.p2p.messages import P2PSetup
 from penstock.kv_transfer.p2p.peers import LocalCluster, PeerList, check_host, is_loopback, read_cluster_key
@@ -101,7 +102,8 @@ class P2PConnector:
     @staticmethod
     def make_worker_connector(context: ConnectorContext, shard: ShardId, setup: ConnectorSetup | None) -> P2PWorker:
         assert isinstance(setup, P2PSetup), setup
-        return P2PWorker(shard, _transport_maker(setup), needs_shared_memory=setup.transport == "shared_memory")
+        is_shared = setup.transport == "shared_memory"
+        return P2PWorker(shard, _transport_maker(setup), threads(), needs_shared_memory=is_shared)
 
 
 class NixlConnector(P2PConnector):

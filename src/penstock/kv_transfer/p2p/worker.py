@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from penstock.kv_transfer.null import NullWorkerConnector
+from penstock.kv_transfer.p2p.dialler import Background, Dialler
 from penstock.kv_transfer.p2p.digests import UnitDigests
 from penstock.kv_transfer.p2p.messages import AttestJob, P2PHandshake, P2PMetadata, ReadJob, Shard
 from penstock.kv_transfer.topology.pieces import digest_unit
@@ -47,7 +48,11 @@ class _Attest:
 
 @dataclass(slots=True, eq=False)
 class _Read:
+    """`sources` are the ranks that have not been asked yet, `is_retried` tells that a connection was made anew."""
+
     job: ReadJob
+    sources: list[tuple[ShardId, tuple[LayerSlice, ...]]]
+    is_retried: bool = False
     handles: list[tuple[PeerId, TransferHandle]] = field(default_factory=list[tuple[PeerId, TransferHandle]])
     check: Iterator[int] | None = None
     bad_ranges: list[BadRange] = field(default_factory=list[BadRange])
@@ -57,12 +62,13 @@ class _Read:
 
 
 class P2PWorker(NullWorkerConnector):
-    """One rank's. `make_transport` is called when the rank's memory is known."""
+    """One rank's. `make_transport` is called when the rank's memory is known; `background` connects it to peers."""
 
     def __init__(
         self,
         shard: ShardId,
         make_transport: Callable[[KVLayout], DataTransport],
+        background: Background,
         *,
         needs_shared_memory: bool = False,
         digest_bytes_per_step: int = _DIGEST_BYTES_PER_STEP,
@@ -70,6 +76,7 @@ class P2PWorker(NullWorkerConnector):
         self.needs_shared_memory = needs_shared_memory
         self._shard = shard
         self._make_transport = make_transport
+        self._background = background
         self._digest_bytes_per_step = digest_bytes_per_step
         self._tables: dict[str, dict[ShardId, Shard]] = {}
         self._own: dict[ShardId, Shard] = {}
@@ -83,6 +90,7 @@ class P2PWorker(NullWorkerConnector):
         regions = view.region_memory()
         self._transport = self._make_transport(view.layout)
         self._transport.register(regions)
+        self._dialler = Dialler(self._transport, self._background)
         self._digests = UnitDigests(view.layout, regions)
 
     def get_handshake_metadata(self) -> P2PHandshake:
@@ -96,7 +104,8 @@ class P2PWorker(NullWorkerConnector):
         for peer in metadata.peers:
             self._tables[peer.peer] = {each.shard: each for each in peer.shards}
         for name in metadata.forgotten:
-            self._tables.pop(name, None)
+            for shard in self._tables.pop(name, {}).values():
+                self._dialler.forget(shard.descriptor)
         self._attests += map(self._attest, metadata.attests)
         for job_id in metadata.cancelled:
             for read in self._reads:
@@ -154,21 +163,41 @@ class P2PWorker(NullWorkerConnector):
 
     def _begin(self, job: ReadJob) -> _Read:
         """One transfer from each rank that has something that this one needs; none if the same step cancels it."""
-        read = _Read(job)
-        if job.job_id in self._metadata.cancelled:
-            read.has_failed = read.is_given_up = True
-            return read
         try:
-            for shard, slices in self._sources(job).items():
+            read = _Read(job, list(self._sources(job).items()))
+        except PeerError as error:
+            logger.warning("KV of %s cannot be read: %s", job.job_id, error)
+            read = _Read(job, [])
+            self._give_up(read)
+        if job.job_id in self._metadata.cancelled:
+            self._give_up(read)
+        self._submit(read)
+        return read
+
+    def _submit(self, read: _Read) -> None:
+        """Asks the ranks that are connected by now."""
+        job = read.job
+        try:
+            for shard, slices in list(read.sources):
                 source = self._tables[job.peer][shard]
-                peer = self._transport.connect(source.descriptor)
+                peer = self._dialler.find(source.descriptor)
+                if peer is None:
+                    return
                 tables = tuple(zip(job.block_ids, job.remote_block_ids, strict=True))
                 runs = plan_runs(self._layout, source.layout, slices, tables, job.first, job.end)
-                read.handles.append((peer, self._transport.submit(Operation.READ, peer, runs)))
+                try:
+                    read.handles.append((peer, self._transport.submit(Operation.READ, peer, runs)))
+                except PeerError:
+                    # The connection may have ended since it was last used.
+                    self._dialler.forget(source.descriptor)
+                    if read.is_retried:
+                        raise
+                    read.is_retried = True
+                    return
+                read.sources.remove((shard, slices))
         except PeerError as error:
             logger.warning("KV of %s cannot be read: %s", job.job_id, error)
             self._give_up(read)
-        return read
 
     def _sources(self, job: ReadJob) -> dict[ShardId, tuple[LayerSlice, ...]]:
         table = {shard: each.layout for shard, each in self._tables.get(job.peer, {}).items()}
@@ -177,6 +206,7 @@ class P2PWorker(NullWorkerConnector):
     def _give_up(self, read: _Read) -> None:
         """What is under way ends as soon as the transport can promise that nothing moves any more."""
         read.has_failed = True
+        read.sources.clear()
         if not read.is_given_up:
             read.is_given_up = True
             for peer in {peer for peer, handle in read.handles if not self._transport.poll(handle).is_settled}:
@@ -186,10 +216,11 @@ class P2PWorker(NullWorkerConnector):
         """Takes over how its transfers stand."""
         if read.check is not None or read.is_checked:
             return
+        self._submit(read)
         states = [self._transport.poll(handle) for _, handle in read.handles]
         if any(state in (TransferState.FAILED_SETTLED, TransferState.FAILED_UNSETTLED) for state in states):
             self._give_up(read)
-        if not all(state.is_settled for state in states):
+        if read.sources or not all(state.is_settled for state in states):
             return
         if read.has_failed or not read.job.digests:
             read.is_checked = True

@@ -1,0 +1,45 @@
+"""Connections of a rank's transport, made beside the steps: a peer that does not answer must not hold up a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from penstock.kv_transfer.transports.base import DataTransport, PeerId
+from penstock.utils.errors import PeerError
+
+_NUM_THREADS = 4
+
+Background = Callable[[Callable[[], PeerId]], "Future[PeerId]"]
+"""Runs a function later or at once."""
+
+
+def threads() -> Background:
+    """On threads, which end when they are no longer referred to."""
+    return ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="kv-dial").submit
+
+
+class Dialler:
+    """By descriptor. One thread calls it; `connect` of the transport runs in the background."""
+
+    def __init__(self, transport: DataTransport, background: Background) -> None:
+        self._transport = transport
+        self._background = background
+        self._peers: dict[bytes, Future[PeerId]] = {}
+
+    def find(self, descriptor: bytes) -> PeerId | None:
+        """The peer, None while it is being connected. Raises PeerError when it cannot be; the next call tries again."""
+        if descriptor not in self._peers:
+            self._peers[descriptor] = self._background(lambda: self._transport.connect(descriptor))
+        future = self._peers[descriptor]
+        if not future.done():
+            return None
+        try:
+            return future.result()
+        except PeerError:
+            self.forget(descriptor)
+            raise
+
+    def forget(self, descriptor: bytes) -> None:
+        """The connection is of no use any more: it is made anew when it is next needed."""
+        self._peers.pop(descriptor, None)
