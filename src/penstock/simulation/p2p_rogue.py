@@ -228,7 +228,7 @@ class Rogue:
         rng = self._rng
         name, ticket = rng.choice(self._seen_ids), rng.choice(self._seen_tickets)
         first, end = rng.choice([(0, 4), (0, 0), (0, _HUGE), (-4, 8), (8, 4), (1, 3), (-_HUGE, _HUGE), (0, 12)])
-        rendezvous = rng.choice(["", "", f"xfer-c{rng.randrange(1, 9)}.1", "never"])
+        rendezvous = rng.choice(["", "", f"xfer-{rng.randrange(1, 9)}", "never"])
         fetch = Fetch(
             transfer_id=f"{name}{rng.randrange(4)}",
             first=first,

@@ -58,14 +58,15 @@ def _concurrent(rng: random.Random) -> Setup:
 
 @_scenario("pd_prefix_hits", "C1: prefixes that P, D, both or neither has; what is not needed must be let go at once")
 def _prefix_hits(rng: random.Random) -> Setup:
-    setup = _pairs(_pair(rng), hold_seconds=8.0, expects_no_expiry=True)
-    return traffic(setup, num_stems=rng.choice([1, 3]), reset=rng.choice([0.0, 0.1, 0.3]), num_requests=14)
+    setup = _pairs(_mixed(rng), hold_seconds=8.0, park_seconds=8.0, expects_no_expiry=True)
+    setup = traffic(setup, num_stems=rng.choice([1, 3]), reset=rng.choice([0.0, 0.1, 0.3]), num_requests=14, reuse=0.7)
+    return replace(setup, load_timeout=6.0, spare_blocks=200)
 
 
 @_scenario("pd_multi_turn", "turn by turn through P and D: each finds its own KV, and loads get shorter")
 def _multi_turn(rng: random.Random) -> Setup:
     setup = replace(_pairs(_mixed(rng), turns=3, hold_seconds=8.0), max_model_len=96, spare_blocks=80)
-    return traffic(setup, num_requests=5, max_stem=24, max_output=9)
+    return traffic(setup, num_requests=5, max_stem=24, max_output=9, reuse=0.0)
 
 
 @_scenario("pd_block_sizes", "F27: both engines have blocks of their own size")
@@ -123,7 +124,7 @@ def _crash(rng: random.Random) -> Setup:
 @_scenario("pd_restart_same_address", "F2, F9: P comes back under its name and address, and holds other blocks")
 def _restart(rng: random.Random) -> Setup:
     setup = faulty(_mixed(rng), crash=0.015, slow=0.5, repeated=0.4, late=0.1, slow_messages=0.2)
-    return _pairs(traffic(setup, num_requests=14), answer_late=0.4)
+    return _pairs(traffic(setup, num_requests=14, reuse=0.6), answer_late=0.4)
 
 
 @_scenario("pd_stopped", "F5, C7: a process is stopped for longer than a lease, and goes on as if nothing had been")
@@ -162,7 +163,9 @@ def _tickets(rng: random.Random) -> Setup:
 
 @_scenario("pd_parked", "C7: D waits for a request that P never gets, or loses")
 def _parked(rng: random.Random) -> Setup:
-    setup = _pairs(_pair(rng), style="concurrent", prefill_missing=0.5, max_parked=rng.choice([1, 64]))
+    setup = _pairs(
+        traffic(_pair(rng), reuse=0.5), style="concurrent", prefill_missing=0.5, max_parked=rng.choice([1, 64])
+    )
     setup = traffic(setup, abort=rng.choice([0.0, 0.3]))
     return replace(setup, load_timeout=rng.choice([0.3, 1.0]))
 
@@ -174,13 +177,13 @@ def _no_prefill(rng: random.Random) -> Setup:
 
 @_scenario("pd_aborts", "F8, F11: clients leave P or D at every stage")
 def _aborts(rng: random.Random) -> Setup:
-    setup = traffic(_mixed(rng), abort=0.6, abort_loading=0.03, num_requests=18, arrival=0.6)
+    setup = traffic(_mixed(rng), abort=0.6, abort_loading=0.03, reuse=0.5, num_requests=18, arrival=0.6)
     return faulty(setup, slow=0.6, slow_messages=0.4, late=0.1)
 
 
 @_scenario("pd_garbage", "P6: a peer with the key of the cluster that says what no engine says, or runs another model")
 def _garbage(rng: random.Random) -> Setup:
-    setup = _attested(_pairs(_mixed(rng), misled=0.4, replayed=0.2))
+    setup = _attested(_pairs(_pair(rng), misled=0.5, replayed=0.2))
     return faulty(traffic(setup, num_requests=14), garbage=0.5, slow=0.4)
 
 

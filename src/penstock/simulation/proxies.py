@@ -38,9 +38,11 @@ def address_of(name: str) -> Address:
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    """One prompt and what is asked for; `number` counts from 1 within its conversation."""
+    """One prompt and what is asked for; `number` counts from 1 within its conversation. Clients give `name` again, and
+    proxies never `rendezvous`."""
 
     name: str
+    rendezvous: str
     number: int
     prompt: tuple[int, ...]
     max_tokens: int
@@ -109,7 +111,20 @@ class Proxies(Clients):
             stop = frozenset([rng.choice(self._answers.of(prompt).output(max_tokens))])
         self._num_names += 1
         name = f"c{self._num_names}.{number}"
-        return _Turn(name, number, prompt, max_tokens, stop, salt, rng.choice(self._prefillers), decoder)
+        if self._used_ids and rng.random() < traffic.reuse:
+            name = rng.choice(self._used_ids)
+        self._used_ids.append(name)
+        return _Turn(
+            name,
+            f"xfer-{self._num_names}",
+            number,
+            prompt,
+            max_tokens,
+            stop,
+            salt,
+            rng.choice(self._prefillers),
+            decoder,
+        )
 
     def _begin(self, turn: _Turn, tick: int) -> list[LiveRequest]:
         style = self._pairs.style
@@ -123,7 +138,7 @@ class Proxies(Clients):
     def _begin_concurrently(self, turn: _Turn, tick: int) -> list[LiveRequest]:
         rng, pairs = self._rng, self._pairs
         host, port = address_of(turn.prefiller)
-        name = f"xfer-{turn.name}"
+        name = turn.rendezvous
         apart = rng.choice((0, 0, rng.randrange(_MAX_APART)))
         times = [tick, tick + apart] if rng.random() < 0.5 else [tick + apart, tick]
         fetch = {
@@ -163,7 +178,7 @@ class Proxies(Clients):
         parts = [self._decode(turn, params, tick + late)]
         if rng.random() < pairs.replayed:
             self._count("replayed")
-            again = replace(turn, decoder=rng.choice(self._decoders), number=self._pairs.turns)
+            again = replace(turn, name=f"{turn.name}x", decoder=rng.choice(self._decoders), number=self._pairs.turns)
             parts.append(self._decode(again, params, tick + late + rng.randrange(_MAX_APART)))
         return list[LiveRequest](parts)
 

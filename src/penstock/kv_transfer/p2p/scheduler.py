@@ -34,8 +34,10 @@ _HELD = (FinishReason.LENGTH, FinishReason.STOP)
 
 @dataclass(slots=True)
 class _Remote:
-    """A request whose prompt another engine computes. `is_settled`: that engine has been told what is needed."""
+    """A request whose prompt another engine computes, under a name that comes only once. `is_settled`: that engine has
+    been told what is needed."""
 
+    name: TransferId
     source: RemotePrefill
     prompt_digest: bytes
     is_settled: bool = False
@@ -93,7 +95,7 @@ class P2PScheduler(NullSchedulerConnector):
                 if role == "kv_producer":
                     raise RequestError("this engine has kv_role kv_producer: send do_remote_prefill to a kv_consumer")
                 digest = digest_prompt(request.prompt_token_ids, request.cache_salt)
-                self._remote[request.request_id] = _Remote(asked, digest)
+                self._remote[request.request_id] = _Remote(request.hold_id, asked, digest)
             case None:
                 pass
 
@@ -134,7 +136,7 @@ class P2PScheduler(NullSchedulerConnector):
         """Tells the other engine that nothing of what it holds is needed."""
         remote.is_settled = True
         try:
-            self._exchange.dismiss(f"{request_id}/none", self._resolved(remote.source), remote.prompt_digest)
+            self._exchange.dismiss(f"{remote.name}/none", self._resolved(remote.source), remote.prompt_digest)
         except PeerError as error:
             logger.warning("the prefill of %s is not used: %s", request_id, error)
 
