@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from penstock.config.engine import EngineArgs, EngineConfig
+from penstock.config.kv_transfer import parse_kv_transfer_config
 from penstock.core.kv_cache_planning import blocks_for_one_request
 from penstock.messages.kv_cache_spec import KVCacheGroup, KVCacheSpec
 from penstock.messages.stats import SpeculationStats
@@ -128,11 +129,15 @@ def make_rows(args: EngineArgs, config: EngineConfig, cases: Sequence[Case], has
 
 
 def _connectors(args: EngineArgs) -> dict[str, Any]:
-    """Penstock's tier in memory, and the user's own connector."""
+    """Penstock's tier in memory, and the user's own connector, unless it loads from other engines only."""
     connectors: dict[str, Any] = {"KV offloaded": _OFFLOADING}
-    if args.kv_transfer_config is not None:
+    if args.kv_transfer_config is not None and not _needs_peers(args.kv_transfer_config):
         connectors["kv_transfer_config"] = args.kv_transfer_config
     return connectors
+
+
+def _needs_peers(config: Any) -> bool:
+    return parse_kv_transfer_config(config).kv_connector in ("P2PConnector", "NixlConnector", "MooncakeConnector")
 
 
 def _drafters(args: EngineArgs, config: EngineConfig, has_mtp: bool) -> dict[str, Any]:
