@@ -186,3 +186,43 @@ def test_engines_of_one_user_find_each_other(tmp_path: Path) -> None:
     assert local.has(channel.address)
     channel.close()
     assert not local.has(channel.address)
+
+
+def test_a_deadline_wakes_the_core_although_other_news_came_before_it() -> None:
+    with channels() as (left, right):
+        there, here = connect(left, right)
+        woken = threading.Event()
+        when = SystemClock().now() + 0.6
+        right.wake_at(when)
+        left.send(there, Done("before"))
+        right.wait(SECONDS)
+        # The channel's thread goes back to waiting while there is news.
+        assert not threading.Event().wait(0.1)
+        assert right.take() == [Received(here, Done("before"))]
+        right.wake_at(when)
+        right.set_waker(woken.set)
+        assert woken.wait(SECONDS)
+        assert SystemClock().now() >= when
+
+
+def test_what_comes_while_the_core_takes_does_not_silence_what_comes_later() -> None:
+    with channels() as (left, right):
+        there, _ = connect(left, right)
+        woken = threading.Event()
+
+        class InTheMiddle(threading.Event):
+            def clear(self) -> None:
+                super().clear()
+                left.send(there, Done("in the middle"))
+                assert self.wait(SECONDS)
+
+        right._news = InTheMiddle()
+        left.send(there, Done("first"))
+        right.wait(SECONDS)
+        assert len(right.take()) == 2
+        right._news.__class__ = threading.Event
+        while right.has_news:  # as the engine core does before it rests
+            right.take()
+        right.set_waker(woken.set)
+        left.send(there, Done("later"))
+        assert woken.wait(2.0), "the core rests, and is not told"

@@ -86,7 +86,7 @@ class Channel(Protocol):
         ...
 
     def take(self) -> list[ChannelEvent]:
-        """What has happened since the last call, in its order."""
+        """What has happened since the last call, in its order. The time to wake the core at must be given anew."""
         ...
 
     def wake_at(self, when: float | None) -> None:
@@ -185,7 +185,10 @@ class SocketChannel:
         self._command(lambda: self._close_when_sent(peer))
 
     def take(self) -> list[ChannelEvent]:
-        self._news.clear()
+        if self._news.is_set():
+            # As long as there was news, the thread has not watched the time: it does so again when it is given one.
+            self._wake_time = None
+            self._news.clear()
         events: list[ChannelEvent] = []
         while self._events:
             events.append(self._events.popleft())
@@ -199,7 +202,8 @@ class SocketChannel:
     @property
     def has_news(self) -> bool:
         when = self._wake_time
-        return bool(self._events) or (when is not None and when <= self._clock.now())
+        # As long as the flag is set the core is not woken, so it must not rest: it may have been set within `take`.
+        return self._news.is_set() or bool(self._events) or (when is not None and when <= self._clock.now())
 
     def set_waker(self, callback: Callable[[], None]) -> None:
         self._waker = callback
@@ -232,7 +236,8 @@ class SocketChannel:
             while self._commands:
                 self._commands.popleft()()
             self._end_late_ones()
-            if self._wake_time is not None and self._wake_time <= self._clock.now():
+            when = self._wake_time
+            if when is not None and when <= self._clock.now():
                 self._tell()
             if self._is_closed and closing_until is None:
                 closing_until = self._clock.now() + 0.5
@@ -249,8 +254,9 @@ class SocketChannel:
     def _patience(self) -> float | None:
         now = self._clock.now()
         times = [each.deadline for each in self._connections.values() if each.opener is None]
-        if self._wake_time is not None and not self._news.is_set():
-            times.append(self._wake_time)
+        when = self._wake_time
+        if when is not None and not self._news.is_set():
+            times.append(when)
         if self._is_closed:
             times.append(now + 0.05)
         return max(0.0, min(times) - now) if times else None
