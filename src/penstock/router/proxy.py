@@ -4,7 +4,8 @@ Serial (as for vLLM's NixlConnector): the prefill instance gets the request with
 about its KV goes with the request to the decode instance. Concurrent (as for vLLM's MooncakeConnector): both get the
 request at once, with a name in common by which they find each other.
 
-A prefill instance that fails or cannot be reached costs no request: the decode instance computes the prompt itself.
+A prefill instance that fails, cannot be reached or does not answer in time costs no request: the decode instance
+computes the prompt itself.
 Everything that is not a completion goes to the decode instance.
 """
 
@@ -27,7 +28,7 @@ logger = get_logger(__name__)
 STYLES = ("serial", "concurrent")
 _COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
 _MAX_BODY_BYTES = 64 << 20
-_CHUNK_BYTES = 1 << 16
+_CONNECT_SECONDS = 5.0
 _FORWARDED = ("Authorization", "X-Request-Id", "Content-Type", "Accept")
 # Of what a client asks, the one token of the prefill instance needs no more.
 _NOT_FOR_PREFILL = ("stream_options", "min_tokens", "response_format", "tools", "tool_choice")
@@ -43,11 +44,13 @@ class Instances:
 
 
 class Proxy:
-    """`style` is one of `STYLES`."""
+    """`style` is one of `STYLES`. `prefill_timeout`: seconds that a prompt may take in the prefill instance."""
 
-    def __init__(self, instances: Instances, style: str) -> None:
+    def __init__(self, instances: Instances, style: str, prefill_timeout: float = 60.0) -> None:
         self._instances = instances
         self._style = style
+        self._prefill_limit = aiohttp.ClientTimeout(prefill_timeout, connect=_CONNECT_SECONDS)
+        self._query_limit = aiohttp.ClientTimeout(min(prefill_timeout, _CONNECT_SECONDS))
         self._background: set[asyncio.Task[None]] = set()
         self.app = web.Application(client_max_size=_MAX_BODY_BYTES)
         self.app.cleanup_ctx.append(self._open_session)
@@ -60,7 +63,9 @@ class Proxy:
         web.run_app(self.app, host=host, port=port, print=None)
 
     async def _open_session(self, app: web.Application) -> AsyncIterator[None]:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, connect=5.0)) as self._session:
+        async with aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=None, connect=_CONNECT_SECONDS)
+        ) as self._session:
             yield
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
@@ -84,7 +89,9 @@ class Proxy:
         """The decode instance's parameters, or the client's error."""
         asked = _prefill_body(body, {"do_remote_decode": True, "do_remote_prefill": False})
         try:
-            async with self._session.post(self._instances.prefill + path, json=asked, headers=headers) as response:
+            async with self._session.post(
+                self._instances.prefill + path, json=asked, headers=headers, timeout=self._prefill_limit
+            ) as response:
                 if 400 <= response.status < 500:
                     return web.Response(
                         status=response.status, body=await response.read(), content_type=response.content_type
@@ -92,7 +99,7 @@ class Proxy:
                 response.raise_for_status()
                 params = (await response.json()).get("kv_transfer_params")
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            logger.warning("the prefill instance failed, the decode instance computes the prompt: %s", error)
+            logger.warning("the prefill instance failed, the decode instance computes the prompt: %s", _text(error))
             params = None
         return {} if params is None else {"kv_transfer_params": params}
 
@@ -102,11 +109,13 @@ class Proxy:
         """Lets the prefill instance begin, and returns the decode instance's parameters."""
         transfer_id = f"xfer-{uuid.uuid4().hex}"
         try:
-            async with self._session.get(f"{self._instances.bootstrap}/query") as response:
+            async with self._session.get(f"{self._instances.bootstrap}/query", timeout=self._query_limit) as response:
                 response.raise_for_status()
                 engine_id = (await response.json(content_type=None))["0"]["engine_id"]
         except (aiohttp.ClientError, OSError, ValueError, KeyError, TypeError) as error:
-            logger.warning("the prefill instance cannot be found, the decode instance computes the prompt: %s", error)
+            logger.warning(
+                "the prefill instance cannot be found, the decode instance computes the prompt: %s", _text(error)
+            )
             return {}
         asked = _prefill_body(body, {"do_remote_decode": True, "transfer_id": transfer_id})
         task = asyncio.create_task(self._post(self._instances.prefill + path, asked, headers))
@@ -122,10 +131,10 @@ class Proxy:
 
     async def _post(self, url: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> None:
         try:
-            async with self._session.post(url, json=body, headers=headers) as response:
+            async with self._session.post(url, json=body, headers=headers, timeout=self._prefill_limit) as response:
                 await response.read()
         except (aiohttp.ClientError, OSError) as error:
-            logger.warning("the prefill instance failed: %s", error)
+            logger.warning("the prefill instance failed: %s", _text(error))
 
     async def _forward(self, request: web.Request) -> web.StreamResponse:
         return await self._pass_on(request, await request.read())
@@ -133,11 +142,12 @@ class Proxy:
     async def _pass_on(self, request: web.Request, data: bytes) -> web.StreamResponse:
         """The decode instance's answer, as it comes."""
         url = self._instances.decode + request.path_qs
+        passed = web.StreamResponse()
         try:
             async with self._session.request(
                 request.method, url, data=data, headers=_headers(request), allow_redirects=False
             ) as response:
-                passed = web.StreamResponse(status=response.status)
+                passed.set_status(response.status)
                 passed.content_type = response.content_type
                 for name in ("Location", "Retry-After", "X-Request-Id"):
                     if name in response.headers:
@@ -146,10 +156,20 @@ class Proxy:
                 async for chunk in response.content.iter_any():
                     await passed.write(chunk)
                 await passed.write_eof()
-                return passed
-        except (aiohttp.ClientConnectorError, aiohttp.ServerDisconnectedError) as error:
-            message = {"error": {"message": f"the decode instance does not answer: {error}", "type": "server_error"}}
-            return web.json_response(message, status=503)
+        except (aiohttp.ClientError, OSError) as error:
+            if not passed.prepared:
+                message = f"the decode instance does not answer: {_text(error)}"
+                return web.json_response({"error": {"message": message, "type": "server_error"}}, status=503)
+            # Its client sees by the connection's end that something is missing.
+            logger.warning("an answer has been cut: %s", _text(error))
+            if request.transport is not None:
+                request.transport.close()
+        return passed
+
+
+def _text(error: Exception) -> str:
+    """That of a timeout is empty."""
+    return str(error) or type(error).__name__
 
 
 def _headers(request: web.Request) -> dict[str, str]:

@@ -1,0 +1,104 @@
+"""The proxy in front of instances that do not answer, or end in the middle of an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from penstock.router.proxy import Instances, Proxy
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+SECONDS = 10.0
+
+
+@contextlib.asynccontextmanager
+async def serving(app: web.Application) -> AsyncIterator[str]:
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+def instance(handler: Handler) -> web.Application:
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handler)
+    return app
+
+
+async def never(request: web.Request) -> web.StreamResponse:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def echo(request: web.Request) -> web.StreamResponse:
+    return web.json_response({"asked": await request.json()})
+
+
+async def half(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    await response.write(b"data: {}\n\n")
+    assert request.transport is not None
+    request.transport.abort()
+    return response
+
+
+async def abort(request: web.Request) -> web.StreamResponse:
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
+@contextlib.asynccontextmanager
+async def proxied(prefill: Handler, decode: Handler, style: str) -> AsyncIterator[Callable[[], Awaitable[tuple]]]:
+    """A call sends a request and returns its status and body."""
+    async with (
+        serving(instance(prefill)) as p,
+        serving(instance(decode)) as d,
+        serving(Proxy(Instances(p, d, p), style, prefill_timeout=0.2).app) as url,
+        aiohttp.ClientSession() as session,
+    ):
+
+        async def complete() -> tuple[int, bytes]:
+            async with session.post(f"{url}/v1/completions", json={"prompt": "a"}) as response:
+                return response.status, await response.read()
+
+        yield complete
+
+
+@pytest.mark.parametrize("style", ["serial", "concurrent"])
+def test_a_prefill_instance_that_does_not_answer_delays_a_request_and_no_more(style: str) -> None:
+    async def check() -> None:
+        async with proxied(never, echo, style) as complete, asyncio.timeout(SECONDS):
+            status, body = await complete()
+            assert status == 200
+            assert b"kv_transfer_params" not in body
+
+    asyncio.run(check())
+
+
+def test_an_answer_that_ends_too_early_is_cut_for_the_client_too() -> None:
+    async def check() -> None:
+        async with proxied(echo, half, "serial") as complete, asyncio.timeout(SECONDS):
+            with pytest.raises(aiohttp.ClientPayloadError):
+                await complete()
+
+    asyncio.run(check())
+
+
+def test_a_decode_instance_that_ends_before_it_answers_is_an_error_that_says_so() -> None:
+    async def check() -> None:
+        async with proxied(echo, abort, "serial") as complete, asyncio.timeout(SECONDS):
+            status, body = await complete()
+            assert status == 503
+            assert b"the decode instance does not answer" in body
+
+    asyncio.run(check())
