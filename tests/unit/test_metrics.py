@@ -23,6 +23,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from prometheus_client import parser
 from prometheus_client.openmetrics import parser as openmetrics_parser
 
+from penstock.kv_transfer.p2p.traffic import Traffic
 from penstock.messages.engine_info import EngineInfo
 from penstock.messages.outputs import EngineOutput, FinishReason
 from penstock.messages.stats import RequestEvent, RequestEventKind, SchedulerStats, SpeculationStats, StepReport
@@ -58,7 +59,9 @@ NAMES = {
     "penstock:http_requests{route,method,status}", "penstock:requests{phase}",
     "penstock:seconds_without_progress", "penstock:steps", "penstock:tokens_computed", "penstock:kv_loads",
     "penstock:kv_loads_failed", "penstock:kv_load_timeouts", "penstock:kv_loaded_tokens",
-    "penstock:kv_connector{name}", "penstock:graph_replays",
+    "penstock:kv_connector{name}", "penstock:graph_replays", "penstock:kv_peer_transfers{direction,peer}",
+    "penstock:kv_peer_tokens{direction,peer}", "penstock:kv_peer_bytes{direction,peer}",
+    "penstock:kv_peer_seconds{direction,peer}", "penstock:kv_peer_failed{direction,peer}",
 }  # fmt: skip
 ATTRIBUTES = {
     "gen_ai.latency.e2e", "gen_ai.latency.time_in_model_decode", "gen_ai.latency.time_in_model_inference",
@@ -82,7 +85,10 @@ INFO = EngineInfo(
     load_seconds=0.5,
 )
 DRAFTS = SpeculationStats(2, 5, (2, 1))
-IDLE = SchedulerStats(0, 0, 0.0, 0, 0, 0, connector={"num_stored": 3})
+PEER_COUNTS = ("transfers", "tokens", "bytes", "seconds", "failed")
+TRAFFIC = Traffic()
+TRAFFIC.on_moved("from", "prefill", 100, 6400, 0.25)
+IDLE = SchedulerStats(0, 0, 0.0, 0, 0, 0, connector={"num_stored": 3, **TRAFFIC.counters()})
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -279,6 +285,41 @@ def test_gauges_are_read_when_scraped() -> None:
     assert (scrape("vllm:num_requests_running"), scrape("penstock:engine_up")) == (0, 0)
 
 
+def test_transfers_are_counted_by_peer() -> None:
+    world, traffic = World(), Traffic()
+    traffic.on_moved("from", "prefill", 100, 6400, 0.25)
+    traffic.on_moved("to", "decode", 7, 448, 0.5)
+    for num_scraped in range(2):  # A second scrape adds nothing.
+        world.stats = msgspec.structs.replace(IDLE, connector={"p2p_held": 2, **traffic.counters()})
+        scrape = world.scrape()
+        found = [scrape(f"penstock:kv_peer_{what}_total", direction="from", peer="prefill") for what in PEER_COUNTS]
+        assert found == [1, 100, 6400, 0.25, 0], num_scraped
+    traffic.on_moved("from", "prefill", 50, 3200, 0.5)
+    traffic.on_failed("from", "prefill")
+    world.stats = msgspec.structs.replace(IDLE, connector={"p2p_held": 1, **traffic.counters()})
+    scrape = world.scrape()
+    found = [scrape(f"penstock:kv_peer_{what}_total", direction="from", peer="prefill") for what in PEER_COUNTS]
+    assert found == [2, 150, 9600, 0.75, 1]
+    found = [scrape(f"penstock:kv_peer_{what}_total", direction="to", peer="decode") for what in PEER_COUNTS]
+    assert found == [1, 7, 448, 0.5, 0]
+    # Nothing is exported twice.
+    names = [sample.labels["name"] for sample in scrape.families["penstock:kv_connector"].samples]
+    assert names == ["p2p_held"]
+
+
+@pytest.mark.parametrize("child", ["", "fast.", "a.b/c."], ids=["alone", "child", "child_with_signs"])
+@pytest.mark.parametrize("peer", ["", "10.0.0.7", "a/b/tokens", "x.p2p_to/y", 'quote " and \\', "two\nlines", "<b>é"])
+def test_a_peer_may_have_any_name(peer: str, child: str) -> None:
+    world, traffic = World(), Traffic()
+    traffic.on_moved("from", peer, 100, 6400, 0.25)
+    world.stats = msgspec.structs.replace(
+        IDLE, connector={f"{child}{name}": value for name, value in traffic.counters().items()}
+    )
+    scrape = world.scrape()
+    assert scrape("penstock:kv_peer_tokens_total", direction="from", peer=peer) == 100
+    assert scrape.families["penstock:kv_connector"].samples == []
+
+
 def test_http() -> None:
     world = World()
     for method, status in (("POST", 200), ("POST", 200), ("POST", 503), ("BREW", 405), ("PROPFIND", 405)):
@@ -374,7 +415,13 @@ def _grouping(expression: str) -> str:
 
 def test_the_dashboards_panels_are_in_order() -> None:
     panels = _panels()
-    assert [p["title"] for p in panels if p["type"] == "row"] == ["Traffic", "Latency", "Engine", "Tokens"]
+    assert [p["title"] for p in panels if p["type"] == "row"] == [
+        "Traffic",
+        "Latency",
+        "Engine",
+        "Tokens",
+        "Transfers between engines",
+    ]
     assert len({panel["id"] for panel in panels}) == len(panels)
     for one, other in combinations([panel["gridPos"] for panel in panels], 2):
         apart_x = one["x"] + one["w"] <= other["x"] or other["x"] + other["w"] <= one["x"]

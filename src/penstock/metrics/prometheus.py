@@ -5,7 +5,8 @@ The metrics are those of `penstock.metrics.table`, in a registry of their own. B
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from itertools import zip_longest
 from operator import attrgetter
 from typing import Protocol, TypeVar
@@ -37,6 +38,9 @@ _TOTALS = (
     ("penstock:kv_load_timeouts", attrgetter("remote_kv.num_timeouts")),
     ("penstock:kv_loaded_tokens", attrgetter("remote_kv.num_tokens")),
 )
+# The names of `penstock.kv_transfer.p2p.traffic`; a MultiConnector puts a child's name and a dot in front. A peer's id
+# may contain any character.
+_PEER_COUNT = re.compile(r"(?:.*?\.)??p2p_(from|to)/(.*)/(transfers|tokens|bytes|seconds|failed)", re.DOTALL)
 _OWN_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 _OPENMETRICS = "application/openmetrics-text"
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
@@ -59,7 +63,8 @@ class WatchedEngine(Protocol):
 
 
 class PrometheusMetrics:
-    """Counts from its making on; gauges are read off the engine at each scrape, once `watch` has named it."""
+    """Counts from its making on; gauges, and the counters by peer, are read off the engine at each scrape, once `watch`
+    has named it."""
 
     def __init__(self, model_name: str) -> None:
         self._registry = CollectorRegistry()
@@ -84,6 +89,10 @@ class PrometheusMetrics:
         self._engine_info = gauges["penstock:engine_info"]
         self._accepted_per_position = counters["vllm:spec_decode_num_accepted_tokens_per_pos"]
         self._kv_connector = gauges["penstock:kv_connector"]
+        self._peers = {
+            what: counters[f"penstock:kv_peer_{what}"] for what in ("transfers", "tokens", "bytes", "seconds", "failed")
+        }
+        self._peers_counted: dict[str, float] = {}
         self._http_requests = counters["penstock:http_requests"]
         self._counted = SchedulerStats(0, 0, 0.0, 0, 0, 0)
         self._engine: WatchedEngine | None = None
@@ -172,11 +181,21 @@ class PrometheusMetrics:
         gauges["vllm:kv_cache_usage_perc"].set(stats.kv_cache_usage)
         gauges["penstock:engine_up"].set(engine.death is None)
         gauges["penstock:seconds_without_progress"].set(engine.seconds_without_progress)
-        for name, value in stats.connector.items():
-            self._kv_connector.labels(*self._common, name).set(value)
+        self._read_connector(stats.connector)
         num_by_phase = engine.log.num_by_phase()
         for phase, gauge in self._phases.items():
             gauge.set(num_by_phase[phase])
+
+    def _read_connector(self, counts: Mapping[str, float]) -> None:
+        """What is counted by peer becomes counters, and everything else one gauge."""
+        for name, value in counts.items():
+            found = _PEER_COUNT.fullmatch(name)
+            if found is None:
+                self._kv_connector.labels(*self._common, name).set(value)
+                continue
+            direction, peer, what = found.groups()
+            self._peers[what].labels(*self._common, direction, peer).inc(value - self._peers_counted.get(name, 0))
+            self._peers_counted[name] = value
 
     def _observe(self, name: str, value: float) -> None:
         self._histograms[name].observe(value)

@@ -113,6 +113,12 @@ METRICS = (
     _counter("penstock:kv_load_timeouts", "Requests that waited for KV for too long, and were computed instead."),
     _counter("penstock:kv_loaded_tokens", "Prompt tokens whose KV was loaded instead of computed."),
     _gauge("penstock:kv_connector", "What the KV connector counts, by its own names.", "name"),
+    # KV that moves between this engine and others. `direction` is "from" the peer or "to" it.
+    _counter("penstock:kv_peer_transfers", "Transfers of KV that ended well.", "direction", "peer"),
+    _counter("penstock:kv_peer_tokens", "Tokens whose KV these transfers moved.", "direction", "peer"),
+    _counter("penstock:kv_peer_bytes", "Bytes of KV that these transfers moved.", "direction", "peer"),
+    _counter("penstock:kv_peer_seconds", "Time that the readers waited for these transfers.", "direction", "peer"),
+    _counter("penstock:kv_peer_failed", "Transfers from a peer that did not bring all KV.", "direction", "peer"),
     _gauge("penstock:requests", "Requests that have not ended, by phase.", "phase"),
     _gauge(
         "penstock:engine_info",
