@@ -376,3 +376,28 @@ def test_other_hosts_need_a_key_and_a_list_of_peers(tmp_path: Path) -> None:
     config["kv_connector_extra_config"] = {"cluster_key_file": str(key)}
     with pytest.raises(ConfigError, match="peers"):
         LLM(**ENGINE, kv_transfer_config=config)
+
+
+def test_tiers_and_peers_at_once() -> None:
+    """What D has in its own memory tier is not fetched, and what it lacks is."""
+    tier = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 64 << 20}}
+
+    def both(role: str) -> dict[str, Any]:
+        peer = {"name": "peer", **transfer_config("kv_both"), "engine_id": role}
+        children = [{"name": "tier", **tier, "kv_role": "kv_both"}, peer]
+        extra = {"connectors": children}
+        return {"kv_connector": "MultiConnector", "engine_id": role, "kv_connector_extra_config": extra}
+
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    prompts = [FACT * 2 + f"Number {number}." for number in range(3)]
+    with engine() as one:
+        expected = [complete(one, prompt, params).outputs[0].token_ids for prompt in prompts]
+    with engine(kv_transfer_config=both("p")) as prefill, engine(kv_transfer_config=both("d")) as decode:
+        for _ in range(2):
+            found = [disaggregated(prefill, decode, prompt, params).outputs[0].token_ids for prompt in prompts]
+            assert found == expected
+            assert decode.reset_prefix_cache()
+        counters = decode.stats().connector
+        assert counters["peer.p2p_consumer_completed"] > 0
+        assert counters["peer.p2p_consumer_not_needed"] > 0
+        assert prefill.stats().connector["peer.p2p_producer_offered"] == 6
