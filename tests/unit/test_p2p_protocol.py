@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -134,6 +136,26 @@ def test_only_known_addresses_are_dialled(tmp_path: Path) -> None:
     local.withdraw(ADDRESS)
     with pytest.raises(PeerError):
         peers.resolve(ADDRESS)
+
+
+def test_an_engine_that_was_killed_leaves_no_address(tmp_path: Path) -> None:
+    folder = tmp_path / "cluster"
+    local = LocalCluster(folder)
+    program = """
+import os, signal, sys
+from pathlib import Path
+from penstock.kv_transfer.p2p.peers import LocalCluster
+LocalCluster(Path(sys.argv[1])).announce(("127.0.0.1", 5601))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    subprocess.run([sys.executable, "-c", program, str(folder)], check=False, timeout=60)
+    assert len(list(folder.glob("engine.*"))) == 1
+    assert not local.has(("127.0.0.1", 5601))
+    local.announce(ADDRESS)
+    assert local.has(ADDRESS)
+    assert len(list(folder.glob("engine.*"))) == 1
+    local.withdraw(ADDRESS)
+    assert not list(folder.glob("engine.*"))
 
 
 def test_engines_of_one_user_share_a_key_that_others_cannot_read(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ peers; without them the engine does not start.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import ipaddress
 import os
 import secrets
@@ -52,6 +53,7 @@ class LocalCluster:
     """The engines of one user on one host. Raises ConfigError where the folder is not this user's alone."""
 
     def __init__(self, folder: Path | None = None) -> None:
+        self._announced: dict[Address, int] = {}
         self._folder = folder or Path(tempfile.gettempdir()) / f"penstock-{os.getuid()}"
         with contextlib.suppress(FileExistsError):
             self._folder.mkdir(mode=0o700)
@@ -73,17 +75,46 @@ class LocalCluster:
         return path.read_bytes()
 
     def announce(self, address: Address) -> None:
-        self._file(address).touch()
+        """An engine listens there, until `withdraw` or the end of this process, however it comes."""
+        for path in self._folder.glob("engine.*"):
+            if not _is_locked(path):
+                path.unlink(missing_ok=True)
+        path = self._file(address)
+        while True:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            # Another process may have taken the file for one that was left over.
+            if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
+                self._announced[address] = descriptor
+                return
+            os.close(descriptor)
 
     def withdraw(self, address: Address) -> None:
         self._file(address).unlink(missing_ok=True)
+        os.close(self._announced.pop(address))
 
     def has(self, address: Address) -> bool:
-        return self._file(address).exists()
+        """Whether an engine of this user listens there."""
+        return _is_locked(self._file(address))
 
     def _file(self, address: Address) -> Path:
         host, port = address
         return self._folder / f"engine.{host.replace(':', '_').replace('/', '_')}.{port}"
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether a living process has announced this address."""
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
 
 
 class PeerList:
