@@ -1,74 +1,25 @@
-"""Bugs to plant: each is a piece of the real source exchanged for a wrong one, as a change by hand would do it."""
+"""Bugs to plant, each with a scenario that catches it; those of disaggregation are in `planted_pd.py`."""
 
 from __future__ import annotations
 
-import ast
-import importlib
-import inspect
-import textwrap
-from dataclasses import dataclass
-from types import CodeType, FunctionType
-
-
-@dataclass(frozen=True)
-class Edit:
-    """`old` becomes `new` in the source of `target`, "module:Class.method"."""
-
-    target: str
-    old: str
-    new: str
-
-    def function(self) -> FunctionType:
-        module, _, path = self.target.partition(":")
-        found = importlib.import_module(f"penstock.{module}")
-        for name in path.split("."):
-            found = inspect.getattr_static(found, name)
-        return found.fget if isinstance(found, property) else found
-
-    def code(self) -> CodeType:
-        """The function's code with the bug in it; it takes the place of the real one wherever that was imported."""
-        function = self.function()
-        source = textwrap.dedent(inspect.getsource(function))
-        assert source.count(self.old) == 1, f"{self.target} no longer has {self.old!r}"
-        tree = ast.parse(source.replace(self.old, self.new))
-        assert isinstance(tree.body[0], ast.FunctionDef)
-        tree.body[0].decorator_list.clear()
-        scope: dict[str, FunctionType] = {}
-        exec(compile(tree, f"<planted in {self.target}>", "exec"), function.__globals__, scope)
-        return scope[function.__name__].__code__
-
-
-@dataclass(frozen=True)
-class Bug:
-    """`scenario` is one that catches it."""
-
-    name: str
-    scenario: str
-    edits: tuple[Edit, ...]
-
-
-def _bug(name: str, scenario: str, *edit: str) -> Bug:
-    """`edit` is target, old, new, once or several times."""
-    edits = tuple(Edit(*edit[start : start + 3]) for start in range(0, len(edit), 3))
-    return Bug(name, scenario, edits)
-
+from tests.simulation.edits import bug
 
 BUGS = (
-    _bug(
+    bug(
         "the metadata is cleared before the drafter runs",
         "shared_store_with_drafts",
         "kv_transfer.kv_step:KVStep.run_sampling",
         "result = sample_and_draft()",
         "self._active.end_step(); result = sample_and_draft()",
     ),
-    _bug(
+    bug(
         "only the last rank's output is kept",
         "one_of_n_shards",
         "kv_transfer.aggregate:aggregate",
         "for output in outputs:",
         "for output in list(outputs)[-1:]:",
     ),
-    _bug(
+    bug(
         "synchronous loads begin behind the forward pass",
         "synchronous_loads",
         "kv_transfer.kv_step:KVStep._begin",
@@ -78,7 +29,7 @@ BUGS = (
         "if not self._has_sync_loads:",
         "if True:",
     ),
-    _bug(
+    bug(
         "completions are counted",
         "repeated_completions",
         "kv_transfer.ledger:TransferLedger.apply",
@@ -87,126 +38,126 @@ BUGS = (
         "        entry.reports[min(entry.expected - entry.reports.keys())] = report\n"
         "    if False:",
     ),
-    _bug(
+    bug(
         "a transfer ends with the first rank's report",
         "one_of_n_shards",
         "kv_transfer.ledger:TransferLedger.apply",
         "if len(entry.reports) < len(entry.expected):",
         "if not entry.reports:",
     ),
-    _bug(
+    bug(
         "an unsettled failure counts as an end",
         "unsettled_failures",
         "kv_transfer.transports.base:TransferState.is_settled",
         "return self in (TransferState.DONE, TransferState.FAILED_SETTLED)",
         "return self is not TransferState.PENDING",
     ),
-    _bug(
+    bug(
         "the optimistic count decides what is published",
         "plain",
         "core.kv_cache_manager:KVCacheManager.publish",
         "request.num_processed_tokens",
         "request.num_computed_tokens",
     ),
-    _bug(
+    bug(
         "the optimistic count decides what leaves the window",
         "sliding_windows",
         "core.kv_cache_manager:KVCacheManager._release_behind_window",
         "request.num_processed_tokens",
         "request.num_computed_tokens",
     ),
-    _bug(
+    bug(
         "rejected drafts stay counted as computed",
         "rejections_of_every_length",
         "core.request:Request.on_processed",
         "self.num_computed_tokens -= 1 + num_drafts - num_sampled",
         "pass",
     ),
-    _bug(
+    bug(
         "the last known token is found in the cache",
         "full_prefix_hits",
         "core.kv_cache_manager:KVCacheManager.find_prefix",
         "(request.num_tokens - 1) // self.block_size",
         "request.num_tokens // self.block_size",
     ),
-    _bug(
+    bug(
         "the salt is left out of the hash",
         "tenants",
         "core.block_hash:root_hash",
         '(cache_salt or "")',
         '""',
     ),
-    _bug(
+    bug(
         "a window keeps one slot too few",
         "sliding_windows",
         "messages.kv_cache_spec:KVCacheSpec.first_needed_block",
         "num_computed_tokens - self.sliding_window + 1",
         "num_computed_tokens - self.sliding_window + 2",
     ),
-    _bug(
+    bug(
         "a load skips one block too many behind the window",
         "sliding_windows",
         "core.kv_cache_manager:KVCacheManager.admit",
         "group.first_needed_block(num_present)",
         "group.first_needed_block(num_present + self.block_size)",
     ),
-    _bug(
+    bug(
         "results of an earlier admission are taken",
         "tiny_pool",
         "core.scheduler:Scheduler.update_from_output",
         "request.admission > last_admission",
         "False",
     ),
-    _bug(
+    bug(
         "a preempted request's blocks are free while steps are in flight",
         "preemption_during_loads",
         "core.scheduler:Scheduler._rewind",
         "self._kv.release(request, last_step)",
         "self._kv.release(request, 0)",
     ),
-    _bug(
+    bug(
         "a finished request's blocks are free while steps are in flight",
         "abort_storm",
         "core.scheduler:Scheduler._free",
         "self._kv.release(request, self._step)",
         "self._kv.release(request, 0)",
     ),
-    _bug(
+    bug(
         "a fence falls one step early",
         "preemption_during_loads",
         "core.scheduler:Scheduler.update_from_output",
         "self._kv.pool.on_step_processed(plan.step)",
         "self._kv.pool.on_step_processed(plan.step + 1)",
     ),
-    _bug(
+    bug(
         "blocks that are still read are freed",
         "held_blocks",
         "core.remote_kv:RemoteKV.finish",
         "if result.action is FinishAction.HOLD and block_ids:",
         "if False:",
     ),
-    _bug(
+    bug(
         "blocks that are read no more stay held",
         "held_blocks",
         "core.remote_kv:RemoteKV.on_released",
         "self._kv.drop_hold(event.transfer_id)",
         "pass",
     ),
-    _bug(
+    bug(
         "the hold of a finished request has the name of its id",
         "id_reuse",
         "core.request:Request.hold_id",
         'f"{self.request_id}/hold-{self.arrival_index}"',
         "self.request_id",
     ),
-    _bug(
+    bug(
         "blocks with a holder become available",
         "held_blocks",
         "core.block_pool:BlockPool._make_available",
         "if block.num_holders:",
         "if False:",
     ),
-    _bug(
+    bug(
         "a deadline frees the blocks under a load",
         "overdue_loads",
         "core.remote_kv:RemoteKV.detach",
@@ -218,70 +169,70 @@ BUGS = (
         "        self._kv.drop_hold(name)\n"
         "    for load in mine.values():",
     ),
-    _bug(
+    bug(
         "a load has no deadline",
         "stuck_transfers",
         "core.remote_kv:RemoteKV.give_up_overdue",
         "load.deadline <= now",
         "False",
     ),
-    _bug(
+    bug(
         "the directory is asked for ever",
         "slow_directory",
         "core.remote_kv:RemoteKV.match",
         "if self._clock.now() - since < self._timeout:",
         "if True:",
     ),
-    _bug(
+    bug(
         "a load is tried for ever",
         "wrong_bytes",
         "core.remote_kv:RemoteKV.match",
         "request.num_failed_loads >= MAX_FAILED_LOADS",
         "False",
     ),
-    _bug(
+    bug(
         "what a load did not bring is published",
         "failing_loads",
         "core.remote_kv:RemoteKV.on_ended",
         "bad = self._bad_blocks(event.bad_ranges)",
         "bad = set()",
     ),
-    _bug(
+    bug(
         "a request goes on behind a failed synchronous load",
         "failing_loads",
         "core.remote_kv:RemoteKV.on_ended",
         "return request if event.bad_ranges else None",
         "return None",
     ),
-    _bug(
+    bug(
         "the end of a load reaches a request that has gone",
         "abort_while_loading",
         "core.remote_kv:RemoteKV.on_ended",
         "if load.is_detached:",
         "if False:",
     ),
-    _bug(
+    bug(
         "a rewound request keeps its row",
         "failing_loads",
         "core.scheduler:Scheduler._on_lost_kv",
         "self._rewound_request_ids.add(request.request_id)",
         "pass",
     ),
-    _bug(
+    bug(
         "a finished request keeps its row",
         "row_reuse",
         "core.scheduler:Scheduler._finish",
         "self._finished_request_ids.add(request.request_id)",
         "pass",
     ),
-    _bug(
+    bug(
         "a load writes into the block before it, which others read",
         "shared_store",
         "simulation.store:StoreScheduler.update_state_after_alloc",
         "range(num_computed_tokens // size, end // size)",
         "range(max(0, num_computed_tokens // size - 1), end // size)",
     ),
-    _bug(
+    bug(
         "the engine's life is left out of transfers' names",
         "reports_of_an_old_life",
         "simulation.store:StoreScheduler._on_wire",
@@ -291,7 +242,7 @@ BUGS = (
         "life != self._life",
         "life != self._life[:-2]",
     ),
-    _bug(
+    bug(
         "the drafter's layers stay at home",
         "shared_store_with_drafts",
         "simulation.store_worker:StoreWorker._parts",
@@ -307,14 +258,14 @@ BUGS = (
         "sorted(self._parts[group])",
         "sorted(self.parts(group))",
     ),
-    _bug(
+    bug(
         "what has landed is not compared with its digest",
         "wrong_bytes",
         "simulation.store_worker:StoreWorker._is_right",
         "return all(",
         "return True or all(",
     ),
-    _bug(
+    bug(
         "a block is copied for its save when the step has written",
         "preemption_during_saves",
         "simulation.store_worker:StoreWorker.begin_step",
@@ -331,28 +282,28 @@ BUGS = (
         "        self._staged[job.transfer_id] = save\n"
         "    for job in self._metadata.saves:",
     ),
-    _bug(
+    bug(
         "a load never lets go of what it has read",
         "shared_store",
         "simulation.store:StoreScheduler._end_load",
         "self._store.unpin(entry, self._life)",
         "pass",
     ),
-    _bug(
+    bug(
         "a block with a part missing is taken over",
         "one_of_n_shards",
         "simulation.store:BlockStore.end_save",
         "if digests.keys() == self._parts[entry.key[0]]:",
         "if digests:",
     ),
-    _bug(
+    bug(
         "a tier takes bytes for what their key says without looking at the digest",
         "offload_wrong_bytes",
         "kv_transfer.offload.worker:OffloadingWorker._load",
         "block.digest is not None and block.digest != digest(*parts)",
         "False",
     ),
-    _bug(
+    bug(
         "blocks are copied out behind the forward pass that reuses them",
         "offload_small",
         "kv_transfer.offload.worker:OffloadingWorker.begin_step",
@@ -362,7 +313,7 @@ BUGS = (
         "self._jobs += map(self._load, self._new_loads)",
         "self._jobs += [*map(self._store, self._stores), *map(self._load, self._new_loads)]",
     ),
-    _bug(
+    bug(
         "a tier drops a load's pins when it begins, and the digest is not checked",
         "offload_small",
         "kv_transfer.offload.scheduler:OffloadingScheduler.update_state_after_alloc",
@@ -375,77 +326,77 @@ BUGS = (
         "block.digest is not None and block.digest != digest(*parts)",
         "False",
     ),
-    _bug(
+    bug(
         "tiers forget which life of the engine a report is about",
         "offload_crash",
         "kv_transfer.offload.scheduler:OffloadingScheduler._take_stores",
         'f"{self._epoch}/store/{self._num_stores}"',
         'f"store/{self._num_stores}"',
     ),
-    _bug(
+    bug(
         "layer hooks are not called",
         "layerwise_loads",
         "kv_transfer.kv_step:KVStep.hooks",
         "self._active.layer_hooks or self._no_hooks",
         "self._no_hooks",
     ),
-    _bug(
+    bug(
         "of several connectors the first loads what another has",
         "several_connectors",
         "kv_transfer.multi:MultiScheduler.update_state_after_alloc",
         "self._children[self._chosen.pop(request.request_id)]",
         "next(iter(self._children.values()))",
     ),
-    _bug(
+    bug(
         "of several connectors each hears the others' reports",
         "several_connectors",
         "kv_transfer.multi:MultiWorker.get_finished",
         'f"{name}{_SEPARATOR}{report.transfer_id}"',
         'f"store{_SEPARATOR}{report.transfer_id}"',
     ),
-    _bug(
+    bug(
         "loads take turns with a request that needs their blocks",
         "offload_hungry",
         "core.remote_kv:RemoteKV.on_starved",
         "if self._loads:",
         "if False:",
     ),
-    _bug(
+    bug(
         "saves are finalised before the drafter runs",
         "drafts",
         "kv_transfer.kv_step:KVStep.run_sampling",
         "sample_and_draft()\n        self._advance(KVStepState.FINALIZED)\n        self._active.wait_for_save()",
         "None\n        self._active.wait_for_save()\n        result = sample_and_draft()",
     ),
-    _bug(
+    bug(
         "the runner counts for itself what the scheduler has counted",
         "plain",
         "runner.host_batch:read_plan",
         "np.fromiter(plan.num_computed_tokens, np.int64, count)",
         "np.fromiter(plan.num_computed_tokens, np.int64, count) + query_lens",
     ),
-    _bug(
+    bug(
         "a rank's handshake is dropped",
         "one_of_n_shards",
         "executor.executor:Executor.initialize",
         "each.shard: each.handshake for",
         "each.shard: each.handshake if each.shard == (0, 0) else None for",
     ),
-    _bug(
+    bug(
         "a connector without pipeline ranks takes the handshakes of several stages",
         "stages_refused",
         "kv_transfer.null:set_handshakes_of_one_stage",
         "if any(pp_rank > 0 for pp_rank, _ in payloads):",
         "if False:",
     ),
-    _bug(
+    bug(
         "a shard's first report counts, whatever it says later",
         "one_of_n_shards",
         "kv_transfer.ledger:TransferLedger.apply",
         "if report.status is TransferStatus.FAILED and",
         "if False and",
     ),
-    _bug(
+    bug(
         "the hash of a block leaves out the tokens that its draft slots depend on",
         "drafts",
         "core.block_hash:extend_chain",

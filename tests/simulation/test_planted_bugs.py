@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 
 from penstock.simulation.scenarios import replay_line, run_scenario
-from tests.simulation.planted import BUGS, Bug
+from tests.simulation.edits import Bug
+from tests.simulation.planted import BUGS
+from tests.simulation.planted_pd import PD_BUGS
 
 MAX_SEEDS = 60
 
 
-@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name.replace(" ", "_"))
+@pytest.mark.parametrize("bug", [*BUGS, *PD_BUGS], ids=lambda bug: bug.name.replace(" ", "_"))
 def test_planted_bug_is_caught(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
     for edit in bug.edits:
         monkeypatch.setattr(edit.function(), "__code__", edit.code())

@@ -170,7 +170,7 @@ class SimNetwork:
         self.counts["connections_broken"] += 1
         for each in (end, end.other):
             each.is_cut = True
-            late = self._rng.uniform(0.0, _MAX_LATE_NEWS if self._context.has_faults else 0.01)
+            late = self._rng.choice((0.0, self._rng.uniform(0.0, _MAX_LATE_NEWS if self._context.has_faults else 0.01)))
             self._at(self.clock.now() + late, lambda each=each: self._lose(each, "the connection is broken"))
 
     def _is_hanging(self, one: SimChannel, other: SimChannel) -> float:

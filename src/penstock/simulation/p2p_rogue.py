@@ -69,6 +69,7 @@ class Rogue:
         self._strangers: set[PeerKey] = set()
         self._seen_ids = ["c1.1.d/load-1", "c2.1.d/load-2", "attest-1", ""]
         self._seen_tickets = ["", "x", "A" * 3000]
+        self._seen_fetches: list[Fetch] = []
         cache = cache_config(setup.layers, setup.num_blocks(setup.block_size), setup.block_size, NUM_HEADS)
         self._memory = OracleMemory(cache, (0, 0), range(NUM_HEADS))
         for region in self._memory.regions.values():
@@ -125,6 +126,7 @@ class Rogue:
             case Fetch():
                 self._seen_ids.append(message.transfer_id)
                 self._seen_tickets.append(message.ticket)
+                self._seen_fetches.append(message)
                 if peer in self._strangers:
                     self._say(peer, self._honest_grant(self._hellos[peer], message))
                 else:
@@ -226,6 +228,9 @@ class Rogue:
     def _anything(self) -> Message:
         """A message of any kind, about a transfer that may exist."""
         rng = self._rng
+        if self._seen_fetches and rng.random() < 0.3:
+            # For the KV of a request that was not meant for it; it never says that it is done.
+            return msgspec.structs.replace(rng.choice(self._seen_fetches), transfer_id=f"stolen-{rng.random()}")
         name, ticket = rng.choice(self._seen_ids), rng.choice(self._seen_tickets)
         first, end = rng.choice([(0, 4), (0, 0), (0, _HUGE), (-4, 8), (8, 4), (1, 3), (-_HUGE, _HUGE), (0, 12)])
         rendezvous = rng.choice(["", "", f"xfer-{rng.randrange(1, 9)}", "never"])

@@ -105,7 +105,8 @@ def _several(rng: random.Random) -> Setup:
 
 @_scenario("pd_connections", "F4, F9: connections break before, in and behind every message, or cannot be made")
 def _connections(rng: random.Random) -> Setup:
-    setup = faulty(_mixed(rng), broken=rng.choice([0.03, 0.15]), refused=0.2, slow=0.5, slow_messages=0.3)
+    setup = faulty(_mixed(rng), broken=rng.choice([0.05, 0.3]), refused=0.2, slow=0.5, slow_messages=0.3)
+    setup = _pairs(setup, digest_bytes_per_step=rng.choice([16, 256]))
     return replace(setup, load_failure_policy=rng.choice(["recompute", "recompute", "fail"]))
 
 
@@ -178,6 +179,7 @@ def _no_prefill(rng: random.Random) -> Setup:
 @_scenario("pd_aborts", "F8, F11: clients leave P or D at every stage")
 def _aborts(rng: random.Random) -> Setup:
     setup = traffic(_mixed(rng), abort=0.6, abort_loading=0.03, reuse=0.5, num_requests=18, arrival=0.6)
+    setup = _pairs(setup, digest_bytes_per_step=rng.choice([16, 256]))
     return faulty(setup, slow=0.6, slow_messages=0.4, late=0.1)
 
 

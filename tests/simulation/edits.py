@@ -1,0 +1,53 @@
+"""How a bug is planted: a piece of the real source is exchanged for a wrong one, as a change by hand would do it."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import textwrap
+from dataclasses import dataclass
+from types import CodeType, FunctionType
+
+
+@dataclass(frozen=True)
+class Edit:
+    """`old` becomes `new` in the source of `target`, "module:Class.method"."""
+
+    target: str
+    old: str
+    new: str
+
+    def function(self) -> FunctionType:
+        module, _, path = self.target.partition(":")
+        found = importlib.import_module(f"penstock.{module}")
+        for name in path.split("."):
+            found = inspect.getattr_static(found, name)
+        return found.fget if isinstance(found, property) else found
+
+    def code(self) -> CodeType:
+        """The function's code with the bug in it; it takes the place of the real one wherever that was imported."""
+        function = self.function()
+        source = textwrap.dedent(inspect.getsource(function))
+        assert source.count(self.old) == 1, f"{self.target} no longer has {self.old!r}"
+        tree = ast.parse(source.replace(self.old, self.new))
+        assert isinstance(tree.body[0], ast.FunctionDef)
+        tree.body[0].decorator_list.clear()
+        scope: dict[str, FunctionType] = {}
+        exec(compile(tree, f"<planted in {self.target}>", "exec"), function.__globals__, scope)
+        return scope[function.__name__].__code__
+
+
+@dataclass(frozen=True)
+class Bug:
+    """`scenario` is one that catches it."""
+
+    name: str
+    scenario: str
+    edits: tuple[Edit, ...]
+
+
+def bug(name: str, scenario: str, *edit: str) -> Bug:
+    """`edit` is target, old, new, once or several times."""
+    edits = tuple(Edit(*edit[start : start + 3]) for start in range(0, len(edit), 3))
+    return Bug(name, scenario, edits)
