@@ -1,0 +1,1 @@
+"""Parts of the measurements and fault rounds on disaggregated serving: processes, and load on them."""

@@ -1,0 +1,243 @@
+"""A prefill and a decode instance as processes of their own, and a proxy in front of them in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from penstock.router.proxy import Instances, Proxy
+
+CONNECTORS = {"serial": "NixlConnector", "concurrent": "MooncakeConnector"}
+START_SECONDS = 180.0
+_END_SECONDS = 30.0
+# Below the range from which the system takes the ports of outgoing connections, so that a restart finds its own free.
+_PORTS = range(20000, 32000)
+_METRIC = re.compile(r"^(?P<name>[\w:]+)\{(?P<labels>[^}]*)\} (?P<value>\S+)$", re.M)
+
+
+def free_ports(count: int) -> list[int]:
+    found: list[int] = []
+    while len(found) < count:
+        port = random.choice(_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            found += [] if port in found else [port]
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes below one, outermost first."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()
+    except OSError:
+        return []
+    return [each for child in map(int, children) for each in (child, *descendants(child))]
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended; one that its parent has not waited for yet counts as ended."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return status.rpartition(")")[2].split()[0] == "Z"
+
+
+@dataclass
+class Server:
+    """One `penstock serve` at fixed addresses, which may be started again and again. `cores`: where it may run."""
+
+    name: str
+    flags: Sequence[str]
+    log: Path
+    cores: Sequence[int] = ()
+    port: int = 0
+    admin_port: int = 0
+    process: subprocess.Popen[bytes] | None = None
+    pids: list[int] = field(default_factory=list[int])
+
+    def __post_init__(self) -> None:
+        self.port, self.admin_port = free_ports(2)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def admin_url(self) -> str:
+        return f"http://127.0.0.1:{self.admin_port}"
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "penstock.cli.main", "serve", *self.flags]
+        command += ["--port", str(self.port), "--admin-port", str(self.admin_port)]
+        if self.cores:
+            command = ["taskset", "-c", ",".join(map(str, self.cores)), *command]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    async def wait_ready(self, session: aiohttp.ClientSession) -> None:
+        """Also notes its processes."""
+        assert self.process is not None
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            assert self.process.poll() is None, f"{self.name} has not started:\n{self.log_end()}"
+            assert time.monotonic() < deadline, f"{self.name} was not ready in time:\n{self.log_end()}"
+            with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
+                async with session.get(f"{self.url}/ready", timeout=aiohttp.ClientTimeout(5)) as response:
+                    if response.status == 200:
+                        break
+            await asyncio.sleep(0.05)
+        self.pids = [self.process.pid, *descendants(self.process.pid)]
+
+    def victims(self, which: str) -> list[int]:
+        """`server`: the process that speaks HTTP; `engine`: the engine core's; `both`."""
+        return {"server": self.pids[:1], "engine": self.pids[1:], "both": self.pids}[which]
+
+    def signal(self, which: str, number: int) -> None:
+        for pid in self.victims(which):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    async def wait_ended(self) -> bool:
+        """Whether all its processes have ended within the time for that; those that have not are killed."""
+        assert self.process is not None
+        deadline = time.monotonic() + _END_SECONDS
+        while time.monotonic() < deadline:
+            self.process.poll()
+            if all(map(is_gone, self.pids)):
+                return True
+            await asyncio.sleep(0.02)
+        self.kill()
+        return False
+
+    def kill(self) -> None:
+        for pid in self.pids or ([self.process.pid] if self.process else []):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if self.process is not None:
+            self.process.wait()
+
+    def log_end(self) -> str:
+        return self.log.read_text(errors="replace")[-3000:]
+
+    async def metrics(self, session: aiohttp.ClientSession) -> dict[str, float]:
+        """By name; what the connector counts under the connector's own names."""
+        async with session.get(f"{self.url}/metrics", timeout=aiohttp.ClientTimeout(10)) as response:
+            text = await response.text()
+        found: dict[str, float] = {}
+        for each in _METRIC.finditer(text):
+            name = each["name"]
+            if name == "penstock:kv_connector":
+                labels = dict(label.split("=", 1) for label in each["labels"].split(","))
+                name = labels["name"].strip('"')
+            found[name] = found.get(name, 0.0) + float(each["value"])
+        return found
+
+    async def is_idle(self, session: aiohttp.ClientSession) -> bool:
+        """No request, no block in use, nothing held for others; and all state agrees with itself."""
+        found = await self.metrics(session)
+        async with session.get(f"{self.admin_url}/drain") as response:
+            unfinished = (await response.json())["num_unfinished"]
+        # Before its first step an engine has not counted anything yet.
+        if unfinished or found["vllm:kv_cache_usage_perc"] or found.get("p2p_held", 0):
+            return False
+        async with session.post(f"{self.admin_url}/check_integrity") as response:
+            assert response.status == 200, f"{self.name}: {await response.text()}"
+        async with session.post(f"{self.admin_url}/reset_prefix_cache") as response:
+            return response.status == 200
+
+
+@dataclass
+class Cluster:
+    """`style` is the proxy's. `options` are further options of both connectors, `config` of `kv_transfer_config`."""
+
+    folder: Path
+    style: str = "serial"
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    config: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    flags: Sequence[str] = ()
+    cores: Mapping[str, Sequence[int]] = field(default_factory=dict[str, Sequence[int]])
+    prefill_timeout: float = 60.0
+
+    def __post_init__(self) -> None:
+        kv_ports: dict[str, int] = dict(zip(("prefill", "decode", "bootstrap"), free_ports(3), strict=True))
+        self.bootstrap = f"http://127.0.0.1:{kv_ports['bootstrap']}"
+        self.servers: dict[str, Server] = {}
+        for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
+            extra = dict(self.options)
+            if self.style == "concurrent":
+                extra["bootstrap_port"] = kv_ports["bootstrap"]
+            config = {
+                "kv_connector": CONNECTORS[self.style],
+                "kv_role": role,
+                "engine_id": name,
+                "kv_port": kv_ports[name],
+                **self.config,
+                "kv_connector_extra_config": extra,
+            }
+            flags = [*self.flags, "--kv-transfer-config", json.dumps(config)]
+            self.servers[name] = Server(name, flags, self.folder / f"{name}.log", self.cores.get(name, ()))
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[aiohttp.ClientSession]:
+        """Starts everything, and ends it."""
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        async with aiohttp.ClientSession(connector=connector) as session:
+            try:
+                for server in self.servers.values():
+                    server.start()
+                for server in self.servers.values():
+                    await server.wait_ready(session)
+                async with self._proxy():
+                    yield session
+            finally:
+                for server in self.servers.values():
+                    server.signal("both", signal.SIGCONT)
+                    server.signal("server", signal.SIGTERM)
+                for server in self.servers.values():
+                    if server.process is not None:
+                        await server.wait_ended()
+
+    @contextlib.asynccontextmanager
+    async def _proxy(self) -> AsyncIterator[None]:
+        instances = Instances(self.servers["prefill"].url, self.servers["decode"].url, self.bootstrap)
+        proxy = Proxy(instances, self.style, prefill_timeout=self.prefill_timeout)
+        runner = web.AppRunner(proxy.app, shutdown_timeout=1.0)
+        await runner.setup()
+        (port,) = free_ports(1)
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        self.url = f"http://127.0.0.1:{port}"
+        try:
+            yield
+        finally:
+            await runner.cleanup()
+
+
+@contextlib.contextmanager
+def private_folder(folder: Path) -> Iterator[None]:
+    """The engines below leave their addresses and their key in `folder`."""
+    before = os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = str(folder)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TMPDIR"]
+        else:
+            os.environ["TMPDIR"] = before

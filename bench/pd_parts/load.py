@@ -1,0 +1,142 @@
+"""Requests whose answers are known, and how each of them ended."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import json
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import aiohttp
+
+from penstock import LLM, SamplingParams
+
+VOCABULARY = 1000
+BLOCK_SIZE = 16
+
+
+class Outcome(enum.StrEnum):
+    RIGHT = "right"
+    WRONG = "wrong"
+    ERROR = "error"
+    CUT = "cut"
+    LATE = "late"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`expected`: the tokens of one engine that computes everything itself."""
+
+    prompt: tuple[int, ...]
+    expected: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """`is_recomputed`: the decode instance has computed blocks of the prompt that the other one has computed too."""
+
+    outcome: Outcome
+    seconds: float
+    is_recomputed: bool = False
+    detail: str = ""
+
+
+def make_prompts(count: int, seed: int) -> list[list[int]]:
+    """Of many lengths; most of them begin like others."""
+    rng = random.Random(seed)
+    prefixes = [[rng.randrange(VOCABULARY) for _ in range(length)] for length in (0, 40, 96, 200)]
+    return [
+        rng.choice(prefixes) + [rng.randrange(VOCABULARY) for _ in range(rng.choice((3, 16, 33, 70, 160)))]
+        for _ in range(count)
+    ]
+
+
+def make_cases(count: int, seed: int, max_tokens: int = 12) -> list[Case]:
+    """With the answers of one engine without a connector, in this process."""
+    prompts = make_prompts(count, seed)
+    llm = LLM(device="cpu", max_model_len=512, num_gpu_blocks_override=1500, num_threads=1)
+    try:
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    finally:
+        llm.shutdown()
+    return [
+        Case(tuple(prompt), tuple(output.outputs[0].token_ids)) for prompt, output in zip(prompts, outputs, strict=True)
+    ]
+
+
+@dataclass(slots=True)
+class _Stream:
+    """What has come of one answer."""
+
+    tokens: list[int]
+    num_cached: int = 0
+    error: str = ""
+    is_done: bool = False
+
+    def take(self, line: bytes) -> None:
+        if not line.startswith(b"data: "):
+            return
+        data = line[6:].strip()
+        if data == b"[DONE]":
+            self.is_done = True
+            return
+        event = json.loads(data)
+        if "error" in event:
+            self.error = event["error"]["message"]
+        for choice in event.get("choices", ()):
+            self.tokens += choice.get("token_ids") or ()
+        if usage := event.get("usage"):
+            self.num_cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+
+
+async def ask(session: aiohttp.ClientSession, url: str, case: Case, deadline: float) -> Answer:
+    """Never longer than `deadline` seconds."""
+    started = time.monotonic()
+    stream = _Stream([])
+    try:
+        async with asyncio.timeout(deadline):
+            await _read(session, url, case, stream)
+        outcome, detail = judge(case, stream.tokens, stream.is_done, stream.error)
+    except TimeoutError:
+        outcome, detail = Outcome.LATE, f"{len(stream.tokens)} tokens"
+    except (aiohttp.ClientError, OSError) as error:
+        outcome, detail = judge(case, stream.tokens, False, "")
+        detail = detail or repr(error)
+    is_recomputed = stream.num_cached < (len(case.prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE
+    seconds = time.monotonic() - started
+    return Answer(outcome, seconds, outcome is Outcome.RIGHT and is_recomputed, detail)
+
+
+async def _read(session: aiohttp.ClientSession, url: str, case: Case, stream: _Stream) -> None:
+    body = {
+        "prompt": list(case.prompt),
+        "max_tokens": len(case.expected),
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+    }
+    async with session.post(f"{url}/v1/completions", json=body) as response:
+        if response.status != 200:
+            stream.error = f"{response.status} {(await response.text())[:200]}"
+            return
+        async for line in response.content:
+            stream.take(line)
+
+
+def judge(case: Case, tokens: Sequence[int], is_done: bool, error: str) -> tuple[Outcome, str]:
+    """What was given must be right, however the answer ended."""
+    if tuple(tokens) != case.expected[: len(tokens)]:
+        return Outcome.WRONG, f"{list(tokens)} instead of {list(case.expected)}"
+    if error:
+        return Outcome.ERROR, error
+    if not is_done:
+        return Outcome.CUT, f"after {len(tokens)} tokens"
+    if len(tokens) < len(case.expected):
+        return Outcome.WRONG, f"{len(tokens)} tokens instead of {len(case.expected)}"
+    return Outcome.RIGHT, ""
