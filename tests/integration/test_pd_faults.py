@@ -1,4 +1,4 @@
-"""Processes of a disaggregated service are killed, stopped and restarted under load: `bench/pd_faults.py`, 20 rounds."""
+"""Processes of a disaggregated service are killed, stopped and restarted under load: `bench/pd_faults.py`."""
 
 from __future__ import annotations
 

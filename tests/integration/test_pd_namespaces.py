@@ -1,0 +1,25 @@
+"""`examples/disaggregation/two_namespaces.sh`: prefill and decode across a network, and what is refused there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "disaggregation" / "two_namespaces.sh"
+NO_NAMESPACES = 77
+
+
+def test_two_network_namespaces_answer_as_one_engine_does() -> None:
+    env = {**os.environ, "PYTHON": sys.executable}
+    done = subprocess.run([str(SCRIPT)], capture_output=True, text=True, check=False, env=env)
+    if done.returncode == NO_NAMESPACES:
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert "(1.0 transferred)" in done.stdout
+    assert "set peers" in done.stdout
+    assert "not in the list of peers" in done.stdout
+    assert "not of this cluster" in done.stdout
