@@ -53,7 +53,7 @@ FLAGS = {
     "verify": ENGINE_FLAGS | {"--prompts", "--max-tokens", "--quick", "--soak"},
     "bench throughput": ENGINE_FLAGS | BENCH_FLAGS | {"--num-prompts"},
     "simulate": {"--count", "--jobs", "--list", "--scenario", "--seed"},
-    "demo-pd": {"--kv-cache-memory", "--model", "--port", "--style", "--transport"},
+    "demo-pd": {"--kv-cache-memory", "--port", "--style", "--transport"},
     "bench latency": ENGINE_FLAGS | BENCH_FLAGS | {"--batch-size", "--num-iters", "--num-iters-warmup"},
 }
 

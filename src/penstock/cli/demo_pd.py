@@ -13,6 +13,7 @@ import threading
 import urllib.request
 from collections.abc import Iterator
 
+from penstock.cli.dataclass_args import add_model_argument
 from penstock.cli.startup import announce
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import ConfigError
@@ -28,8 +29,8 @@ _START_SECONDS = 600.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "penstock demo-pd [flags]"
-    parser.add_argument("--model", help="a checkpoint folder or a Hugging Face model id (default: the built-in model)")
+    parser.usage = "penstock demo-pd [MODEL] [flags]"
+    add_model_argument(parser, "a checkpoint folder or a Hugging Face model id (default: the built-in model)")
     parser.add_argument("--port", type=int, default=8000, help="of the proxy, on 127.0.0.1 (default: 8000)")
     parser.add_argument(
         "--style",
@@ -90,7 +91,13 @@ def _instance(name: str, args: argparse.Namespace, ports: dict[str, int]) -> Ite
         "engine_id": name,
         "kv_connector_extra_config": options,
     }
-    command = [sys.executable, "-m", "penstock.cli.main", "serve", *([args.model] if args.model else [])]
+    command = [
+        sys.executable,
+        "-m",
+        "penstock.cli.main",
+        "serve",
+        *([args.positional_model] if args.positional_model else []),
+    ]
     command += ["--port", str(ports[name]), "--kv-cache-memory", args.kv_cache_memory]
     command += ["--kv-transfer-config", json.dumps(config)]
     with interrupts_blocked():
