@@ -23,7 +23,6 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from prometheus_client import parser
 from prometheus_client.openmetrics import parser as openmetrics_parser
 
-from penstock.kv_transfer.p2p.traffic import Traffic
 from penstock.messages.engine_info import EngineInfo
 from penstock.messages.outputs import EngineOutput, FinishReason
 from penstock.messages.stats import RequestEvent, RequestEventKind, SchedulerStats, SpeculationStats, StepReport
@@ -86,9 +85,16 @@ INFO = EngineInfo(
 )
 DRAFTS = SpeculationStats(2, 5, (2, 1))
 PEER_COUNTS = ("transfers", "tokens", "bytes", "seconds", "failed")
-TRAFFIC = Traffic()
-TRAFFIC.on_moved("from", "prefill", 100, 6400, 0.25)
-IDLE = SchedulerStats(0, 0, 0.0, 0, 0, 0, connector={"num_stored": 3, **TRAFFIC.counters()})
+
+
+def transfers(direction: str, peer: str, *counts: float) -> dict[str, float]:
+    """What a connector says of transfers between its engine and one peer."""
+    return {f"p2p_{direction}/{peer}/{what}": count for what, count in zip(PEER_COUNTS, counts, strict=True)}
+
+
+IDLE = SchedulerStats(
+    0, 0, 0.0, 0, 0, 0, connector={"num_stored": 3, **transfers("from", "prefill", 1, 100, 6400, 0.25, 0)}
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -286,22 +292,21 @@ def test_gauges_are_read_when_scraped() -> None:
 
 
 def test_transfers_are_counted_by_peer() -> None:
-    world, traffic = World(), Traffic()
-    traffic.on_moved("from", "prefill", 100, 6400, 0.25)
-    traffic.on_moved("to", "decode", 7, 448, 0.5)
-    for num_scraped in range(2):  # A second scrape adds nothing.
-        world.stats = msgspec.structs.replace(IDLE, connector={"p2p_held": 2, **traffic.counters()})
+    world = World()
+
+    def shown(from_prefill: tuple[float, ...], **others: float) -> tuple[Scrape, list[list[float]]]:
+        sent = transfers("to", "decode", 1, 7, 448, 0.5, 0)
+        received = transfers("from", "prefill", *from_prefill)
+        world.stats = msgspec.structs.replace(IDLE, connector={**others, **received, **sent})
         scrape = world.scrape()
-        found = [scrape(f"penstock:kv_peer_{what}_total", direction="from", peer="prefill") for what in PEER_COUNTS]
-        assert found == [1, 100, 6400, 0.25, 0], num_scraped
-    traffic.on_moved("from", "prefill", 50, 3200, 0.5)
-    traffic.on_failed("from", "prefill")
-    world.stats = msgspec.structs.replace(IDLE, connector={"p2p_held": 1, **traffic.counters()})
-    scrape = world.scrape()
-    found = [scrape(f"penstock:kv_peer_{what}_total", direction="from", peer="prefill") for what in PEER_COUNTS]
-    assert found == [2, 150, 9600, 0.75, 1]
-    found = [scrape(f"penstock:kv_peer_{what}_total", direction="to", peer="decode") for what in PEER_COUNTS]
-    assert found == [1, 7, 448, 0.5, 0]
+        peers = [{"direction": "from", "peer": "prefill"}, {"direction": "to", "peer": "decode"}]
+        return scrape, [[scrape(f"penstock:kv_peer_{what}_total", **peer) for what in PEER_COUNTS] for peer in peers]
+
+    sent = [1, 7, 448, 0.5, 0]
+    for _ in range(2):  # A second scrape adds nothing.
+        assert shown((1, 100, 6400, 0.25, 0))[1] == [[1, 100, 6400, 0.25, 0], sent]
+    scrape, counts = shown((2, 150, 9600, 0.75, 1), p2p_held=1)
+    assert counts == [[2, 150, 9600, 0.75, 1], sent]
     # Nothing is exported twice.
     names = [sample.labels["name"] for sample in scrape.families["penstock:kv_connector"].samples]
     assert names == ["p2p_held"]
@@ -310,11 +315,9 @@ def test_transfers_are_counted_by_peer() -> None:
 @pytest.mark.parametrize("child", ["", "fast.", "a.b/c."], ids=["alone", "child", "child_with_signs"])
 @pytest.mark.parametrize("peer", ["", "10.0.0.7", "a/b/tokens", "x.p2p_to/y", 'quote " and \\', "two\nlines", "<b>é"])
 def test_a_peer_may_have_any_name(peer: str, child: str) -> None:
-    world, traffic = World(), Traffic()
-    traffic.on_moved("from", peer, 100, 6400, 0.25)
-    world.stats = msgspec.structs.replace(
-        IDLE, connector={f"{child}{name}": value for name, value in traffic.counters().items()}
-    )
+    world = World()
+    counts = transfers("from", peer, 1, 100, 6400, 0.25, 0)
+    world.stats = msgspec.structs.replace(IDLE, connector={f"{child}{name}": each for name, each in counts.items()})
     scrape = world.scrape()
     assert scrape("penstock:kv_peer_tokens_total", direction="from", peer=peer) == 100
     assert scrape.families["penstock:kv_connector"].samples == []
