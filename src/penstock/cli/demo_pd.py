@@ -91,13 +91,8 @@ def _instance(name: str, args: argparse.Namespace, ports: dict[str, int]) -> Ite
         "engine_id": name,
         "kv_connector_extra_config": options,
     }
-    command = [
-        sys.executable,
-        "-m",
-        "penstock.cli.main",
-        "serve",
-        *([args.positional_model] if args.positional_model else []),
-    ]
+    model = [] if args.positional_model is None else [args.positional_model]
+    command = [sys.executable, "-m", "penstock.cli.main", "serve", *model]
     command += ["--port", str(ports[name]), "--kv-cache-memory", args.kv_cache_memory]
     command += ["--kv-transfer-config", json.dumps(config)]
     with interrupts_blocked():
