@@ -1,6 +1,7 @@
 """A server that only has a dashboard: the real page, a made-up engine, and a chat that repeats what it is told.
 
-`python -m tests.integration.dashboard_fake [--idle] [--api-key KEY] [--port 8009]` serves it for work on the page.
+`python -m tests.integration.dashboard_fake [--idle] [--transfers] [--api-key KEY] [--port 8009]` serves it for work on
+the page.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ import random
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
 import penstock
+from penstock.kv_transfer.p2p.consumer import ConsumerCounts
+from penstock.kv_transfer.p2p.producer import ProducerCounts
 
 PAGE = Path(penstock.__file__).parent / "server" / "static" / "dashboard.html"
 MODEL = "demo"
@@ -46,6 +49,58 @@ class FakeRequest:
         return self.events[-1][0]
 
 
+class FakeTransfers:
+    """What a connector counts that reads KV from other engines and holds it for others.
+
+    `step` makes up `TICK_S` of an engine between two that prefill for it and one that it prefills for.
+    """
+
+    def __init__(self, seed: int = 7) -> None:
+        self.peers: dict[str, float] = {}
+        self.producer = ProducerCounts()
+        self.consumer = ConsumerCounts()
+        self.num_held = 0
+        self._random = random.Random(seed)
+
+    def counters(self) -> dict[str, float]:
+        """As the exchange of engines names them (`penstock.kv_transfer.p2p`)."""
+        return {
+            "p2p_held": self.num_held,
+            **{f"p2p_producer_{name[4:]}": value for name, value in asdict(self.producer).items()},
+            **{f"p2p_consumer_{name[4:]}": value for name, value in asdict(self.consumer).items()},
+            **self.peers,
+        }
+
+    def on_moved(self, direction: str, engine_id: str, num_tokens: int, num_bytes: int, seconds: float) -> None:
+        self._add(direction, engine_id, transfers=1, tokens=num_tokens, bytes=num_bytes, seconds=seconds)
+
+    def on_failed(self, engine_id: str) -> None:
+        self._add("from", engine_id, failed=1)
+
+    def step(self) -> None:
+        if self._random.random() < TICK_S:
+            self.consumer.num_loads += 1
+            source = self._random.choice(["prefill-0", "a3f4c9d2e8b14c7f90d65b1e2c3a4f58"])
+            if self._random.random() < 0.05:
+                self.consumer.num_refused += 1
+                self.on_failed(source)
+            else:
+                self._move("from", source)
+        if self._random.random() < TICK_S / 2:
+            self.producer.num_granted += 1
+            self._move("to", "decode-0")
+        self.num_held = max(0, self.num_held + self._random.choice([-1, 0, 0, 0, 1]))
+
+    def _move(self, direction: str, engine_id: str) -> None:
+        num_tokens = self._random.randrange(40, 900)
+        self.on_moved(direction, engine_id, num_tokens, num_tokens << 17, num_tokens * 9e-5)
+
+    def _add(self, direction: str, engine_id: str, **amounts: float) -> None:
+        for what, amount in amounts.items():
+            name = f"p2p_{direction}/{engine_id}/{what}"
+            self.peers[name] = self.peers.get(name, 0) + amount
+
+
 class FakeEngine:
     """Plays a small engine at `TICK_S` a step: admission, chunked prefill, decode, preemption, prefix caching.
 
@@ -57,6 +112,7 @@ class FakeEngine:
         self.paused = False
         self.speculation = {"num_drafts": 0, "num_draft_tokens": 0, "num_accepted_per_position": []}
         self.connector: dict[str, float] = {}
+        self.transfers: FakeTransfers | None = None
         self.health: dict[str, str | None] = {"status": "ok", "reason": None}
         self.requests: list[FakeRequest] = []
         self.stats = dict.fromkeys(
@@ -82,6 +138,9 @@ class FakeEngine:
                 request.events.append(("prefill", self._now))
         for request in running:
             self._compute(request)
+        if self.transfers is not None:
+            self.transfers.step()
+            self.connector = self.transfers.counters()
         for window in (self._tokens, self._first):
             while window and window[0][0] < self._now - 10:
                 window.popleft()
@@ -339,10 +398,13 @@ async def _send(response: web.StreamResponse, data: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--idle", action="store_true", help="no requests arrive")
+    parser.add_argument("--transfers", action="store_true", help="KV moves between the engine and others")
     parser.add_argument("--api-key", help="ask for this key")
     parser.add_argument("--port", type=int, default=8009)
     args = parser.parse_args()
-    with FakeServer(FakeEngine(idle=args.idle), api_key=args.api_key, port=args.port):
+    engine = FakeEngine(idle=args.idle)
+    engine.transfers = FakeTransfers() if args.transfers else None
+    with FakeServer(engine, api_key=args.api_key, port=args.port):
         threading.Event().wait()
 
 
