@@ -34,6 +34,15 @@ def test_an_unknown_scenario_is_named(capsys: pytest.CaptureFixture[str]) -> Non
     assert "--list" in error
 
 
+def test_a_pattern_names_several_scenarios(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--scenario", "tiny_*"]) == 0
+    assert capsys.readouterr().out.startswith("1 worlds, ")
+    assert main(["simulate", "--scenario", "offload*s*"]) == 0
+    expected = sum(name.startswith("offload") and "s" in name[7:] for name in SCENARIOS)
+    assert expected > 1
+    assert capsys.readouterr().out.startswith(f"{expected} worlds, ")
+
+
 @pytest.mark.parametrize("option", ["--count", "--jobs"])
 def test_counts_begin_at_one(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:

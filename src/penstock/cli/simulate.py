@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -15,6 +16,7 @@ from penstock.simulation.scenarios import SCENARIOS, replay_line, run_scenario
 from penstock.simulation.world import RunResult
 from penstock.utils.errors import ConfigError
 from penstock.utils.interrupts import interrupts_blocked
+from penstock.utils.logging import errors_only
 from penstock.utils.names import did_you_mean
 
 _VIOLATION = 1
@@ -32,7 +34,12 @@ that no token is computed from KV that is not the request's own."""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "penstock simulate [flags]"
     group = parser.add_argument_group("runs")
-    group.add_argument("--scenario", default="all", metavar="NAME", help="a name from --list, or all (default: all)")
+    group.add_argument(
+        "--scenario",
+        default="all",
+        metavar="NAME",
+        help="a name from --list, a pattern such as 'pd_*', or all (default: all)",
+    )
     group.add_argument("--seed", type=count_from_zero, default=0, metavar="N", help="the first seed (default: 0)")
     group.add_argument("--count", type=count, default=1, metavar="N", help="seeds per scenario (default: 1)")
     group.add_argument("--jobs", type=count, default=1, metavar="N", help="processes (default: 1)")
@@ -47,10 +54,10 @@ def run(args: argparse.Namespace) -> int:
         for scenario in SCENARIOS.values():
             print(f"{scenario.name:{width}}  {scenario.origin}")
         return 0
-    if args.scenario != "all" and args.scenario not in SCENARIOS:
+    names = list(SCENARIOS) if args.scenario == "all" else fnmatch.filter(SCENARIOS, args.scenario)
+    if not names:
         hint = did_you_mean(args.scenario, tuple(SCENARIOS))
         raise ConfigError(f"--scenario: there is no {args.scenario!r}{hint}; `penstock simulate --list` shows all")
-    names = list(SCENARIOS) if args.scenario == "all" else [args.scenario]
     runs = [(name, seed) for seed in range(args.seed, args.seed + args.count) for name in names]
     num_ticks = 0
     with tqdm(total=len(runs), unit="world", disable=not sys.stderr.isatty(), leave=False) as bar:
@@ -69,7 +76,9 @@ def _results(runs: list[Run], jobs: int) -> Iterator[tuple[Run, RunResult]]:
     """In the order of `runs`, so that the first violation is the same with any number of processes."""
     if jobs == 1:
         for each in runs:
-            yield each, run_scenario(*each)
+            with errors_only():
+                result = run_scenario(*each)
+            yield each, result
         return
     with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
         try:
@@ -84,7 +93,8 @@ def _results(runs: list[Run], jobs: int) -> Iterator[tuple[Run, RunResult]]:
 
 
 def _run_all(runs: list[Run]) -> list[tuple[Run, RunResult]]:
-    return [(each, run_scenario(*each)) for each in runs]
+    with errors_only():
+        return [(each, run_scenario(*each)) for each in runs]
 
 
 def _report(name: str, seed: int, result: RunResult) -> None:

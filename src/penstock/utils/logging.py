@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 def configure(level: str) -> None:
@@ -25,6 +27,18 @@ def enable_access_log(name: str) -> None:
     logger.addHandler(logging.StreamHandler())
     logger.setLevel(logging.INFO)
     logger.propagate = False
+
+
+@contextmanager
+def errors_only() -> Iterator[None]:
+    """Warnings are not written meanwhile: where failures are simulated, they are no news."""
+    root = logging.getLogger("penstock")
+    level = root.level
+    root.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        root.setLevel(level)
 
 
 def get_logger(name: str) -> logging.Logger:
