@@ -23,7 +23,10 @@ class Edit:
         found = importlib.import_module(f"penstock.{module}")
         for name in path.split("."):
             found = inspect.getattr_static(found, name)
-        return found.fget if isinstance(found, property) else found
+        if isinstance(found, property):
+            found = found.fget
+        assert isinstance(found, FunctionType), f"{self.target} is no function"
+        return found
 
     def code(self) -> CodeType:
         """The function's code with the bug in it; it takes the place of the real one wherever that was imported."""

@@ -15,6 +15,8 @@ from tests.grids import exhaustive
 
 # Seeds per scenario here; `penstock simulate` runs as many as one has time for.
 NUM_SEEDS = 25
+# Worlds of several engines that talk to each other take four times as long.
+NUM_PAIR_SEEDS = 10
 
 # What must have happened over the seeds of a scenario, or it would show nothing.
 HAPPENS = {
@@ -51,6 +53,30 @@ HAPPENS = {
     "layerwise_loads": {"loaded_tokens", "failed_loads", "accepted_drafts"},
     "several_connectors": {"loaded_tokens", "tiers.num_promoted", "tiers.num_loads"},
     "several_connectors_fail": {"failed_loads", "loaded_tokens", "crashes", "tiers.num_corrupted"},
+    "pd_serial": {"loaded_tokens", "p2p_consumer_not_needed"},
+    "pd_concurrent": {"loaded_tokens", "failed_loads", "p2p_consumer_not_needed"},
+    "pd_prefix_hits": {"loaded_tokens", "prefix_hit_tokens", "p2p_producer_not_needed"},
+    "pd_multi_turn": {"turn2_asked_tokens", "turn3_asked_tokens", "prefix_hit_tokens"},
+    "pd_block_sizes": {"loaded_tokens", "failed_loads"},
+    "pd_splits": {"loaded_tokens"},
+    "pd_drafts": {"loaded_tokens", "accepted_drafts"},
+    "pd_windows": {"loaded_tokens", "failed_loads"},
+    "pd_tiny_pools": {"loaded_tokens", "preemptions"},
+    "pd_many": {"loaded_tokens"},
+    "pd_connections": {"connections_broken", "connections_refused", "loaded_tokens", "p2p_consumer_cancelled"},
+    "pd_partition": {"partitions", "p2p_consumer_unconfirmed", "loaded_tokens"},
+    "pd_crash": {"crashes", "loaded_tokens", "failed_loads"},
+    "pd_restart_same_address": {"crashes", "loaded_tokens", "p2p_consumer_refused", "p2p_unknown_reports"},
+    "pd_stopped": {"stops", "p2p_consumer_unconfirmed", "p2p_consumer_cancelled", "loaded_tokens"},
+    "pd_lease_ends_while_reading": {"p2p_consumer_unconfirmed", "p2p_producer_expired", "loaded_tokens"},
+    "pd_late_bytes": {"p2p_consumer_bad_ranges", "p2p_consumer_cancelled", "load_timeouts", "loaded_tokens"},
+    "pd_late_reports": {"p2p_duplicate_reports", "p2p_unknown_reports", "loaded_tokens"},
+    "pd_tickets": {"altered", "replayed", "answers_late", "answers_lost", "p2p_producer_refused", "loaded_tokens"},
+    "pd_parked": {"prefills_missing", "p2p_consumer_refused", "loaded_tokens"},
+    "pd_no_prefill_left": {"connections_refused", "loaded_tokens"},
+    "pd_aborts": {"aborts", "p2p_consumer_cancelled", "loaded_tokens"},
+    "pd_garbage": {"garbage", "misled", "loaded_tokens"},
+    "pd_everything": {"crashes", "garbage", "stops", "loaded_tokens", "accepted_drafts", "p2p_consumer_cancelled"},
     "everything": {"crashes", "failed_loads", "loads", "preemptions", "accepted_drafts", "aborts"},
 }
 
@@ -58,14 +84,25 @@ HAPPENS = {
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_scenario(name: str) -> None:
     happened: Counter[str] = Counter()
-    for seed in range(NUM_SEEDS):
+    num_seeds = NUM_PAIR_SEEDS if name.startswith("pd_") else NUM_SEEDS
+    for seed in range(num_seeds):
         result = run_scenario(name, seed)
         trace = "\n".join(result.trace)
         assert not result.violation, f"{result.violation}\n{trace}\n{replay_line(name, seed)}"
         happened.update(result.counters)
-    assert happened["finished"] > NUM_SEEDS
+    assert happened["finished"] > num_seeds
     missing = {what for what in HAPPENS.get(name, ()) if not happened[what]}
     assert not missing, f"{name} shows nothing: {missing} never happened"
+
+
+def test_loads_get_shorter_from_turn_to_turn() -> None:
+    """What an engine has computed or loaded for one turn it finds in its own cache at the next."""
+    counts: Counter[str] = Counter()
+    for seed in range(NUM_PAIR_SEEDS):
+        counts.update(run_scenario("pd_multi_turn", seed).counters)
+    shares = [counts[f"turn{turn}_asked_tokens"] / counts[f"turn{turn}_prompt_tokens"] for turn in (1, 2, 3)]
+    assert shares[1] < shares[0] / 2
+    assert shares[2] < shares[0] / 2
 
 
 _DIGESTS = """
