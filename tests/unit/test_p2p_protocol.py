@@ -344,11 +344,40 @@ def test_a_parked_reader_is_told_when_its_request_does_not_come_or_fails() -> No
     producer.receive(PEER, fetch("a", rendezvous="a"), 0.0)
     producer.receive(PEER, fetch("b", rendezvous="b"), 0.0)
     producer.receive(PEER, fetch("c", rendezvous="c"), 0.0)
-    producer.withdraw("b")
+    producer.withdraw("b", 1.0)
     producer.poll(5.0)
     reasons = [(each.transfer_id, each.reason) for each in answers(producer) if isinstance(each, Refuse)]
     assert reasons == [("c", Reason.OVERLOADED), ("b", Reason.PREFILL_FAILED), ("a", Reason.UNKNOWN_REQUEST)]
     assert producer.next_deadline is None
+
+
+def test_a_reader_that_comes_after_the_end_of_its_request_does_not_wait() -> None:
+    producer = make_producer()
+    producer.withdraw("x", 0.0)
+    producer.receive(PEER, fetch(rendezvous="x"), 1.0)
+    (refusal,) = answers(producer)
+    assert isinstance(refusal, Refuse)
+    assert refusal.reason is Reason.PREFILL_FAILED
+    producer.receive(PEER, fetch("again", rendezvous="x"), 1.0)
+    assert answers(producer) == []
+
+
+def test_what_no_reader_wants_any_more_is_not_held() -> None:
+    producer = make_producer()
+    producer.receive(PEER, fetch(rendezvous="x"), 0.0)
+    producer.receive(PEER, Abort("load"), 1.0)
+    producer.offer(replace(OFFER, rendezvous="x"), 2.0)
+    assert producer.take_actions() == [Release("hold")]
+    producer.offer(replace(OFFER, rendezvous="x"), 2.0)
+    assert producer.take_actions() == []
+
+
+def test_what_is_remembered_of_a_rendezvous_is_forgotten_in_time() -> None:
+    producer = make_producer()
+    producer.withdraw("x", 0.0)
+    producer.poll(5.0)
+    producer.receive(PEER, fetch(rendezvous="x"), 5.0)
+    assert answers(producer) == []
 
 
 def test_messages_of_the_other_half_break_the_session() -> None:
@@ -468,6 +497,19 @@ def test_an_answer_to_a_load_that_has_ended_has_no_effect() -> None:
         consumer.receive(PEER, message, 1.0)
         consumer.receive("other#1", message, 1.0)
     assert consumer.take_actions() == []
+
+
+def test_a_load_that_ends_before_it_was_asked_for_leaves_nothing_held() -> None:
+    consumer = Consumer(30.0, OFFICE)
+    consumer.begin("load", source(), PROMPT, 0, 16, now=0.0)
+    consumer.fail("load", "the request has ended")
+    consumer.take_actions()
+    consumer.on_dialled(ADDRESS, PEER)
+    consumer.on_open(PEER, "p")
+    (sent,) = consumer.take_actions()
+    assert isinstance(sent, Send)
+    assert isinstance(sent.message, Fetch)
+    assert (sent.message.first, sent.message.end) == (0, 0)
 
 
 def test_an_answer_from_another_peer_has_no_effect() -> None:

@@ -13,6 +13,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+import msgspec
+
 from penstock.kv_transfer.p2p.messages import (
     Abort,
     Done,
@@ -191,14 +193,15 @@ class Consumer:
         waiting, line.waiting = line.waiting, []
         for fetch in waiting:
             load = self._loads.get(fetch.transfer_id)
-            if load is None and fetch.first < fetch.end:
-                continue  # it has ended meanwhile
+            if load is None:
+                # It has ended meanwhile, or has never needed anything: nothing is to be held for it.
+                self._actions.append(Send(peer, msgspec.structs.replace(fetch, first=0, end=0)))
+                continue
             # A proxy may know the engine id of an earlier life; a rendezvous is found by its own name.
-            if load is not None and load.source.ticket and load.source.engine_id != engine_id:
+            if load.source.ticket and load.source.engine_id != engine_id:
                 self._end(fetch.transfer_id, f"the engine there is {engine_id}, not {load.source.engine_id}")
                 continue
-            if load is not None:
-                load.is_asked, load.peer = True, peer
+            load.is_asked, load.peer = True, peer
             self._actions.append(Send(peer, fetch))
 
     def on_lost(self, peer: PeerKey, reason: str) -> None:

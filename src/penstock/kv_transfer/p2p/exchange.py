@@ -164,7 +164,7 @@ class Exchange:
 
     def withdraw(self, rendezvous: str) -> None:
         """A request that another engine may wait for has ended without KV."""
-        self._producer.withdraw(rendezvous)
+        self._producer.withdraw(rendezvous, self._clock.now())
         self._perform()
 
     def can_be_met(self, rendezvous: str) -> bool:
@@ -251,6 +251,7 @@ class Exchange:
         hello = self._sessions.hello_of(peer)
         if problem is not None or hello is None:
             raise PeerError(problem or "the peer has not introduced itself")
+        self._traffic.introduce(hello.engine_id)
         self._jobs.register(hello, is_source=self._sessions.is_outgoing(peer))
         if self._sessions.is_outgoing(peer):
             self._consumer.on_open(peer, hello.engine_id)

@@ -126,6 +126,8 @@ class _State:
     parked: dict[_GrantKey, _Parked] = field(default_factory=dict[_GrantKey, _Parked])
     grants: dict[_GrantKey, _Grant] = field(default_factory=dict[_GrantKey, _Grant])
     jobs: dict[TransferId, _GrantKey] = field(default_factory=dict[TransferId, _GrantKey])
+    # Rendezvous at which one side will not come any more, with the time until which the other may.
+    closed: dict[str, float] = field(default_factory=dict[str, float])
 
 
 class Producer:
@@ -156,12 +158,16 @@ class Producer:
             self._state.at_rendezvous[offer.rendezvous] = held
             for key in [key for key, each in self._state.parked.items() if each.fetch.rendezvous == offer.rendezvous]:
                 self._answer(key, self._state.parked.pop(key).fetch, now)
+            if self._state.closed.pop(offer.rendezvous, None) is not None and not held.is_taken:
+                self._drop(held)
         return self._office.issue(
             Ticket(self._engine_id, self._epoch, offer.hold_id, offer.prompt_digest, offer.num_tokens)
         )
 
-    def withdraw(self, rendezvous: str) -> None:
+    def withdraw(self, rendezvous: str, now: float) -> None:
         """The request with this rendezvous has ended without KV."""
+        if rendezvous:
+            self._close(rendezvous, now)
         for key in [key for key, each in self._state.parked.items() if each.fetch.rendezvous == rendezvous]:
             del self._state.parked[key]
             self._refuse(key, Reason.PREFILL_FAILED, "the request has ended before its prompt was computed")
@@ -184,6 +190,9 @@ class Producer:
             case Done():
                 self._on_done((peer, message.transfer_id), now)
             case Abort():
+                parked = self._state.parked.get((peer, message.transfer_id))
+                if parked is not None:
+                    self._close(parked.fetch.rendezvous, now)
                 self._give_up((peer, message.transfer_id))
             case _:
                 raise PeerError(f"the peer sent {type(message).__name__}, which a consumer does not send")
@@ -218,6 +227,8 @@ class Producer:
         for key in [key for key, each in state.grants.items() if each.is_granted and each.deadline <= now]:
             self.counts.num_expired += 1
             self._release(key)
+        for name in [name for name, until in state.closed.items() if until <= now]:
+            del state.closed[name]
         for each in [each for each in state.held.values() if not each.is_taken and each.deadline <= now]:
             self.counts.num_expired += 1
             self._drop(each)
@@ -240,12 +251,20 @@ class Producer:
         if key in self._state.grants or key in self._state.parked:
             return
         if fetch.rendezvous and fetch.rendezvous not in self._state.at_rendezvous:
+            if self._state.closed.pop(fetch.rendezvous, None) is not None:
+                self._refuse(key, Reason.PREFILL_FAILED, "the request has ended before its prompt was computed")
+                return
             if len(self._state.parked) >= self._rules.max_parked:
                 self._refuse(key, Reason.OVERLOADED, f"{self._rules.max_parked} readers already wait for requests")
                 return
             self._state.parked[key] = _Parked(fetch, now + self._rules.park_seconds)
             return
         self._answer(key, fetch, now)
+
+    def _close(self, rendezvous: str, now: float) -> None:
+        """The other side need not wait for its deadline, unless too many are known."""
+        if len(self._state.closed) < self._rules.max_parked:
+            self._state.closed[rendezvous] = now + self._rules.park_seconds
 
     def _answer(self, key: _GrantKey, fetch: Fetch, now: float) -> None:
         """Grants or refuses a fetch of a request that has ended."""

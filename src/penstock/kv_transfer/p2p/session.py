@@ -17,6 +17,7 @@ PeerKey = str
 
 _HELLO_SECONDS = 5.0
 _MAX_SHARDS = 1024
+_MAX_ID_LENGTH = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,8 @@ class Sessions:
             return f"{message.reason.value.replace('_', ' ')}: {message.detail}"
         if not isinstance(message, Hello):
             raise PeerError(f"the peer began with {type(message).__name__} instead of Hello")
+        if not 0 < len(message.engine_id) <= _MAX_ID_LENGTH or not message.engine_id.isprintable():
+            raise PeerError("the peer's engine id is empty, too long or not printable")
         check_shards(message.shards)
         refusal = self._find_difference(message)
         if refusal is not None:

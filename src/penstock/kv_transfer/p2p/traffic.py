@@ -10,7 +10,8 @@ _OTHERS = "others"
 
 
 class Traffic:
-    """By direction and engine id; peers beyond the first `_MAX_PEERS` are counted together."""
+    """By direction and engine id. Counted as one are the peers beyond the first `_MAX_PEERS`, and all names that no
+    peer has introduced itself with: a client may write any."""
 
     def __init__(self) -> None:
         self._peers: set[str] = set()
@@ -20,6 +21,11 @@ class Traffic:
     def counters(self) -> Mapping[str, float]:
         """`p2p_from/ENGINE/tokens` and the like: transfers, tokens, bytes, seconds, failed."""
         return self._counters
+
+    def introduce(self, engine_id: str) -> None:
+        """An engine has said who it is."""
+        if len(self._peers) < _MAX_PEERS:
+            self._peers.add(engine_id)
 
     def on_moved(self, direction: str, engine_id: str, num_tokens: int, num_bytes: int, seconds: float) -> None:
         """A transfer "from" or "to" an engine has ended well. `seconds` is what its reader has waited."""
@@ -31,8 +37,7 @@ class Traffic:
         self._add(direction, engine_id, {"failed": 1})
 
     def _add(self, direction: str, engine_id: str, amounts: Mapping[str, float]) -> None:
-        if engine_id not in self._peers and len(self._peers) >= _MAX_PEERS:
+        if engine_id not in self._peers:
             engine_id = _OTHERS
-        self._peers.add(engine_id)
         for name, amount in amounts.items():
             self._counters[f"p2p_{direction}/{engine_id}/{name}"] += amount
