@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import aiohttp
 import pytest
@@ -102,3 +103,41 @@ def test_a_decode_instance_that_ends_before_it_answers_is_an_error_that_says_so(
             assert b"the decode instance does not answer" in body
 
     asyncio.run(check())
+
+
+def test_both_instances_get_the_whole_prompt() -> None:
+    """Tools are a part of it: a prefill instance without them would compute another prompt."""
+    body = {
+        "messages": [{"role": "user", "content": "Hi"}],
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+        "tool_choice": "auto",
+        "max_completion_tokens": 9,
+        "min_tokens": 3,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    asked: list[dict[str, Any]] = []
+
+    async def prefill(request: web.Request) -> web.StreamResponse:
+        asked.append(await request.json())
+        return web.json_response({"kv_transfer_params": {"ticket": "t"}})
+
+    async def check() -> None:
+        async with (
+            serving(instance(prefill)) as p,
+            serving(instance(echo)) as d,
+            serving(Proxy(Instances(p, d), "serial").app) as url,
+            aiohttp.ClientSession() as session,
+            session.post(f"{url}/v1/chat/completions", json=body) as response,
+        ):
+            asked.append((await response.json())["asked"])
+
+    asyncio.run(check())
+    for_prefill, for_decode = asked
+    assert for_decode == {**body, "kv_transfer_params": {"ticket": "t"}}
+    assert {name: for_prefill[name] for name in ("messages", "tools", "tool_choice")} == {
+        name: body[name] for name in ("messages", "tools", "tool_choice")
+    }
+    assert (for_prefill["max_completion_tokens"], for_prefill["stream"]) == (1, False)
+    assert for_prefill["kv_transfer_params"] == {"do_remote_decode": True, "do_remote_prefill": False}
+    assert not for_prefill.keys() & {"min_tokens", "stream_options"}

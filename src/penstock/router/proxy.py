@@ -5,8 +5,7 @@ about its KV goes with the request to the decode instance. Concurrent (as for vL
 request at once, with a name in common by which they find each other.
 
 A prefill instance that fails, cannot be reached or does not answer in time costs no request: the decode instance
-computes the prompt itself.
-Everything that is not a completion goes to the decode instance.
+computes the prompt itself. Everything that is not a completion goes to the decode instance.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ _COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
 _MAX_BODY_BYTES = 64 << 20
 _CONNECT_SECONDS = 5.0
 _FORWARDED = ("Authorization", "X-Request-Id", "Content-Type", "Accept")
-# Of what a client asks, the one token of the prefill instance needs no more.
-_NOT_FOR_PREFILL = ("stream_options", "min_tokens", "response_format", "tools", "tool_choice")
+# What the one token of the prefill instance does not need. Tools stay: they are a part of the prompt.
+_NOT_FOR_PREFILL = ("stream_options", "min_tokens", "response_format")
 
 
 @dataclass(frozen=True, slots=True)
