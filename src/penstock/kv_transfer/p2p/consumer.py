@@ -294,7 +294,8 @@ class Consumer:
         if ticket.engine_id != source.engine_id:
             raise PeerError(f"the ticket is of engine {ticket.engine_id}, not of {source.engine_id}")
         if ticket.prompt_digest != prompt_digest:
-            raise PeerError("the ticket is of another prompt or salt: both engines need the same chat template and API keys")
+            problem = "the ticket is of another prompt or salt"
+            raise PeerError(f"{problem}: both engines need the same chat template and API keys")
 
     def _ask(self, transfer_id: TransferId, load: _Load) -> None:
         fetch = _fetch(transfer_id, load.source, load.prompt_digest, load.first, load.end)
