@@ -276,7 +276,8 @@ class Producer:
         if held is None or held.is_taken:
             self._refuse(key, Reason.UNKNOWN_REQUEST, "the KV is no longer held, or has been read already")
         elif fetch.prompt_digest != held.offer.prompt_digest:
-            self._refuse(key, Reason.OTHER_PROMPT, "the prompts or their salts differ: both engines need the same chat template and API keys")
+            what = "the prompts or their salts differ: both engines need the same chat template and API keys"
+            self._refuse(key, Reason.OTHER_PROMPT, what)
         elif not 0 <= fetch.first <= fetch.end <= held.offer.num_tokens:
             what = f"tokens [{fetch.first}, {fetch.end}) of {held.offer.num_tokens}"
             self._refuse(key, Reason.INVALID_RANGE, what)
