@@ -14,7 +14,7 @@ from aiohttp import web
 from penstock.router.proxy import Instances, Proxy
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-SECONDS = 10.0
+SECONDS, PREFILL_SECONDS = 10.0, 0.5
 
 
 @contextlib.asynccontextmanager
@@ -58,14 +58,42 @@ async def abort(request: web.Request) -> web.StreamResponse:
     return web.Response()
 
 
+class OncePerConnection:
+    """Answers, and ends a connection that is used again, as an instance does with one that it has kept for long."""
+
+    def __init__(self) -> None:
+        self._used: set[object] = set()
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        if request.transport in self._used:
+            return await abort(request)
+        self._used.add(request.transport)
+        return await echo(request)
+
+
+class Gathering:
+    """Answers when so many requests are there."""
+
+    def __init__(self, count: int) -> None:
+        self._missing = count
+        self._all = asyncio.Event()
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        self._missing -= 1
+        if not self._missing:
+            self._all.set()
+        await self._all.wait()
+        return await echo(request)
+
+
 @contextlib.asynccontextmanager
 async def proxied(prefill: Handler, decode: Handler, style: str) -> AsyncIterator[Callable[[], Awaitable[tuple]]]:
     """A call sends a request and returns its status and body."""
     async with (
         serving(instance(prefill)) as p,
         serving(instance(decode)) as d,
-        serving(Proxy(Instances(p, d, p), style, prefill_timeout=0.2).app) as url,
-        aiohttp.ClientSession() as session,
+        serving(Proxy(Instances(p, d, p), style, prefill_timeout=PREFILL_SECONDS).app) as url,
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session,
     ):
 
         async def complete() -> tuple[int, bytes]:
@@ -141,3 +169,20 @@ def test_both_instances_get_the_whole_prompt() -> None:
     assert (for_prefill["max_completion_tokens"], for_prefill["stream"]) == (1, False)
     assert for_prefill["kv_transfer_params"] == {"do_remote_decode": True, "do_remote_prefill": False}
     assert not for_prefill.keys() & {"min_tokens", "stream_options"}
+
+
+def test_a_connection_that_an_instance_ends_after_an_answer_costs_no_request() -> None:
+    async def check() -> None:
+        async with proxied(echo, OncePerConnection().answer, "serial") as complete, asyncio.timeout(SECONDS):
+            assert [(await complete())[0] for _ in range(3)] == [200] * 3
+
+    asyncio.run(check())
+
+
+def test_the_proxy_has_room_for_as_many_requests_as_the_instances_take() -> None:
+    async def check() -> None:
+        count = 150
+        async with proxied(echo, Gathering(count).answer, "serial") as complete, asyncio.timeout(4 * SECONDS):
+            assert {status for status, _ in await asyncio.gather(*(complete() for _ in range(count)))} == {200}
+
+    asyncio.run(check())

@@ -62,9 +62,10 @@ class Proxy:
         web.run_app(self.app, host=host, port=port, print=None)
 
     async def _open_session(self, app: web.Application) -> AsyncIterator[None]:
-        async with aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(total=None, connect=_CONNECT_SECONDS)
-        ) as self._session:
+        limit = aiohttp.ClientTimeout(total=None, connect=_CONNECT_SECONDS)
+        # A new connection for each request: one that was kept may be ended by the instance just when it is used again.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        async with aiohttp.ClientSession(connector=connector, timeout=limit) as self._session:
             yield
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
