@@ -44,8 +44,7 @@ LEASE, HOLD, LOAD_TIMEOUT, PREFILL_TIMEOUT = 1.0, 2.0, 2.0, 2.5
 # A request may wait for a stopped process, for its KV and for its turn on a busy machine.
 DEADLINE = 60.0
 IDLE_SECONDS = 30.0
-_NUM_AFTERWARDS = 8
-_TRIES = 5
+_TRIES = 20
 
 
 @dataclass
@@ -177,13 +176,12 @@ class Rounds:
         await server.wait_ready(self._session)
 
     async def _use_again(self, row: Row) -> list[Answer]:
-        """KV must be transferred once more; an instance that has just started may be too slow for it at first."""
+        """KV must be transferred once more. On a busy machine it may come too late at first, and is computed."""
         decode = self._cluster.servers["decode"]
-        longest = sorted(self._cases, key=lambda case: -len(case.prompt))[:_NUM_AFTERWARDS]
         answers: list[Answer] = []
-        for _ in range(_TRIES):
+        for case in sorted(self._cases, key=lambda case: -len(case.prompt))[:_TRIES]:
             before = (await decode.metrics(self._session)).get("p2p_consumer_completed", 0)
-            answers += await asyncio.gather(*map(self._ask, longest))
+            answers.append(await self._ask(case))
             if (await decode.metrics(self._session)).get("p2p_consumer_completed", 0) > before:
                 return answers
             await self._settle(row)

@@ -90,6 +90,7 @@ class Server:
             command = ["taskset", "-c", ",".join(map(str, self.cores)), *command]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        self.pids = [self.process.pid]
 
     async def wait_ready(self, session: aiohttp.ClientSession) -> None:
         """Also notes its processes."""

@@ -1,0 +1,301 @@
+"""What disaggregation gains and costs on two cores: latencies under a mixed load, and the time of a transfer.
+
+    python bench/disaggregation.py [load] [transfers] [--rounds 3] [--model FOLDER]
+
+load        Long prompts arrive while others decode, at the same times for every layout: one engine on both cores, the
+            same with small steps, two engines with a core each that take turns, a prefill and a decode instance with a
+            core each. The layouts alternate; medians of the rounds. The clients, and the proxy, which only the last
+            layout has, run on the same two cores.
+transfers   From the prefill instance's answer to the decode instance's first token, less what that token takes where
+            the prompt is in its own cache: by number of tokens, for both transports, with digests and without. The
+            pairs alternate.
+
+A model other than the built-in one gets random weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import random
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from pd_parts.cluster import Cluster, Server, private_folder
+
+from penstock.config.model_path import resolve_model_path
+
+# Token ids that every shape has.
+VOCABULARY = 512
+ONE_ENGINE, SMALL_STEPS = "one engine, 2 threads", "the same, steps of 256 tokens"
+TWO_ENGINES = "two engines, 1 thread each"
+PAIR = "prefill and decode, 1 thread each"
+_BLOCK_SIZE = 16
+
+
+def prompt_of(rng: random.Random, length: int) -> list[int]:
+    return [rng.randrange(VOCABULARY) for _ in range(length)]
+
+
+def model_flags(args: argparse.Namespace) -> list[str]:
+    flags = ["--max-model-len", "2048", "--kv-cache-memory", args.kv_cache_memory]
+    return flags if args.model is None else [args.model, *flags, "--load-format", "dummy", "--skip-tokenizer-init"]
+
+
+# ---- Under load ----
+
+
+@dataclass
+class Times:
+    """Seconds. `gaps` lie between two tokens of a request that decodes."""
+
+    gaps: list[float] = field(default_factory=list[float])
+    first_of_short: list[float] = field(default_factory=list[float])
+    first_of_long: list[float] = field(default_factory=list[float])
+    num_tokens: int = 0
+    whole: float = 0.0
+
+
+@dataclass(frozen=True)
+class Arrival:
+    at: float
+    prompt: Sequence[int]
+    num_tokens: int
+    is_long: bool
+
+
+def arrivals(args: argparse.Namespace, seed: int) -> list[Arrival]:
+    """Two independent Poisson processes."""
+    rng = random.Random(seed)
+    found: list[Arrival] = []
+    for is_long, rate in ((False, args.short_rate), (True, args.long_rate)):
+        at = rng.expovariate(rate)
+        while at < args.seconds:
+            prompt = prompt_of(rng, args.long_len if is_long else args.short_len)
+            found.append(Arrival(at, prompt, 4 if is_long else args.output_len, is_long))
+            at += rng.expovariate(rate)
+    return sorted(found, key=lambda each: each.at)
+
+
+async def send(session: aiohttp.ClientSession, url: str, arrival: Arrival, times: Times) -> None:
+    started = last = time.perf_counter()
+    body = {
+        "prompt": arrival.prompt,
+        "max_tokens": arrival.num_tokens,
+        "temperature": 0.0,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+    }
+    count = 0
+    async with session.post(f"{url}/v1/completions", json=body) as response:
+        assert response.status == 200, await response.text()
+        async for line in response.content:
+            now = time.perf_counter()
+            if not line.startswith(b"data: {"):
+                continue
+            tokens = sum(len(each.get("token_ids") or ()) for each in json.loads(line[6:])["choices"])
+            if tokens and not count:
+                (times.first_of_long if arrival.is_long else times.first_of_short).append(now - started)
+            elif tokens and not arrival.is_long:
+                times.gaps.append(now - last)
+            if tokens:
+                count, last = count + tokens, now
+    assert count == arrival.num_tokens, f"{count} tokens instead of {arrival.num_tokens}"
+    times.num_tokens += count
+
+
+async def offer(session: aiohttp.ClientSession, urls: Sequence[str], load: Sequence[Arrival]) -> Times:
+    """The whole load, until its last answer has ended; `urls` take turns."""
+    times, began = Times(), time.perf_counter()
+
+    async def later(number: int, arrival: Arrival) -> None:
+        await asyncio.sleep(max(0.0, began + arrival.at - time.perf_counter()))
+        await send(session, urls[number % len(urls)], arrival, times)
+
+    await asyncio.gather(*(later(number, each) for number, each in enumerate(load)))
+    times.whole = time.perf_counter() - began
+    return times
+
+
+@contextlib.asynccontextmanager
+async def started(servers: Sequence[Server], session: aiohttp.ClientSession) -> AsyncIterator[None]:
+    try:
+        for server in servers:
+            server.start()
+        for server in servers:
+            await server.wait_ready(session)
+        yield
+    finally:
+        for server in servers:
+            server.kill()
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
+
+
+COLUMNS: dict[str, Callable[[Times], float]] = {
+    "ITL median, ms": lambda times: 1e3 * statistics.median(times.gaps),
+    "ITL p99, ms": lambda times: 1e3 * percentile(times.gaps, 99),
+    "TTFT median of short prompts, ms": lambda times: 1e3 * statistics.median(times.first_of_short),
+    "TTFT median of long prompts, ms": lambda times: 1e3 * statistics.median(times.first_of_long),
+    "TTFT p99 of all, ms": lambda times: 1e3 * percentile(times.first_of_short + times.first_of_long, 99),
+    "output tokens/s": lambda times: times.num_tokens / times.whole,
+}
+
+
+async def measure_load(args: argparse.Namespace, folder: Path) -> None:
+    flags = model_flags(args)
+    cluster = Cluster(
+        folder, flags=[*flags, "--num-threads", "1"], cores={"prefill": [args.cores[0]], "decode": [args.cores[1]]}
+    )
+    whole = Server("whole", [*flags, "--num-threads", "2"], folder / "whole.log", args.cores)
+    small_steps = [*whole.flags, "--max-num-batched-tokens", "256"]
+    small = Server("small", small_steps, folder / "small.log", args.cores)
+    halves = [
+        Server(f"half{core}", [*flags, "--num-threads", "1"], folder / f"half{core}.log", [core]) for core in args.cores
+    ]
+    async with cluster.running() as session, started([whole, small, *halves], session):
+        urls = {ONE_ENGINE: [whole.url], SMALL_STEPS: [small.url], TWO_ENGINES: [each.url for each in halves]}
+        urls[PAIR] = [cluster.url]
+        found: dict[str, list[Times]] = {name: [] for name in urls}
+        for number in range(args.rounds + 1):
+            load = arrivals(args, number)
+            for name in found:
+                times = await offer(session, urls[name], load[: 4 if number == 0 else None])
+                if number:
+                    found[name].append(times)
+                    print(f"round {number}: {name}: {cells([times])}", flush=True)
+        transferred = (await cluster.servers["decode"].metrics(session))["p2p_consumer_completed"]
+    print(
+        f"\n{transferred:.0f} prompts were transferred.\n\n| | {' | '.join(COLUMNS)} |\n|{'---|' * (1 + len(COLUMNS))}"
+    )
+    for name, each in found.items():
+        print(f"| {name} | {cells(each)} |")
+
+
+def cells(rounds: Sequence[Times]) -> str:
+    return " | ".join(f"{statistics.median(map(column, rounds)):.1f}" for column in COLUMNS.values())
+
+
+# ---- Transfers ----
+
+
+async def first_token(
+    session: aiohttp.ClientSession, url: str, prompt: Sequence[int], params: Mapping[str, Any] | None = None
+) -> tuple[float, dict[str, Any]]:
+    """Seconds to an answer of one token, and the answer."""
+    body = {"prompt": prompt, "max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "kv_transfer_params": params}
+    began = time.perf_counter()
+    async with session.post(f"{url}/v1/completions", json=body) as response:
+        assert response.status == 200, await response.text()
+        answer = await response.json()
+    return time.perf_counter() - began, answer
+
+
+def num_cached(answer: Mapping[str, Any]) -> int:
+    return (answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+
+
+async def transfer(session: aiohttp.ClientSession, cluster: Cluster, prompt: Sequence[int]) -> tuple[float, float]:
+    """Seconds of the prefill and of the transfer."""
+    decode, whole_blocks = cluster.servers["decode"].url, (len(prompt) - 1) // _BLOCK_SIZE * _BLOCK_SIZE
+    prefill, answer = await first_token(
+        session, cluster.servers["prefill"].url, prompt, {"do_remote_decode": True, "do_remote_prefill": False}
+    )
+    remote, loaded = await first_token(session, decode, prompt, answer["kv_transfer_params"])
+    local, cached = await first_token(session, decode, prompt)
+    assert num_cached(loaded) == num_cached(cached) == whole_blocks, "the KV was not transferred"
+    return prefill, remote - local
+
+
+def bytes_per_token(model: str | None) -> int:
+    config = json.loads((Path(resolve_model_path(model or "demo")) / "config.json").read_text())
+    heads = config["num_key_value_heads"] * config["head_dim"]
+    return config["num_hidden_layers"] * 2 * heads * 2  # keys and values, bfloat16
+
+
+async def measure_transfers(args: argparse.Namespace, folder: Path) -> None:
+    cores = {"prefill": [args.cores[0]], "decode": [args.cores[1]]}
+    clusters = {
+        (transport, attestation): Cluster(
+            folder,
+            options={"transport": transport, "attestation": attestation},
+            flags=[*model_flags(args), "--num-threads", "1"],
+            cores=cores,
+        )
+        for transport in ("sockets", "shared_memory")
+        for attestation in ("all", "off")
+    }
+    prefills: dict[int, list[float]] = {length: [] for length in args.lengths}
+    moved: dict[tuple[int, str, str], list[float]] = defaultdict(list)
+    rng = random.Random(0)
+    async with contextlib.AsyncExitStack() as stack:
+        sessions = {key: await stack.enter_async_context(each.running()) for key, each in clusters.items()}
+        for number in range(args.rounds + 1):
+            for length in args.lengths:
+                for key, cluster in clusters.items():
+                    prefill, seconds = await transfer(sessions[key], cluster, prompt_of(rng, length))
+                    if number:
+                        prefills[length].append(prefill)
+                        moved[length, *key].append(seconds)
+    report_transfers(args, prefills, moved)
+
+
+def report_transfers(
+    args: argparse.Namespace, prefills: Mapping[int, list[float]], moved: Mapping[tuple[int, str, str], list[float]]
+) -> None:
+    size = bytes_per_token(args.model)
+    print(
+        "| tokens | MB | prefill, ms | transport | with digests, ms | GB/s | without, ms | GB/s | digests / prefill |"
+    )
+    print(f"|{'---|' * 9}")
+    for length in args.lengths:
+        num_bytes, prefill = length // _BLOCK_SIZE * _BLOCK_SIZE * size, statistics.median(prefills[length])
+        for transport in ("sockets", "shared_memory"):
+            digested, plain = (statistics.median(moved[length, transport, each]) for each in ("all", "off"))
+            row = [length, f"{num_bytes / 1e6:.1f}", f"{1e3 * prefill:.0f}", transport]
+            row += [f"{1e3 * digested:.1f}", f"{num_bytes / digested / 1e9:.2f}"]
+            row += [f"{1e3 * plain:.1f}", f"{num_bytes / plain / 1e9:.2f}", f"{(digested - plain) / prefill:.1%}"]
+            print(f"| {' | '.join(map(str, row))} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="load, transfers", help="default: both")
+    parser.add_argument("--model", help="default: the built-in one")
+    parser.add_argument("--kv-cache-memory", default="256MB")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cores", type=int, nargs=2, default=[0, 1])
+    parser.add_argument("--seconds", type=float, default=20.0, help="during which requests arrive, in each round")
+    parser.add_argument("--short-rate", type=float, default=2.0, help="short prompts per second")
+    parser.add_argument("--long-rate", type=float, default=0.4, help="long prompts per second")
+    parser.add_argument("--short-len", type=int, default=32)
+    parser.add_argument("--long-len", type=int, default=1500)
+    parser.add_argument("--output-len", type=int, default=96, help="of requests with short prompts")
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[129, 513, 1025, 1921], help="for transfers, in tokens"
+    )
+    args = parser.parse_args()
+    logging.getLogger("penstock.router").setLevel(logging.ERROR)
+    measures = {"load": measure_load, "transfers": measure_transfers}
+    with tempfile.TemporaryDirectory() as folder, private_folder(Path(folder)):
+        for part in args.parts or measures:
+            assert part in measures, f"there is no part {part}"
+            asyncio.run(measures[part](args, Path(folder)))
+            print(flush=True)
+
+
+if __name__ == "__main__":
+    main()
