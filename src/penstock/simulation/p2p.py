@@ -72,7 +72,7 @@ class _Life:
         }
         for shard, worker in self.workers.items():
             tables |= {f"reads of {shard}": worker._reads, f"digests of {shard}": worker._attests}
-        self.exchange.take_metadata()
+        self.exchange.take_metadata(has_time=True)
         topology = self.exchange._jobs._topology
         known = {name for name, _ in topology._stages} - {topology.engine_id}
         tables["engines that have gone"] = known - self.exchange._sessions.engines()

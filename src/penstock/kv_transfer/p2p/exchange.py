@@ -36,6 +36,8 @@ from penstock.utils.logging import get_logger
 
 logger = get_logger(__name__)
 
+# How soon the end of a read is noticed in an engine that has nothing else to do.
+_READ_SECONDS = 0.001
 _ABANDONED = "the request has ended"
 _PRODUCER_COUNTS = [(field.name, f"p2p_producer_{field.name[4:]}") for field in fields(ProducerCounts)]
 _CONSUMER_COUNTS = [(field.name, f"p2p_consumer_{field.name[4:]}") for field in fields(ConsumerCounts)]
@@ -126,7 +128,11 @@ class Exchange:
         self._channel.set_waker(callback)
 
     def wait(self, seconds: float) -> None:
-        self._channel.wait(seconds)
+        """Not at all while the workers compute digests, and not for long while they read."""
+        if self._jobs.is_idle:
+            self._channel.wait(seconds)
+        elif not self._jobs.is_digesting:
+            self._channel.wait(min(seconds, _READ_SECONDS))
 
     def shutdown(self) -> None:
         self._sessions.say_bye()
@@ -172,9 +178,9 @@ class Exchange:
 
     # ---- Steps ----
 
-    def take_metadata(self) -> P2PMetadata:
+    def take_metadata(self, has_time: bool) -> P2PMetadata:
         self._take_news()
-        return self._jobs.take(self._sessions.engines())
+        return self._jobs.take(self._sessions.engines(), has_time)
 
     def apply(self, output: KVConnectorOutput) -> list[ConnectorEvent]:
         """The reports of a step. Returns what has ended since the last call."""

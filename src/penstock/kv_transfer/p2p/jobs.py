@@ -83,6 +83,11 @@ class WorkerJobs:
         return not self._open
 
     @property
+    def is_digesting(self) -> bool:
+        """The workers have to compute digests for peers."""
+        return any(isinstance(job, AttestJob) for job in self._open.values())
+
+    @property
     def counters(self) -> Mapping[str, float]:
         return {"p2p_duplicate_reports": self._ledger.num_duplicates, "p2p_unknown_reports": self._ledger.num_unknown}
 
@@ -118,7 +123,7 @@ class WorkerJobs:
     def cancel(self, transfer_id: TransferId) -> None:
         self._cancelled.append(self._on_wire(transfer_id))
 
-    def take(self, live_engines: set[str]) -> P2PMetadata:
+    def take(self, live_engines: set[str], has_time: bool) -> P2PMetadata:
         """What the next step says. Engines that are not connected any more are forgotten."""
         in_use = {job.peer for job in self._open.values()}
         gone = self._known - live_engines - in_use
@@ -136,6 +141,7 @@ class WorkerJobs:
             attests=tuple(self._attests),
             reads=tuple(self._reads),
             cancelled=tuple(self._cancelled),
+            has_time=has_time,
         )
         for each in (self._peers, self._attests, self._reads, self._cancelled):
             each.clear()

@@ -158,7 +158,10 @@ class PeerShards(msgspec.Struct, frozen=True):
 
 @register_kind
 class P2PMetadata(KVConnectorMetadata, msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """`own` are the ranks of this engine, told once. `cancelled` jobs end as soon as nothing of them moves any more."""
+    """`own` are the ranks of this engine, told once. `cancelled` jobs end as soon as nothing of them moves any more.
+
+    With `has_time` the step computes no tokens, so that digests hold nothing up.
+    """
 
     own: tuple[Shard, ...] = ()
     peers: tuple[PeerShards, ...] = ()
@@ -166,6 +169,7 @@ class P2PMetadata(KVConnectorMetadata, msgspec.Struct, frozen=True, tag=True, kw
     attests: tuple[AttestJob, ...] = ()
     reads: tuple[ReadJob, ...] = ()
     cancelled: tuple[TransferId, ...] = ()
+    has_time: bool = False
 
 
 @register_kind
