@@ -83,3 +83,23 @@ class TransferBoard:
             news = list(self._inbox)
             self._inbox.clear()
             return news
+
+
+class OnBoard:
+    """What transports have in common whose threads tell their owner by a board."""
+
+    def __init__(self) -> None:
+        self._board = TransferBoard()
+
+    def set_on_change(self, callback: Callable[[], None]) -> None:
+        """It is called from a thread of the transport when a transfer has ended or a notification has come."""
+        self._board.set_on_change(callback)
+
+    def poll(self, handle: TransferHandle) -> TransferState:
+        return self._board.poll(handle)
+
+    def wait(self, handles: Sequence[TransferHandle], seconds: float) -> None:
+        self._board.wait(handles, seconds)
+
+    def notifications(self) -> list[Notification]:
+        return self._board.take_notifications()

@@ -20,14 +20,14 @@ import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 
 from penstock.kv_transfer.transports.base import Notification, Operation, PeerId, TransferHandle, TransferState
-from penstock.kv_transfer.transports.board import MAX_NOTIFY_BYTES, Transfer, TransferBoard
+from penstock.kv_transfer.transports.board import MAX_NOTIFY_BYTES, OnBoard, Transfer
 from penstock.kv_transfer.transports.flat_memory import FlatMemory, check_runs, pair_segments
 from penstock.kv_transfer.transports.memory_copy import copy_in_pieces
 from penstock.kv_transfer.transports.threads import ThreadGroup
@@ -91,10 +91,11 @@ class _Peer:
     has_left: threading.Event = field(default_factory=threading.Event)  # the thread that watches it
 
 
-class SharedMemoryTransport:
+class SharedMemoryTransport(OnBoard):
     """One life of one endpoint (`DataTransport`). `regions` say by which path each registered region can be mapped."""
 
     def __init__(self, regions: Sequence[MemoryRegion]) -> None:
+        super().__init__()
         named = [_Region(region.path, region.num_bytes) for region in regions if region.path is not None]
         if len(named) != len(regions):
             raise ConfigError(
@@ -102,7 +103,6 @@ class SharedMemoryTransport:
                 "no path: choose transport=sockets"
             )
         self._endpoint = _Endpoint(os.urandom(16), tuple(named))
-        self._board = TransferBoard()
         self._memory = FlatMemory()
         self._peers: dict[PeerId, _Peer] = {}
         self._served: set[socket.socket] = set()
@@ -112,10 +112,6 @@ class SharedMemoryTransport:
         self._listener.bind(self._endpoint.address)
         self._listener.listen(_MAX_PEERS)
         self._threads.start(self._accept)
-
-    def set_on_change(self, callback: Callable[[], None]) -> None:
-        """It is called from a thread of the transport when a transfer has ended or a notification has come."""
-        self._board.set_on_change(callback)
 
     def register(self, regions: Sequence[memoryview]) -> None:
         assert not self._memory.num_bytes, "memory is registered once"
@@ -170,15 +166,6 @@ class SharedMemoryTransport:
             target.queue.append(transfer)
             self._board.lock.notify_all()
         return transfer
-
-    def poll(self, handle: TransferHandle) -> TransferState:
-        return self._board.poll(handle)
-
-    def wait(self, handles: Sequence[TransferHandle], seconds: float) -> None:
-        self._board.wait(handles, seconds)
-
-    def notifications(self) -> list[Notification]:
-        return self._board.take_notifications()
 
     def disconnect(self, peer: PeerId) -> None:
         known = self._peers.get(peer)

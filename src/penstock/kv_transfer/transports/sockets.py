@@ -24,13 +24,13 @@ import contextlib
 import os
 import socket
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.kv_transfer.transports.base import Notification, Operation, PeerId, TransferHandle, TransferState
-from penstock.kv_transfer.transports.board import MAX_NOTIFY_BYTES, Transfer, TransferBoard
+from penstock.kv_transfer.transports.base import Operation, PeerId, TransferHandle, TransferState
+from penstock.kv_transfer.transports.board import MAX_NOTIFY_BYTES, OnBoard, Transfer
 from penstock.kv_transfer.transports.flat_memory import FlatMemory, check_runs, merged
 from penstock.kv_transfer.transports.socket_protocol import (
     EPOCH_BYTES,
@@ -85,16 +85,16 @@ class _Peer:
     is_lost: bool = False
 
 
-class SocketsTransport:
+class SocketsTransport(OnBoard):
     """One life of one endpoint (`DataTransport`). `host` is the address to listen on and the one that peers connect to.
 
     Raises ConfigError when the host has no such address.
     """
 
     def __init__(self, host: str, key: bytes, limits: SocketLimits | None = None) -> None:
+        super().__init__()
         self._key = key
         self._limits = limits or SocketLimits()
-        self._board = TransferBoard()
         self._memory = FlatMemory()
         self._peers: dict[PeerId, _Peer] = {}
         self._links: set[_Link] = set()
@@ -103,10 +103,6 @@ class SocketsTransport:
         self._server = SocketServer(host, key, epoch, self._limits, self._board)
         self._address = Address(host, self._server.port, epoch)
         self._threads = ThreadGroup(f"kv-data-{self._server.port}-link")
-
-    def set_on_change(self, callback: Callable[[], None]) -> None:
-        """It is called from a thread of the transport when a transfer has ended or a notification has come."""
-        self._board.set_on_change(callback)
 
     def register(self, regions: Sequence[memoryview]) -> None:
         assert not self._memory.num_bytes, "memory is registered once"
@@ -155,15 +151,6 @@ class SocketsTransport:
                     target.num_links += 1
             self._board.lock.notify_all()
         return transfer
-
-    def poll(self, handle: TransferHandle) -> TransferState:
-        return self._board.poll(handle)
-
-    def wait(self, handles: Sequence[TransferHandle], seconds: float) -> None:
-        self._board.wait(handles, seconds)
-
-    def notifications(self) -> list[Notification]:
-        return self._board.take_notifications()
 
     def disconnect(self, peer: PeerId) -> None:
         known = self._peers.get(peer)
