@@ -39,9 +39,14 @@ QUICK = {
     "bench/profile_step.py": Trial((TINY, "--quick"), "rest "),
     "bench/gpu_tune.py": Trial(("--list",), "decode attention"),
     "bench/host_cost.py": Trial(("--rounds", "2", "--only", "report"), "encoded"),
+    "bench/transports.py": Trial(("--rounds", "1", "--megabytes", "4"), "sockets"),
+    "examples/disaggregation/proxy.py": Trial(
+        ("--prefill", "http://127.0.0.1:9", "--decode", "http://127.0.0.1:9", "--port", "0"), "Running on", seconds=5
+    ),
 }
 SLOW = {
     "bench/busy.py": Trial(("--neighbours", "0", "--batches", "1", "--rounds", "1"), "default / best"),
+    "bench/disaggregation.py": Trial(("transfers", "--rounds", "1", "--lengths", "65"), "| 65 |"),
     "bench/kernels/attention.py": Trial(("--seconds", "0.01", "--threads", "1"), "us"),
     "bench/kernels/linear.py": Trial(
         ("--shapes", "64x64", "--rows", "1", "--seconds", "0.1", "--working-set", "1", "--threads", "1"), "M=1"
@@ -76,6 +81,7 @@ SLOW = {
 ELSEWHERE = {
     "bench/gpu.py": "tests/integration/test_bench_gpu.py",
     "bench/null_gpu.py": "tests/null_gpu/test_command.py",
+    "bench/pd_faults.py": "tests/integration/test_pd_faults.py",
 }
 
 
