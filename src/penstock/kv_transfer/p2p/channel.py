@@ -12,6 +12,7 @@ what waits to be taken.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import selectors
 import socket
@@ -155,8 +156,8 @@ class SocketChannel:
             each.setblocking(False)
             self._selector.register(each, selectors.EVENT_READ)
         self._connections: dict[PeerKey, _Connection] = {}
-        self._num_connections = 0
-        self._lock = threading.Lock()
+        # Both threads take numbers from it.
+        self._numbers = itertools.count(1)
         self._commands: deque[Callable[[], None]] = deque()
         self._events: deque[ChannelEvent] = deque()
         self._news = threading.Event()
@@ -172,8 +173,7 @@ class SocketChannel:
         self._answer = answer
 
     def dial(self, address: Address) -> PeerKey:
-        self._num_connections += 1
-        peer = f"{address[0]}:{address[1]}#{self._num_connections}"
+        peer = f"{address[0]}:{address[1]}#{next(self._numbers)}"
         self._command(lambda: self._connect(peer, address))
         return peer
 
@@ -286,8 +286,7 @@ class SocketChannel:
         if len(self._connections) >= _MAX_CONNECTIONS:
             accepted.close()
             return
-        self._num_connections += 1
-        self._add(f"{address[0]}:{address[1]}#in{self._num_connections}", accepted, is_outgoing=False)
+        self._add(f"{address[0]}:{address[1]}#in{next(self._numbers)}", accepted, is_outgoing=False)
 
     def _connect(self, peer: PeerKey, address: Address) -> None:
         made = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM)

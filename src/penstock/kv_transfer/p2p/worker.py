@@ -59,7 +59,6 @@ class _Read:
     check: Iterator[int] | None = None
     bad_ranges: list[BadRange] = field(default_factory=list[BadRange])
     has_failed: bool = False
-    is_given_up: bool = False
     is_checked: bool = False
 
 
@@ -207,10 +206,9 @@ class P2PWorker(NullWorkerConnector):
 
     def _give_up(self, read: _Read) -> None:
         """What is under way ends as soon as the transport can promise that nothing moves any more."""
-        read.has_failed = True
         read.sources.clear()
-        if not read.is_given_up:
-            read.is_given_up = True
+        if not read.has_failed:
+            read.has_failed = True
             for peer in {peer for peer, handle in read.handles if not self._transport.poll(handle).is_settled}:
                 self._transport.disconnect(peer)
 
