@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -131,11 +132,11 @@ def test_a_silent_client_is_closed_after_the_time_for_its_handshake(server: Sock
 
 def test_many_silent_clients_do_not_keep_others_out() -> None:
     server = endpoint(SocketLimits(connect_seconds=60, max_handshakes=4, max_connections=8))
-    silent = [plain(server) for _ in range(20)]
-    assert works(server)
-    for connection in silent:
-        connection.close()
-    server.close()
+    with contextlib.ExitStack() as stack:
+        stack.callback(server.close)
+        for _ in range(20):
+            stack.enter_context(plain(server))
+        assert works(server)
 
 
 def test_a_client_that_drips_its_handshake_is_closed(server: SocketsTransport) -> None:

@@ -85,11 +85,11 @@ class SocketServer:
             connection.close()
             return
         with self._board.lock:
+            if len(self._handshakes) >= self._limits.max_handshakes:
+                self._end_handshake(next(iter(self._handshakes)))
             if self._closing.is_set() or len(self._streams) >= self._limits.max_connections:
                 stream.close()
                 return
-            if len(self._handshakes) >= self._limits.max_handshakes:
-                next(iter(self._handshakes)).cut()
             try:
                 self._threads.start(self._run, stream)
             except PeerError as error:
@@ -98,6 +98,11 @@ class SocketServer:
                 return
             self._streams.add(stream)
             self._handshakes[stream] = None
+
+    def _end_handshake(self, stream: Stream) -> None:
+        """Returns when its thread has ended: until then the connection takes up room. Called with the lock held."""
+        stream.cut()
+        self._board.lock.wait_for(lambda: stream not in self._streams, self._limits.connect_seconds)
 
     def _run(self, stream: Stream) -> None:
         try:
@@ -111,6 +116,7 @@ class SocketServer:
             with self._board.lock:
                 self._streams.remove(stream)
                 self._handshakes.pop(stream, None)
+                self._board.lock.notify_all()
 
     def _serve(self, stream: Stream) -> None:
         limits = self._limits
