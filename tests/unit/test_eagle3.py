@@ -214,7 +214,7 @@ def test_the_streams_are_what_goes_into_the_layers() -> None:
     for count, stream in ((1, second), (2, third)):
         shorter = replace(TARGET, num_hidden_layers=count, layer_windows=(0,) * count)
         assert torch.equal(stream, run(make_target(shorter, aux_layers=(count,)))[1])
-    assert torch.equal(hidden, target.norm(last.contiguous()))
+    assert torch.equal(hidden, target.end.norm(last.contiguous()))
     plain_hidden, nothing = run(make_target(aux_layers=()))
     assert torch.equal(plain_hidden, hidden)
     assert nothing.shape == (LENGTH, 0)

@@ -21,7 +21,6 @@ from penstock.models.weights import (
     ALL,
     DummySource,
     Part,
-    Shard,
     Weights,
     WeightsDigest,
     WeightSource,
@@ -29,13 +28,23 @@ from penstock.models.weights import (
     open_weights,
     staged,
 )
+from penstock.parallel.groups import NullGroup
 from penstock.utils.errors import ConfigError
 from penstock.worker.load import load_model
 from penstock.worker.parts import make_config, make_parts
 from tests.kernels.test_staging import LateQueue
 
 CPU = torch.device("cpu")
-WHOLE = Shard()
+
+
+class Member(NullGroup):
+    """One of so many ranks, whose others are not there."""
+
+    def __init__(self, index: int = 0, count: int = 1) -> None:
+        self.index, self.count = index, count
+
+
+WHOLE = Member()
 ROWS = {"q_proj.weight": 48, "k_proj.weight": 16, "v_proj.weight": 16}
 
 
@@ -136,11 +145,11 @@ def test_a_shard_is_its_rows_of_the_whole(tmp_path: Path, count: int, is_staged:
         shards: list[list[torch.Tensor]] = []
         for index in range(count):
             delivery = partial(staged, stager) if is_staged else direct
-            weights = Weights(source, torch.bfloat16, CPU, delivery=delivery, shard=Shard(index, count)) / "layer"
+            weights = Weights(source, torch.bfloat16, CPU, delivery=delivery, group=Member(index, count)) / "layer"
             shards.append([weights.tensors({name: rows}, 33) for name, rows in ROWS.items()])
             assert torch.equal(weights.tensors(ROWS, 33), torch.cat(shards[-1]))
-            heads = weights.linear({"q_proj": 48}, 33, bias=True, num_units=6)
             start, end = 6 * index // count, 6 * (index + 1) // count
+            heads = weights.linear({"q_proj": 48}, 33, bias=True, own={"q_proj": range(8 * start, 8 * end)})
             assert torch.equal(heads.dense_weight(), expected[0][8 * start : 8 * end])
             assert heads.bias is not None
             assert heads.bias.shape == (8 * (end - start),)
@@ -171,10 +180,10 @@ def test_a_slice_of_dummy_weights() -> None:
     assert source.read("norm.weight", (4,), (slice(1, 3),)).tolist() == [1.0] * 2
 
 
-def digest_of(folder: Path, *names: str, load_format: str = "auto", shard: Shard = WHOLE, width: int = 33) -> bytes:
+def digest_of(folder: Path, *names: str, load_format: str = "auto", group: Member = WHOLE, width: int = 33) -> bytes:
     found = WeightsDigest(has_bytes=load_format == "auto")
     with closing(open_weights(folder, load_format)) as source:
-        weights = Weights(source, torch.bfloat16, CPU, shard=shard, digest=found) / "layer"
+        weights = Weights(source, torch.bfloat16, CPU, group=group, digest=found) / "layer"
         for name in names:
             weights.tensors({name: ROWS[name]}, width)
     return found.value()
@@ -185,7 +194,7 @@ def test_the_digest_is_of_what_is_read(stored: dict[str, torch.Tensor], tmp_path
     first = digest_of(tmp_path, q, k)
     assert len(first) == 16
     assert first == digest_of(tmp_path, k, q)
-    halves = [digest_of(tmp_path, q, k, shard=Shard(index, 2)) for index in range(2)]
+    halves = [digest_of(tmp_path, q, k, group=Member(index, 2)) for index in range(2)]
     assert len({first, digest_of(tmp_path, q), digest_of(tmp_path, k), digest_of(tmp_path, q, v), *halves}) == 6
     other = tmp_path / "other"
     other.mkdir()
@@ -194,7 +203,7 @@ def test_the_digest_is_of_what_is_read(stored: dict[str, torch.Tensor], tmp_path
     save_file(changed, other / "model.safetensors")
     assert digest_of(other, q, k) != first
     assert digest_of(other, k, v) == digest_of(tmp_path, k, v)
-    assert [digest_of(other, q, k, shard=Shard(index, 2)) == halves[index] for index in range(2)] == [True, False]
+    assert [digest_of(other, q, k, group=Member(index, 2)) == halves[index] for index in range(2)] == [True, False]
 
 
 def test_the_digest_tells_a_target_from_its_drafter(tmp_path: Path) -> None:
@@ -252,8 +261,8 @@ def test_the_shards_of_a_model(model_type: str, count: int) -> None:
         layer_windows=(0, 0),
     )
 
-    def parts_of(shard: Shard) -> dict[str, tuple[torch.Tensor, ...]]:
-        model = build_model(config, Weights(DummySource(CPU), torch.float32, CPU, shard=shard))
+    def parts_of(group: Member) -> dict[str, tuple[torch.Tensor, ...]]:
+        model = build_model(config, Weights(DummySource(CPU), torch.float32, CPU, group=group))
         attention, mlp = model.layers[1].attention, model.layers[1].feed_forward
         assert isinstance(attention, GroupedQueryAttention)
         assert isinstance(mlp, GatedMLP)
@@ -262,15 +271,15 @@ def test_the_shards_of_a_model(model_type: str, count: int) -> None:
         rows = attention.qkv.dense_weight().split([2 * num_kv * 8, num_kv * 8, num_kv * 8])
         return {
             "embedding": (model.embedding.weight,),
-            "head": (model.head.dense_weight(),),
+            "head": (model.head.own.dense_weight(),),
             "qkv": rows,
-            "out": (attention.out.dense_weight(),),
+            "out": (attention.out.own.dense_weight(),),
             "gate_up": mlp.gate_up.dense_weight().chunk(2),
-            "down": (mlp.down.dense_weight(),),
+            "down": (mlp.down.own.dense_weight(),),
         }
 
-    whole = parts_of(Shard())
-    shards = [parts_of(Shard(index, count)) for index in range(count)]
+    whole = parts_of(WHOLE)
+    shards = [parts_of(Member(index, count)) for index in range(count)]
     for name, tensors in whole.items():
         for number, tensor in enumerate(tensors):
             parts = [shard[name][number] for shard in shards]

@@ -8,26 +8,26 @@ from penstock.attention.backend import AttentionHeads
 from penstock.attention.metadata import ForwardContext
 from penstock.config.model import ModelConfig
 from penstock.messages.kv_cache_spec import KVCacheSpec
+from penstock.parallel.topology import HeadShare
 
 
 class PagedAttention:
-    """Holds no weights but the optional per-head norms of queries and keys (Qwen3)."""
+    """A rank's `own` heads. It holds no weights but the optional per-head norms of queries and keys (Qwen3)."""
 
     def __init__(
         self,
         config: ModelConfig,
         layer: int,
         rotary: torch.Tensor,
+        own: HeadShare,
         q_norm: torch.Tensor | None = None,
         k_norm: torch.Tensor | None = None,
     ) -> None:
         self.name = f"model.layers.{layer}.self_attn"
-        self.spec = KVCacheSpec.keys_and_values(
-            config.num_key_value_heads, config.head_dim, config.dtype, config.layer_windows[layer]
-        )
+        self.spec = KVCacheSpec.keys_and_values(len(own.kv), config.head_dim, config.dtype, config.layer_windows[layer])
         self._heads = AttentionHeads(
             spec=self.spec,
-            num_heads=config.num_attention_heads,
+            num_heads=len(own.queries),
             scale=config.head_dim**-0.5,
             rotary=rotary,
             q_norm=q_norm,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -9,6 +10,8 @@ import torch.nn.functional as F
 
 from penstock.kernels.dispatch import uses_triton
 from penstock.kernels.linear import PackedLinear
+from penstock.parallel.groups import TensorGroup
+from penstock.parallel.topology import Share
 
 
 class Linear:
@@ -38,6 +41,42 @@ class Linear:
         """[out_features, in_features]: the layer's own tensor where it is used as it is; on the CPU, where it is
         packed, a copy."""
         return self._apply.dense_weight()
+
+
+class GatheredLinear:
+    """A layer of which every rank of a group holds a share of the output features: [T, in_features] -> [T, size].
+
+    Each output is computed by one rank as it would be by a single one, so the group's size changes no bit. The result
+    of more than one rank is valid as `TensorGroup.gather_columns` says.
+    """
+
+    def __init__(self, own: Linear, group: TensorGroup, size: int) -> None:
+        self.own = own
+        self.out_dtype = own.out_dtype
+        self.group_size = group.count
+        self._gather = Gather(group, size)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._gather(self.own(x))
+
+    def kept(self, x: torch.Tensor) -> torch.Tensor:
+        """The same as a tensor that no other layer writes."""
+        part = self.own(x)
+        gathered = self._gather(part)
+        return gathered if gathered is part else gathered.clone()
+
+
+class Gather:
+    """Puts the shares of `size` features side by side: [T, own features] -> [T, size]."""
+
+    def __init__(self, group: TensorGroup, size: int, sizes: Sequence[int] | None = None) -> None:
+        """`sizes` are those of the ranks, by default as equal as may be."""
+        self._group = group
+        self._sizes = sizes or [len(share.part(size)) for share in Share(group.index, group.count).all]
+        assert sum(self._sizes) == size, f"{self._sizes} features are not {size}"
+
+    def __call__(self, part: torch.Tensor) -> torch.Tensor:
+        return self._group.gather_columns(part, self._sizes)
 
 
 class _Product(Protocol):

@@ -3,6 +3,7 @@
         ids -> embedding -> [ norm -> attention -> + -> norm -> feed-forward -> + ] x layers -> norm -> logits
 
 The residual stream is one tensor, updated in place by the fused add-and-normalise at the head of every sub-layer.
+A stage of a pipeline has a range of the layers, the first stage the embedding and the last one the norm and the head.
 Shapes: T tokens of this step, H hidden size.
 """
 
@@ -16,11 +17,22 @@ import torch
 from penstock.attention.metadata import ForwardContext
 from penstock.config.model import ModelConfig
 from penstock.layers.embedding import Embedding
+from penstock.layers.linear import GatheredLinear
 from penstock.layers.norm import RMSNorm
 from penstock.layers.rotary import rotary_table
 from penstock.models.interface import ModelOutput
 from penstock.models.parts import Attention, FeedForward
 from penstock.models.weights import Weights
+from penstock.parallel.topology import Stage
+
+
+@dataclass(frozen=True, slots=True)
+class IntermediateTensors:
+    """What one layer hands to the next, and one stage to the next."""
+
+    x: torch.Tensor  # [T, H]: what the layer below adds to the residual stream
+    residual: torch.Tensor  # [T, H]
+    aux_hidden: torch.Tensor  # [T, kept so far * H]: as in `ModelOutput`
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,44 +65,101 @@ class DecoderLayer:
 
 
 class Decoder:
-    """A `Model`."""
+    """A `Model`, or one stage of it."""
 
     def __init__(
-        self, architecture: Architecture, config: ModelConfig, weights: Weights, aux_layers: tuple[int, ...] = ()
+        self,
+        architecture: Architecture,
+        config: ModelConfig,
+        weights: Weights,
+        aux_layers: tuple[int, ...] = (),
+        stage: Stage | None = None,
+        feeds_head: bool = False,
     ) -> None:
-        """`aux_layers` are those at whose inputs the residual stream is kept, in `ModelOutput`'s order."""
-        vocab, hidden = config.vocab_size, config.hidden_size
-        inner = weights / "model"
+        """`aux_layers` are those at whose inputs the residual stream is kept, in `ModelOutput`'s order.
+
+        `feeds_head`: a draft head behind the last layer shares the embedding.
+        """
+        self.stage = stage or Stage(range(config.num_hidden_layers))
         self.architecture = architecture
-        self.embedding = Embedding(inner.tensors({"embed_tokens.weight": vocab}, hidden))
+        self.config = config
+        self.aux_layers = aux_layers
+        inner = weights / "model"
         rotary = rotary_table(config.rope, config.head_dim, config.max_position_embeddings)
-        self.rotary = rotary.to(self.embedding.weight.device)
+        self.rotary = rotary.to(weights.device)
         self.layers = [
             DecoderLayer(architecture, config, inner / "layers" / layer, layer, self.rotary)
-            for layer in range(config.num_hidden_layers)
+            for layer in self.stage.layers
         ]
-        self.norm = RMSNorm(inner.tensor("norm.weight", hidden), config.rms_norm_eps)
-        if config.tie_word_embeddings:
-            self.head = weights.linear_of("lm_head", self.embedding.weight, is_wide=True)
-        else:
-            self.head = weights.linear({"lm_head": vocab}, hidden, is_wide=True)
-        self.logits_dtype = self.head.out_dtype
         specs = [layer.attention.kv_cache_specs for layer in self.layers]
         self.kv_cache_specs = {name: spec for of_layer in specs for name, spec in of_layer.items()}
-        self.aux_layers = aux_layers
+        self._embedding: Embedding | None = None
+        if self.stage.is_first or feeds_head or (self.stage.is_last and config.tie_word_embeddings):
+            self._embedding = inner.embedding("embed_tokens", config.vocab_size, config.hidden_size)
+        self._end = DecoderEnd(config, weights, self._embedding) if self.stage.is_last else None
+
+    @property
+    def embedding(self) -> Embedding:
+        """Of the first stage, and of a last one that needs it."""
+        assert self._embedding is not None, f"{self.stage} has no embedding"
+        return self._embedding
+
+    @property
+    def end(self) -> DecoderEnd:
+        """Of the last stage."""
+        assert self._end is not None, f"{self.stage} is not the last one"
+        return self._end
+
+    @property
+    def head(self) -> GatheredLinear:
+        """Of the last stage."""
+        return self.end.head
+
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        return self.head.out_dtype
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> ModelOutput:
+        """Of a whole model."""
+        return self.finish(self.run_layers(self.embed(input_ids), positions, context))
+
+    def embed(self, input_ids: torch.Tensor) -> IntermediateTensors:
+        """What the first layer is given."""
         residual = self.embedding(input_ids)
-        x = torch.zeros_like(residual)
-        kept = [residual[:, :0]]  # the result where no layer is asked for
-        for number, layer in enumerate(self.layers):
+        return IntermediateTensors(torch.zeros_like(residual), residual, residual[:, :0])
+
+    def run_layers(
+        self, tensors: IntermediateTensors, positions: torch.Tensor, context: ForwardContext
+    ) -> IntermediateTensors:
+        """Through the stage's layers. The residual stream that is given is overwritten."""
+        x, residual = tensors.x, tensors.residual
+        kept = [tensors.aux_hidden]
+        for number, layer in zip(self.stage.layers, self.layers, strict=True):
             if number in self.aux_layers:
                 kept.append(residual + x)
             x = layer(x, residual, positions, context)
-        hidden = self.norm.add(x, residual)
-        if len(self.layers) in self.aux_layers:
-            kept.append(residual)
-        return ModelOutput(hidden, torch.cat(kept, -1))
+        return IntermediateTensors(x, residual, torch.cat(kept, -1) if len(kept) > 1 else kept[0])
+
+    def finish(self, tensors: IntermediateTensors) -> ModelOutput:
+        """Behind the last layer."""
+        hidden, aux_hidden = self.end.norm.add(tensors.x, tensors.residual), tensors.aux_hidden
+        if self.stage.layers.stop in self.aux_layers:
+            aux_hidden = torch.cat((aux_hidden, tensors.residual), -1)
+        return ModelOutput(hidden, aux_hidden)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.head(hidden)
+
+
+class DecoderEnd:
+    """The norm and the output head behind the last layer."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, embedding: Embedding | None) -> None:
+        vocab, hidden = config.vocab_size, config.hidden_size
+        self.norm = RMSNorm((weights / "model").tensor("norm.weight", hidden), config.rms_norm_eps)
+        if config.tie_word_embeddings:
+            assert embedding is not None, "a tied head without an embedding"
+            own = weights.linear_of("lm_head", embedding.weight, is_wide=True)
+            self.head = weights.gathered(own, vocab)
+        else:
+            self.head = weights.whole_linear("lm_head", vocab, hidden, is_wide=True)

@@ -14,7 +14,6 @@ import torch
 
 from penstock.attention.metadata import ForwardContext
 from penstock.config.eagle3 import Eagle3Config
-from penstock.layers.embedding import Embedding
 from penstock.layers.norm import RMSNorm
 from penstock.layers.rotary import rotary_table
 from penstock.models.decoder import Decoder
@@ -30,26 +29,27 @@ class Eagle3Head:
         assert isinstance(model, Decoder), type(model)
         shape = config.shape
         hidden, eps = shape.hidden_size, shape.rms_norm_eps
-        self.fc = weights.linear({"fc": hidden}, len(config.aux_layers) * config.target_hidden_size)
-        self.embedding = model.embedding
+        self.fc = weights.whole_linear("fc", hidden, len(config.aux_layers) * config.target_hidden_size)
         if weights.has("embed_tokens.weight") or hidden != config.target_hidden_size:
-            self.embedding = Embedding(weights.tensors({"embed_tokens.weight": shape.vocab_size}, hidden))
+            self.embedding = weights.embedding("embed_tokens", shape.vocab_size, hidden)
+        else:
+            self.embedding = model.embedding
         layer = weights / "midlayer" if weights.has("midlayer.hidden_norm.weight") else weights / "layers" / 0
         self.input_norm = RMSNorm(layer.tensor("input_layernorm.weight", hidden), eps)
         self.hidden_norm = RMSNorm(layer.tensor("hidden_norm.weight", hidden), eps)
         rotary = rotary_table(shape.rope, shape.head_dim, shape.max_position_embeddings)
-        rotary = rotary.to(self.embedding.weight.device)
+        rotary = rotary.to(weights.device)
         # Its rows are the embedding and the hidden state.
         self.attention = GroupedQueryAttention(shape, layer / "self_attn", 0, rotary, num_inputs=2)
         self.post_norm = RMSNorm(layer.tensor("post_attention_layernorm.weight", hidden), eps)
         self.mlp = GatedMLP(shape, layer / "mlp")
         self.norm = RMSNorm(weights.tensor("norm.weight", hidden), eps)
         self.head = model.head
-        self.token_ids = torch.arange(config.draft_vocab_size, device=self.embedding.weight.device)
+        self.token_ids = torch.arange(config.draft_vocab_size, device=weights.device)
         self.vocab_size = shape.vocab_size
         is_reduced = config.draft_vocab_size < shape.vocab_size
         if is_reduced or hidden != config.target_hidden_size or weights.has("lm_head.weight"):
-            self.head = weights.linear({"lm_head": config.draft_vocab_size}, hidden, is_wide=True)
+            self.head = weights.whole_linear("lm_head", config.draft_vocab_size, hidden, is_wide=True)
         if is_reduced:
             self.token_ids = self.token_ids + weights.integers("d2t", config.draft_vocab_size)
             self._check_token_ids(config)
@@ -57,7 +57,7 @@ class Eagle3Head:
         self.kv_cache_specs = self.attention.kv_cache_specs
 
     def enter(self, output: ModelOutput) -> torch.Tensor:
-        return self.fc(output.aux_hidden)
+        return self.fc.kept(output.aux_hidden)
 
     def forward(
         self, hidden: torch.Tensor, next_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext

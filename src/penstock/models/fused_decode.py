@@ -60,11 +60,11 @@ class FusedDecoder:
         self._capabilities = Capabilities.of(self._embedding.device) if capabilities is None else capabilities
         self.max_tokens = MAX_TOKENS if self._embedding.shape[1] <= _NARROW else _MAX_TOKENS_OF_WIDE
         self._first_gain = model.layers[0].input_norm.weight
-        self._norm = model.norm
-        self._head = self._weight(Role.HEAD, model.head.dense_weight())
+        self._norm = model.end.norm
+        self._head = self._weight(Role.HEAD, model.head.own.dense_weight())
         self._aux_layers = model.aux_layers
         self.logits_dtype = model.logits_dtype
-        next_norms = [*(layer.input_norm for layer in model.layers[1:]), model.norm]
+        next_norms = [*(layer.input_norm for layer in model.layers[1:]), self._norm]
         pairs = zip(model.layers, next_norms, strict=True)
         self._layers = [self._layer(layer, norm.weight) for layer, norm in pairs]
 
@@ -73,13 +73,17 @@ class FusedDecoder:
         """Why the model cannot be decoded so; empty when it can."""
         if not isinstance(model, Decoder):
             return f"{type(model).__name__} is no decoder made of parts"
+        if not (model.stage.is_first and model.stage.is_last):
+            return "it is a stage of a pipeline"
+        if model.head.group_size > 1:
+            return "ranks divide its layers"
         if model.embedding.weight.dtype not in _DTYPES:
             return f"weights are {model.embedding.weight.dtype}"
         for layer in model.layers:
             attention, mlp = layer.attention, layer.feed_forward
             if not isinstance(attention, GroupedQueryAttention) or not isinstance(mlp, GatedMLP):
                 return f"layers are made of {type(attention).__name__} and {type(mlp).__name__}"
-            if any(linear.bias is not None for linear in (attention.out, mlp.gate_up, mlp.down)):
+            if any(linear.bias is not None for linear in (attention.out.own, mlp.gate_up, mlp.down.own)):
                 return "there are biases behind the attention or in the MLP"
         return ""
 
@@ -112,10 +116,10 @@ class FusedDecoder:
         return _Layer(
             self._weight(Role.QKV, attention.qkv.dense_weight(), attention.qkv.bias),
             attention.attend,
-            self._weight(Role.OUT, attention.out.dense_weight()),
+            self._weight(Role.OUT, attention.out.own.dense_weight()),
             layer.post_norm.weight,
             self._weight(Role.GATE_UP, mlp.gate_up.dense_weight()),
-            self._weight(Role.DOWN, mlp.down.dense_weight()),
+            self._weight(Role.DOWN, mlp.down.own.dense_weight()),
             next_gain,
         )
 

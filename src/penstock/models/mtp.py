@@ -45,7 +45,7 @@ class MultiTokenPredictor:
         number, hidden, eps = config.num_hidden_layers, config.hidden_size, config.rms_norm_eps
         for part in layout.root:
             weights = weights / part.format(layer=number)
-        self.fc = weights.linear({layout.fc: hidden}, 2 * hidden)
+        self.fc = weights.whole_linear(layout.fc, hidden, 2 * hidden)
         self.embedding_norm = RMSNorm(weights.tensor(f"{layout.embedding_norm}.weight", hidden), eps)
         self.hidden_norm = RMSNorm(weights.tensor(f"{layout.hidden_norm}.weight", hidden), eps)
         self.norm = RMSNorm(weights.tensor(f"{layout.norm}.weight", hidden), eps)
@@ -66,7 +66,7 @@ class MultiTokenPredictor:
     ) -> torch.Tensor:
         """Hidden states at `positions` and the tokens behind them -> [num_tokens, hidden_size] for `compute_logits`."""
         embedded = self.embedding_norm(self.embedding(next_ids))
-        residual = self.fc(torch.cat((embedded, self.hidden_norm(hidden)), -1))
+        residual = self.fc.kept(torch.cat((embedded, self.hidden_norm(hidden)), -1))
         x = self.layer(torch.zeros_like(residual), residual, positions, context)
         return self.norm.add(x, residual)
 

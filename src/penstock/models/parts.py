@@ -1,13 +1,13 @@
 """The parts of a decoder's layers: attentions and feed-forwards.
 
-A part takes its tensors when it is made and treats every row alone. Of the features that ranks divide it holds those of
-its weights' shard. Shapes: T tokens of this step, H hidden size, Q and KV heads of size D, I intermediate size.
+A part takes its tensors when it is made and treats every row alone. Of the features that the ranks of a group divide it
+holds its own; what goes in and comes out is whole. Shapes: T tokens of this step, H hidden size, Q and KV heads of size
+D, I intermediate size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -16,8 +16,10 @@ from penstock.attention.metadata import ForwardContext
 from penstock.config.model import ModelConfig
 from penstock.kernels.silu_and_mul import silu_and_mul
 from penstock.layers.attention import PagedAttention
+from penstock.layers.linear import Gather
 from penstock.messages.kv_cache_spec import KVCacheSpec
 from penstock.models.weights import Weights
+from penstock.parallel.topology import head_share
 
 
 class Attention(Protocol):
@@ -50,18 +52,22 @@ class GroupedQueryAttention:
         hidden, size = config.hidden_size, config.head_dim
         num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         sizes = {"q_proj": num_heads * size, "k_proj": num_kv_heads * size, "v_proj": num_kv_heads * size}
-        # A shard has whole groups: heads of keys and values with the queries that share them.
+        heads = [head_share(num_heads, num_kv_heads, share) for share in weights.share.all]
+        own = heads[weights.share.index]
+        queries, kv = (range(part.start * size, part.stop * size) for part in (own.queries, own.kv))
         has_bias = qkv_bias or config.attention_bias
-        self.qkv = weights.linear(sizes, num_inputs * hidden, has_bias, num_units=num_kv_heads)
-        num_own = len(weights.shard.rows(num_kv_heads, num_kv_heads))
-        own = replace(config, num_attention_heads=num_heads // num_kv_heads * num_own, num_key_value_heads=num_own)
+        self.qkv = weights.linear(
+            sizes, num_inputs * hidden, has_bias, own={"q_proj": queries, "k_proj": kv, "v_proj": kv}
+        )
         norms = [weights.tensor(f"{name}_norm.weight", size) for name in ("q", "k")] if head_norms else []
-        self.attend = PagedAttention(own, layer, rotary, *norms)
-        self.out = weights.linear({"o_proj": hidden}, num_heads * size, config.attention_bias)
+        self.attend = PagedAttention(config, layer, rotary, own, *norms)
+        self.gather = Gather(weights.group, num_heads * size, [len(each.queries) * size for each in heads])
+        self.out = weights.whole_linear("o_proj", hidden, num_heads * size, config.attention_bias)
         self.kv_cache_specs = {self.attend.name: self.attend.spec}
 
     def __call__(self, x: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        return self.out(self.attend(self.qkv(x), positions, context))  # [T, H] -> [T, (Q + 2 KV) D] -> [T, H]
+        attended = self.attend(self.qkv(x), positions, context)  # [T, H] -> [T, (own Q + 2 own KV) D] -> [T, own Q D]
+        return self.out(self.gather(attended))  # [T, Q D] -> [T, H]
 
 
 class GatedMLP:
@@ -70,7 +76,9 @@ class GatedMLP:
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         hidden, inner = config.hidden_size, config.intermediate_size
         self.gate_up = weights.linear({"gate_proj": inner, "up_proj": inner}, hidden, config.mlp_bias)
-        self.down = weights.linear({"down_proj": hidden}, inner, config.mlp_bias)
+        self.gather = Gather(weights.group, inner)
+        self.down = weights.whole_linear("down_proj", hidden, inner, config.mlp_bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(silu_and_mul(self.gate_up(x)))  # [T, H] -> [T, 2 I] -> [T, I] -> [T, H]
+        activated = silu_and_mul(self.gate_up(x))  # [T, H] -> [T, 2 own I] -> [T, own I]
+        return self.down(self.gather(activated))  # [T, I] -> [T, H]

@@ -7,6 +7,7 @@ import importlib
 from penstock.config.model import ModelConfig
 from penstock.models.decoder import Decoder
 from penstock.models.weights import Weights
+from penstock.parallel.topology import Stage
 from penstock.utils.errors import ConfigError
 
 MODELS = ("llama", "mistral", "qwen2", "qwen3")
@@ -21,11 +22,18 @@ def check_supported(config: ModelConfig) -> None:
         )
 
 
-def build_model(config: ModelConfig, weights: Weights, aux_layers: tuple[int, ...] = ()) -> Decoder:
-    """The finished model, which hands out its residual stream at the inputs of `aux_layers` (ascending).
+def build_model(
+    config: ModelConfig,
+    weights: Weights,
+    aux_layers: tuple[int, ...] = (),
+    stage: Stage | None = None,
+    feeds_head: bool = False,
+) -> Decoder:
+    """The finished model or a stage of it, which hands out its residual stream at the inputs of `aux_layers`
+    (ascending); `feeds_head` is as for `Decoder`.
 
     Raises ConfigError for an unknown architecture or an unfit checkpoint.
     """
     check_supported(config)
     module = importlib.import_module(f"penstock.models.{config.model_type}")
-    return Decoder(module.ARCHITECTURE, config, weights, aux_layers)
+    return Decoder(module.ARCHITECTURE, config, weights, aux_layers, stage, feeds_head)

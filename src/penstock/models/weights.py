@@ -18,10 +18,12 @@ from tqdm import tqdm
 
 from penstock.config.model import read_json
 from penstock.kernels.staging import Stager
-from penstock.layers.linear import Linear
+from penstock.layers.embedding import Embedding
+from penstock.layers.linear import GatheredLinear, Linear
+from penstock.parallel.groups import ALONE, TensorGroup
+from penstock.parallel.topology import Share
 from penstock.utils.digest import digest
 from penstock.utils.errors import ConfigError
-from penstock.utils.math import interval
 
 _INDEX = "model.safetensors.index.json"
 _PROGRESS_DELAY_SECONDS = 2.0
@@ -33,20 +35,6 @@ _HOST = torch.device("cpu")
 Part = tuple[slice, ...]
 """Of a tensor: an interval of each dimension, from the first one on; all of those that are left out."""
 ALL: Part = (slice(None),)
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """One rank's share, `index` of `count`, of the tensors that ranks divide among them."""
-
-    index: int = 0
-    count: int = 1
-
-    def rows(self, num_rows: int, num_units: int) -> range:
-        """Its rows of a tensor that is divided into `num_units` units of equally many rows."""
-        assert num_rows % num_units == 0, f"{num_rows} rows in {num_units} equal units"
-        start, end = interval(num_units, self.index, self.count)
-        return range(start * (num_rows // num_units), end * (num_rows // num_units))
 
 
 class WeightSource(Protocol):
@@ -138,8 +126,8 @@ class WeightsDigest:
 class Weights:
     """A source under a prefix, delivering one dtype on one device. `weights / "model"` narrows the prefix.
 
-    Of what ranks divide among them it delivers the `shard` alone. Layers that are made of it are `deterministic`, or as
-    fast as they can be, and `check` sees each of them beside its weight.
+    Of what the ranks of `group` divide among them it delivers this rank's share alone. Layers that are made of it are
+    `deterministic`, or as fast as they can be, and `check` sees each of them beside its weight.
     """
 
     source: WeightSource
@@ -148,7 +136,7 @@ class Weights:
     deterministic: bool = False
     prefix: str = ""
     delivery: Delivery = direct
-    shard: Shard = Shard()
+    group: TensorGroup = ALONE
     digest: WeightsDigest = field(default_factory=WeightsDigest)
     check: Check = trust
 
@@ -163,12 +151,17 @@ class Weights:
         """The tensor `prefix + name`, of exactly this shape: all of it, on every rank."""
         return self.delivery([self._read(name, shape)], shape, self.dtype, self.device)
 
-    def tensors(self, rows: Mapping[str, int], *width: int, num_units: int | None = None) -> torch.Tensor:
-        """[sum of the shard's rows, *width]: the shard's rows of each tensor `prefix + name`, which is [rows, *width].
+    @property
+    def share(self) -> Share:
+        """This rank's, of what its group divides."""
+        return Share(self.group.index, self.group.count)
 
-        Ranks divide each tensor into `num_units` equal units, by default its rows.
+    def tensors(self, rows: Mapping[str, int], *width: int, own: Mapping[str, range] | None = None) -> torch.Tensor:
+        """[sum of this rank's rows, *width]: its rows of each tensor `prefix + name`, which is [rows, *width].
+
+        `own` names them, by default this rank's share of each tensor.
         """
-        own = {name: self.shard.rows(count, num_units or count) for name, count in rows.items()}
+        own = {name: self.share.part(count) for name, count in rows.items()} if own is None else own
         parts = (
             self._read(name, (count, *width), (slice(own[name].start, own[name].stop),)) for name, count in rows.items()
         )
@@ -179,20 +172,38 @@ class Weights:
         outputs: Mapping[str, int],
         width: int,
         bias: bool = False,
-        num_units: int | None = None,
+        own: Mapping[str, range] | None = None,
         is_wide: bool = False,
     ) -> Linear:
         """The projections `outputs`, by name with how many features each has, of `width` inputs, as one layer.
 
-        It has the shard's features: ranks divide each projection into `num_units` equal units, by default its features.
+        It has this rank's features, which `own` names, by default its share of each projection.
         """
-        weights = {f"{name}.weight": count for name, count in outputs.items()}
-        weight = self.tensors(weights, width, num_units=num_units)
-        name = ", ".join(outputs)
-        if not bias:
-            return self.linear_of(name, weight, is_wide=is_wide)
-        biases = {f"{name}.bias": count for name, count in outputs.items()}
-        return self.linear_of(name, weight, self.tensors(biases, num_units=num_units), is_wide)
+        own = {name: self.share.part(count) for name, count in outputs.items()} if own is None else own
+        weight = self._of_projections("weight", outputs, own, width)
+        biases = self._of_projections("bias", outputs, own) if bias else None
+        return self.linear_of(", ".join(outputs), weight, biases, is_wide)
+
+    def whole_linear(
+        self, name: str, size: int, width: int, bias: bool = False, is_wide: bool = False
+    ) -> GatheredLinear:
+        """The projection `name`, whose `size` features the ranks compute together, each its share."""
+        return self.gathered(self.linear({name: size}, width, bias, is_wide=is_wide), size)
+
+    def embedding(self, name: str, vocab_size: int, hidden_size: int) -> Embedding:
+        """The vectors of `vocab_size` tokens, divided among the ranks."""
+        weight = self.tensors({f"{name}.weight": vocab_size}, hidden_size)
+        return Embedding(weight, self.group, vocab_size)
+
+    def gathered(self, linear: Linear, size: int) -> GatheredLinear:
+        """A layer that holds this rank's share of `size` features, with those of the other ranks."""
+        return GatheredLinear(linear, self.group, size)
+
+    def _of_projections(
+        self, kind: str, outputs: Mapping[str, int], own: Mapping[str, range], *width: int
+    ) -> torch.Tensor:
+        rows = {f"{name}.{kind}": count for name, count in outputs.items()}
+        return self.tensors(rows, *width, own={f"{name}.{kind}": part for name, part in own.items()})
 
     def linear_of(
         self, name: str, weight: torch.Tensor, bias: torch.Tensor | None = None, is_wide: bool = False

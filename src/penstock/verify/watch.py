@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from penstock.models.decoder import Decoder
+from penstock.models.decoder import Decoder, IntermediateTensors
 from penstock.utils.digest import digest
 from penstock.verify.recording import row_key, stage_names
 
@@ -84,16 +84,15 @@ class Watch:
         self._requests: list[int] = []
         self._positions: list[int] = []
         self._sampled: list[int] = []
-        of = self._look_at
         # Watched parts behave as what they stand for.
         replaced: dict[str, Any] = {
-            "embedding": _Watched(model.embedding, of("embedding")),
+            "embed": _Watched(model.embed, self._look_at_embedded),
             "layers": [_Watched(layer, self._look_at_layer(number)) for number, layer in enumerate(model.layers)],
             "compute_logits": _Watched(model.compute_logits, self._look_at_logits),
         }
         for name, part in replaced.items():
             setattr(model, name, part)
-        vars(model.norm)["add"] = _Watched(model.norm.add, of("final norm"))
+        vars(model.end.norm)["add"] = _Watched(model.end.norm.add, self._look_at("final norm"))
         self._forward = passes.forward
         passes.forward = self._follow
 
@@ -111,6 +110,9 @@ class Watch:
 
     def _look_at(self, stage: str) -> Callable[[torch.Tensor, tuple[Any, ...]], None]:
         return lambda result, args: self._add(stage, result, range(len(result)))
+
+    def _look_at_embedded(self, result: IntermediateTensors, args: tuple[Any, ...]) -> None:
+        self._add("embedding", result.residual, range(len(result.residual)))
 
     def _look_at_layer(self, number: int) -> Callable[[torch.Tensor, tuple[Any, ...]], None]:
         """The residual stream behind it is the sum of what it returns and of its second argument."""
