@@ -1,8 +1,8 @@
 """Builds the native CPU kernels: one shared library with a plain C interface, loaded by `penstock.kernels.native`.
 
 Every source in `src/penstock/kernels/native` is compiled once per instruction set, with the macro `ISA` naming the
-set, but for `cpu.cpp`, which tells at run time which of them this processor has, and `pool.cpp`, the threads. The
-library links to nothing but the C++ runtime.
+set, but for `cpu.cpp`, which tells at run time which of them this processor has, `pool.cpp`, the threads, and
+`ranks.cpp`, the memory that ranks share. The library links to nothing but the C++ runtime.
 
 A compiler that fails, fails the installation. Without any compiler, or with PENSTOCK_NATIVE=0, the package is installed
 without the library and computes with its torch reference kernels, which are about ten times slower.
@@ -78,7 +78,7 @@ def find_compiler() -> str | None:
 
 def compile_native(compiler: str, target: Path) -> None:
     sets = INSTRUCTION_SETS.get(platform.machine(), {"generic": []})
-    shared = [NATIVE / "cpu.cpp", NATIVE / "pool.cpp"]
+    shared = [NATIVE / "cpu.cpp", NATIVE / "pool.cpp", NATIVE / "ranks.cpp"]
     sources = sorted(set(NATIVE.glob("*.cpp")) - set(shared))
     with tempfile.TemporaryDirectory() as scratch:
         jobs = [(source, [], f"{scratch}/{source.stem}.o") for source in shared]

@@ -17,14 +17,14 @@ ALLOWED = {
     "kernels": {"config", "messages", "utils"},
     "parallel": {"kernels", "config", "messages", "utils"},
     "attention": {"parallel", "kernels", "config", "messages", "utils"},
-    "layers": {"parallel", "attention", "kernels", "config", "messages", "utils"},
-    "models": {"parallel", "layers", "attention", "kernels", "config", "messages", "utils"},
+    "layers": {"attention", "parallel", "kernels", "config", "messages", "utils"},
+    "models": {"layers", "attention", "parallel", "kernels", "config", "messages", "utils"},
     "grammar": {"config", "messages", "utils"},
     "kv_transfer": {"config", "messages", "utils"},
     "core": {"grammar", "kv_transfer", "config", "messages", "utils"},
-    "runner": {"parallel", "kv_transfer", "models", "layers", "attention", "kernels", "config", "messages", "utils"},
-    "worker": {"parallel", "runner", "kv_transfer", "models", "attention", "kernels", "config", "messages", "utils"},
-    "executor": {"worker", "parallel", "kv_transfer", "config", "messages", "utils"},
+    "runner": {"kv_transfer", "models", "layers", "attention", "parallel", "kernels", "config", "messages", "utils"},
+    "worker": {"runner", "kv_transfer", "models", "attention", "parallel", "kernels", "config", "messages", "utils"},
+    "executor": {"worker", "kv_transfer", "parallel", "config", "messages", "utils"},
     "metrics": {"config", "messages", "utils"},
     "tokenizer": {"config", "messages", "utils"},
     "engine": {
@@ -76,8 +76,14 @@ WITHOUT_TORCH = (
     "simulation",
 )
 
-# Modules outside of those folders that the simulation drives.
-MODULES_WITHOUT_TORCH = ("runner.rows", "runner.host_batch", "executor.executor", "worker.messages")
+# Modules outside of those folders that the simulation drives, or that the executor needs beside the engine core.
+MODULES_WITHOUT_TORCH = (
+    "runner.rows",
+    "runner.host_batch",
+    "executor.executor",
+    "worker.messages",
+    "parallel.rank_memory",
+)
 
 # Models may build on one another only through these bases.
 MODEL_BASES = {"interface", "weights", "parts", "decoder"}

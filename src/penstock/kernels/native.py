@@ -13,16 +13,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import math
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from penstock.config import env
 from penstock.utils import logging
+from penstock.utils.cores import core_quota
 from penstock.utils.errors import ConfigError
 
 PREFERENCE = ("amx", "avx512", "avx2", "generic")
@@ -39,16 +40,12 @@ _LIBRARY_PATH = Path(__file__).with_name("libpenstock_native.so")
 
 # OMP_NUM_THREADS, or the cores that this process may run on: asked before anything changes it.
 _TORCH_THREADS = torch.get_num_threads()
-_CGROUP_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # "max 100000", or microseconds of processor time in every so many
 _num_threads = 0
 
 
 def default_num_threads() -> int:
     """OMP_NUM_THREADS, or the cores that this process may run on; never more than its cgroup gives time for."""
-    quota, period = "max", "1"
-    if _CGROUP_QUOTA.exists():
-        quota, period = _CGROUP_QUOTA.read_text().split()
-    return _TORCH_THREADS if quota == "max" else max(1, min(_TORCH_THREADS, math.ceil(int(quota) / int(period))))
+    return min(_TORCH_THREADS, core_quota() or _TORCH_THREADS)
 
 
 def num_threads() -> int:
@@ -75,7 +72,14 @@ class NativeLibrary:
 
         ctypes releases the GIL during the call; pass tensors as `tensor.data_ptr()` for `ctypes.c_void_p`.
         """
-        function = getattr(self._handle, f"penstock_{name}_{self.isa}")
+        return self._declare(f"penstock_{name}_{self.isa}", argtypes, restype)
+
+    def common_function(self, name: str, argtypes: list[type], restype: type) -> Callable[..., int]:
+        """As `function`, for what is compiled once for all instruction sets: `penstock_<name>`."""
+        return self._declare(f"penstock_{name}", argtypes, restype)
+
+    def _declare(self, name: str, argtypes: list[type], restype: type | None) -> Callable[..., Any]:
+        function = getattr(self._handle, name)
         function.argtypes = argtypes
         function.restype = restype
         return function

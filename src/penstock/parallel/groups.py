@@ -1,4 +1,12 @@
-"""How the ranks of an engine exchange tensors."""
+"""How the ranks of an engine reach one another: gathers within a stage, channels between stages.
+
+A rank is a shard `(pp_rank, tp_rank)`, a process or a thread. The ranks of one stage form a `TensorGroup`: they make
+the same calls in the same order. A `TensorChannel` connects two ranks in one direction.
+`penstock.parallel.shared_memory` implements both for one machine, `penstock.parallel.distributed` by torch.distributed.
+
+Every call that waits does so with the GIL released. When another rank of the engine has ended, every call that waits
+raises `RanksLostError` (a `PenstockError`), and so does every later one. Links then serve for nothing but `close`.
+"""
 
 from __future__ import annotations
 
@@ -8,42 +16,77 @@ from typing import Protocol
 
 import torch
 
+FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
 
 class TensorGroup(Protocol):
-    index: int
-    count: int
+    """The ranks of one stage, `count` of them; this is rank `index`. One thread at a time may use it."""
 
-    def gather_columns(self, part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor: ...
+    @property
+    def index(self) -> int: ...
 
-    def barrier(self) -> None: ...
+    @property
+    def count(self) -> int: ...
+
+    def gather_columns(self, part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """part [T, sizes[index]] bfloat16, float16 or float32 -> [T, sum(sizes)], every rank's part in order of ranks.
+
+        T and `sizes` are the same on all ranks; both may contain zeros. The result has the same bits on all ranks. It
+        is valid until the second next call of `gather_columns`, and it may be memory that all ranks share: read only.
+        """
+        ...
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+        ...
+
+
+class TensorChannel(Protocol):
+    """One direction between two ranks: one sends, the other receives, in order. One thread at a time on each side."""
+
+    def send(self, *tensors: torch.Tensor) -> None:
+        """One message. It waits only while the receiver is behind by as many bytes as the channel buffers.
+
+        The tensors may be changed when it returns. They have any shape, not necessarily contiguous, or no element.
+        """
+        ...
+
+    def receive(self) -> tuple[torch.Tensor, ...]:
+        """Waits for the next message: as many tensors as were sent, with their dtypes, shapes and bits.
+
+        They lie in new memory, which belongs to the caller.
+        """
+        ...
+
+    def poll(self) -> bool:
+        """Whether the next message has begun to arrive, so that `receive` would not wait for its sender to begin."""
+        ...
 
 
 class NullGroup:
+    """A stage of one rank."""
+
     index = 0
     count = 1
 
     def gather_columns(self, part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        assert list(sizes) == [part.shape[1]], f"one rank has all columns: {sizes} of {tuple(part.shape)}"
         return part
 
-    def barrier(self) -> None: ...
+    def barrier(self) -> None:
+        pass
 
 
 ALONE = NullGroup()
 
 
-class TensorChannel(Protocol):
-    def send(self, *tensors: torch.Tensor) -> None: ...
-
-    def receive(self) -> tuple[torch.Tensor, ...]: ...
-
-    def poll(self) -> bool: ...
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RankLinks:
-    group: TensorGroup
-    upstream: TensorChannel | None
-    downstream: TensorChannel | None
-    results_out: tuple[TensorChannel, ...]
-    results_in: TensorChannel | None
-    close: Callable[[], None]
+    """What one rank needs to reach the others."""
+
+    group: TensorGroup  # a NullGroup in a stage of one rank
+    upstream: TensorChannel | None  # from (stage - 1, tp rank); None on the first stage
+    downstream: TensorChannel | None  # to (stage + 1, tp rank); None on the last stage
+    results_out: tuple[TensorChannel, ...]  # on the last stage: one to (stage, tp rank) for every earlier stage
+    results_in: TensorChannel | None  # on earlier stages: from (last stage, tp rank)
+    close: Callable[[], None]  # ranks that wait for this one raise RanksLostError; may be called twice

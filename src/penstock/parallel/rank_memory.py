@@ -1,0 +1,116 @@
+"""The memory that the ranks of one engine share: its layout, and what the executor does with it. No torch in here.
+
+The executor creates it and calls `abort` when a rank has died; ranks attach it by name and use it through
+`penstock.parallel.shared_memory`. The layout is arithmetic over (pp, tp): first the words by which ranks wait (a page
+for the engine, then a block for every group and channel), then the buffers. The memory is sparse: what is never
+written takes no room.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from penstock.utils.cores import usable_cores
+from penstock.utils.math import round_up
+from penstock.utils.shared_memory import SharedMemory, create_memory
+
+# A gather of more bytes than a buffer goes in pieces. native/ranks.cpp says why there are three.
+GATHER_BUFFER_BYTES = 32 << 20
+GATHER_BUFFERS = 3
+# Powers of two. A stage runs ahead of the next one by as much as its ring takes: one large prefill, many decode steps.
+STAGE_RING_BYTES = 32 << 20
+RESULTS_RING_BYTES = 1 << 20
+
+# A wait looks at its word for so long before it sleeps, where every rank can have a core: about what a sleep and a
+# wake-up cost.
+SPIN_NANOSECONDS = 40_000
+
+_HEADER_BYTES = 4096
+_ABORTED_OFFSET = 0
+_FACTS_OFFSET, _FACTS = 128, struct.Struct("<iiq")  # pp, tp, nanoseconds to spin
+_GROUP_CONTROL_BYTES, _ARRIVAL_BYTES = 512, 128
+_CHANNEL_CONTROL_BYTES = 640
+_ALIGNMENT = 2 << 20  # a huge page
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """Where a channel lies: its control block and its bytes."""
+
+    control: int
+    start: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Offsets in the memory of an engine with `pp` stages of `tp` ranks."""
+
+    pp: int
+    tp: int
+
+    @property
+    def aborted(self) -> int:
+        return _ABORTED_OFFSET
+
+    @property
+    def num_bytes(self) -> int:
+        stages = (self.pp - 1) * self.tp
+        rings = stages * (STAGE_RING_BYTES + RESULTS_RING_BYTES)
+        return round_up(self._rings + rings, _ALIGNMENT)
+
+    def group_control(self, stage: int) -> int:
+        return _HEADER_BYTES + stage * self._group_control_bytes
+
+    def gather_buffer(self, stage: int, turn: int) -> int:
+        return self._buffers + (stage * GATHER_BUFFERS + turn % GATHER_BUFFERS) * GATHER_BUFFER_BYTES
+
+    def stage_ring(self, stage: int, tp_rank: int) -> Ring:
+        """From (stage, tp_rank) to (stage + 1, tp_rank)."""
+        assert 0 <= stage < self.pp - 1, f"stage {stage} of {self.pp} has none behind it"
+        number = stage * self.tp + tp_rank
+        return Ring(self._channel_control(number), self._rings + number * STAGE_RING_BYTES, STAGE_RING_BYTES)
+
+    def results_ring(self, stage: int, tp_rank: int) -> Ring:
+        """From (the last stage, tp_rank) to (stage, tp_rank)."""
+        assert 0 <= stage < self.pp - 1, f"stage {stage} of {self.pp} sends results to itself"
+        number, stages = stage * self.tp + tp_rank, (self.pp - 1) * self.tp
+        start = self._rings + stages * STAGE_RING_BYTES + number * RESULTS_RING_BYTES
+        return Ring(self._channel_control(stages + number), start, RESULTS_RING_BYTES)
+
+    @property
+    def _group_control_bytes(self) -> int:
+        return _GROUP_CONTROL_BYTES + self.tp * _ARRIVAL_BYTES
+
+    def _channel_control(self, number: int) -> int:
+        return self.group_control(self.pp) + number * _CHANNEL_CONTROL_BYTES
+
+    @property
+    def _buffers(self) -> int:
+        return round_up(self._channel_control(2 * (self.pp - 1) * self.tp), _ALIGNMENT)
+
+    @property
+    def _rings(self) -> int:
+        groups = self.pp if self.tp > 1 else 0
+        return self._buffers + groups * GATHER_BUFFERS * GATHER_BUFFER_BYTES
+
+
+def create_rank_memory(pp: int, tp: int) -> SharedMemory:
+    """Memory for an engine of pp x tp ranks that run on the cores of this process."""
+    memory = create_memory(Layout(pp, tp).num_bytes)
+    spin = SPIN_NANOSECONDS if pp * tp <= usable_cores() else 0
+    _FACTS.pack_into(memory.view, _FACTS_OFFSET, pp, tp, spin)
+    return memory
+
+
+def spin_nanoseconds(memory: SharedMemory, layout: Layout) -> int:
+    """How long the ranks of this engine spin. It must be the memory of an engine with this layout."""
+    pp, tp, spin = _FACTS.unpack_from(memory.view, _FACTS_OFFSET)
+    assert (pp, tp) == (layout.pp, layout.tp), f"the memory is for {pp} x {tp} ranks, not {layout.pp} x {layout.tp}"
+    return spin
+
+
+def abort(memory: SharedMemory) -> None:
+    """Makes every rank that waits, or calls anything later, raise RanksLostError, within a few tenths of a second."""
+    memory.view[_ABORTED_OFFSET] = 1

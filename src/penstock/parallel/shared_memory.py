@@ -1,0 +1,189 @@
+"""Groups and channels over memory that all ranks of an engine map (`penstock.parallel.rank_memory`). CPU tensors only.
+
+A gather is one call: it copies the rank's columns into a buffer that all ranks share and waits for the others' columns,
+so the result needs no further copy. A channel is a ring of bytes. Ranks may be processes or threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Sequence
+
+import torch
+
+from penstock.kernels import rank_exchange
+from penstock.messages.kv_transfer import ShardId
+from penstock.parallel.groups import FLOAT_DTYPES, NullGroup, RankLinks, TensorChannel, TensorGroup
+from penstock.parallel.rank_memory import GATHER_BUFFER_BYTES, GATHER_BUFFERS, Layout, Ring, spin_nanoseconds
+from penstock.utils.errors import RanksLostError
+from penstock.utils.shared_memory import SharedMemory
+
+# Their places are what a message carries.
+_DTYPES = (
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.bool, torch.uint8, torch.int8, torch.int16,
+    torch.int32, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2,
+)  # fmt: skip
+_DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+# A message begins with so many numbers, most often all there are beside the tensors' bytes: how many numbers follow,
+# then of each tensor the dtype's code, the number of dimensions, and the dimensions.
+_FIRST_NUMBERS = 32
+
+
+def shared_links(memory: SharedMemory, pp: int, tp: int, shard: ShardId) -> RankLinks:
+    """The links of rank `shard` of pp x tp, over the memory that `create_rank_memory(pp, tp)` made."""
+    stage, tp_rank = shard
+    assert 0 <= stage < pp and 0 <= tp_rank < tp, f"rank {shard} of {pp} x {tp}"
+    layout, last = Layout(pp, tp), pp - 1
+    mapping = _Mapping(memory, layout)
+    group = _SharedGroup(mapping, stage, tp_rank) if tp > 1 else None
+    earlier = range(last) if stage == last else ()
+    upstream = _SharedChannel(mapping, layout.stage_ring(stage - 1, tp_rank)) if stage > 0 else None
+    downstream = _SharedChannel(mapping, layout.stage_ring(stage, tp_rank)) if stage < last else None
+    results_out = tuple(_SharedChannel(mapping, layout.results_ring(target, tp_rank)) for target in earlier)
+    results_in = _SharedChannel(mapping, layout.results_ring(stage, tp_rank)) if stage < last else None
+    links = [link for link in (group, upstream, downstream, *results_out, results_in) if link is not None]
+
+    def close() -> None:
+        for link in links:
+            link.leave()
+
+    ranks: TensorGroup = group or NullGroup()
+    outgoing: tuple[TensorChannel, ...] = results_out
+    return RankLinks(ranks, upstream, downstream, outgoing, results_in, close)
+
+
+class _Mapping:
+    """The engine's memory, as one rank sees it."""
+
+    def __init__(self, memory: SharedMemory, layout: Layout) -> None:
+        self.memory = memory
+        self.layout = layout
+        self.aborted = memory.address + layout.aborted
+        self.spin_nanoseconds = spin_nanoseconds(memory, layout)
+        self._file = _inode(memory.name)
+
+    def complete(self, status: int, resume: Callable[[], int]) -> None:
+        """Waits until what returned `status` is done; between its slices the interpreter handles signals."""
+        while status != rank_exchange.DONE:
+            if status == rank_exchange.LOST:
+                raise RanksLostError("another rank of this engine has ended")
+            assert status == rank_exchange.PENDING, "the ranks of a stage gather tensors of different shapes"
+            if _inode(self.memory.name) != self._file:
+                raise RanksLostError("the process that started the ranks of this engine has ended")
+            status = resume()
+
+    def check(self) -> None:
+        if ctypes.c_uint32.from_address(self.aborted).value:
+            raise RanksLostError("another rank of this engine has ended")
+
+    def tensor(self, offset: int, dtype: torch.dtype, num_bytes: int) -> torch.Tensor:
+        return torch.frombuffer(self.memory.view, dtype=dtype, count=num_bytes // dtype.itemsize, offset=offset)
+
+
+def _inode(name: str) -> int | None:
+    """The file that a name refers to: a memory's name ends with the process that created it."""
+    try:
+        return os.stat(name).st_ino
+    except OSError:
+        return None
+
+
+class _SharedGroup:
+    def __init__(self, mapping: _Mapping, stage: int, index: int) -> None:
+        self.index = index
+        self.count = mapping.layout.tp
+        self._mapping = mapping
+        control = mapping.memory.address + mapping.layout.group_control(stage)
+        self._seat = rank_exchange.GroupSeat(
+            mapping.aborted, control, mapping.spin_nanoseconds, index, self.count, calls=0
+        )
+        starts = [mapping.layout.gather_buffer(stage, turn) for turn in range(GATHER_BUFFERS)]
+        self._buffers = {
+            dtype: [mapping.tensor(start, dtype, GATHER_BUFFER_BYTES) for start in starts] for dtype in FLOAT_DTYPES
+        }
+        self._turn = 0
+
+    def gather_columns(self, part: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        assert part.dim() == 2 and len(sizes) == self.count, f"{tuple(part.shape)}, {self.count} ranks, sizes {sizes}"
+        assert part.shape[1] == sizes[self.index], f"rank {self.index} has {part.shape[1]} columns of sizes {sizes}"
+        rows, columns, first = part.shape[0], sum(sizes), sum(sizes[: self.index])
+        self._turn += 1
+        if rows * columns * part.element_size() > GATHER_BUFFER_BYTES:
+            return self._gather_pieces(part, columns, first)
+        out = self._buffer(part.dtype, self._turn, rows, columns)
+        self._complete(rank_exchange.gather(self._seat, part, out, first))
+        return out
+
+    def barrier(self) -> None:
+        self._complete(rank_exchange.barrier(self._seat))
+
+    def leave(self) -> None:
+        rank_exchange.leave_group(self._seat)
+
+    def _gather_pieces(self, part: torch.Tensor, columns: int, first: int) -> torch.Tensor:
+        """In this call's buffer and the next call's, in turn: the third holds the last result, which is still valid.
+
+        A piece has been copied by all ranks when the piece after the next one is written: between them lies a gather.
+        """
+        most = GATHER_BUFFER_BYTES // (columns * part.element_size())
+        assert most > 0, f"a row of {columns} columns is larger than the {GATHER_BUFFER_BYTES} bytes of a gather"
+        whole = part.new_empty((part.shape[0], columns))
+        for number, rows in enumerate(part.split(most)):
+            out = self._buffer(part.dtype, self._turn + number % 2, rows.shape[0], columns)
+            self._complete(rank_exchange.gather(self._seat, rows, out, first))
+            whole[number * most : number * most + rows.shape[0]] = out
+        self.barrier()
+        return whole
+
+    def _buffer(self, dtype: torch.dtype, turn: int, rows: int, columns: int) -> torch.Tensor:
+        return self._buffers[dtype][turn % GATHER_BUFFERS].as_strided((rows, columns), (columns, 1))
+
+    def _complete(self, status: int) -> None:
+        if status != rank_exchange.DONE:
+            self._mapping.complete(status, lambda: rank_exchange.wait(self._seat))
+
+
+class _SharedChannel:
+    """Either side of one ring."""
+
+    def __init__(self, mapping: _Mapping, ring: Ring) -> None:
+        self._mapping = mapping
+        base = mapping.memory.address
+        self._end = rank_exchange.ChannelEnd(
+            mapping.aborted, base + ring.control, mapping.spin_nanoseconds, base + ring.start, ring.size
+        )
+
+    def send(self, *tensors: torch.Tensor) -> None:
+        numbers = [number for tensor in tensors for number in (_DTYPE_CODES[tensor.dtype], tensor.dim(), *tensor.shape)]
+        padding = [0] * (_FIRST_NUMBERS - 1 - len(numbers))
+        header = torch.tensor([len(numbers), *numbers, *padding], dtype=torch.int64)
+        pieces = rank_exchange.Pieces([header, *[tensor.detach().contiguous() for tensor in tensors]])
+        write = lambda: rank_exchange.write(self._end, pieces)  # noqa: E731
+        self._mapping.complete(write(), write)
+
+    def receive(self) -> tuple[torch.Tensor, ...]:
+        count, *numbers = self._read(torch.empty(_FIRST_NUMBERS, dtype=torch.int64)).tolist()
+        if count > len(numbers):
+            numbers += self._read(torch.empty(count - len(numbers), dtype=torch.int64)).tolist()
+        tensors: list[torch.Tensor] = []
+        position = 0
+        while position < count:
+            code, dimensions = numbers[position : position + 2]
+            shape = numbers[position + 2 : position + 2 + dimensions]
+            tensors.append(self._read(torch.empty(shape, dtype=_DTYPES[code])))
+            position += 2 + dimensions
+        return tuple(tensors)
+
+    def poll(self) -> bool:
+        self._mapping.check()
+        return rank_exchange.has_begun(self._end)
+
+    def leave(self) -> None:
+        rank_exchange.leave_channel(self._end)
+
+    def _read(self, data: torch.Tensor) -> torch.Tensor:
+        done = ctypes.c_int64(0)
+        read = lambda: rank_exchange.read(self._end, data, done)  # noqa: E731
+        self._mapping.complete(read(), read)
+        return data
