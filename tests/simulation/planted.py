@@ -112,7 +112,7 @@ BUGS = (
         "a preempted request's blocks are free while steps are in flight",
         "preemption_during_loads",
         "core.scheduler:Scheduler._rewind",
-        "self._kv.release(request, last_step)",
+        "self._kv.release(request, self._step)",
         "self._kv.release(request, 0)",
     ),
     bug(

@@ -30,7 +30,12 @@ MAX_MODEL_LEN = 80
 
 
 def make_core(
-    rng: random.Random, windows: tuple[int, ...], depth: int, drafts: int = 0, publisher: EventPublisher | None = None
+    rng: random.Random,
+    windows: tuple[int, ...],
+    depth: int,
+    drafts: int = 0,
+    publisher: EventPublisher | None = None,
+    num_stages: int = 1,
 ) -> tuple[EngineCore, Devices]:
     has_drafter = drafts > 0 and rng.random() < 0.5
     layers = make_layers(windows, 1, has_drafter)
@@ -39,6 +44,7 @@ def make_core(
         max_num_seqs=rng.choice([4, 20]),
         max_model_len=MAX_MODEL_LEN,
         policy=rng.choice(["fcfs", "priority"]),
+        num_stages=num_stages,
         max_num_in_flight=depth,
         drafts=((2, drafts), (rng.choice([3, 100]), max(0, drafts - 1))) if drafts else (),
         num_lookahead_tokens=drafts if any(layer.is_draft for layer in layers) else 0,
@@ -102,6 +108,20 @@ def test_storm(windows: tuple[int, ...], depth: int) -> None:
         hits += stats.prefix_cache_hits
     assert preemptions > 20, "the pools were meant to be too small"
     assert hits > 100, "the prompts were meant to share prefixes"
+
+
+@pytest.mark.parametrize(("num_stages", "depth"), [(2, 2), (2, 3), (3, 3), (3, 4)])
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_storm_with_micro_batches(num_stages: int, depth: int, drafts: int) -> None:
+    preemptions = num_overlapped = 0
+    for seed in range(6):
+        rng = random.Random(f"{seed} {num_stages} {depth} {drafts}")
+        core, devices = make_core(rng, (0,), depth, drafts, num_stages=num_stages)
+        run_storm(rng, core, devices)
+        preemptions += core.stats().num_preemptions
+        num_overlapped += devices.max_ahead > 0
+    assert preemptions > 5
+    assert (num_overlapped > 0) == (drafts > 0 and depth > num_stages), "only asynchronous steps run ahead of tokens"
 
 
 @pytest.mark.parametrize(("windows", "depth", "drafts"), grid([(0,), (0, 9)], (1, 2, 3), (1, 3, 5)))

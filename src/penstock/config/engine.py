@@ -111,7 +111,8 @@ class EngineArgs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Limits of a step. `max_num_in_flight` steps may be scheduled and not yet processed; 1 is synchronous.
+    """Limits of a step. `max_num_in_flight` steps may be scheduled and not yet processed: one for each of `num_stages`,
+    and one more with asynchronous scheduling.
 
     `drafts` says how many drafts per request are proposed while how many requests run: pairs (requests up to, drafts)
     in ascending order; beyond the last pair there are none. `num_lookahead_tokens` is how many positions behind a
@@ -122,10 +123,21 @@ class SchedulerConfig:
     max_num_seqs: int
     max_model_len: int
     policy: str = "fcfs"
+    num_stages: int = 1
     max_num_in_flight: int = 1
     max_num_queued_requests: int = 4096
     drafts: tuple[tuple[int, int], ...] = ()
     num_lookahead_tokens: int = 0
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Into how many the running requests are divided: with one stage, every step takes them all."""
+        return 1 if self.num_stages == 1 else self.max_num_in_flight
+
+    @property
+    def max_steps_ahead(self) -> int:
+        """Steps that may sample for a request before the token of an earlier one is known."""
+        return self.max_num_in_flight - self.num_stages
 
     @property
     def max_num_drafts(self) -> int:
@@ -210,7 +222,7 @@ def resolve(args: EngineArgs, device: str) -> EngineConfig:
             max_num_seqs=args.max_num_seqs,
             max_model_len=max_model_len,
             policy=args.scheduling_policy,
-            max_num_in_flight=2 if is_async else 1,
+            max_num_in_flight=1 + is_async,
             max_num_queued_requests=args.max_num_queued_requests,
             drafts=() if speculative is None else speculative.drafts,
             num_lookahead_tokens=0 if speculative is None else speculative.num_lookahead_tokens,

@@ -55,6 +55,7 @@ class Request:
     Drafts in flight count as accepted, in both; rejected ones are taken back when their step is processed. `num_drafts`
     is how many the device will hold for the next step.
 
+    `num_samples_in_flight` counts those steps in flight that sample for it, `last_sampling_step` is the newest of them.
     `admission` numbers its latest entry into the runner; results of an earlier admission are dropped.
     """
 
@@ -70,8 +71,11 @@ class Request:
         self.num_computed_tokens = 0
         self.num_in_flight_tokens = 0
         self.num_output_placeholders = 0
+        self.num_samples_in_flight = 0
+        self.last_sampling_step = 0
         self.num_drafts = 0
         self.num_cached_tokens = 0
+        self.num_tokens_at_admission = 0
         self.admission = 0
         self.num_failed_loads = 0
         self.finish_reason: FinishReason | None = None
@@ -105,6 +109,11 @@ class Request:
     def num_tokens_to_compute(self) -> int:
         """What a step could compute now, if it had no limits."""
         return len(self.token_ids) + self.num_output_placeholders - self.num_computed_tokens
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Its next step starts inside the tokens that were known when it entered the runner."""
+        return self.num_computed_tokens < self.num_tokens_at_admission
 
     @property
     def has_all_tokens_in_flight(self) -> bool:
@@ -151,6 +160,7 @@ class Request:
         self.set_status(RequestStatus.RUNNING)
         self.admission = admission
         self.num_computed_tokens = num_computed_tokens
+        self.num_tokens_at_admission = len(self.token_ids)
 
     def preempt(self) -> None:
         """Loses its KV, and with it whatever is in flight; the tokens that it has stay."""
@@ -158,26 +168,32 @@ class Request:
         self.num_computed_tokens = 0
         self.num_in_flight_tokens = 0
         self.num_output_placeholders = 0
+        self.num_samples_in_flight = 0
         self.num_drafts = 0
         self.prompt_logprobs.clear()
 
-    def on_scheduled(self, num_tokens: int, num_drafts: int, num_new_drafts: int) -> None:
+    def on_scheduled(self, step: int, num_tokens: int, num_drafts: int, num_new_drafts: int) -> bool:
         """A step will compute `num_tokens`, the last `num_drafts` of them drafts.
 
         If they reach the last known one it samples one token more than there are drafts, and the device will then hold
-        `num_new_drafts`.
+        `num_new_drafts`. Returns whether it samples.
         """
         self.num_computed_tokens += num_tokens
         self.num_in_flight_tokens += num_tokens
-        if self.num_tokens_to_compute == -num_drafts:
-            self.num_output_placeholders += 1 + num_drafts
-            self.num_drafts = num_new_drafts
+        if self.num_tokens_to_compute != -num_drafts:
+            return False
+        self.num_output_placeholders += 1 + num_drafts
+        self.num_samples_in_flight += 1
+        self.last_sampling_step = step
+        self.num_drafts = num_new_drafts
+        return True
 
     def on_processed(self, num_tokens: int, num_drafts: int, num_sampled: int) -> None:
         """A step that computed `num_tokens` has come back with `num_sampled` tokens: one, and the accepted drafts."""
         self.num_in_flight_tokens -= num_tokens
         if num_sampled:
             self.num_output_placeholders -= 1 + num_drafts
+            self.num_samples_in_flight -= 1
             self.num_computed_tokens -= 1 + num_drafts - num_sampled
         assert self.num_in_flight_tokens >= 0, self.request_id
         assert self.num_output_placeholders >= 0, self.request_id

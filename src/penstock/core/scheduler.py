@@ -3,6 +3,8 @@
 `schedule()` is a pure decision over counts: it never sees a tensor, and it may be called again before the results of
 the last step are known (`SchedulerConfig.max_num_in_flight`). `update_from_output()` applies one result. Every rewind
 is a preemption followed by a fresh admission, so the runner can never disagree with the counts here.
+
+With several pipeline stages a step takes one of several micro-batches (`micro_batches`).
 """
 
 from __future__ import annotations
@@ -12,11 +14,13 @@ from typing import Any
 
 from penstock.config.engine import SchedulerConfig
 from penstock.core.kv_cache_manager import KVCacheManager, PrefixHit
+from penstock.core.micro_batches import MicroBatches
 from penstock.core.remote_kv import NO_TRANSFER, KVTransfer, RemoteKV
 from penstock.core.request import Request, RequestStatus
 from penstock.core.request_queue import RequestQueue
 from penstock.core.speculation import SpeculationCounter
 from penstock.core.step_plan import StepPlan
+from penstock.core.step_result import apply_counts, make_output
 from penstock.core.structured_output import StructuredOutputs
 from penstock.kv_transfer.abilities import Abilities
 from penstock.kv_transfer.connector import Match, Released
@@ -58,7 +62,7 @@ class Scheduler:
         self._is_warm_up = is_warm_up
         self._requests: dict[str, Request] = {}
         self._waiting = RequestQueue(config.policy)
-        self._running = RequestQueue(config.policy)
+        self._running = MicroBatches(config)
         self._finished_request_ids: set[str] = set()
         self._rewound_request_ids: set[str] = set()
         # By step in flight, the latest admission when it was scheduled: what was admitted later is not a part of it.
@@ -170,15 +174,21 @@ class Scheduler:
 
     # ---- Decide ----
 
-    def schedule(self) -> SchedulerOutput:
-        """One step: running requests first, then as many waiting ones as fit."""
-        self._step += 1
+    def schedule(self) -> SchedulerOutput | None:
+        """One step: running requests first, then as many waiting ones as fit.
+
+        None when nothing can be computed before a step in flight has come back. What else there is to tell the runner
+        can wait until then.
+        """
         num_drafts = self._config.num_drafts(len(self._running))
-        plan = StepPlan(self._step, self._config.max_num_batched_tokens, num_drafts, self._is_warm_up)
+        plan = StepPlan(self._step + 1, self._config.max_num_batched_tokens, num_drafts, self._is_warm_up)
         self._remote.give_up_overdue()
-        self._schedule_running(plan)
-        if not plan.preempted_request_ids and not plan.is_blocked:
-            self._schedule_waiting(plan)
+        self._running.balance()
+        self._fill(plan)
+        if plan.is_empty and not plan.begins_load and self._last_admissions:
+            self._rewound_request_ids |= plan.preempted_request_ids
+            return None
+        self._step += 1
         output = plan.finish(frozenset(self._finished_request_ids), frozenset(self._rewound_request_ids))
         self._finished_request_ids.clear()
         self._rewound_request_ids.clear()
@@ -186,11 +196,24 @@ class Scheduler:
         return output.with_metadata(self._connector.build_connector_meta(output))
 
     def grammar_masks(self, plan: SchedulerOutput) -> GrammarOutput | None:
-        """The masks of the plan's requests, None where it has none. A barrier's need all earlier steps processed."""
+        """The masks of the plan's requests, None where it has none. Steps up to its `barrier_step` are processed."""
         return self._grammars.masks(plan)
 
-    def _schedule_running(self, plan: StepPlan) -> None:
-        for request in self._running.snapshot():
+    def _fill(self, plan: StepPlan) -> None:
+        """Takes the next micro-batch that has something to compute, and what is admitted to it."""
+        may_admit = True
+        for batch in self._running.turns():
+            self._schedule_running(plan, batch)
+            may_admit &= not plan.preempted_request_ids and not plan.is_blocked
+            if may_admit and self._has_room(batch):
+                self._schedule_waiting(plan, batch)
+                may_admit = False
+            if not plan.is_empty:
+                self._running.end_turn(batch)
+                return
+
+    def _schedule_running(self, plan: StepPlan, batch: int) -> None:
+        for request in self._running.candidates(batch):
             if plan.token_budget == 0:
                 return
             # A request may have been preempted earlier in this loop, and one at its end only waits for its last token.
@@ -206,6 +229,7 @@ class Scheduler:
                 block_ids = self._preempt_for(request, num_slots, plan)
             if block_ids is not None:
                 plan.add_running(request, block_ids, num_tokens + num_drafts, num_drafts)
+                self._running.on_scheduled(request, batch)
 
     def _num_slots(self, request: Request, num_tokens: int) -> int:
         """Slots that a request needs to compute `num_tokens` more, the speculator's lookahead included."""
@@ -216,7 +240,9 @@ class Scheduler:
         """Finds blocks by preempting from the back of the line; None when the request cannot run in this step."""
         while not self._kv.could_grow_after_steps_in_flight(request, num_slots):
             victim = self._running.last()
-            self._preempt(victim, plan)
+            self._rewind(victim)
+            plan.preempted_request_ids.add(victim.request_id)
+            self._num_preemptions += 1
             if victim is request:
                 if not len(self._running):
                     self._remote.on_starved(request)
@@ -228,31 +254,32 @@ class Scheduler:
         plan.is_blocked = True
         return None
 
-    def _preempt(self, request: Request, plan: StepPlan) -> None:
-        self._rewind(request, self._step - 1)
-        plan.preempted_request_ids.add(request.request_id)
-        self._num_preemptions += 1
-
-    def _rewind(self, request: Request, last_step: int) -> None:
-        """Back to the queue with its tokens and without its KV, which steps up to `last_step` may still write."""
+    def _rewind(self, request: Request) -> None:
+        """Back to the queue with its tokens and without its KV, which steps in flight may still write."""
         self._running.remove(request)
         self._remote.detach(request)
-        self._kv.release(request, last_step)
+        self._kv.release(request, self._step)
         request.preempt()
         self._waiting.add(request)
 
-    def _schedule_waiting(self, plan: StepPlan) -> None:
+    def _has_room(self, batch: int) -> bool:
+        """Whether a step of this micro-batch may admit a request."""
+        num_places = self._config.max_num_seqs - len(self._running) - self._remote.num_waiting
+        num_waiting = len(self._waiting) - self._remote.num_waiting - self._grammars.num_compiling
+        return num_places > 0 and self._running.has_room(batch, min(num_waiting, num_places))
+
+    def _schedule_waiting(self, plan: StepPlan, batch: int) -> None:
         num_deferred = index = 0
         while index < len(self._waiting):
             request = self._waiting[index]
             index += 1
-            num_places = self._config.max_num_seqs - len(self._running) - self._remote.num_waiting
-            if plan.token_budget == 0 or num_places <= 0:
+            if plan.token_budget == 0 or not self._has_room(batch):
                 return
             if request.status is RequestStatus.WAITING_FOR_REMOTE_KV or self._grammars.is_compiling(request.request_id):
                 continue
             hit = self._kv.find_prefix(request)
-            if self._waits_for_twin(request, hit):
+            # A running request is about to publish what this one needs. With priorities, it may have the lower one.
+            if self._config.policy == "fcfs" and self._kv.is_being_computed(request, hit):
                 num_deferred += 1
                 if num_deferred == _MAX_DEFERRED:
                     return
@@ -260,12 +287,12 @@ class Scheduler:
             match = self._remote.match(request, hit)
             if match.is_pending:
                 continue
-            if not self._admit(request, hit, match, plan):
+            if not self._admit(request, hit, match, plan, batch):
                 return
             # One that runs now has left the queue.
             index -= not match.is_async
 
-    def _admit(self, request: Request, hit: PrefixHit, match: Match, plan: StepPlan) -> bool:
+    def _admit(self, request: Request, hit: PrefixHit, match: Match, plan: StepPlan, batch: int) -> bool:
         """Lets a request run, or wait for its KV with the blocks that it comes to; False when there are too few."""
         num_present = hit.num_tokens + match.num_tokens
         num_tokens = 0 if match.is_async else min(request.num_tokens - num_present, plan.token_budget)
@@ -275,21 +302,15 @@ class Scheduler:
             return False
         if match.num_tokens:
             self._remote.begin(request, block_ids, hit, match)
+        plan.begins_load |= match.is_async
         if not match.is_async:
             self._kv.count_hit(request, hit)
             self._waiting.remove(request)
-            self._running.add(request)
+            self._running.add(request, batch)
             self._num_admissions += 1
             request.admit(self._num_admissions, num_present)
             plan.add_new(request, block_ids, num_tokens)
         return True
-
-    def _waits_for_twin(self, request: Request, hit: PrefixHit) -> bool:
-        """Whether a running request is about to publish what this one needs, so that waiting saves its computation.
-
-        Under the priority policy no request waits: the twin may be of a lower priority.
-        """
-        return self._config.policy == "fcfs" and self._kv.is_being_computed(request, hit)
 
     # ---- Apply ----
 
@@ -332,7 +353,7 @@ class Scheduler:
             return [self._end(request, FinishReason.ERROR, f"{_LOST_KV}: {reason}" if reason else _LOST_KV)]
         if request.status is RequestStatus.RUNNING:
             # What it has sampled since rests on KV that is not there.
-            self._rewind(request, self._step)
+            self._rewind(request)
             self._rewound_request_ids.add(request.request_id)
         return []
 
@@ -350,18 +371,10 @@ class Scheduler:
             return self._end(request, FinishReason.ERROR, error, is_request_error=True)
         if request_id in result.failed_requests:
             return self._end(request, FinishReason.ERROR, result.failed_requests[request_id])
-        sampled = result.sampled_token_ids[request_id]
-        request.on_processed(num_tokens, num_drafts, len(sampled))
-        if request.num_drafts and not request.num_in_flight_tokens:
-            # No later step has been scheduled on the assumption that all drafts are there: gaps can be left out.
-            request.num_drafts = min(request.num_drafts, result.num_proposed_tokens.get(request_id, request.num_drafts))
-        num_draft_tokens = num_accepted_tokens = 0
-        if num_drafts:
-            num_draft_tokens, num_accepted_tokens = result.num_draft_tokens.get(request_id, 0), len(sampled) - 1
-            self._speculation.count(num_draft_tokens, num_accepted_tokens)
-        if request_id in result.prompt_logprobs and not request.num_output_tokens:
-            request.prompt_logprobs.extend(result.prompt_logprobs[request_id])
+        verified = apply_counts(request, num_tokens, num_drafts, result)
+        self._speculation.count(verified.num_drafts, verified.num_accepted)
         try:
+            sampled = result.sampled_token_ids[request_id]
             new_token_ids, stop_reason = request.append_until_stop(sampled, self._grammars)
         except GrammarError as error:
             return self._end(request, FinishReason.ERROR, str(error), is_request_error=True)
@@ -371,18 +384,7 @@ class Scheduler:
         if not new_token_ids:
             return None
         params = None if request.finish_reason is None else self._finish(request, request.finish_reason)
-        return EngineOutput(
-            request_id=request_id,
-            new_token_ids=new_token_ids,
-            logprobs=result.logprobs[request_id][: len(new_token_ids)] if request_id in result.logprobs else (),
-            prompt_logprobs=request.take_prompt_logprobs() if request.prompt_logprobs else (),
-            finish_reason=request.finish_reason,
-            stop_reason=stop_reason,
-            num_cached_tokens=request.num_cached_tokens,
-            num_draft_tokens=num_draft_tokens,
-            num_accepted_tokens=num_accepted_tokens,
-            kv_transfer_params=params,
-        )
+        return make_output(request, new_token_ids, stop_reason, verified, result, params)
 
     def _end(
         self, request: Request, reason: FinishReason, error: str | None = None, is_request_error: bool = False
@@ -432,6 +434,7 @@ class Scheduler:
             assert 0 <= request.num_in_flight_tokens <= request.num_computed_tokens, request.request_id
             limit = request.num_tokens + request.num_output_placeholders
             assert request.num_computed_tokens <= limit, (request.request_id, request.num_computed_tokens, limit)
+        self._running.check_integrity()
         self._kv.check_integrity()
         self._remote.check_integrity()
         if not self._requests and not self._last_admissions and self._remote.is_idle:

@@ -18,12 +18,19 @@ class StepPlan:
         self.num_drafts_to_propose = num_drafts_to_propose
         self.preempted_request_ids: set[str] = set()
         self.is_blocked = False
+        self.begins_load = False
         self._new: list[NewRequestData] = []
         self._new_block_ids: dict[str, BlockIds] = {}
         self._num_scheduled: dict[str, int] = {}
         self._num_computed: list[int] = []
         self._num_drafts: dict[str, int] = {}
         self._grammar_request_ids: set[str] = set()
+        self._barrier_step = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing has been chosen to be computed."""
+        return not self._num_scheduled
 
     def add_new(self, request: Request, block_ids: BlockIds, num_tokens: int) -> None:
         """A request enters (or re-enters) the runner and computes `num_tokens`."""
@@ -48,14 +55,16 @@ class StepPlan:
         self.token_budget -= num_tokens
         self._num_scheduled[request.request_id] = num_tokens
         self._num_computed.append(request.num_computed_tokens)
-        if request.data.grammar is not None:
-            self._grammar_request_ids.add(request.request_id)
         num_new_drafts = 0
         if self.num_drafts_to_propose:
             num_new_drafts = min(self.num_drafts_to_propose, request.max_drafts)
         if num_drafts:
             self._num_drafts[request.request_id] = num_drafts
-        request.on_scheduled(num_tokens, num_drafts, num_new_drafts)
+        unknown_since = request.last_sampling_step if request.num_samples_in_flight else 0
+        samples = request.on_scheduled(self.step, num_tokens, num_drafts, num_new_drafts)
+        if samples and request.data.grammar is not None:
+            self._grammar_request_ids.add(request.request_id)
+            self._barrier_step = max(self._barrier_step, unknown_since)
 
     def finish(self, finished_request_ids: frozenset[str], rewound_request_ids: frozenset[str]) -> SchedulerOutput:
         """Freezes the plan. Requests that were rewound between two steps leave their rows like preempted ones."""
@@ -71,7 +80,7 @@ class StepPlan:
             grammar_request_ids=frozenset(self._grammar_request_ids),
             finished_request_ids=finished_request_ids,
             preempted_request_ids=rewound_request_ids | self.preempted_request_ids,
-            is_barrier=bool(self._grammar_request_ids),
+            barrier_step=self._barrier_step,
             is_warm_up=self._is_warm_up,
         )
 

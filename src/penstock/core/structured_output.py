@@ -47,6 +47,11 @@ class StructuredOutputs:
                 failed[request_id] = str(error)
         return failed
 
+    @property
+    def num_compiling(self) -> int:
+        """Requests that cannot run yet."""
+        return len(self._compiling)
+
     def wait(self, seconds: float) -> None:
         """Waits until a grammar is compiled, if any is being."""
         if self._compiling:
@@ -64,7 +69,7 @@ class StructuredOutputs:
             self._drafts.update((request_id, ids) for request_id, ids in drafts.items() if request_id in self._grammars)
 
     def masks(self, plan: SchedulerOutput) -> GrammarOutput | None:
-        """The masks of the plan's requests, None where it has none; else all earlier steps must have been processed."""
+        """The masks of the plan's requests, None where it has none; steps up to its `barrier_step` are processed."""
         if not plan.grammar_request_ids:
             return None
         masks: dict[str, np.ndarray] = {}

@@ -126,13 +126,15 @@ class EngineCore:
         processed: list[_Processed] = []
         while len(self._in_flight) < self._max_num_in_flight and self._scheduler.needs_step:
             plan = self._scheduler.schedule()
+            if plan is None:
+                break
             self._note_events(plan)
             self._executor.execute_model(plan)
-            if plan.is_barrier:
+            while self._in_flight and self._in_flight[0][0].step <= plan.barrier_step:
                 # The forward pass runs meanwhile.
-                processed += [self._process_oldest() for _ in range(len(self._in_flight))]
+                processed.append(self._process_oldest())
             self._in_flight.append((plan, self._executor.sample_tokens(self._scheduler.grammar_masks(plan))))
-            if plan.is_empty or plan.is_barrier:
+            if plan.is_empty or processed:
                 break
         if self._in_flight and not processed:
             processed.append(self._process_oldest())

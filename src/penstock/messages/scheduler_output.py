@@ -47,9 +47,10 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     of requests that the runner already holds.
 
     At the end of the step the speculator proposes `num_drafts_to_propose` drafts for every request that samples, and
-    reports those of `grammar_request_ids`, which need a `GrammarOutput` to sample. Such a step is a barrier: what it
-    may sample depends on tokens of earlier steps, whose results are applied first. Finished and preempted requests give
-    up their rows before anything else happens. A warm-up step does not reach the connector.
+    reports those of `grammar_request_ids`, which sample in this step and need a `GrammarOutput` for it. What they may
+    sample depends on their earlier tokens: results of steps up to `barrier_step` are applied first (0: of none).
+    Finished and preempted requests give up their rows before anything else happens. A warm-up step does not reach the
+    connector.
     """
 
     step: int
@@ -64,7 +65,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     finished_request_ids: frozenset[str] = frozenset()
     preempted_request_ids: frozenset[str] = frozenset()
     kv_connector_metadata: KVConnectorMetadata | None = None
-    is_barrier: bool = False
+    barrier_step: int = 0
     is_warm_up: bool = False
 
     @property

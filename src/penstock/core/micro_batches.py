@@ -1,0 +1,111 @@
+"""Divides the running requests into micro-batches, so that the stages of a pipeline have different ones to compute.
+
+A request whose sampled token is not known yet cannot be computed by the first stage. A step therefore takes one
+micro-batch and the next step another, and while the last stage samples for the first, earlier stages compute the
+second. There are as many as steps may be in flight, in turn. With one stage there is one, and every step takes all.
+
+They are balanced by the tokens that their requests take per step while they decode. A request stays where it is unless
+the imbalance is considerable, and it never moves while a token of it is in flight. Inside its prompt, where nothing is
+sampled, a request may run in any step, so that one long prompt keeps all stages busy; it joins the micro-batch of the
+step that samples its first token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from penstock.config.engine import SchedulerConfig
+from penstock.core.request import Request
+from penstock.core.request_queue import RequestQueue
+
+# The lightest micro-batch may have this share of the heaviest one's tokens, or less, before requests move.
+_BALANCED = 0.75
+
+
+class MicroBatches(RequestQueue):
+    """The running requests in the order in which they are served. A micro-batch is a number from 0 on."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        super().__init__(config.policy)
+        self._count = config.num_micro_batches
+        self._max_samples_in_flight = 1 + config.max_steps_ahead
+        self._max_num_drafts = config.max_num_drafts
+        self._batch_of: dict[Request, int] = {}
+        self._num_tokens = [0] * self._count  # per step, while decoding
+        self._last = self._count - 1
+
+    def add(self, request: Request, batch: int = 0) -> None:
+        """A request begins to run."""
+        super().add(request)
+        self._put(request, batch)
+
+    def remove(self, request: Request) -> None:
+        """A request runs no longer."""
+        super().remove(request)
+        self._take(request)
+
+    def turns(self) -> Iterator[int]:
+        """All micro-batches, the one whose turn it is first."""
+        return ((self._last + offset) % self._count for offset in range(1, self._count + 1))
+
+    def end_turn(self, batch: int) -> None:
+        """A step has taken this micro-batch."""
+        self._last = batch
+
+    def candidates(self, batch: int) -> list[Request]:
+        """The requests that a step of this micro-batch may compute, in their order."""
+        members = self.snapshot()
+        if self._count > 1:
+            members = [each for each in members if self._batch_of[each] == batch or each.is_prefilling]
+        return [each for each in members if each.num_samples_in_flight < self._max_samples_in_flight]
+
+    def has_room(self, batch: int, num_waiting: int) -> bool:
+        """Whether a step of this micro-batch may admit a request, while so many could be admitted.
+
+        It may until it has its part of all of them: a burst of short prompts is divided. The lightest always may.
+        """
+        num_tokens = sum(self._num_tokens) + num_waiting * (1 + self._max_num_drafts)
+        return self._count == 1 or self._num_tokens[batch] * self._count < num_tokens
+
+    def on_scheduled(self, request: Request, batch: int) -> None:
+        """A step of this micro-batch computes the request. At the end of its prompt, it stays with this step."""
+        if self._batch_of[request] != batch and not request.is_prefilling:
+            self._take(request)
+            self._put(request, batch)
+
+    def balance(self) -> None:
+        """Moves requests from the heaviest to the lightest micro-batch when these differ much, the last in line first.
+
+        Where all of the heaviest are in flight, this has to wait for one of the next steps.
+        """
+        light, heavy = min(self._num_tokens), max(self._num_tokens)
+        if light > _BALANCED * heavy:
+            return
+        source, target = self._num_tokens.index(heavy), self._num_tokens.index(light)
+        for request in reversed(self.snapshot()):
+            gap = self._num_tokens[source] - self._num_tokens[target]
+            is_movable = self._batch_of[request] == source and not request.num_samples_in_flight
+            if is_movable and 2 * self._tokens_per_step(request) <= gap:
+                self._take(request)
+                self._put(request, target)
+
+    def _tokens_per_step(self, request: Request) -> int:
+        """While it decodes: one, and its drafts."""
+        return 1 + min(self._max_num_drafts, request.max_drafts)
+
+    def _put(self, request: Request, batch: int) -> None:
+        self._batch_of[request] = batch
+        self._num_tokens[batch] += self._tokens_per_step(request)
+
+    def _take(self, request: Request) -> None:
+        self._num_tokens[self._batch_of.pop(request)] -= self._tokens_per_step(request)
+
+    def check_integrity(self) -> None:
+        """Recomputes what the micro-batches hold from the requests that run."""
+        num_tokens = [0] * self._count
+        for request in self:
+            num_tokens[self._batch_of[request]] += self._tokens_per_step(request)
+            in_flight = request.num_samples_in_flight
+            assert in_flight <= self._max_samples_in_flight, f"{request.request_id} is sampled for in {in_flight} steps"
+        assert num_tokens == self._num_tokens, (num_tokens, self._num_tokens)
+        assert len(self._batch_of) == len(self), "a request that does not run is in a micro-batch"

@@ -1,0 +1,56 @@
+"""What a step's result says of one request: its counts, and its next output."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.core.request import Request
+from penstock.messages.outputs import EngineOutput
+from penstock.messages.runner_output import ModelRunnerOutput
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """How many drafts of a request a step has verified, and how many were right."""
+
+    num_drafts: int = 0
+    num_accepted: int = 0
+
+
+def apply_counts(request: Request, num_tokens: int, num_drafts: int, result: ModelRunnerOutput) -> Verified:
+    """A step that computed `num_tokens` of the request, the last `num_drafts` of them drafts, has come back."""
+    request_id = request.request_id
+    num_sampled = len(result.sampled_token_ids[request_id])
+    request.on_processed(num_tokens, num_drafts, num_sampled)
+    if request.num_drafts and not request.num_in_flight_tokens:
+        # No later step has been scheduled on the assumption that all drafts are there: gaps can be left out.
+        request.num_drafts = min(request.num_drafts, result.num_proposed_tokens.get(request_id, request.num_drafts))
+    if request_id in result.prompt_logprobs and not request.num_output_tokens:
+        request.prompt_logprobs.extend(result.prompt_logprobs[request_id])
+    return Verified(result.num_draft_tokens.get(request_id, 0), num_sampled - 1) if num_drafts else Verified()
+
+
+def make_output(
+    request: Request,
+    new_token_ids: tuple[int, ...],
+    stop_reason: int | None,
+    verified: Verified,
+    result: ModelRunnerOutput,
+    params: Mapping[str, Any] | None,
+) -> EngineOutput:
+    """The tokens that the request has just taken over, with all that belongs to them."""
+    request_id = request.request_id
+    return EngineOutput(
+        request_id=request_id,
+        new_token_ids=new_token_ids,
+        logprobs=result.logprobs[request_id][: len(new_token_ids)] if request_id in result.logprobs else (),
+        prompt_logprobs=request.take_prompt_logprobs() if request.prompt_logprobs else (),
+        finish_reason=request.finish_reason,
+        stop_reason=stop_reason,
+        num_cached_tokens=request.num_cached_tokens,
+        num_draft_tokens=verified.num_drafts,
+        num_accepted_tokens=verified.num_accepted,
+        kv_transfer_params=params,
+    )
