@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from penstock.config.kv_cache_groups import attach_layers, block_bytes, group_layers
+from penstock.config.kv_cache_groups import attach_layers, group_layers
 from penstock.core.kv_cache_groups import make_group
 from penstock.core.kv_cache_planning import blocks_for_one_request, longest_request, plan_kv_cache
 from penstock.messages.kv_cache_spec import KVCacheConfig, KVCacheSpec, KVPlane
@@ -55,7 +55,9 @@ def test_attached_layers() -> None:
     (ahead,) = attach_layers({"draft.a": small}, groups, num_tokens_ahead=1)
     (level,) = attach_layers({"draft.b": full}, groups)
     assert (ahead.group, level.group) == (1, 0)
-    assert block_bytes(groups, 16, (ahead, level)) == 3 * full.block_bytes(16) + small.block_bytes(16)
+    assert KVCacheConfig(9, 16, groups, (ahead, level)).bytes_per_block == 3 * full.block_bytes(16) + small.block_bytes(
+        16
+    )
     counts = [KVCacheConfig(9, 16, groups, layers).num_tokens_ahead for layers in ((), (level,), (level, ahead))]
     assert counts == [0, 0, 1]
     with pytest.raises(ConfigError, match=r"draft.a has a sliding window of 128"):
@@ -77,6 +79,11 @@ def test_longest_request_is_exactly_what_planning_accepts() -> None:
         if windows != (10,):
             with pytest.raises(ConfigError, match=f"at most {longest}") as caught:
                 plan_kv_cache(
-                    groups, block_size=BLOCK_SIZE, num_blocks=20, max_model_len=longest + BLOCK_SIZE, max_in_flight=16
+                    groups,
+                    block_size=BLOCK_SIZE,
+                    num_blocks=20,
+                    max_model_len=longest + BLOCK_SIZE,
+                    max_in_flight=16,
+                    bytes_per_block=1 << 20,
                 )
             assert "kv_cache_memory" in str(caught.value)

@@ -69,7 +69,10 @@ class EngineArgs:
         CACHE, 0.9, "share of the device's memory that the engine may use", metavar="SHARE"
     )
     kv_cache_memory: int | None = argument(
-        CACHE, None, "size of the KV cache, such as 4GiB (default: by --gpu-memory-utilization)", unit="bytes"
+        CACHE,
+        None,
+        "size of the KV cache on each device, such as 4GiB (default: by --gpu-memory-utilization)",
+        unit="bytes",
     )
     num_gpu_blocks_override: int | None = argument(CACHE, None, "number of KV blocks, instead of a size")
     scheduling_policy: str = argument(STEPS, "fcfs", "order of waiting requests", POLICIES)

@@ -1,10 +1,10 @@
-"""Which layers share a block table, and how many bytes a block id stands for."""
+"""Which layers share a block table."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from penstock.messages.kv_cache_spec import AttachedLayer, KVCacheGroup, KVCacheSpec
+from penstock.messages.kv_cache_spec import AttachedLayer, KVCacheConfig, KVCacheGroup, KVCacheSpec
 from penstock.utils.errors import ConfigError
 
 
@@ -39,8 +39,19 @@ def attach_layers(
     return tuple(attached)
 
 
-def block_bytes(groups: tuple[KVCacheGroup, ...], block_size: int, attached: tuple[AttachedLayer, ...] = ()) -> int:
-    """Bytes that one block id stands for: its share of every tensor of the cache."""
-    num_tensors = max(len(group.layer_names) for group in groups)
-    of_attached = sum(layer.spec.block_bytes(block_size) for layer in attached)
-    return num_tensors * groups[0].spec.block_bytes(block_size) + of_attached
+def cache_of_one_rank(
+    specs: Mapping[str, KVCacheSpec],
+    draft_specs: Mapping[str, KVCacheSpec],
+    num_tokens_ahead: int,
+    block_size: int,
+) -> KVCacheConfig:
+    """The smallest cache that holds a rank's layers, to run steps on before the engine's cache is planned.
+
+    The groups are numbered among this rank's layers alone.
+    """
+    groups = group_layers(specs)
+    windows = {group.spec.sliding_window for group in groups}
+    # The target's layers with the drafter's window may all be on other stages.
+    elsewhere = {spec.sliding_window: spec for spec in draft_specs.values() if spec.sliding_window not in windows}
+    groups += tuple(KVCacheGroup((), spec) for spec in elsewhere.values())
+    return KVCacheConfig(1, block_size, groups, attach_layers(draft_specs, groups, num_tokens_ahead))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from penstock.config.kv_cache_groups import block_bytes
 from penstock.messages.kv_cache_spec import AttachedLayer, KVCacheConfig, KVCacheGroup
 from penstock.utils.errors import ConfigError
 from penstock.utils.math import cdiv
@@ -30,19 +29,21 @@ def plan_kv_cache(
     num_blocks: int,
     max_model_len: int,
     max_in_flight: int,
+    bytes_per_block: int,
     attached: tuple[AttachedLayer, ...] = (),
 ) -> KVCacheConfig:
     """Checks that a request of `max_model_len` fits into `num_blocks` blocks (the null block included).
 
-    Raises ConfigError that names the flags to turn when it does not.
+    `bytes_per_block` is what a block takes on all ranks together. Raises ConfigError that names the flags to turn when
+    the request does not fit.
     """
     needed = 1 + blocks_for_one_request(groups, block_size, max_model_len, max_in_flight)
     if needed > num_blocks:
-        per_block = block_bytes(groups, block_size, attached)
         fits = longest_request(groups, block_size, num_blocks, max_in_flight)
+        mib = bytes_per_block / 2**20
         raise ConfigError(
-            f"max_model_len={max_model_len} needs {needed} KV blocks ({needed * per_block / 2**20:.0f} MiB), but there "
-            f"are {num_blocks} ({num_blocks * per_block / 2**20:.0f} MiB): lower max_model_len to at most {fits}, or "
+            f"max_model_len={max_model_len} needs {needed} KV blocks ({needed * mib:.0f} MiB), but there are "
+            f"{num_blocks} ({num_blocks * mib:.0f} MiB): lower max_model_len to at most {fits}, or "
             "raise kv_cache_memory, gpu_memory_utilization or num_gpu_blocks_override"
         )
     return KVCacheConfig(num_blocks=num_blocks, block_size=block_size, groups=groups, attached=attached)

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 from penstock.config import env
 from penstock.config.engine import EngineArgs, EngineConfig, SchedulerConfig, check, resolve
-from penstock.config.kv_cache_groups import block_bytes
 from penstock.config.model_path import localise
 from penstock.core.kv_cache_manager import KVCacheManager
 from penstock.core.kv_events import NullKVEventRecorder, StepKVEventRecorder
 from penstock.core.scheduler import Scheduler
 from penstock.core.structured_output import StructuredOutputs
-from penstock.engine.cache_plan import plan_cache
+from penstock.engine.cache_plan import bytes_per_block, plan_cache
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.grammars import make_grammar_backend
 from penstock.engine.transfer import make_transfer
@@ -81,7 +80,7 @@ def _build(args: EngineArgs, on_failure: ExitStack, started: float) -> Engine:
         max_model_len=limits.max_model_len,
         num_blocks=core.num_blocks,
         block_size=cache.block_size,
-        kv_cache_bytes=cache.num_blocks * block_bytes(cache.groups, cache.block_size, cache.attached),
+        kv_cache_bytes=cache.num_blocks * sum(bytes_per_block(cache, facts).values()),
         load_seconds=SystemClock().now() - started,
     )
     return Engine(core, transfer.abilities, config, limits, info)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from penstock.config.engine import CacheConfig, EngineConfig, SchedulerConfig
-from penstock.config.kv_cache_groups import attach_layers, block_bytes, group_layers
+from penstock.config.kv_cache_groups import attach_layers, group_layers
 from penstock.core.kv_cache_planning import longest_request, plan_kv_cache
-from penstock.messages.kv_cache_spec import KVCacheConfig
+from penstock.messages.kv_cache_spec import KVCacheConfig, KVCacheSpec
+from penstock.messages.kv_transfer import ShardId
 from penstock.messages.memory_budget import MemoryBudget
 from penstock.utils import logging
 from penstock.utils.errors import ConfigError
@@ -20,16 +21,16 @@ _MIN_BLOCKS = 2  # the null block, and one
 
 
 def plan_cache(config: EngineConfig, facts: Sequence[WorkerFacts]) -> tuple[SchedulerConfig, KVCacheConfig]:
-    """The scheduler's limits and the cache that every rank can hold. Raises ConfigError that says what to change."""
+    """The scheduler's limits, and the whole engine's cache, of which every rank can hold its part.
+
+    Raises ConfigError that says what to change.
+    """
     limits, block_size = config.scheduler, config.cache.block_size
-    first = facts[0]
-    groups = group_layers(first.kv_cache_specs)
-    attached = attach_layers(first.draft_kv_cache_specs, groups, first.num_tokens_ahead)
-    per_block = block_bytes(groups, block_size, attached)
-    num_blocks = min(num_blocks_in_budget(config.cache, each.memory, per_block) for each in facts)
-    for each in facts:
-        if num_blocks * per_block > each.memory.room:
-            logger.warning("%d KV blocks leave too little memory for the largest step: %s", num_blocks, each.memory)
+    groups = group_layers(_whole_specs({each.shard: each.kv_cache_specs for each in facts}))
+    draft_specs = _whole_specs({each.shard: each.draft_kv_cache_specs for each in facts})
+    attached = attach_layers(draft_specs, groups, max(each.num_tokens_ahead for each in facts))
+    per_rank = bytes_per_block(KVCacheConfig(1, block_size, groups, attached), facts)
+    num_blocks = _num_blocks(config.cache, facts, per_rank)
     max_in_flight = limits.max_num_in_flight * limits.max_num_batched_tokens + limits.num_lookahead_tokens
     longest = longest_request(groups, block_size, num_blocks, max_in_flight)
     if longest < limits.max_model_len and not config.max_model_len_is_explicit and longest >= 2:
@@ -41,9 +42,48 @@ def plan_cache(config: EngineConfig, facts: Sequence[WorkerFacts]) -> tuple[Sche
         num_blocks=num_blocks,
         max_model_len=limits.max_model_len,
         max_in_flight=max_in_flight,
+        bytes_per_block=sum(per_rank.values()),
         attached=attached,
     )
     return limits, planned
+
+
+def bytes_per_block(cache: KVCacheConfig, facts: Sequence[WorkerFacts]) -> dict[ShardId, int]:
+    """What a block of the engine takes on each rank."""
+    return {
+        each.shard: cache.part({**each.kv_cache_specs, **each.draft_kv_cache_specs}).bytes_per_block for each in facts
+    }
+
+
+def _whole_specs(by_rank: Mapping[ShardId, Mapping[str, KVCacheSpec]]) -> dict[str, KVCacheSpec]:
+    """All layers, in the order of the stages, with all heads of the model."""
+    whole: dict[str, KVCacheSpec] = {}
+    ends: dict[str, int] = {}
+    for shard in sorted(by_rank):
+        for name, spec in by_rank[shard].items():
+            assert whole.setdefault(name, spec.whole()) == spec.whole(), f"{name} of rank {shard}: {spec}"
+            first, end = spec.heads
+            assert first <= ends.get(name, 0), f"{name}: no rank has the KV heads [{ends.get(name, 0)}, {first})"
+            ends[name] = max(end, ends.get(name, 0))
+    for name, spec in whole.items():
+        assert ends[name] == spec.heads[1], f"{name}: no rank has the KV heads [{ends[name]}, {spec.heads[1]})"
+    return whole
+
+
+def _num_blocks(config: CacheConfig, facts: Sequence[WorkerFacts], per_rank: Mapping[ShardId, int]) -> int:
+    """What the memory with the least room holds, each for the parts of all ranks that use it."""
+    pools: dict[str, list[WorkerFacts]] = {}
+    for each in facts:
+        pools.setdefault(each.memory.pool or f"rank {each.shard}", []).append(each)
+    budgets = [
+        (MemoryBudget.of_pool([each.memory for each in users]), sum(per_rank[each.shard] for each in users))
+        for users in pools.values()
+    ]
+    num_blocks = min(num_blocks_in_budget(config, budget, num_bytes) for budget, num_bytes in budgets)
+    for budget, num_bytes in budgets:
+        if num_blocks * num_bytes > budget.room:
+            logger.warning("%d KV blocks leave too little memory for the largest step: %s", num_blocks, budget)
+    return num_blocks
 
 
 def num_blocks_in_budget(config: CacheConfig, budget: MemoryBudget, bytes_per_block: int) -> int:

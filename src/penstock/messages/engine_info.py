@@ -9,8 +9,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """`kernels` is the kernel set in use: an instruction set of the native library (amx, avx512, avx2, generic), or
     torch, or triton. `device_name` is a GPU's product name, empty for a CPU; `num_threads` is what a CPU computes with.
 
-    `kv_cache_bytes` and `num_blocks` are of one rank; `load_seconds` is from the first worker's start to the warm-up's
-    end.
+    `kv_cache_bytes` is of all ranks, each of which stores its part of every block; `load_seconds` is from the first
+    worker's start to the warm-up's end.
     """
 
     dtype: str

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 NULL_BLOCK = 0
 """Stands for padding and for blocks that left a sliding window; no request owns it and it is never read."""
@@ -21,16 +22,48 @@ class KVPlane:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """One layer's cache. `sliding_window` is the number of tokens that a query sees, itself included; 0 means all."""
+    """One layer's cache, with all of the model's KV heads or with those that one rank has of them.
+
+    `sliding_window` is the number of tokens that a query sees, itself included; 0 means all. Other ranks have the
+    `heads_before` and `heads_behind` the heads of `planes`.
+    """
 
     planes: tuple[KVPlane, ...]
     dtype: str
     sliding_window: int = 0
+    heads_before: int = 0
+    heads_behind: int = 0
 
     @classmethod
-    def keys_and_values(cls, num_heads: int, head_size: int, dtype: str, sliding_window: int = 0) -> KVCacheSpec:
-        """The usual cache: a key and a value of `num_heads` heads each."""
-        return cls(tuple(KVPlane(name, num_heads, head_size) for name in ("keys", "values")), dtype, sliding_window)
+    def keys_and_values(
+        cls,
+        num_heads: int,
+        head_size: int,
+        dtype: str,
+        sliding_window: int = 0,
+        first_head: int = 0,
+        total_heads: int | None = None,
+    ) -> KVCacheSpec:
+        """The usual cache: a key and a value of `num_heads` heads each.
+
+        They are the heads from `first_head` on of the model's `total_heads`, by default all of them.
+        """
+        planes = tuple(KVPlane(name, num_heads, head_size) for name in ("keys", "values"))
+        behind = 0 if total_heads is None else total_heads - first_head - num_heads
+        assert first_head >= 0 and behind >= 0, f"heads {first_head} + {num_heads} of {total_heads}"
+        return cls(planes, dtype, sliding_window, first_head, behind)
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """The interval [first, end) of the model's KV heads that are stored. All planes have the same."""
+        (num_heads,) = {plane.num_heads for plane in self.planes}
+        return self.heads_before, self.heads_before + num_heads
+
+    def whole(self) -> KVCacheSpec:
+        """The same layer with all of the model's KV heads."""
+        others = self.heads_before + self.heads_behind
+        planes = tuple(replace(plane, num_heads=plane.num_heads + others) for plane in self.planes)
+        return replace(self, planes=planes, heads_before=0, heads_behind=0)
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one block of this layer, all planes together."""
@@ -45,7 +78,7 @@ class KVCacheSpec:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheGroup:
-    """Layers that store alike and therefore share one block table."""
+    """Layers that store alike and therefore share one block table; a rank may have none of a group's layers."""
 
     layer_names: tuple[str, ...]
     spec: KVCacheSpec
@@ -66,8 +99,9 @@ class AttachedLayer:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheConfig:
-    """The planned cache. Block ids are shared by all groups: the j-th layer of every group lives in tensor j.
+    """The planned cache, of the whole engine or of one rank (`part`): the groups have the same numbers in both.
 
+    Block ids are shared by all groups: on every rank the j-th layer of every group lives in tensor j.
     Block 0 is the null block: it stands for padding and for blocks that left a sliding window, and is never read.
     """
 
@@ -82,9 +116,36 @@ class KVCacheConfig:
         specs = [own.spec] * len(own.layer_names) + [layer.spec for layer in self.attached if layer.group == group]
         return sum(spec.block_bytes(self.block_size) for spec in specs)
 
+    def part(self, specs: Mapping[str, KVCacheSpec]) -> KVCacheConfig:
+        """What one rank stores of it. `specs` are those of the rank's layers, a speculator's included, with its heads.
+
+        A group without layers on this rank keeps its number, and its spec is the whole model's.
+        """
+        planned = {name: group.spec for group in self.groups for name in group.layer_names}
+        planned |= {layer.name: layer.spec for layer in self.attached}
+        for name, spec in specs.items():
+            assert planned.get(name) == spec.whole(), f"{name} stores {spec}, planned is {planned.get(name)}"
+        groups: list[KVCacheGroup] = []
+        for group in self.groups:
+            names = tuple(name for name in group.layer_names if name in specs)
+            groups.append(KVCacheGroup(names, specs[names[0]] if names else group.spec))
+        attached = (replace(layer, spec=specs[layer.name]) for layer in self.attached if layer.name in specs)
+        return replace(self, groups=tuple(groups), attached=tuple(attached))
+
     @property
     def num_tensors(self) -> int:
         return max(len(group.layer_names) for group in self.groups)
+
+    @property
+    def shared_spec(self) -> KVCacheSpec:
+        """What a tensor that the groups share has room for: the spec of any group that has layers."""
+        return next(group.spec for group in self.groups if group.layer_names)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes that one block id stands for: its share of every tensor of one rank's cache."""
+        attached = sum(layer.spec.block_bytes(self.block_size) for layer in self.attached)
+        return self.num_tensors * self.shared_spec.block_bytes(self.block_size) + attached
 
     @property
     def num_tokens_ahead(self) -> int:

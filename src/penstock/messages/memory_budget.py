@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from penstock.utils.math import cdiv
@@ -12,6 +14,7 @@ class MemoryBudget(msgspec.Struct, frozen=True):
 
     `in_use` is everybody's and includes what torch knows nothing of; `step` is what the largest step needs on top of
     it, `graphs` what captured graphs will. A cache without a configured size takes at most `most`.
+    Ranks whose budgets name the same `pool` use the same memory; without a name a rank has its memory for itself.
     """
 
     total: int
@@ -19,6 +22,19 @@ class MemoryBudget(msgspec.Struct, frozen=True):
     step: int = 0
     graphs: int = 0
     most: int = 1 << 62
+    pool: str = ""
+
+    @classmethod
+    def of_pool(cls, budgets: Sequence[MemoryBudget]) -> MemoryBudget:
+        """That of the memory that several ranks use, by what each of them has measured of it."""
+        return cls(
+            total=min(each.total for each in budgets),
+            in_use=max(each.in_use for each in budgets),
+            step=sum(each.step for each in budgets),
+            graphs=sum(each.graphs for each in budgets),
+            most=min(each.most for each in budgets),
+            pool=budgets[0].pool,
+        )
 
     @property
     def taken(self) -> int:

@@ -16,7 +16,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in D
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """The allocated cache: one tensor per layer name, those of one position in their groups sharing memory.
+    """One rank's allocated cache: one tensor per layer name, those of one position in their groups sharing memory.
 
     `shared` is memory with a name that tensors lie in, by the address of their storage.
     """
@@ -33,7 +33,7 @@ def allocate_kv_cache(config: KVCacheConfig, allocate: Callable[[int], torch.Ten
         shape, dtype = _shape(config, spec), TORCH_DTYPES[spec.dtype]
         return allocate(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
-    storages = [tensor(config.groups[0].spec) for _ in range(config.num_tensors)]
+    storages = [tensor(config.shared_spec) for _ in range(config.num_tensors)]
     tensors = {
         name: storages[index].view(_shape(config, group.spec))
         for group in config.groups

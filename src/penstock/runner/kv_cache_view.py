@@ -43,12 +43,11 @@ class TensorKVCacheView:
 
 def layout_of(cache: KVCache) -> KVLayout:
     """Describes the tensors as they are; those of one storage lie in one region."""
-    group_of = {layer.name: layer.group for layer in cache.config.attached}
-    group_of |= {name: number for number, group in enumerate(cache.config.groups) for name in group.layer_names}
-    names = [name for group in cache.config.groups for name in group.layer_names]
+    places = [(name, n, group.spec) for n, group in enumerate(cache.config.groups) for name in group.layer_names]
+    places += [(layer.name, layer.group, layer.spec) for layer in cache.config.attached]
     regions: dict[int, MemoryRegion] = {}
     layers: list[LayerLayout] = []
-    for name in (*names, *(layer.name for layer in cache.config.attached)):
+    for name, group, spec in places:
         tensor = cache.tensors[name]
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
@@ -57,14 +56,14 @@ def layout_of(cache: KVCache) -> KVLayout:
         region = regions.setdefault(region.address, region)
         layer = LayerLayout(
             name=name,
-            group=group_of[name],
+            group=group,
             region=region.name,
             offset=tensor.data_ptr() - region.address,
             dtype=str(tensor.dtype).removeprefix("torch."),
             axes=_AXES,
             shape=tuple(tensor.shape),
             strides=tuple(stride * tensor.itemsize for stride in tensor.stride()),
-            heads=(0, tensor.shape[_AXES.index("head")]),
+            heads=spec.heads,
         )
         layers.append(layer)
     return KVLayout(cache.config.block_size, tuple(regions.values()), tuple(layers))

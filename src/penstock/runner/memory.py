@@ -8,6 +8,7 @@ instead: weights are allocated once (`penstock.models.weights`), and what a prof
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,7 +52,7 @@ class HostMemory:
     def budget(self, largest_step: Callable[[], None], graph_bytes: int) -> MemoryBudget:
         """Nothing is measured: other processes use the same memory."""
         total = self.total()
-        return MemoryBudget(total, total - self.available(), most=CPU_DEFAULT_KV_BYTES)
+        return MemoryBudget(total, total - self.available(), most=CPU_DEFAULT_KV_BYTES, pool=_this_machine())
 
 
 class MemoryMeter(Protocol):
@@ -93,6 +94,12 @@ def is_out_of_memory(error: Exception) -> bool:
         return True
     text = str(error).lower()
     return any(sign in text for sign in _OUT_OF_MEMORY)
+
+
+def _this_machine() -> str:
+    """A name that no other machine has, and that all processes here agree on."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    return boot_id.read_text().strip() if boot_id.exists() else platform.node()
 
 
 def _linux_available_bytes() -> int:

@@ -24,8 +24,7 @@ from tqdm import tqdm
 
 import penstock
 from penstock.config.engine import EngineConfig
-from penstock.config.kv_cache_groups import attach_layers, group_layers
-from penstock.messages.kv_cache_spec import KVCacheConfig
+from penstock.config.kv_cache_groups import cache_of_one_rank
 from penstock.messages.scheduler_output import NO_GRAMMARS, SchedulerOutput
 from penstock.runner.kv_cache import allocate_kv_cache
 from penstock.utils import logging
@@ -145,11 +144,10 @@ def walk(config: EngineConfig, device: torch.device) -> None:
     config = replace(config, execution=replace(config.execution, attention_backend="auto"))
     parts = make_parts(device)
     loaded = load_model(replace(config, device=device.type), parts)
-    groups = group_layers(loaded.model.kv_cache_specs)
-    attached = attach_layers(loaded.draft_kv_cache_specs, groups, loaded.num_tokens_ahead)
-    cache = KVCacheConfig(1, config.cache.block_size, groups, attached)
+    specs, draft_specs, ahead = loaded.model.kv_cache_specs, loaded.draft_kv_cache_specs, loaded.num_tokens_ahead
+    cache = cache_of_one_rank(specs, draft_specs, ahead, config.cache.block_size)
     runner = make_runner(parts, loaded, allocate_kv_cache(cache, parts.allocate), config)
-    for plan in _steps(config, len(groups)):
+    for plan in _steps(config, len(cache.groups)):
         runner.execute_model(plan)
         runner.sample_tokens(NO_GRAMMARS)
     if config.kv_transfer is not None:

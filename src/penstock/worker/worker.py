@@ -18,7 +18,7 @@ import torch
 
 from penstock.config import env
 from penstock.config.engine import EngineArgs, EngineConfig
-from penstock.config.kv_cache_groups import attach_layers, block_bytes, group_layers
+from penstock.config.kv_cache_groups import cache_of_one_rank
 from penstock.kernels import native
 from penstock.kv_transfer.connector import WorkerConnector
 from penstock.kv_transfer.factory import import_connector, make_worker_connector
@@ -62,15 +62,14 @@ class LoadedWorker:
         self._config = config
         self._loaded = loaded
         self._parts = parts
-        groups = group_layers(loaded.model.kv_cache_specs)
-        attached = attach_layers(loaded.draft_kv_cache_specs, groups, loaded.num_tokens_ahead)
-        smallest = KVCacheConfig(1, config.cache.block_size, groups, attached)
+        specs, draft_specs, ahead = loaded.model.kv_cache_specs, loaded.draft_kv_cache_specs, loaded.num_tokens_ahead
+        smallest = cache_of_one_rank(specs, draft_specs, ahead, config.cache.block_size)
         self.facts = WorkerFacts(
             shard=shard,
             device=config.device,
-            kv_cache_specs=dict(loaded.model.kv_cache_specs),
-            draft_kv_cache_specs=loaded.draft_kv_cache_specs,
-            num_tokens_ahead=loaded.num_tokens_ahead,
+            kv_cache_specs=dict(specs),
+            draft_kv_cache_specs=draft_specs,
+            num_tokens_ahead=ahead,
             memory=memory_budget(config, loaded, smallest, parts),
             arithmetic=parts.arithmetic(config.execution),
             weights_digest=loaded.weights_digest,
@@ -85,7 +84,8 @@ class LoadedWorker:
         connector: WorkerConnector = NullWorkerConnector()
         if plan.connector is not None:
             connector = make_worker_connector(plan.connector, self.facts.shard, plan.connector_setup)
-        cache = self._allocate(plan.cache, is_shared=connector.needs_shared_memory)
+        own = plan.cache.part({**self.facts.kv_cache_specs, **self.facts.draft_kv_cache_specs})
+        cache = self._allocate(own, is_shared=connector.needs_shared_memory)
         rows = f"token ids and drafts of max_num_seqs={limits.max_num_seqs} requests of {limits.max_model_len} tokens"
         with memory_for(rows, loaded.device, lambda: "lower max_num_seqs or max_model_len"):
             planned = replace(config, scheduler=limits)
@@ -95,7 +95,7 @@ class LoadedWorker:
 
     def _allocate(self, planned: KVCacheConfig, *, is_shared: bool) -> KVCache:
         config, budget, memory = self._config.cache, self.facts.memory, self._parts.memory
-        needed = planned.num_blocks * block_bytes(planned.groups, planned.block_size, planned.attached)
+        needed = planned.num_blocks * planned.bytes_per_block
         # What is free may lie in pieces: less than was asked for in any case.
         fits = max(0, min(memory.available(), budget.room, needed * 99 // 100))
 
@@ -103,7 +103,7 @@ class LoadedWorker:
             if config.num_blocks_override is not None:
                 return f"lower num_gpu_blocks_override to {planned.num_blocks * fits // needed}"
             if config.kv_cache_memory is not None:
-                return f"lower kv_cache_memory to {fits}"
+                return f"lower kv_cache_memory to {config.kv_cache_memory * fits // needed}"
             lower = math.floor(100 * (config.gpu_memory_utilization - (needed - fits) / memory.total())) / 100
             return f"lower gpu_memory_utilization from {config.gpu_memory_utilization} to {lower}"
 

@@ -76,8 +76,8 @@ class _Jobs:
 
 
 class BlockTransfers:
-    """`layers` are the tensors of each group, [num_blocks, bytes of a block] uint8. Threading: the runner's thread
-    calls, `take` is called on a thread of its own."""
+    """`layers` are the tensors of each group, [num_blocks, bytes of a block] uint8; a group without any has no blocks
+    to move. Threading: the runner's thread calls, `take` is called on a thread of its own."""
 
     def __init__(
         self,
@@ -88,12 +88,12 @@ class BlockTransfers:
         waits: bool = False,
     ) -> None:
         """With `waits` every transfer has ended when it is returned."""
-        self._device = layers[0][0].device
-        self._tables = [LayerTable.of(each) for each in layers]
+        self._tables = {group: LayerTable.of(each) for group, each in enumerate(layers) if each}
+        self._device = next(iter(self._tables.values())).table.device
         self._sizes = [[layer.shape[1] for layer in each] for each in layers]
         self._queue = queue
         self._waits = waits
-        self._piece_bytes = max(piece_bytes, *(table.block_bytes for table in self._tables))
+        self._piece_bytes = max(piece_bytes, *(table.block_bytes for table in self._tables.values()))
         self._room = _Room(max_waiting_bytes)
         self._host = queue.allocate(self._piece_bytes)  # for the thread alone
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-blocks")

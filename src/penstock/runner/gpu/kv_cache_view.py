@@ -26,7 +26,7 @@ class GpuKVCacheView(TensorKVCacheView):
     def _transfers(self) -> BlockTransfers:
         """Made when it is first used, which in most engines is never: it has a thread and memory of its own."""
         layers = [[self._rows[name] for name in names] for names in self._names]
-        device = layers[0][0].device
+        device = next(iter(self._rows.values())).device
         if device.type == "cuda":
             return BlockTransfers(layers, CudaCopyQueue(device))
         # Triton's interpreter is for one thread at a time.

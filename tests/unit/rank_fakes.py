@@ -1,0 +1,80 @@
+"""What the ranks of an engine report of a small model, for every way to divide it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.config.engine import EngineArgs, EngineConfig
+from penstock.messages.kv_cache_spec import KVCacheSpec
+from penstock.messages.kv_transfer import ShardId
+from penstock.messages.memory_budget import MemoryBudget
+from penstock.utils.math import interval
+from penstock.worker.messages import WorkerFacts
+from penstock.worker.parts import make_config
+
+NUM_HEADS = 4
+HEAD_SIZE = 8
+# Stages of this model have sliding layers alone, full ones alone, or both.
+WINDOWS = (32, 32, 32, 0, 32, 0, 0)
+DRAFT = {"draft.model.layers.0.self_attn": 32}
+PLENTY = MemoryBudget(total=1 << 40, in_use=0)
+
+
+def layer_name(number: int) -> str:
+    return f"model.layers.{number}.self_attn"
+
+
+def stages_of(pp: int, counts: Sequence[int] | None = None) -> list[range]:
+    """As equal as may be, or with these numbers of layers."""
+    if counts is None:
+        return [range(*interval(len(WINDOWS), stage, pp)) for stage in range(pp)]
+    return [range(sum(counts[:stage]), sum(counts[: stage + 1])) for stage in range(pp)]
+
+
+def heads_of(num_heads: int, rank: int, tp: int) -> tuple[int, int]:
+    """Some of the heads, or one of them where there are more ranks than heads."""
+    if tp <= num_heads:
+        return interval(num_heads, rank, tp)
+    head = rank * num_heads // tp
+    return head, head + 1
+
+
+def make_facts(
+    pp: int,
+    tp: int,
+    counts: Sequence[int] | None = None,
+    num_heads: int = NUM_HEADS,
+    memory: dict[ShardId, MemoryBudget] | None = None,
+    has_drafter: bool = True,
+) -> list[WorkerFacts]:
+    """The drafter has half as many heads, and its layer is on the last stage, under the sliding windows' tables."""
+
+    def spec(total: int, rank: int, window: int) -> KVCacheSpec:
+        first, end = heads_of(total, rank, tp)
+        return KVCacheSpec.keys_and_values(end - first, HEAD_SIZE, "bfloat16", window, first, total)
+
+    facts: list[WorkerFacts] = []
+    for stage, layers in enumerate(stages_of(pp, counts)):
+        drafts = DRAFT if has_drafter and stage == pp - 1 else {}
+        for rank in range(tp):
+            each = WorkerFacts(
+                shard=(stage, rank),
+                device="cpu",
+                kv_cache_specs={layer_name(number): spec(num_heads, rank, WINDOWS[number]) for number in layers},
+                draft_kv_cache_specs={name: spec(num_heads // 2, rank, window) for name, window in drafts.items()},
+                num_tokens_ahead=1 if drafts else 0,
+                memory=(memory or {}).get((stage, rank), PLENTY),
+                arithmetic="generic",
+                weights_digest=b"",
+                kernels="generic",
+                device_name="",
+                num_threads=1,
+            )
+            facts.append(each)
+    return facts
+
+
+def make_engine_config(**given: int) -> EngineConfig:
+    """Of the built-in model: what the planning takes from it is its limits."""
+    args = {"device": "cpu", "max_model_len": 64, "max_num_batched_tokens": 64, **given}
+    return make_config(EngineArgs(**args))  # pyright: ignore[reportArgumentType]
