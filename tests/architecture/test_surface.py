@@ -21,9 +21,9 @@ ENGINE_FLAGS = {
     "--gpu-memory-utilization", "--kv-cache-memory", "--kv-events-config", "--kv-transfer-config",
     "--load-format", "--max-model-len",
     "--max-num-batched-tokens", "--max-num-queued-requests", "--max-num-seqs", "--model", "--num-gpu-blocks-override",
-    "--num-threads",
+    "--num-threads", "--pipeline-layers", "--pipeline-parallel-size",
     "--revision", "--scheduling-policy", "--seed", "--skip-tokenizer-init", "--speculative-config",
-    "--tokenizer",
+    "--tensor-parallel-size", "--tokenizer",
 }  # fmt: skip
 SERVER_FLAGS = {
     "--access-log", "--admin-api-key", "--admin-port", "--allow-unauthenticated", "--allowed-origin", "--api-key",

@@ -29,7 +29,7 @@ ROWS = [
     "plain run", "in company", "asynchronous scheduling", "chunked prefill", "prefix hits", "preemption",
     "KV offloaded: saved, loaded", "KV offloaded: and preempted",
     "drafts: ngram", "drafts: mtp", "structured outputs", "structured outputs, drafts", "everything at once",
-    "everything, worker by mp",
+    "everything, worker by mp", "tensor parallel", "pipeline parallel", "everything, 2 x 2 ranks",
     "as configured",
 ]  # fmt: skip
 

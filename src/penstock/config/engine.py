@@ -25,7 +25,7 @@ BUILT_IN_MODEL = "demo"
 DEVICES = ("auto", "cpu", "cuda")
 POLICIES = ("fcfs", "priority")
 LOAD_FORMATS = ("auto", "dummy")
-EXECUTOR_BACKENDS = ("uniproc", "mp")
+EXECUTOR_BACKENDS = ("uniproc", "mp", "ray")
 ATTENTION_BACKENDS = ("auto", "triton", "flashinfer", "flash_attention", "native")
 
 
@@ -34,6 +34,7 @@ _TOKENS_OF_A_STEP = {"cpu": 2048, "cuda": 8192}
 
 
 MODEL, DEVICE, STEPS, CACHE = "model", "device and kernels", "scheduling and speculation", "KV cache"
+RANKS = "ranks"
 """Groups of arguments, as the command line's help shows them."""
 
 
@@ -49,8 +50,17 @@ class EngineArgs:
     check_weights: bool = argument(MODEL, False, "at the start, compare packed weights with the tensors that were read")
     dtype: str = argument(MODEL, "auto", "bfloat16, float16 or float32; auto is the checkpoint's", metavar="DTYPE")
     device: str = argument(DEVICE, "auto", "auto uses CUDA where it is available, else the CPU", DEVICES)
-    distributed_executor_backend: str = argument(
-        DEVICE, "uniproc", "where the worker runs: uniproc in the engine's process, mp in its own", EXECUTOR_BACKENDS
+    tensor_parallel_size: int = argument(RANKS, 1, "ranks that divide every layer among them", metavar="N")
+    pipeline_parallel_size: int = argument(RANKS, 1, "stages that divide the layers among them", metavar="N")
+    pipeline_layers: str | None = argument(
+        RANKS, None, "layers of each stage, such as 10,12,6 (default: as equal as may be)", metavar="N,N,..."
+    )
+    distributed_executor_backend: str | None = argument(
+        RANKS,
+        None,
+        "where the ranks run: uniproc in the engine's process, mp in processes of their own, ray on a cluster "
+        "(default: mp if there are several, else uniproc)",
+        EXECUTOR_BACKENDS,
     )
     attention_backend: str = argument(
         DEVICE, "auto", "the implementation of attention (docs/GPU.md)", ATTENTION_BACKENDS, metavar="NAME"
@@ -98,6 +108,15 @@ class EngineArgs:
     speculative_config: str | Mapping[str, Any] | None = argument(
         STEPS, None, 'speculative decoding: {"method": "mtp", "num_speculative_tokens": 3}', metavar="JSON"
     )
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def executor_backend(self) -> str:
+        """The one that was asked for, or the one for so many ranks."""
+        return self.distributed_executor_backend or ("uniproc" if self.num_ranks == 1 else "mp")
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineArgs:
@@ -156,6 +175,22 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """How the model is divided among ranks: `tp` ranks hold a share of every layer of each of `pp` stages.
+
+    `layer_counts` are the stages' layers, empty where they are to be as equal as may be.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    layer_counts: tuple[int, ...] = ()
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tp * self.pp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutionConfig:
     """How the steps are computed: `num_threads` on a CPU, the rest on a GPU, as a CPU has no graphs and is always
     deterministic."""
@@ -183,6 +218,7 @@ class EngineConfig:
 
     model: ModelConfig
     scheduler: SchedulerConfig
+    parallel: ParallelConfig
     execution: ExecutionConfig
     cache: CacheConfig
     tokenizer_path: Path | None
@@ -225,11 +261,13 @@ def resolve(args: EngineArgs, device: str) -> EngineConfig:
             max_num_seqs=args.max_num_seqs,
             max_model_len=max_model_len,
             policy=args.scheduling_policy,
-            max_num_in_flight=1 + is_async,
+            num_stages=args.pipeline_parallel_size,
+            max_num_in_flight=args.pipeline_parallel_size + is_async,
             max_num_queued_requests=args.max_num_queued_requests,
             drafts=() if speculative is None else speculative.drafts,
             num_lookahead_tokens=0 if speculative is None else speculative.num_lookahead_tokens,
         ),
+        parallel=_parallel_config(args, model),
         execution=ExecutionConfig(
             attention_backend=args.attention_backend,
             num_threads=args.num_threads,
@@ -255,6 +293,37 @@ def resolve(args: EngineArgs, device: str) -> EngineConfig:
     )
 
 
+def _parallel_config(args: EngineArgs, model: ModelConfig) -> ParallelConfig:
+    tp, pp = args.tensor_parallel_size, args.pipeline_parallel_size
+    if tp > model.num_attention_heads:
+        raise ConfigError(
+            f"tensor_parallel_size={tp} is more than the model's {model.num_attention_heads} attention heads: lower it"
+        )
+    if pp > model.num_hidden_layers:
+        raise ConfigError(
+            f"pipeline_parallel_size={pp} is more than the model's {model.num_hidden_layers} layers: lower it"
+        )
+    counts = _layer_counts(args)
+    if counts and sum(counts) != model.num_hidden_layers:
+        raise ConfigError(
+            f"pipeline_layers={args.pipeline_layers} has {sum(counts)} layers, and the model has "
+            f"{model.num_hidden_layers}: name all of them"
+        )
+    return ParallelConfig(tp=tp, pp=pp, layer_counts=counts)
+
+
+def _layer_counts(args: EngineArgs) -> tuple[int, ...]:
+    if args.pipeline_layers is None:
+        return ()
+    parts, num_stages = args.pipeline_layers.split(","), args.pipeline_parallel_size
+    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts) or len(parts) != num_stages:
+        raise ConfigError(
+            f"pipeline_layers must be the number of layers of each of the {num_stages} stages, each at least 1, such "
+            f"as {','.join(['4'] * num_stages)}, got {args.pipeline_layers!r}"
+        )
+    return tuple(map(int, parts))
+
+
 def _check_types(args: EngineArgs) -> None:
     for name, hint in typing.get_type_hints(EngineArgs).items():
         kinds = tuple(typing.get_origin(kind) or kind for kind in typing.get_args(hint) or (hint,))
@@ -277,6 +346,8 @@ def check(args: EngineArgs) -> None:
         "kv_cache_memory": 1,
         "max_num_queued_requests": 1,
         "block_size": 8,
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
     }
     for name, low in at_least.items():
         value = getattr(args, name)
@@ -294,5 +365,7 @@ def check(args: EngineArgs) -> None:
         "distributed_executor_backend": EXECUTOR_BACKENDS,
     }
     for name, allowed in choices.items():
-        if getattr(args, name) not in allowed:
-            raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {getattr(args, name)!r}")
+        value = getattr(args, name)
+        if value is not None and value not in allowed:
+            raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+    _layer_counts(args)

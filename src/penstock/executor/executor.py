@@ -17,6 +17,7 @@ from penstock.kv_transfer.aggregate import aggregate
 from penstock.messages.kv_transfer import HandshakePayload, ShardId
 from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.messages.scheduler_output import GrammarOutput, SchedulerOutput
+from penstock.utils.errors import RanksLostError
 from penstock.worker.messages import CODEC, InitializeWorker, SampleTokens, WorkerFacts, WorkerReady
 
 _Value = TypeVar("_Value", covariant=True)
@@ -97,21 +98,26 @@ def _decoded(pending: Pending[_Answer]) -> Pending[_Answer]:
 class Executor:
     """Drives ranks in lockstep. `workers` are in the order of the ranks; the last stage's first rank samples."""
 
-    def __init__(self, workers: Sequence[WorkerHandle]) -> None:
+    def __init__(self, workers: Sequence[WorkerHandle], abort: Callable[[], None] = lambda: None) -> None:
+        """`abort` ends every wait of a rank for another one: they would wait for ever when one has failed."""
         assert workers, "an executor without workers"
         self._workers = tuple(workers)
+        self._abort = abort
+        self._samplers: Sequence[bool] = (True,) * len(workers)
         self._output_rank = 0
+        self._is_broken = False
 
     def load(self) -> list[WorkerFacts]:
         """Loads the weights on every rank at once. Raises ConfigError, or EngineDeadError when a rank breaks."""
-        facts = [pending.result() for pending in [worker.load() for worker in self._workers]]
+        facts = self._results([worker.load() for worker in self._workers])
         last_stage = max(pp_rank for pp_rank, _ in (each.shard for each in facts))
+        self._samplers = [each.shard[0] == last_stage for each in facts]
         self._output_rank = [each.shard for each in facts].index((last_stage, 0))
         return facts
 
     def initialize(self, plan: InitializeWorker) -> dict[ShardId, HandshakePayload | None]:
         """Allocates the KV cache on every rank; returns the handshakes of all ranks. Raises as `load`."""
-        ready = [pending.result() for pending in [worker.initialize(plan) for worker in self._workers]]
+        ready = self._results([worker.initialize(plan) for worker in self._workers])
         table = {each.shard: each.handshake for each in ready}
         assert len(table) == len(self._workers), f"{len(self._workers)} ranks sent handshakes as {list(table)}"
         return table
@@ -123,8 +129,9 @@ class Executor:
 
     def sample_tokens(self, grammars: GrammarOutput | None) -> Pending[ModelRunnerOutput]:
         """Launches sampling for the plan launched last, within its grammars."""
-        parts = [worker.sample_tokens(grammars) for worker in self._workers]
-        return Later(lambda: aggregate_outputs([part.result() for part in parts], self._output_rank))
+        ranks = zip(self._workers, self._samplers, strict=True)
+        parts = [worker.sample_tokens(grammars if samples else None) for worker, samples in ranks]
+        return Later(lambda: aggregate_outputs(self._results(parts), self._output_rank))
 
     def watch(self, on_death: Callable[[], None]) -> None:
         """Has `on_death` called, from another thread, when a rank dies by itself; `check` then says why."""
@@ -138,8 +145,28 @@ class Executor:
 
     def shutdown(self) -> None:
         """Waits for what is running and frees the workers. Idempotent."""
+        if self._is_broken:
+            self._abort()
         for worker in self._workers:
             worker.shutdown()
+
+    def _results(self, parts: Sequence[Pending[_Answer]]) -> list[_Answer]:
+        """Of all ranks. Raises the error of the rank that failed first of all, not of those that missed it."""
+        if len(parts) == 1:
+            return [parts[0].result()]
+        results: list[_Answer] = []
+        errors: list[Exception] = []
+        for part in parts:
+            try:
+                results.append(part.result())
+            except Exception as error:  # noqa: BLE001 - raised below
+                errors.append(error)
+                # The others must answer, too.
+                self._abort()
+        if errors:
+            self._is_broken = True
+            raise next((error for error in errors if not isinstance(error, RanksLostError)), errors[0])
+        return results
 
 
 def aggregate_outputs(outputs: Sequence[ModelRunnerOutput], output_rank: int) -> ModelRunnerOutput:

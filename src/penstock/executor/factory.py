@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
-from penstock.config.engine import EngineArgs
-from penstock.executor.executor import Executor
-from penstock.messages.kv_transfer import ShardId
+from collections.abc import Callable
+from functools import partial
 
-_SHARDS: tuple[ShardId, ...] = ((0, 0),)
+from penstock.config.engine import EngineArgs
+from penstock.executor.executor import Executor, WorkerHandle
+from penstock.parallel.rank_memory import abort, create_rank_memory
+from penstock.parallel.topology import shards
+from penstock.worker.messages import LoadWorker, Rendezvous
 
 
 def make_executor(args: EngineArgs) -> Executor:
     """Makes the workers of all ranks; nothing is loaded yet. The folders in `args` hold the models."""
-    if args.distributed_executor_backend == "mp":
+    pp, tp = args.pipeline_parallel_size, args.tensor_parallel_size
+    if pp * tp == 1:
+        return Executor(_make_workers(args, [LoadWorker(args, (0, 0))], None))
+    memory = create_rank_memory(pp, tp)
+    rendezvous = Rendezvous(memory=memory.name, num_bytes=len(memory.view))
+    abort_ranks = partial(abort, memory)
+    ranks = [LoadWorker(args, shard, rendezvous) for shard in shards(pp, tp)]
+    return Executor(_make_workers(args, ranks, abort_ranks), abort_ranks)
+
+
+def _make_workers(
+    args: EngineArgs, ranks: list[LoadWorker], abort_ranks: Callable[[], None] | None
+) -> list[WorkerHandle]:
+    if args.executor_backend == "mp":
         from penstock.executor.multiproc import ProcessWorker
 
-        return Executor([ProcessWorker(args, shard) for shard in _SHARDS])
+        return [ProcessWorker(load, abort_ranks) for load in ranks]
     # Only now: it needs torch, which an engine core whose workers are elsewhere does not.
     from penstock.executor.uniproc import make_local_worker
 
-    return Executor([make_local_worker(args, shard) for shard in _SHARDS])
+    return [make_local_worker(load, abort_ranks) for load in ranks]

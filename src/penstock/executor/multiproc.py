@@ -18,12 +18,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from penstock.config.engine import EngineArgs
 from penstock.executor.executor import Later, Pending
-from penstock.messages.kv_transfer import ShardId
 from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.messages.scheduler_output import GrammarOutput, SchedulerOutput
-from penstock.utils.errors import ConfigError, EngineDeadError, WireError
+from penstock.utils.errors import ConfigError, EngineDeadError, RanksLostError, WireError
 from penstock.utils.interrupts import interrupts_blocked
 from penstock.utils.wire import FrameReader
 from penstock.worker.messages import (
@@ -46,10 +44,14 @@ _DEATH_SECONDS = 0.5
 class ProcessWorker:
     """One worker process and the connection to it (`WorkerHandle`). One thread drives it."""
 
-    def __init__(self, args: EngineArgs, shard: ShardId, program: Sequence[str] = _PROGRAM) -> None:
-        """`program` is what Python runs, with the socket's descriptor as its last argument."""
-        self._args = args
-        self._shard = shard
+    def __init__(
+        self, load: LoadWorker, abort: Callable[[], None] | None = None, program: Sequence[str] = _PROGRAM
+    ) -> None:
+        """`program` is what Python runs, with the socket's descriptor as its last argument.
+
+        One of several ranks is told how to `abort` the waits of the others when it dies.
+        """
+        self._load = load
         self._connection, theirs = socket.socketpair()
         for each in (self._connection, theirs):
             # Room for a step's messages, so that sending them rarely blocks; the system may grant less.
@@ -61,9 +63,11 @@ class ProcessWorker:
         self._received: deque[Any] = deque()
         self._failure: Exception | None = None
         self._is_closing = False
+        if abort is not None:
+            self.watch(abort)
 
     def load(self) -> Pending[WorkerFacts]:
-        return self._ask(LoadWorker(self._args, self._shard))
+        return self._ask(self._load)
 
     def initialize(self, plan: InitializeWorker) -> Pending[WorkerReady]:
         return self._ask(plan)
@@ -138,11 +142,12 @@ class ProcessWorker:
 
     @property
     def _name(self) -> str:
-        return f"worker {self._shard}"
+        return f"worker {self._load.shard}"
 
     def _told(self, failed: WorkerFailed) -> Exception:
         """The worker's own account of its end."""
-        error = ConfigError(failed.message) if failed.is_config else EngineDeadError(f"{self._name}: {failed.message}")
+        kind = RanksLostError if failed.is_consequence else EngineDeadError
+        error = ConfigError(failed.message) if failed.is_config else kind(f"{self._name}: {failed.message}")
         if failed.traceback:
             error.add_note(f"In {self._name}:\n{failed.traceback}")
         return error

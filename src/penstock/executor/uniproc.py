@@ -1,48 +1,52 @@
-"""A rank in this process.
+"""Ranks in this process.
 
-On a CPU it runs inline when steps are synchronous, and on a thread of its own when they overlap; where a GPU computes,
-the caller only launches.
+On a CPU a single rank runs inline when steps are synchronous, and on a thread of its own when they overlap; where a GPU
+computes, the caller only launches. Several ranks have a thread each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from penstock.config import env
-from penstock.config.engine import EngineArgs
 from penstock.executor.executor import Later, OverTheWire, Pending, WorkerHandle
-from penstock.messages.kv_transfer import ShardId
 from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.messages.scheduler_output import GrammarOutput, SchedulerOutput
-from penstock.worker.messages import InitializeWorker, WorkerFacts, WorkerReady
+from penstock.worker.messages import InitializeWorker, LoadWorker, WorkerFacts, WorkerReady
 from penstock.worker.worker import LoadedWorker, Worker, load_worker
 
+_Answer = TypeVar("_Answer")
 
-def make_local_worker(args: EngineArgs, shard: ShardId) -> WorkerHandle:
-    """In debug mode every message is encoded and decoded on its way, as it would be between processes."""
-    worker = LocalWorker(args, shard)
+
+def make_local_worker(load: LoadWorker, abort: Callable[[], None] | None = None) -> WorkerHandle:
+    """In debug mode every message is encoded and decoded on its way, as it would be between processes.
+
+    One of several ranks is told how to `abort` the waits of the others when it fails.
+    """
+    worker = LocalWorker(load) if abort is None else ThreadWorker(LocalWorker(load, is_direct=True), abort)
     return OverTheWire(worker) if env.debug() else worker
 
 
 class LocalWorker:
     """Drives a worker on this process's device (`WorkerHandle`)."""
 
-    def __init__(self, args: EngineArgs, shard: ShardId) -> None:
-        self._args = args
-        self._shard = shard
+    def __init__(self, load: LoadWorker, is_direct: bool = False) -> None:
+        """`is_direct`: steps run where they are called, whether they overlap or not."""
+        self._load = load
+        self._is_direct = is_direct
         self._loaded: LoadedWorker | None = None
         self._steps: Steps = NoSteps()
 
     def load(self) -> Pending[WorkerFacts]:
-        loaded = self._loaded = load_worker(self._args, self._shard)
+        loaded = self._loaded = load_worker(self._load)
         return Later(lambda: loaded.facts)
 
     def initialize(self, plan: InitializeWorker) -> Pending[WorkerReady]:
         assert self._loaded is not None, "initialize before load"
         worker = self._loaded.initialize(plan)
-        is_direct = worker.ready.runs_ahead or plan.limits.max_num_in_flight == 1
+        is_direct = self._is_direct or worker.ready.runs_ahead or plan.limits.max_num_in_flight == 1
         self._steps = worker if is_direct else ThreadedSteps(worker)
         return Later(lambda: worker.ready)
 
@@ -59,6 +63,54 @@ class LocalWorker:
 
     def shutdown(self) -> None:
         self._steps.shutdown()
+
+
+class ThreadWorker:
+    """A worker whose whole life happens on a thread of its own (`WorkerHandle`), as one of several ranks."""
+
+    def __init__(self, worker: LocalWorker, abort: Callable[[], None]) -> None:
+        self._worker = worker
+        self._abort = abort
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="penstock-rank")
+        self._forward: Future[None] | None = None
+
+    def load(self) -> Pending[WorkerFacts]:
+        return self._submit(lambda: self._worker.load().result())
+
+    def initialize(self, plan: InitializeWorker) -> Pending[WorkerReady]:
+        return self._submit(lambda: self._worker.initialize(plan).result())
+
+    def execute_model(self, plan: SchedulerOutput) -> None:
+        self._forward = self._submit(lambda: self._worker.execute_model(plan))
+
+    def sample_tokens(self, grammars: GrammarOutput | None) -> Pending[ModelRunnerOutput]:
+        forward, self._forward = self._forward, None
+        assert forward is not None, "sample_tokens without execute_model"
+
+        def sample() -> ModelRunnerOutput:
+            forward.result()
+            return self._worker.sample_tokens(grammars).result()
+
+        return self._submit(sample)
+
+    def watch(self, on_death: Callable[[], None]) -> None:
+        """It lives as long as this process."""
+
+    def check(self) -> None: ...
+
+    def shutdown(self) -> None:
+        self._thread.shutdown()
+        self._worker.shutdown()
+
+    def _submit(self, run: Callable[[], _Answer]) -> Future[_Answer]:
+        def or_abort() -> _Answer:
+            try:
+                return run()
+            except BaseException:
+                self._abort()
+                raise
+
+        return self._thread.submit(or_abort)
 
 
 class Steps(Protocol):

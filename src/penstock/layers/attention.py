@@ -24,7 +24,14 @@ class PagedAttention:
         k_norm: torch.Tensor | None = None,
     ) -> None:
         self.name = f"model.layers.{layer}.self_attn"
-        self.spec = KVCacheSpec.keys_and_values(len(own.kv), config.head_dim, config.dtype, config.layer_windows[layer])
+        self.spec = KVCacheSpec.keys_and_values(
+            len(own.kv),
+            config.head_dim,
+            config.dtype,
+            config.layer_windows[layer],
+            first_head=own.kv.start,
+            total_heads=config.num_key_value_heads,
+        )
         self._heads = AttentionHeads(
             spec=self.spec,
             num_heads=len(own.queries),

@@ -30,8 +30,10 @@ class Model(Protocol):
     kv_cache_specs: dict[str, KVCacheSpec]
     """Layer name -> how it stores its keys and values, in the order of the layers."""
 
-    logits_dtype: torch.dtype
-    """The model's own, or float32."""
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """The model's own, or float32."""
+        ...
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> ModelOutput:
         """[num_tokens] int64 token ids and positions in."""

@@ -5,7 +5,7 @@ the same calls in the same order. A `TensorChannel` connects two ranks in one di
 `penstock.parallel.shared_memory` implements both for one machine, `penstock.parallel.distributed` by torch.distributed.
 
 Every call that waits does so with the GIL released. When another rank of the engine has ended, every call that waits
-raises `RanksLostError` (a `PenstockError`), and so does every later one. Links then serve for nothing but `close`.
+raises `RanksLostError`, and so does every later one. Links then serve for nothing but `close`.
 """
 
 from __future__ import annotations
@@ -90,3 +90,11 @@ class RankLinks:
     results_out: tuple[TensorChannel, ...]  # on the last stage: one to (stage, tp rank) for every earlier stage
     results_in: TensorChannel | None  # on earlier stages: from (last stage, tp rank)
     close: Callable[[], None]  # ranks that wait for this one raise RanksLostError; may be called twice
+
+    @property
+    def has_others(self) -> bool:
+        """Whether the engine has more than this rank."""
+        return self.group.count > 1 or self.upstream is not None or self.downstream is not None
+
+
+NO_LINKS = RankLinks(ALONE, None, None, (), None, lambda: None)

@@ -11,6 +11,7 @@ from penstock.messages.kv_cache_spec import KVCacheSpec
 from penstock.models.eagle3 import Eagle3Head
 from penstock.models.interface import Model
 from penstock.models.mtp import MultiTokenPredictor
+from penstock.parallel.groups import NO_LINKS, RankLinks
 
 DRAFT_PREFIX = "draft."
 
@@ -19,7 +20,7 @@ Drafter = Model | MultiTokenPredictor | Eagle3Head
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model before it has any KV cache; `drafter` is the speculator's, if it has one.
+    """A model, or a rank's part of it, before it has any KV cache; `drafter` is the speculator's, if it has one.
 
     `weights_digest` [16 bytes] is of all that was read for both; of names and shapes alone where weights are made up.
     """
@@ -29,6 +30,7 @@ class LoadedModel:
     device: torch.device
     weights_digest: bytes
     drafter: Drafter | None = None
+    links: RankLinks = NO_LINKS
 
     @property
     def draft_kv_cache_specs(self) -> dict[str, KVCacheSpec]:

@@ -1,17 +1,17 @@
 """One device's step, in two calls that alternate strictly:
 
     execute_model(plan)   free rows, add rows, refresh rows, build the batch, run the model; parks an ExecuteModelState
-    sample_tokens()       sample, verify drafts, store the tokens where the next step reads them, propose new drafts,
-                          return what the scheduler needs
+    sample_tokens()       end the step as the rank's place in the pipeline asks (`step_end`), return what the scheduler
+                          needs
 
 They are two so that the CPU can work out which tokens a grammar allows while the model runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -20,29 +20,21 @@ from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.messages.scheduler_output import BlockIds, GrammarOutput, SchedulerOutput
 from penstock.models.interface import ModelOutput
 from penstock.runner.block_tables import BlockTables
-from penstock.runner.buffers import HostCopy, TableWriter
+from penstock.runner.buffers import TableWriter
 from penstock.runner.input_batch import InputBatch, InputBuilder
-from penstock.runner.outputs import CopiedDrafts, PendingOutput, PendingPart, ReadyOutput, StepOutput
-from penstock.runner.passes import Passes
+from penstock.runner.outputs import PendingOutput, ReadyOutput
 from penstock.runner.request_states import RequestStates
-from penstock.runner.sampling.prompt_logprobs import PromptScorer
-from penstock.runner.sampling.states import SamplingStates
-from penstock.runner.speculation.speculator import Speculator
-from penstock.runner.step_sampler import StepSampler
+from penstock.runner.step_end import ExecuteModelState, StepEnd
+
+
+class Forward(Protocol):
+    """The part of `Passes` that every stage has."""
+
+    def forward(self, batch: InputBatch) -> ModelOutput: ...
 
 
 def _no_output() -> None:
     """Of a step without tokens."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExecuteModelState:
-    """What `sample_tokens` needs of the forward pass before it."""
-
-    batch: InputBatch
-    output: ModelOutput
-    num_drafts_to_propose: int
-    grammar_request_ids: frozenset[str]
 
 
 @dataclass(eq=False)
@@ -50,16 +42,12 @@ class ModelRunner:
     """Owns the rows and drives its parts, which it receives finished. Not thread-safe: one thread drives it."""
 
     states: RequestStates
-    sampling: SamplingStates
     blocks: BlockTables
-    writer: TableWriter  # of all tables of the three above
+    writer: TableWriter  # of all tables of the two above
     inputs: InputBuilder
-    prompt_scorer: PromptScorer
-    sampler: StepSampler
-    speculator: Speculator
-    passes: Passes
+    passes: Forward
+    end: StepEnd
     kv_step: KVStep
-    copy_to_host: Callable[[torch.Tensor], HostCopy]
     poisoned: tuple[torch.Tensor, ...]  # the cache where new blocks are filled with NaN, so that early reads show
     max_drafts_in_flight: int | None  # with it every step checks the two counts of computed tokens
     _parked: ExecuteModelState | None = field(default=None, init=False)
@@ -74,20 +62,21 @@ class ModelRunner:
         self._update_rows(plan)
         if plan.is_empty:
             return None
+        self.end.prepare(plan)
         batch = self.inputs.build(plan)
         if self.max_drafts_in_flight is not None:
             exact = self.states.num_computed_exact[batch.host.rows, 0].cpu().numpy()
             ahead = batch.host.num_computed_upper_bound - exact
             assert ((ahead >= 0) & (ahead <= self.max_drafts_in_flight)).all(), ahead
         output = self.passes.forward(batch)
-        return ExecuteModelState(batch, output, plan.num_drafts_to_propose, plan.grammar_request_ids)
+        return ExecuteModelState(plan.step, batch, output, plan.num_drafts_to_propose, plan.grammar_request_ids)
 
     @torch.inference_mode()
     def sample_tokens(self, grammars: GrammarOutput) -> PendingOutput:
         """Samples for the step that `execute_model` ran last, within its grammars."""
         state, self._parked = self._parked, None
-        sample = partial(self._sample, state, grammars) if state is not None else _no_output
-        output, finished = self.kv_step.run_sampling(sample)
+        end = partial(self.end.finish, state, grammars) if state is not None else _no_output
+        output, finished = self.kv_step.run_sampling(end)
         if output is None:
             return ReadyOutput(ModelRunnerOutput.with_kv_conn_output_only(finished))
         return replace(output, kv_connector_output=finished)
@@ -95,35 +84,17 @@ class ModelRunner:
     @property
     def runs_ahead(self) -> bool:
         """Whether a step is launched here and computed elsewhere, so that its result comes later."""
-        return self.sampler.runs_ahead
+        return self.end.runs_ahead
 
     def shutdown(self) -> None:
         """No step will come any more."""
         self.kv_step.shutdown()
 
-    def _sample(self, state: ExecuteModelState, grammars: GrammarOutput) -> StepOutput:
-        batch, output, num_drafts = state.batch, state.output, state.num_drafts_to_propose
-        parts = self.prompt_scorer.of_step(batch, output.hidden)
-        sampled = self.passes.sample(batch, output, grammars)
-        self.passes.propose(batch, output, num_drafts if len(batch.host.sampling) else 0)
-        return StepOutput(sampled, (*parts, *self._report_drafts(state)), self.passes.replays(batch))
-
-    def _report_drafts(self, state: ExecuteModelState) -> tuple[PendingPart, ...]:
-        num_drafts = state.num_drafts_to_propose
-        if not num_drafts or not (state.grammar_request_ids or self.speculator.leaves_gaps):
-            return ()
-        names = state.batch.host.sampling_request_ids
-        wanted = [i for i, name in enumerate(names) if name in state.grammar_request_ids]
-        if not names or not (wanted or self.speculator.leaves_gaps):
-            return ()
-        drafts = self.copy_to_host(self.states.drafts[state.batch.tensors.sampling_rows, :num_drafts])
-        return (CopiedDrafts(names, wanted, self.speculator.leaves_gaps, drafts),)
-
     def _update_rows(self, plan: SchedulerOutput) -> None:
-        self.sampling.remove(self.states.rows.remove(plan.finished_request_ids | plan.preempted_request_ids))
+        self.end.remove(self.states.rows.remove(plan.finished_request_ids | plan.preempted_request_ids))
         for new in plan.new_requests:
             row = self.states.add(new)
-            self.sampler.add(row, new.request)
+            self.end.add(row, new.request)
             self.blocks.clear(row)
             self._append_blocks(row, new.block_ids, num_kept=new.num_computed_tokens)
         for request_id, block_ids in plan.new_block_ids.items():

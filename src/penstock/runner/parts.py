@@ -60,8 +60,8 @@ class DeviceParts:
     device_name: str
     """A GPU's product name; empty for a CPU."""
 
-    set_up: Callable[[ExecutionConfig], None]
-    """Prepares the process, before anything is loaded."""
+    set_up: Callable[[ExecutionConfig, int], None]
+    """Prepares the process, before anything is loaded, as one of so many ranks on this host."""
 
     has_memory: bool
     """Whether tensors hold anything; those of the meta device have shapes alone."""

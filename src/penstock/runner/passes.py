@@ -40,7 +40,22 @@ class Passes(Protocol):
         ...
 
 
-class EagerPasses:
+class ForwardPasses:
+    """The model's pass alone, launched anew each time."""
+
+    def __init__(self, model: Model, cache: LayerCaches, inputs: InputBuilder) -> None:
+        self._model = model
+        self._cache = cache
+        self._inputs = inputs
+
+    def forward(self, batch: InputBatch) -> ModelOutput:
+        """See `Passes.forward`."""
+        self._inputs.prepare(batch)
+        tokens = batch.tensors.tokens
+        return self._model.forward(tokens.input_ids, tokens.positions, self._cache.context(batch.tensors.attention))
+
+
+class EagerPasses(ForwardPasses):
     """Launches every kernel anew (`Passes`)."""
 
     def __init__(
@@ -52,9 +67,7 @@ class EagerPasses:
         speculator: Speculator,
         states: RequestStates,
     ) -> None:
-        self._model = model
-        self._cache = cache
-        self._inputs = inputs
+        super().__init__(model, cache, inputs)
         self._sampler = sampler
         self._speculator = speculator
         self._states = states
@@ -71,11 +84,6 @@ class EagerPasses:
 
     def replays(self, batch: InputBatch) -> bool:
         return False
-
-    def forward(self, batch: InputBatch) -> ModelOutput:
-        self._inputs.prepare(batch)
-        tokens = batch.tensors.tokens
-        return self._model.forward(tokens.input_ids, tokens.positions, self._cache.context(batch.tensors.attention))
 
     def logits(self, batch: InputBatch, output: ModelOutput) -> torch.Tensor:
         """[num_logits, vocab_size]: of the tokens that are sampled from."""

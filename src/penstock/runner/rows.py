@@ -17,6 +17,7 @@ class Rows:
 
     def __init__(self, max_num_reqs: int) -> None:
         self.prefill_len = np.zeros(max_num_reqs, dtype=np.int64)  # tokens known at admission
+        self.generation = np.zeros(max_num_reqs, dtype=np.int64)  # how many requests the row has had
         self._rows: dict[str, int] = {}
         self._free_rows = list(range(max_num_reqs))
 
@@ -42,4 +43,5 @@ class Rows:
         assert request_id not in self._rows, request_id
         row = self._rows[request_id] = heapq.heappop(self._free_rows)
         self.prefill_len[row] = num_known_tokens
+        self.generation[row] += 1
         return row

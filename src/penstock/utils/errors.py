@@ -7,8 +7,8 @@
     ├── GrammarError      one request's grammar cannot go on; the request ends with it
     ├── WireError         another process sent what is no message
     ├── PeerError         another engine cannot be reached, or has refused; the caller continues without it
-    ├── RanksLostError    a rank of this engine has ended, so the others cannot go on
     └── EngineDeadError   the engine core has stopped and can serve nothing more; becomes an HTTP 503
+        └── RanksLostError    another rank of this engine has ended, so this one cannot go on
 
 A failed `assert` is a bug in Penstock. Input from a client never meets one.
 """
@@ -49,9 +49,9 @@ class PeerError(PenstockError):
     """A peer is not there, is not who it was, or refuses. Never fatal: what was wanted of it is computed here."""
 
 
-class RanksLostError(PenstockError):
-    """Another rank of this engine has ended, or cannot be reached: no step can be completed any more."""
-
-
 class EngineDeadError(PenstockError):
     """The engine core died; the cause is in `__cause__` or in its log."""
+
+
+class RanksLostError(EngineDeadError):
+    """Another rank of this engine has ended, or cannot be reached: no step can be completed any more."""

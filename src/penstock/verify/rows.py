@@ -125,7 +125,18 @@ def make_rows(args: EngineArgs, config: EngineConfig, cases: Sequence[Case], has
     everything = _everything({**plain, **small}, best)
     elsewhere = {**everything.arguments, "distributed_executor_backend": "mp"}
     rows += [everything, replace(everything, name="everything, worker by mp", arguments=elsewhere)]
+    rows += _of_several_ranks(config, plain, everything)
     return [*rows, _as_configured(args, config)]
+
+
+def _of_several_ranks(config: EngineConfig, plain: Mapping[str, Any], everything: Row) -> list[Row]:
+    """Ranks are processes. A GPU each would be needed for those of a GPU."""
+    tp, pp = min(2, config.model.num_key_value_heads), min(2, config.model.num_hidden_layers)
+    if config.device != "cpu" or tp * pp < 4:
+        return []
+    sizes = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
+    grid = replace(everything, name=f"everything, {tp} x {pp} ranks", arguments={**everything.arguments, **sizes})
+    return [*(Row(f"{name.split('_')[0]} parallel", {**plain, name: 2}, (_together,)) for name in sizes), grid]
 
 
 def _connectors(args: EngineArgs) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def _catch_parts() -> dict[str, Any]:
 
 
 def _run(core: EngineCore, plan: Plan, each: Round, watch: Watch) -> None:
-    make_parts(torch.device("cpu")).set_up(ExecutionConfig(num_threads=each.num_threads))
+    make_parts(torch.device("cpu")).set_up(ExecutionConfig(num_threads=each.num_threads), 1)
     if each.forgets:
         assert core.reset_prefix_cache(), "blocks are held at idle"
     requests = [_request(number, plan) for number in each.order]

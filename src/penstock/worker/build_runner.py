@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import torch
 
+from penstock.attention.backend import AttentionBackend
 from penstock.attention.metadata import LayerCaches
-from penstock.config.engine import EngineConfig
+from penstock.config.engine import EngineConfig, SchedulerConfig
 from penstock.kv_transfer.connector import WorkerConnector
 from penstock.kv_transfer.kv_step import KVStep
 from penstock.kv_transfer.null import NullWorkerConnector
 from penstock.messages.kv_cache_spec import NULL_BLOCK
+from penstock.parallel.groups import RankLinks
+from penstock.runner.awaited_results import AwaitedResults
 from penstock.runner.batch_shapes import BatchShapes
 from penstock.runner.block_tables import BlockTables
+from penstock.runner.input_batch import InputBuilder
 from penstock.runner.kv_cache import KVCache
 from penstock.runner.loaded_model import LoadedModel
 from penstock.runner.model_runner import ModelRunner
 from penstock.runner.parts import DeviceParts, SamplingContext
-from penstock.runner.passes import EagerPasses
+from penstock.runner.passes import EagerPasses, ForwardPasses
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling.prompt_logprobs import PromptScorer
 from penstock.runner.sampling.states import SamplingStates
 from penstock.runner.speculation.select import make_speculator
+from penstock.runner.step_end import EarlierStageEnd, SamplingEnd
+from penstock.runner.step_results import ResultsReceiver, ResultsSender
 
 
 def make_runner(
@@ -39,32 +45,65 @@ def make_runner(
         # A read of the null block shows in debug mode.
         tensor[NULL_BLOCK] = torch.nan if poisoned else 0
     writer = parts.make_table_writer(limits.max_num_in_flight)
+    links, is_last = loaded.links, loaded.links.downstream is None
     states = RequestStates(limits.max_num_seqs, limits.max_model_len, limits.max_num_drafts, device, writer)
-    sampling = SamplingStates(limits.max_num_seqs, loaded.config.vocab_size)
     blocks = BlockTables(cache.config, limits.max_num_seqs, limits.max_model_len, device, writer)
-    shapes = BatchShapes(limits, parts.graph_contexts(attention, execution, connector), attention)
+    # What a step waits for of other ranks is not captured.
+    contexts = () if links.has_others else parts.graph_contexts(attention, execution, connector)
+    shapes = BatchShapes(limits, contexts, attention)
     inputs = parts.make_input_builder(limits, shapes, states, blocks)
-    context = SamplingContext(loaded, limits, config.speculative, states, sampling, writer)
-    sampler, picker = parts.make_sampling(context, parts.memory)
-    speculator = make_speculator(loaded, cache, config.speculative, inputs, attention, picker, parts)
     kv_step = KVStep(connector)
     group_of = {name: number for number, group in enumerate(cache.config.groups) for name in group.layer_names}
     target = LayerCaches(cache.tensors, group_of, attention, lambda: kv_step.hooks)
-    eager = EagerPasses(loaded.model, target, inputs, sampler, speculator, states)
-    passes = parts.make_passes(eager, inputs, sampler, shapes)
+    if is_last:
+        sampling = SamplingStates(limits.max_num_seqs, loaded.config.vocab_size)
+        context = SamplingContext(loaded, limits, config.speculative, states, sampling, writer)
+        end = _make_sampling_end(parts, context, cache, inputs, attention, target, shapes)
+        passes = end.passes
+    else:
+        passes = ForwardPasses(loaded.model, target, inputs)
+        end = _make_earlier_end(states, links, limits)
     connector.register_kv_caches(parts.make_kv_cache_view(cache))
     return ModelRunner(
         states=states,
-        sampling=sampling,
         blocks=blocks,
         writer=writer,
         inputs=inputs,
-        prompt_scorer=PromptScorer(loaded.model, states.token_ids, sampling, parts.score),
-        sampler=sampler,
-        speculator=speculator,
         passes=passes,
+        end=end,
         kv_step=kv_step,
-        copy_to_host=parts.copy_to_host,
         poisoned=poisoned,
         max_drafts_in_flight=limits.max_num_drafts * (limits.max_num_in_flight - 1) if debug else None,
     )
+
+
+def _make_sampling_end(
+    parts: DeviceParts,
+    context: SamplingContext,
+    cache: KVCache,
+    inputs: InputBuilder,
+    attention: AttentionBackend,
+    target: LayerCaches,
+    shapes: BatchShapes,
+) -> SamplingEnd:
+    loaded, states, links = context.loaded, context.states, context.loaded.links
+    sampler, picker = parts.make_sampling(context, parts.memory)
+    speculator = make_speculator(loaded, cache, context.speculative, inputs, attention, picker, parts)
+    eager = EagerPasses(loaded.model, target, inputs, sampler, speculator, states)
+    return SamplingEnd(
+        sampling=context.sampling,
+        prompt_scorer=PromptScorer(loaded.model, states.token_ids, context.sampling, parts.score),
+        sampler=sampler,
+        speculator=speculator,
+        passes=parts.make_passes(eager, inputs, sampler, shapes),
+        states=states,
+        results=ResultsSender(states, links.results_out),
+        copy_to_host=parts.copy_to_host,
+        is_reported=links.group.index == 0,
+    )
+
+
+def _make_earlier_end(states: RequestStates, links: RankLinks, limits: SchedulerConfig) -> EarlierStageEnd:
+    assert links.results_in is not None, "an earlier stage hears of no results"
+    awaited = AwaitedResults(states.rows, limits.max_num_in_flight)
+    return EarlierStageEnd(states, awaited, ResultsReceiver(states, links.results_in), runs_ahead=False)

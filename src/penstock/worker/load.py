@@ -9,11 +9,15 @@ from pathlib import Path
 import torch
 
 from penstock.config.engine import EngineConfig
+from penstock.messages.kv_transfer import ShardId
 from penstock.models.eagle3 import Eagle3Head
 from penstock.models.interface import Model
 from penstock.models.mtp import build_mtp
+from penstock.models.pipeline import PipelineStage
 from penstock.models.registry import build_model, check_supported
 from penstock.models.weights import Weights, WeightsDigest, checkpoint_bytes, compare, open_weights, trust
+from penstock.parallel.groups import NO_LINKS, RankLinks
+from penstock.parallel.topology import stages
 from penstock.runner.kv_cache import TORCH_DTYPES
 from penstock.runner.loaded_model import Drafter, LoadedModel
 from penstock.runner.memory import memory_for
@@ -22,19 +26,24 @@ from penstock.utils.digest import digest
 from penstock.utils.errors import ConfigError
 
 
-def load_model(config: EngineConfig, parts: DeviceParts) -> LoadedModel:
-    """Builds the model with its weights. Raises ConfigError when checkpoint, memory or attention backend are unfit, or
-    when the weights are checked and are not what was read.
+def load_model(
+    config: EngineConfig, parts: DeviceParts, shard: ShardId = (0, 0), links: RankLinks = NO_LINKS
+) -> LoadedModel:
+    """Builds a rank's part of the model with its weights.
+
+    Raises ConfigError when checkpoint, memory or attention backend are unfit, or when the weights are checked and are
+    not what was read.
     """
     check_supported(config.model)
     parts.check_attention(config.execution)
     device, memory = torch.device(config.device), parts.memory
     is_read = config.load_format != "dummy" and parts.has_memory
     if is_read:
-        needed, available = checkpoint_bytes(config.model.path), memory.available()
+        needed, available = checkpoint_bytes(config.model.path) // config.parallel.num_ranks, memory.available()
         if needed > available:
+            of_rank = "a rank's part of the" if config.parallel.num_ranks > 1 else "the"
             raise ConfigError(
-                f"the weights of {config.model.path} take {needed / 2**30:.1f} GiB and {device} has "
+                f"{of_rank} weights of {config.model.path} take {needed / 2**30:.1f} GiB and {device} has "
                 f"{available / 2**30:.1f} GiB free: free {(needed - available) / 2**30:.1f} GiB there, or choose a "
                 "smaller model or another dtype"
             )
@@ -51,29 +60,44 @@ def load_model(config: EngineConfig, parts: DeviceParts) -> LoadedModel:
         opened = closing(open_weights(folder, config.load_format, device))
         with opened as source, parts.deliver_weights() as delivery, torch.inference_mode():
             dtype, exact = TORCH_DTYPES[config.model.dtype], config.execution.deterministic
-            yield Weights(source, dtype, device, exact, delivery=delivery, digest=digests[-1], check=check)
+            yield Weights(
+                source, dtype, device, exact, delivery=delivery, group=links.group, digest=digests[-1], check=check
+            )
 
     with memory_for(f"the weights of {config.model.path}", device, advice):
-        model, drafter = _build(config, parts, weights_of)
+        model, drafter = _build(config, parts, shard, links, weights_of)
     weights_digest = digest(*(each.value() for each in digests))
-    return LoadedModel(parts.for_small_steps(model, config.execution), config.model, device, weights_digest, drafter)
+    return LoadedModel(
+        parts.for_small_steps(model, config.execution), config.model, device, weights_digest, drafter, links
+    )
 
 
 def _build(
-    config: EngineConfig, parts: DeviceParts, weights_of: Callable[[Path], AbstractContextManager[Weights]]
+    config: EngineConfig,
+    parts: DeviceParts,
+    shard: ShardId,
+    links: RankLinks,
+    weights_of: Callable[[Path], AbstractContextManager[Weights]],
 ) -> tuple[Model, Drafter | None]:
-    speculative = config.speculative
+    parallel, speculative = config.parallel, config.speculative
+    stage = stages(config.model.num_hidden_layers, parallel.pp, parallel.layer_counts)[shard[0]]
     eagle3 = None if speculative is None else speculative.eagle3
+    has_mtp = speculative is not None and speculative.method == "mtp"
+    aux_layers = () if eagle3 is None else eagle3.aux_layers
+    drafter: Drafter | None = None
     with weights_of(config.model.path) as weights:
-        model = build_model(config.model, weights, () if eagle3 is None else eagle3.aux_layers)
-        if speculative is not None and speculative.method == "mtp":
-            return model, build_mtp(config.model, weights, model)
+        feeds_head = stage.is_last and (has_mtp or eagle3 is not None)
+        decoder = build_model(config.model, weights, aux_layers, stage, feeds_head)
+        if has_mtp and stage.is_last:
+            drafter = build_mtp(config.model, weights, decoder)
+    model = decoder if parallel.pp == 1 else PipelineStage(decoder, links.upstream, links.downstream)
+    if not stage.is_last:
+        return model, None
     if eagle3 is not None:
         with weights_of(eagle3.shape.path) as weights:
-            return model, Eagle3Head(eagle3, weights, model)
-    if speculative is None or speculative.draft_model is None:
-        return model, None
-    check_supported(speculative.draft_model)
-    with weights_of(speculative.draft_model.path) as weights:
-        drafter = build_model(speculative.draft_model, weights)
-    return model, parts.for_small_steps(drafter, config.execution)
+            drafter = Eagle3Head(eagle3, weights, decoder)
+    if speculative is not None and speculative.draft_model is not None:
+        check_supported(speculative.draft_model)
+        with weights_of(speculative.draft_model.path) as weights:
+            drafter = parts.for_small_steps(build_model(speculative.draft_model, weights), config.execution)
+    return model, drafter

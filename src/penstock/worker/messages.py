@@ -23,11 +23,23 @@ from penstock.messages.scheduler_output import GrammarOutput, SchedulerOutput
 from penstock.utils.wire import Codec
 
 
+class Rendezvous(msgspec.Struct, frozen=True):
+    """Where the ranks of an engine meet: memory that those of one host share, by name, or an address as "host:port".
+
+    An engine of one rank has neither.
+    """
+
+    memory: str | None = None
+    num_bytes: int = 0
+    address: str | None = None
+
+
 class LoadWorker(msgspec.Struct, frozen=True):
     """The folders in `args` hold the models; the worker chooses its device."""
 
     args: EngineArgs
     shard: ShardId
+    rendezvous: Rendezvous = Rendezvous()
 
 
 class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,11 +91,14 @@ class SampleTokens(msgspec.Struct, frozen=True):
 
 
 class WorkerFailed(msgspec.Struct, frozen=True):
-    """The worker ends after this: its configuration cannot work (`is_config`), or it broke."""
+    """The worker ends after this: its configuration cannot work (`is_config`), another rank that it needs has ended
+    (`is_consequence`), or it broke.
+    """
 
     message: str
     traceback: str
     is_config: bool
+    is_consequence: bool = False
 
 
 CODEC = Codec(

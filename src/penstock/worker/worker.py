@@ -1,6 +1,6 @@
 """One rank's life: load, measure, allocate, hand over facts and handshake, step, shut down.
 
-    loaded = load_worker(args, shard)      # the weights are on the device; `loaded.facts` is what the core plans from
+    loaded = load_worker(message)          # the weights are on the device; `loaded.facts` is what the core plans from
     worker = loaded.initialize(plan)       # the KV cache, the connector's worker side and the runner; `worker.ready`
     worker.execute_model(plan)             # then the steps
     worker.sample_tokens(grammars)
@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 
 from penstock.config import env
-from penstock.config.engine import EngineArgs, EngineConfig
+from penstock.config.engine import EngineConfig
 from penstock.config.kv_cache_groups import cache_of_one_rank
 from penstock.kernels import native
 from penstock.kv_transfer.connector import WorkerConnector
@@ -26,6 +26,7 @@ from penstock.kv_transfer.null import NullWorkerConnector
 from penstock.messages.kv_cache_spec import KVCacheConfig
 from penstock.messages.kv_transfer import ShardId
 from penstock.messages.scheduler_output import NO_GRAMMARS, GrammarOutput, SchedulerOutput
+from penstock.parallel.groups import RankLinks
 from penstock.runner.kv_cache import KVCache, allocate_kv_cache, allocate_shared_kv_cache
 from penstock.runner.loaded_model import LoadedModel
 from penstock.runner.memory import memory_for
@@ -36,21 +37,26 @@ from penstock.utils import logging
 from penstock.worker.build_runner import make_runner
 from penstock.worker.compile_ahead import compiling_ahead
 from penstock.worker.load import load_model
+from penstock.worker.meeting import meet
 from penstock.worker.memory_profile import memory_budget, step_advice
-from penstock.worker.messages import InitializeWorker, WorkerFacts, WorkerReady
+from penstock.worker.messages import InitializeWorker, LoadWorker, WorkerFacts, WorkerReady
 from penstock.worker.parts import make_config, make_parts
 
 
-def load_worker(args: EngineArgs, shard: ShardId) -> LoadedWorker:
-    """Loads the weights and measures the device. Raises ConfigError when the arguments cannot work here."""
+def load_worker(message: LoadWorker) -> LoadedWorker:
+    """Meets the other ranks, loads the weights and measures the device.
+
+    Raises ConfigError when the arguments cannot work here.
+    """
     logging.configure(env.log_level())
-    config = make_config(args)
+    config, shard = make_config(message.args), message.shard
     if config.kv_transfer is not None:
         import_connector(config.kv_transfer)
     with compiling_ahead(config) as wait_for_kernels:
         parts = make_parts(torch.device(config.device))
-        parts.set_up(config.execution)
-        loaded = load_model(config, parts)
+        parts.set_up(config.execution, config.parallel.num_ranks)
+        links = meet(message.rendezvous, config.parallel, shard)
+        loaded = load_model(config, parts, shard, links)
         wait_for_kernels()
     return LoadedWorker(config, shard, loaded, parts)
 
@@ -91,7 +97,8 @@ class LoadedWorker:
             planned = replace(config, scheduler=limits)
             runner = make_runner(self._parts, loaded, cache, planned, connector, debug=env.debug())
         ready = WorkerReady(self.facts.shard, connector.get_handshake_metadata(), runner.runs_ahead)
-        return Worker(runner, ready, loaded.device, f"lower gpu_memory_utilization, or {step_advice(limits)}")
+        advice = f"lower gpu_memory_utilization, or {step_advice(limits)}"
+        return Worker(runner, ready, loaded.device, advice, loaded.links)
 
     def _allocate(self, planned: KVCacheConfig, *, is_shared: bool) -> KVCache:
         config, budget, memory = self._config.cache, self.facts.memory, self._parts.memory
@@ -116,8 +123,11 @@ class LoadedWorker:
 class Worker:
     """A complete rank. One thread drives it, in the order of the steps."""
 
-    def __init__(self, runner: ModelRunner, ready: WorkerReady, device: torch.device, memory_advice: str) -> None:
+    def __init__(
+        self, runner: ModelRunner, ready: WorkerReady, device: torch.device, memory_advice: str, links: RankLinks
+    ) -> None:
         self.ready = ready
+        self._links = links
         self._runner = runner
         self._device = device
         self._memory_advice = memory_advice
@@ -137,6 +147,7 @@ class Worker:
     def shutdown(self) -> None:
         """No step will follow."""
         self._runner.shutdown()
+        self._links.close()
 
     def _enough_memory(self) -> contextlib.AbstractContextManager[None]:
         """The first steps take what was not measured; running out of memory then is the configuration's fault."""

@@ -25,7 +25,7 @@ from typing import Any, NoReturn, TypeVar
 from penstock.messages.scheduler_output import SchedulerOutput
 from penstock.runner.outputs import PendingOutput
 from penstock.utils import logging
-from penstock.utils.errors import ConfigError, WireError
+from penstock.utils.errors import ConfigError, RanksLostError, WireError
 from penstock.utils.wire import FrameReader
 from penstock.worker.messages import CODEC, InitializeWorker, LoadWorker, SampleTokens, WorkerFailed
 from penstock.worker.worker import Worker, load_worker
@@ -48,8 +48,7 @@ class WorkerProcess:
 
     def run(self) -> None:
         """Raises EOFError when the executor hangs up before the first step, and returns when it does later."""
-        load = self._expect(LoadWorker)
-        loaded = load_worker(load.args, load.shard)
+        loaded = load_worker(self._expect(LoadWorker))
         self._send(loaded.facts)
         worker = loaded.initialize(self._expect(InitializeWorker))
         # What stands now stays: collections need not walk over it.
@@ -101,11 +100,11 @@ class WorkerProcess:
 
 def crash(error: Exception, connection: socket.socket) -> NoReturn:
     """Says why, and ends the process as it stands: torch aborts it where memory of a broken GPU is freed."""
-    is_config = isinstance(error, ConfigError)
+    is_config, is_consequence = isinstance(error, ConfigError), isinstance(error, RanksLostError)
     message = str(error) if is_config else f"{type(error).__name__}: {error}"
     trace = "" if is_config else "".join(traceback.format_exception(error))
     with contextlib.suppress(OSError):
-        connection.sendall(CODEC.encode(WorkerFailed(message, trace, is_config)))
+        connection.sendall(CODEC.encode(WorkerFailed(message, trace, is_config, is_consequence)))
         connection.shutdown(socket.SHUT_RDWR)
     sys.stderr.flush()
     os._exit(_CRASHED)
@@ -133,7 +132,10 @@ def main() -> int:
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return 0
     except Exception as error:
-        logger.exception("a worker stops")
+        if isinstance(error, RanksLostError):
+            logger.info("a worker stops: %s", error)
+        else:
+            logger.exception("a worker stops")
         crash(error, connection)
     finally:
         ended.set()

@@ -50,8 +50,8 @@ def cpu_parts() -> DeviceParts:
     )
 
 
-def _set_up(execution: ExecutionConfig) -> None:
-    count = execution.num_threads or native.default_num_threads()
+def _set_up(execution: ExecutionConfig, num_ranks: int) -> None:
+    count = execution.num_threads or max(1, native.default_num_threads() // num_ranks)
     native.set_num_threads(count)
     # Torch is left with what is small: waiting for a thread that lost its core would take longer.
     torch.set_num_threads(count if native.library() is None else 1)

@@ -41,7 +41,7 @@ def gpu_parts(device: torch.device) -> DeviceParts:
         memory=memory,
         kernels="triton",
         device_name=torch.cuda.get_device_name(device) if is_cuda else "",
-        set_up=lambda execution: None,
+        set_up=lambda execution, num_ranks: None,
         has_memory=device.type != "meta",
         arithmetic=partial(arithmetic, device),
         deliver_weights=partial(stage_weights, device) if is_cuda else lambda: nullcontext(direct),

@@ -1,0 +1,142 @@
+"""What a rank does behind the model's pass, by its place in the pipeline.
+
+    last stage       sample, verify drafts, store the tokens where the next step reads them, propose new drafts, and
+                     send all of it to the earlier stages
+    earlier stages   take over what the last stage sent, before a step that needs it
+
+All ranks derive what they send and receive from the plans alone, which are the same everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from penstock.messages.requests import RowRequest
+from penstock.messages.scheduler_output import GrammarOutput, SchedulerOutput
+from penstock.models.interface import ModelOutput
+from penstock.runner.awaited_results import AwaitedResults
+from penstock.runner.buffers import HostCopy
+from penstock.runner.input_batch import InputBatch
+from penstock.runner.outputs import CopiedDrafts, PendingPart, StepOutput
+from penstock.runner.passes import Passes
+from penstock.runner.request_states import RequestStates
+from penstock.runner.sampling.prompt_logprobs import PromptScorer
+from penstock.runner.sampling.states import SamplingStates
+from penstock.runner.speculation.speculator import Speculator
+from penstock.runner.step_results import ResultsReceiver, ResultsSender
+from penstock.runner.step_sampler import StepSampler
+
+
+@dataclass(frozen=True, slots=True)
+class ExecuteModelState:
+    """What `sample_tokens` needs of the forward pass before it."""
+
+    step: int
+    batch: InputBatch
+    output: ModelOutput
+    num_drafts_to_propose: int
+    grammar_request_ids: frozenset[str]
+
+
+class StepEnd(Protocol):
+    """Lifecycle: one is chosen and built with the runner. Threading: the runner's thread."""
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether a step is launched here and computed elsewhere, so that its result comes later."""
+        ...
+
+    def add(self, row: int, request: RowRequest) -> None:
+        """A request gets its row; staged as the rows themselves are."""
+        ...
+
+    def remove(self, rows: Iterable[int]) -> None:
+        """Rows become free."""
+        ...
+
+    def prepare(self, plan: SchedulerOutput) -> None:
+        """Before the batch of a step with tokens is built: what it needs to know of its rows is in their tables."""
+        ...
+
+    def finish(self, state: ExecuteModelState, grammars: GrammarOutput) -> StepOutput | None:
+        """Ends the step; None on a rank whose samples nothing asks for."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class SamplingEnd:
+    """The last stage's (`StepEnd`). All its ranks sample the same; `is_reported` is true of the one that tells."""
+
+    sampling: SamplingStates
+    prompt_scorer: PromptScorer
+    sampler: StepSampler
+    speculator: Speculator
+    passes: Passes
+    states: RequestStates
+    results: ResultsSender
+    copy_to_host: Callable[[torch.Tensor], HostCopy]
+    is_reported: bool
+
+    @property
+    def runs_ahead(self) -> bool:
+        return self.sampler.runs_ahead
+
+    def add(self, row: int, request: RowRequest) -> None:
+        self.sampler.add(row, request)
+
+    def remove(self, rows: Iterable[int]) -> None:
+        self.sampling.remove(rows)
+
+    def prepare(self, plan: SchedulerOutput) -> None:
+        """Its own sampler has written the tables."""
+
+    def finish(self, state: ExecuteModelState, grammars: GrammarOutput) -> StepOutput | None:
+        batch, output, num_drafts = state.batch, state.output, state.num_drafts_to_propose
+        parts = self.prompt_scorer.of_step(batch, output.hidden)
+        sampled = self.passes.sample(batch, output, grammars)
+        self.passes.propose(batch, output, num_drafts if len(batch.host.sampling) else 0)
+        self.results.send(batch)
+        if not self.is_reported:
+            return None
+        return StepOutput(sampled, (*parts, *self._report_drafts(state)), self.passes.replays(batch))
+
+    def _report_drafts(self, state: ExecuteModelState) -> tuple[PendingPart, ...]:
+        num_drafts = state.num_drafts_to_propose
+        if not num_drafts or not (state.grammar_request_ids or self.speculator.leaves_gaps):
+            return ()
+        names = state.batch.host.sampling_request_ids
+        wanted = [i for i, name in enumerate(names) if name in state.grammar_request_ids]
+        if not names or not (wanted or self.speculator.leaves_gaps):
+            return ()
+        drafts = self.copy_to_host(self.states.drafts[state.batch.tensors.sampling_rows, :num_drafts])
+        return (CopiedDrafts(names, wanted, self.speculator.leaves_gaps, drafts),)
+
+
+@dataclass(frozen=True, eq=False)
+class EarlierStageEnd:
+    """Of a stage behind which others follow (`StepEnd`). It samples nothing and hears of the tokens later."""
+
+    states: RequestStates
+    awaited: AwaitedResults
+    results: ResultsReceiver
+    runs_ahead: bool
+
+    def add(self, row: int, request: RowRequest) -> None:
+        """It keeps no sampling parameters."""
+
+    def remove(self, rows: Iterable[int]) -> None: ...
+
+    def prepare(self, plan: SchedulerOutput) -> None:
+        rows = self.states.rows.rows(tuple(plan.num_scheduled_tokens))
+        for _ in range(self.awaited.num_due(plan.step, rows)):
+            self.results.receive(self.awaited.take())
+
+    def finish(self, state: ExecuteModelState, grammars: GrammarOutput) -> None:
+        tensors = state.batch.tensors
+        # Exact for rows that do not sample; the others wait for their result.
+        self.states.num_computed_exact[tensors.idx_mapping, 0] = tensors.seq_lens.long()
+        self.awaited.expect(state.step, state.batch.host)

@@ -1,0 +1,28 @@
+"""How a rank finds the others of its engine."""
+
+from __future__ import annotations
+
+from penstock.config.engine import ParallelConfig
+from penstock.messages.kv_transfer import ShardId
+from penstock.parallel.groups import NO_LINKS, RankLinks
+from penstock.parallel.shared_memory import shared_links
+from penstock.utils.errors import EngineDeadError
+from penstock.utils.shared_memory import attach_memory
+from penstock.worker.messages import Rendezvous
+
+
+def meet(rendezvous: Rendezvous, parallel: ParallelConfig, shard: ShardId) -> RankLinks:
+    """The rank's connections to the others. Raises EngineDeadError when their memory is gone."""
+    if parallel.num_ranks == 1:
+        return NO_LINKS
+    if rendezvous.memory is not None:
+        try:
+            memory = attach_memory(rendezvous.memory, rendezvous.num_bytes)
+        except OSError as error:
+            raise EngineDeadError(f"the memory that the ranks share cannot be mapped: {error}") from error
+        return shared_links(memory, parallel.pp, parallel.tp, shard)
+    # Only now: what one host shares needs no torch.distributed.
+    from penstock.parallel.distributed import distributed_links
+
+    assert rendezvous.address is not None, f"{parallel} without a rendezvous"
+    return distributed_links(rendezvous.address, parallel.pp, parallel.tp, shard, "gloo")
