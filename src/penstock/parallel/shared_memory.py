@@ -15,19 +15,10 @@ import torch
 from penstock.kernels import rank_exchange
 from penstock.messages.kv_transfer import ShardId
 from penstock.parallel.groups import FLOAT_DTYPES, NullGroup, RankLinks, TensorChannel, TensorGroup
+from penstock.parallel.message import FIRST_NUMBERS, decode_header, encode_header, numbers_missing
 from penstock.parallel.rank_memory import GATHER_BUFFER_BYTES, GATHER_BUFFERS, Layout, Ring, spin_nanoseconds
 from penstock.utils.errors import RanksLostError
 from penstock.utils.shared_memory import SharedMemory
-
-# Their places are what a message carries.
-_DTYPES = (
-    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.bool, torch.uint8, torch.int8, torch.int16,
-    torch.int32, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2,
-)  # fmt: skip
-_DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
-# A message begins with so many numbers, most often all there are beside the tensors' bytes: how many numbers follow,
-# then of each tensor the dtype's code, the number of dimensions, and the dimensions.
-_FIRST_NUMBERS = 32
 
 
 def shared_links(memory: SharedMemory, pp: int, tp: int, shard: ShardId) -> RankLinks:
@@ -155,25 +146,16 @@ class _SharedChannel:
         )
 
     def send(self, *tensors: torch.Tensor) -> None:
-        numbers = [number for tensor in tensors for number in (_DTYPE_CODES[tensor.dtype], tensor.dim(), *tensor.shape)]
-        padding = [0] * (_FIRST_NUMBERS - 1 - len(numbers))
-        header = torch.tensor([len(numbers), *numbers, *padding], dtype=torch.int64)
-        pieces = rank_exchange.Pieces([header, *[tensor.detach().contiguous() for tensor in tensors]])
+        pieces = rank_exchange.Pieces([encode_header(tensors), *[tensor.detach().contiguous() for tensor in tensors]])
         write = lambda: rank_exchange.write(self._end, pieces)  # noqa: E731
         self._mapping.complete(write(), write)
 
     def receive(self) -> tuple[torch.Tensor, ...]:
-        count, *numbers = self._read(torch.empty(_FIRST_NUMBERS, dtype=torch.int64)).tolist()
-        if count > len(numbers):
-            numbers += self._read(torch.empty(count - len(numbers), dtype=torch.int64)).tolist()
-        tensors: list[torch.Tensor] = []
-        position = 0
-        while position < count:
-            code, dimensions = numbers[position : position + 2]
-            shape = numbers[position + 2 : position + 2 + dimensions]
-            tensors.append(self._read(torch.empty(shape, dtype=_DTYPES[code])))
-            position += 2 + dimensions
-        return tuple(tensors)
+        header = self._read(torch.empty(FIRST_NUMBERS, dtype=torch.int64))
+        missing = numbers_missing(header)
+        if missing:
+            header = torch.cat((header, self._read(torch.empty(missing, dtype=torch.int64))))
+        return tuple(self._read(torch.empty(shape, dtype=dtype)) for dtype, shape in decode_header(header))
 
     def poll(self) -> bool:
         self._mapping.check()

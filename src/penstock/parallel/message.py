@@ -1,0 +1,43 @@
+"""How a message of a channel says what its tensors are: numbers in front of their bytes.
+
+The first of them tells how many follow; then each tensor has its dtype's code, its number of dimensions, and them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+# A dtype's place is its code.
+_DTYPES = (
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.bool, torch.uint8, torch.int8, torch.int16,
+    torch.int32, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2,
+)  # fmt: skip
+_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+# So many are sent at once, with zeros behind the last: all that there are, but for a message of many tensors.
+FIRST_NUMBERS = 32
+
+
+def encode_header(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """-> [FIRST_NUMBERS or more] int64"""
+    numbers = [number for tensor in tensors for number in (_CODES[tensor.dtype], tensor.dim(), *tensor.shape)]
+    padding = [0] * (FIRST_NUMBERS - 1 - len(numbers))
+    return torch.tensor([len(numbers), *numbers, *padding], dtype=torch.int64)
+
+
+def numbers_missing(first: torch.Tensor) -> int:
+    """How many numbers follow the first FIRST_NUMBERS."""
+    return max(0, int(first[0]) + 1 - FIRST_NUMBERS)
+
+
+def decode_header(header: torch.Tensor) -> list[tuple[torch.dtype, list[int]]]:
+    """Dtype and shape of every tensor."""
+    count, *numbers = header.tolist()
+    tensors: list[tuple[torch.dtype, list[int]]] = []
+    position = 0
+    while position < count:
+        code, dimensions = numbers[position : position + 2]
+        tensors.append((_DTYPES[code], numbers[position + 2 : position + 2 + dimensions]))
+        position += 2 + dimensions
+    return tensors

@@ -1,0 +1,511 @@
+"""Groups and channels: what one rank gives, the others get, bit for bit, and nobody waits for a rank that has ended."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+
+from penstock.kernels import rank_exchange
+from penstock.kernels.native import instruction_sets, library_for
+from penstock.messages.kv_transfer import ShardId
+from penstock.parallel import rank_memory, shared_memory
+from penstock.parallel.distributed import distributed_links
+from penstock.parallel.groups import FLOAT_DTYPES, NullGroup, RankLinks, TensorChannel
+from penstock.parallel.rank_memory import Layout, abort, create_rank_memory
+from penstock.parallel.shared_memory import shared_links
+from penstock.utils import cores
+from penstock.utils.errors import ConfigError, RanksLostError
+from tests.unit.rank_harness import Ranks, free_port, own_part, raises_soon, random_bits, run_ranks, same_bits
+
+WAYS = ["native", "reference", "gloo"]
+SHARED = ["native", "reference"]
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How the ranks exchange: what `Ranks` takes."""
+    if request.param == "native":
+        if not instruction_sets():
+            pytest.skip("the native kernels are not installed")
+        native = library_for(instruction_sets()[0])
+        monkeypatch.setattr(rank_exchange, "library", lambda: native)
+    if request.param == "reference":
+        monkeypatch.setattr(rank_exchange, "library", lambda: None)
+    return request.param
+
+
+def set_sizes(monkeypatch: pytest.MonkeyPatch, **sizes: int) -> None:
+    """Makes buffers or rings smaller."""
+    for name, size in sizes.items():
+        for module in (rank_memory, shared_memory):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, size)
+
+
+def gather_all(count: int, cases: list[tuple[torch.Tensor, list[int]]], way: str) -> None:
+    """Every rank gathers each case, and gets the whole of it."""
+
+    def body(links: RankLinks, shard: ShardId) -> None:
+        for whole, sizes in cases:
+            got = links.group.gather_columns(own_part(whole, sizes, shard[1]), sizes)
+            assert same_bits(got, whole), (tuple(whole.shape), sizes)
+
+    run_ranks(1, count, body, way)
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_a_gather_puts_the_parts_side_by_side(count: int, dtype: torch.dtype, way: str) -> None:
+    generator, draw = torch.Generator().manual_seed(count), random.Random(count)
+    cases: list[tuple[torch.Tensor, list[int]]] = []
+    for rows in (1, 0, 2, 7, 33, 1):
+        for sizes in ([5] * count, [0] * count, [draw.choice((0, 1, 3, 64)) for _ in range(count)]):
+            cases.append((random_bits(rows, sum(sizes), dtype, generator), sizes))
+    gather_all(count, cases, way)
+
+
+def test_a_part_need_not_be_contiguous(way: str) -> None:
+    whole = random_bits(6, 8, torch.float32, torch.Generator().manual_seed(0))
+
+    def body(links: RankLinks, shard: ShardId) -> None:
+        mine = own_part(whole, [3, 5], shard[1])
+        for part in (mine, mine.t().contiguous().t(), mine.repeat(1, 2)[:, : mine.shape[1]], mine[:1].expand(6, -1)):
+            expected = part.contiguous()
+            got = links.group.gather_columns(part, [3, 5])
+            assert same_bits(own_part(got, [3, 5], shard[1]), expected)
+
+    run_ranks(1, 2, body, way)
+
+
+@pytest.mark.parametrize("way", SHARED, indirect=True)
+@pytest.mark.parametrize("count", [2, 5])
+def test_a_gather_larger_than_a_buffer_goes_in_pieces(count: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_sizes(monkeypatch, GATHER_BUFFER_BYTES=4096)
+    generator = torch.Generator().manual_seed(1)
+    columns = [0, 40, 3, 17, 4][:count]
+    row = 4 * sum(columns)
+    cases = [
+        (random_bits(rows, sum(columns), torch.float32, generator), columns)
+        for rows in (1, 4096 // row, 4096 // row + 1, 200, 2, 401, 199, 1)
+    ]
+    gather_all(count, cases, way)
+
+
+@pytest.mark.parametrize("way", ["native"], indirect=True)
+def test_logits_of_many_rows_are_larger_than_a_buffer(way: str) -> None:
+    """With the sizes of production: 64 rows of 151936 columns are 39 MB."""
+    whole = random_bits(64, 151936, torch.float32, torch.Generator().manual_seed(2))
+    assert whole.nbytes > rank_memory.GATHER_BUFFER_BYTES
+    gather_all(2, [(whole, [100000, 51936])], way)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_storm_of_gathers_with_delays(count: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every result stays as it is until the second next call, also between gathers in pieces and barriers."""
+    set_sizes(monkeypatch, GATHER_BUFFER_BYTES=1 << 14)
+    calls = {"native": 20_000 // count, "reference": 800, "gloo": 200}[way]
+    pool = random_bits(64, 512, torch.bfloat16, torch.Generator().manual_seed(3))
+
+    def body(links: RankLinks, shard: ShardId) -> int:
+        common, mine = random.Random(count), random.Random(shard[1])
+        nap = threading.Event()
+        previous: tuple[torch.Tensor, torch.Tensor] | None = None
+        for call in range(calls):
+            cuts = sorted(common.randrange(512) for _ in range(count + 1))
+            sizes = [end - begin for begin, end in pairwise(cuts)]
+            row = common.randrange(64)
+            whole = pool[row : row + common.choice((0, 1, 1, 2, 9, 64)), cuts[0] : cuts[-1]]
+            if common.random() < 0.05:
+                links.group.barrier()
+            got = links.group.gather_columns(own_part(whole, sizes, shard[1]), sizes)
+            assert same_bits(got, whole), call
+            if mine.random() < 0.01:
+                nap.wait(mine.random() * 2e-3)
+            assert previous is None or same_bits(*previous), f"the result before call {call} has changed"
+            previous = (got, whole)
+        return calls
+
+    assert set(run_ranks(1, count, body, way).values()) == {calls}
+
+
+@pytest.mark.parametrize("large", [False, True], ids=["small", "in pieces"])
+def test_a_result_is_valid_until_the_second_next_call(large: bool, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank is already in that call, and has written its columns."""
+    set_sizes(monkeypatch, GATHER_BUFFER_BYTES=4096)
+    ahead = threading.Event()
+
+    def body(links: RankLinks, shard: ShardId) -> None:
+        gather = lambda value, rows=4: links.group.gather_columns(torch.full((rows, 8), value), [8, 8])  # noqa: E731
+        for k in range(6):
+            first, second = gather(3.0 * k), gather(3.0 * k + 1, 400 if large else 4)
+            if shard[1] == 1:
+                timer = threading.Timer(0.05, ahead.set)
+                timer.start()
+            else:
+                assert ahead.wait(10)
+                ahead.clear()
+                assert (first == 3.0 * k).all()
+                assert (second == 3.0 * k + 1).all()
+            gather(3.0 * k + 2)
+
+    run_ranks(1, 2, body, way)
+
+
+@pytest.mark.parametrize("way", SHARED, indirect=True)
+@pytest.mark.parametrize("count", [2, 3])
+def test_ranks_that_disagree_are_told(count: int, way: str) -> None:
+    def body(links: RankLinks, shard: ShardId) -> None:
+        columns = 4 + (shard[1] == 0)
+        links.group.gather_columns(torch.zeros(2, columns), [columns] * count)
+
+    ranks = Ranks(1, count, body)
+    with pytest.raises(AssertionError, match="different shapes"):
+        ranks.finish(10)
+    assert len(ranks.errors) == count
+
+
+def test_a_barrier_waits_for_every_rank(way: str) -> None:
+    arrived: list[int] = []
+
+    def body(links: RankLinks, shard: ShardId) -> None:
+        for turn in range(20):
+            if shard[1] == turn % 3:
+                threading.Event().wait(0.003)
+            arrived.append(turn)
+            links.group.barrier()
+            assert arrived.count(turn) == 3
+            links.group.barrier()
+
+    run_ranks(1, 3, body, way)
+
+
+def test_a_stage_of_one_rank_gathers_nothing() -> None:
+    part = torch.ones(2, 3)
+    links = shared_links(create_rank_memory(1, 1), 1, 1, (0, 0))
+    assert isinstance(links.group, NullGroup)
+    assert links.group.gather_columns(part, [3]) is part
+    links.group.barrier()
+    assert (links.upstream, links.downstream, links.results_out, links.results_in) == (None, None, (), None)
+    with pytest.raises(AssertionError):
+        links.group.gather_columns(part, [4])
+
+
+MESSAGES: list[tuple[torch.Tensor, ...]] = [
+    (),
+    (torch.tensor(7),),
+    (torch.empty(0, 1024, dtype=torch.bfloat16), torch.arange(3), torch.empty(2, 0)),
+    (torch.arange(60, dtype=torch.int32).reshape(3, 4, 5), torch.tensor([True, False])),
+    (torch.arange(12.0).reshape(3, 4).t(), torch.arange(10, dtype=torch.int16)[::3]),
+    tuple(torch.full((1, 2, 1, number), number, dtype=torch.uint8) for number in range(20)),
+    (torch.tensor([float("nan"), -0.0, float("inf")], dtype=torch.float16), torch.zeros(1, dtype=torch.float8_e4m3fn)),
+]
+
+
+def test_a_message_arrives_as_it_was_sent(way: str) -> None:
+    def body(links: RankLinks, shard: ShardId) -> None:
+        for message in MESSAGES * 2:
+            if links.downstream:
+                links.downstream.send(*message)
+            if links.upstream:
+                received = links.upstream.receive()
+                assert len(received) == len(message)
+                assert all(same_bits(a, b) for a, b in zip(received, message, strict=True))
+
+    run_ranks(3, 1, body, way)
+
+
+def test_every_channel_leads_to_its_rank(way: str) -> None:
+    def body(links: RankLinks, shard: ShardId) -> None:
+        stage, rank = shard
+        tag = lambda *numbers: torch.tensor(numbers)  # noqa: E731
+        assert (links.upstream is None, links.downstream is None) == (stage == 0, stage == 2)
+        assert (len(links.results_out), links.results_in is None) == ((2, True) if stage == 2 else (0, False))
+        if links.downstream:
+            links.downstream.send(tag(stage, rank, 0))
+        if links.upstream:
+            assert links.upstream.receive()[0].tolist() == [stage - 1, rank, 0]
+        for target, channel in enumerate(links.results_out):
+            channel.send(tag(target, rank, 1))
+        if links.results_in:
+            assert links.results_in.receive()[0].tolist() == [stage, rank, 1]
+
+    run_ranks(3, 2, body, way)
+
+
+@pytest.mark.parametrize("ring", [1 << 12, 1 << 16])
+def test_messages_larger_than_the_ring_stream_through_it(ring: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_sizes(monkeypatch, STAGE_RING_BYTES=ring, RESULTS_RING_BYTES=ring)
+    generator = torch.Generator().manual_seed(4)
+    messages = [
+        (random_bits(rows, 512, torch.bfloat16, generator), random_bits(rows, 3, torch.float32, generator))
+        for rows in (1, 300, 3, 0, 129, 64, 1, 256)
+    ]
+
+    def body(links: RankLinks, shard: ShardId) -> None:
+        for message in messages:
+            if links.downstream:
+                links.downstream.send(*message)
+            else:
+                assert links.upstream is not None
+                assert all(same_bits(a, b) for a, b in zip(links.upstream.receive(), message, strict=True))
+
+    run_ranks(2, 1, body, way)
+
+
+@pytest.mark.parametrize("way", ["native"], indirect=True)
+def test_a_large_prefill_streams_through_a_ring_of_production(way: str) -> None:
+    whole = random_bits(5000, 4096, torch.bfloat16, torch.Generator().manual_seed(5))
+    assert whole.nbytes > rank_memory.STAGE_RING_BYTES
+
+    def body(links: RankLinks, shard: ShardId) -> None:
+        for _ in range(2):
+            if links.downstream:
+                links.downstream.send(whole)
+            if links.upstream:
+                assert same_bits(links.upstream.receive()[0], whole)
+
+    run_ranks(2, 1, body)
+
+
+def ends_of_a_channel(way: str) -> tuple[TensorChannel, TensorChannel, Callable[[], None]]:
+    """Sender, receiver, and what closes both."""
+    address, memory = f"127.0.0.1:{free_port()}", create_rank_memory(2, 1)
+    found: dict[ShardId, RankLinks] = {}
+
+    def link(shard: ShardId) -> None:
+        if way == "gloo":
+            found[shard] = distributed_links(address, 2, 1, shard, "gloo", 60.0)
+        else:
+            found[shard] = shared_links(memory, 2, 1, shard)
+
+    threads = [threading.Thread(target=link, args=((stage, 0),)) for stage in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sender, receiver = found[0, 0].downstream, found[1, 0].upstream
+    assert sender is not None
+    assert receiver is not None
+    return sender, receiver, lambda: [links.close() for links in found.values()] and None
+
+
+def test_send_waits_only_while_the_ring_is_full(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_sizes(monkeypatch, STAGE_RING_BYTES=1 << 16)
+    monkeypatch.setattr("penstock.parallel.distributed.BUFFERED_BYTES", 1 << 16)
+    sender, receiver, close = ends_of_a_channel(way)
+    message = torch.zeros(15 << 10, dtype=torch.uint8)
+    for _ in range(4):
+        sender.send(message)
+    sixth_sent = threading.Event()
+
+    def send_more() -> None:
+        for _ in range(3):
+            sender.send(message)
+        sixth_sent.set()
+
+    thread = threading.Thread(target=send_more)
+    thread.start()
+    assert not sixth_sent.wait(0.2)
+    for _ in range(7):
+        assert len(receiver.receive()) == 1
+    assert sixth_sent.wait(10)
+    thread.join()
+    close()
+
+
+def test_poll_says_whether_a_message_has_begun(way: str) -> None:
+    sender, receiver, close = ends_of_a_channel(way)
+    for _ in range(3):
+        assert not receiver.poll()
+        sender.send(torch.arange(4))
+        end = time.monotonic() + 10
+        while not receiver.poll():
+            assert time.monotonic() < end
+        assert receiver.receive()[0].tolist() == [0, 1, 2, 3]
+    close()
+
+
+# Ranks that end
+
+
+def wait_in(what: str, links: RankLinks) -> None:
+    if what == "gather":
+        links.group.gather_columns(torch.zeros(1, 2), [2, 2])
+    elif what == "a gather in pieces":
+        links.group.gather_columns(torch.zeros(5000, 2), [2, 2])
+    elif what == "barrier":
+        links.group.barrier()
+    elif what == "receive":
+        assert links.results_in is not None
+        links.results_in.receive()
+    else:
+        assert links.downstream is not None
+        while True:
+            links.downstream.send(torch.zeros(1 << 16))
+
+
+WAITS = ["gather", "a gather in pieces", "barrier", "receive", "send"]
+
+
+@pytest.mark.parametrize("way", SHARED, indirect=True)
+@pytest.mark.parametrize("what", WAITS)
+def test_abort_ends_every_wait_and_every_later_call(what: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_sizes(monkeypatch, GATHER_BUFFER_BYTES=1 << 14, STAGE_RING_BYTES=1 << 20)
+    memory = create_rank_memory(2, 2)
+    links, raised = shared_links(memory, 2, 2, (0, 0)), threading.Event()
+
+    def wait() -> None:
+        with pytest.raises(RanksLostError, match="another rank of this engine has ended"):
+            wait_in(what, links)
+        raised.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert not raised.wait(0.3), "it did not wait"
+    abort(memory)
+    assert raised.wait(0.5)
+    thread.join()
+    for later in WAITS:
+        with raises_soon(0.05):
+            wait_in(later, links)
+    assert links.results_in is not None
+    with raises_soon(0.05):
+        links.results_in.poll()
+
+
+def test_a_rank_that_closes_its_links_is_waited_for_no_more(way: str) -> None:
+    closed = threading.Event()
+
+    def body(links: RankLinks, shard: ShardId) -> None:
+        if shard == (1, 1):
+            assert links.upstream is not None
+            links.results_out[0].send(torch.arange(5))
+            links.close()
+            closed.set()
+            return
+        assert closed.wait(10)
+        if shard == (0, 1):
+            assert links.results_in is not None
+            assert links.results_in.receive()[0].tolist() == [0, 1, 2, 3, 4], "sent before"
+            with raises_soon():
+                links.results_in.receive()
+        if shard == (1, 0):
+            with raises_soon():
+                links.group.barrier()
+
+    run_ranks(2, 2, body, way)
+
+
+@pytest.mark.parametrize("way", SHARED, indirect=True)
+def test_two_engines_do_not_touch_each_other(way: str) -> None:
+    go_on = threading.Event()
+
+    def engine(value: float, calls: int) -> Callable[[RankLinks, ShardId], int]:
+        def body(links: RankLinks, shard: ShardId) -> int:
+            for call in range(calls):
+                got = links.group.gather_columns(torch.full((2, 3), value), [3, 3])
+                assert (got == value).all()
+                if links.downstream:
+                    links.downstream.send(torch.tensor([value]))
+                if links.upstream:
+                    assert links.upstream.receive()[0].item() == value
+                if call == calls // 2:
+                    assert go_on.wait(10)
+            return calls
+
+        return body
+
+    calls = 2000 if way == "native" else 100
+    one, two = Ranks(2, 2, engine(1.0, calls)), Ranks(2, 2, engine(2.0, calls))
+    abort(one.memory)
+    go_on.set()
+    assert set(two.finish().values()) == {calls}
+    with pytest.raises(RanksLostError):
+        one.finish()
+
+
+def test_all_implementations_give_the_same_bits() -> None:
+    wholes = [
+        random_bits(rows, 23, dtype, torch.Generator().manual_seed(rows))
+        for rows in (1, 5, 64)
+        for dtype in FLOAT_DTYPES
+    ]
+    sizes = [9, 0, 14]
+
+    def body(links: RankLinks, shard: ShardId) -> list[torch.Tensor]:
+        return [links.group.gather_columns(own_part(whole, sizes, shard[1]), sizes).clone() for whole in wholes]
+
+    shared, gloo = run_ranks(1, 3, body), run_ranks(1, 3, body, "gloo")
+    for shard in shared:
+        for ours, theirs, whole in zip(shared[shard], gloo[shard], wholes, strict=True):
+            assert same_bits(ours, theirs)
+            assert same_bits(ours, whole)
+
+
+# The memory
+
+
+@pytest.mark.parametrize(("pp", "tp"), [(1, 1), (1, 8), (2, 1), (3, 2), (4, 4)])
+def test_nothing_in_the_memory_overlaps(pp: int, tp: int) -> None:
+    layout = Layout(pp, tp)
+    spans = [(0, 4096)]
+    for stage in range(pp):
+        spans.append((layout.group_control(stage), 512 + 128 * tp))
+        for turn in range(3 if tp > 1 else 0):
+            spans.append((layout.gather_buffer(stage, turn), rank_memory.GATHER_BUFFER_BYTES))
+    rings = [
+        ring(stage, rank)
+        for ring in (layout.stage_ring, layout.results_ring)
+        for stage in range(pp - 1)
+        for rank in range(tp)
+    ]
+    spans += [span for ring in rings for span in ((ring.control, 640), (ring.start, ring.size))]
+    spans.sort()
+    for (start, size), (following, _) in pairwise(spans):
+        assert start + size <= following
+    assert sum(spans[-1]) <= layout.num_bytes
+    assert all(start % 128 == 0 for start, _ in spans)
+
+
+def test_the_memory_takes_room_only_as_it_is_used() -> None:
+    memory = create_rank_memory(4, 8)
+    assert len(memory.view) > 1 << 30
+    assert os.stat(memory.name).st_blocks * 512 < 4 << 20
+
+
+@pytest.mark.parametrize(("ranks", "spins"), [((1, 2), True), ((2, 2), False)])
+def test_ranks_spin_only_where_each_can_have_a_core(
+    ranks: tuple[int, int], spins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_memory, "usable_cores", lambda: 2)
+    memory = create_rank_memory(*ranks)
+    assert (rank_memory.spin_nanoseconds(memory, Layout(*ranks)) > 0) == spins
+    with pytest.raises(AssertionError, match="the memory is for"):
+        rank_memory.spin_nanoseconds(memory, Layout(3, 1))
+
+
+def test_cores_are_limited_by_affinity_and_by_the_cgroup(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "CGROUP_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(cores.os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    assert cores.usable_cores() == 4
+    for quota, expected in (("max 100000", 4), ("150000 100000", 2), ("10000 100000", 1), ("900000 100000", 4)):
+        (tmp_path / "cpu.max").write_text(quota)
+        assert cores.usable_cores() == expected
+
+
+@pytest.mark.parametrize(("address", "backend"), [("nowhere", "gloo"), ("127.0.0.1:1", "mpi"), ("host:", "gloo")])
+def test_a_wrong_address_or_backend_is_refused(address: str, backend: str) -> None:
+    with pytest.raises(ConfigError):
+        distributed_links(address, 1, 2, (0, 0), backend)
+
+
+def test_ranks_that_do_not_come_are_not_waited_for_forever() -> None:
+    with raises_soon(5.0):
+        distributed_links(f"127.0.0.1:{free_port()}", 1, 2, (0, 0), "gloo", timeout_s=0.5)
