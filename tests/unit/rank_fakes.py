@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from msgspec import structs
+
 from penstock.config.engine import EngineArgs, EngineConfig
 from penstock.messages.kv_cache_spec import KVCacheSpec
 from penstock.messages.kv_transfer import ShardId
 from penstock.messages.memory_budget import MemoryBudget
+from penstock.messages.tensor_rows import TensorRows
 from penstock.utils.math import interval
 from penstock.worker.messages import WorkerFacts
 from penstock.worker.parts import make_config
@@ -39,6 +42,23 @@ def heads_of(num_heads: int, rank: int, tp: int) -> tuple[int, int]:
     return head, head + 1
 
 
+def make_rank(shard: ShardId, read: Sequence[TensorRows] = (), arithmetic: str = "generic") -> WorkerFacts:
+    """A rank without layers."""
+    return WorkerFacts(
+        shard=shard,
+        device="cpu",
+        kv_cache_specs={},
+        draft_kv_cache_specs={},
+        num_tokens_ahead=0,
+        memory=PLENTY,
+        arithmetic=arithmetic,
+        read=tuple(read),
+        kernels="generic",
+        device_name="",
+        num_threads=1,
+    )
+
+
 def make_facts(
     pp: int,
     tp: int,
@@ -57,18 +77,12 @@ def make_facts(
     for stage, layers in enumerate(stages_of(pp, counts)):
         drafts = DRAFT if has_drafter and stage == pp - 1 else {}
         for rank in range(tp):
-            each = WorkerFacts(
-                shard=(stage, rank),
-                device="cpu",
+            each = structs.replace(
+                make_rank((stage, rank)),
                 kv_cache_specs={layer_name(number): spec(num_heads, rank, WINDOWS[number]) for number in layers},
                 draft_kv_cache_specs={name: spec(num_heads // 2, rank, window) for name, window in drafts.items()},
                 num_tokens_ahead=1 if drafts else 0,
                 memory=(memory or {}).get((stage, rank), PLENTY),
-                arithmetic="generic",
-                weights_digest=b"",
-                kernels="generic",
-                device_name="",
-                num_threads=1,
             )
             facts.append(each)
     return facts

@@ -15,6 +15,7 @@ from penstock.core.structured_output import StructuredOutputs
 from penstock.engine.cache_plan import bytes_per_block, plan_cache
 from penstock.engine.engine_core import EngineCore
 from penstock.engine.grammars import make_grammar_backend
+from penstock.engine.rank_identity import check_arithmetic
 from penstock.engine.transfer import make_transfer
 from penstock.engine.warm_up import warm_up
 from penstock.executor.factory import make_executor
@@ -54,6 +55,7 @@ def _build(args: EngineArgs, on_failure: ExitStack, started: float) -> Engine:
     executor = make_executor(args)
     on_failure.callback(executor.shutdown)
     facts = executor.load()
+    check_arithmetic(facts)
     config = resolve(args, facts[0].device)
     limits, cache = plan_cache(config, facts)
     transfer = make_transfer(config, cache, facts)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from penstock.config.engine import EngineConfig
 from penstock.core.remote_kv import NO_TRANSFER, KVTransfer
+from penstock.engine.rank_identity import digest_weights
 from penstock.kv_transfer.abilities import Abilities
 from penstock.kv_transfer.factory import ConnectorContext, make_scheduler_connector
 from penstock.messages.kv_cache_spec import KVCacheConfig
@@ -17,7 +18,7 @@ from penstock.messages.kv_transfer import ConnectorSetup
 from penstock.utils.errors import ConfigError
 from penstock.worker.messages import WorkerFacts
 
-_FORMAT = 2
+_FORMAT = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,8 @@ def make_transfer(config: EngineConfig, cache: KVCacheConfig, facts: Sequence[Wo
 def fingerprint(config: EngineConfig, cache: KVCacheConfig, facts: Sequence[WorkerFacts]) -> bytes:
     """[16 bytes] Equal where a block's bytes mean the same: weights, shapes, dtype, layout and arithmetic.
 
-    The kernels' instruction set is part of it, because sums in another order have other last bits.
+    The kernels' instruction set is part of it, because sums in another order have other last bits. How the model is
+    divided among ranks is not: it changes no bit.
     """
     layout = {
         "format": _FORMAT,
@@ -61,7 +63,9 @@ def fingerprint(config: EngineConfig, cache: KVCacheConfig, facts: Sequence[Work
         "block_size": cache.block_size,
         "groups": [asdict(group) for group in cache.groups],
         "attached": [asdict(layer) for layer in cache.attached],
-        "ranks": sorted((each.shard, each.device, each.arithmetic, each.weights_digest.hex()) for each in facts),
+        "device": facts[0].device,
+        "arithmetic": facts[0].arithmetic,
+        "weights": digest_weights(facts).hex(),
     }
     digest = hashlib.blake2b(json.dumps(layout, sort_keys=True).encode(), digest_size=16)
     for folder in _model_folders(config):
@@ -74,15 +78,12 @@ def meaning(config: EngineConfig, cache: KVCacheConfig, facts: Sequence[WorkerFa
     configs = hashlib.blake2b(digest_size=8)
     for folder in _model_folders(config):
         configs.update((folder / "config.json").read_bytes())
-    weights = hashlib.blake2b(digest_size=8)
-    for each in sorted(facts, key=lambda fact: fact.shard):
-        weights.update(each.weights_digest)
     return {
         "model configuration": configs.hexdigest(),
-        "weights": weights.hexdigest(),
+        "weights": digest_weights(facts).hex(),
         "dtype": config.model.dtype,
         "speculator": ", ".join(layer.name for layer in cache.attached) or "none",
-        "arithmetic": ", ".join(sorted({f"{each.device} {each.arithmetic}" for each in facts})),
+        "arithmetic": f"{facts[0].device} {facts[0].arithmetic}",
     }
 
 

@@ -88,10 +88,12 @@ class ExampleConnector:
 
 
 def _folder(context: ConnectorContext) -> Path:
-    """KV of other weights, or of another arithmetic, lies in another folder."""
+    """KV of other weights, of another arithmetic or of ranks with other parts of it lies in another folder."""
     given = context.config.kv_connector_extra_config
     options = read_options("ExampleConnector", given, {}, shared_storage_path=(is_text, "a folder"))
-    return Path(options["shared_storage_path"]).expanduser() / context.fingerprint.hex()
+    num_stages, num_ranks = (1 + max(numbers) for numbers in zip(*context.shards, strict=True))
+    name = f"{context.fingerprint.hex()}-pp{num_stages}-tp{num_ranks}"
+    return Path(options["shared_storage_path"]).expanduser() / name
 
 
 class ExampleScheduler(NullSchedulerConnector):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from msgspec import structs
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
@@ -20,9 +21,10 @@ from penstock.config.model import read_json
 from penstock.kernels.staging import Stager
 from penstock.layers.embedding import Embedding
 from penstock.layers.linear import GatheredLinear, Linear
+from penstock.messages.tensor_rows import TensorRows
 from penstock.parallel.groups import ALONE, TensorGroup
 from penstock.parallel.topology import Share
-from penstock.utils.digest import digest
+from penstock.utils.digest import digest_rows
 from penstock.utils.errors import ConfigError
 
 _INDEX = "model.safetensors.index.json"
@@ -106,20 +108,27 @@ def compare(name: str, linear: Linear, weight: torch.Tensor) -> None:
 
 
 class WeightsDigest:
-    """Digests what is read, in any order: names, dtypes, shapes, parts and, where asked for, bytes."""
+    """Records which rows of which tensors are read, in any order, and where asked for digests their bytes."""
 
     def __init__(self, has_bytes: bool = False) -> None:
         self._has_bytes = has_bytes
-        self._digests: list[bytes] = []
+        self._rows: dict[tuple[str, int, int], TensorRows] = {}
 
     def add(self, name: str, shape: Sequence[int], part: Part, tensor: torch.Tensor) -> None:
-        what = repr((name, tensor.dtype, tuple(shape), part)).encode()
-        data = tensor.contiguous().view(-1).view(torch.uint8).numpy().data if self._has_bytes else b""
-        self._digests.append(digest(what, data))
+        """`tensor` is `part`, some rows, of the tensor `name`, which has this `shape`."""
+        assert len(part) == 1, f"{name}: {part} are not whole rows"
+        first, end, _ = part[0].indices(shape[0])
+        if first >= end:
+            return
+        data = tensor.contiguous().view(end - first, -1).view(torch.uint8).numpy() if self._has_bytes else ()
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        rows = TensorRows(name, dtype, tuple(shape), first, end, digest_rows(data, first))
+        known = self._rows.setdefault((name, first, end), rows)
+        assert known == rows, f"{name} has been read twice, as {known} and as {rows}"
 
-    def value(self) -> bytes:
-        """[16 bytes]."""
-        return digest(*sorted(self._digests))
+    def rows(self, prefix: str = "") -> tuple[TensorRows, ...]:
+        """What has been read, under names with this prefix."""
+        return tuple(structs.replace(rows, name=prefix + rows.name) for rows in self._rows.values())
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import torch
 
 from penstock.config.model import ModelConfig
 from penstock.messages.kv_cache_spec import KVCacheSpec
+from penstock.messages.tensor_rows import TensorRows
 from penstock.models.eagle3 import Eagle3Head
 from penstock.models.interface import Model
 from penstock.models.mtp import MultiTokenPredictor
@@ -22,13 +23,13 @@ Drafter = Model | MultiTokenPredictor | Eagle3Head
 class LoadedModel:
     """A model, or a rank's part of it, before it has any KV cache; `drafter` is the speculator's, if it has one.
 
-    `weights_digest` [16 bytes] is of all that was read for both; of names and shapes alone where weights are made up.
+    `read` is what was read of the checkpoints for both, with digests of the bytes where a KV connector needs them.
     """
 
     model: Model
     config: ModelConfig
     device: torch.device
-    weights_digest: bytes
+    read: tuple[TensorRows, ...]
     drafter: Drafter | None = None
     links: RankLinks = NO_LINKS
 

@@ -191,7 +191,7 @@ class SimWorker:
             num_tokens_ahead=0,
             memory=MemoryBudget(total=1, in_use=1),
             arithmetic="oracle",
-            weights_digest=b"",
+            read=(),
             kernels="oracle",
             device_name="",
             num_threads=1,

@@ -6,9 +6,15 @@ against an attacker, who can make bytes to fit a digest of this kind: access to 
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Iterable
+from typing import cast
+
+import numpy as np
 import xxhash
 
 DIGEST_BYTES = 16
+_MODULUS = 1 << 8 * DIGEST_BYTES
 
 
 def digest(*parts: bytes | bytearray | memoryview) -> bytes:
@@ -20,3 +26,27 @@ def digest(*parts: bytes | bytearray | memoryview) -> bytes:
     for part in parts:
         state.update(part)
     return state.digest()
+
+
+def digest_rows(rows: Iterable[np.ndarray], first: int) -> bytes:
+    """The sum, modulo 2^128, of the XXH3-128 of every row, keyed by the row's number, which is `first` for the first.
+
+    So the digest of rows [a, c) is the sum of those of [a, b) and [b, c) (`add_digests`), wherever they are cut.
+    """
+    # The library's types do not know that an array is a buffer.
+    of_row = cast("Callable[[np.ndarray, int], int]", xxhash.xxh3_128_intdigest)
+    return _to_bytes(sum(map(of_row, rows, itertools.count(first))))
+
+
+def add_digests(one: bytes, other: bytes) -> bytes:
+    """Of `digest_rows`."""
+    return _to_bytes(int.from_bytes(one, "big") + int.from_bytes(other, "big"))
+
+
+def subtract_digests(one: bytes, other: bytes) -> bytes:
+    """What added to `other` gives `one`."""
+    return _to_bytes(int.from_bytes(one, "big") - int.from_bytes(other, "big"))
+
+
+def _to_bytes(number: int) -> bytes:
+    return (number % _MODULUS).to_bytes(DIGEST_BYTES, "big")

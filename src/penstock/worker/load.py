@@ -19,10 +19,9 @@ from penstock.models.weights import Weights, WeightsDigest, checkpoint_bytes, co
 from penstock.parallel.groups import NO_LINKS, RankLinks
 from penstock.parallel.topology import stages
 from penstock.runner.kv_cache import TORCH_DTYPES
-from penstock.runner.loaded_model import Drafter, LoadedModel
+from penstock.runner.loaded_model import DRAFT_PREFIX, Drafter, LoadedModel
 from penstock.runner.memory import memory_for
 from penstock.runner.parts import DeviceParts
-from penstock.utils.digest import digest
 from penstock.utils.errors import ConfigError
 
 
@@ -56,7 +55,8 @@ def load_model(
 
     @contextmanager
     def weights_of(folder: Path) -> Iterator[Weights]:
-        digests.append(WeightsDigest(has_bytes=is_read))
+        # Nothing but the identity of KV that leaves the engine needs the bytes.
+        digests.append(WeightsDigest(has_bytes=is_read and config.kv_transfer is not None))
         opened = closing(open_weights(folder, config.load_format, device))
         with opened as source, parts.deliver_weights() as delivery, torch.inference_mode():
             dtype, exact = TORCH_DTYPES[config.model.dtype], config.execution.deterministic
@@ -66,10 +66,8 @@ def load_model(
 
     with memory_for(f"the weights of {config.model.path}", device, advice):
         model, drafter = _build(config, parts, shard, links, weights_of)
-    weights_digest = digest(*(each.value() for each in digests))
-    return LoadedModel(
-        parts.for_small_steps(model, config.execution), config.model, device, weights_digest, drafter, links
-    )
+    read = tuple(rows for prefix, each in zip(("", DRAFT_PREFIX), digests, strict=False) for rows in each.rows(prefix))
+    return LoadedModel(parts.for_small_steps(model, config.execution), config.model, device, read, drafter, links)
 
 
 def _build(

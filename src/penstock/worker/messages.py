@@ -20,6 +20,7 @@ from penstock.messages.kv_transfer import ConnectorSetup, HandshakePayload, Shar
 from penstock.messages.memory_budget import MemoryBudget
 from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.messages.scheduler_output import GrammarOutput, SchedulerOutput
+from penstock.messages.tensor_rows import TensorRows
 from penstock.utils.wire import Codec
 
 
@@ -47,8 +48,8 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     Specs are by layer name in the order of the layers, a drafter's under names of their own; its KV at a position
     depends on `num_tokens_ahead` tokens behind it. `arithmetic` names the kernels: others have other last bits.
-    `weights_digest` [16 bytes] is of every tensor as it was loaded. `kernels`, `device_name` and `num_threads` are for
-    people (`EngineInfo`).
+    `read` is what was read of the checkpoints. `kernels`, `device_name` and `num_threads` are for people
+    (`EngineInfo`).
     """
 
     shard: ShardId
@@ -58,7 +59,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens_ahead: int
     memory: MemoryBudget
     arithmetic: str
-    weights_digest: bytes
+    read: tuple[TensorRows, ...]
     kernels: str
     device_name: str
     num_threads: int

@@ -78,7 +78,7 @@ class LoadedWorker:
             num_tokens_ahead=ahead,
             memory=memory_budget(config, loaded, smallest, parts),
             arithmetic=parts.arithmetic(config.execution),
-            weights_digest=loaded.weights_digest,
+            read=loaded.read,
             kernels=parts.kernels,
             device_name=parts.device_name,
             num_threads=native.num_threads(),
