@@ -32,7 +32,7 @@ from penstock.messages.sampling_params import SamplingParams
 from penstock.messages.scheduler_output import GrammarOutput, SchedulerOutput
 from penstock.utils.wire import FrameReader
 from penstock.worker.messages import CODEC as WORKER_CODEC
-from penstock.worker.messages import InitializeWorker, WorkerFacts, WorkerReady
+from penstock.worker.messages import InitializeWorker, LoadWorker, WorkerFacts, WorkerReady
 from penstock.worker.worker_process import WorkerProcess
 
 BLOCK_SIZE = 16
@@ -151,7 +151,7 @@ def behind_the_seam(num_rounds: int) -> None:
     program = (__file__, "--worker")
     for batch in BATCHES:
         max_tokens = (num_rounds + 1) * STEPS_PER_ROUND
-        there = ProcessWorker(EngineArgs(), (0, 0), program)
+        there = ProcessWorker(LoadWorker(EngineArgs(), (0, 0)), program=program)
         cores = {"here": make_core(1, batch, max_tokens), "there": make_core(1, batch, max_tokens, there)}
         times: dict[str, list[float]] = {name: [] for name in cores}
         for core in cores.values():

@@ -20,6 +20,7 @@ from penstock.executor.executor import Executor
 from penstock.executor.multiproc import ProcessWorker
 from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.messages.scheduler_output import SchedulerOutput
+from penstock.worker.messages import LoadWorker
 from tests.integration.raw_http import Stream, call, eventually
 from tests.integration.server_probes import COMPLETIONS, endless, ends_with_error, is_gone, wait_for
 from tests.integration.server_process import serve
@@ -97,7 +98,7 @@ def test_no_process_stays_behind() -> None:
 
 @pytest.fixture
 def executor() -> Iterator[Executor]:
-    made = Executor([ProcessWorker(EngineArgs(max_model_len=64), (0, 0))])
+    made = Executor([ProcessWorker(LoadWorker(EngineArgs(max_model_len=64), (0, 0)))])
     made.load()
     yield made
     made.shutdown()
@@ -190,7 +191,7 @@ connection.sendall(CODEC.encode(ModelRunnerOutput()))
 @pytest.mark.timeout(60)
 def test_a_plan_and_an_answer_that_both_wait_for_room_pass_each_other() -> None:
     """A worker that is sending reads nothing; both messages are larger than what a socket holds."""
-    worker = ProcessWorker(EngineArgs(), (0, 0), ("-c", ANSWERS_FIRST))
+    worker = ProcessWorker(LoadWorker(EngineArgs(), (0, 0)), program=("-c", ANSWERS_FIRST))
     worker.execute_model(SchedulerOutput(step=1, finished_request_ids=frozenset({"y" * (32 << 20)})))
     pending = worker.sample_tokens(None)
     assert len(pending.result().failed_requests["answer"]) == 32 << 20

@@ -13,7 +13,7 @@ def test_ranks_are_ordered_by_stage() -> None:
     assert shards(2, 3) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
 
 
-@pytest.mark.parametrize(("size", "count"), itertools.product((1, 7, 16, 101), (1, 2, 3, 5)))
+@pytest.mark.parametrize(("size", "count"), list(itertools.product((1, 7, 16, 101), (1, 2, 3, 5))))
 def test_shares_cover_everything_once(size: int, count: int) -> None:
     parts = [share.part(size) for share in Share(0, count).all]
     assert [number for part in parts for number in part] == list(range(size))
