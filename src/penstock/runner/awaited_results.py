@@ -80,8 +80,10 @@ class AwaitedResults:
         awaited = rows[self._generation[rows] == self._state_rows.generation[rows]]
         num_taken = self._num_expected - len(self._results)
         num_due = int(self._newest[awaited].max(initial=num_taken)) - num_taken
-        num_processed = sum(result.step <= step - self._max_num_in_flight for result in self._results)
-        return max(num_due, num_processed)
+        # Behind those of a warm-up, whose steps have numbers of their own, there may be older ones.
+        last = step - self._max_num_in_flight
+        processed = (number for number, result in enumerate(self._results, 1) if result.step <= last)
+        return max(num_due, max(processed, default=0))
 
     def take(self) -> OwnedRows:
         """The oldest result has been received; returns which parts of it are still for their requests."""
