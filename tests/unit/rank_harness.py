@@ -110,12 +110,14 @@ def raises_soon(seconds: float = 0.5) -> Iterator[None]:
 # What processes run.
 
 
-def gather_in_process(name: str, num_bytes: int, shard: ShardId, seed: int, count: int) -> None:
-    """A rank of 1 x 2: `count` gathers that are compared with the whole; then it says goodbye by a barrier."""
+def gather_in_process(name: str, num_bytes: int, shard: ShardId, count: int, seconds: float) -> None:
+    """A rank of 1 x 2: `count` gathers, compared with the whole, in less than `seconds` after both have started."""
     torch.set_num_threads(1)
     links = shared_links(attach_memory(name, num_bytes), 1, 2, shard)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(count)
     previous: tuple[torch.Tensor, torch.Tensor] | None = None
+    links.group.barrier()
+    start = time.monotonic()
     for _ in range(count):
         rows, *sizes = torch.randint(0, 40, (3,), generator=generator).tolist()
         whole = random_bits(rows, sum(sizes), torch.bfloat16, generator)
@@ -124,6 +126,7 @@ def gather_in_process(name: str, num_bytes: int, shard: ShardId, seed: int, coun
         assert previous is None or same_bits(*previous)
         previous = (got, whole)
     links.group.barrier()
+    assert time.monotonic() - start < seconds
     links.close()
 
 

@@ -332,6 +332,31 @@ def test_poll_says_whether_a_message_has_begun(way: str) -> None:
     close()
 
 
+@pytest.mark.parametrize("way", SHARED, indirect=True)
+@pytest.mark.parametrize("what", ["gather", "channel", "full ring"])
+def test_a_rank_that_sleeps_is_woken(what: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait that nothing ends but its slice of a tenth of a second would make these turns take 4 seconds."""
+    set_sizes(monkeypatch, STAGE_RING_BYTES=1 << 12, RESULTS_RING_BYTES=1 << 12)
+    monkeypatch.setattr(rank_memory, "usable_cores", lambda: 1)
+    turns, size = 40, 1 << 14 if what == "full ring" else 1
+
+    def body(links: RankLinks, shard: ShardId) -> None:
+        for turn in range(turns):
+            threading.Event().wait(1e-3 * (turn % 2 == max(shard)))  # one of them is late
+            if what == "gather":
+                links.group.gather_columns(torch.zeros(1, 1), [1, 1])
+            elif links.downstream and links.results_in:
+                links.downstream.send(torch.zeros(size))
+                links.results_in.receive()
+            elif links.upstream:
+                links.upstream.receive()
+                links.results_out[0].send(torch.zeros(size))
+
+    start = time.monotonic()
+    run_ranks(*((1, 2) if what == "gather" else (2, 1)), body)
+    assert time.monotonic() - start < turns * 0.1 / 2
+
+
 # Ranks that end
 
 

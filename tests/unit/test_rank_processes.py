@@ -67,13 +67,26 @@ def let_it_wait() -> None:
 def test_two_engines_of_processes_at_once(start: type[Child]) -> None:
     memories = [create_rank_memory(1, 2) for _ in range(2)]
     ranks = [
-        start(rank_harness.gather_in_process, memory.name, len(memory.view), (0, rank), seed, 3000, pipe=False)
-        for seed, memory in enumerate(memories)
+        start(rank_harness.gather_in_process, memory.name, len(memory.view), (0, rank), count, 60.0, pipe=False)
+        for count, memory in zip((2500, 3000), memories, strict=True)
         for rank in range(2)
     ]
     for rank in ranks:
         rank.process.join(120)
     assert [rank.process.exitcode for rank in ranks] == [0] * 4
+
+
+def test_a_process_that_sleeps_is_woken_by_another(start: type[Child], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without spinning, and faster than by the end of a slice of a wait: those would take ten seconds."""
+    monkeypatch.setattr("penstock.parallel.rank_memory.usable_cores", lambda: 1)
+    memory = create_rank_memory(1, 2)
+    ranks = [
+        start(rank_harness.gather_in_process, memory.name, len(memory.view), (0, rank), 100, 5.0, pipe=False)
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        rank.process.join(60)
+    assert [rank.process.exitcode for rank in ranks] == [0, 0]
 
 
 def test_a_killed_rank_ends_the_others_by_abort(start: type[Child]) -> None:

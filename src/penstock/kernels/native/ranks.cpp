@@ -41,6 +41,9 @@ static_assert(sizeof(GroupControl) == 512, "see parallel/rank_memory.py");
 
 struct ChannelControl {
     alignas(128) Word written;  // bytes, modulo 2^32, as `read`
+    // The byte that lies at the ring's start. The writer moves it when the ring is empty, so that small messages use the
+    // same few pages again and again; it stays while there is anything to read.
+    Word base;
     alignas(128) Word read;
     alignas(128) Word readers_asleep;
     alignas(128) Word writers_asleep;
@@ -134,14 +137,18 @@ int32_t wait_for_group(Group& group) {
                 [calls](uint32_t seen) { return static_cast<int32_t>(seen - calls) >= 0; });
 }
 
+int64_t offset_in_ring(const Channel& channel, uint32_t position) {
+    return (position - channel.control->base.load(std::memory_order_relaxed)) & (channel.size - 1);
+}
+
 void copy_into_ring(const Channel& channel, uint32_t position, const char* from, int64_t count) {
-    const int64_t start = position & (channel.size - 1), first = std::min<int64_t>(count, channel.size - start);
+    const int64_t start = offset_in_ring(channel, position), first = std::min<int64_t>(count, channel.size - start);
     std::memcpy(channel.ring + start, from, first);
     std::memcpy(channel.ring, from + first, count - first);
 }
 
 void copy_from_ring(const Channel& channel, uint32_t position, char* to, int64_t count) {
-    const int64_t start = position & (channel.size - 1), first = std::min<int64_t>(count, channel.size - start);
+    const int64_t start = offset_in_ring(channel, position), first = std::min<int64_t>(count, channel.size - start);
     std::memcpy(to, channel.ring + start, first);
     std::memcpy(to + first, channel.ring, count - first);
 }
@@ -190,6 +197,8 @@ EXPORT int32_t penstock_channel_write(Channel* channel, const char* const* piece
     int64_t total = 0;
     for (int64_t piece = 0; piece < count; ++piece) total += sizes[piece];
     uint32_t written = control.written.load(std::memory_order_relaxed), published = written;
+    if (control.read.load(std::memory_order_acquire) == written)
+        control.base.store(written, std::memory_order_relaxed);
     int64_t begin = 0;  // of the piece, among the bytes of all
     for (int64_t piece = 0; piece < count; begin += sizes[piece++]) {
         while (*done < begin + sizes[piece]) {
