@@ -80,6 +80,7 @@ WITHOUT_TORCH = (
 MODULES_WITHOUT_TORCH = (
     "runner.rows",
     "runner.host_batch",
+    "runner.awaited_results",
     "executor.executor",
     "worker.messages",
     "parallel.rank_memory",
