@@ -6,6 +6,48 @@ from tests.simulation.edits import bug
 
 BUGS = (
     bug(
+        "a stage takes over results of a row's last owner",
+        "pipeline_row_reuse",
+        "runner.awaited_results:AwaitedResults.take",
+        "self._state_rows.generation[result.rows] == result.generations",
+        "result.generations == result.generations",
+    ),
+    bug(
+        "a row counts no owners",
+        "pipeline_row_reuse",
+        "runner.rows:Rows.add",
+        "self.generation[row] += 1",
+        "pass",
+    ),
+    bug(
+        "results are taken over in the wrong order",
+        "pipeline",
+        "runner.awaited_results:AwaitedResults.take",
+        "self._results.popleft()",
+        "self._results.pop()",
+    ),
+    bug(
+        "a stage begins a step before it knows the tokens",
+        "pipeline",
+        "runner.awaited_results:AwaitedResults.num_due",
+        "return max(num_due, num_processed)",
+        "return num_processed",
+    ),
+    bug(
+        "a request is in two steps before its token is known",
+        "pipeline",
+        "core.micro_batches:MicroBatches.candidates",
+        "each.num_samples_in_flight < limit",
+        "True",
+    ),
+    bug(
+        "a micro-batch never gets its turn",
+        "pipeline",
+        "core.micro_batches:MicroBatches.turns",
+        "range(1, self._count + 1)",
+        "range(1, self._count)",
+    ),
+    bug(
         "the metadata is cleared before the drafter runs",
         "shared_store_with_drafts",
         "kv_transfer.kv_step:KVStep.run_sampling",

@@ -53,6 +53,14 @@ HAPPENS = {
     "layerwise_loads": {"loaded_tokens", "failed_loads", "accepted_drafts"},
     "several_connectors": {"loaded_tokens", "tiers.num_promoted", "tiers.num_loads"},
     "several_connectors_fail": {"failed_loads", "loaded_tokens", "crashes", "tiers.num_corrupted"},
+    "pipeline": {"preemptions", "prefix_hit_tokens"},
+    "pipeline_row_reuse": {"aborts", "foreign_results"},
+    "pipeline_aborts": {"aborts", "foreign_results", "accepted_drafts"},
+    "pipeline_preemption": {"preemptions", "foreign_results"},
+    "pipeline_drafts": {"accepted_drafts", "foreign_results"},
+    "pipeline_shared_heads": {"accepted_drafts", "foreign_results"},
+    "pipeline_dying_rank": {"crashes", "foreign_results"},
+    "pipeline_store": {"loaded_tokens", "failed_loads", "accepted_drafts"},
     "pd_serial": {"loaded_tokens", "p2p_consumer_not_needed"},
     "pd_concurrent": {"loaded_tokens", "failed_loads", "p2p_consumer_not_needed"},
     "pd_prefix_hits": {"loaded_tokens", "prefix_hit_tokens", "p2p_producer_not_needed"},
@@ -93,6 +101,19 @@ def test_scenario(name: str) -> None:
     assert happened["finished"] > num_seeds
     missing = {what for what in HAPPENS.get(name, ()) if not happened[what]}
     assert not missing, f"{name} shows nothing: {missing} never happened"
+
+
+def test_ten_thousand_steps_of_row_reuse_bring_no_foreign_token() -> None:
+    """Rows of stages are given on all the time, while results of their last owners are under way to them."""
+    happened: Counter[str] = Counter()
+    seed = NUM_SEEDS
+    while happened["steps"] < 10_000:
+        result = run_scenario("pipeline_row_reuse", seed)
+        assert not result.violation, f"{result.violation}\n{replay_line('pipeline_row_reuse', seed)}"
+        happened.update(result.counters)
+        seed += 1
+    assert happened["foreign_results"] > 1000
+    assert happened["aborts"] > 1000
 
 
 def test_loads_get_shorter_from_turn_to_turn() -> None:

@@ -2,8 +2,9 @@
 
 A `SimWorker` counts its rows, reads its plans and drives its connector with the code of a real one. Layers lie on the
 pipeline stages in order, heads on a stage's ranks. `Devices` computes: the ranks of a stage together, and the stages
-one after the other, where the first may be a step ahead of the last. How far anything has come when the scheduler asks
-is up to chance, within what the order of the steps allows.
+one after the other, where earlier ones may be steps ahead of the last. Only the last stage's rows change when it
+samples; the other stages are sent the results, and take them over when they need them. How far anything has come when
+the scheduler asks is up to chance, within what the order of the steps allows.
 """
 
 from __future__ import annotations
@@ -26,17 +27,19 @@ from penstock.messages.kv_transfer import KVConnectorMetadata, KVConnectorOutput
 from penstock.messages.memory_budget import MemoryBudget
 from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.messages.scheduler_output import GrammarOutput, SchedulerOutput
+from penstock.runner.awaited_results import AwaitedResults
 from penstock.runner.host_batch import read_plan
 from penstock.runner.rows import Rows
+from penstock.simulation.device_rows import Item, Row, StageResult, accept, checksum
 from penstock.simulation.oracle import (
     NUM_HEADS,
     VOCAB_SIZE,
-    Answer,
     Answers,
     OracleLayer,
     OracleMemory,
     cache_config,
 )
+from penstock.utils.math import interval
 from penstock.worker.messages import InitializeWorker, WorkerFacts, WorkerReady
 
 Kernel = Callable[[], None]
@@ -52,11 +55,13 @@ class InjectedError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankConfig:
-    """`acceptance` is the share of drafts that are right. `tells_gaps`: the drafter reports where it had no idea.
+    """`stage_layers` is how many layers of the target each stage has; without it all have about as many.
+    `acceptance` is the share of drafts that are right. `tells_gaps`: the drafter reports where it had no idea.
     `runs_ahead`: the host ends a step, connector included, while the device may not have begun it.
     """
 
     layers: tuple[OracleLayer, ...]
+    stage_layers: tuple[int, ...] = ()
     pp: int = 1
     tp: int = 1
     acceptance: float = 0.0
@@ -70,68 +75,18 @@ class RankConfig:
     def layers_of(self, stage: int) -> tuple[OracleLayer, ...]:
         """A stage's part of the target, and on the last one the drafter."""
         target = [layer for layer in self.layers if not layer.is_draft]
-        first, end = (len(target) * number // self.pp for number in (stage, stage + 1))
+        first, end = interval(len(target), stage, self.pp)
+        if self.stage_layers:
+            first, end = sum(self.stage_layers[:stage]), sum(self.stage_layers[: stage + 1])
         drafter = [layer for layer in self.layers if layer.is_draft]
         return (*target[first:end], *(drafter if stage == self.pp - 1 else ()))
 
     def heads_of(self, number: int) -> range:
-        size = NUM_HEADS // self.tp
-        return range(number * size, (number + 1) * size)
-
-
-@dataclass(slots=True, eq=False)
-class _Row:
-    """What a rank's device holds of a request."""
-
-    request_id: str
-    answer: Answer
-    tokens: list[int]  # what is known, then the drafts
-    num_computed: int  # exact
-    table: list[list[int]]
-    num_drafts: int = 0
-    is_sampling: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Item:
-    """A request's part of a step on one rank, as its host launches it; the device knows where it really starts."""
-
-    memory: OracleMemory
-    row: _Row
-    table: list[tuple[int, ...]]
-    num_tokens: int
-    num_computed_upper_bound: int
-    is_sampling: bool
-    num_drafts: int  # to verify
-    start: int = 0
-
-    @property
-    def end(self) -> int:
-        return self.start + self.num_tokens
-
-    def begin(self) -> None:
-        row, name = self.row, self.row.request_id
-        self.start = row.num_computed
-        known = len(row.tokens) - row.num_drafts
-        assert self.num_drafts <= row.num_drafts, f"{name}: scheduled a draft that does not exist"
-        assert self.end <= known + self.num_drafts, f"{name}: scheduled a token that does not exist"
-        assert not self.num_drafts or self.end == known + self.num_drafts, f"{name}: drafts are not behind the last"
-        assert self.is_sampling == (self.end >= known), f"{name}: samples elsewhere than behind its last token"
-        row.is_sampling = self.is_sampling
-        if not row.is_sampling:
-            row.num_computed = self.end
-
-    def take(self, sampled: Sequence[int]) -> None:
-        """The accepted drafts, and the token behind them."""
-        first = self.end - self.num_drafts
-        self.row.num_computed = first + len(sampled) - 1
-        self.row.tokens[first:] = sampled
-        self.row.num_drafts = 0
-        self.row.is_sampling = False
-
-    def write(self, layer: OracleLayer, start: int, tokens: Sequence[int]) -> None:
-        # A gap of the drafter is some token to the model.
-        self.memory.write(layer, self.table[layer.group], start, [max(0, token) for token in tokens])
+        """Of a rank within its stage. Where there are more ranks than heads, several have the same one."""
+        if self.tp > NUM_HEADS:
+            first, _ = interval(NUM_HEADS, number, self.tp)
+            return range(first, first + 1)
+        return range(*interval(NUM_HEADS, number, self.tp))
 
 
 @dataclass(slots=True, eq=False)
@@ -145,7 +100,7 @@ class _Step:
     num_computed: int = 0
     plans: dict[ShardId, SchedulerOutput] = field(default_factory=dict[ShardId, SchedulerOutput])
     kernels: list[list[Kernel]] = field(default_factory=list[list[Kernel]])
-    items: dict[ShardId, list[_Item]] = field(default_factory=dict[ShardId, list[_Item]])
+    items: dict[ShardId, list[Item]] = field(default_factory=dict[ShardId, list[Item]])
     checksums: list[list[int]] = field(default_factory=list[list[int]])
     drafts_read: dict[ShardId, list[int]] = field(default_factory=dict[ShardId, list[int]])
     finished: Outputs = field(default_factory=Outputs)
@@ -176,7 +131,10 @@ class SimWorker:
         self.heads = devices.config.heads_of(shard[1])
         self.layers = devices.config.layers_of(shard[0])
         self.drafter = [layer for layer in self.layers if layer.is_draft]
-        self.rows: dict[int, _Row] = {}  # by state row
+        self.rows: dict[int, Row] = {}  # by state row
+        self.results: deque[StageResult] = deque()  # sent by the last stage, and not yet received
+        self.num_foreign_results = 0
+        self.is_last_stage = shard[0] == devices.config.pp - 1
         self._devices = devices
         self._connector = connector
         self.kv_step = KVStep(cast(WorkerConnector, _Watched(connector, self)))
@@ -202,6 +160,7 @@ class SimWorker:
         cache = cache_config(self.layers, plan.cache.num_blocks, plan.cache.block_size, len(self.heads))
         self.memory = OracleMemory(cache, self.shard, self.heads)
         self._host_rows = Rows(plan.limits.max_num_seqs)
+        self._awaited = AwaitedResults(self._host_rows, plan.limits.max_num_in_flight)
         self._devices.limits = plan.limits
         self._connector.register_kv_caches(self.memory)
         handshake = self._connector.get_handshake_metadata()
@@ -234,14 +193,35 @@ class SimWorker:
         plan = self.step.plans[self.shard]
         self._update_rows(plan)
         host = read_plan(plan, self._host_rows)
+        for _ in range(self._awaited.num_due(plan.step, host.rows)):
+            self._receive()
         num_drafts = dict(zip(host.sampling.tolist(), host.num_drafts.tolist(), strict=True))
         counts = zip(host.rows.tolist(), host.query_lens.tolist(), host.num_computed_upper_bound.tolist(), strict=True)
         items = self.step.items[self.shard] = []
         for index, (number, num_tokens, upper_bound) in enumerate(counts):
             row, samples = self.rows[number], index in num_drafts
             table = [tuple(ids) for ids in row.table]
-            items.append(_Item(self.memory, row, table, num_tokens, upper_bound, samples, num_drafts.get(index, 0)))
+            items.append(Item(self.memory, row, table, num_tokens, upper_bound, samples, num_drafts.get(index, 0)))
         forward()
+        if not self.is_last_stage:
+            self._awaited.expect(plan.step, host)
+
+    def lacks_results(self, plan: SchedulerOutput) -> bool:
+        """Whether this step, the next one here, needs results that the last stage has not sent yet."""
+        new = {each.request_id for each in plan.new_requests}
+        rows = self._host_rows.rows([each for each in plan.num_scheduled_tokens if each not in new])
+        return self._awaited.num_due(plan.step, rows) > len(self.results)
+
+    def _receive(self) -> None:
+        """Takes over the oldest result."""
+        result, owned = self.results.popleft(), self._awaited.take()
+        self.num_foreign_results += len(result) - len(owned.positions)
+        for position, number in zip(owned.positions.tolist(), owned.rows.tolist(), strict=True):
+            row = self.rows.get(number)
+            if row is not None:
+                sampled, drafts = result[position]
+                row.take(sampled)
+                row.hold(drafts)
 
     def _update_rows(self, plan: SchedulerOutput) -> None:
         for row in self._host_rows.remove(plan.finished_request_ids | plan.preempted_request_ids):
@@ -251,7 +231,7 @@ class SimWorker:
             assert row not in self.rows, f"{new.request_id} gets a row that another has"
             answer = self._devices.answers.of(new.token_ids[: new.request.num_prompt_tokens])
             table = [list(ids) for ids in new.block_ids]
-            self.rows[row] = _Row(new.request_id, answer, list(new.token_ids), new.num_computed_tokens, table)
+            self.rows[row] = Row(new.request_id, answer, list(new.token_ids), new.num_computed_tokens, table)
         for request_id, block_ids in plan.new_block_ids.items():
             for table, ids in zip(self.rows[self._host_rows.row(request_id)].table, block_ids, strict=True):
                 table.extend(ids)
@@ -274,8 +254,9 @@ class SimWorker:
 class Devices:
     """What the ranks of an engine compute on.
 
-    `take_fresh` says which blocks were handed out since it was last called; `before_step` may raise for a worker;
-    `deliver` may delay or repeat what connectors report.
+    `take_fresh` says which blocks were handed out since it was last called; `before_stage` is told of the stage that
+    begins its part of a step, and may raise for one of its workers; `deliver` may delay or repeat what connectors
+    report.
     """
 
     limits: SchedulerConfig
@@ -290,7 +271,7 @@ class Devices:
         self.config = config
         self.answers = answers
         self.ranks: dict[ShardId, SimWorker] = {}
-        self.before_step: Kernel = lambda: None
+        self.before_stage: Callable[[int], None] = lambda stage: None
         self.deliver: Callable[[SchedulerOutput, Outputs], Outputs] = lambda plan, finished: finished
         self.max_ahead = 0
         self._rng = rng
@@ -316,25 +297,20 @@ class Devices:
         return Later(lambda: self._run_to_end(step, shard))
 
     def _ready(self) -> list[Kernel]:
-        """What may happen next: a stage follows the step before it, and needs to know its tokens."""
+        """What may happen next: a stage follows the step before it, and earlier stages need to know their tokens."""
         ready: list[Kernel] = []
         launched = computed = self.config.pp
         for step in self._steps:
-            if step.num_launched < launched and (self.config.runs_ahead or not self._waits(step)):
+            if step.num_launched < launched and not self._lacks_results(step):
                 ready.append(partial(self._launch, step))
-            if step.num_computed < min(computed, step.num_launched) and not self._waits(step):
+            if step.num_computed < min(computed, step.num_launched):
                 ready.append(partial(self._compute, step))
             launched, computed = step.num_launched, step.num_computed
         return ready
 
-    def _waits(self, step: _Step) -> bool:
-        """Whether the first stage has still to compute it and does not know all its tokens."""
-        if step.num_computed:
-            return False
-        if step.num_launched:
-            return any(item.row.is_sampling for item in step.items[0, 0])
-        names = step.plans[0, 0].num_scheduled_tokens
-        return any(row.is_sampling and row.request_id in names for row in self.ranks[0, 0].rows.values())
+    def _lacks_results(self, step: _Step) -> bool:
+        """Whether the stage that would run it next does not know all its tokens."""
+        return any(rank.lacks_results(step.plans[rank.shard]) for rank in self._stage(step.num_launched))
 
     def _run_to_end(self, step: _Step, shard: ShardId) -> ModelRunnerOutput:
         while step in self._steps:
@@ -352,8 +328,7 @@ class Devices:
     def _launch(self, step: _Step) -> None:
         """The host's part of a stage. Where it does not run ahead, the device's part happens within it."""
         stage = step.num_launched
-        if stage == 0:
-            self.before_step()
+        self.before_stage(stage)
         step.kernels.append([])
         forward = partial(self.launch, step, partial(self._forward, step, stage))
         sample = partial(self.launch, step, partial(self._sample_and_draft, step, stage))
@@ -393,7 +368,7 @@ class Devices:
         batch = list(zip(*(step.items[rank.shard] for rank in ranks), strict=True))
         for item in [item for items in batch for item in items]:
             ahead = item.num_computed_upper_bound - item.row.num_computed
-            most = self.limits.max_num_drafts * (self.limits.max_num_in_flight - 1)
+            most = self.limits.max_num_drafts * self.limits.max_steps_ahead
             assert 0 <= ahead <= most, f"{item.row.request_id}: the host's count is {ahead} ahead of the device's"
             self.max_ahead = max(self.max_ahead, ahead)
             item.begin()
@@ -406,35 +381,40 @@ class Devices:
                 for item in items:
                     item.write(layer, item.start, item.row.tokens[item.start : item.end])
                 for index, before in enumerate(checksums):
-                    checksums[index] = _checksum(items, layer, items[0].end - items[0].num_drafts + index, before)
+                    checksums[index] = checksum(items, layer, items[0].end - items[0].num_drafts + index, before)
             for rank in ranks:
                 rank.kv_step.hooks.save_kv_layer(layer.name)
 
     def _sample_and_draft(self, step: _Step, stage: int) -> None:
-        """The last stage's part; all ranks hear of the tokens."""
+        """The last stage's part; the earlier ones are sent the tokens."""
         if stage < self.config.pp - 1:
             return
         result, num_drafts = step.result, step.plans[stage, 0].num_drafts_to_propose
-        for items, checksums in zip(zip(*step.items.values(), strict=True), step.checksums, strict=True):
-            mine, first = items[-self.config.tp :], items[-1]
+        batch = zip(*(step.items[rank.shard] for rank in self._stage(stage)), strict=True)
+        sent: StageResult = []
+        for items, checksums in zip(batch, step.checksums, strict=True):
+            first = items[0]
             row = first.row
             verified = row.tokens[first.end - first.num_drafts : first.end]
-            sampled = _accept(verified, checksums)
+            sampled = accept(verified, checksums)
             if verified:
                 result.num_draft_tokens[row.request_id] = [*verified, -1].index(-1)
             for item in items if sampled else ():
-                item.take(sampled)
-            is_foreign = self._follow(mine)
+                item.row.take(sampled)
+            is_foreign = self._follow(items)
             result.sampled_token_ids[row.request_id] = (FOREIGN_KV,) * len(sampled) if is_foreign else sampled
             if sampled:
-                drafts = self._propose(mine, num_drafts)
+                drafts = self._propose(items, num_drafts)
                 for item in items:
-                    item.row.tokens += drafts
-                    item.row.num_drafts = num_drafts
+                    item.row.hold(drafts)
+                sent.append((sampled, drafts))
                 if self.config.tells_gaps:
                     result.num_proposed_tokens[row.request_id] = [*drafts, -1].index(-1)
+        for rank in self.ranks.values() if sent else ():
+            if rank.shard[0] != stage:
+                rank.results.append(sent)
 
-    def _follow(self, items: Sequence[_Item]) -> bool:
+    def _follow(self, items: Sequence[Item]) -> bool:
         """The drafter computes the step's slots, each from the token behind it, as heads do that look one token ahead.
 
         Returns whether what it sees where it goes on is not the request's own.
@@ -443,11 +423,11 @@ class Devices:
         for layer in self.ranks[self.config.pp - 1, 0].drafter:
             for item in items:
                 item.write(layer, item.start, item.row.tokens[item.start + 1 : row.num_computed + 1])
-            seen = _checksum(items, layer, row.num_computed, 0) if items[0].is_sampling else None
+            seen = checksum(items, layer, row.num_computed, 0) if items[0].is_sampling else None
             is_foreign |= seen is not None and seen != row.answer.draft_checksum(layer, row.num_computed)
         return is_foreign
 
-    def _propose(self, items: Sequence[_Item], num_drafts: int) -> list[int]:
+    def _propose(self, items: Sequence[Item], num_drafts: int) -> list[int]:
         """Drafts behind the row's last token."""
         row = items[0].row
         drafts: list[int] = []
@@ -461,20 +441,3 @@ class Devices:
             for item in items:
                 item.write(layer, row.num_computed, drafts[:-1][: self.limits.max_model_len - row.num_computed])
         return drafts
-
-
-def _checksum(items: Sequence[_Item], layer: OracleLayer, position: int, before: int) -> int:
-    """Of what a query at `position` sees behind it in all heads of a stage; continues the checksum `before`."""
-    for item in items:
-        before = item.memory.checksum(layer, item.table[layer.group], position, before)
-    return before
-
-
-def _accept(drafts: Sequence[int], checksums: Sequence[int]) -> tuple[int, ...]:
-    """The accepted drafts and the token behind them; nothing where nothing is sampled."""
-    sampled: list[int] = []
-    for index, checksum in enumerate(checksums):
-        sampled.append(checksum % VOCAB_SIZE)
-        if index == len(drafts) or drafts[index] != sampled[-1]:
-            break
-    return tuple(sampled)

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from penstock.simulation.catalogue import Catalogue, base, faulty, speculating, traffic
 from penstock.simulation.pd_scenarios import PD_SCENARIOS
+from penstock.simulation.pipeline_scenarios import PIPELINE_SCENARIOS
 from penstock.simulation.setup import Faults, Setup
 from penstock.simulation.world import RunResult, World
 
@@ -347,4 +348,5 @@ def _everything(rng: random.Random) -> Setup:
     return replace(setup, traffic=replace(setup.traffic, handoff=rng.random() < 0.5))
 
 
+SCENARIOS.update(PIPELINE_SCENARIOS)
 SCENARIOS.update(PD_SCENARIOS)

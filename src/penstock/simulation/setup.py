@@ -109,6 +109,9 @@ class Disaggregation:
 class Setup:
     """`topologies` has (pp, tp) of every engine; `spare_blocks` is what the pool has beyond the longest request's.
 
+    `depth` is how many steps may be in flight beside one for each stage but the last: 1 is synchronous. `stage_layers`
+    is how many layers of every group each stage has, in engines with so many stages; in others all have about as many.
+
     `drafts` per request are proposed, by a drafter with KV of its own if `has_drafter`; `drafts_under_load` while more
     than two requests run. A request must end within `request_ticks`, and everything else within `recovery_ticks` after
     the last fault. `layerwise` loads are awaited layer by layer, by a host that does not run ahead. `block_sizes` are
@@ -117,6 +120,7 @@ class Setup:
 
     topologies: tuple[tuple[int, int], ...] = ((1, 1),)
     windows: tuple[int, ...] = (0,)
+    stage_layers: tuple[int, ...] = ()
     depth: int = 2
     runs_ahead: bool = False
     block_size: int = 4
@@ -157,7 +161,18 @@ class Setup:
     @property
     def layers(self) -> tuple[OracleLayer, ...]:
         """Every stage has a layer of every group."""
-        return make_layers(self.windows, max(pp for pp, _ in self.topologies), self.has_drafter)
+        return make_layers(self.windows, max(self.max_num_stages, sum(self.stage_layers)), self.has_drafter)
+
+    @property
+    def max_num_stages(self) -> int:
+        """Of any engine."""
+        return max(pp for pp, _ in self.topologies)
+
+    def layers_of_stages(self, num_stages: int) -> tuple[int, ...]:
+        """How many layers of the target each of so many stages has; nothing where they have about as many."""
+        if len(self.stage_layers) != num_stages:
+            return ()
+        return tuple(count * len(self.windows) for count in self.stage_layers)
 
     @property
     def num_lookahead(self) -> int:
@@ -170,17 +185,19 @@ class Setup:
     def num_blocks(self, block_size: int) -> int:
         """The smallest pool that planning would let an engine start with, and the spare ones."""
         groups = cache_config(self.layers, 2, block_size, NUM_HEADS).groups
-        in_flight = self.depth * self.max_num_batched_tokens + self.num_lookahead
+        num_steps = self.max_num_stages - 1 + self.depth
+        in_flight = num_steps * self.max_num_batched_tokens + self.num_lookahead
         return 1 + blocks_for_one_request(groups, block_size, self.max_model_len, in_flight) + self.spare_blocks
 
-    def scheduler_config(self) -> SchedulerConfig:
+    def scheduler_config(self, num_stages: int) -> SchedulerConfig:
         drafts = ((2, self.drafts), (self.max_num_seqs, self.drafts_under_load)) if self.drafts else ()
         return SchedulerConfig(
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_seqs=self.max_num_seqs,
             max_model_len=self.max_model_len,
             policy=self.policy,
-            max_num_in_flight=self.depth,
+            num_stages=num_stages,
+            max_num_in_flight=num_stages - 1 + self.depth,
             drafts=drafts,
             num_lookahead_tokens=self.num_lookahead,
         )

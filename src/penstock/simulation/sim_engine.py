@@ -151,12 +151,12 @@ class SimEngine:
         self.devices = Devices(site.ranks, answers, rng, self.pool.take_fresh)
         executor = make_executor(self.devices, parts.workers)
         executor.load()
-        limits = setup.scheduler_config()
+        limits = setup.scheduler_config(site.ranks.pp)
         handshakes = executor.initialize(InitializeWorker(cache=site.cache, limits=limits))
         self.scheduler = Scheduler(limits, self.kv, None, transfer)
         if not parts.is_null:
             Abilities(parts.scheduler).set_xfer_handshake_metadata_pp_aware(handshakes)
-        self.core = EngineCore(self.scheduler, executor, setup.depth, debug=True, clock=clock)
+        self.core = EngineCore(self.scheduler, executor, limits.max_num_in_flight, debug=True, clock=clock)
 
     @property
     def has_work(self) -> bool:
@@ -166,6 +166,16 @@ class SimEngine:
     def is_idle(self) -> bool:
         """No request is in it, and nothing has to be said to its workers: only transfers could need a step."""
         return not (self.core.has_work or self.core.has_rows_to_free)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps that it has taken."""
+        return self.scheduler._step
+
+    @property
+    def num_foreign_results(self) -> int:
+        """Results that came to an earlier stage after their request had lost its row to another."""
+        return sum(rank.num_foreign_results for rank in self.devices.ranks.values())
 
     @property
     def num_holds(self) -> int:
@@ -192,6 +202,7 @@ def make_site(setup: Setup, name: str, life: int, engine: int) -> Site:
     block_size = setup.block_size_of(engine)
     ranks = RankConfig(
         layers=setup.layers,
+        stage_layers=setup.layers_of_stages(pp),
         pp=pp,
         tp=tp,
         acceptance=setup.acceptance,

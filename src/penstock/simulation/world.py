@@ -11,6 +11,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from penstock.messages.kv_transfer import TransferReport
 from penstock.messages.outputs import EngineOutput
@@ -144,7 +145,8 @@ class World:
             if rng.random() < faults.crash:
                 self._crash(name, tick)
             elif rng.random() < faults.worker_error:
-                self._engines[name].devices.before_step = _raise
+                devices = self._engines[name].devices
+                devices.before_stage = partial(_raise_in, rng.randrange(devices.config.pp))
         if rng.random() < faults.store_restart:
             self._trace.note("world", "restarts what is behind the engines")
             self._count("restarts_of_backing")
@@ -268,6 +270,8 @@ class World:
 
     def _collect_counters(self, engine: SimEngine) -> None:
         stats = engine.core.stats()
+        self._count("steps", engine.num_steps)
+        self._count("foreign_results", engine.num_foreign_results)
         self._count("preemptions", stats.num_preemptions)
         self._count("prefix_hit_tokens", stats.prefix_cache_hits)
         self._count("loads", stats.remote_kv.num_loads)
@@ -284,5 +288,6 @@ class World:
         return RunResult(self._trace.digest(), tick, violation, lines, self._counters)
 
 
-def _raise() -> None:
-    raise InjectedError("a worker fails")
+def _raise_in(dying_stage: int, stage: int) -> None:
+    if stage == dying_stage:
+        raise InjectedError(f"a worker of stage {stage} fails")
