@@ -32,6 +32,7 @@ class MicroBatches(RequestQueue):
         self._max_num_drafts = config.max_num_drafts
         self._batch_of: dict[Request, int] = {}
         self._num_tokens = [0] * self._count  # per step, while decoding
+        self._leaving: set[Request] = set()
         self._last = self._count - 1
 
     def add(self, request: Request, batch: int = 0) -> None:
@@ -57,15 +58,18 @@ class MicroBatches(RequestQueue):
         members = self.snapshot()
         if self._count > 1:
             members = [each for each in members if self._batch_of[each] == batch or each.is_prefilling]
-        return [each for each in members if each.num_samples_in_flight < self._max_samples_in_flight]
+        limit = self._max_samples_in_flight
+        return [each for each in members if each.num_samples_in_flight < limit and each not in self._leaving]
 
     def has_room(self, batch: int, num_waiting: int) -> bool:
         """Whether a step of this micro-batch may admit a request, while so many could be admitted.
 
         It may until it has its part of all of them: a burst of short prompts is divided. The lightest always may.
         """
-        num_tokens = sum(self._num_tokens) + num_waiting * (1 + self._max_num_drafts)
-        return self._count == 1 or self._num_tokens[batch] * self._count < num_tokens
+        tokens_per_step = 1 + self._max_num_drafts
+        num_tokens = sum(self._num_tokens) + num_waiting * tokens_per_step
+        mine = self._num_tokens[batch]
+        return mine == min(self._num_tokens) or (mine + tokens_per_step) * self._count <= num_tokens
 
     def on_scheduled(self, request: Request, batch: int) -> None:
         """A step of this micro-batch computes the request. At the end of its prompt, it stays with this step."""
@@ -76,16 +80,22 @@ class MicroBatches(RequestQueue):
     def balance(self) -> None:
         """Moves requests from the heaviest to the lightest micro-batch when these differ much, the last in line first.
 
-        Where all of the heaviest are in flight, this has to wait for one of the next steps.
+        One with a token in flight moves in a later step, and runs in none before.
         """
+        self._leaving.clear()
         light, heavy = min(self._num_tokens), max(self._num_tokens)
         if light > _BALANCED * heavy:
             return
         source, target = self._num_tokens.index(heavy), self._num_tokens.index(light)
+        gap = heavy - light
         for request in reversed(self.snapshot()):
-            gap = self._num_tokens[source] - self._num_tokens[target]
-            is_movable = self._batch_of[request] == source and not request.num_samples_in_flight
-            if is_movable and 2 * self._tokens_per_step(request) <= gap:
+            change = 2 * self._tokens_per_step(request)
+            if self._batch_of[request] != source or change > gap:
+                continue
+            gap -= change
+            if request.num_samples_in_flight:
+                self._leaving.add(request)
+            else:
                 self._take(request)
                 self._put(request, target)
 
