@@ -22,7 +22,7 @@ from penstock.engine import build
 from penstock.kv_transfer.multi import MultiScheduler
 from penstock.kv_transfer.offload.scheduler import OffloadingScheduler
 from penstock.kv_transfer.offload.worker import OffloadingWorker
-from penstock.kv_transfer.view import Place, Take, write_now
+from penstock.kv_transfer.view import Parts, Place, Take, write_now
 from penstock.messages.kv_transfer import BadRange, TransferReport, TransferStatus
 from penstock.messages.outputs import CompletionOutput
 from penstock.runner.cpu import parts
@@ -130,7 +130,7 @@ def test_transfers_that_take_some_steps(plain_tokens: list[list[int]], monkeypat
         kept = [[memoryview(bytes(part)) for part in self.block_parts(*place)] for place in places]
         return Late(lambda: [take(number, parts) for number, parts in enumerate(kept)])
 
-    def write_blocks(self: HostKVCacheView, places: Sequence[Place], data: Sequence[memoryview], take: Take) -> Late:
+    def write_blocks(self: HostKVCacheView, places: Sequence[Place], data: Sequence[Parts], take: Take) -> Late:
         return Late(lambda: write_now(self, places, data, take))
 
     monkeypatch.setattr(HostKVCacheView, "read_blocks", read_blocks)

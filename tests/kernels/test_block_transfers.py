@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -98,15 +99,19 @@ def test_what_is_read_is_what_lay_there(transfers: tuple[BlockTransfers, KVCache
     assert found == list(enumerate(wanted))
 
 
+def cut(data: bytes) -> list[memoryview]:
+    """In pieces that end anywhere."""
+    edges = [0, 40, len(data) // 2, len(data)]
+    return [memoryview(data)[start:end] for start, end in itertools.pairwise(edges)]
+
+
 def test_what_is_written_is_there_and_is_shown(transfers: tuple[BlockTransfers, KVCache]) -> None:
     many, cache = transfers
     before = expected(cache, [(0, block) for block in range(NUM_BLOCKS)])
     data = [bytes([number + 1]) * len(each) for number, each in enumerate(expected(cache, PLACES))]
     found: list[bytes] = []
     with torch.inference_mode():
-        transfer = many.write_blocks(
-            PLACES, [memoryview(each) for each in data], lambda _, p: found.append(b"".join(p))
-        )
+        transfer = many.write_blocks(PLACES, [cut(each) for each in data], lambda _, p: found.append(b"".join(p)))
     transfer.result()
     assert found == data
     assert expected(cache, PLACES) == data
@@ -137,7 +142,7 @@ def test_the_view_is_the_same_for_both(is_remote: bool) -> None:
     found: list[bytes] = []
     view.read_blocks(PLACES, lambda _, parts: found.append(b"".join(parts))).result()
     assert found == wanted
-    view.write_blocks(PLACES[:2], [memoryview(each) for each in wanted[1::-1]], lambda *_: None).result()
+    view.write_blocks(PLACES[:2], [cut(each) for each in wanted[1::-1]], lambda *_: None).result()
     assert expected(cache, PLACES[:2]) == wanted[1::-1]
     (group, block), data = PLACES[2], memoryview(wanted[2][::-1])
     for layer in view.layout.layers_of(group):
@@ -175,7 +180,7 @@ def test_on_a_gpu_beside_steps() -> None:
                 tensor.mul_(-1.5)
             landed: list[bytes] = []
             writing = view.write_blocks(
-                PLACES, [memoryview(each) for each in wanted], lambda _, parts, to=landed: to.append(b"".join(parts))
+                PLACES, [cut(each) for each in wanted], lambda _, parts, to=landed: to.append(b"".join(parts))
             )
             reading.result()
             writing.result()

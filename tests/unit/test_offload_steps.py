@@ -17,7 +17,8 @@ from penstock.kv_transfer.offload.policies import LRUPolicy
 from penstock.kv_transfer.offload.region import OffloadRegion
 from penstock.kv_transfer.offload.scheduler import OffloadingScheduler, OffloadPolicy, OffloadRules
 from penstock.kv_transfer.offload.worker import OffloadingWorker
-from penstock.kv_transfer.view import DONE, Place, Take, Transfer
+from penstock.kv_transfer.topology.chunks import ChunkFormat
+from penstock.kv_transfer.view import DONE, Parts, Place, Take, Transfer
 from penstock.messages.kv_cache_spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from penstock.messages.kv_layout import KVLayout, LayerLayout, MemoryRegion
 from penstock.messages.kv_transfer import KVConnectorOutput, TransferReport, TransferStatus
@@ -32,21 +33,23 @@ class CountingView:
     """A cache that the host can see, or not, of one layer; counts what is written."""
 
     def __init__(self, block_bytes: int, device: str = "cpu") -> None:
-        layer = LayerLayout(
-            "a", 0, "kv", 0, "float32", ("block", "dim"), (99, block_bytes // 4), (block_bytes, 4), (0, 1)
-        )
+        shape = (99, 2, 1, 4, block_bytes // 32)
+        strides = (block_bytes, block_bytes // 2, block_bytes // 2, block_bytes // 8, 4)
+        layer = LayerLayout("a", 0, "kv", 0, "float32", ("block", "kv", "head", "token", "dim"), shape, strides, (0, 1))
         self.layout = KVLayout(4, (MemoryRegion("kv", 99 * block_bytes, device),), (layer,))
         self.written: list[Place] = []
 
-    def write_blocks(self, places: Sequence[Place], data: Sequence[memoryview], take: Take) -> Transfer:
+    def write_blocks(self, places: Sequence[Place], data: Sequence[Parts], take: Take) -> Transfer:
         self.written += places
         for number, each in enumerate(data):
-            take(number, [each])
+            take(number, each)
         return DONE
 
 
 def make_worker(view: Any, block_bytes: int) -> OffloadingWorker:
-    worker = OffloadingWorker(OffloadRegion(12, block_bytes), (0, 0), 4)
+    spec = KVCacheSpec.keys_and_values(1, block_bytes // 32, "float32")
+    chunks = ChunkFormat(KVCacheConfig(99, 4, (KVCacheGroup(("a",), spec),)))
+    worker = OffloadingWorker(OffloadRegion(12, chunks.chunk_bytes), (0, 0), chunks, {})
     worker.register_kv_caches(view)
     return worker
 

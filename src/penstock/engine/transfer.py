@@ -44,11 +44,17 @@ def make_transfer(config: EngineConfig, cache: KVCacheConfig, facts: Sequence[Wo
         fingerprint=fingerprint(config, cache, facts),
         meaning=meaning(config, cache, facts),
         shards=frozenset(each.shard for each in facts),
+        rank_heads={each.shard: _heads_of(each) for each in facts},
     )
     connector = make_scheduler_connector(context)
     abilities = Abilities(connector)
     transfer = KVTransfer(connector, asked.kv_load_failure_policy, asked.kv_load_timeout)
     return EngineTransfer(transfer, abilities, context, abilities.worker_setup())
+
+
+def _heads_of(facts: WorkerFacts) -> dict[str, tuple[int, int]]:
+    specs = {**facts.kv_cache_specs, **facts.draft_kv_cache_specs}
+    return {name: spec.heads for name, spec in specs.items()}
 
 
 def fingerprint(config: EngineConfig, cache: KVCacheConfig, facts: Sequence[WorkerFacts]) -> bytes:

@@ -35,7 +35,8 @@ class ConnectorContext(msgspec.Struct, frozen=True, kw_only=True):
 
     `fingerprint` stands for everything that must be equal for KV to mean the same: weights, shapes, dtype, layout,
     arithmetic. KV of another fingerprint must not be loaded. `meaning` names the parts of it that engines with other
-    layouts have in common, so that a refusal can say which of them differs.
+    layouts have in common, so that a refusal can say which of them differs. `cache` is the whole engine's;
+    `rank_heads` is the interval of KV heads that each rank has of each of its layers.
     """
 
     config: KVTransferConfig
@@ -43,6 +44,7 @@ class ConnectorContext(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: bytes
     shards: frozenset[ShardId]
     meaning: dict[str, str] = {}
+    rank_heads: dict[ShardId, dict[str, tuple[int, int]]] = {}
 
 
 class Connector(Protocol):

@@ -53,11 +53,11 @@ class KVCacheView(Protocol):
         """
         ...
 
-    def write_blocks(self, places: Sequence[Place], data: Sequence[memoryview], take: Take) -> Transfer:
+    def write_blocks(self, places: Sequence[Place], data: Sequence[Parts], take: Take) -> Transfer:
         """Overwrites the blocks, behind the steps launched so far, and shows `take` what each holds afterwards.
 
-        `data` is each block's bytes, to be left alone until the transfer is done. Steps that are launched by then find
-        the blocks written.
+        `data` is each block's bytes, in pieces of any sizes one after the other, to be left alone until the transfer is
+        done. Steps that are launched by then find the blocks written.
         """
         ...
 
@@ -97,12 +97,22 @@ def read_now(view: KVCacheView, places: Sequence[Place], take: Take) -> Transfer
     return DONE
 
 
-def write_now(view: KVCacheView, places: Sequence[Place], data: Sequence[memoryview], take: Take) -> Transfer:
+def copy(pieces: Parts, parts: Parts) -> None:
+    """Copies the bytes of the pieces, one after the other, over those of the parts, which are as many."""
+    rest, open_parts = memoryview(b""), iter(parts)
+    for piece in pieces:
+        while piece:
+            rest = rest or next(open_parts)
+            count = min(len(piece), len(rest))
+            rest[:count] = piece[:count]
+            piece, rest = piece[count:], rest[count:]
+    assert not rest and next(open_parts, None) is None, "the pieces are fewer bytes than the parts"
+
+
+def write_now(view: KVCacheView, places: Sequence[Place], data: Sequence[Parts], take: Take) -> Transfer:
     """`write_blocks` of memory that the host can see."""
-    for number, (place, each) in enumerate(zip(places, data, strict=True)):
-        parts, start = view.block_parts(*place), 0
-        for part in parts:
-            part[:] = each[start : start + len(part)]
-            start += len(part)
+    for number, (place, pieces) in enumerate(zip(places, data, strict=True)):
+        parts = view.block_parts(*place)
+        copy(pieces, parts)
         take(number, parts)
     return DONE

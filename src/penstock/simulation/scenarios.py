@@ -251,11 +251,11 @@ def _windows(rng: random.Random) -> Setup:
 
 @_scenario("offload", "KV goes to memory and to disk, and comes back")
 def _tiers(rng: random.Random) -> Setup:
-    """One engine of one rank with memory and a disk behind it, that forgets its own cache now and then."""
+    """An engine with memory and a disk behind it, which its ranks share, that forgets its own cache now and then."""
     setup = traffic(base(rng), arrival=rng.choice([0.1, 0.3]), reset=rng.choice([0.0, 0.2]), num_requests=14)
     return replace(
         setup,
-        topologies=((1, 1),),
+        topologies=(rng.choice([(1, 1), (1, 2), (2, 1), (2, 2)]),),
         backing="tiers",
         num_staging=rng.choice([2, 8, 64]),
         store_places=rng.choice([4, 200]),

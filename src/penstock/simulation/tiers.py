@@ -18,6 +18,7 @@ from penstock.kv_transfer.offload.region import OffloadRegion
 from penstock.kv_transfer.offload.scheduler import OffloadingScheduler, OffloadPolicy, OffloadRules
 from penstock.kv_transfer.offload.tiers.base import EventLog, JobResult, OffloadEvent, TierStats, TransferJob
 from penstock.kv_transfer.offload.worker import OffloadingWorker
+from penstock.kv_transfer.topology.chunks import ChunkFormat
 from penstock.kv_transfer.transports.base import Operation
 from penstock.kv_transfer.transports.memory import FaultKind
 from penstock.messages.kv_events import MEDIUM_STORAGE
@@ -155,8 +156,12 @@ class _Life:
     manager: OffloadingManager
 
 
+def _ends(heads: range) -> tuple[int, int]:
+    return heads.start, heads.stop
+
+
 class OffloadBacking(Backing):
-    """Tiers for engines of one rank; `Setup.store_places` bounds the disk and `Setup.num_staging` the memory."""
+    """Tiers that an engine's ranks share; `Setup.store_places` bounds the disk and `Setup.num_staging` the memory."""
 
     def __init__(self, context: BackingContext) -> None:
         self._context = context
@@ -164,16 +169,16 @@ class OffloadBacking(Backing):
         self._lives: dict[str, _Life] = {}
 
     def attach(self, site: Site) -> Parts:
-        setup, (shard,) = self._context.setup, site.ranks.shards
-        chunk_bytes = max(site.cache.block_bytes(group) for group in range(len(site.cache.groups)))
-        region = OffloadRegion(max(1, setup.num_staging), chunk_bytes)
+        setup, ranks = self._context.setup, site.ranks
+        chunks = ChunkFormat(site.cache, is_head_first=True)
+        region = OffloadRegion(max(1, setup.num_staging), chunks.chunk_bytes)
         disk = SimDisk(self._disks.setdefault(site.name, {}), setup.store_places, region, self._context)
         policy: CachePolicy = LRUPolicy() if setup.direct_saves else ARCPolicy(region.num_chunks)
         manager = OffloadingManager(region.num_chunks, policy, [disk], max_cascading_chunks=8, max_promoting_chunks=8)
         self._lives[site.name] = _Life(region, disk, manager)
         scheduler = OffloadingScheduler(
             cache=site.cache,
-            shards=frozenset({shard}),
+            shards=frozenset(ranks.shards),
             region=region,
             manager=manager,
             rules=OffloadRules(
@@ -186,7 +191,11 @@ class OffloadBacking(Backing):
         )
         setup_of_workers = scheduler.worker_setup()
         attached = OffloadRegion.attach(setup_of_workers.memory, setup_of_workers.chunk_bytes)
-        return Parts(scheduler, {shard: OffloadingWorker(attached, shard, site.cache.block_size)})
+        heads = {
+            (stage, rank): {layer.name: _ends(ranks.heads_of(rank)) for layer in ranks.layers_of(stage)}
+            for stage, rank in ranks.shards
+        }
+        return Parts(scheduler, {shard: OffloadingWorker(attached, shard, chunks, heads) for shard in ranks.shards})
 
     def crash(self, name: str) -> None:
         del self._lives[name]

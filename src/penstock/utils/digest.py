@@ -50,3 +50,16 @@ def subtract_digests(one: bytes, other: bytes) -> bytes:
 
 def _to_bytes(number: int) -> bytes:
     return (number % _MODULUS).to_bytes(DIGEST_BYTES, "big")
+
+
+def digest_units(units: Iterable[np.ndarray], numbers: Iterable[int]) -> np.ndarray:  # [n, DIGEST_BYTES] uint8
+    """The XXH3-128 of every unit, keyed by its number."""
+    of_unit = cast("Callable[[np.ndarray, int], bytes]", xxhash.xxh3_128_digest)
+    return np.frombuffer(b"".join(map(of_unit, units, numbers)), np.uint8).reshape(-1, DIGEST_BYTES)
+
+
+def sum_digests(digests: np.ndarray) -> bytes:
+    """[n, DIGEST_BYTES] uint8 -> [DIGEST_BYTES], modulo 2^128: `add_digests` of all."""
+    # By words of 32 bits, so that no sum overflows.
+    words = np.ascontiguousarray(digests).view(">u4").sum(axis=0, dtype=np.uint64).tolist()
+    return _to_bytes(sum(word << 32 * place for place, word in enumerate(reversed(words))))

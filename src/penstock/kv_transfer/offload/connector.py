@@ -28,6 +28,7 @@ from penstock.kv_transfer.offload.scheduler import OffloadingScheduler, OffloadP
 from penstock.kv_transfer.offload.tiers.disk import DiskTier, DiskTierConfig
 from penstock.kv_transfer.offload.worker import OffloadingWorker
 from penstock.kv_transfer.options import Check, is_text, read_options
+from penstock.kv_transfer.topology.chunks import ChunkFormat
 from penstock.messages.kv_transfer import ConnectorSetup, ShardId
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import ConfigError
@@ -58,11 +59,9 @@ class OffloadingConnector:
 
     @staticmethod
     def make_scheduler_connector(context: ConnectorContext) -> OffloadingScheduler:
-        """Raises ConfigError for invalid options, and when there is more than one worker."""
+        """Raises ConfigError for invalid options."""
         options = _read_options(context)
-        if len(context.shards) > 1:
-            raise ConfigError(f"OffloadingConnector works with one worker for now, and there are {len(context.shards)}")
-        chunk_bytes = max(context.cache.block_bytes(group) for group in range(len(context.cache.groups)))
+        chunk_bytes = ChunkFormat(context.cache).chunk_bytes
         region = OffloadRegion(options["cpu_bytes_to_use"] // chunk_bytes, chunk_bytes)
         num_chunks = region.num_chunks
         policy: CachePolicy = LRUPolicy() if options["eviction_policy"] == "lru" else ARCPolicy(num_chunks)
@@ -88,8 +87,16 @@ class OffloadingConnector:
     def make_worker_connector(
         context: ConnectorContext, shard: ShardId, setup: ConnectorSetup | None
     ) -> OffloadingWorker:
+        """Raises ConfigError when the rank is not on the host of the tiers."""
         assert isinstance(setup, OffloadSetup), setup
-        return OffloadingWorker(OffloadRegion.attach(setup.memory, setup.chunk_bytes), shard, context.cache.block_size)
+        try:
+            region = OffloadRegion.attach(setup.memory, setup.chunk_bytes)
+        except OSError as error:
+            raise ConfigError(
+                f"rank {shard} cannot map the memory of the OffloadingConnector ({error}): all ranks must run on the "
+                "host of the engine core"
+            ) from None
+        return OffloadingWorker(region, shard, ChunkFormat(context.cache), context.rank_heads)
 
 
 def _read_options(context: ConnectorContext) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import enum
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import reduce
 from typing import Any
 
 from penstock.kv_transfer.connector import (
@@ -43,6 +44,7 @@ from penstock.messages.kv_cache_spec import NULL_BLOCK, KVCacheConfig
 from penstock.messages.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored, KVEvent
 from penstock.messages.kv_transfer import (
     BadRange,
+    HandshakePayload,
     KVConnectorOutput,
     ShardId,
     TransferId,
@@ -52,6 +54,7 @@ from penstock.messages.kv_transfer import (
 from penstock.messages.outputs import FinishReason
 from penstock.messages.scheduler_output import BlockIds, BlockTable, SchedulerOutput
 from penstock.utils.clock import Clock
+from penstock.utils.digest import add_digests
 from penstock.utils.errors import RequestError
 from penstock.utils.math import cdiv
 
@@ -145,6 +148,9 @@ class OffloadingScheduler(NullSchedulerConnector):
         # Tokens and times of the steps in flight, and when the last one ended.
         self._steps: deque[tuple[int, float]] = deque()
         self._last_end = 0.0
+
+    def set_xfer_handshake_metadata_pp_aware(self, payloads: Mapping[ShardId, HandshakePayload | None]) -> None:
+        """Ranks tell one another nothing: the context says which layers and heads each has."""
 
     def worker_setup(self) -> OffloadSetup:
         return OffloadSetup(self._region.memory, self._region.chunk_bytes)
@@ -346,8 +352,9 @@ class OffloadingScheduler(NullSchedulerConnector):
     def _on_stored(self, keys: Sequence[OffloadKey], reports: Sequence[TransferReport]) -> None:
         is_done = all(report.status is TransferStatus.DONE for report in reports)
         for index, key in enumerate(keys):
-            of_shards = b"".join(report.digests[index] for report in reports) if is_done else b""
-            self._manager.complete_store(key, of_shards or None, is_done)
+            of_shards = [report.digests[index] for report in reports] if is_done else []
+            is_attested = is_done and all(of_shards)
+            self._manager.complete_store(key, reduce(add_digests, of_shards) if is_attested else None, is_done)
 
     def _on_loaded(self, load: _Load, reports: Sequence[TransferReport]) -> LoadEnded:
         bad = bad_ranges(reports, len(self._cache.groups), load.first, load.end)

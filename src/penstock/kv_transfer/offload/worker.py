@@ -1,4 +1,4 @@
-"""The worker's part of the `OffloadingConnector`: copies between engine blocks and chunks, makes and checks digests.
+"""The workers' part of the `OffloadingConnector`: each copies the rank's part between engine blocks and chunks.
 
 A digest is made from the bytes in the engine's cache and checked on the bytes that have landed there, so that whatever
 happens on the way, in memory, on a disk or by a wrong chunk id, shows.
@@ -12,9 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from penstock.kv_transfer.null import NullWorkerConnector
-from penstock.kv_transfer.offload.messages import LoadBlock, OffloadLoad, OffloadMetadata, OffloadStore, StoreBlock
+from penstock.kv_transfer.offload.messages import LoadBlock, OffloadLoad, OffloadMetadata, OffloadStore
 from penstock.kv_transfer.offload.region import OffloadRegion
-from penstock.kv_transfer.view import KVCacheView, Parts, Transfer, gather
+from penstock.kv_transfer.topology.chunks import ChunkFormat, RankChunks, RankHeads
+from penstock.kv_transfer.view import KVCacheView, Parts, Transfer
 from penstock.messages.kv_transfer import (
     BadRange,
     KVConnectorMetadata,
@@ -23,7 +24,7 @@ from penstock.messages.kv_transfer import (
     TransferReport,
     TransferStatus,
 )
-from penstock.utils.digest import digest
+from penstock.utils.digest import DIGEST_BYTES
 
 # Where the host itself copies and digests a load, other requests wait meanwhile: so many bytes take some milliseconds,
 # and what is left continues in the following steps.
@@ -51,15 +52,19 @@ class OffloadingWorker(NullWorkerConnector):
     """Transfers begin in the order of the steps, so that no block is overwritten before it was read. They end when they
     end, which is at once where the host sees the cache, and are reported with the step that finds them ended."""
 
-    def __init__(self, region: OffloadRegion, shard: ShardId, block_size: int) -> None:
+    def __init__(self, region: OffloadRegion, shard: ShardId, chunks: ChunkFormat, heads: RankHeads) -> None:
+        """`heads` is of all ranks, or empty for one alone."""
         self._region = region
         self._shard = shard
-        self._block_size = block_size
+        self._format = chunks
+        self._heads = heads
+        self._block_size = chunks.block_size
         self._jobs: list[_Job] = []
         self._new_loads: tuple[OffloadLoad, ...] = ()
 
     def register_kv_caches(self, view: KVCacheView) -> None:
         self._view = view
+        self._chunks = RankChunks(self._format, view.layout, self._shard, self._heads)
         groups = {layer.group for layer in view.layout.layers}
         self._block_bytes = {group: view.layout.block_bytes(group) for group in groups}
         # A device copies beside the steps, and needs no pieces.
@@ -92,15 +97,17 @@ class OffloadingWorker(NullWorkerConnector):
             job.wait()
 
     def _store(self, store: OffloadStore) -> _Job:
-        chunks = [self._chunk(block) for block in store.blocks]
-        digests = [b""] * len(chunks)  # empty where none was asked for
+        # A rank that writes nothing of a block adds nothing to its digest; without attestation there is none.
+        digests = [bytes(DIGEST_BYTES) if block.is_attested else b"" for block in store.blocks]
+        own = [number for number, block in enumerate(store.blocks) if self._chunks.has(block.group)]
+        blocks = [store.blocks[number] for number in own]
 
-        def take(number: int, parts: Parts) -> None:
-            gather(parts, chunks[number])
-            if store.blocks[number].is_attested:
-                digests[number] = digest(*parts)
+        def take(index: int, parts: Parts) -> None:
+            block = blocks[index]
+            chunk = self._region.chunk(block.chunk_id)
+            digests[own[index]] = self._chunks.store(block.group, parts, chunk, block.is_attested)
 
-        transfer = self._view.read_blocks([(block.group, block.block_id) for block in store.blocks], take)
+        transfer = self._view.read_blocks([(block.group, block.block_id) for block in blocks], take)
         done = TransferStatus.DONE
         return _Job(lambda: TransferReport(store.job_id, self._shard, done, digests=tuple(digests)), [transfer])
 
@@ -108,14 +115,15 @@ class OffloadingWorker(NullWorkerConnector):
         bad: list[BadRange] = []
 
         def take(block: LoadBlock, parts: Parts) -> None:
-            if block.digest is not None and block.digest != digest(*parts):
+            chunk = self._region.chunk(block.chunk_id)
+            if block.digest is not None and not self._chunks.is_right(block.group, parts, chunk, block.digest):
                 bad.append(self._range(block))
 
         def report() -> TransferReport:
             status = TransferStatus.FAILED if bad else TransferStatus.DONE
             return TransferReport(load.job_id, self._shard, status, tuple(bad))
 
-        return _Job(report, waiting=deque(load.blocks), take=take)
+        return _Job(report, waiting=deque(block for block in load.blocks if self._chunks.has(block.group)), take=take)
 
     def _copy(self, job: _Job, room: int) -> int:
         """Begins to copy those next blocks of a load that fit into `room` bytes. Returns what later loads may have."""
@@ -125,13 +133,10 @@ class OffloadingWorker(NullWorkerConnector):
             room -= num_bytes
         if blocks:
             places = [(block.group, block.block_id) for block in blocks]
-            chunks = [self._chunk(block) for block in blocks]
-            transfer = self._view.write_blocks(places, chunks, lambda number, parts: job.take(blocks[number], parts))
+            data = [self._chunks.pieces(block.group, self._region.chunk(block.chunk_id)) for block in blocks]
+            transfer = self._view.write_blocks(places, data, lambda number, parts: job.take(blocks[number], parts))
             job.transfers.append(transfer)
         return 0 if job.waiting else room
-
-    def _chunk(self, block: StoreBlock | LoadBlock) -> memoryview:
-        return self._region.chunk(block.chunk_id)[: self._block_bytes[block.group]]
 
     def _range(self, block: LoadBlock) -> BadRange:
         return BadRange(block.group, block.index * self._block_size, (block.index + 1) * self._block_size)

@@ -25,7 +25,7 @@ import torch
 
 from penstock.kernels.staging import CopyQueue
 from penstock.kernels.triton.move_blocks import LayerTable, gather_blocks, scatter_blocks
-from penstock.kv_transfer.view import Place, Take, Transfer
+from penstock.kv_transfer.view import Parts, Place, Take, Transfer
 from penstock.runner.gpu.buffers import upload
 
 _PIECE_BYTES = 32 << 20
@@ -102,7 +102,7 @@ class BlockTransfers:
         """See `KVCacheView.read_blocks`."""
         return self._submit(places, self._gather, lambda piece: self._read(piece, take))
 
-    def write_blocks(self, places: Sequence[Place], data: Sequence[memoryview], take: Take) -> Transfer:
+    def write_blocks(self, places: Sequence[Place], data: Sequence[Parts], take: Take) -> Transfer:
         """See `KVCacheView.write_blocks`."""
         assert len(places) == len(data), f"{len(places)} blocks, and bytes for {len(data)}"
         return self._submit(places, lambda piece: None, lambda piece: self._write(piece, data, take))
@@ -151,12 +151,16 @@ class BlockTransfers:
         for number in range(len(rows)):
             take(piece.first + number, self._parts(piece.group, rows[number].data))
 
-    def _write(self, piece: _Piece, data: Sequence[memoryview], take: Take) -> None:
+    def _write(self, piece: _Piece, data: Sequence[Parts], take: Take) -> None:
         host = self._host[: piece.packed.nbytes].view(piece.packed.shape)
         rows = host.numpy()
         for number in range(len(rows)):
-            # NumPy's copy lets other threads run meanwhile.
-            np.copyto(rows[number], np.frombuffer(data[piece.first + number], dtype=np.uint8))
+            start = 0
+            for part in data[piece.first + number]:
+                # NumPy's copy lets other threads run meanwhile.
+                np.copyto(rows[number][start : start + len(part)], np.frombuffer(part, dtype=np.uint8))
+                start += len(part)
+            assert start == len(rows[number]), f"{start} bytes for a block of {len(rows[number])}"
 
         def land() -> None:
             scatter_blocks(self._tables[piece.group], piece.ids, piece.packed)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from penstock.kernels.staging import CudaCopyQueue, NoQueue
-from penstock.kv_transfer.view import Place, Take, Transfer
+from penstock.kv_transfer.view import Parts, Place, Take, Transfer
 from penstock.runner.gpu.block_transfers import BlockTransfers
 from penstock.runner.kv_cache_view import TensorKVCacheView
 
@@ -19,7 +19,7 @@ class GpuKVCacheView(TensorKVCacheView):
     def read_blocks(self, places: Sequence[Place], take: Take) -> Transfer:
         return self._transfers.read_blocks(places, take)
 
-    def write_blocks(self, places: Sequence[Place], data: Sequence[memoryview], take: Take) -> Transfer:
+    def write_blocks(self, places: Sequence[Place], data: Sequence[Parts], take: Take) -> Transfer:
         return self._transfers.write_blocks(places, data, take)
 
     @functools.cached_property
