@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -94,6 +94,12 @@ class _LayerPart:
     end: int
     first_written: int
     unit_bytes: int
+    own_units: tuple[int, ...] = field(init=False)
+    written_units: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "own_units", self.units(self.first))
+        object.__setattr__(self, "written_units", self.units(self.first_written))
 
     def in_chunk(self, chunk: memoryview) -> np.ndarray:  # [outer, end - first, unit_bytes] uint8
         place = self.place
@@ -103,10 +109,10 @@ class _LayerPart:
     def in_cache(self, part: memoryview) -> np.ndarray:  # [outer, end - first, unit_bytes] uint8
         return np.frombuffer(part, np.uint8).reshape(self.outer, self.end - self.first, self.unit_bytes)
 
-    def units(self, first: int) -> np.ndarray:  # [outer, end - first] int64
+    def units(self, first: int) -> tuple[int, ...]:
         """The numbers of the units of the heads from `first` on."""
-        heads = np.arange(first, self.end)
-        return self.place.first_unit + np.arange(self.outer)[:, None] * self.place.num_heads + heads
+        starts = (self.place.first_unit + outer * self.place.num_heads for outer in range(self.outer))
+        return tuple(start + head for start in starts for head in range(first, self.end))
 
     def pieces(self, chunk: memoryview) -> list[memoryview]:
         """Its bytes in the chunk, in the order in which the rank has them."""
@@ -130,6 +136,9 @@ class RankChunks:
             [_part(each, places[each.name], _end_before(each.name, shard, heads)) for each in layout.layers_of(group)]
             for group, places in enumerate(chunks.places)
         ]
+        # The rows of a group's table, [n] int64 each.
+        self._own = [np.array([u for layer in each for u in layer.own_units], np.int64) for each in self._parts]
+        self._written = [np.array([u for layer in each for u in layer.written_units], np.int64) for each in self._parts]
 
     def has(self, group: int) -> bool:
         """Whether the rank has layers of the group."""
@@ -137,7 +146,7 @@ class RankChunks:
 
     def store(self, group: int, parts: Sequence[memoryview], chunk: memoryview, is_attested: bool) -> bytes:
         """Copies what the rank writes of a block. Returns the sum of its units' digests, or nothing."""
-        table, digests = self._format.table(group, chunk), [np.empty((0, DIGEST_BYTES), np.uint8)]
+        digests = [np.empty((0, DIGEST_BYTES), np.uint8)]
         for layer, part in zip(self._parts[group], parts, strict=True):
             skipped = layer.first_written - layer.first
             written = layer.in_cache(part)[:, skipped:]
@@ -145,10 +154,12 @@ class RankChunks:
                 continue
             np.copyto(layer.in_chunk(chunk)[:, skipped:], written)
             if is_attested:
-                units = layer.units(layer.first_written)
-                digests.append(_digests(written, units))
-                table[units.ravel()] = digests[-1]
-        return sum_digests(np.concatenate(digests)) if is_attested else b""
+                digests.append(digest_units(itertools.chain.from_iterable(written), layer.written_units))
+        if not is_attested:
+            return b""
+        found = np.concatenate(digests)
+        self._format.table(group, chunk)[self._written[group]] = found
+        return sum_digests(found)
 
     def pieces(self, group: int, chunk: memoryview) -> list[memoryview]:
         """The rank's part of the block in the chunk, in the order of its layers."""
@@ -158,12 +169,11 @@ class RankChunks:
         """Whether what has landed is what was stored under this `digest` of the whole block."""
         if self._format.digest(group, chunk) != digest:
             return False
-        table = self._format.table(group, chunk)
-        for layer, part in zip(self._parts[group], parts, strict=True):
-            units = layer.units(layer.first)
-            if not np.array_equal(_digests(layer.in_cache(part), units), table[units.ravel()]):
-                return False
-        return True
+        found = [
+            digest_units(itertools.chain.from_iterable(layer.in_cache(part)), layer.own_units)
+            for layer, part in zip(self._parts[group], parts, strict=True)
+        ]
+        return np.array_equal(np.concatenate(found), self._format.table(group, chunk)[self._own[group]])
 
 
 def _part(layer: LayerLayout, place: LayerPlace, end_before: int) -> _LayerPart:
@@ -180,7 +190,3 @@ def _part(layer: LayerLayout, place: LayerPlace, end_before: int) -> _LayerPart:
 def _end_before(name: str, shard: ShardId, heads: RankHeads) -> int:
     """Behind the last head of this layer that ranks before this one have."""
     return max((heads[other][name][1] for other in heads if other < shard and name in heads[other]), default=0)
-
-
-def _digests(rows: np.ndarray, units: np.ndarray) -> np.ndarray:  # [n, DIGEST_BYTES] uint8
-    return digest_units(itertools.chain.from_iterable(rows), units.ravel().tolist())
