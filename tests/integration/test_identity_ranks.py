@@ -6,6 +6,7 @@ Every cell compares with the plain run of `test_identity_matrix`, which one rank
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,13 @@ from tests.integration.test_identity_speculation import METHODS, config
 
 COUNT = 22
 RANKS = ((2, 1), (4, 1), (3, 1), (1, 2), (1, 3), (2, 2))
-OFFLOADING = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"load_policy": "always"}}
+
+
+def offloading(**extra: Any) -> dict[str, Any]:
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_connector_extra_config": {"load_policy": "always", **extra},
+    }
 
 
 def ranks(tp: int, pp: int, backend: str = "uniproc") -> dict[str, Any]:
@@ -145,6 +152,40 @@ def test_ranks_in_processes(plain_tokens: list[list[int]], size: tuple[int, int]
     assert tokens == plain_tokens
     assert llm.stats().num_preemptions > 0
     assert llm.stats().prefix_cache_hits > 0
+
+
+@pytest.mark.parametrize(("size", "overlap"), grid(RANKS, (False, True), strength=1))
+def test_tiers(plain_tokens: list[list[int]], size: tuple[int, int], overlap: bool) -> None:
+    tokens, llm = run(
+        count=COUNT,
+        repeat=2,
+        async_scheduling=overlap,
+        max_num_batched_tokens=48,
+        enable_prefix_caching=True,
+        speculative_config=config("mtp", 2),
+        kv_transfer_config=offloading(),
+        **SMALL_POOL,
+        **ranks(*size),
+    )
+    assert tokens == plain_tokens
+    assert llm.stats().num_preemptions > 0
+    assert llm.stats().remote_kv.num_tokens > 0
+
+
+@pytest.mark.parametrize(("writer", "reader"), [((2, 1), (1, 1)), ((1, 1), (1, 2)), ((1, 3), (4, 1)), ((2, 2), (3, 1))])
+def test_what_some_ranks_stored_others_load(
+    plain_tokens: list[list[int]], writer: tuple[int, int], reader: tuple[int, int], tmp_path: Path
+) -> None:
+    for size, loads in ((writer, False), (reader, True)):
+        tokens, llm = run(
+            count=COUNT,
+            enable_prefix_caching=True,
+            speculative_config=config("mtp", 2),
+            kv_transfer_config=offloading(disk_path=str(tmp_path)),
+            **ranks(*size),
+        )
+        assert tokens == plain_tokens
+        assert (llm.stats().remote_kv.num_tokens > 100) is loads
 
 
 def test_uneven_layers(plain_tokens: list[list[int]]) -> None:
