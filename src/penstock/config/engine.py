@@ -16,6 +16,7 @@ from penstock.config.arguments import argument
 from penstock.config.kv_events import KVEventsConfig, parse_kv_events_config
 from penstock.config.kv_transfer import KVTransferConfig, parse_kv_transfer_config
 from penstock.config.model import ModelConfig, load_model_config
+from penstock.config.parallel import ParallelConfig, divide, layer_counts
 from penstock.config.speculative import SpeculativeConfig, parse_speculative_config
 from penstock.utils.errors import ConfigError
 from penstock.utils.math import round_up
@@ -175,22 +176,6 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParallelConfig:
-    """How the model is divided among ranks: `tp` ranks hold a share of every layer of each of `pp` stages.
-
-    `layer_counts` are the stages' layers, empty where they are to be as equal as may be.
-    """
-
-    tp: int = 1
-    pp: int = 1
-    layer_counts: tuple[int, ...] = ()
-
-    @property
-    def num_ranks(self) -> int:
-        return self.tp * self.pp
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutionConfig:
     """How the steps are computed: `num_threads` on a CPU, the rest on a GPU, as a CPU has no graphs and is always
     deterministic."""
@@ -250,6 +235,7 @@ def resolve(args: EngineArgs, device: str) -> EngineConfig:
     speculative = None
     if args.speculative_config is not None:
         speculative = parse_speculative_config(args.speculative_config, model)
+    shapes = [model] if speculative is None else [model, *speculative.shapes]
     kv_events = parse_kv_events_config(args.kv_events_config)
     if kv_events.is_active and not args.enable_prefix_caching:
         raise ConfigError("kv_events_config needs enable_prefix_caching: without it no block can be found again")
@@ -267,7 +253,7 @@ def resolve(args: EngineArgs, device: str) -> EngineConfig:
             drafts=() if speculative is None else speculative.drafts,
             num_lookahead_tokens=0 if speculative is None else speculative.num_lookahead_tokens,
         ),
-        parallel=_parallel_config(args, model),
+        parallel=divide(args.tensor_parallel_size, args.pipeline_parallel_size, args.pipeline_layers, shapes),
         execution=ExecutionConfig(
             attention_backend=args.attention_backend,
             num_threads=args.num_threads,
@@ -291,37 +277,6 @@ def resolve(args: EngineArgs, device: str) -> EngineConfig:
         kv_events=kv_events,
         kv_transfer=None if args.kv_transfer_config is None else parse_kv_transfer_config(args.kv_transfer_config),
     )
-
-
-def _parallel_config(args: EngineArgs, model: ModelConfig) -> ParallelConfig:
-    tp, pp = args.tensor_parallel_size, args.pipeline_parallel_size
-    if tp > model.num_attention_heads:
-        raise ConfigError(
-            f"tensor_parallel_size={tp} is more than the model's {model.num_attention_heads} attention heads: lower it"
-        )
-    if pp > model.num_hidden_layers:
-        raise ConfigError(
-            f"pipeline_parallel_size={pp} is more than the model's {model.num_hidden_layers} layers: lower it"
-        )
-    counts = _layer_counts(args)
-    if counts and sum(counts) != model.num_hidden_layers:
-        raise ConfigError(
-            f"pipeline_layers={args.pipeline_layers} has {sum(counts)} layers, and the model has "
-            f"{model.num_hidden_layers}: name all of them"
-        )
-    return ParallelConfig(tp=tp, pp=pp, layer_counts=counts)
-
-
-def _layer_counts(args: EngineArgs) -> tuple[int, ...]:
-    if args.pipeline_layers is None:
-        return ()
-    parts, num_stages = args.pipeline_layers.split(","), args.pipeline_parallel_size
-    if not all(part.strip().isdecimal() and int(part) > 0 for part in parts) or len(parts) != num_stages:
-        raise ConfigError(
-            f"pipeline_layers must be the number of layers of each of the {num_stages} stages, each at least 1, such "
-            f"as {','.join(['4'] * num_stages)}, got {args.pipeline_layers!r}"
-        )
-    return tuple(map(int, parts))
 
 
 def _check_types(args: EngineArgs) -> None:
@@ -368,4 +323,4 @@ def check(args: EngineArgs) -> None:
         value = getattr(args, name)
         if value is not None and value not in allowed:
             raise ConfigError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
-    _layer_counts(args)
+    layer_counts(args.pipeline_layers, args.pipeline_parallel_size)

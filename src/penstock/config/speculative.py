@@ -57,10 +57,15 @@ class SpeculativeConfig:
     synthetic_acceptance_rates: tuple[float, ...]
 
     @property
+    def shapes(self) -> list[ModelConfig]:
+        """Of the drafter's model, if it has one of its own."""
+        shapes = (self.draft_model, None if self.eagle3 is None else self.eagle3.shape)
+        return [shape for shape in shapes if shape is not None]
+
+    @property
     def model_paths(self) -> list[Path]:
         """Folders of the drafter's own weights."""
-        shapes = (self.draft_model, None if self.eagle3 is None else self.eagle3.shape)
-        return [shape.path for shape in shapes if shape is not None]
+        return [shape.path for shape in self.shapes]
 
     @property
     def num_lookahead_tokens(self) -> int:

@@ -52,6 +52,9 @@ def build_engine(args: EngineArgs) -> Engine:
 
 
 def _build(args: EngineArgs, on_failure: ExitStack, started: float) -> Engine:
+    if args.num_ranks > 1:
+        # What cannot be divided is refused before there are ranks; no such refusal depends on the device.
+        resolve(args, "cpu")
     executor = make_executor(args)
     on_failure.callback(executor.shutdown)
     facts = executor.load()

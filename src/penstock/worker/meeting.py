@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.config.engine import ParallelConfig
+from penstock.config.parallel import ParallelConfig
 from penstock.messages.kv_transfer import ShardId
 from penstock.parallel.groups import NO_LINKS, RankLinks
 from penstock.parallel.shared_memory import shared_links

@@ -1,0 +1,60 @@
+"""How the model is divided among ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.config.model import ModelConfig
+from penstock.utils.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """`tp` ranks hold a share of every layer of each of `pp` stages.
+
+    `layer_counts` are the stages' layers, empty where they are to be as equal as may be.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    layer_counts: tuple[int, ...] = ()
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tp * self.pp
+
+
+def divide(tp: int, pp: int, layers: str | None, shapes: Sequence[ModelConfig]) -> ParallelConfig:
+    """`shapes` are the model's and those of its drafters. Raises ConfigError for what cannot be divided so."""
+    model = shapes[0]
+    for shape in shapes:
+        if tp > shape.num_attention_heads:
+            raise ConfigError(
+                f"tensor_parallel_size={tp} is more than the {shape.num_attention_heads} attention heads of "
+                f"{shape.path}: lower it"
+            )
+    if pp > model.num_hidden_layers:
+        raise ConfigError(
+            f"pipeline_parallel_size={pp} is more than the {model.num_hidden_layers} layers of {model.path}: lower it"
+        )
+    counts = layer_counts(layers, pp)
+    if counts and sum(counts) != model.num_hidden_layers:
+        raise ConfigError(
+            f"pipeline_layers={layers} has {sum(counts)} layers, and {model.path} has {model.num_hidden_layers}: name "
+            "all of them"
+        )
+    return ParallelConfig(tp=tp, pp=pp, layer_counts=counts)
+
+
+def layer_counts(layers: str | None, num_stages: int) -> tuple[int, ...]:
+    """The argument `pipeline_layers`. Raises ConfigError when it is no list of that many numbers."""
+    if layers is None:
+        return ()
+    parts = [part.strip() for part in layers.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts) or len(parts) != num_stages:
+        raise ConfigError(
+            f"pipeline_layers must be the number of layers of each of the {num_stages} stages, each at least 1, such "
+            f"as {','.join(['4'] * num_stages)}, got {layers!r}"
+        )
+    return tuple(map(int, parts))
