@@ -46,6 +46,9 @@ QUICK = {
     ),
 }
 SLOW = {
+    "bench/ranks.py": Trial(
+        ("--model", "demo", "--sizes", "1x1", "2x1", "--batches", "1", "--rounds", "1"), "MiB of each"
+    ),
     "bench/busy.py": Trial(("--neighbours", "0", "--batches", "1", "--rounds", "1"), "default / best"),
     "bench/disaggregation.py": Trial(("transfers", "--rounds", "1", "--lengths", "65"), "| 65 |"),
     "bench/kernels/attention.py": Trial(("--seconds", "0.01", "--threads", "1"), "us"),

@@ -73,7 +73,7 @@ def make_runner(
         end=end,
         kv_step=kv_step,
         poisoned=poisoned,
-        max_drafts_in_flight=limits.max_num_drafts * (limits.max_num_in_flight - 1) if debug else None,
+        max_drafts_in_flight=limits.max_num_drafts * limits.max_steps_ahead if debug else None,
     )
 
 
