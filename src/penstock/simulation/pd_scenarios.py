@@ -139,7 +139,9 @@ def _stopped(rng: random.Random) -> Setup:
 def _lease_ends(rng: random.Random) -> Setup:
     setup = faulty(_mixed(rng), slow=0.9, max_delay=0.4, slow_messages=0.6, partition=0.03)
     setup = _pairs(setup, is_attested=False, lease_seconds=rng.choice([0.03, 0.08]))
-    return traffic(replace(setup, spare_blocks=0), num_requests=20, num_stems=6, arrival=0.8, abort=0.0)
+    # Each prompt may have to wait for the holds of those before it.
+    setup = replace(setup, spare_blocks=0, request_ticks=4000)
+    return traffic(setup, num_requests=20, num_stems=6, arrival=0.8, abort=0.0)
 
 
 @_scenario("pd_late_bytes", "F3, F6, F15: reads that fail and still land, are not reported, or bring wrong bytes")
