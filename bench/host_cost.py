@@ -24,7 +24,7 @@ from penstock.core.scheduler import Scheduler
 from penstock.engine.core_messages import CODEC
 from penstock.engine.engine_core import EngineCore
 from penstock.executor.executor import Executor, Later, Pending, WorkerHandle
-from penstock.executor.multiproc import ProcessWorker
+from penstock.executor.multiproc import start_worker
 from penstock.messages.kv_cache_spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from penstock.messages.requests import EngineRequest
 from penstock.messages.runner_output import ModelRunnerOutput
@@ -71,6 +71,10 @@ class InstantWorker:
     def watch(self, on_death: Callable[[], None]) -> None: ...
 
     def check(self) -> None: ...
+
+    def kill(self) -> None: ...
+
+    def hang_up(self) -> None: ...
 
     def shutdown(self) -> None: ...
 
@@ -151,7 +155,7 @@ def behind_the_seam(num_rounds: int) -> None:
     program = (__file__, "--worker")
     for batch in BATCHES:
         max_tokens = (num_rounds + 1) * STEPS_PER_ROUND
-        there = ProcessWorker(LoadWorker(EngineArgs(), (0, 0)), program=program)
+        there = start_worker(LoadWorker(EngineArgs(), (0, 0)), program)
         cores = {"here": make_core(1, batch, max_tokens), "there": make_core(1, batch, max_tokens, there)}
         times: dict[str, list[float]] = {name: [] for name in cores}
         for core in cores.values():

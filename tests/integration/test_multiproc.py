@@ -17,7 +17,7 @@ import pytest
 from penstock import LLM, ConfigError, EngineDeadError, SamplingParams, StructuredOutputsParams
 from penstock.config.engine import EngineArgs
 from penstock.executor.executor import Executor
-from penstock.executor.multiproc import ProcessWorker
+from penstock.executor.multiproc import start_worker
 from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.messages.scheduler_output import SchedulerOutput
 from penstock.worker.messages import LoadWorker
@@ -98,7 +98,7 @@ def test_no_process_stays_behind() -> None:
 
 @pytest.fixture
 def executor() -> Iterator[Executor]:
-    made = Executor([ProcessWorker(LoadWorker(EngineArgs(max_model_len=64), (0, 0)))])
+    made = Executor([start_worker(LoadWorker(EngineArgs(max_model_len=64), (0, 0)))])
     made.load()
     yield made
     made.shutdown()
@@ -120,7 +120,7 @@ def test_an_exception_comes_with_its_traceback(executor: Executor) -> None:
 def test_a_killed_worker_is_noticed_within_a_second(executor: Executor, waits: bool) -> None:
     died = threading.Event()
     executor.watch(died.set)
-    pid = executor._workers[0]._process.pid
+    pid = executor._workers[0]._process._process.pid
     killed = time.monotonic()
     timer = threading.Timer(0.1, os.kill, (pid, signal.SIGKILL))
     timer.start()
@@ -191,7 +191,7 @@ connection.sendall(CODEC.encode(ModelRunnerOutput()))
 @pytest.mark.timeout(60)
 def test_a_plan_and_an_answer_that_both_wait_for_room_pass_each_other() -> None:
     """A worker that is sending reads nothing; both messages are larger than what a socket holds."""
-    worker = ProcessWorker(LoadWorker(EngineArgs(), (0, 0)), program=("-c", ANSWERS_FIRST))
+    worker = start_worker(LoadWorker(EngineArgs(), (0, 0)), ("-c", ANSWERS_FIRST))
     worker.execute_model(SchedulerOutput(step=1, finished_request_ids=frozenset({"y" * (32 << 20)})))
     pending = worker.sample_tokens(None)
     assert len(pending.result().failed_requests["answer"]) == 32 << 20

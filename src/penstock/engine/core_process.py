@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from penstock.config.engine import EngineArgs
@@ -169,10 +170,12 @@ def _start(connection: socket.socket, inbox: queue.SimpleQueue[Any]) -> EngineCo
     return core
 
 
-def _exit_with_front_end(ended: threading.Event, reading: threading.Thread) -> None:
+def _exit_with_front_end(ended: threading.Event, reading: threading.Thread, kill_workers: Callable[[], None]) -> None:
     """Ends the process when the front end has gone and the step that was running does not end."""
     reading.join()
     if not ended.wait(_GRACE_SECONDS):
+        # A worker that is stopped would not see that its connection has ended.
+        kill_workers()
         signal.raise_signal(signal.SIGKILL)
 
 
@@ -200,8 +203,13 @@ def main() -> int:
     ended = threading.Event()
     reading = threading.Thread(target=read_into, args=(inbox, connection, FrameReader(CODEC)), daemon=True)
     reading.start()
-    threading.Thread(target=_exit_with_front_end, args=(ended, reading), daemon=True).start()
     core: EngineCore | None = None
+
+    def kill_workers() -> None:
+        if core is not None:
+            core.kill_workers()
+
+    threading.Thread(target=_exit_with_front_end, args=(ended, reading, kill_workers), daemon=True).start()
     try:
         core = _start(connection, inbox)
         if core is not None:

@@ -185,6 +185,10 @@ class EngineCore:
         with self._failing():
             self._executor.check()
 
+    def kill_workers(self) -> None:
+        """Ends their processes at once. From any thread; the engine is dead afterwards."""
+        self._executor.kill()
+
     def shutdown(self) -> None:
         """Waits for the steps in flight and for KV on its way, and frees the worker; the engine is dead afterwards.
 

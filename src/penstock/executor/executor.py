@@ -8,8 +8,10 @@ of a worker does too, and is also reported to `watch` while no step runs.
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, NoReturn, Protocol, TypeVar
 
 from msgspec.structs import replace
 
@@ -22,6 +24,10 @@ from penstock.worker.messages import CODEC, InitializeWorker, SampleTokens, Work
 
 _Value = TypeVar("_Value", covariant=True)
 _Answer = TypeVar("_Answer")
+
+# Ranks that are told of a death end within tenths of a second, unless they compute.
+_ABORT_SECONDS = 2.0
+_CAUSE_SECONDS = (0.0, 0.01, 0.05, 0.2, 0.5)
 
 
 class Pending(Protocol[_Value]):
@@ -58,6 +64,16 @@ class WorkerHandle(Protocol):
         """Raises what `result` would, if the rank is dead."""
         ...
 
+    def kill(self) -> None:
+        """Ends the rank at once where it has a process; the driver need not be the caller. It then raises
+        RanksLostError, unless it had ended by itself.
+        """
+        ...
+
+    def hang_up(self) -> None:
+        """Tells the rank that nothing follows. Idempotent; does not wait."""
+        ...
+
     def shutdown(self) -> None:
         """Waits for what is running and frees the rank. Idempotent; must not raise or hang when the rank is dead."""
         ...
@@ -87,6 +103,12 @@ class OverTheWire:
     def check(self) -> None:
         self._worker.check()
 
+    def kill(self) -> None:
+        self._worker.kill()
+
+    def hang_up(self) -> None:
+        self._worker.hang_up()
+
     def shutdown(self) -> None:
         self._worker.shutdown()
 
@@ -96,7 +118,11 @@ def _decoded(pending: Pending[_Answer]) -> Pending[_Answer]:
 
 
 class Executor:
-    """Drives ranks in lockstep. `workers` are in the order of the ranks; the last stage's first rank samples."""
+    """Drives ranks in lockstep. `workers` are in the order of the ranks; the last stage's first rank samples.
+
+    When one of several ranks dies, the others are told to give up, and those that do not are killed. The error that is
+    raised is the one of the rank that failed by itself.
+    """
 
     def __init__(self, workers: Sequence[WorkerHandle], abort: Callable[[], None] = lambda: None) -> None:
         """`abort` ends every wait of a rank for another one: they would wait for ever when one has failed."""
@@ -106,10 +132,16 @@ class Executor:
         self._samplers: Sequence[bool] = (True,) * len(workers)
         self._output_rank = 0
         self._is_broken = False
+        self._is_over = threading.Event()
+        if len(workers) > 1:
+            self.watch(_calls(weakref.WeakMethod(self._on_death)))
 
     def load(self) -> list[WorkerFacts]:
         """Loads the weights on every rank at once. Raises ConfigError, or EngineDeadError when a rank breaks."""
-        facts = self._results([worker.load() for worker in self._workers])
+        try:
+            facts = _results([worker.load() for worker in self._workers])
+        except Exception as error:  # noqa: BLE001 - raised by `_fail`
+            self._fail(error)
         last_stage = max(pp_rank for pp_rank, _ in (each.shard for each in facts))
         self._samplers = [each.shard[0] == last_stage for each in facts]
         self._output_rank = [each.shard for each in facts].index((last_stage, 0))
@@ -117,21 +149,30 @@ class Executor:
 
     def initialize(self, plan: InitializeWorker) -> dict[ShardId, HandshakePayload | None]:
         """Allocates the KV cache on every rank; returns the handshakes of all ranks. Raises as `load`."""
-        ready = self._results([worker.initialize(plan) for worker in self._workers])
+        try:
+            ready = _results([worker.initialize(plan) for worker in self._workers])
+        except Exception as error:  # noqa: BLE001 - raised by `_fail`
+            self._fail(error)
         table = {each.shard: each.handshake for each in ready}
         assert len(table) == len(self._workers), f"{len(self._workers)} ranks sent handshakes as {list(table)}"
         return table
 
     def execute_model(self, plan: SchedulerOutput) -> None:
         """Launches the forward pass on every rank; does not wait for it."""
-        for worker in self._workers:
-            worker.execute_model(plan)
+        try:
+            for worker in self._workers:
+                worker.execute_model(plan)
+        except Exception as error:  # noqa: BLE001 - raised by `_fail`
+            self._fail(error)
 
     def sample_tokens(self, grammars: GrammarOutput | None) -> Pending[ModelRunnerOutput]:
         """Launches sampling for the plan launched last, within its grammars."""
         ranks = zip(self._workers, self._samplers, strict=True)
-        parts = [worker.sample_tokens(grammars if samples else None) for worker, samples in ranks]
-        return Later(lambda: aggregate_outputs(self._results(parts), self._output_rank))
+        try:
+            parts = [worker.sample_tokens(grammars if samples else None) for worker, samples in ranks]
+        except Exception as error:  # noqa: BLE001 - raised by `_fail`
+            self._fail(error)
+        return Later(lambda: self._united(parts))
 
     def watch(self, on_death: Callable[[], None]) -> None:
         """Has `on_death` called, from another thread, when a rank dies by itself; `check` then says why."""
@@ -140,33 +181,74 @@ class Executor:
 
     def check(self) -> None:
         """Raises EngineDeadError if a rank is dead. Only between steps."""
+        try:
+            for worker in self._workers:
+                worker.check()
+        except Exception as error:  # noqa: BLE001 - raised by `_fail`
+            self._fail(error)
+
+    def kill(self) -> None:
+        """Ends the processes of all ranks at once, stopped ones too. From any thread."""
         for worker in self._workers:
-            worker.check()
+            worker.kill()
 
     def shutdown(self) -> None:
         """Waits for what is running and frees the workers. Idempotent."""
+        self._is_over.set()
         if self._is_broken:
             self._abort()
         for worker in self._workers:
+            worker.hang_up()
+        for worker in self._workers:
             worker.shutdown()
 
-    def _results(self, parts: Sequence[Pending[_Answer]]) -> list[_Answer]:
-        """Of all ranks. Raises the error of the rank that failed first of all, not of those that missed it."""
-        if len(parts) == 1:
-            return [parts[0].result()]
-        results: list[_Answer] = []
-        errors: list[Exception] = []
-        for part in parts:
-            try:
-                results.append(part.result())
-            except Exception as error:  # noqa: BLE001 - raised below
-                errors.append(error)
-                # The others must answer, too.
-                self._abort()
-        if errors:
-            self._is_broken = True
-            raise next((error for error in errors if not isinstance(error, RanksLostError)), errors[0])
-        return results
+    def _on_death(self) -> None:
+        """On the thread that watches a rank, which has died."""
+        self._abort()
+        if not self._is_over.wait(_ABORT_SECONDS):
+            # A rank that computes for long, is stopped, or waits where no abort is seen.
+            self.kill()
+
+    def _united(self, parts: Sequence[Pending[ModelRunnerOutput]]) -> ModelRunnerOutput:
+        try:
+            outputs = _results(parts)
+        except Exception as error:  # noqa: BLE001 - raised by `_fail`
+            self._fail(error)
+        return aggregate_outputs(outputs, self._output_rank)
+
+    def _fail(self, error: Exception) -> NoReturn:
+        """Raises the error of the rank that failed by itself, where one that missed it was noticed before."""
+        self._is_broken = True
+        self._abort()
+        raise (self._find_cause() if isinstance(error, RanksLostError) else None) or error
+
+    def _find_cause(self) -> Exception | None:
+        """Its end may be noticed a moment after that of a rank that missed it."""
+        for seconds in _CAUSE_SECONDS:
+            for worker in self._workers:
+                try:
+                    worker.check()
+                except RanksLostError:
+                    continue
+                except Exception as error:  # noqa: BLE001 - the caller raises it
+                    return error
+            threading.Event().wait(seconds)
+        return None
+
+
+def _results(parts: Sequence[Pending[_Answer]]) -> list[_Answer]:
+    return [part.result() for part in parts]
+
+
+def _calls(method: weakref.WeakMethod[Callable[[], None]]) -> Callable[[], None]:
+    """Calls a method of an object that this does not keep alive."""
+
+    def call() -> None:
+        bound = method()
+        if bound is not None:
+            bound()
+
+    return call
 
 
 def aggregate_outputs(outputs: Sequence[ModelRunnerOutput], output_rank: int) -> ModelRunnerOutput:

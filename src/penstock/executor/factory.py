@@ -28,9 +28,9 @@ def _make_workers(
     args: EngineArgs, ranks: list[LoadWorker], abort_ranks: Callable[[], None] | None
 ) -> list[WorkerHandle]:
     if args.executor_backend == "mp":
-        from penstock.executor.multiproc import ProcessWorker
+        from penstock.executor.multiproc import start_worker
 
-        return [ProcessWorker(load, abort_ranks) for load in ranks]
+        return [start_worker(load) for load in ranks]
     # Only now: it needs torch, which an engine core whose workers are elsewhere does not.
     from penstock.executor.uniproc import make_local_worker
 

@@ -61,6 +61,10 @@ class LocalWorker:
 
     def check(self) -> None: ...
 
+    def kill(self) -> None: ...
+
+    def hang_up(self) -> None: ...
+
     def shutdown(self) -> None:
         self._steps.shutdown()
 
@@ -73,6 +77,7 @@ class ThreadWorker:
         self._abort = abort
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="penstock-rank")
         self._forward: Future[None] | None = None
+        self._failure: BaseException | None = None
 
     def load(self) -> Pending[WorkerFacts]:
         return self._submit(lambda: self._worker.load().result())
@@ -96,7 +101,13 @@ class ThreadWorker:
     def watch(self, on_death: Callable[[], None]) -> None:
         """It lives as long as this process."""
 
-    def check(self) -> None: ...
+    def check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def kill(self) -> None: ...
+
+    def hang_up(self) -> None: ...
 
     def shutdown(self) -> None:
         self._thread.shutdown()
@@ -106,7 +117,8 @@ class ThreadWorker:
         def or_abort() -> _Answer:
             try:
                 return run()
-            except BaseException:
+            except BaseException as error:
+                self._failure = self._failure or error
                 self._abort()
                 raise
 

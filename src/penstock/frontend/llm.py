@@ -48,8 +48,8 @@ class LLM:
         self._outputs = OutputProcessor(self._front_end.tokenizer)
         self._is_running = False
         self._transfers = IdleTransfers(engine)
-        # Also when the program exits: by then no step may run.
-        weakref.finalize(self, self._transfers.close)
+        # Also when the program exits: by then no step may run. Once it is called it keeps nothing alive.
+        self._close_transfers = weakref.finalize(self, self._transfers.close)
         self._request_counter = itertools.count()
 
     @property
@@ -143,7 +143,7 @@ class LLM:
 
     def shutdown(self) -> None:
         """Frees the worker; the engine cannot be used afterwards."""
-        self._transfers.close()
+        self._close_transfers()
         self._core.shutdown()
 
     def _process(

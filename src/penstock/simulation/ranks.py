@@ -177,6 +177,10 @@ class SimWorker:
 
     def check(self) -> None: ...
 
+    def kill(self) -> None: ...
+
+    def hang_up(self) -> None: ...
+
     def shutdown(self) -> None:
         self.kv_step.shutdown()
 

@@ -57,8 +57,11 @@ class WorkerProcess:
         self._send(worker.ready)
         try:
             self.serve(worker)
-        finally:
+        except (BrokenPipeError, ConnectionResetError):
+            # The executor has hung up. After any other error the process must tell why before other ranks miss it.
             worker.shutdown()
+            raise
+        worker.shutdown()
 
     def serve(self, worker: Worker) -> None:
         """Steps until the executor hangs up."""

@@ -1,0 +1,191 @@
+"""A rank in another process: the connection to it, its answers in order, and what is known when it fails.
+
+Answers come in the order of the questions and are read by the thread that waits for them, so that a step takes no
+detour through another thread. Another thread only watches for the end of the connection: a dead rank is reported at
+once, even while no answer is expected. How the process was started, how it ended and how it is killed is the business
+of its `RankProcess`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from penstock.executor.executor import Later, Pending
+from penstock.messages.runner_output import ModelRunnerOutput
+from penstock.messages.scheduler_output import GrammarOutput, SchedulerOutput
+from penstock.utils.clock import SystemClock
+from penstock.utils.errors import ConfigError, EngineDeadError, RanksLostError, WireError
+from penstock.utils.wire import FrameReader
+from penstock.worker.messages import (
+    CODEC,
+    InitializeWorker,
+    LoadWorker,
+    SampleTokens,
+    WorkerFacts,
+    WorkerFailed,
+    WorkerReady,
+)
+
+SOCKET_BYTES = 4 << 20
+"""Room for a step's messages, so that sending them rarely blocks; the system may grant less."""
+
+_RECEIVE_BYTES = 1 << 16
+_EXIT_SECONDS = 10.0
+_KILLED_SECONDS = 5.0
+_DEATH_SECONDS = 0.5
+
+
+class RankProcess(Protocol):
+    """The process of one rank, as the one that started it sees it."""
+
+    def ended(self, seconds: float) -> str | None:
+        """Waits so long for its end. Says how it ended, as in "was killed by signal 9"; None while it runs."""
+        ...
+
+    def kill(self) -> None:
+        """Ends it at once, also one that is stopped or has ended. From any thread."""
+        ...
+
+
+class RemoteWorker:
+    """One worker process and the connection to it (`WorkerHandle`). One thread drives it."""
+
+    def __init__(self, load: LoadWorker, connection: socket.socket, process: RankProcess) -> None:
+        self._load = load
+        self._connection = connection
+        self._process = process
+        self._reader = FrameReader(CODEC)
+        self._received: deque[Any] = deque()
+        self._failure: Exception | None = None
+        self._was_killed = False
+        self._closed: float | None = None
+        # Ends the process and those who watch it when nothing refers to this object any more.
+        self._hang_up = weakref.finalize(self, _hang_up, connection)
+
+    def load(self) -> Pending[WorkerFacts]:
+        return self._ask(self._load)
+
+    def initialize(self, plan: InitializeWorker) -> Pending[WorkerReady]:
+        return self._ask(plan)
+
+    def execute_model(self, plan: SchedulerOutput) -> None:
+        self._send(plan)
+
+    def sample_tokens(self, grammars: GrammarOutput | None) -> Pending[ModelRunnerOutput]:
+        return self._ask(SampleTokens(grammars))
+
+    def watch(self, on_death: Callable[[], None]) -> None:
+        arguments = (self._connection, self._hang_up, on_death)
+        threading.Thread(target=_watch, args=arguments, name="penstock-watch-worker", daemon=True).start()
+
+    def check(self) -> None:
+        while self._failure is not None or _poll(self._connection, select.POLLRDHUP, timeout=0):
+            self._receive()
+
+    def kill(self) -> None:
+        """One that has ended by itself still tells its own reason."""
+        with contextlib.suppress(OSError, ValueError):
+            self._was_killed = self._was_killed or not _poll(self._connection, select.POLLRDHUP, timeout=0)
+        self._process.kill()
+
+    def hang_up(self) -> None:
+        if self._closed is None:
+            self._closed = SystemClock().now()
+            self._hang_up()
+
+    def shutdown(self) -> None:
+        self.hang_up()
+        assert self._closed is not None, "hang_up has set it"
+        if self._process.ended(max(0.0, self._closed + _EXIT_SECONDS - SystemClock().now())) is None:
+            self._process.kill()
+            self._process.ended(_KILLED_SECONDS)
+        self._connection.close()
+
+    def _ask(self, message: Any) -> Pending[Any]:
+        self._send(message)
+        return Later(self._receive)
+
+    def _send(self, message: Any) -> None:
+        """While there is no room, what the worker sends is read: one that waits for room to answer reads nothing."""
+        data = memoryview(CODEC.encode(message))
+        try:
+            while data:
+                with contextlib.suppress(BlockingIOError):
+                    data = data[self._connection.send(data, socket.MSG_DONTWAIT) :]
+                    continue
+                if _poll(self._connection, select.POLLIN | select.POLLOUT) & select.POLLIN:
+                    self._read()
+        except OSError:
+            # Why it hung up may be among what it sent before.
+            while True:
+                self._receive()
+
+    def _receive(self) -> Any:
+        """The next answer. Raises ConfigError or EngineDeadError, now and from then on, when there will be none."""
+        if self._failure is not None:
+            raise self._failure
+        while not self._received:
+            self._read()
+        message = self._received.popleft()
+        if isinstance(message, WorkerFailed):
+            message = self._told(message)
+        if isinstance(message, Exception):
+            self._failure = message
+            raise message
+        return message
+
+    def _read(self) -> None:
+        """Waits for messages, or for the end in place of them."""
+        try:
+            data = self._connection.recv(_RECEIVE_BYTES)
+            self._received.extend(self._reader.feed(data) if data else [self._unexpected_end()])
+        except OSError:
+            self._received.append(self._unexpected_end())
+        except WireError as error:
+            self._process.kill()
+            self._received.append(EngineDeadError(f"{self._name} sent what cannot be read: {error}"))
+
+    @property
+    def _name(self) -> str:
+        return f"worker {self._load.shard}"
+
+    def _told(self, failed: WorkerFailed) -> Exception:
+        """The worker's own account of its end."""
+        kind = RanksLostError if failed.is_consequence else EngineDeadError
+        error = ConfigError(failed.message) if failed.is_config else kind(f"{self._name}: {failed.message}")
+        if failed.traceback:
+            error.add_note(f"In {self._name}:\n{failed.traceback}")
+        return error
+
+    def _unexpected_end(self) -> EngineDeadError:
+        if self._was_killed:
+            return RanksLostError(f"{self._name} was stopped because another rank had ended")
+        how = self._process.ended(_DEATH_SECONDS)
+        return EngineDeadError(f"{self._name} hung up" if how is None else f"the process of {self._name} {how}")
+
+
+def _hang_up(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _watch(connection: socket.socket, hang_up: weakref.finalize[..., Any], on_death: Callable[[], None]) -> None:
+    # A connection that is closed by now was closed here.
+    with contextlib.suppress(ValueError, OSError):
+        _poll(connection, select.POLLRDHUP)
+    if hang_up.alive:
+        on_death()
+
+
+def _poll(connection: socket.socket, events: int, timeout: int | None = None) -> int:
+    """Which of these events of the connection have happened, within so many milliseconds."""
+    poll = select.poll()
+    poll.register(connection, events)
+    return next((mask for _, mask in poll.poll(timeout)), 0)
