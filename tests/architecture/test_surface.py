@@ -28,7 +28,7 @@ ENGINE_FLAGS = {
 SERVER_FLAGS = {
     "--access-log", "--admin-api-key", "--admin-port", "--allow-unauthenticated", "--allowed-origin", "--api-key",
     "--health-timeout", "--host", "--ignore-unknown-fields", "--max-body-bytes", "--otlp-traces-endpoint", "--port",
-    "--protect-metrics", "--reasoning-parser", "--served-model-name", "--shutdown-timeout",
+    "--protect-metrics", "--reasoning-parser", "--restart-on-failure", "--served-model-name", "--shutdown-timeout",
     "--ssl-certfile", "--ssl-keyfile", "--tool-call-parser",
 }  # fmt: skip
 SAMPLING_FLAGS = {
@@ -93,7 +93,7 @@ def test_environment_is_read_in_one_file() -> None:
 def test_environment_names_are_documented() -> None:
     assert len(env.NAMES) <= 12
     source = (ROOT / "src/penstock/config/env.py").read_text(encoding="utf-8")
-    assert set(re.findall(r"\b(?:PENSTOCK|GOMP)_[A-Z_]+", source)) == set(env.NAMES)
+    assert set(re.findall(r"\b(?:PENSTOCK|GOMP|RAY)_[A-Z_]+", source)) == set(env.NAMES)
     documentation = (ROOT / "docs/CONFIGURATION.md").read_text(encoding="utf-8")
     for name in (*env.NAMES, *ENGINE_FLAGS, *SERVER_FLAGS):
         assert name in documentation, f"docs/CONFIGURATION.md does not mention {name}"

@@ -25,7 +25,14 @@ from prometheus_client.openmetrics import parser as openmetrics_parser
 
 from penstock.messages.engine_info import EngineInfo
 from penstock.messages.outputs import EngineOutput, FinishReason
-from penstock.messages.stats import RequestEvent, RequestEventKind, SchedulerStats, SpeculationStats, StepReport
+from penstock.messages.stats import (
+    RemoteKVStats,
+    RequestEvent,
+    RequestEventKind,
+    SchedulerStats,
+    SpeculationStats,
+    StepReport,
+)
 from penstock.metrics import tracing
 from penstock.metrics.prometheus import PrometheusMetrics
 from penstock.metrics.request_log import RequestLog, RequestRecord
@@ -59,6 +66,7 @@ NAMES = {
     "penstock:seconds_without_progress", "penstock:steps", "penstock:tokens_computed", "penstock:kv_loads",
     "penstock:kv_loads_failed", "penstock:kv_load_timeouts", "penstock:kv_loaded_tokens",
     "penstock:kv_connector{name}", "penstock:graph_replays", "penstock:kv_peer_transfers{direction,peer}",
+    "penstock:engine_restarts",
     "penstock:kv_peer_tokens{direction,peer}", "penstock:kv_peer_bytes{direction,peer}",
     "penstock:kv_peer_seconds{direction,peer}", "penstock:kv_peer_failed{direction,peer}",
 }  # fmt: skip
@@ -117,7 +125,9 @@ class World:
     observers: tuple[RequestTracer, ...] = ()
     stats: SchedulerStats = IDLE
     seconds_without_progress: float = 0.0
-    death: Exception | None = None
+    outage: Exception | None = None
+    num_restarts: int = 0
+    info: EngineInfo = INFO
 
     def __post_init__(self) -> None:
         self.log = RequestLog([self.metrics, *self.observers])
@@ -285,10 +295,26 @@ def test_gauges_are_read_when_scraped() -> None:
     assert (scrape("penstock:engine_up"), scrape("penstock:seconds_without_progress")) == (1, 1.5)
     # No step comes after the last abort, and after the engine's death.
     world.log.end("abcd", "abort", 2.0)
-    world.stats, world.death = IDLE, RuntimeError()
+    world.stats, world.outage = IDLE, RuntimeError()
     scrape = world.scrape()
     assert {sample.value for sample in scrape.families["penstock:requests"].samples} == {0}
     assert (scrape("vllm:num_requests_running"), scrape("penstock:engine_up")) == (0, 0)
+
+
+def test_counters_go_on_when_another_engine_core_counts_from_0() -> None:
+    world = World()
+    world.step(1.0, {}, num_preemptions=5, remote_kv=RemoteKVStats(num_loads=4))
+    world.num_restarts = 1
+    world.stats = SchedulerStats(0, 0, 0.0, 0, 0, 0)
+    world.step(2.0, {}, num_preemptions=2, connector=IDLE.connector)
+    scrape = world.scrape()
+    assert scrape("vllm:num_preemptions_total") == 7
+    assert scrape("penstock:kv_loads_total") == 4
+    assert scrape("penstock:engine_restarts_total") == 1
+    world.outage = RuntimeError()
+    world.num_restarts = 3
+    scrape = world.scrape()
+    assert (scrape("penstock:engine_restarts_total"), scrape("penstock:engine_up")) == (3, 0)
 
 
 def test_transfers_are_counted_by_peer() -> None:

@@ -48,6 +48,9 @@ class ServerArgs:
     health_timeout: float = argument(
         OPERATION, 60.0, "time without a step, while there is work, that makes /health fail", metavar="SECONDS"
     )
+    restart_on_failure: int = argument(
+        OPERATION, 0, "times in a row that an engine that died is started again; then the server exits", metavar="N"
+    )
     max_body_bytes: int = argument(ACCESS, 16 << 20, "largest request body", unit="bytes")
     allowed_origin: tuple[str, ...] = argument(
         ACCESS, (), "web origin that browsers may call from (CORS); may be repeated", metavar="ORIGIN"
@@ -82,7 +85,7 @@ class ServerArgs:
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 65535:
                 raise ConfigError(f"{name} must be between 0 and 65535, got {value}")
-        for name in ("shutdown_timeout", "health_timeout", "max_body_bytes"):
+        for name in ("shutdown_timeout", "health_timeout", "restart_on_failure", "max_body_bytes"):
             if not getattr(self, name) >= (1 if name == "max_body_bytes" else 0):
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
         for name in ("api_key", "admin_api_key"):

@@ -11,6 +11,7 @@ from penstock.config.engine import EngineArgs, EngineConfig, resolve
 from penstock.config.model_path import localise
 from penstock.engine.core_messages import Ready, Refused
 from penstock.frontend.core_client import CoreClient
+from penstock.frontend.core_restarts import RestartingCore
 from penstock.frontend.front_end import FrontEnd, build_front_end, make_grammar_checker
 from penstock.frontend.input_processor import ProcessedRequest, Prompt
 from penstock.frontend.output_processor import OutputProcessor
@@ -75,11 +76,14 @@ class AsyncLLM:
             print(output.outputs[0].text)
         await llm.shutdown()
 
+    With `restart_on_failure=N` a core that dies is started again, at most N times in a row; what ran on it has failed,
+    and until the new one serves, `submit` raises OverloadedError. `died` is then set when no restart is left.
+
     The same front end serves HTTP (`penstock serve`). Belongs to the event loop on which it was started.
     """
 
     def __init__(
-        self, core: CoreClient, config: EngineConfig, ready: Ready, observers: Sequence[EngineObserver]
+        self, core: RestartingCore, config: EngineConfig, ready: Ready, observers: Sequence[EngineObserver]
     ) -> None:
         self.config = config
         self.log = RequestLog(observers)
@@ -98,12 +102,16 @@ class AsyncLLM:
         self._stats = _IDLE
         self._idle = asyncio.Event()
         self._idle.set()
-        self.died = asyncio.Event()
+        self.died = core.died
         core.set_handler(self._on_message)
 
     @classmethod
     async def start(
-        cls, model: str | None = None, observers: Sequence[EngineObserver] = (), **engine_args: Any
+        cls,
+        model: str | None = None,
+        observers: Sequence[EngineObserver] = (),
+        restart_on_failure: int = 0,
+        **engine_args: Any,
     ) -> AsyncLLM:
         """Starts the engine core and waits until it is ready. The arguments are `LLM`'s.
 
@@ -114,7 +122,8 @@ class AsyncLLM:
         core = await CoreClient.start(args)
         try:
             ready = await core.ready
-            return cls(core, resolve(args, ready.info.device), ready, observers)
+            restarting = RestartingCore(args, core, restart_on_failure)
+            return cls(restarting, resolve(args, ready.info.device), ready, observers)
         except BaseException:
             await core.shutdown()
             raise
@@ -126,8 +135,18 @@ class AsyncLLM:
 
     @property
     def death(self) -> EngineDeadError | None:
-        """Why the engine core is gone; None while it lives."""
+        """Why the engine core is gone for good; None while one serves or is being started again."""
         return self._core.death
+
+    @property
+    def outage(self) -> EngineDeadError | None:
+        """Why there is no engine core now; None while one serves."""
+        return self._core.outage
+
+    @property
+    def num_restarts(self) -> int:
+        """How often an engine core has replaced one that died."""
+        return self._core.num_restarts
 
     @property
     def num_unfinished(self) -> int:
@@ -208,8 +227,7 @@ class AsyncLLM:
         request = await self._process(request_id or secrets.token_hex(16), prompt, params, priority)
         if params.structured_outputs is not None:
             await self._grammars.check(params.structured_outputs.spec())
-        if self._core.death is not None:
-            raise EngineDeadError(str(self._core.death))
+        client = self._core.client
         is_taken = any(child.request_id in self._owners for child in request.children)
         if is_taken or request.request_id in self._streams:
             raise RequestError(f"request id {request.request_id!r} is already in use", "request_id")
@@ -217,22 +235,22 @@ class AsyncLLM:
         if len(self._owners) + len(request.children) > limit:
             held = len(self._owners)
             raise OverloadedError(f"the engine already holds {held} of max_num_queued_requests={limit} requests")
-        return self._submit(request, arrived, trace)
+        return self._submit(client, request, arrived, trace)
 
     async def reset_prefix_cache(self, reset_connector: bool = False) -> bool:
         """Forgets all cached prefixes, with `reset_connector` also what the KV connector keeps outside the engine.
 
         False while requests run, and when there is no connector that can forget although that is wanted.
         """
-        return await self._core.reset_prefix_cache(reset_connector)
+        return await self._core.client.reset_prefix_cache(reset_connector)
 
     async def block_map(self, max_cells: int) -> BlockMap:
         """The block pool as at most `max_cells` letters. The core spends about 0.3 µs per block on it."""
-        return await self._core.block_map(max_cells)
+        return await self._core.client.block_map(max_cells)
 
     async def check_integrity(self) -> None:
         """Recomputes all derived state of the scheduler and the block pool; AssertionError when they disagree."""
-        await self._core.check_integrity()
+        await self._core.client.check_integrity()
 
     async def shutdown(self) -> None:
         """Ends the engine core; requests that still wait for tokens raise EngineDeadError. Idempotent."""
@@ -247,7 +265,9 @@ class AsyncLLM:
         size = len(text) if isinstance(text, str) else 0
         return await self.text_work.run(size, process, request_id, prompt, params, priority)
 
-    def _submit(self, request: ProcessedRequest, arrived: float, trace: str | None) -> RequestStream:
+    def _submit(
+        self, client: CoreClient, request: ProcessedRequest, arrived: float, trace: str | None
+    ) -> RequestStream:
         if not self._owners:
             self._last_progress = arrived
         child_ids = [child.request_id for child in request.children]
@@ -266,14 +286,17 @@ class AsyncLLM:
                     trace=trace,
                 )
             )
-            self._core.add_request(child)
+            client.add_request(child)
         return stream
 
     def _abandon(self, stream: RequestStream) -> None:
         """Forgets a request; what has not ended of it is aborted."""
         self._streams.pop(stream.output.request_id, None)
-        if not stream.running:
-            return
+        if stream.running:
+            self._core.abort_requests(self._end(stream))
+
+    def _end(self, stream: RequestStream) -> tuple[str, ...]:
+        """Ends here what is running of a request, which the core may still have."""
         running = tuple(stream.running)
         stream.running.clear()
         for child_id in running:
@@ -281,7 +304,7 @@ class AsyncLLM:
         reason = FinishReason.ABORT if stream.error is None else FinishReason.ERROR
         self._outputs.discard(running)
         self.log.end(running, reason, self._clock.now())
-        self._core.abort_requests(running)
+        return running
 
     def _disown(self, child_id: str) -> RequestStream:
         stream = self._owners.pop(child_id)
@@ -289,7 +312,7 @@ class AsyncLLM:
             self._idle.set()
         return stream
 
-    def _on_message(self, message: StepReport | Refused | EngineDeadError) -> None:
+    def _on_message(self, message: StepReport | Refused | EngineDeadError | Ready) -> None:
         match message:
             case StepReport():
                 self._on_report(message)
@@ -299,11 +322,20 @@ class AsyncLLM:
                 if stream is not None:
                     stream.wake(error or RequestError(message.message, message.field))
             case EngineDeadError():
-                self.died.set()
+                self._stats = _IDLE
                 # What has ended is whole; its reader may be slow.
-                for stream in self._streams.values():
-                    if stream.running:
-                        stream.wake(EngineDeadError(str(message)))
+                for stream in [stream for stream in self._streams.values() if stream.running]:
+                    stream.wake(EngineDeadError(str(message)))
+                    self._end(stream)
+            case Ready():
+                self._on_restart(message)
+
+    def _on_restart(self, ready: Ready) -> None:
+        """Another core serves. Its KV cache may have another size than the first one's."""
+        self.info = ready.info
+        if ready.limits != self._limits:
+            self._limits = ready.limits
+            self._front_end = build_front_end(self.config, ready.limits)
 
     def _on_report(self, report: StepReport) -> None:
         now = self._clock.now()

@@ -44,6 +44,7 @@ _PEER_COUNT = re.compile(r"(?:.*?\.)??p2p_(from|to)/(.*)/(transfers|tokens|bytes
 _OWN_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 _OPENMETRICS = "application/openmetrics-text"
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+_NOTHING = SchedulerStats(0, 0, 0.0, 0, 0, 0)
 _T = TypeVar("_T", Counter, Gauge, Histogram)
 
 
@@ -51,6 +52,7 @@ class WatchedEngine(Protocol):
     """What a scrape asks of the engine; an `AsyncLLM` is one."""
 
     log: RequestLog
+    info: EngineInfo
 
     @property
     def stats(self) -> SchedulerStats: ...
@@ -59,7 +61,10 @@ class WatchedEngine(Protocol):
     def seconds_without_progress(self) -> float: ...
 
     @property
-    def death(self) -> EngineDeadError | None: ...
+    def outage(self) -> EngineDeadError | None: ...
+
+    @property
+    def num_restarts(self) -> int: ...
 
 
 class PrometheusMetrics:
@@ -94,12 +99,15 @@ class PrometheusMetrics:
         }
         self._peers_counted: dict[str, float] = {}
         self._http_requests = counters["penstock:http_requests"]
-        self._counted = SchedulerStats(0, 0, 0.0, 0, 0, 0)
+        self._counted = _NOTHING
+        self._num_restarts = 0
         self._engine: WatchedEngine | None = None
         ProcessCollector(registry=self._registry)
 
     def set_info(self, info: EngineInfo) -> None:
-        """What the engine runs on and how many blocks of how many tokens its KV cache has."""
+        """What the engine runs on and how many blocks of how many tokens its KV cache has, in place of what was."""
+        self._cache_info.clear()
+        self._engine_info.clear()
         self._cache_info.labels(*self._common, str(info.block_size), str(info.num_blocks)).set(1)
         values = (__version__, info.dtype, info.device, info.kernels, str(info.num_threads), str(info.max_model_len))
         self._engine_info.labels(*self._common, *values).set(1)
@@ -109,6 +117,7 @@ class PrometheusMetrics:
         self._engine = engine
 
     def on_step(self, report: StepReport) -> None:
+        self._note_restarts()
         if report.num_tokens:
             self._counters["penstock:steps"].inc()
             self._counters["penstock:tokens_computed"].inc(report.num_tokens)
@@ -117,6 +126,15 @@ class PrometheusMetrics:
             self._counters[name].inc(total(report.stats) - total(self._counted))
         self._count_accepted(report.stats.speculation, self._counted.speculation)
         self._counted = report.stats
+
+    def _note_restarts(self) -> None:
+        """An engine core counts from 0, and the counters here go on."""
+        if self._engine is not None and self._engine.num_restarts > self._num_restarts:
+            self._counters["penstock:engine_restarts"].inc(self._engine.num_restarts - self._num_restarts)
+            self._num_restarts = self._engine.num_restarts
+            self._counted = _NOTHING
+            self._peers_counted.clear()
+            self.set_info(self._engine.info)
 
     def _count_accepted(self, now: SpeculationStats, before: SpeculationStats) -> None:
         if now is before or now.num_accepted_per_position == before.num_accepted_per_position:
@@ -175,11 +193,12 @@ class PrometheusMetrics:
         return openmetrics.generate_latest(self._registry, openmetrics.ALLOWUTF8), openmetrics.CONTENT_TYPE_LATEST
 
     def _read_gauges(self, engine: WatchedEngine) -> None:
+        self._note_restarts()
         gauges, stats = self._gauges, engine.stats
         gauges["vllm:num_requests_running"].set(stats.num_running)
         gauges["vllm:num_requests_waiting"].set(stats.num_waiting)
         gauges["vllm:kv_cache_usage_perc"].set(stats.kv_cache_usage)
-        gauges["penstock:engine_up"].set(engine.death is None)
+        gauges["penstock:engine_up"].set(engine.outage is None)
         gauges["penstock:seconds_without_progress"].set(engine.seconds_without_progress)
         self._read_connector(stats.connector)
         num_by_phase = engine.log.num_by_phase()

@@ -131,6 +131,7 @@ METRICS = (
         "max_model_len",
     ),
     _gauge("penstock:engine_up", "1 while the engine core lives."),
+    _counter("penstock:engine_restarts", "Engine cores that were started after one had died, and served."),
     _gauge("penstock:seconds_without_progress", "How long the engine has had work and computed nothing."),
     _counter("penstock:http_requests", "HTTP answers.", "route", "method", "status"),
     _counter("penstock:client_disconnects", "Clients that hung up before their answer was complete."),

@@ -18,7 +18,7 @@ from penstock.metrics.request_log import Phase, RequestRecord
 from penstock.server.health import health_of
 from penstock.server.service import Service, service_of
 from penstock.server.sse import EventStream, event
-from penstock.utils.errors import EngineDeadError
+from penstock.utils.errors import EngineDeadError, OverloadedError
 from penstock.utils.math import cdiv
 
 router = APIRouter()
@@ -48,9 +48,9 @@ async def _pictures(service: Service) -> AsyncGenerator[bytes, None]:
     blocks: dict[str, Any] = {}
     blocks_due = service.clock.now()
     while not service.closing.is_set():
-        # When the engine has gone, its last picture stays; the health says what has happened.
+        # When the engine has gone, its last picture stays until another one serves; the health says what has happened.
         if service.clock.now() >= blocks_due:
-            with contextlib.suppress(EngineDeadError):
+            with contextlib.suppress(EngineDeadError, OverloadedError):
                 blocks = await _blocks(service)
             blocks_due = service.clock.now() + service.llm.info.num_blocks * _SECONDS_PER_BLOCK
         yield event({**_picture(service), "blocks": blocks})

@@ -18,15 +18,15 @@ router = APIRouter()
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """`status` is ok, draining, unhealthy or dead; `reason` says why it is not ok."""
+    """`status` is ok, draining, restarting, unhealthy or dead; `reason` says why it is not ok."""
 
     status: str
     reason: str | None = None
 
     @property
     def is_alive(self) -> bool:
-        """Draining is alive: a supervisor must not kill what finishes its requests."""
-        return self.status in ("ok", "draining")
+        """A supervisor must not kill what finishes its requests, or starts its engine again."""
+        return self.status in ("ok", "draining", "restarting")
 
 
 def health_of(service: Service) -> Health:
@@ -34,6 +34,8 @@ def health_of(service: Service) -> Health:
     llm = service.llm
     if llm.death is not None:
         return Health("dead", str(llm.death))
+    if llm.outage is not None:
+        return Health("restarting", f"the engine is being started again after it failed: {llm.outage}")
     stalled = llm.seconds_without_progress
     if stalled > service.args.health_timeout:
         return Health("unhealthy", f"{llm.num_unfinished} requests wait, and no step was made for {stalled:.0f} s")
@@ -45,7 +47,7 @@ def health_of(service: Service) -> Health:
 @router.head("/health", include_in_schema=False)
 @router.get("/health", responses=ERRORS)
 async def health(request: Request) -> Response:
-    """200 while the engine lives and gets on; 503 and the reason when it does not."""
+    """200 while the engine lives and gets on, or is being started again; 503 and the reason when not."""
     found = health_of(service_of(request))
     return JSONResponse({"status": found.status, "reason": found.reason}, status_code=200 if found.is_alive else 503)
 

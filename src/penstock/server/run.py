@@ -70,7 +70,7 @@ async def serve(
     tracer = None if args.otlp_traces_endpoint is None else make_tracer(args.otlp_traces_endpoint, model=names[0])
     observers: list[EngineObserver] = [metrics, rates, *([] if tracer is None else [tracer])]
     announce(f"Loading {engine_args['model']} ...")
-    llm = await AsyncLLM.start(observers=observers, **engine_args)
+    llm = await AsyncLLM.start(observers=observers, restart_on_failure=args.restart_on_failure, **engine_args)
     try:
         on_loaded(llm.info)
         service = _make_service(llm, args, names, metrics, rates)

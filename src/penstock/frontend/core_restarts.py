@@ -1,0 +1,151 @@
+"""The engine core's process and, where restarts are allowed, its successors.
+
+A core that was ready once and dies by itself is started again with the same arguments, after a wait that grows from
+attempt to attempt. Attempts in a row are limited; a core that has served for a while ends the row. While there is no
+core, `client` refuses. What runs when a core dies is lost: the handler is told, and fails it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+from penstock.config.engine import EngineArgs
+from penstock.engine.core_messages import Ready, Refused
+from penstock.frontend.core_client import CoreClient
+from penstock.messages.stats import StepReport
+from penstock.utils import logging
+from penstock.utils.clock import Clock, SystemClock
+from penstock.utils.errors import EngineDeadError, OverloadedError, PenstockError
+
+logger = logging.get_logger(__name__)
+
+RECOVERED_SECONDS = 60.0
+_MAX_WAIT_SECONDS = 30.0
+
+Handler = Callable[[StepReport | Refused | EngineDeadError | Ready], None]
+"""Takes what the core says, on the event loop: EngineDeadError when a core dies, Ready when the next one serves."""
+
+
+class RestartingCore:
+    """Owns one core at a time. Belongs to the event loop on which it was started.
+
+    `died` is set when a core has died and no other one will follow.
+    """
+
+    def __init__(
+        self,
+        args: EngineArgs,
+        client: CoreClient,
+        max_restarts: int,
+        clock: Clock = SystemClock(),  # noqa: B008
+    ) -> None:
+        """`client` must be ready. `max_restarts` in a row; with 0 the first death is the end."""
+        self.died = asyncio.Event()
+        self.num_restarts = 0
+        self._args = args
+        self._client = client
+        self._max_restarts = max_restarts
+        self._clock = clock
+        self._ready_since = clock.now()
+        self._attempts = 0
+        self._outage: EngineDeadError | None = None
+        self._restarting: asyncio.Task[None] | None = None
+        self._closing = asyncio.Event()
+        self._handler: Handler = lambda _: None
+
+    def set_handler(self, handler: Handler) -> None:
+        self._handler = handler
+        self._listen()
+
+    @property
+    def client(self) -> CoreClient:
+        """The core that serves. Raises OverloadedError during a restart and EngineDeadError after the end."""
+        if self._outage is None:
+            return self._client
+        if self._restarting is None:
+            raise EngineDeadError(str(self._outage))
+        raise OverloadedError("the engine has failed and is being started again: try again later")
+
+    @property
+    def death(self) -> EngineDeadError | None:
+        """Why the last core is gone; None while one serves or is being started."""
+        return self._outage if self._restarting is None else None
+
+    @property
+    def outage(self) -> EngineDeadError | None:
+        """Why there is no core now; None while one serves."""
+        return self._outage
+
+    def abort_requests(self, request_ids: tuple[str, ...]) -> None:
+        """Unknown ones are passed over, and so is a core that is not there."""
+        if self._outage is None:
+            self._client.abort_requests(request_ids)
+
+    async def shutdown(self) -> None:
+        """Ends the core, or the start of one. Idempotent."""
+        self._closing.set()
+        await self._client.shutdown()
+        if self._restarting is not None:
+            await self._restarting
+
+    def _listen(self) -> None:
+        self._client.set_handler(self._on_message)
+        if self._client.death is not None:
+            # It was ready, and died before anything could listen.
+            self._on_message(self._client.death)
+
+    def _on_message(self, message: StepReport | Refused | EngineDeadError) -> None:
+        if isinstance(message, EngineDeadError):
+            self._on_death(message)
+        self._handler(message)
+
+    def _on_death(self, error: EngineDeadError) -> None:
+        self._outage = error
+        if self._clock.now() - self._ready_since >= RECOVERED_SECONDS:
+            self._attempts = 0
+        if self._closing.is_set() or self._attempts >= self._max_restarts:
+            self.died.set()
+            return
+        logger.error("the engine is gone: %s", error)
+        self._restarting = asyncio.create_task(self._restart())
+
+    async def _restart(self) -> None:
+        """Until a core serves, no attempt is left, or `shutdown` is called."""
+        while self._attempts < self._max_restarts and not self._closing.is_set():
+            seconds = min(_MAX_WAIT_SECONDS, 2.0**self._attempts)
+            self._attempts += 1
+            logger.warning(
+                "the engine is started again in %.0f s: attempt %d of %d", seconds, self._attempts, self._max_restarts
+            )
+            # Its memory and its ports must be free first.
+            await self._client.shutdown()
+            await self._pause(seconds)
+            if not self._closing.is_set() and await self._start():
+                return
+        self._restarting = None
+        self.died.set()
+
+    async def _pause(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._closing.wait(), seconds)
+
+    async def _start(self) -> bool:
+        try:
+            self._client = await CoreClient.start(self._args)
+            if self._closing.is_set():
+                await self._client.shutdown()
+            ready = await self._client.ready
+        except (PenstockError, OSError) as error:
+            # Also a ConfigError: the arguments worked before, so what does not is the machine, and that may pass.
+            self._outage = error if isinstance(error, EngineDeadError) else EngineDeadError(str(error))
+            logger.error("the engine could not be started again: %s", error)
+            return False
+        self._ready_since = self._clock.now()
+        self.num_restarts += 1
+        self._outage = self._restarting = None
+        logger.warning("the engine has been started again")
+        self._handler(ready)
+        self._listen()
+        return True
