@@ -82,6 +82,9 @@ MODULES_WITHOUT_TORCH = (
     "runner.host_batch",
     "runner.awaited_results",
     "executor.executor",
+    "executor.remote",
+    "executor.multiproc",
+    "executor.ray",
     "worker.messages",
     "parallel.rank_memory",
 )
@@ -101,6 +104,7 @@ ONE_PLACE = {
     "flash_attn_interface": {"attention.flash_attention"},
     "uvicorn": {"server.run", "server.connections"},
     "xxhash": {"utils.digest"},
+    "ray": {"executor.ray"},
     "prometheus_client": {"metrics.prometheus"},
     "opentelemetry": {"metrics.tracing"},
 }

@@ -9,6 +9,7 @@ PENSTOCK_ADMIN_API_KEY
                      keys for the administration port, separated by commas
 PENSTOCK_DEBUG       1 poisons KV blocks, checks the integrity of all derived state after every step, and encodes and
                      decodes every message between the engine core and a worker in the same process
+RAY_ADDRESS          the Ray cluster for distributed_executor_backend=ray; Ray reads it itself
 GOMP_SPINCOUNT       how long torch's OpenMP threads spin before they sleep; Penstock sets it unless it is set
 """
 
@@ -18,7 +19,7 @@ import os
 
 NAMES = (
     "PENSTOCK_CPU_ISA", "PENSTOCK_LOG_LEVEL", "PENSTOCK_DEBUG", "PENSTOCK_API_KEY", "PENSTOCK_ADMIN_API_KEY",
-    "GOMP_SPINCOUNT",
+    "GOMP_SPINCOUNT", "RAY_ADDRESS",
 )  # fmt: skip
 
 # Short enough that a thread waiting for one that lost its core sleeps and lets it back; long enough to stay awake from
@@ -45,6 +46,16 @@ def api_keys() -> tuple[str, ...]:
 
 def admin_api_keys() -> tuple[str, ...]:
     return _keys("PENSTOCK_ADMIN_API_KEY")
+
+
+def ray_address() -> str | None:
+    return os.environ.get("RAY_ADDRESS") or None
+
+
+def for_ranks() -> dict[str, str]:
+    """What ranks on other hosts must find in their environment, too."""
+    names = ("PENSTOCK_CPU_ISA", "PENSTOCK_LOG_LEVEL", "PENSTOCK_DEBUG")
+    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def _keys(name: str) -> tuple[str, ...]:

@@ -124,11 +124,19 @@ class Executor:
     raised is the one of the rank that failed by itself.
     """
 
-    def __init__(self, workers: Sequence[WorkerHandle], abort: Callable[[], None] = lambda: None) -> None:
-        """`abort` ends every wait of a rank for another one: they would wait for ever when one has failed."""
+    def __init__(
+        self,
+        workers: Sequence[WorkerHandle],
+        abort: Callable[[], None] = lambda: None,
+        release: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`abort` ends every wait of a rank for another one: they would wait for ever when one has failed. `release` is
+        called when the workers have been shut down, and may be called again.
+        """
         assert workers, "an executor without workers"
         self._workers = tuple(workers)
         self._abort = abort
+        self._release = release
         self._samplers: Sequence[bool] = (True,) * len(workers)
         self._output_rank = 0
         self._is_broken = False
@@ -201,6 +209,7 @@ class Executor:
             worker.hang_up()
         for worker in self._workers:
             worker.shutdown()
+        self._release()
 
     def _on_death(self) -> None:
         """On the thread that watches a rank, which has died."""

@@ -14,6 +14,11 @@ from penstock.worker.messages import LoadWorker, Rendezvous
 
 def make_executor(args: EngineArgs) -> Executor:
     """Makes the workers of all ranks; nothing is loaded yet. The folders in `args` hold the models."""
+    if args.executor_backend == "ray":
+        # Only now: Ray is optional, and large.
+        from penstock.executor.ray import make_ray_executor
+
+        return make_ray_executor(args)
     pp, tp = args.pipeline_parallel_size, args.tensor_parallel_size
     if pp * tp == 1:
         return Executor(_make_workers(args, [LoadWorker(args, (0, 0))], None))

@@ -11,7 +11,7 @@ from penstock.utils.shared_memory import attach_memory
 from penstock.worker.messages import Rendezvous
 
 
-def meet(rendezvous: Rendezvous, parallel: ParallelConfig, shard: ShardId) -> RankLinks:
+def meet(rendezvous: Rendezvous, parallel: ParallelConfig, shard: ShardId, device: str) -> RankLinks:
     """The rank's connections to the others. Raises EngineDeadError when their memory is gone."""
     if parallel.num_ranks == 1:
         return NO_LINKS
@@ -25,4 +25,5 @@ def meet(rendezvous: Rendezvous, parallel: ParallelConfig, shard: ShardId) -> Ra
     from penstock.parallel.distributed import distributed_links
 
     assert rendezvous.address is not None, f"{parallel} without a rendezvous"
-    return distributed_links(rendezvous.address, parallel.pp, parallel.tp, shard, "gloo")
+    backend = "nccl" if device == "cuda" else "gloo"
+    return distributed_links(rendezvous.address, parallel.pp, parallel.tp, shard, backend)

@@ -55,7 +55,7 @@ def load_worker(message: LoadWorker) -> LoadedWorker:
     with compiling_ahead(config) as wait_for_kernels:
         parts = make_parts(torch.device(config.device))
         parts.set_up(config.execution, config.parallel.num_ranks)
-        links = meet(message.rendezvous, config.parallel, shard)
+        links = meet(message.rendezvous, config.parallel, shard, config.device)
         loaded = load_model(config, parts, shard, links)
         wait_for_kernels()
     return LoadedWorker(config, shard, loaded, parts)

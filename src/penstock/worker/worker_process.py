@@ -122,12 +122,10 @@ def _exit_with_executor(connection: socket.socket, ended: threading.Event) -> No
         signal.raise_signal(signal.SIGKILL)
 
 
-def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def live(connection: socket.socket) -> int:
+    """A rank's life, until the executor hangs up; one that breaks says why and ends the process. The exit code."""
     # What a library prints must not mix with what the front end prints.
     sys.stdout = sys.stderr
-    connection = socket.socket(fileno=int(sys.argv[1]))
     ended = threading.Event()
     threading.Thread(target=_exit_with_executor, args=(connection, ended), daemon=True).start()
     try:
@@ -143,6 +141,12 @@ def main() -> int:
     finally:
         ended.set()
     return 0
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    return live(socket.socket(fileno=int(sys.argv[1])))
 
 
 if __name__ == "__main__":

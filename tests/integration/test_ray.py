@@ -1,0 +1,147 @@
+"""Ranks as actors of a local Ray cluster: the same tokens, and deaths that are told at once and leave nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from penstock import LLM, ConfigError, EngineDeadError, SamplingParams
+from tests.integration.raw_http import eventually
+from tests.integration.server_probes import is_gone
+
+ray = pytest.importorskip("ray", reason="Ray is an optional dependency: pip install penstock[ray]")
+
+from penstock.executor import ray as ray_executor  # noqa: E402
+
+SMALL: dict[str, Any] = {"max_model_len": 256, "num_gpu_blocks_override": 64, "num_threads": 1}
+PROMPTS = [f"Once upon a time there was a fox {number}" for number in range(6)]
+PARAMS = [
+    SamplingParams(temperature=0.8 if number % 2 else 0.0, seed=number, max_tokens=16, ignore_eos=True, logprobs=1)
+    for number in range(6)
+]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """One for all tests: it takes longer to start than an engine."""
+    ray_executor._connect(4)
+    yield
+    ray.shutdown()
+
+
+def answers(llm: LLM) -> list[Any]:
+    return [output.outputs[0] for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
+
+
+@pytest.fixture(scope="module")
+def of_one_rank() -> list[Any]:
+    llm = LLM(distributed_executor_backend="uniproc", **SMALL)
+    found = answers(llm)
+    llm.shutdown()
+    return found
+
+
+def actor_pids(llm: LLM) -> list[int]:
+    workers: Any = llm._core._executor._workers
+    return [worker._process.pid for worker in workers]
+
+
+def nothing_is_reserved() -> bool:
+    groups = ray.util.placement_group_table().values()
+    return all(group["state"] == "REMOVED" for group in groups)
+
+
+@pytest.mark.parametrize(("pp", "tp", "is_here"), [(1, 2, True), (1, 2, False), (2, 1, True), (2, 1, False)])
+def test_the_tokens_are_those_of_one_rank(
+    cluster: None, of_one_rank: list[Any], monkeypatch: pytest.MonkeyPatch, pp: int, tp: int, is_here: bool
+) -> None:
+    """Through shared memory, and through gloo as between hosts."""
+    if not is_here:
+        monkeypatch.setattr(ray_executor, "_are_all_here", lambda places: len(places) == 1)
+    llm = LLM(distributed_executor_backend="ray", tensor_parallel_size=tp, pipeline_parallel_size=pp, **SMALL)
+    assert answers(llm) == of_one_rank
+    pids = actor_pids(llm)
+    llm.shutdown()
+    eventually(lambda: all(is_gone(pid) for pid in pids), 10)
+    assert nothing_is_reserved()
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("is_here", [True, False], ids=["shared memory", "gloo"])
+def test_a_killed_actor_is_told_within_a_second(cluster: None, monkeypatch: pytest.MonkeyPatch, is_here: bool) -> None:
+    if not is_here:
+        monkeypatch.setattr(ray_executor, "_are_all_here", lambda places: len(places) == 1)
+    llm = LLM(distributed_executor_backend="ray", tensor_parallel_size=2, **SMALL)
+    pids = actor_pids(llm)
+    killed: list[float] = []
+
+    def kill() -> None:
+        killed.append(time.monotonic())
+        os.kill(pids[1], signal.SIGKILL)
+
+    threading.Timer(0.2, kill).start()
+    endless = SamplingParams(max_tokens=200, ignore_eos=True)
+    with pytest.raises(EngineDeadError, match=rf"worker \(0, 1\) \(process {pids[1]} on .*\) died: .*unexpectedly"):
+        llm.generate(["Once upon a time"] * 32, endless, use_tqdm=False)
+    assert time.monotonic() - killed[0] < 1.0
+    llm.shutdown()
+    eventually(lambda: all(is_gone(pid) for pid in pids), 10)
+    assert nothing_is_reserved()
+
+
+def test_a_configuration_that_cannot_work_leaves_nothing(cluster: None) -> None:
+    with pytest.raises(ConfigError, match="lower kv_cache_memory to"):
+        LLM(distributed_executor_backend="ray", max_model_len=64, kv_cache_memory=1 << 62, num_threads=1)
+    assert nothing_is_reserved()
+
+
+def test_a_cluster_without_room_is_refused(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_executor, "_PLACEMENT_SECONDS", 0.5)
+    with pytest.raises(ConfigError, match=r"no room for 2 ranks with \{'CPU': 1000\} each"):
+        LLM(distributed_executor_backend="ray", tensor_parallel_size=2, **{**SMALL, "num_threads": 1000})
+    assert nothing_is_reserved()
+
+
+def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "penstock.executor.ray")
+    with pytest.raises(ConfigError, match=r"pip install penstock\[ray\]"):
+        LLM(distributed_executor_backend="ray", **SMALL)
+
+
+def test_a_connection_without_the_key_is_refused(cluster: None) -> None:
+    """A stranger connects first; the actor, which proves that it has the key, is served."""
+
+    class Actor:
+        """Connects as a stranger, and then as the rank."""
+
+        class run:  # noqa: N801
+            @staticmethod
+            def remote(host: str, port: int, key: bytes, shard: tuple[int, int]) -> None:
+                threading.Thread(target=connect, args=(host, port, key, shard)).start()
+
+    def connect(host: str, port: int, key: bytes, shard: tuple[int, int]) -> None:
+        for each, which in ((b"wrong", shard), (key, (9, 9)), (key, shard)):
+            connection = socket.create_connection((host, port))
+            side = ray_executor.Authentication(each, is_client=True, purpose=ray_executor._purpose(which))
+            try:
+                ray_executor._authenticate(connection, side)
+            except (ray_executor.PeerError, OSError):
+                connection.close()
+            else:
+                connection.sendall(b"rank")
+                connection.close()
+
+    place = ray_executor.Place("", "", "127.0.0.1", 0, 0)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        connection, _ = ray_executor._start_rank(listener, (0, 1), Actor, place)
+        with connection:
+            assert connection.recv(16) == b"rank"
