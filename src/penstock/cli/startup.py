@@ -32,11 +32,16 @@ def start_llm(args: argparse.Namespace) -> LLM:
 
 def describe_engine(model: str, info: EngineInfo) -> str:
     """The lines that say what has been loaded, where it computes, and how much it holds."""
-    threads = f", {info.num_threads} thread{'s' if info.num_threads > 1 else ''}" if info.device == "cpu" else ""
+    threads = ""
+    if info.device == "cpu":
+        plural, each = "s" if info.num_threads > 1 else "", " each" if info.num_ranks > 1 else ""
+        threads = f", {info.num_threads} thread{plural}{each}"
+    sizes = f"tensor parallel {info.tensor_parallel_size}, pipeline parallel {info.pipeline_parallel_size}"
     device = f"{info.device} ({info.device_name})" if info.device_name else info.device
     tokens = info.num_blocks * info.block_size
     rows = (
         ("model", f"{model}, {info.dtype}"),
+        *((("ranks", f"{info.num_ranks}: {sizes}"),) if info.num_ranks > 1 else ()),
         ("device", f"{device}, {info.kernels} kernels{threads}"),
         ("context", f"{info.max_model_len:,} tokens"),
         ("KV cache", f"{info.kv_cache_bytes / 2**30:.2f} GiB, {tokens:,} tokens in {info.num_blocks:,} blocks"),

@@ -87,5 +87,7 @@ def _build(args: EngineArgs, on_failure: ExitStack, started: float) -> Engine:
         block_size=cache.block_size,
         kv_cache_bytes=cache.num_blocks * sum(bytes_per_block(cache, facts).values()),
         load_seconds=SystemClock().now() - started,
+        tensor_parallel_size=args.tensor_parallel_size,
+        pipeline_parallel_size=args.pipeline_parallel_size,
     )
     return Engine(core, transfer.abilities, config, limits, info)

@@ -7,7 +7,8 @@ import msgspec
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """`kernels` is the kernel set in use: an instruction set of the native library (amx, avx512, avx2, generic), or
-    torch, or triton. `device_name` is a GPU's product name, empty for a CPU; `num_threads` is what a CPU computes with.
+    torch, or triton. `device_name` is a GPU's product name, empty for a CPU; `num_threads` is what each rank of a
+    CPU computes with.
 
     `kv_cache_bytes` is of all ranks, each of which stores its part of every block; `load_seconds` is from the first
     worker's start to the warm-up's end.
@@ -23,3 +24,9 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     kv_cache_bytes: int
     load_seconds: float
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size

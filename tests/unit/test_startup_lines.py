@@ -1,0 +1,52 @@
+"""What a command says of its engine when it is ready."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+import pytest
+
+from penstock.cli.startup import describe_engine
+from penstock.messages.engine_info import EngineInfo
+
+ONE = EngineInfo(
+    dtype="bfloat16",
+    device="cpu",
+    device_name="",
+    kernels="avx2",
+    num_threads=2,
+    max_model_len=2048,
+    num_blocks=10,
+    block_size=16,
+    kv_cache_bytes=1 << 30,
+    load_seconds=1.5,
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    changes: dict[str, object]
+    line: str
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case({}, "  device     cpu, avx2 kernels, 2 threads"),
+        Case({"num_threads": 1}, "  device     cpu, avx2 kernels, 1 thread"),
+        Case({"tensor_parallel_size": 2}, "  device     cpu, avx2 kernels, 2 threads each"),
+        Case(
+            {"tensor_parallel_size": 2, "pipeline_parallel_size": 3},
+            "  ranks      6: tensor parallel 2, pipeline parallel 3",
+        ),
+        Case(
+            {"device": "cuda", "device_name": "H200", "kernels": "triton"}, "  device     cuda (H200), triton kernels"
+        ),
+        Case({}, "  KV cache   1.00 GiB, 160 tokens in 10 blocks"),
+    ],
+)
+def test_lines(case: Case) -> None:
+    lines = describe_engine("demo", msgspec.structs.replace(ONE, **case.changes)).splitlines()
+    assert case.line in lines
+    assert any("ranks" in line for line in lines) == (len(case.changes) > 0 and "tensor_parallel_size" in case.changes)
