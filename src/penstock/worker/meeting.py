@@ -6,15 +6,23 @@ from penstock.config.parallel import ParallelConfig
 from penstock.messages.kv_transfer import ShardId
 from penstock.parallel.groups import NO_LINKS, RankLinks
 from penstock.parallel.shared_memory import shared_links
-from penstock.utils.errors import EngineDeadError
+from penstock.utils.errors import ConfigError, EngineDeadError
 from penstock.utils.shared_memory import attach_memory
 from penstock.worker.messages import Rendezvous
 
 
 def meet(rendezvous: Rendezvous, parallel: ParallelConfig, shard: ShardId, device: str) -> RankLinks:
-    """The rank's connections to the others. Raises EngineDeadError when their memory is gone."""
+    """The rank's connections to the others.
+
+    Raises EngineDeadError when their memory is gone, and ConfigError for memory that the device cannot use.
+    """
     if parallel.num_ranks == 1:
         return NO_LINKS
+    if device != "cpu" and rendezvous.memory is not None:
+        raise ConfigError(
+            f"{parallel.num_ranks} ranks on GPUs need distributed_executor_backend=ray: ranks of uniproc and mp "
+            "exchange tensors through main memory"
+        )
     if rendezvous.memory is not None:
         try:
             memory = attach_memory(rendezvous.memory, rendezvous.num_bytes)
