@@ -91,7 +91,7 @@ def end_of(transport: DataTransport, handle: TransferHandle) -> TransferState:
 
 
 def works(server: SocketsTransport) -> bool:
-    client = endpoint()
+    client = endpoint(SocketLimits())
     try:
         peer = client.connect(server.descriptor())
         return end_of(client, client.submit(Operation.READ, peer, runs_of((0, 0, SIZE)))) is TransferState.DONE

@@ -30,8 +30,8 @@ BUGS = (
         "a stage begins a step before it knows the tokens",
         "pipeline",
         "runner.awaited_results:AwaitedResults.num_due",
-        "return max(num_due, num_processed)",
-        "return num_processed",
+        "return max(num_due, max(processed, default=0))",
+        "return max(processed, default=0)",
     ),
     bug(
         "a request is in two steps before its token is known",
@@ -347,7 +347,7 @@ BUGS = (
     ),
     bug(
         "blocks are copied out behind the forward pass that reuses them",
-        "offload_small",
+        "offload_hungry",
         "kv_transfer.offload.worker:OffloadingWorker.begin_step",
         "self._jobs += map(self._store, metadata.stores)",
         "self._stores = metadata.stores",

@@ -37,7 +37,7 @@ def run_and_release(kv: KVCacheManager, request: Request) -> None:
     assert kv.admit(request, hit, request.num_tokens) is not None
     request.admit(1, hit.num_tokens)
     count = request.num_tokens - hit.num_tokens
-    request.on_scheduled(count, num_drafts=0, num_new_drafts=0)
+    request.on_scheduled(1, count, num_drafts=0, num_new_drafts=0)
     assert kv.find_prefix(request).num_blocks == hit.num_blocks, "a step in flight has published its blocks"
     request.on_processed(count, num_drafts=0, num_sampled=1)
     kv.publish(request)
