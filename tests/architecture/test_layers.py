@@ -105,7 +105,7 @@ ONE_PLACE = {
     "uvicorn": {"server.run", "server.connections"},
     "xxhash": {"utils.digest"},
     "ray": {"executor.ray"},
-    "prometheus_client": {"metrics.prometheus"},
+    "prometheus_client": {"metrics.families"},
     "opentelemetry": {"metrics.tracing"},
 }
 

@@ -1,26 +1,23 @@
 """The server's Prometheus metrics: an observer that counts, and the text that a scrape receives.
 
-The metrics are those of `penstock.metrics.table`, in a registry of their own. Belongs to the event loop's thread.
+The metrics are those of `penstock.metrics.table`. Belongs to the event loop's thread.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import zip_longest
 from operator import attrgetter
-from typing import Protocol, TypeVar
-
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
-from prometheus_client.openmetrics import exposition as openmetrics
+from typing import Protocol
 
 from penstock import __version__
 from penstock.messages.engine_info import EngineInfo
 from penstock.messages.outputs import FinishReason
 from penstock.messages.stats import SchedulerStats, SpeculationStats, StepReport
+from penstock.metrics.families import Families
 from penstock.metrics.request_log import Phase, RequestLog, RequestRecord
-from penstock.metrics.table import COMMON_LABELS, METRICS, Kind
+from penstock.metrics.table import COMMON_LABELS, METRICS
 from penstock.utils.errors import EngineDeadError
 
 # Penstock runs one engine core behind a server; the label is there for dashboards that expect it.
@@ -42,10 +39,8 @@ _TOTALS = (
 # may contain any character.
 _PEER_COUNT = re.compile(r"(?:.*?\.)??p2p_(from|to)/(.*)/(transfers|tokens|bytes|seconds|failed)", re.DOTALL)
 _OWN_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
-_OPENMETRICS = "application/openmetrics-text"
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 _NOTHING = SchedulerStats(0, 0, 0.0, 0, 0, 0)
-_T = TypeVar("_T", Counter, Gauge, Histogram)
 
 
 class WatchedEngine(Protocol):
@@ -72,14 +67,13 @@ class PrometheusMetrics:
     has named it."""
 
     def __init__(self, model_name: str) -> None:
-        self._registry = CollectorRegistry()
+        self._families = Families(METRICS, COMMON_LABELS)
         self._common = (model_name, _ENGINE)
-        counters = self._make(Kind.COUNTER, Counter)
-        gauges = self._make(Kind.GAUGE, Gauge)
+        counters, gauges = self._families.counters, self._families.gauges
         # Each child is looked up once, here, and not with every token.
-        self._counters = self._children(counters)
-        self._gauges = self._children(gauges)
-        self._histograms = self._children(self._make(Kind.HISTOGRAM, Histogram))
+        self._counters = self._families.children(counters, *self._common)
+        self._gauges = self._families.children(gauges, *self._common)
+        self._histograms = self._families.children(self._families.histograms, *self._common)
         # All values are there from the start, with 0: the first event is an increase, and rates see it.
         self._ends = {
             reason.value: counters["vllm:request_success"].labels(*self._common, reason.value)
@@ -102,7 +96,6 @@ class PrometheusMetrics:
         self._counted = _NOTHING
         self._num_restarts = 0
         self._engine: WatchedEngine | None = None
-        ProcessCollector(registry=self._registry)
 
     def set_info(self, info: EngineInfo) -> None:
         """What the engine runs on and how many blocks of how many tokens its KV cache has, in place of what was."""
@@ -187,10 +180,7 @@ class PrometheusMetrics:
         """The answer to a scrape with this Accept header, and its content type."""
         if self._engine is not None:
             self._read_gauges(self._engine)
-        if _OPENMETRICS not in accept:
-            return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
-        # The library's other ways of escaping would turn the colons of these names, which need none, into underscores.
-        return openmetrics.generate_latest(self._registry, openmetrics.ALLOWUTF8), openmetrics.CONTENT_TYPE_LATEST
+        return self._families.render(accept)
 
     def _read_gauges(self, engine: WatchedEngine) -> None:
         self._note_restarts()
@@ -218,25 +208,3 @@ class PrometheusMetrics:
 
     def _observe(self, name: str, value: float) -> None:
         self._histograms[name].observe(value)
-
-    def _make(self, kind: Kind, make: Callable[..., _T]) -> dict[str, _T]:
-        """The table's metrics of one kind, by name."""
-        return {
-            metric.name: make(
-                metric.name,
-                metric.help,
-                (*COMMON_LABELS, *metric.labels),
-                registry=self._registry,
-                **({"buckets": metric.buckets} if metric.buckets else {}),
-            )
-            for metric in METRICS
-            if metric.kind is kind
-        }
-
-    def _children(self, families: dict[str, _T]) -> dict[str, _T]:
-        """What is observed, by name, of the metrics that have the common labels only."""
-        return {
-            metric.name: families[metric.name].labels(*self._common)
-            for metric in METRICS
-            if metric.name in families and not metric.labels
-        }
