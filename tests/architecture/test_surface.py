@@ -46,7 +46,7 @@ LOAD_FLAGS = {
     "--top-p", "--trace-scale",
 }  # fmt: skip
 FLAGS = {
-    "serve": ENGINE_FLAGS | SERVER_FLAGS,
+    "serve": ENGINE_FLAGS | SERVER_FLAGS | {"--data-parallel-size"},
     "bench serve": LOAD_FLAGS,
     "generate": ENGINE_FLAGS | SAMPLING_FLAGS | {"--prompt", "--chat", "--json"},
     "chat": ENGINE_FLAGS | SAMPLING_FLAGS | {"--api-key", "--system", "--url"},
@@ -93,7 +93,7 @@ def test_environment_is_read_in_one_file() -> None:
 def test_environment_names_are_documented() -> None:
     assert len(env.NAMES) <= 12
     source = (ROOT / "src/penstock/config/env.py").read_text(encoding="utf-8")
-    assert set(re.findall(r"\b(?:PENSTOCK|GOMP|RAY)_[A-Z_]+", source)) == set(env.NAMES)
+    assert set(re.findall(r"\b(?:PENSTOCK|GOMP|RAY|CUDA)_[A-Z_]+", source)) == set(env.NAMES)
     documentation = (ROOT / "docs/CONFIGURATION.md").read_text(encoding="utf-8")
     for name in (*env.NAMES, *ENGINE_FLAGS, *SERVER_FLAGS):
         assert name in documentation, f"docs/CONFIGURATION.md does not mention {name}"

@@ -44,7 +44,7 @@ def nothing_is_left(run: Run, request: pytest.FixtureRequest) -> Iterator[None]:
         run(engine.check_integrity())
         assert engine.num_unfinished == 0
         assert engine.seconds_without_progress == 0
-        assert (engine.stats.num_running, engine.stats.num_waiting) == (0, 0)
+        assert (engine.replicas[0].stats.num_running, engine.replicas[0].stats.num_waiting) == (0, 0)
 
 
 async def last(engine: AsyncLLM, prompt: Any = STORY, params: SamplingParams = GREEDY, **options: Any) -> RequestOutput:
@@ -180,18 +180,18 @@ def test_there_is_room_for_so_many(engine: AsyncLLM, run: Run) -> None:
 def test_statistics_and_the_prefix_cache(engine: AsyncLLM, run: Run) -> None:
     async def use() -> None:
         prompt = "A story about a mill and a river. " * 6
-        before = engine.stats
+        before = engine.replicas[0].stats
         assert await engine.reset_prefix_cache()
         assert (await last(engine, prompt)).num_cached_tokens == 0
         assert (await last(engine, prompt)).num_cached_tokens > 0
-        assert engine.stats.prefix_cache_hits > before.prefix_cache_hits
-        assert engine.stats.prefix_cache_queries > before.prefix_cache_queries
+        assert engine.replicas[0].stats.prefix_cache_hits > before.prefix_cache_hits
+        assert engine.replicas[0].stats.prefix_cache_queries > before.prefix_cache_queries
         async with aclosing(engine.generate(prompt, ENDLESS)) as outputs:
             await anext(outputs)
-            assert engine.stats.num_running == 1
-            assert engine.stats.kv_cache_usage > 0
+            assert engine.replicas[0].stats.num_running == 1
+            assert engine.replicas[0].stats.kv_cache_usage > 0
             assert not await engine.reset_prefix_cache()
-            assert await engine.block_map(64)
+            assert await engine.replicas[0].core.block_map(64)
         await engine.wait_until_idle()
         while not await engine.reset_prefix_cache():
             await asyncio.sleep(0.01)

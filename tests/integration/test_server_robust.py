@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from penstock.frontend.async_llm import RequestStream
+from penstock.frontend.replica import RequestStream
 from penstock.messages.outputs import CompletionOutput, RequestOutput
 from penstock.server.openai.generation import Generation
 from tests.integration.raw_http import Stream, call, connect, eventually, post_bytes, send_raw

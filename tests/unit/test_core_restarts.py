@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.config.engine import EngineArgs
+from penstock.config.replicas import CorePlan
 from penstock.frontend import core_restarts
 from penstock.frontend.core_restarts import RECOVERED_SECONDS, RestartingCore
 from penstock.utils.clock import ManualClock
@@ -50,7 +51,7 @@ class World:
         self.heard: list[object] = []
         monkeypatch.setattr(core_restarts.CoreClient, "start", self._start)
         monkeypatch.setattr(RestartingCore, "_pause", self._pause)
-        self.owner = RestartingCore(EngineArgs(), self.cores[0], max_restarts, self.clock)  # pyright: ignore
+        self.owner = RestartingCore(CorePlan(EngineArgs()), self.cores[0], max_restarts, self.clock)  # pyright: ignore
         self.owner.set_handler(self.heard.append)
 
     async def _start(self, _: EngineArgs) -> FakeCore:
@@ -159,7 +160,7 @@ async def test_a_death_before_anything_listens_is_heard(monkeypatch: pytest.Monk
     world = World(monkeypatch, max_restarts=0)
     core = FakeCore()
     core.die("too early")
-    owner = RestartingCore(EngineArgs(), core, 0, world.clock)  # pyright: ignore
+    owner = RestartingCore(CorePlan(EngineArgs()), core, 0, world.clock)  # pyright: ignore
     owner.set_handler(world.heard.append)
     assert owner.died.is_set()
     assert str(world.heard[-1]) == "too early"

@@ -130,8 +130,8 @@ class World:
     info: EngineInfo = INFO
 
     def __post_init__(self) -> None:
-        self.log = RequestLog([self.metrics, *self.observers])
-        self.metrics.watch(self)
+        self.log = RequestLog([self.metrics.engine(0), *self.observers])
+        self.metrics.engine(0).watch(self)
 
     def add(self, request_id: str, at: float, num_prompt_tokens: int = 10, **facts) -> None:
         self.log.add(RequestRecord(request_id, at, num_prompt_tokens, **facts))
@@ -186,7 +186,6 @@ def test_names() -> None:
 
 def test_a_scrape_shows_the_table() -> None:
     world = World()
-    world.metrics.set_info(INFO)
     world.metrics.on_http("/v1/models", "GET", 200)
     world.step(0.0, {}, speculation=DRAFTS)
     scrape = world.scrape()
@@ -406,8 +405,6 @@ def test_every_format_has_the_same_names(accept: str, content_type: str) -> None
     samples = {sample.name: sample.value for family in parse(body.decode()) for sample in family.samples}
     assert samples["vllm:generation_tokens_total"] == 4
     assert {metric.name + suffix for metric in METRICS for suffix in SUFFIXES[metric.kind]} - set(samples) == {
-        "vllm:cache_config_info",
-        "penstock:engine_info",
         "penstock:http_requests_total",
     }
 

@@ -27,9 +27,9 @@ def add_model_argument(
     parser.add_argument("positional_model", nargs="?", metavar="MODEL", help=help_text)
 
 
-def add_engine_args(parser: argparse.ArgumentParser) -> None:
+def add_engine_args(parser: argparse.ArgumentParser, *, for_server: bool = False) -> None:
     """Adds `--model`, `--max-model-len` and so on to the parser."""
-    _add_args(parser, EngineArgs)
+    _add_args(parser, EngineArgs, for_server)
 
 
 def engine_kwargs(args: argparse.Namespace) -> dict[str, typing.Any]:
@@ -52,7 +52,7 @@ def changed_engine_flags(args: argparse.Namespace) -> list[str]:
 
 def add_server_args(parser: argparse.ArgumentParser) -> None:
     """Adds `--host`, `--port` and so on to the parser."""
-    _add_args(parser, ServerArgs)
+    _add_args(parser, ServerArgs, for_server=True)
 
 
 def server_args(args: argparse.Namespace, **overrides: typing.Any) -> ServerArgs:
@@ -60,10 +60,13 @@ def server_args(args: argparse.Namespace, **overrides: typing.Any) -> ServerArgs
     return ServerArgs(**{**_kwargs(args, ServerArgs), **overrides})
 
 
-def _add_args(parser: argparse.ArgumentParser, kind: type) -> None:
+def _add_args(parser: argparse.ArgumentParser, kind: type, for_server: bool) -> None:
     hints = typing.get_type_hints(kind)
     groups: dict[str, typing.Any] = {}
     for field in dataclasses.fields(kind):
+        if field.metadata["server_only"] and not for_server:
+            parser.set_defaults(**{field.name: field.default})
+            continue
         title = field.metadata["group"]
         if title not in groups:
             groups[title] = parser.add_argument_group(title)

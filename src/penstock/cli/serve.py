@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "penstock serve [MODEL] [flags]"
     add_model_argument(parser)
     add_server_args(parser)
-    add_engine_args(parser)
+    add_engine_args(parser, for_server=True)
     parser.set_defaults(run=run)
 
 

@@ -7,13 +7,19 @@ from typing import Any
 
 
 def argument(
-    group: str, default: Any, help_text: str, choices: tuple[str, ...] = (), *, metavar: str = "", unit: str = ""
+    group: str,
+    default: Any,
+    help_text: str,
+    choices: tuple[str, ...] = (),
+    *,
+    metavar: str = "",
+    unit: str = "",
+    server_only: bool = False,
 ) -> Any:
     """A field with its default, and what the help shows of its flag: group, text, choices, placeholder of the value.
 
-    `unit="bytes"` marks a size, which the command line takes with a unit, such as 4GiB.
+    `unit="bytes"` marks a size, which the command line takes with a unit, such as 4GiB. What is `server_only` is a flag
+    of `penstock serve` alone.
     """
-    return field(
-        default=default,
-        metadata={"group": group, "help": help_text, "choices": choices, "metavar": metavar, "unit": unit},
-    )
+    metadata = {"group": group, "help": help_text, "choices": choices, "metavar": metavar, "unit": unit}
+    return field(default=default, metadata={**metadata, "server_only": server_only})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,9 @@ class EngineArgs:
     pipeline_parallel_size: int = argument(RANKS, 1, "stages that divide the layers among them", metavar="N")
     pipeline_layers: str | None = argument(
         RANKS, None, "layers of each stage, such as 10,12,6 (default: as equal as may be)", metavar="N,N,..."
+    )
+    data_parallel_size: int = argument(
+        RANKS, 1, "engines behind the server, each with the whole model", metavar="N", server_only=True
     )
     distributed_executor_backend: str | None = argument(
         RANKS,
@@ -188,13 +191,17 @@ class ExecutionConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """The KV cache's budget: a number of blocks, or bytes, or a part of the device's memory, in that order."""
+    """The KV cache's budget: a number of blocks, or bytes, or a part of the device's memory, in that order.
+
+    Of the last, `num_sharers` engines take equal parts.
+    """
 
     block_size: int
     enable_prefix_caching: bool
     gpu_memory_utilization: float
     kv_cache_memory: int | None
     num_blocks_override: int | None
+    num_sharers: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,6 +246,8 @@ def resolve(args: EngineArgs, device: str) -> EngineConfig:
     kv_events = parse_kv_events_config(args.kv_events_config)
     if kv_events.is_active and not args.enable_prefix_caching:
         raise ConfigError("kv_events_config needs enable_prefix_caching: without it no block can be found again")
+    # Each has GPUs of its own.
+    num_sharers = args.data_parallel_size if device == "cpu" else 1
     tokenizer_path = None if args.skip_tokenizer_init else Path(args.tokenizer) if args.tokenizer else model_path
     return EngineConfig(
         model=model,
@@ -253,7 +262,10 @@ def resolve(args: EngineArgs, device: str) -> EngineConfig:
             drafts=() if speculative is None else speculative.drafts,
             num_lookahead_tokens=0 if speculative is None else speculative.num_lookahead_tokens,
         ),
-        parallel=divide(args.tensor_parallel_size, args.pipeline_parallel_size, args.pipeline_layers, shapes),
+        parallel=replace(
+            divide(args.tensor_parallel_size, args.pipeline_parallel_size, args.pipeline_layers, shapes),
+            num_replicas=num_sharers,
+        ),
         execution=ExecutionConfig(
             attention_backend=args.attention_backend,
             num_threads=args.num_threads,
@@ -266,6 +278,7 @@ def resolve(args: EngineArgs, device: str) -> EngineConfig:
             gpu_memory_utilization=args.gpu_memory_utilization,
             kv_cache_memory=args.kv_cache_memory,
             num_blocks_override=args.num_gpu_blocks_override,
+            num_sharers=num_sharers,
         ),
         tokenizer_path=tokenizer_path,
         device=device,
@@ -303,6 +316,7 @@ def check(args: EngineArgs) -> None:
         "block_size": 8,
         "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1,
+        "data_parallel_size": 1,
     }
     for name, low in at_least.items():
         value = getattr(args, name)

@@ -10,16 +10,18 @@ PENSTOCK_ADMIN_API_KEY
 PENSTOCK_DEBUG       1 poisons KV blocks, checks the integrity of all derived state after every step, and encodes and
                      decodes every message between the engine core and a worker in the same process
 RAY_ADDRESS          the Ray cluster for distributed_executor_backend=ray; Ray reads it itself
+CUDA_VISIBLE_DEVICES the GPUs that data_parallel_size divides among its engines; CUDA reads it itself
 GOMP_SPINCOUNT       how long torch's OpenMP threads spin before they sleep; Penstock sets it unless it is set
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 NAMES = (
     "PENSTOCK_CPU_ISA", "PENSTOCK_LOG_LEVEL", "PENSTOCK_DEBUG", "PENSTOCK_API_KEY", "PENSTOCK_ADMIN_API_KEY",
-    "GOMP_SPINCOUNT", "RAY_ADDRESS",
+    "GOMP_SPINCOUNT", "RAY_ADDRESS", "CUDA_VISIBLE_DEVICES",
 )  # fmt: skip
 
 # Short enough that a thread waiting for one that lost its core sleeps and lets it back; long enough to stay awake from
@@ -50,6 +52,15 @@ def admin_api_keys() -> tuple[str, ...]:
 
 def ray_address() -> str | None:
     return os.environ.get("RAY_ADDRESS") or None
+
+
+def visible_gpus() -> str | None:
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def with_own(own: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that finds `own` beside all that this one has."""
+    return {**os.environ, **own}
 
 
 def for_ranks() -> dict[str, str]:

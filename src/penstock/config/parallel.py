@@ -13,12 +13,14 @@ from penstock.utils.errors import ConfigError
 class ParallelConfig:
     """`tp` ranks hold a share of every layer of each of `pp` stages.
 
-    `layer_counts` are the stages' layers, empty where they are to be as equal as may be.
+    `layer_counts` are the stages' layers, empty where they are to be as equal as may be. `num_replicas` engines share
+    this machine's cores and main memory.
     """
 
     tp: int = 1
     pp: int = 1
     layer_counts: tuple[int, ...] = ()
+    num_replicas: int = 1
 
     @property
     def num_ranks(self) -> int:

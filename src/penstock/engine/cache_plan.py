@@ -102,9 +102,9 @@ def num_blocks_in_budget(config: CacheConfig, budget: MemoryBudget, bytes_per_bl
             )
         return config.kv_cache_memory // bytes_per_block
     utilization = config.gpu_memory_utilization
-    left = budget.left(utilization)
+    left = budget.left(utilization) // config.num_sharers
     if left < least:
-        needed = budget.utilization_for(least)
+        needed = budget.utilization_for(config.num_sharers * least)
         advice = (
             f"raise it to {needed} at least" if needed <= 1 else "free memory on the device, or take a smaller model"
         )

@@ -10,7 +10,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from penstock.config.engine import EngineArgs
+from penstock.config import env
+from penstock.config.replicas import CorePlan
 from penstock.engine.core_messages import (
     CODEC,
     AbortRequests,
@@ -50,14 +51,16 @@ class CoreClient(asyncio.Protocol):
         self._is_closing = False
 
     @classmethod
-    async def start(cls, args: EngineArgs) -> CoreClient:
+    async def start(cls, plan: CorePlan) -> CoreClient:
         """Starts the process. `ready` resolves when its model is loaded; ConfigError there says why it cannot be."""
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "penstock.engine.core_process", str(theirs.fileno())]
         with theirs, interrupts_blocked():
-            process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
+            process = subprocess.Popen(
+                command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=env.with_own(plan.environment)
+            )
         _, client = await asyncio.get_running_loop().create_unix_connection(lambda: cls(process), sock=ours)
-        client._send(args)
+        client._send(plan.args)
         return client
 
     def set_handler(self, handler: Handler) -> None:

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 
-from penstock.config.engine import EngineArgs
+from penstock.config.replicas import CorePlan
 from penstock.engine.core_messages import Ready, Refused
 from penstock.frontend.core_client import CoreClient
 from penstock.messages.stats import StepReport
@@ -36,7 +36,7 @@ class RestartingCore:
 
     def __init__(
         self,
-        args: EngineArgs,
+        plan: CorePlan,
         client: CoreClient,
         max_restarts: int,
         clock: Clock = SystemClock(),  # noqa: B008
@@ -44,7 +44,7 @@ class RestartingCore:
         """`client` must be ready. `max_restarts` in a row; with 0 the first death is the end."""
         self.died = asyncio.Event()
         self.num_restarts = 0
-        self._args = args
+        self._plan = plan
         self._client = client
         self._max_restarts = max_restarts
         self._clock = clock
@@ -133,7 +133,7 @@ class RestartingCore:
 
     async def _start(self) -> bool:
         try:
-            self._client = await CoreClient.start(self._args)
+            self._client = await CoreClient.start(self._plan)
             if self._closing.is_set():
                 await self._client.shutdown()
             ready = await self._client.ready

@@ -21,7 +21,7 @@ from penstock.messages.outputs import RequestOutput
 from penstock.messages.sampling_params import SamplingParams
 from penstock.messages.stats import SchedulerStats
 from penstock.tokenizer.tokenizer import Message, Tokenizer
-from penstock.utils.errors import RequestError
+from penstock.utils.errors import ConfigError, RequestError
 from penstock.utils.interrupts import interrupts_held
 
 
@@ -41,7 +41,10 @@ class LLM:
     def __init__(self, model: str | None = None, **engine_args: Any) -> None:
         if model is not None:
             engine_args["model"] = model
-        engine = build_engine(EngineArgs.from_kwargs(**engine_args))
+        args = EngineArgs.from_kwargs(**engine_args)
+        if args.data_parallel_size > 1:
+            raise ConfigError("LLM runs one engine: with data_parallel_size use AsyncLLM or penstock serve")
+        engine = build_engine(args)
         self.config, self.info = engine.config, engine.info
         self._core, self._limits = engine.core, engine.limits
         self._front_end = build_front_end(self.config, self._limits)

@@ -14,7 +14,9 @@ from fastapi import APIRouter, Request
 from starlette.responses import FileResponse, Response
 
 from penstock import __version__
+from penstock.frontend.replica import Replica
 from penstock.metrics.request_log import Phase, RequestRecord
+from penstock.server.errors import NotFoundError
 from penstock.server.health import health_of
 from penstock.server.service import Service, service_of
 from penstock.server.sse import EventStream, event
@@ -39,28 +41,31 @@ async def page() -> Response:
 
 
 @router.get("/dashboard/events", include_in_schema=False)
-async def events(request: Request) -> Response:
-    """Pictures of the engine as server-sent events, until one side hangs up."""
-    return EventStream(_pictures(service_of(request)))
+async def events(request: Request, rank: int = 0) -> Response:
+    """Pictures of the engine with this data parallel rank as server-sent events, until one side hangs up."""
+    service = service_of(request)
+    if not 0 <= rank < len(service.llm.replicas):
+        raise NotFoundError(f"there is no engine {rank} here; there are {len(service.llm.replicas)}, counted from 0")
+    return EventStream(_pictures(service, service.llm.replicas[rank]))
 
 
-async def _pictures(service: Service) -> AsyncGenerator[bytes, None]:
+async def _pictures(service: Service, replica: Replica) -> AsyncGenerator[bytes, None]:
     blocks: dict[str, Any] = {}
     blocks_due = service.clock.now()
     while not service.closing.is_set():
         # When the engine has gone, its last picture stays until another one serves; the health says what has happened.
         if service.clock.now() >= blocks_due:
             with contextlib.suppress(EngineDeadError, OverloadedError):
-                blocks = await _blocks(service)
-            blocks_due = service.clock.now() + service.llm.info.num_blocks * _SECONDS_PER_BLOCK
-        yield event({**_picture(service), "blocks": blocks})
+                blocks = await _blocks(replica)
+            blocks_due = service.clock.now() + replica.info.num_blocks * _SECONDS_PER_BLOCK
+        yield event({**_picture(service, replica), "blocks": blocks})
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(service.closing.wait(), _SECONDS_BETWEEN)
 
 
-async def _blocks(service: Service) -> dict[str, Any]:
-    info = service.llm.info
-    found = await service.llm.block_map(_MAX_CELLS)
+async def _blocks(replica: Replica) -> dict[str, Any]:
+    info = replica.info
+    found = await replica.core.block_map(_MAX_CELLS)
     return {
         "num_blocks": info.num_blocks,
         "block_size": info.block_size,
@@ -70,20 +75,21 @@ async def _blocks(service: Service) -> dict[str, Any]:
     }
 
 
-def _picture(service: Service) -> dict[str, Any]:
+def _picture(service: Service, replica: Replica) -> dict[str, Any]:
     now = service.clock.now()
     found = health_of(service)
-    records = [r for r in service.llm.log.recent() if r.ended is None or r.ended > now - _SECONDS_SHOWN]
+    records = [r for r in replica.log.recent() if r.ended is None or r.ended > now - _SECONDS_SHOWN]
     # The running ones come last, and are shown before those that have ended.
     shown = records[-_MAX_REQUESTS:]
     return {
         "time": now,
         "model": service.model_names[0],
         "version": __version__,
-        "engine": msgspec.structs.asdict(service.llm.info),
+        "engine": msgspec.structs.asdict(replica.info),
+        "num_replicas": len(service.llm.replicas),
         "uptime": service.clock.wall() - service.started,
         "health": {"status": found.status, "reason": found.reason},
-        "stats": {**msgspec.structs.asdict(service.llm.stats), **service.rates.totals()},
+        "stats": {**msgspec.structs.asdict(replica.stats), **service.rates.totals()},
         "rates": asdict(service.rates.rates()),
         "requests": [_request(record) for record in shown],
         "num_requests_not_shown": len(records) - len(shown),

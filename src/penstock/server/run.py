@@ -68,9 +68,13 @@ async def serve(
     names = args.served_model_name or (engine_args["model"],)
     metrics, rates = PrometheusMetrics(names[0]), RecentRates()
     tracer = None if args.otlp_traces_endpoint is None else make_tracer(args.otlp_traces_endpoint, model=names[0])
-    observers: list[EngineObserver] = [metrics, rates, *([] if tracer is None else [tracer])]
+    shared: list[EngineObserver] = [rates, *([] if tracer is None else [tracer])]
     announce(f"Loading {engine_args['model']} ...")
-    llm = await AsyncLLM.start(observers=observers, restart_on_failure=args.restart_on_failure, **engine_args)
+    llm = await AsyncLLM.start(
+        observers=lambda rank: [metrics.engine(rank), *shared],
+        restart_on_failure=args.restart_on_failure,
+        **engine_args,
+    )
     try:
         on_loaded(llm.info)
         service = _make_service(llm, args, names, metrics, rates)
@@ -92,8 +96,8 @@ async def serve(
 def _make_service(
     llm: AsyncLLM, args: ServerArgs, names: tuple[str, ...], metrics: PrometheusMetrics, rates: RecentRates
 ) -> Service:
-    metrics.set_info(llm.info)
-    metrics.watch(llm)
+    for rank, replica in enumerate(llm.replicas):
+        metrics.engine(rank).watch(replica)
     tokenizer = llm.get_tokenizer() if llm.has_tokenizer else None
     return Service(
         llm=llm,
@@ -161,7 +165,7 @@ async def _run(
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
     pairs = zip(servers, sockets, strict=True)
     serving = [asyncio.create_task(server.serve(sockets=[bound])) for server, bound in pairs]
-    await _first(stop.wait(), service.llm.died.wait(), *serving)
+    await _first(stop.wait(), service.llm.wait_until_dead(), *serving)
     if service.llm.death is None:
         await _drain(service, hurry, announce)
     else:

@@ -54,7 +54,7 @@ def load_worker(message: LoadWorker) -> LoadedWorker:
         import_connector(config.kv_transfer)
     with compiling_ahead(config) as wait_for_kernels:
         parts = make_parts(torch.device(config.device))
-        parts.set_up(config.execution, config.parallel.num_ranks)
+        parts.set_up(config.execution, config.parallel.num_ranks * config.parallel.num_replicas)
         links = meet(message.rendezvous, config.parallel, shard, config.device)
         loaded = load_model(config, parts, shard, links)
         wait_for_kernels()

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.frontend.async_llm import RequestStream
 from penstock.frontend.input_processor import Prompt
+from penstock.frontend.replica import RequestStream
 from penstock.messages.outputs import CompletionOutput, FinishReason, Logprobs, RequestOutput
 from penstock.messages.sampling_params import SamplingParams
 from penstock.server import limits
@@ -205,7 +205,7 @@ async def start(
             "prompt",
         )
     salt = service.cache_scope(request, body.cache_salt)
-    trace = request.headers.get("traceparent")
+    trace, rank = request.headers.get("traceparent"), _data_parallel_rank(request)
     streams: list[RequestStream] = []
     try:
         for number, prompt in enumerate(prompts):
@@ -214,13 +214,28 @@ async def start(
             name = request_id if len(prompts) == 1 else f"{request_id}-{number}"
             with formats.naming_the_field(body):
                 stream = await service.llm.submit(
-                    {**fields, "cache_salt": salt}, params, name, priority=body.priority or 0, trace=trace
+                    {**fields, "cache_salt": salt},
+                    params,
+                    name,
+                    priority=body.priority or 0,
+                    trace=trace,
+                    data_parallel_rank=rank,
                 )
             streams.append(stream)
     except BaseException:
         Generation(tuple(streams)).close()
         raise
     return Generation(tuple(streams))
+
+
+def _data_parallel_rank(request: Request) -> int | None:
+    """The rank that the client or its router has chosen in the header that vLLM has for it. Raises RequestError."""
+    given = request.headers.get("x-data-parallel-rank")
+    if given is None:
+        return None
+    if not given.isascii() or not given.isdecimal():
+        raise RequestError(f"X-data-parallel-rank must be a number, got {given!r}", "data_parallel_rank")
+    return int(given)
 
 
 def _prompt_fields(prompt: Prompt) -> Mapping[str, Any]:

@@ -1,0 +1,230 @@
+"""One engine core behind the front end, and the requests that run on it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from penstock.engine.core_messages import Ready, Refused
+from penstock.frontend.core_client import CoreClient
+from penstock.frontend.core_restarts import RestartingCore
+from penstock.frontend.input_processor import ProcessedRequest
+from penstock.frontend.output_processor import OutputProcessor
+from penstock.messages.outputs import FinishReason, RequestOutput
+from penstock.messages.stats import SchedulerStats, StepReport
+from penstock.metrics.request_log import EngineObserver, RequestLog, RequestRecord
+from penstock.tokenizer.tokenizer import Tokenizer
+from penstock.utils.clock import SystemClock
+from penstock.utils.errors import EngineDeadError, OverloadedError, PenstockError, RequestError
+from penstock.utils.load import request_load
+
+_IDLE = SchedulerStats(0, 0, 0.0, 0, 0, 0)
+
+
+class RequestStream:
+    """A submitted request: iterate over its output, then `close` it, whatever has happened in between.
+
+    The output is brought up to date in place, so that nothing piles up: a slow reader skips states, never tokens.
+    Iterating raises EngineDeadError when the core goes, RequestError or OverloadedError when it refuses the request.
+    """
+
+    def __init__(
+        self, output: RequestOutput, child_ids: Sequence[str], abandon: Callable[[RequestStream], None]
+    ) -> None:
+        self.output = output
+        self.running = set(child_ids)
+        self.error: PenstockError | None = None
+        self._abandon = abandon
+        self._changed = asyncio.Event()
+        self._is_over = False
+
+    def wake(self, error: PenstockError | None = None) -> None:
+        """The output has changed, or there will be none."""
+        self.error = error or self.error
+        self._changed.set()
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._is_over:
+            raise StopAsyncIteration
+        await self._changed.wait()
+        self._changed.clear()
+        self._is_over = self.error is not None or self.output.finished
+        if self.error is not None:
+            raise self.error
+        return self.output
+
+    def close(self) -> None:
+        """Aborts what has not ended. Idempotent."""
+        self._is_over = True
+        self._abandon(self)
+
+
+class Replica:
+    """An engine core and its successors, what runs on it, and what it reports.
+
+    The front end has one for every rank of data parallelism: each has the whole model and a KV cache of its own.
+    Belongs to the event loop on which it was started. `died` is set when no core will follow the last one.
+    """
+
+    def __init__(
+        self,
+        core: RestartingCore,
+        ready: Ready,
+        tokenizer: Tokenizer | None,
+        observers: Sequence[EngineObserver],
+        on_restart: Callable[[], None],
+    ) -> None:
+        """`on_restart` is called when another core serves: its `limits` may be others."""
+        self.info = ready.info
+        self.limits = ready.limits
+        self.log = RequestLog(observers)
+        self.stats = _IDLE  # the scheduler's counters and gauges as of the last step or abort
+        self.died = core.died
+        self.idle = asyncio.Event()
+        self.idle.set()
+        self._core = core
+        self._on_restart = on_restart
+        self._outputs = OutputProcessor(tokenizer)
+        self._streams: dict[str, RequestStream] = {}
+        # Engine request -> the stream that it is a part of, while it runs.
+        self._owners: dict[str, RequestStream] = {}
+        self._load = 0
+        self._clock = SystemClock()
+        self._last_progress = self._clock.now()
+        core.set_handler(self._on_message)
+
+    @property
+    def core(self) -> CoreClient:
+        """The core that serves. Raises OverloadedError during a restart and EngineDeadError after the end."""
+        return self._core.client
+
+    @property
+    def death(self) -> EngineDeadError | None:
+        """Why the engine core is gone for good; None while one serves or is being started again."""
+        return self._core.death
+
+    @property
+    def outage(self) -> EngineDeadError | None:
+        """Why there is no engine core now; None while one serves."""
+        return self._core.outage
+
+    @property
+    def num_restarts(self) -> int:
+        """How often an engine core has replaced one that died."""
+        return self._core.num_restarts
+
+    @property
+    def num_unfinished(self) -> int:
+        """Completions that have not ended."""
+        return len(self._owners)
+
+    @property
+    def load(self) -> int:
+        """How much work has been submitted and has not ended (`request_load`)."""
+        return self._load
+
+    @property
+    def seconds_without_progress(self) -> float:
+        """How long it has had work and computed no token; 0 while it has none."""
+        return self._clock.now() - self._last_progress if self._owners else 0.0
+
+    def has(self, request: ProcessedRequest) -> bool:
+        """Whether a request with this id, or of a completion with one of its ids, is here."""
+        is_taken = any(child.request_id in self._owners for child in request.children)
+        return is_taken or request.request_id in self._streams
+
+    def submit(self, request: ProcessedRequest, arrived: float, trace: str | None) -> RequestStream:
+        """Hands a request to the engine core. `trace` is a W3C traceparent, `arrived` on the monotonic clock.
+
+        Raises OverloadedError when there is no room, and what `core` raises.
+        """
+        core, limit = self.core, self.limits.max_num_queued_requests
+        if len(self._owners) + len(request.children) > limit:
+            held = len(self._owners)
+            raise OverloadedError(f"the engine already holds {held} of max_num_queued_requests={limit} requests")
+        if not self._owners:
+            self._last_progress = arrived
+        child_ids = [child.request_id for child in request.children]
+        self.idle.clear()
+        stream = RequestStream(self._outputs.add_request(request), child_ids, self._abandon)
+        self._streams[request.request_id] = stream
+        for child in request.children:
+            self._owners[child.request_id] = stream
+            self._load += request_load(len(request.prompt_token_ids))
+            self.log.add(
+                RequestRecord(
+                    request_id=child.request_id,
+                    arrived=arrived,
+                    num_prompt_tokens=len(request.prompt_token_ids),
+                    n=request.params.n,
+                    max_tokens=request.params.max_tokens,
+                    trace=trace,
+                )
+            )
+            core.add_request(child)
+        return stream
+
+    async def shutdown(self) -> None:
+        """Ends the engine core; requests that still wait for tokens raise EngineDeadError. Idempotent."""
+        await self._core.shutdown()
+
+    def _abandon(self, stream: RequestStream) -> None:
+        """Forgets a request; what has not ended of it is aborted."""
+        self._streams.pop(stream.output.request_id, None)
+        if stream.running:
+            self._core.abort_requests(self._end(stream))
+
+    def _end(self, stream: RequestStream) -> tuple[str, ...]:
+        """Ends here what is running of a request, which the core may still have."""
+        running = tuple(stream.running)
+        stream.running.clear()
+        for child_id in running:
+            self._disown(child_id)
+        reason = FinishReason.ABORT if stream.error is None else FinishReason.ERROR
+        self._outputs.discard(running)
+        self.log.end(running, reason, self._clock.now())
+        return running
+
+    def _disown(self, child_id: str) -> RequestStream:
+        stream = self._owners.pop(child_id)
+        self._load -= request_load(len(stream.output.prompt_token_ids))
+        if not self._owners:
+            self.idle.set()
+        return stream
+
+    def _on_message(self, message: StepReport | Refused | EngineDeadError | Ready) -> None:
+        match message:
+            case StepReport():
+                self._on_report(message)
+            case Refused(request_id):
+                error = OverloadedError(message.message) if message.is_overload else None
+                stream = self._owners.get(request_id)
+                if stream is not None:
+                    stream.wake(error or RequestError(message.message, message.field))
+            case EngineDeadError():
+                self.stats = _IDLE
+                # What has ended is whole; its reader may be slow.
+                for stream in [stream for stream in self._streams.values() if stream.running]:
+                    stream.wake(EngineDeadError(str(message)))
+                    self._end(stream)
+            case Ready():
+                self.info, self.limits = message.info, message.limits
+                self._on_restart()
+
+    def _on_report(self, report: StepReport) -> None:
+        now = self._clock.now()
+        self.stats = report.stats
+        if report.num_tokens:
+            self._last_progress = now
+        processed = self._outputs.process(report.outputs)
+        self.log.on_report(report, now)
+        for request_id, reason in processed.ended:
+            self._disown(request_id).running.discard(request_id)
+            self.log.end((request_id,), reason, now)
+        if processed.aborts:
+            self._core.abort_requests(tuple(processed.aborts))
+        for output in processed.request_outputs:
+            self._streams[output.request_id].wake()
