@@ -21,8 +21,8 @@ ENGINE_FLAGS = {
     "--gpu-memory-utilization", "--kv-cache-memory", "--kv-events-config", "--kv-transfer-config",
     "--load-format", "--max-model-len",
     "--max-num-batched-tokens", "--max-num-queued-requests", "--max-num-seqs", "--model", "--num-gpu-blocks-override",
-    "--num-threads", "--pipeline-layers", "--pipeline-parallel-size",
-    "--revision", "--scheduling-policy", "--seed", "--skip-tokenizer-init", "--speculative-config",
+    "--num-threads", "--pipeline-layers", "--pipeline-parallel-size", "--pooler-config",
+    "--revision", "--runner", "--scheduling-policy", "--seed", "--skip-tokenizer-init", "--speculative-config",
     "--tensor-parallel-size", "--tokenizer",
 }  # fmt: skip
 SERVER_FLAGS = {

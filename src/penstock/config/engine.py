@@ -17,6 +17,7 @@ from penstock.config.kv_events import KVEventsConfig, parse_kv_events_config
 from penstock.config.kv_transfer import KVTransferConfig, parse_kv_transfer_config
 from penstock.config.model import ModelConfig, load_model_config
 from penstock.config.parallel import ParallelConfig, divide, layer_counts
+from penstock.config.pooling import RUNNERS, PoolingConfig, find_pooling
 from penstock.config.speculative import SpeculativeConfig, parse_speculative_config
 from penstock.utils.errors import ConfigError
 from penstock.utils.math import round_up
@@ -44,6 +45,12 @@ class EngineArgs:
     """The engine arguments, with what the command line's help shows of them."""
 
     model: str = argument(MODEL, BUILT_IN_MODEL, "checkpoint folder or Hugging Face model id", metavar="MODEL")
+    runner: str = argument(
+        MODEL, "auto", "generate tokens, or pooling: vectors, classes and scores; auto asks the checkpoint", RUNNERS
+    )
+    pooler_config: str | Mapping[str, Any] | None = argument(
+        MODEL, None, 'how to pool, where the checkpoint does not say: {"pooling_type": "LAST"}', metavar="JSON"
+    )
     tokenizer: str | None = argument(MODEL, None, "folder with the tokenizer.json to use instead", metavar="FOLDER")
     skip_tokenizer_init: bool = argument(MODEL, False, "load no tokenizer: prompts and results are token ids")
     revision: str | None = argument(MODEL, None, "branch, tag or commit of the model id", metavar="NAME")
@@ -143,6 +150,9 @@ class SchedulerConfig:
     `drafts` says how many drafts per request are proposed while how many requests run: pairs (requests up to, drafts)
     in ascending order; beyond the last pair there are none. `num_lookahead_tokens` is how many positions behind a
     request's last token the speculator may write KV for.
+
+    With `is_pooling` a request ends when its prompt is computed. With `needs_whole_prompts` a step computes all tokens
+    of a prompt or none.
     """
 
     max_num_batched_tokens: int
@@ -154,6 +164,8 @@ class SchedulerConfig:
     max_num_queued_requests: int = 4096
     drafts: tuple[tuple[int, int], ...] = ()
     num_lookahead_tokens: int = 0
+    is_pooling: bool = False
+    needs_whole_prompts: bool = False
 
     @property
     def num_micro_batches(self) -> int:
@@ -169,6 +181,10 @@ class SchedulerConfig:
     def max_num_drafts(self) -> int:
         """Most drafts that any step proposes for a request."""
         return max((count for _, count in self.drafts), default=0)
+
+    def least_tokens(self, num_tokens: int) -> int:
+        """How many tokens a step must have room for to begin with a request of so many."""
+        return num_tokens if self.needs_whole_prompts else 1
 
     def num_drafts(self, num_running: int) -> int:
         """Drafts per request while so many requests run."""
@@ -206,9 +222,13 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Everything, resolved. `max_model_len_is_explicit` tells whether it may be shortened to fit the memory."""
+    """Everything, resolved. `max_model_len_is_explicit` tells whether it may be shortened to fit the memory.
+
+    `pooling` is None in an engine that generates.
+    """
 
     model: ModelConfig
+    pooling: PoolingConfig | None
     scheduler: SchedulerConfig
     parallel: ParallelConfig
     execution: ExecutionConfig
@@ -232,13 +252,16 @@ def resolve(args: EngineArgs, device: str) -> EngineConfig:
     check(args)
     model_path = Path(args.model)
     model = load_model_config(model_path, args.dtype)
-    max_model_len = args.max_model_len or model.max_position_embeddings
-    if max_model_len > model.max_position_embeddings:
-        raise ConfigError(
-            f"max_model_len={max_model_len} is beyond the model's context of {model.max_position_embeddings} tokens"
-        )
+    pooling = find_pooling(args.runner, args.pooler_config, model)
+    max_model_len = _max_model_len(args, model, pooling)
     # On a CPU the scheduler competes with the kernels for the same cores, and overlapping costs more than it hides.
     is_async = device != "cpu" if args.async_scheduling is None else args.async_scheduling
+    if pooling is not None:
+        _check_pooling(args, pooling, max_model_len)
+    num_step_tokens = args.max_num_batched_tokens or _TOKENS_OF_A_STEP[device]
+    needs_whole_prompts = pooling is not None and pooling.needs_whole_prompts
+    if needs_whole_prompts:
+        num_step_tokens = max(num_step_tokens, max_model_len)
     speculative = None
     if args.speculative_config is not None:
         speculative = parse_speculative_config(args.speculative_config, model)
@@ -251,8 +274,9 @@ def resolve(args: EngineArgs, device: str) -> EngineConfig:
     tokenizer_path = None if args.skip_tokenizer_init else Path(args.tokenizer) if args.tokenizer else model_path
     return EngineConfig(
         model=model,
+        pooling=pooling,
         scheduler=SchedulerConfig(
-            max_num_batched_tokens=args.max_num_batched_tokens or _TOKENS_OF_A_STEP[device],
+            max_num_batched_tokens=num_step_tokens,
             max_num_seqs=args.max_num_seqs,
             max_model_len=max_model_len,
             policy=args.scheduling_policy,
@@ -261,6 +285,8 @@ def resolve(args: EngineArgs, device: str) -> EngineConfig:
             max_num_queued_requests=args.max_num_queued_requests,
             drafts=() if speculative is None else speculative.drafts,
             num_lookahead_tokens=0 if speculative is None else speculative.num_lookahead_tokens,
+            is_pooling=pooling is not None,
+            needs_whole_prompts=needs_whole_prompts,
         ),
         parallel=replace(
             divide(args.tensor_parallel_size, args.pipeline_parallel_size, args.pipeline_layers, shapes),
@@ -274,7 +300,7 @@ def resolve(args: EngineArgs, device: str) -> EngineConfig:
         ),
         cache=CacheConfig(
             block_size=args.block_size,
-            enable_prefix_caching=args.enable_prefix_caching,
+            enable_prefix_caching=args.enable_prefix_caching and not needs_whole_prompts,
             gpu_memory_utilization=args.gpu_memory_utilization,
             kv_cache_memory=args.kv_cache_memory,
             num_blocks_override=args.num_gpu_blocks_override,
@@ -290,6 +316,32 @@ def resolve(args: EngineArgs, device: str) -> EngineConfig:
         kv_events=kv_events,
         kv_transfer=None if args.kv_transfer_config is None else parse_kv_transfer_config(args.kv_transfer_config),
     )
+
+
+def _max_model_len(args: EngineArgs, model: ModelConfig, pooling: PoolingConfig | None) -> int:
+    """The one asked for, or what the model and its pooling were made for. Raises ConfigError beyond the context."""
+    longest = model.max_position_embeddings
+    if args.max_model_len is not None and args.max_model_len > longest:
+        raise ConfigError(f"max_model_len={args.max_model_len} is beyond the model's context of {longest} tokens")
+    made_for = None if pooling is None else pooling.max_tokens
+    return args.max_model_len or min(longest, made_for or longest)
+
+
+def _check_pooling(args: EngineArgs, pooling: PoolingConfig, max_model_len: int) -> None:
+    """What an engine that pools cannot have. Raises ConfigError naming the argument."""
+    if args.speculative_config is not None:
+        raise ConfigError("speculative_config needs an engine that generates: this one pools (runner=pooling)")
+    if not pooling.needs_whole_prompts:
+        return
+    why = f"the checkpoint's {pooling.method} pooling needs all tokens of a prompt in one step"
+    if args.max_num_batched_tokens is not None and args.max_num_batched_tokens < max_model_len:
+        raise ConfigError(
+            f"max_num_batched_tokens={args.max_num_batched_tokens} would split prompts of up to "
+            f"max_model_len={max_model_len} tokens, and {why}: raise the one or lower the other"
+        )
+    for name in ("kv_transfer_config", "kv_events_config"):
+        if getattr(args, name) is not None:
+            raise ConfigError(f"{name} cannot be used here: {why}, so that no KV is used again")
 
 
 def _check_types(args: EngineArgs) -> None:
@@ -327,6 +379,7 @@ def check(args: EngineArgs) -> None:
     if not 0.0 < args.gpu_memory_utilization <= 1.0:
         raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, got {args.gpu_memory_utilization}")
     choices = {
+        "runner": RUNNERS,
         "scheduling_policy": POLICIES,
         "load_format": LOAD_FORMATS,
         "device": DEVICES,

@@ -1,0 +1,194 @@
+"""Whether an engine generates or pools, and how it pools: read from the checkpoint and from `pooler_config`.
+
+A pooling engine answers a prompt with one vector made of the model's last hidden states, or with what a classifier
+makes of that vector.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from penstock.config.model import ModelConfig, read_json, read_model_json
+from penstock.config.sentence_transformers import METHODS, Prompts, read_max_tokens, read_modules, read_prompts
+from penstock.utils.errors import ConfigError
+from penstock.utils.names import did_you_mean
+
+RUNNERS = ("auto", "generate", "pooling")
+MAX_LABELS = 65536
+
+_CLASSIFIER = "ForSequenceClassification"
+_KEYS = ("pooling_type", "normalize", "classifier_from_token", "score_template")
+_ACTIVATION_OF_PROBLEM = {
+    "regression": "identity",
+    "single_label_classification": "softmax",
+    "multi_label_classification": "sigmoid",
+}
+_ACTIVATION_OF_CLASS = {"Sigmoid": "sigmoid", "Identity": "identity"}
+_PLACEHOLDERS = ("{query}", "{document}")
+
+
+@dataclass(frozen=True, slots=True)
+class HeadConfig:
+    """A classifier behind the pooled vector. `activation` is sigmoid, softmax or identity.
+
+    With `token_ids`, of a rejecting and an accepting token, it has one label: the logarithm of how much likelier the
+    second one is to come next.
+    """
+
+    labels: tuple[str, ...]
+    activation: str
+    token_ids: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PoolingConfig:
+    """`method` is one of METHODS: the hidden state of the last or of the first token, or the mean of all. `normalize`
+    divides a vector by its Euclidean length. `score_template` is the text of a query and a document to be scored.
+    """
+
+    method: str = "last"
+    normalize: bool = True
+    head: HeadConfig | None = None
+    prompts: Prompts = Prompts({})  # noqa: RUF009 - immutable
+    score_template: str | None = None
+    max_tokens: int | None = None
+
+    @property
+    def needs_whole_prompts(self) -> bool:
+        """Whether a step must compute all tokens of a prompt: the last token alone needs nothing of other steps."""
+        return self.method != "last"
+
+
+def find_pooling(runner: str, asked: str | Mapping[str, Any] | None, model: ModelConfig) -> PoolingConfig | None:
+    """How an engine of this model pools; None when it generates.
+
+    `runner` is one of RUNNERS, `asked` the engine argument `pooler_config`. Raises ConfigError when the checkpoint
+    cannot be used like that.
+    """
+    given = _parse(asked)
+    path, architecture = model.path, model.architecture
+    raw = read_model_json(path)
+    is_classifier = architecture.endswith(_CLASSIFIER)
+    has_logits = not is_classifier and (not architecture.endswith("Model") or architecture.endswith("LMHeadModel"))
+    if runner == "generate":
+        if not has_logits:
+            raise ConfigError(f"{path} holds a {architecture}, which has no output head: use runner=pooling")
+        if asked is not None:
+            raise ConfigError("pooler_config needs an engine that pools, not runner=generate")
+        return None
+    if "Classification" in architecture and not is_classifier:
+        raise ConfigError(f"{path} holds a {architecture}; the only classifiers supported are *{_CLASSIFIER}")
+    tokens = given.get("classifier_from_token", raw.get("classifier_from_token"))
+    modules = None if is_classifier else read_modules(path)
+    if runner == "auto" and has_logits and modules is None and tokens is None and asked is None:
+        return None
+    config = PoolingConfig(
+        method="last" if modules is None else modules.method,
+        normalize=True if modules is None else modules.normalize,
+        prompts=read_prompts(path),
+        max_tokens=read_max_tokens(path),
+        score_template=given.get("score_template"),
+    )
+    if is_classifier:
+        if tokens is not None:
+            raise ConfigError(f"{path} holds a {architecture}, which has a classifier: leave classifier_from_token out")
+        config = replace(config, head=_read_head(path, raw))
+    elif tokens is not None:
+        if not has_logits:
+            raise ConfigError(f"{path} holds a {architecture}, which has no output head for classifier_from_token")
+        config = replace(config, head=HeadConfig(("score",), "sigmoid", _token_ids(model, tokens)))
+    method = given.get("pooling_type", config.method)
+    if config.head is not None and method != "last":
+        raise ConfigError(f"pooling_type must be LAST for the classifier in {path}, got {method.upper()}")
+    return replace(config, method=method, normalize=given.get("normalize", config.normalize))
+
+
+def _parse(asked: str | Mapping[str, Any] | None) -> dict[str, Any]:
+    """The engine argument's object, checked, with `pooling_type` in small letters. Raises ConfigError."""
+    if isinstance(asked, str):
+        try:
+            asked = json.loads(asked)
+        except ValueError as error:
+            raise ConfigError(f"pooler_config is not JSON: {error}") from None
+    if asked is None:
+        return {}
+    if not isinstance(asked, Mapping):
+        raise ConfigError(f"pooler_config must be an object, got {asked!r}")
+    given = {str(key): value for key, value in asked.items() if value is not None}
+    for key in given:
+        if key not in _KEYS:
+            raise ConfigError(f"unknown key {key!r} in pooler_config{did_you_mean(key, _KEYS)}")
+    if "pooling_type" in given:
+        method = str(given["pooling_type"]).lower()
+        if method not in METHODS:
+            allowed = ", ".join(METHODS).upper()
+            raise ConfigError(f"pooling_type in pooler_config must be one of {allowed}, got {given['pooling_type']!r}")
+        given["pooling_type"] = method
+    if not isinstance(given.get("normalize", True), bool):
+        raise ConfigError(f"normalize in pooler_config must be true or false, got {given['normalize']!r}")
+    template = given.get("score_template", "".join(_PLACEHOLDERS))
+    if not isinstance(template, str) or any(template.count(name) != 1 for name in _PLACEHOLDERS):
+        raise ConfigError("score_template in pooler_config must be a text with one {query} and one {document}")
+    return given
+
+
+def _read_head(path: Path, raw: Mapping[str, Any]) -> HeadConfig:
+    """The classifier of a `*ForSequenceClassification`; two labels where `config.json` names none."""
+    names = _object(raw.get("id2label"))
+    count = len(names) or raw.get("num_labels") or 2
+    if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MAX_LABELS:
+        raise ConfigError(f"num_labels must be an integer from 1 to {MAX_LABELS}, got {count!r}")
+    labels = tuple(str(names.get(str(number), f"LABEL_{number}")) for number in range(count))
+    return HeadConfig(labels, _read_activation(path, raw, count))
+
+
+def _read_activation(path: Path, raw: Mapping[str, Any], count: int) -> str:
+    """What makes numbers of logits. A cross encoder of sentence-transformers names a class of PyTorch."""
+    named = _object(raw.get("sentence_transformers")).get("activation_fn")
+    named = named or raw.get("sbert_ce_default_activation_function")
+    if named is not None:
+        activation = _ACTIVATION_OF_CLASS.get(str(named).rpartition(".")[2])
+        if activation is None:
+            known = ", ".join(_ACTIVATION_OF_CLASS)
+            raise ConfigError(f"{path / 'config.json'} names the activation {named!r}; supported: {known}")
+        return activation
+    problem = raw.get("problem_type")
+    activation = "softmax" if problem is None else _ACTIVATION_OF_PROBLEM.get(str(problem))
+    if activation is None:
+        known = ", ".join(_ACTIVATION_OF_PROBLEM)
+        raise ConfigError(f"{path / 'config.json'} has problem_type {problem!r}; supported: {known}")
+    # Of one number a softmax would always make 1.
+    return "sigmoid" if activation == "softmax" and count == 1 else activation
+
+
+def _token_ids(model: ModelConfig, tokens: Any) -> tuple[int, int]:
+    """The ids of two tokens, which are given as ids or as their spelling in `tokenizer.json`. Raises ConfigError."""
+    pair: list[Any] = list(tokens) if isinstance(tokens, list | tuple) else []  # pyright: ignore[reportUnknownArgumentType]
+    if len(pair) != 2:
+        raise ConfigError(f'classifier_from_token must be two tokens, such as ["no", "yes"], got {tokens!r}')
+    known = {} if not any(isinstance(token, str) for token in pair) else _read_vocabulary(model.path)
+    found: list[Any] = [known.get(token) if isinstance(token, str) else token for token in pair]
+    is_known = [type(token) is int and 0 <= token < model.vocab_size for token in found]
+    if not all(is_known) or found[0] == found[1]:
+        raise ConfigError(
+            f"classifier_from_token must be two different tokens, as {model.path / 'tokenizer.json'} spells them or as "
+            f"ids below {model.vocab_size}, got {tokens!r}"
+        )
+    return found[0], found[1]
+
+
+def _read_vocabulary(path: Path) -> dict[str, int]:
+    """Spelling -> id of the tokens in `tokenizer.json`, as far as it spells them one by one."""
+    raw = read_json(path / "tokenizer.json") or {}
+    vocabulary = _object(_object(raw.get("model")).get("vocab"))
+    added: list[Any] = raw.get("added_tokens") or []
+    return vocabulary | {token["content"]: token["id"] for token in added}
+
+
+def _object(value: Any) -> dict[str, Any]:
+    """A JSON object, or an empty one in place of anything else."""
+    return value if isinstance(value, dict) else {}  # pyright: ignore[reportUnknownVariableType]
