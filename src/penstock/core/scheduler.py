@@ -273,7 +273,7 @@ class Scheduler:
         while index < len(self._waiting):
             request = self._waiting[index]
             index += 1
-            if plan.token_budget == 0 or not self._has_room(batch):
+            if plan.token_budget < self._config.least_tokens(request.num_tokens) or not self._has_room(batch):
                 return
             if request.status is RequestStatus.WAITING_FOR_REMOTE_KV or self._grammars.is_compiling(request.request_id):
                 continue
@@ -381,7 +381,7 @@ class Scheduler:
         first, end = self._kv.publish(request)
         if first < end:
             self._connector.on_blocks_complete(request, self._kv.block_table(request), first, end)
-        if not new_token_ids:
+        if not new_token_ids and request.finish_reason is None:
             return None
         params = None if request.finish_reason is None else self._finish(request, request.finish_reason)
         return make_output(request, new_token_ids, stop_reason, verified, result, params)

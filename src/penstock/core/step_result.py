@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.core.request import Request
-from penstock.messages.outputs import EngineOutput
+from penstock.messages.outputs import EngineOutput, FinishReason
 from penstock.messages.runner_output import ModelRunnerOutput
 
 
@@ -23,6 +23,9 @@ def apply_counts(request: Request, num_tokens: int, num_drafts: int, result: Mod
     """A step that computed `num_tokens` of the request, the last `num_drafts` of them drafts, has come back."""
     request_id = request.request_id
     num_sampled = len(result.sampled_token_ids[request_id])
+    if request_id in result.pooled:
+        # The vector stands for the one token that the request may have.
+        num_sampled, request.finish_reason = 1, FinishReason.STOP
     request.on_processed(num_tokens, num_drafts, num_sampled)
     if request.num_drafts and not request.num_in_flight_tokens:
         # No later step has been scheduled on the assumption that all drafts are there: gaps can be left out.
@@ -40,7 +43,7 @@ def make_output(
     result: ModelRunnerOutput,
     params: Mapping[str, Any] | None,
 ) -> EngineOutput:
-    """The tokens that the request has just taken over, with all that belongs to them."""
+    """The tokens that the request has just taken over, with all that belongs to them; or its vector."""
     request_id = request.request_id
     return EngineOutput(
         request_id=request_id,
@@ -52,5 +55,6 @@ def make_output(
         num_cached_tokens=request.num_cached_tokens,
         num_draft_tokens=verified.num_drafts,
         num_accepted_tokens=verified.num_accepted,
+        pooled=result.pooled.get(request_id),
         kv_transfer_params=params,
     )

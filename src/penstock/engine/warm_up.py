@@ -54,7 +54,8 @@ def _run(executor: Executor, cache: KVCacheConfig, limits: SchedulerConfig) -> N
 
 def _requests(limits: SchedulerConfig) -> Iterator[EngineRequest]:
     num_prompt_tokens = min(2 + limits.max_num_drafts, limits.max_model_len - 1)
-    max_tokens = min(3 + limits.max_num_drafts, limits.max_model_len - num_prompt_tokens)
+    # A request that pools ends with its prompt.
+    max_tokens = 1 if limits.is_pooling else min(3 + limits.max_num_drafts, limits.max_model_len - num_prompt_tokens)
     for number, kind in enumerate(KINDS):
         yield EngineRequest(
             request_id=f"warm-up-{number}",

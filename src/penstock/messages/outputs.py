@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from penstock.messages.runner_output import TokenLogprobs
 
@@ -28,7 +29,8 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     `logprobs` runs beside `new_token_ids`. `prompt_logprobs` comes once, with the first token, and covers the prompt's
     positions from 1 on. `num_accepted_tokens` of `num_draft_tokens` drafts were right. `stop_reason` is the stop token
     that ended the request, None when it was an end of sequence. `is_request_error` tells that the request itself is at
-    fault for its `error`. `kv_transfer_params`, which comes with the finish reason, is what the KV connector tells the
+    fault for its `error`. `pooled`, [hidden_size] float32, is what a pooling engine answers with, once, in place of
+    tokens. `kv_transfer_params`, which comes with the finish reason, is what the KV connector tells the
     next engine.
     """
 
@@ -43,6 +45,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     num_accepted_tokens: int = 0
     error: str | None = None
     is_request_error: bool = False
+    pooled: np.ndarray | None = None
     kv_transfer_params: Mapping[str, Any] | None = None
 
 
@@ -82,8 +85,9 @@ class RequestOutput:
 
     `num_draft_tokens` were verified for it, all its completions together, and `num_accepted_tokens` of them were right.
     `error` says why a completion ended with the finish reason "error"; with `is_request_error` the request asked for
-    what cannot be, and would fail again. `kv_transfer_params` is what the KV connector tells the next engine when the
-    request has ended (its last completion, where there are several).
+    what cannot be, and would fail again. `pooled`, [hidden_size] float32, is the answer of a pooling engine, before it
+    is cut and normalised; its completion stays empty. `kv_transfer_params` is what the KV connector tells the next
+    engine when the request has ended (its last completion, where there are several).
     """
 
     request_id: str
@@ -97,4 +101,5 @@ class RequestOutput:
     num_accepted_tokens: int = 0
     error: str | None = None
     is_request_error: bool = False
+    pooled: np.ndarray | None = None
     kv_transfer_params: Mapping[str, Any] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 from msgspec import field
 
 from penstock.messages.kv_transfer import NO_OUTPUT, KVConnectorOutput
@@ -21,7 +22,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, gc=False, array_like=True):
 
 
 class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The result of one step on the rank that samples.
+    """The result of one step on the rank that samples or pools.
 
     `sampled_token_ids` has an entry for every scheduled request; it is empty for a chunk of a prefill that did not
     reach the last known token, and holds the accepted drafts and the token after them where drafts were verified;
@@ -30,7 +31,9 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     finds nothing to propose leaves gaps. `num_proposed_tokens` says how many of the new drafts are real, where the CPU
     knows that anyway. `draft_token_ids` holds the new drafts of requests with a grammar, -1 for gaps; those of others
     leave the device. `failed_requests` maps a request to what went wrong with it alone, `unsatisfiable_requests` to
-    what it asked for and cannot have. `is_replayed` tells of a step that a CUDA graph computed.
+    what it asked for and cannot have. `is_replayed` tells of a step that a CUDA graph computed. `pooled` holds the
+    vectors of requests whose prompts a step of a pooling engine has completed, [hidden_size] float32 each; nothing is
+    sampled there.
     """
 
     sampled_token_ids: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
@@ -39,6 +42,7 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     draft_token_ids: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict[str, tuple[TokenLogprobs, ...]])
     prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] = field(default_factory=dict[str, tuple[TokenLogprobs, ...]])
+    pooled: dict[str, np.ndarray] = field(default_factory=dict[str, np.ndarray])
     failed_requests: dict[str, str] = field(default_factory=dict[str, str])
     unsatisfiable_requests: dict[str, str] = field(default_factory=dict[str, str])
     is_replayed: bool = False

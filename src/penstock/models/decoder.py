@@ -75,16 +75,20 @@ class Decoder:
         aux_layers: tuple[int, ...] = (),
         stage: Stage | None = None,
         feeds_head: bool = False,
+        has_logits: bool = True,
     ) -> None:
         """`aux_layers` are those at whose inputs the residual stream is kept, in `ModelOutput`'s order.
 
-        `feeds_head`: a draft head behind the last layer shares the embedding.
+        `feeds_head`: a draft head behind the last layer shares the embedding. Without `has_logits` there is no output
+        head, and the checkpoint may name its tensors without the prefix that sets them apart from it.
         """
         self.stage = stage or Stage(range(config.num_hidden_layers))
         self.architecture = architecture
         self.config = config
         self.aux_layers = aux_layers
         inner = weights / "model"
+        if not has_logits and not inner.has("norm.weight"):
+            inner = weights
         rotary = rotary_table(config.rope, config.head_dim, config.max_position_embeddings)
         self.rotary = rotary.to(weights.device)
         self.layers = [
@@ -94,9 +98,12 @@ class Decoder:
         specs = [layer.attention.kv_cache_specs for layer in self.layers]
         self.kv_cache_specs = {name: spec for of_layer in specs for name, spec in of_layer.items()}
         self._embedding: Embedding | None = None
-        if self.stage.is_first or feeds_head or (self.stage.is_last and config.tie_word_embeddings):
+        if self.stage.is_first or feeds_head or (has_logits and self.stage.is_last and config.tie_word_embeddings):
             self._embedding = inner.embedding("embed_tokens", config.vocab_size, config.hidden_size)
-        self._end = DecoderEnd(config, weights, self._embedding) if self.stage.is_last else None
+        self._end: DecoderEnd | None = None
+        if self.stage.is_last:
+            norm = RMSNorm(inner.tensor("norm.weight", config.hidden_size), config.rms_norm_eps)
+            self._end = DecoderEnd(norm, _make_head(config, weights, self._embedding) if has_logits else None)
 
     @property
     def embedding(self) -> Embedding:
@@ -112,7 +119,8 @@ class Decoder:
 
     @property
     def head(self) -> GatheredLinear:
-        """Of the last stage."""
+        """Of the last stage of a model with logits."""
+        assert self.end.head is not None, "a model without logits"
         return self.end.head
 
     @property
@@ -151,15 +159,17 @@ class Decoder:
         return self.head(hidden)
 
 
+@dataclass(frozen=True, slots=True)
 class DecoderEnd:
-    """The norm and the output head behind the last layer."""
+    """What stands behind the last layer; a model whose hidden states are the result has no output head."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, embedding: Embedding | None) -> None:
-        vocab, hidden = config.vocab_size, config.hidden_size
-        self.norm = RMSNorm((weights / "model").tensor("norm.weight", hidden), config.rms_norm_eps)
-        if config.tie_word_embeddings:
-            assert embedding is not None, "a tied head without an embedding"
-            own = weights.linear_of("lm_head", embedding.weight, is_wide=True)
-            self.head = weights.gathered(own, vocab)
-        else:
-            self.head = weights.whole_linear("lm_head", vocab, hidden, is_wide=True)
+    norm: RMSNorm
+    head: GatheredLinear | None
+
+
+def _make_head(config: ModelConfig, weights: Weights, embedding: Embedding | None) -> GatheredLinear:
+    vocab, hidden = config.vocab_size, config.hidden_size
+    if not config.tie_word_embeddings:
+        return weights.whole_linear("lm_head", vocab, hidden, is_wide=True)
+    assert embedding is not None, "a tied head without an embedding"
+    return weights.gathered(weights.linear_of("lm_head", embedding.weight, is_wide=True), vocab)

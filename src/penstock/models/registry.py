@@ -28,12 +28,13 @@ def build_model(
     aux_layers: tuple[int, ...] = (),
     stage: Stage | None = None,
     feeds_head: bool = False,
+    has_logits: bool = True,
 ) -> Decoder:
     """The finished model or a stage of it, which hands out its residual stream at the inputs of `aux_layers`
-    (ascending); `feeds_head` is as for `Decoder`.
+    (ascending); `feeds_head` and `has_logits` are as for `Decoder`.
 
     Raises ConfigError for an unknown architecture or an unfit checkpoint.
     """
     check_supported(config)
     module = importlib.import_module(f"penstock.models.{config.model_type}")
-    return Decoder(module.ARCHITECTURE, config, weights, aux_layers, stage, feeds_head)
+    return Decoder(module.ARCHITECTURE, config, weights, aux_layers, stage, feeds_head, has_logits)

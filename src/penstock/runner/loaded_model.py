@@ -12,6 +12,7 @@ from penstock.messages.tensor_rows import TensorRows
 from penstock.models.eagle3 import Eagle3Head
 from penstock.models.interface import Model
 from penstock.models.mtp import MultiTokenPredictor
+from penstock.models.pooling_head import PoolingHead
 from penstock.parallel.groups import NO_LINKS, RankLinks
 
 DRAFT_PREFIX = "draft."
@@ -32,6 +33,7 @@ class LoadedModel:
     read: tuple[TensorRows, ...]
     drafter: Drafter | None = None
     links: RankLinks = NO_LINKS
+    pooling_head: PoolingHead | None = None
 
     @property
     def draft_kv_cache_specs(self) -> dict[str, KVCacheSpec]:

@@ -54,6 +54,9 @@ class DeviceParts:
 
     memory: DeviceMemory
 
+    runs_ahead: bool
+    """Whether a step is launched on the CPU and computed elsewhere."""
+
     kernels: str
     """The kernels in use, for people: an instruction set of the native library, `torch`, or `triton`."""
 

@@ -7,6 +7,7 @@ import torch
 from penstock.attention.backend import AttentionBackend
 from penstock.attention.metadata import LayerCaches
 from penstock.config.engine import EngineConfig, SchedulerConfig
+from penstock.config.pooling import PoolingConfig
 from penstock.kv_transfer.connector import WorkerConnector
 from penstock.kv_transfer.kv_step import KVStep
 from penstock.kv_transfer.null import NullWorkerConnector
@@ -21,6 +22,7 @@ from penstock.runner.loaded_model import LoadedModel
 from penstock.runner.model_runner import ModelRunner
 from penstock.runner.parts import DeviceParts, SamplingContext
 from penstock.runner.passes import EagerPasses, ForwardPasses
+from penstock.runner.pooling import PoolingEnd
 from penstock.runner.request_states import RequestStates
 from penstock.runner.sampling.prompt_logprobs import PromptScorer
 from penstock.runner.sampling.states import SamplingStates
@@ -48,14 +50,18 @@ def make_runner(
     links, is_last = loaded.links, loaded.links.downstream is None
     states = RequestStates(limits.max_num_seqs, limits.max_model_len, limits.max_num_drafts, device, writer)
     blocks = BlockTables(cache.config, limits.max_num_seqs, limits.max_model_len, device, writer)
-    # What a step waits for of other ranks is not captured.
-    contexts = () if links.has_others else parts.graph_contexts(attention, execution, connector)
+    # What a step waits for of other ranks is not captured, and a prompt is seldom as long as another.
+    is_eager = links.has_others or config.pooling is not None
+    contexts = () if is_eager else parts.graph_contexts(attention, execution, connector)
     shapes = BatchShapes(limits, contexts, attention)
     inputs = parts.make_input_builder(limits, shapes, states, blocks)
     kv_step = KVStep(connector)
     group_of = {name: number for number, group in enumerate(cache.config.groups) for name in group.layer_names}
     target = LayerCaches(cache.tensors, group_of, attention, lambda: kv_step.hooks)
-    if is_last:
+    if config.pooling is not None:
+        passes = ForwardPasses(loaded.model, target, inputs)
+        end = _make_pooling_end(parts, config.pooling, states, loaded)
+    elif is_last:
         sampling = SamplingStates(limits.max_num_seqs, loaded.config.vocab_size)
         context = SamplingContext(loaded, limits, config.speculative, states, sampling, writer)
         end = _make_sampling_end(parts, context, cache, inputs, attention, target, shapes)
@@ -101,6 +107,14 @@ def _make_sampling_end(
         copy_to_host=parts.copy_to_host,
         is_reported=links.group.index == 0,
     )
+
+
+def _make_pooling_end(
+    parts: DeviceParts, pooling: PoolingConfig, states: RequestStates, loaded: LoadedModel
+) -> PoolingEnd:
+    is_reported = loaded.links.downstream is None and loaded.links.group.index == 0
+    runs_ahead = parts.runs_ahead and is_reported
+    return PoolingEnd(pooling.method, loaded.pooling_head, states, parts.copy_to_host, is_reported, runs_ahead)
 
 
 def _make_earlier_end(states: RequestStates, links: RankLinks, limits: SchedulerConfig) -> EarlierStageEnd:

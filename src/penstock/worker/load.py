@@ -14,6 +14,7 @@ from penstock.models.eagle3 import Eagle3Head
 from penstock.models.interface import Model
 from penstock.models.mtp import build_mtp
 from penstock.models.pipeline import PipelineStage
+from penstock.models.pooling_head import PoolingHead, read_pooling_head
 from penstock.models.registry import build_model, check_supported
 from penstock.models.weights import Weights, WeightsDigest, checkpoint_bytes, compare, open_weights, trust
 from penstock.parallel.groups import NO_LINKS, RankLinks
@@ -66,8 +67,21 @@ def load_model(
 
     with memory_for(f"the weights of {config.model.path}", device, advice):
         model, drafter = _build(config, parts, shard, links, weights_of)
+        head = _read_head(config, shard, weights_of)
     read = tuple(rows for prefix, each in zip(("", DRAFT_PREFIX), digests, strict=False) for rows in each.rows(prefix))
-    return LoadedModel(parts.for_small_steps(model, config.execution), config.model, device, read, drafter, links)
+    if config.pooling is None:
+        model = parts.for_small_steps(model, config.execution)
+    return LoadedModel(model, config.model, device, read, drafter, links, head)
+
+
+def _read_head(
+    config: EngineConfig, shard: ShardId, weights_of: Callable[[Path], AbstractContextManager[Weights]]
+) -> PoolingHead | None:
+    """The classifier, on the ranks of the last stage. No KV depends on it, so that its weights are not identified."""
+    if config.pooling is None or config.pooling.head is None or shard[0] != config.parallel.pp - 1:
+        return None
+    with weights_of(config.model.path) as weights:
+        return read_pooling_head(config.pooling.head, config.model, weights)
 
 
 def _build(
@@ -85,7 +99,8 @@ def _build(
     drafter: Drafter | None = None
     with weights_of(config.model.path) as weights:
         feeds_head = stage.is_last and (has_mtp or eagle3 is not None)
-        decoder = build_model(config.model, weights, aux_layers, stage, feeds_head)
+        has_logits = config.pooling is None
+        decoder = build_model(config.model, weights, aux_layers, stage, feeds_head, has_logits)
         if has_mtp and stage.is_last:
             drafter = build_mtp(config.model, weights, decoder)
     model = decoder if parallel.pp == 1 else PipelineStage(decoder, links.upstream, links.downstream)

@@ -27,6 +27,7 @@ def cpu_parts() -> DeviceParts:
     library = native.library()
     return DeviceParts(
         memory=HostMemory(),
+        runs_ahead=False,
         kernels="torch" if library is None else library.isa,
         device_name="",
         set_up=_set_up,

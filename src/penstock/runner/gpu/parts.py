@@ -39,6 +39,7 @@ def gpu_parts(device: torch.device) -> DeviceParts:
     memory = CudaMemory(device) if is_cuda else HostMemory()
     return DeviceParts(
         memory=memory,
+        runs_ahead=True,
         kernels="triton",
         device_name=torch.cuda.get_device_name(device) if is_cuda else "",
         set_up=lambda execution, num_ranks: None,
