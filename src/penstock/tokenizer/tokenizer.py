@@ -99,6 +99,32 @@ class Tokenizer:
             release_freed_memory()
         return token_ids
 
+    def encode_pair(self, first: str, second: str, truncation: Truncation | None = None) -> list[int]:
+        """Two texts as one, as the tokenizer puts pairs together with its special tokens.
+
+        A truncation takes tokens off the second text. Raises RequestError as `encode`, and when the first one leaves no
+        room for it.
+        """
+        self.check_length(first)
+        if truncation is None:
+            self.check_length(second)
+        else:
+            second = self._shortened(second, truncation)
+        pair = self._encode(first, add_special_tokens=False), self._encode(second, add_special_tokens=False)
+        if truncation is not None:
+            num_others = len(pair[0].ids) + self.backend.num_special_tokens_to_add(is_pair=True)
+            if num_others >= truncation.max_tokens:
+                raise RequestError(
+                    f"the first text and the special tokens are {num_others} tokens: {truncation.max_tokens} leave no "
+                    "room for the second text",
+                    "truncate_prompt_tokens",
+                )
+            pair[1].truncate(truncation.max_tokens - num_others, direction="right")
+        token_ids = self.backend.post_process(*pair, add_special_tokens=True).ids
+        if len(first) + len(second) >= LARGE_CHARACTERS:
+            release_freed_memory()
+        return token_ids
+
     def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         if not text.isascii():
             _check_unicode(text)
@@ -109,17 +135,21 @@ class Tokenizer:
 
     def _encode_truncated(self, text: str, add_special_tokens: bool, truncation: Truncation) -> list[int]:
         """Of the special tokens that the tokenizer adds all stay."""
-        if self._bound is not None:
-            # At least twice what the tokens can stand for, so that the cut through a word is itself cut off.
-            size = 2 * truncation.max_tokens * self._bound.bytes_per_token * self._bound.shrinking
-            size = max(size, LARGE_CHARACTERS)
-            text = text[-size:] if truncation.keeps_end else text[:size]
-        encoding = self._encode(text, add_special_tokens=False)
+        encoding = self._encode(self._shortened(text, truncation), add_special_tokens=False)
         num_special = self.backend.num_special_tokens_to_add(is_pair=False) if add_special_tokens else 0
         room = max(0, truncation.max_tokens - num_special)
         encoding.truncate(room, direction="left" if truncation.keeps_end else "right")
         encoding = self.backend.post_process(encoding, None, add_special_tokens)
         return truncation.cut(encoding.ids)
+
+    def _shortened(self, text: str, truncation: Truncation) -> str:
+        """The text without what lies far beyond its truncation, which then takes no time and memory."""
+        if self._bound is None:
+            return text
+        # At least twice what the tokens can stand for, so that the cut through a word is itself cut off.
+        size = 2 * truncation.max_tokens * self._bound.bytes_per_token * self._bound.shrinking
+        size = max(size, LARGE_CHARACTERS)
+        return text[-size:] if truncation.keeps_end else text[:size]
 
     def check_length(self, text: str) -> None:
         """Raises RequestError when the text must have more tokens than a prompt may; takes no time to speak of."""
