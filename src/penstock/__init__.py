@@ -12,6 +12,13 @@ if TYPE_CHECKING:
     from penstock.frontend.async_llm import AsyncLLM
     from penstock.frontend.llm import LLM
     from penstock.messages.outputs import CompletionOutput, RequestOutput
+    from penstock.messages.pooling_outputs import (
+        ClassificationRequestOutput,
+        EmbeddingRequestOutput,
+        PoolingRequestOutput,
+        ScoringRequestOutput,
+    )
+    from penstock.messages.pooling_params import PoolingParams
     from penstock.messages.sampling_params import SamplingParams
     from penstock.messages.structured_outputs import StructuredOutputsParams
     from penstock.utils.errors import ConfigError, EngineDeadError, OverloadedError, PenstockError, RequestError
@@ -23,14 +30,19 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "ClassificationRequestOutput",
     "CompletionOutput",
     "ConfigError",
+    "EmbeddingRequestOutput",
     "EngineDeadError",
     "OverloadedError",
     "PenstockError",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
     "__version__",
 ]
@@ -40,7 +52,12 @@ _HOMES = {
     "LLM": "penstock.frontend.llm",
     "AsyncLLM": "penstock.frontend.async_llm",
     "CompletionOutput": "penstock.messages.outputs",
+    "ClassificationRequestOutput": "penstock.messages.pooling_outputs",
+    "EmbeddingRequestOutput": "penstock.messages.pooling_outputs",
+    "PoolingParams": "penstock.messages.pooling_params",
+    "PoolingRequestOutput": "penstock.messages.pooling_outputs",
     "RequestOutput": "penstock.messages.outputs",
+    "ScoringRequestOutput": "penstock.messages.pooling_outputs",
     "SamplingParams": "penstock.messages.sampling_params",
     "StructuredOutputsParams": "penstock.messages.structured_outputs",
     "ConfigError": "penstock.utils.errors",

@@ -59,7 +59,9 @@ FLAGS = {
 
 PUBLIC = {
     "LLM", "AsyncLLM", "SamplingParams", "RequestOutput", "CompletionOutput", "PenstockError", "ConfigError",
-    "RequestError", "OverloadedError", "EngineDeadError", "StructuredOutputsParams", "__version__",
+    "RequestError", "OverloadedError", "EngineDeadError", "StructuredOutputsParams", "PoolingParams",
+    "EmbeddingRequestOutput", "PoolingRequestOutput", "ClassificationRequestOutput", "ScoringRequestOutput",
+    "__version__",
 }  # fmt: skip
 
 

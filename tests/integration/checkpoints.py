@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 import transformers
+from tokenizers import decoders, pre_tokenizers, processors
 
 COMMON: dict[str, Any] = {
     "vocab_size": 301,
@@ -92,16 +95,64 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def make_checkpoint(name: str, folder: Path, dtype: torch.dtype = torch.float32, **save: Any) -> Path:
     """Writes the checkpoint under `folder` and returns its path. `save` goes to `save_pretrained`."""
+    return _make(name, folder / name, transformers.AutoModelForCausalLM, dtype, {}, save)
+
+
+def make_classifier_checkpoint(
+    name: str, folder: Path, dtype: torch.dtype = torch.float32, num_labels: int = 3, **config: Any
+) -> Path:
+    """The same with a classifier in place of the output head; `config` are further fields of `config.json`."""
+    path = folder / f"{name}-{num_labels}-{dtype}".replace("torch.", "")
+    kind = transformers.AutoModelForSequenceClassification
+    return _make(name, path, kind, dtype, {"num_labels": num_labels, **config}, {})
+
+
+def _make(name: str, path: Path, kind: Any, dtype: torch.dtype, fields: dict[str, Any], save: dict[str, Any]) -> Path:
     model_type, differences = CHECKPOINTS[name]
-    config = transformers.AutoConfig.for_model(model_type, **{**COMMON, **differences})
+    config = transformers.AutoConfig.for_model(model_type, **{**COMMON, **differences, **fields})
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = kind.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             # Biases and norms start at their neutral values, where a mistake would not show.
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.3)
             assert parameter.isfinite().all(), parameter_name
-    path = folder / name
     model.to(dtype).save_pretrained(path, **save)
+    return path
+
+
+def save_tokenizer(path: Path, words: tuple[str, ...] = ("yes", "no")) -> tokenizers.Tokenizer:
+    """One token per byte, one for each of `words`, and special tokens behind a text and between the texts of a pair."""
+    alphabet = {byte: number for number, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=alphabet, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens([tokenizers.AddedToken(word, single_word=True, normalized=False) for word in words])
+    tokenizer.add_special_tokens(["<end>", "<sep>"])
+    specials = [(name, tokenizer.token_to_id(name)) for name in ("<end>", "<sep>")]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A <end>", pair="$A <sep> $B <end>", special_tokens=specials
+    )
+    tokenizer.save(str(path / "tokenizer.json"))
+    return tokenizer
+
+
+def make_pooling_checkpoint(
+    name: str, folder: Path, dtype: torch.dtype = torch.float32, mode: str = "lasttoken", normalize: bool = True
+) -> Path:
+    """The same model without its output head, as sentence-transformers keeps it; `mode` is its pooling mode."""
+    kinds = ["Transformer", "Pooling", *(["Normalize"] if normalize else [])]
+    path = folder / f"{name}-{mode}-{dtype}-{normalize}".replace("torch.", "")
+    whole = make_checkpoint(name, folder, dtype)
+    transformers.AutoModel.from_pretrained(whole, dtype=dtype).save_pretrained(path)
+    modules = [
+        {"idx": index, "name": str(index), "path": f"{index}_{kind}" if index else "", "type": f"some.module.{kind}"}
+        for index, kind in enumerate(kinds)
+    ]
+    (path / "modules.json").write_text(json.dumps(modules))
+    (path / "1_Pooling").mkdir(exist_ok=True)
+    flags = ("cls_token", "mean_tokens", "max_tokens", "lasttoken")
+    pooling = {"word_embedding_dimension": 96, **{f"pooling_mode_{flag}": flag == mode for flag in flags}}
+    (path / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
     return path

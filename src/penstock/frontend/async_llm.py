@@ -17,10 +17,14 @@ from penstock.frontend.core_restarts import RestartingCore
 from penstock.frontend.front_end import FrontEnd, build_front_end, make_grammar_checker
 from penstock.frontend.input_processor import ProcessedRequest, Prompt
 from penstock.frontend.placement import Placement
+from penstock.frontend.pooling import PoolingProcessor, Task
 from penstock.frontend.replica import Replica, RequestStream
+from penstock.frontend.scoring import ScorePlan, Texts, plan_scores
 from penstock.frontend.text_work import TextWork
 from penstock.messages.engine_info import EngineInfo
 from penstock.messages.outputs import RequestOutput
+from penstock.messages.pooling_outputs import PoolingOutput, PoolingRequestOutput, ScoringRequestOutput
+from penstock.messages.pooling_params import PoolingParams
 from penstock.messages.sampling_params import SamplingParams
 from penstock.metrics.request_log import EngineObserver
 from penstock.tokenizer.tokenizer import Tokenizer
@@ -202,6 +206,92 @@ class AsyncLLM:
         request = await self._process(request_id or secrets.token_hex(16), prompt, params, priority)
         if params.structured_outputs is not None:
             await self._grammars.check(params.structured_outputs.spec())
+        return self._take(request, arrived, trace, data_parallel_rank)
+
+    @property
+    def pooling(self) -> PoolingProcessor:
+        """What the engine can make of prompts beside tokens, and in which forms."""
+        return self._front_end.pooling
+
+    async def encode(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        trace: str | None = None,
+        data_parallel_rank: int | None = None,
+    ) -> PoolingRequestOutput[PoolingOutput]:
+        """What the engine makes of a prompt, as an array `outputs.data`: a vector, or a number per label.
+
+        To cancel the call aborts the request. Raises what `submit` and its stream raise, and RequestError in an engine
+        that generates.
+        """
+        arrived, params = self._clock.now(), pooling_params or PoolingParams()
+        self.pooling.check(Task.ENCODE, params)
+        process, name = self._front_end.input_processor.process_pooling, request_id or secrets.token_hex(16)
+        request = await self.text_work.run(_num_characters(prompt), process, name, prompt, params, priority)
+        stream = self._take(request, arrived, trace, data_parallel_rank)
+        try:
+            async for _ in stream:
+                pass
+            return self.pooling.make(stream.output, params)
+        finally:
+            stream.close()
+
+    async def encode_all(
+        self,
+        prompts: Sequence[tuple[Prompt, PoolingParams]],
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        trace: str | None = None,
+        data_parallel_rank: int | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """As `encode`, of many prompts, in their order. When one of them fails, so does the call."""
+        name = request_id or secrets.token_hex(16)
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(
+                        self.encode(
+                            prompt,
+                            params,
+                            f"{name}-{number}",
+                            priority=priority,
+                            trace=trace,
+                            data_parallel_rank=data_parallel_rank,
+                        )
+                    )
+                    for number, (prompt, params) in enumerate(prompts)
+                ]
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def plan_scores(self, queries: Texts, documents: Texts, pooling_params: PoolingParams) -> ScorePlan:
+        """What is to be encoded, so that it can be told how well the texts belong together."""
+        size = sum(len(text) for texts in (queries, documents) for text in texts)
+        return await self.text_work.run(size, plan_scores, self._front_end, queries, documents, pooling_params)
+
+    async def score(
+        self,
+        queries: Texts,
+        documents: Texts,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+    ) -> list[ScoringRequestOutput]:
+        """As `LLM.score`. To cancel the call aborts its requests."""
+        plan = await self.plan_scores(queries, documents, pooling_params or PoolingParams())
+        return plan.results(await self.encode_all(plan.prompts, request_id, priority=priority))
+
+    def _take(
+        self, request: ProcessedRequest, arrived: float, trace: str | None, data_parallel_rank: int | None
+    ) -> RequestStream:
+        """Raises as `submit`."""
         if any(replica.has(request) for replica in self.replicas):
             raise RequestError(f"request id {request.request_id!r} is already in use", "request_id")
         return self._placement.choose(data_parallel_rank).submit(request, arrived, trace)
@@ -227,9 +317,7 @@ class AsyncLLM:
         self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int
     ) -> ProcessedRequest:
         process = self._front_end.input_processor.process
-        text = prompt if isinstance(prompt, str) else prompt.get("prompt") if isinstance(prompt, dict) else None
-        size = len(text) if isinstance(text, str) else 0
-        return await self.text_work.run(size, process, request_id, prompt, params, priority)
+        return await self.text_work.run(_num_characters(prompt), process, request_id, prompt, params, priority)
 
     def _on_restart(self) -> None:
         """Another core serves. Its KV cache may have another size than the first one's."""
@@ -242,3 +330,9 @@ class AsyncLLM:
 def _narrowest(limits: Iterable[SchedulerConfig]) -> SchedulerConfig:
     """Those of the replica that takes the shortest requests: every replica takes what it does."""
     return min(limits, key=lambda each: each.max_model_len)
+
+
+def _num_characters(prompt: Prompt) -> int:
+    """Of a prompt's text."""
+    text = prompt if isinstance(prompt, str) else prompt.get("prompt") if isinstance(prompt, dict) else None
+    return len(text) if isinstance(text, str) else 0

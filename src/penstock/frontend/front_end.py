@@ -8,6 +8,7 @@ from typing import Any
 from penstock.config.engine import EngineConfig, SchedulerConfig
 from penstock.config.model import read_json
 from penstock.frontend.input_processor import InputProcessor
+from penstock.frontend.pooling import PoolingProcessor
 from penstock.grammar.checker import GrammarChecker
 from penstock.messages.sampling_params import SamplingParams
 from penstock.messages.structured_outputs import GrammarSpec
@@ -22,6 +23,7 @@ class FrontEnd:
     tokenizer: Tokenizer | None
     input_processor: InputProcessor
     default_sampling_params: SamplingParams
+    pooling: PoolingProcessor
 
     def get_tokenizer(self) -> Tokenizer:
         """Raises RequestError when the engine was built with skip_tokenizer_init."""
@@ -41,13 +43,15 @@ def build_front_end(config: EngineConfig, limits: SchedulerConfig) -> FrontEnd:
         eos_token_ids=eos_token_ids(config, tokenizer),
         seed=config.seed,
         has_connector=config.kv_transfer is not None,
+        pooling=config.pooling,
     )
+    pooling = PoolingProcessor(config.pooling, config.model.hidden_size)
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     defaults: dict[str, Any] = {name: generation[name] for name in names if generation.get(name) is not None}
     if generation.get("do_sample") is False:
         defaults = {"temperature": 0.0}
     try:
-        return FrontEnd(tokenizer, processor, SamplingParams(**defaults))
+        return FrontEnd(tokenizer, processor, SamplingParams(**defaults), pooling)
     except RequestError as error:
         raise ConfigError(f"{config.model.path / 'generation_config.json'}: {error}") from None
 

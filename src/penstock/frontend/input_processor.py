@@ -7,9 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from penstock.config.pooling import PoolingConfig
+from penstock.frontend.pooling import prompt_text
+from penstock.messages.pooling_params import PoolingParams
 from penstock.messages.requests import EngineRequest
 from penstock.messages.sampling_params import MAX_COUNT, SamplingParams
-from penstock.tokenizer.tokenizer import Tokenizer
+from penstock.tokenizer.tokenizer import Tokenizer, Truncation
 from penstock.utils.errors import RequestError
 from penstock.utils.names import did_you_mean, is_unicode
 
@@ -17,6 +20,8 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or `{"prompt": ...}` / `{"prompt_token_ids": [...]}` with an optional `cache_salt`."""
 
 _SEED_MASK = 2**64 - 1
+# Of a request that pools: nothing is sampled, and its vector stands for one token.
+_NO_SAMPLING = SamplingParams(max_tokens=1, detokenize=False)
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
@@ -41,25 +46,30 @@ class InputProcessor:
         eos_token_ids: frozenset[int],
         seed: int,
         has_connector: bool = False,
+        pooling: PoolingConfig | None = None,
     ) -> None:
+        """`pooling` is None in an engine that generates."""
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self.eos_token_ids = eos_token_ids
         self._seed = seed
         self._has_connector = has_connector
+        self._pooling = pooling
         self._counter = itertools.count()
 
     def process(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0) -> ProcessedRequest:
         """Raises RequestError naming the field and its bound."""
+        if self._pooling is not None:
+            raise RequestError(
+                "this engine pools and generates no tokens: use embed, classify or score, or start it with "
+                "runner=generate"
+            )
         if not isinstance(params, SamplingParams):
             raise RequestError(
                 f"sampling_params must be SamplingParams, got {type(params).__name__}", "sampling_params"
             )
-        if not isinstance(priority, int) or abs(priority) > MAX_COUNT:
-            raise RequestError(f"priority must be an integer within +-{MAX_COUNT}, got {priority!r}", "priority")
-        text, token_ids, cache_salt = self._tokenize(prompt)
-        self.check_prompt(token_ids)
+        text, token_ids, cache_salt = self._check(prompt, priority)
         self._check_params(params)
         room = self._max_model_len - len(token_ids)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -92,7 +102,59 @@ class InputProcessor:
         )
         return ProcessedRequest(request_id, text, token_ids, params, (first, *others))
 
-    def _tokenize(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...], str | None]:
+    def process_pooling(
+        self, request_id: str, prompt: Prompt, params: PoolingParams, priority: int = 0
+    ) -> ProcessedRequest:
+        """The same for an engine that pools: its tokens, behind the prompt that `params` names, and cut as they say."""
+        assert self._pooling is not None, "a request that pools in an engine that generates"
+        text, token_ids, cache_salt = self._check(self._with_prompt(prompt, params), priority, self.truncation(params))
+        child = EngineRequest(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            sampling_params=_NO_SAMPLING,
+            max_tokens=1,
+            seed=0,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        return ProcessedRequest(request_id, text, token_ids, _NO_SAMPLING, (child,))
+
+    def _with_prompt(self, prompt: Prompt, params: PoolingParams) -> Prompt:
+        """The text behind the one that is to stand before it. Tokens are taken as they are, and have no name of one."""
+        assert self._pooling is not None
+        prefix = prompt_text(self._pooling.prompts, params.prompt_name)
+        fields = prompt if isinstance(prompt, Mapping) else _as_fields(prompt)
+        if isinstance(fields.get("prompt"), str) and fields.get("prompt_token_ids") is None:
+            return {**fields, "prompt": prefix + fields["prompt"]} if fields["prompt"] else prompt
+        if params.prompt_name is not None:
+            raise RequestError("prompt_name stands before text, and this input is token ids", "prompt_name")
+        return prompt
+
+    def truncation(self, params: PoolingParams) -> Truncation | None:
+        """How prompts are cut. Raises RequestError when more tokens are wanted than the model takes."""
+        length = params.truncate_prompt_tokens
+        if length is None:
+            return None
+        if length > self._max_model_len:
+            raise RequestError(
+                f"truncate_prompt_tokens must be -1 or at most max_model_len={self._max_model_len}, got {length}",
+                "truncate_prompt_tokens",
+            )
+        return Truncation(self._max_model_len if length < 0 else length, keeps_end=False)
+
+    def _check(
+        self, prompt: Prompt, priority: int, truncation: Truncation | None = None
+    ) -> tuple[str | None, tuple[int, ...], str | None]:
+        """As `_tokenize`, when all is as it must be."""
+        if not isinstance(priority, int) or abs(priority) > MAX_COUNT:
+            raise RequestError(f"priority must be an integer within +-{MAX_COUNT}, got {priority!r}", "priority")
+        text, token_ids, cache_salt = self._tokenize(prompt, truncation)
+        self.check_prompt(token_ids)
+        return text, token_ids, cache_salt
+
+    def _tokenize(
+        self, prompt: Prompt, truncation: Truncation | None
+    ) -> tuple[str | None, tuple[int, ...], str | None]:
         """The prompt's text where it has one, its tokens, and its cache salt."""
         fields = prompt if isinstance(prompt, Mapping) else _as_fields(prompt)
         for key in fields:
@@ -106,23 +168,26 @@ class InputProcessor:
         if token_ids is not None:
             if isinstance(token_ids, str | bytes) or not isinstance(token_ids, Iterable):
                 raise RequestError("prompt_token_ids must be a list of integers", "prompt_token_ids")
-            return text, tuple(token_ids), salt
+            token_ids = tuple(token_ids)
+            return text, token_ids if truncation is None else truncation.cut(token_ids), salt
         if text is None:
             raise RequestError("a prompt needs prompt or prompt_token_ids", "prompt")
         if not text:
             raise RequestError("prompt must not be empty", "prompt")
         if self._tokenizer is None:
             raise RequestError("without a tokenizer a prompt must be prompt_token_ids", "prompt")
-        return text, tuple(self._tokenizer.encode(text)), salt
+        return text, tuple(self._tokenizer.encode(text, truncation=truncation)), salt
 
     def check_prompt(self, token_ids: Sequence[int]) -> None:
         """Raises RequestError when a prompt is empty or too long, or holds what is no token."""
         if not token_ids:
             raise RequestError("prompt_token_ids must not be empty", "prompt_token_ids")
-        if len(token_ids) >= self._max_model_len:
+        longest = self._max_model_len - (self._pooling is None)
+        if len(token_ids) > longest:
+            reason = ", so that one can be generated" if self._pooling is None else ""
             raise RequestError(
                 f"the prompt has {len(token_ids)} tokens; max_model_len={self._max_model_len} allows at most "
-                f"{self._max_model_len - 1}, so that one can be generated",
+                f"{longest}{reason}",
                 "prompt",
                 "context_length_exceeded",
             )

@@ -1,4 +1,4 @@
-"""The engine inside a program: prompts in, completions out."""
+"""The engine inside a program: prompts in, completions or vectors out."""
 
 from __future__ import annotations
 
@@ -17,7 +17,17 @@ from penstock.frontend.front_end import build_front_end
 from penstock.frontend.idle_transfers import IdleTransfers
 from penstock.frontend.input_processor import ProcessedRequest, Prompt
 from penstock.frontend.output_processor import OutputProcessor
+from penstock.frontend.pooling import Task, as_embedding
+from penstock.frontend.scoring import Texts, plan_scores
 from penstock.messages.outputs import RequestOutput
+from penstock.messages.pooling_outputs import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringRequestOutput,
+)
+from penstock.messages.pooling_params import PoolingParams
 from penstock.messages.sampling_params import SamplingParams
 from penstock.messages.stats import SchedulerStats
 from penstock.tokenizer.tokenizer import Message, Tokenizer
@@ -82,7 +92,87 @@ class LLM:
         RequestError, before anything runs, when one of them is invalid. An interrupt aborts what is running and
         leaves the engine usable.
         """
-        requests = self._process(prompts, sampling_params, priority)
+        return self._finish(self._process(prompts, sampling_params, priority), use_tqdm)
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """What the engine makes of one prompt or many, as arrays `outputs.data`: vectors, or numbers per label.
+
+        Else as `generate`. Raises RequestError in an engine that generates.
+        """
+        return self._encode(Task.ENCODE, prompts, pooling_params, use_tqdm, priority)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """As `encode`, with vectors as lists `outputs.embedding`. Raises RequestError for a classifier."""
+        return [as_embedding(each) for each in self._encode(Task.EMBED, prompts, pooling_params, use_tqdm, priority)]
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[ClassificationRequestOutput]:
+        """As `encode`, with probabilities `outputs.probs`. Raises RequestError for a model without a classifier."""
+        encoded = self._encode(Task.CLASSIFY, prompts, pooling_params, use_tqdm, priority)
+        return [self._front_end.pooling.as_classification(each) for each in encoded]
+
+    def score(
+        self,
+        queries: Texts,
+        documents: Texts,
+        pooling_params: PoolingParams | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[ScoringRequestOutput]:
+        """How well a query belongs to each document, or each of several queries to its own one: `outputs.score`.
+
+        A classifier with one label reads each pair; a model that makes vectors is asked for their cosine. Raises
+        RequestError for other engines.
+        """
+        plan = plan_scores(self._front_end, queries, documents, pooling_params or PoolingParams())
+        return plan.results(self._pool(plan.prompts, use_tqdm))
+
+    def _encode(
+        self,
+        task: Task,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | None,
+        use_tqdm: bool,
+        priority: Sequence[int] | None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        params = pooling_params or PoolingParams()
+        self._front_end.pooling.check(task, params)
+        each_prompt, each_priority = _aligned(prompts, priority)
+        return self._pool([(prompt, params) for prompt in each_prompt], use_tqdm, each_priority)
+
+    def _pool(
+        self, prompts: Sequence[tuple[Prompt, PoolingParams]], use_tqdm: bool, priority: Sequence[int] | None = None
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        process = self._front_end.input_processor.process_pooling
+        requests = [
+            process(str(next(self._request_counter)), prompt, params, rank)
+            for (prompt, params), rank in zip(prompts, priority or [0] * len(prompts), strict=True)
+        ]
+        outputs = zip(self._finish(requests, use_tqdm), prompts, strict=True)
+        return [self._front_end.pooling.make(output, params) for output, (_, params) in outputs]
+
+    def _finish(self, requests: Sequence[ProcessedRequest], use_tqdm: bool) -> list[RequestOutput]:
+        """Runs the requests to their end; results stand in their order."""
         results: dict[str, RequestOutput] = {}
         progress = tqdm(total=len(requests), desc="prompts", unit="prompt", delay=2.0, disable=not use_tqdm)
         # Closed here and now: a traceback that somebody keeps would otherwise keep the run open. Interrupts are held
@@ -155,15 +245,13 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         priority: Sequence[int] | None,
     ) -> list[ProcessedRequest]:
-        each_prompt: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
+        each_prompt, each_priority = _aligned(prompts, priority)
         count = len(each_prompt)
         if params is None:
             params = self.get_default_sampling_params()
         each_params = [params] * count if isinstance(params, SamplingParams) else list(params)
-        each_priority = [0] * count if priority is None else list(priority)
-        for field, values in (("sampling_params", each_params), ("priority", each_priority)):
-            if len(values) != count:
-                raise RequestError(f"{count} prompts but {len(values)} {field}", field)
+        if len(each_params) != count:
+            raise RequestError(f"{count} prompts but {len(each_params)} sampling_params", "sampling_params")
         requests = [
             self._front_end.input_processor.process(str(next(self._request_counter)), prompt, each, rank)
             for prompt, each, rank in zip(each_prompt, each_params, each_priority, strict=True)
@@ -217,6 +305,15 @@ class LLM:
         if self._core.has_transfers:
             # What a connector is to save rides with a step, and the next one may be long in coming.
             self._core.step()
+
+
+def _aligned(prompts: Prompt | Sequence[Prompt], priority: Sequence[int] | None) -> tuple[list[Any], list[int]]:
+    """All prompts, and a priority for each."""
+    each_prompt: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
+    each_priority = [0] * len(each_prompt) if priority is None else list(priority)
+    if len(each_priority) != len(each_prompt):
+        raise RequestError(f"{len(each_prompt)} prompts but {len(each_priority)} priority", "priority")
+    return each_prompt, each_priority
 
 
 def _is_one_prompt(prompts: Any) -> bool:

@@ -123,6 +123,8 @@ class OutputProcessor:
         if output.num_draft_tokens:
             request.num_draft_tokens += output.num_draft_tokens
             request.num_accepted_tokens += output.num_accepted_tokens
+        if output.pooled is not None:
+            request.pooled = output.pooled
         if output.kv_transfer_params is not None:
             request.kv_transfer_params = output.kv_transfer_params
         if output.error is not None:

@@ -1,0 +1,128 @@
+"""How well texts belong together: which prompts a pooling engine is given for it, and what is made of its answers.
+
+A classifier reads each pair as one prompt and answers with one number. A model that makes vectors reads every text
+once, and the score is the cosine of two vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from penstock.config.pooling import PoolingConfig
+from penstock.frontend.front_end import FrontEnd
+from penstock.frontend.input_processor import Prompt
+from penstock.frontend.pooling import Task, prompt_text
+from penstock.messages.pooling_outputs import PoolingOutput, PoolingRequestOutput, ScoringOutput, ScoringRequestOutput
+from penstock.messages.pooling_params import PoolingParams
+from penstock.tokenizer.tokenizer import Tokenizer, Truncation
+from penstock.utils.errors import RequestError
+
+Texts = str | Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class ScorePlan:
+    """`prompts` are to be encoded, each with its parameters; `pairs` names for every score those it is made of."""
+
+    prompts: list[tuple[Prompt, PoolingParams]]
+    pairs: list[tuple[int, ...]]
+
+    def results(self, outputs: Sequence[PoolingRequestOutput[PoolingOutput]]) -> list[ScoringRequestOutput]:
+        """From the answers to all prompts, in their order."""
+        return [_score([outputs[number] for number in pair]) for pair in self.pairs]
+
+
+def plan_scores(front_end: FrontEnd, queries: Texts, documents: Texts, params: PoolingParams) -> ScorePlan:
+    """Of one query with each document, or of as many queries as documents, pair by pair.
+
+    `params.prompt_name` names what stands before the queries. Raises RequestError naming `queries` or `documents`.
+    """
+    front_end.pooling.check(Task.SCORE, params)
+    firsts, seconds = _texts(queries, "queries"), _texts(documents, "documents")
+    if len(firsts) == 1:
+        firsts = firsts * len(seconds)
+    if len(firsts) != len(seconds):
+        raise RequestError(
+            f"there must be one query, or as many as documents: got {len(firsts)} and {len(seconds)}", "queries"
+        )
+    config, pairs = front_end.pooling.config, list(zip(firsts, seconds, strict=True))
+    if config.head is None:
+        return _plan_vectors(pairs, params)
+    return _plan_pairs(front_end, config, pairs, params)
+
+
+def _plan_vectors(pairs: list[tuple[str, str]], params: PoolingParams) -> ScorePlan:
+    """Each text once, as a query or as a document."""
+    plain = replace(params, prompt_name=None)
+    numbers: dict[tuple[str, PoolingParams], int] = {}
+    for query, document in pairs:
+        for prompt in ((query, params), (document, plain)):
+            numbers.setdefault(prompt, len(numbers))
+    return ScorePlan(list(numbers), [(numbers[query, params], numbers[document, plain]) for query, document in pairs])
+
+
+def _plan_pairs(
+    front_end: FrontEnd, config: PoolingConfig, pairs: list[tuple[str, str]], params: PoolingParams
+) -> ScorePlan:
+    prefix = prompt_text(config.prompts, params.prompt_name)
+    plain = replace(params, prompt_name=None, truncate_prompt_tokens=None)
+    if config.score_template is None:
+        truncation = front_end.input_processor.truncation(params)
+        tokenizer = front_end.get_tokenizer()
+        prompts = [_pair_tokens(tokenizer, prefix + query, document, truncation) for query, document in pairs]
+    else:
+        if params.truncate_prompt_tokens is not None:
+            raise RequestError(
+                "truncate_prompt_tokens cannot be used here: it would cut off the end of the engine's score_template",
+                "truncate_prompt_tokens",
+            )
+        prompts = [{"prompt": _filled(config.score_template, prefix + query, document)} for query, document in pairs]
+    return ScorePlan([(prompt, plain) for prompt in prompts], [(number,) for number in range(len(prompts))])
+
+
+def _pair_tokens(
+    tokenizer: Tokenizer, query: str, document: str, truncation: Truncation | None
+) -> dict[str, list[int]]:
+    return {"prompt_token_ids": tokenizer.encode_pair(query, document, truncation)}
+
+
+def _filled(template: str, query: str, document: str) -> str:
+    """In one go, so that braces in a text stay text."""
+    texts = {"{query}": query, "{document}": document}
+    for name, text in sorted(texts.items(), key=lambda item: template.index(item[0]), reverse=True):
+        place = template.index(name)
+        template = template[:place] + text + template[place + len(name) :]
+    return template
+
+
+def _texts(given: Texts, field: str) -> list[str]:
+    texts: list[Any] = [given] if isinstance(given, str) else list(given)
+    if not texts or not all(isinstance(text, str) and text for text in texts):
+        raise RequestError(f"{field} must be a text or texts, none of them empty", field)
+    return texts
+
+
+def _score(outputs: list[PoolingRequestOutput[PoolingOutput]]) -> ScoringRequestOutput:
+    first = outputs[0]
+    if len(outputs) == 1:
+        score, prompt = float(first.outputs.data[0]), first.prompt
+    else:
+        score, prompt = _cosine(outputs[0].outputs.data, outputs[1].outputs.data), None
+    return ScoringRequestOutput(
+        request_id=first.request_id,
+        prompt=prompt,
+        prompt_token_ids=[token for output in outputs for token in output.prompt_token_ids],
+        outputs=ScoringOutput(score),
+        num_cached_tokens=sum(output.num_cached_tokens for output in outputs),
+    )
+
+
+def _cosine(first: np.ndarray, second: np.ndarray) -> float:
+    """Of two vectors of one size; 0 where one of them has no direction."""
+    a, b = first.astype(np.float64), second.astype(np.float64)
+    lengths = np.sqrt(np.square(a).sum()) * np.sqrt(np.square(b).sum())
+    return float((a * b).sum() / lengths) if lengths else 0.0
