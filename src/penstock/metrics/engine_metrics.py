@@ -142,12 +142,17 @@ class EngineMetrics:
             self._histograms["vllm:inter_token_latency_seconds"].observe(seconds)
             return
         self._histograms["vllm:time_to_first_token_seconds"].observe(seconds)
+        self._count_prompt(record)
+
+    def _count_prompt(self, record: RequestRecord) -> None:
         self._counters["vllm:prompt_tokens"].inc(record.num_prompt_tokens)
         self._counters["vllm:prompt_tokens_cached"].inc(record.num_cached_tokens)
 
     def on_end(self, record: RequestRecord) -> None:
         assert record.finish_reason is not None and record.ended is not None, record.request_id
         self._ends[record.finish_reason].inc()
+        if record.is_pooled:
+            self._count_prompt(record)
         if record.finish_reason not in _OWN_ENDS:
             return
         observe = self._observe

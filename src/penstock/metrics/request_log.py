@@ -30,7 +30,10 @@ class Phase(enum.StrEnum):
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One completion. `phases` are the phases that it has entered, with when; `trace` is its caller's traceparent."""
+    """One completion. `phases` are the phases that it has entered, with when; `trace` is its caller's traceparent.
+
+    With `is_pooled` its answer is no tokens, and came with its end.
+    """
 
     request_id: str
     arrived: float
@@ -41,6 +44,7 @@ class RequestRecord:
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    is_pooled: bool = False
     finish_reason: str | None = None
     first_scheduled: float | None = None
     first_token: float | None = None
@@ -131,6 +135,9 @@ class RequestLog:
             if record is not None and output.new_token_ids:
                 record.num_cached_tokens = output.num_cached_tokens
                 self._on_tokens(record, len(output.new_token_ids), now)
+            elif record is not None and output.pooled is not None:
+                record.num_cached_tokens = output.num_cached_tokens
+                record.is_pooled = True
         for observer in self._observers:
             observer.on_step(report)
 
