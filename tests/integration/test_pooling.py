@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from penstock import LLM, AsyncLLM, ConfigError, PenstockError, PoolingParams, RequestError, SamplingParams
 from penstock.core.scheduler import Scheduler
-from tests.grids import grid
+from tests.grids import exhaustive, grid
 from tests.integration.checkpoints import COMMON, make_checkpoint, make_pooling_checkpoint
 
 MODEL = "qwen3-128"
@@ -141,7 +141,7 @@ def test_dimensions_and_normalisation(checkpoint: Path, folder: Path) -> None:
 # ---- The same bits ----
 
 
-@pytest.fixture(scope="module", params=["random-qwen3", "demo"])
+@pytest.fixture(scope="module", params=["random-qwen3", exhaustive("demo")])
 def weights(request: pytest.FixtureRequest, checkpoint: Path) -> Path | str:
     return checkpoint if request.param == "random-qwen3" else "demo"
 

@@ -16,6 +16,7 @@ from penstock.server.envelope import Envelope
 from penstock.server.middleware import OPEN_PATHS, Accounting, Authentication, BodyLimit, LocalHosts
 from penstock.server.openai import chat, completions, models
 from penstock.server.openai.responses_api import routes as responses
+from penstock.server.pooling import ranking, vectors
 from penstock.server.service import Service
 from penstock.server.sse import ClientGone
 
@@ -28,7 +29,8 @@ def create_app(service: Service) -> FastAPI:
     """The public app."""
     app = _make_app(service, "Penstock")
     apis = (chat.router, completions.router, responses.router, anthropic.router, models.router)
-    for router in (*apis, health.router, dashboard.router):
+    pooling = (vectors.router, ranking.router)
+    for router in (*apis, *pooling, health.router, dashboard.router):
         app.include_router(router)
     # The last one added is the first one that a request meets.
     app.add_middleware(BodyLimit, max_bytes=service.args.max_body_bytes)

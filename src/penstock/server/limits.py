@@ -10,6 +10,8 @@ MAX_PROMPTS = 256
 """Prompts in one completion request."""
 MAX_COMPLETIONS = 1024
 """Prompts times `n` in one request."""
+MAX_POOLING_INPUTS = 2048
+"""Inputs of one request for embeddings, classes or scores."""
 MAX_MESSAGES = 4096
 MAX_CONTENT_PARTS = 256
 """Parts of one message's content."""

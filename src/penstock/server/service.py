@@ -18,7 +18,7 @@ from penstock.server.openai.reasoning import ReasoningFormat
 from penstock.server.openai.responses_api.store import ResponseStore
 from penstock.server.openai.tool_calls.tool_format import ToolCallFormat
 from penstock.utils.clock import SystemClock
-from penstock.utils.errors import OverloadedError
+from penstock.utils.errors import OverloadedError, RequestError
 
 
 @dataclass(slots=True)
@@ -47,7 +47,27 @@ class Service:
         return self.llm.get_default_sampling_params()
 
     def admit(self, model: str | None) -> str:
-        """The name under which the model answers. Raises what `check_model` does, and OverloadedError when draining."""
+        """The name under which the model generates tokens.
+
+        Raises what `check_model` does, RequestError for a model that pools, and OverloadedError when draining.
+        """
+        if self.llm.config.pooling is not None:
+            raise RequestError(
+                "this model generates no tokens: use /v1/embeddings, /classify, /score, /rerank or /pooling, or start "
+                "the server with --runner generate"
+            )
+        return self._admit(model)
+
+    def admit_pooling(self, model: str | None) -> str:
+        """The name under which the model pools. Raises as `admit`, the other way round."""
+        if self.llm.config.pooling is None:
+            raise RequestError(
+                "this model generates tokens and does not pool: use /v1/chat/completions or /v1/completions, or start "
+                "the server with --runner pooling"
+            )
+        return self._admit(model)
+
+    def _admit(self, model: str | None) -> str:
         if self.is_draining:
             raise OverloadedError("the server is shutting down and takes no new requests")
         return self.check_model(model)

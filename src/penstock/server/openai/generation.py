@@ -19,7 +19,7 @@ from penstock.messages.sampling_params import SamplingParams
 from penstock.server import limits
 from penstock.server.errors import JSONResponse
 from penstock.server.openai import formats
-from penstock.server.openai.protocol import GenerationRequest, Usage
+from penstock.server.openai.protocol import EngineRequestBody, GenerationRequest, Usage
 from penstock.server.service import Service
 from penstock.server.sse import REQUEST_ID_HEADER, EventStream, client_request_id, unless_disconnected
 from penstock.utils.errors import PenstockError, RequestError
@@ -205,11 +205,11 @@ async def start(
             "prompt",
         )
     salt = service.cache_scope(request, body.cache_salt)
-    trace, rank = request.headers.get("traceparent"), _data_parallel_rank(request)
+    trace, rank = request.headers.get("traceparent"), data_parallel_rank(request)
     streams: list[RequestStream] = []
     try:
         for number, prompt in enumerate(prompts):
-            fields = _prompt_fields(prompt)
+            fields = prompt_fields(prompt)
             _check_room(service, fields, body)
             name = request_id if len(prompts) == 1 else f"{request_id}-{number}"
             with formats.naming_the_field(body):
@@ -228,7 +228,7 @@ async def start(
     return Generation(tuple(streams))
 
 
-def _data_parallel_rank(request: Request) -> int | None:
+def data_parallel_rank(request: Request) -> int | None:
     """The rank that the client or its router has chosen in the header that vLLM has for it. Raises RequestError."""
     given = request.headers.get("x-data-parallel-rank")
     if given is None:
@@ -238,7 +238,8 @@ def _data_parallel_rank(request: Request) -> int | None:
     return int(given)
 
 
-def _prompt_fields(prompt: Prompt) -> Mapping[str, Any]:
+def prompt_fields(prompt: Prompt) -> Mapping[str, Any]:
+    """Text or token ids in the form of a dictionary."""
     if isinstance(prompt, Mapping):
         return prompt
     return {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
@@ -270,7 +271,7 @@ class RequestNames:
     header: str
 
 
-def name_request(request: Request, body: GenerationRequest, kind: str) -> RequestNames:
+def name_request(request: Request, body: EngineRequestBody, kind: str) -> RequestNames:
     """Names made from the client's id, from the body or the header, where there is one."""
     given = body.request_id or client_request_id(request.headers)
     if given is None:

@@ -31,12 +31,10 @@ TokenId = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 # Only the first mistake is told; a list of a million would otherwise be kept in memory for nothing.
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
-
-
 RequestId = Annotated[str, StringConstraints(pattern=r"^[\x21-\x7e]+$", max_length=limits.MAX_NAME_CHARACTERS)]
 
 
-class _Request(BaseModel):
+class RequestBody(BaseModel):
     """An object whose fields are all known: its own, and those of other dialects."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -53,7 +51,7 @@ def _names(kind: type[BaseModel]) -> list[str]:
     return [field.alias or name for name, field in kind.model_fields.items()]
 
 
-class StreamOptions(_Request):
+class StreamOptions(RequestBody):
     include_usage: bool | None = False
     continuous_usage_stats: bool | None = False
     include_obfuscation: Any = None
@@ -66,15 +64,15 @@ class JsonSchema(BaseModel):
     strict: bool | None = None
 
 
-class TextFormat(_Request):
+class TextFormat(RequestBody):
     type: Literal["text"]
 
 
-class JsonObjectFormat(_Request):
+class JsonObjectFormat(RequestBody):
     type: Literal["json_object"]
 
 
-class JsonSchemaFormat(_Request):
+class JsonSchemaFormat(RequestBody):
     type: Literal["json_schema"]
     json_schema: JsonSchema
 
@@ -82,7 +80,7 @@ class JsonSchemaFormat(_Request):
 ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
-class StructuredOutputs(_Request):
+class StructuredOutputs(RequestBody):
     """vLLM's field: exactly one of these."""
 
     dialect = STRUCTURED_OUTPUTS_FIELDS
@@ -94,12 +92,22 @@ class StructuredOutputs(_Request):
     json_object: bool | None = None
 
 
-class GenerationRequest(_Request):
+class EngineRequestBody(RequestBody):
+    """What all requests share that are run by the engine. `user` is taken without effect."""
+
+    model: Name | None = None
+    user: Name | None = None
+    request_id: RequestId | None = None
+    priority: Annotated[int, Field(ge=-MAX_COUNT, le=MAX_COUNT)] | None = 0
+    cache_salt: Annotated[Name, StringConstraints(min_length=1)] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_COUNT)] | None = None
+
+
+class GenerationRequest(EngineRequestBody):
     """What completions and chat completions share."""
 
     dialect = REQUEST_FIELDS
 
-    model: Name | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
 
@@ -127,10 +135,7 @@ class GenerationRequest(_Request):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1, le=MAX_COUNT)] | None = None
     truncation_side: Literal["left", "right"] | None = None
-    cache_salt: Annotated[Name, StringConstraints(min_length=1)] | None = None
-    priority: Annotated[int, Field(ge=-MAX_COUNT, le=MAX_COUNT)] | None = 0
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     num_speculative_tokens: Count | None = None
     kv_transfer_params: dict[str, Any] | None = None
@@ -138,7 +143,6 @@ class GenerationRequest(_Request):
     structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool | None = False
     return_tokens_as_token_ids: bool | None = False
-    request_id: RequestId | None = None
 
     # The older names of structured_outputs.
     guided_json: dict[str, Any] | str | None = None
@@ -146,9 +150,6 @@ class GenerationRequest(_Request):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     guided_json_object: bool | None = None
-
-    # Taken without effect.
-    user: Name | None = None
 
 
 class CompletionRequest(GenerationRequest):
@@ -169,7 +170,7 @@ class CompletionRequest(GenerationRequest):
     best_of: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
 
 
-class ContentPart(_Request):
+class ContentPart(RequestBody):
     """A part of a message, which is text under one of its names."""
 
     dialect = PART_FIELDS
@@ -253,7 +254,7 @@ class ToolChoice(BaseModel):
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=limits.MAX_MESSAGES)]
 
 
-class TemplateOptions(_Request):
+class TemplateOptions(RequestBody):
     """How messages are rendered."""
 
     add_generation_prompt: bool | None = True
@@ -302,7 +303,7 @@ class TokenizeRequest(TemplateOptions):
     return_token_strs: bool | None = False
 
 
-class DetokenizeRequest(_Request):
+class DetokenizeRequest(RequestBody):
     model: Name | None = None
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 

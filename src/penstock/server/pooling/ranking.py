@@ -1,0 +1,54 @@
+"""`POST /score` and `/rerank`: how well texts belong together, in vLLM's shape and in those of Jina and Cohere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from penstock.frontend.scoring import Texts
+from penstock.server.openai.responses import ERRORS
+from penstock.server.pooling.batch import Batch, Encoded, begin
+from penstock.server.pooling.protocol import RerankRequest, ScoreRequest
+
+router = APIRouter()
+
+
+@router.post("/score", responses=ERRORS)
+@router.post("/v1/score", responses=ERRORS)
+async def score(body: ScoreRequest, request: Request) -> Response:
+    """Scores of one query with each document, or of as many queries as documents, pair by pair."""
+    batch = begin(request, body, "score", "documents")
+    scores, encoded = await _score(batch, body.queries, body.documents)
+    data = [{"object": "score", "index": index, "score": value} for index, value in enumerate(scores)]
+    return batch.list_answer(data, encoded)
+
+
+@router.post("/rerank", responses=ERRORS)
+@router.post("/v1/rerank", responses=ERRORS)
+@router.post("/v2/rerank", responses=ERRORS)
+async def rerank(body: RerankRequest, request: Request) -> Response:
+    """The documents in the order of their scores, the best first, and of equal ones the one that was sent first."""
+    batch = begin(request, body, "rerank", "documents")
+    texts = [document if isinstance(document, str) else document.text for document in body.documents]
+    scores, encoded = await _score(batch, body.query, texts)
+    order = sorted(range(len(texts)), key=lambda index: -scores[index])
+    results: list[dict[str, Any]] = []
+    for index in order[: body.top_n or None]:
+        result: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
+        if body.return_documents is not False:
+            result["document"] = {"text": texts[index]}
+        results.append(result)
+    usage = batch.usage(encoded)
+    # Cohere's clients read the tokens here.
+    meta = {"tokens": {"input_tokens": usage["prompt_tokens"], "output_tokens": 0}}
+    return batch.answer({"results": results, "usage": usage, "meta": meta})
+
+
+async def _score(batch: Batch, queries: Texts, documents: Texts) -> tuple[list[float], Encoded]:
+    """The score of each pair, and all that the engine has answered for them."""
+    params = batch.params("use_activation")
+    plan = await batch.wait(batch.service.llm.plan_scores(queries, documents, params))
+    encoded = await batch.encode(plan.prompts)
+    return [result.outputs.score for result in plan.results(encoded)], encoded

@@ -1,0 +1,69 @@
+"""`POST /v1/embeddings`, `/classify` and `/pooling`: what the model makes of each input."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import numpy as np
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from penstock.frontend.input_processor import Prompt
+from penstock.frontend.pooling import Task
+from penstock.messages.pooling_params import PoolingParams
+from penstock.server.openai.responses import ERRORS
+from penstock.server.pooling.batch import Batch, Encoded, begin
+from penstock.server.pooling.protocol import ClassificationRequest, EmbeddingRequest, Input, PoolingRequest
+
+router = APIRouter()
+
+
+@router.post("/v1/embeddings", responses=ERRORS)
+async def create_embeddings(body: EmbeddingRequest, request: Request) -> Response:
+    """A vector for each input, as numbers or as base64 of float32."""
+    batch = begin(request, body, "embd", "input")
+    encoded = await _encode(batch, Task.EMBED, body.input, batch.params("dimensions", "normalize"))
+    data = [
+        {"object": "embedding", "index": index, "embedding": _numbers(output.outputs.data, body.encoding_format)}
+        for index, output in enumerate(encoded)
+    ]
+    return batch.list_answer(data, encoded)
+
+
+@router.post("/classify", responses=ERRORS)
+async def classify(body: ClassificationRequest, request: Request) -> Response:
+    """The probabilities of a classifier's labels for each input."""
+    batch = begin(request, body, "classify", "input")
+    encoded = await _encode(batch, Task.CLASSIFY, body.input, batch.params("use_activation"))
+    data: list[dict[str, Any]] = []
+    for index, output in enumerate(encoded):
+        answer = batch.service.llm.pooling.as_classification(output).outputs
+        data.append({"index": index, "label": answer.label, "probs": answer.probs, "num_classes": answer.num_classes})
+    return batch.list_answer(data, encoded)
+
+
+@router.post("/pooling", responses=ERRORS)
+async def pool(body: PoolingRequest, request: Request) -> Response:
+    """Whatever the model makes of each input: a vector, or a number for each label."""
+    batch = begin(request, body, "pool", "input")
+    task = Task.ENCODE if body.task is None else Task(body.task)
+    encoded = await _encode(batch, task, body.input, batch.params("dimensions", "normalize", "use_activation"))
+    data = [
+        {"object": "pooling", "index": index, "data": _numbers(output.outputs.data, body.encoding_format)}
+        for index, output in enumerate(encoded)
+    ]
+    return batch.list_answer(data, encoded)
+
+
+async def _encode(batch: Batch, task: Task, given: Input, params: PoolingParams) -> Encoded:
+    batch.service.llm.pooling.check(task, params)
+    is_one = isinstance(given, str) or isinstance(given[0], int)
+    prompts: list[Prompt] = [given] if is_one else list(given)  # pyright: ignore[reportAssignmentType]
+    return await batch.encode([(prompt, params) for prompt in prompts])
+
+
+def _numbers(vector: np.ndarray, encoding_format: str | None) -> list[float] | str:
+    if encoding_format == "base64":
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    return vector.tolist()
