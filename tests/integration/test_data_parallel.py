@@ -90,6 +90,11 @@ def test_each_engine_has_its_dashboard(server: ServerProcess) -> None:
     assert call(server.url, "GET", "/dashboard/events?rank=2").status == 404
 
 
+def test_each_engine_says_what_it_is(server: ServerProcess) -> None:
+    assert by_engine(server, "penstock:engine_info") == {"0": 1.0, "1": 1.0}
+    assert by_engine(server, "vllm:cache_config_info") == {"0": 1.0, "1": 1.0}
+
+
 def test_the_administration_reaches_all_of_them(server: ServerProcess) -> None:
     prompt = "A long walk beside the river and over the hill to the mill. " * 3
     assert [complete(server, prompt, rank).status for rank in ("0", "1")] == [200, 200]

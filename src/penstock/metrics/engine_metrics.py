@@ -8,6 +8,8 @@ from itertools import zip_longest
 from operator import attrgetter
 from typing import Protocol
 
+from prometheus_client import Gauge
+
 from penstock import __version__
 from penstock.messages.engine_info import EngineInfo
 from penstock.messages.outputs import FinishReason
@@ -80,6 +82,7 @@ class EngineMetrics:
         }
         self._cache_info = gauges["vllm:cache_config_info"]
         self._engine_info = gauges["penstock:engine_info"]
+        self._shown: list[tuple[Gauge, tuple[str, ...]]] = []  # those two, as they were last set
         self._accepted_per_position = counters["vllm:spec_decode_num_accepted_tokens_per_pos"]
         self._kv_connector = gauges["penstock:kv_connector"]
         self._peers = {
@@ -92,11 +95,15 @@ class EngineMetrics:
 
     def set_info(self, info: EngineInfo) -> None:
         """What the engine runs on and how many blocks of how many tokens its KV cache has, in place of what was."""
-        self._cache_info.clear()
-        self._engine_info.clear()
-        self._cache_info.labels(*self._common, str(info.block_size), str(info.num_blocks)).set(1)
+        for family, labels in self._shown:
+            family.remove(*labels)
         values = (__version__, info.dtype, info.device, info.kernels, str(info.num_threads), str(info.max_model_len))
-        self._engine_info.labels(*self._common, *values).set(1)
+        self._shown = [
+            (self._cache_info, (*self._common, str(info.block_size), str(info.num_blocks))),
+            (self._engine_info, (*self._common, *values)),
+        ]
+        for family, labels in self._shown:
+            family.labels(*labels).set(1)
 
     def watch(self, engine: WatchedEngine) -> None:
         """Names the engine that is observed."""
