@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import ipaddress
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from penstock.metrics.prometheus import PrometheusMetrics
 from penstock.server import limits
 from penstock.server.errors import error_response
+from penstock.utils.hosts import is_local_host
 from penstock.utils.memory import release_freed_memory
 
 OPEN_PATHS = ("/health", "/ready")
@@ -82,26 +82,19 @@ class LocalHosts:
         if scope["type"] == "http":
             headers = Headers(scope=scope)
             origin = headers.get("origin")
-            if origin is not None and origin not in self._origins and not _is_local(origin.partition("://")[2] or "-"):
+            if (
+                origin is not None
+                and origin not in self._origins
+                and not is_local_host(origin.partition("://")[2] or "-")
+            ):
                 message = f"pages of {origin} may not use this server without --allowed-origin"
                 await error_response(403, message)(scope, receive, send)
                 return
-            if not _is_local(headers.get("host", "")):
+            if not is_local_host(headers.get("host", "")):
                 message = "the Host header names another machine: use localhost or 127.0.0.1, or start with --api-key"
                 await error_response(403, message)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
-
-
-def _is_local(host: str) -> bool:
-    name, colon, port = host.rpartition(":")
-    name = name if colon and port.isdecimal() else host
-    if name in ("", "localhost"):
-        return True
-    try:
-        return ipaddress.ip_address(name.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 class BodyLimit:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from dataclasses import dataclass, field
 
 from starlette.requests import Request
@@ -17,6 +16,7 @@ from penstock.server.errors import NotFoundError
 from penstock.server.openai.reasoning import ReasoningFormat
 from penstock.server.openai.responses_api.store import ResponseStore
 from penstock.server.openai.tool_calls.tool_format import ToolCallFormat
+from penstock.utils.cache_salt import scoped_salt
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import OverloadedError, RequestError
 
@@ -79,12 +79,9 @@ class Service:
         return model or self.model_names[0]
 
     def cache_scope(self, request: Request, salt: str | None) -> str | None:
-        """The cache salt of a request: its own within its API key's scope, so that no key learns what others asked."""
+        """The cache salt of a request: its own, within its API key's scope where there is a key."""
         key: bytes | None = request.scope.get("api_key")
-        if key is None:
-            return salt
-        scope = hashlib.blake2b(key, digest_size=16, person=b"penstock-salt").hexdigest()
-        return f"{scope}/{salt or ''}"
+        return salt if key is None else scoped_salt(key, salt)
 
 
 def service_of(request: Request) -> Service:
