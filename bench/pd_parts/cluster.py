@@ -1,4 +1,4 @@
-"""A prefill and a decode instance as processes of their own, and a proxy in front of them in this process."""
+"""A prefill and a decode instance as processes of their own, and the router in front of them in this process."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from aiohttp import web
 
-from penstock.router.proxy import Instances, Proxy
+from penstock.router.exchange import Timeouts
+from penstock.router.instances import Instance, Role
+from penstock.router.service import RouterConfig, running
 
 CONNECTORS = {"serial": "NixlConnector", "concurrent": "MooncakeConnector"}
 START_SECONDS = 180.0
@@ -166,7 +167,9 @@ class Server:
 
 @dataclass
 class Cluster:
-    """`style` is the proxy's. `options` are further options of both connectors, `config` of `kv_transfer_config`."""
+    """`style` is how the router drives the instances. `options` are further options of both connectors, `config` of
+    `kv_transfer_config`.
+    """
 
     folder: Path
     style: str = "serial"
@@ -205,7 +208,7 @@ class Cluster:
                     server.start()
                 for server in self.servers.values():
                     await server.wait_ready(session)
-                async with self._proxy():
+                async with self._router():
                     yield session
             finally:
                 for server in self.servers.values():
@@ -216,18 +219,16 @@ class Cluster:
                         await server.wait_ended()
 
     @contextlib.asynccontextmanager
-    async def _proxy(self) -> AsyncIterator[None]:
-        instances = Instances(self.servers["prefill"].url, self.servers["decode"].url, self.bootstrap)
-        proxy = Proxy(instances, self.style, prefill_timeout=self.prefill_timeout)
-        runner = web.AppRunner(proxy.app, shutdown_timeout=1.0)
-        await runner.setup()
-        (port,) = free_ports(1)
-        await web.TCPSite(runner, "127.0.0.1", port).start()
-        self.url = f"http://127.0.0.1:{port}"
-        try:
+    async def _router(self) -> AsyncIterator[None]:
+        bootstrap = self.bootstrap if self.style == "concurrent" else ""
+        instances = [
+            Instance(self.servers["prefill"].url, Role.PREFILL, bootstrap),
+            Instance(self.servers["decode"].url, Role.DECODE),
+        ]
+        config = RouterConfig(instances, port=0, timeouts=Timeouts(prefill=self.prefill_timeout))
+        async with running(config) as router:
+            self.url = router.url
             yield
-        finally:
-            await runner.cleanup()
 
 
 @contextlib.contextmanager

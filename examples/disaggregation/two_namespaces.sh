@@ -75,19 +75,19 @@ ask() {
 print(a["error"]["message"] if "error" in a else repr(a["choices"][0]["text"]))'
 }
 
-# proxy NAME DECODE_PORT PORT: in front of P and a decode instance, in the namespace of the latter
-proxy() {
-    ip netns exec "$D_NS" "$PYTHON" "$HERE/proxy.py" --prefill "http://$P_IP:8100" \
+# route NAME DECODE_PORT PORT: the router in front of P and a decode instance, in the namespace of the latter
+route() {
+    ip netns exec "$D_NS" "$PYTHON" -m penstock.cli.main route --prefill "http://$P_IP:8100" \
         --decode "http://127.0.0.1:$2" --port "$3" > "$WORK/$1.log" 2>&1 &
 }
 
 KEY="\"cluster_key_file\": \"$WORK/cluster.key\""
 serve prefill "$P_NS" "$P_IP" 8100 kv_producer "$P_IP" 5600 "$KEY"
 serve decode "$D_NS" 127.0.0.1 8200 kv_consumer "$D_IP" 5600 "$KEY, \"peers\": [\"$P_IP:5600\"]"
-proxy proxy 8200 8000
 wait_for prefill "$P_NS" "http://$P_IP:8100/ready"
 wait_for decode "$D_NS" http://127.0.0.1:8200/ready
-wait_for proxy "$D_NS" http://127.0.0.1:8000/ready
+route router 8200 8000
+wait_for router "$D_NS" http://127.0.0.1:8000/ready
 two=$(ask "$D_NS" http://127.0.0.1:8000)
 one=$(ask "$P_NS" "http://$P_IP:8100")
 loads=$(ip netns exec "$D_NS" curl -s http://127.0.0.1:8200/metrics -H "Authorization: Bearer $API_KEY" |
@@ -100,16 +100,16 @@ echo "across two namespaces:     $two    ($loads transferred)"
 serve strangers "$D_NS" 127.0.0.1 8201 kv_consumer "$D_IP" 5601 "$KEY, \"peers\": [\"10.231.7.99:5600\"]"
 serve otherkey "$D_NS" 127.0.0.1 8202 kv_consumer "$D_IP" 5602 \
     "\"cluster_key_file\": \"$WORK/other.key\", \"peers\": [\"$P_IP:5600\"]"
-proxy proxy-strangers 8201 8001
-proxy proxy-otherkey 8202 8002
 serve nopeers "$D_NS" 127.0.0.1 8203 kv_consumer "$D_IP" 5603 "$KEY"
 wait $! && fail "a decode instance has started without a list of peers"
 echo "without a list of peers:   $(tail -n 1 "$WORK/nopeers.log")"
 grep -q "set peers" "$WORK/nopeers.log" || fail "another error than expected"
 wait_for strangers "$D_NS" http://127.0.0.1:8201/ready
 wait_for otherkey "$D_NS" http://127.0.0.1:8202/ready
-wait_for proxy-strangers "$D_NS" http://127.0.0.1:8001/ready
-wait_for proxy-otherkey "$D_NS" http://127.0.0.1:8002/ready
+route router-strangers 8201 8001
+route router-otherkey 8202 8002
+wait_for router-strangers "$D_NS" http://127.0.0.1:8001/ready
+wait_for router-otherkey "$D_NS" http://127.0.0.1:8002/ready
 strangers=$(ask "$D_NS" http://127.0.0.1:8001)
 otherkey=$(ask "$D_NS" http://127.0.0.1:8002)
 echo "with another list of peers: $strangers"

@@ -35,6 +35,11 @@ SAMPLING_FLAGS = {
     "--max-tokens", "--temperature", "--top-k", "--top-p", "--min-p", "--repetition-penalty", "--presence-penalty",
     "--frequency-penalty", "--stop",
 }  # fmt: skip
+ROUTER_FLAGS = {
+    "--admin-port", "--allow-unauthenticated", "--dead-after", "--decode", "--health-interval", "--host",
+    "--max-outstanding", "--max-queued-requests", "--max-retries", "--max-self-prefills", "--policy", "--port",
+    "--prefill", "--prefill-timeout", "--queue-timeout", "--serve", "--shutdown-timeout", "--stall-after",
+}  # fmt: skip
 BENCH_FLAGS = {"--input-len", "--output-len", "--output-json"}
 LOAD_FLAGS = {
     "--api-key", "--backend", "--base-url", "--burstiness", "--dataset-name", "--dataset-path", "--disable-tqdm",
@@ -47,6 +52,7 @@ LOAD_FLAGS = {
 }  # fmt: skip
 FLAGS = {
     "serve": ENGINE_FLAGS | SERVER_FLAGS | {"--data-parallel-size"},
+    "route": ROUTER_FLAGS,
     "bench serve": LOAD_FLAGS,
     "generate": ENGINE_FLAGS | SAMPLING_FLAGS | {"--prompt", "--chat", "--json"},
     "chat": ENGINE_FLAGS | SAMPLING_FLAGS | {"--api-key", "--system", "--url"},

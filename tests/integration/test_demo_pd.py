@@ -1,4 +1,4 @@
-"""The proxy of `penstock demo-pd`: clients get one engine's answers, whatever the prefill instance does."""
+"""`penstock demo-pd`: clients get one engine's answers, whatever the prefill instance does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from openai import BadRequestError, OpenAI
 
-from penstock.router.proxy import STYLES
 from tests.integration.server_process import serve
 from tests.integration.test_vllm_router import answers, free_ports
 
@@ -43,7 +42,7 @@ def expected() -> list[Any]:
         return answers(one.url)
 
 
-@pytest.fixture(params=STYLES)
+@pytest.fixture(params=["serial", "concurrent"])
 def demo(request: pytest.FixtureRequest) -> Iterator[Demo]:
     (port,) = free_ports(1)
     command = [sys.executable, "-m", "penstock.cli.main", "demo-pd", "--port", str(port), "--style", request.param]

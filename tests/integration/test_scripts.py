@@ -41,9 +41,6 @@ QUICK = {
     "bench/host_cost.py": Trial(("--rounds", "2", "--only", "report"), "encoded"),
     "bench/collectives.py": Trial(("--rounds", "1", "--calls", "2"), "| gather [1, 151936] float32 |"),
     "bench/transports.py": Trial(("--rounds", "1", "--megabytes", "4"), "sockets"),
-    "examples/disaggregation/proxy.py": Trial(
-        ("--prefill", "http://127.0.0.1:9", "--decode", "http://127.0.0.1:9", "--port", "0"), "Running on", seconds=5
-    ),
 }
 SLOW = {
     "bench/ranks.py": Trial(

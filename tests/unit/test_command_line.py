@@ -57,7 +57,11 @@ def test_every_engine_flag_stands_in_a_group_with_its_default(capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "penstock: name a command: serve, chat, generate, bench, verify, simulate, demo-pd (see penstock --help)"),
+        (
+            [],
+            "penstock: name a command: serve, route, chat, generate, bench, verify, simulate, demo-pd "
+            "(see penstock --help)",
+        ),
         (["sevre"], "penstock: unknown command 'sevre'; did you mean serve? (see penstock --help)"),
         (["--verison"], "penstock: unknown flag --verison; did you mean --version? (see penstock --help)"),
         (
@@ -112,7 +116,7 @@ def test_flags_of_bytes_take_units() -> None:
 
 
 # The engines of demo-pd are processes of their own, with few flags.
-WITHOUT_ENGINE = (["bench"], ["simulate"], ["bench", "serve"], ["demo-pd"])
+WITHOUT_ENGINE = (["bench"], ["simulate"], ["bench", "serve"], ["demo-pd"], ["route"])
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c not in WITHOUT_ENGINE])

@@ -18,6 +18,7 @@ from penstock.utils.names import nearest
 
 SUMMARIES = {
     "serve": "serve a model over HTTP with the OpenAI API",
+    "route": "one address for several engines",
     "chat": "talk to a model in the terminal",
     "generate": "complete one prompt",
     "bench": "measure throughput, latency, or a server under load",

@@ -15,12 +15,13 @@ from collections.abc import Iterator
 
 from penstock.cli.dataclass_args import add_model_argument
 from penstock.cli.startup import announce
+from penstock.config import env
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import ConfigError
 from penstock.utils.interrupts import interrupts_blocked, interrupts_end_at_once
 
 DESCRIPTION = """\
-Starts a prefill instance, a decode instance and a proxy in front of them. The
+Starts a prefill instance, a decode instance and a router in front of them. The
 prompt of each request is computed in one engine, and its KV is pulled into the
 other one, which generates the answer."""
 
@@ -31,12 +32,12 @@ _START_SECONDS = 600.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "penstock demo-pd [MODEL] [flags]"
     add_model_argument(parser, "a checkpoint folder or a Hugging Face model id (default: the built-in model)")
-    parser.add_argument("--port", type=int, default=8000, help="of the proxy, on 127.0.0.1 (default: 8000)")
+    parser.add_argument("--port", type=int, default=8000, help="of the router, on 127.0.0.1 (default: 8000)")
     parser.add_argument(
         "--style",
         choices=_STYLES,
         default="serial",
-        help="how the proxy drives the instances: one after the other, or at once (default: serial)",
+        help="how the router drives the instances: one after the other, or at once (default: serial)",
     )
     parser.add_argument(
         "--transport", choices=("sockets", "shared_memory"), default="sockets", help="what moves KV (default: sockets)"
@@ -47,27 +48,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     with interrupts_end_at_once():
-        # Imported here: the help text does not need it.
-        from penstock.router.proxy import Instances, Proxy
+        # Imported here: the help text needs none of it.
+        import asyncio
+
+        from penstock.router.instances import Role, make_instance
+        from penstock.router.service import Listening, RouterConfig, route
+        from penstock.utils import logging
+
+        logging.configure(env.log_level())
     ports: dict[str, int] = dict(zip(("prefill", "decode", "bootstrap"), _free_ports(3), strict=True))
     with contextlib.ExitStack() as stack:
         started = {name: stack.enter_context(_instance(name, args, ports)) for name in ("prefill", "decode")}
         for name, process in started.items():
             _wait_until_ready(name, process, ports[name])
         prefill, decode, bootstrap = (f"http://127.0.0.1:{port}" for port in ports.values())
-        proxy = Proxy(Instances(prefill, decode, bootstrap), args.style)
-        announce(
-            f"Ready. Requests go to http://127.0.0.1:{args.port}/v1, and from there\n"
-            f"  to the prefill instance  {prefill}/dashboard\n"
-            f"  to the decode instance   {decode}/dashboard\n"
-            "Ctrl-C ends all three."
+
+        def on_listening(router: Listening) -> None:
+            announce(
+                f"Ready. Requests go to {router.url}/v1, and from there\n"
+                f"  to the prefill instance  {prefill}/dashboard\n"
+                f"  to the decode instance   {decode}/dashboard\n"
+                "Ctrl-C ends all three."
+            )
+
+        instances = (
+            make_instance(prefill, Role.PREFILL, bootstrap if args.style == "concurrent" else ""),
+            make_instance(decode, Role.DECODE),
         )
-        try:
-            proxy.serve("127.0.0.1", args.port)
-        except OSError as error:
-            raise ConfigError(
-                f"the proxy cannot listen on 127.0.0.1:{args.port}: {error}; choose another --port"
-            ) from None
+        asyncio.run(route(RouterConfig(instances, port=args.port), on_listening))
     return 0
 
 

@@ -1,0 +1,150 @@
+"""`penstock route`: one address for several engines (docs/ROUTING.md)."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from penstock.cli.parser import count, count_from_zero, number, whole_number
+from penstock.cli.startup import announce
+from penstock.config import env
+from penstock.utils.errors import ConfigError
+from penstock.utils.interrupts import interrupts_end_at_once
+
+if TYPE_CHECKING:
+    from penstock.router.service import Listening, RouterConfig
+
+DESCRIPTION = """\
+One address for several engines. Whole requests go to the instances of --serve;
+prompts to those of --prefill, and what they have computed to those of --decode."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "penstock route [--serve URL]... [--prefill URL --decode URL]... [flags]"
+    instances = parser.add_argument_group("instances")
+    instances.add_argument(
+        "--prefill",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="computes prompts; URL,bootstrap=URL for MooncakeConnector; may be repeated",
+    )
+    instances.add_argument("--decode", action="append", default=[], metavar="URL", help="answers; may be repeated")
+    instances.add_argument(
+        "--serve",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="does both; may be repeated. URL,events=tcp://HOST:PORT[,replay=tcp://HOST:PORT] follows KV events, "
+        "for each of the three",
+    )
+    instances.add_argument(
+        "--policy",
+        choices=("prefix-aware", "least-loaded", "round-robin"),
+        default="prefix-aware",
+        metavar="NAME",
+        help="how an instance is chosen: prefix-aware (default; needs KV events), least-loaded, round-robin",
+    )
+    address = parser.add_argument_group("address")
+    address.add_argument("--host", default="127.0.0.1", help="to listen on (default: 127.0.0.1)")
+    address.add_argument("--port", type=whole_number, default=8000, metavar="N", help="0 is a free one (default: 8000)")
+    address.add_argument(
+        "--admin-port", type=whole_number, metavar="N", help="loopback port for administration and the status page"
+    )
+    address.add_argument(
+        "--allow-unauthenticated",
+        action="store_true",
+        help="listen beyond loopback: the instances, or a proxy in front, check keys",
+    )
+    limits = parser.add_argument_group("limits")
+    for flag, default, kind, text in (
+        ("--max-outstanding", 256, count, "requests that an instance gets at once"),
+        ("--max-queued-requests", 1024, count_from_zero, "requests that wait, before 503"),
+        ("--queue-timeout", 30.0, number, "seconds that a request waits, before 503"),
+        ("--max-retries", 2, count_from_zero, "other instances to try before the first byte"),
+        ("--max-self-prefills", 4, count_from_zero, "prompts that decode instances compute at once"),
+        ("--prefill-timeout", 60.0, number, "seconds that a prompt may take"),
+        ("--shutdown-timeout", 30.0, number, "seconds that running requests have after SIGTERM"),
+    ):
+        limits.add_argument(flag, type=kind, default=default, metavar="N", help=f"{text} (default: {default:g})")
+    health = parser.add_argument_group("health")
+    health.add_argument(
+        "--health-interval", type=number, default=1.0, metavar="N", help="seconds between questions (default: 1)"
+    )
+    health.add_argument(
+        "--stall-after",
+        type=number,
+        default=60.0,
+        metavar="N",
+        help="seconds with requests and without progress, until an instance is sick (default: 60)",
+    )
+    health.add_argument(
+        "--dead-after", type=number, default=30.0, metavar="N", help="seconds of being sick (default: 30)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    with interrupts_end_at_once():
+        # Imported here: the help text needs none of it.
+        import asyncio
+
+        import uvloop
+
+        from penstock.router.service import route
+        from penstock.utils import logging
+
+        logging.configure(env.log_level())
+        config = _config(args)
+
+    def on_listening(router: Listening) -> None:
+        announce(f"Penstock routes {router.url}/v1 to {len(config.instances)} instances")
+        if router.admin_url:
+            announce(f"Administration and status at {router.admin_url}")
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(route(config, on_listening))
+    return 0
+
+
+def _config(args: argparse.Namespace) -> RouterConfig:
+    """Raises ConfigError."""
+    from penstock.router.choice import Policy
+    from penstock.router.dispatcher import Limits
+    from penstock.router.exchange import Timeouts
+    from penstock.router.health import HealthConfig
+    from penstock.router.instances import Role, parse_instance
+    from penstock.router.service import RouterConfig
+    from penstock.utils.hosts import is_local_host
+
+    if args.prefill and not args.decode:
+        raise ConfigError("--prefill needs --decode: a prefill instance computes prompts and answers nothing")
+    if not (args.serve or args.decode or args.admin_port is not None):
+        raise ConfigError("name instances with --serve, or with --prefill and --decode, or add them on --admin-port")
+    if not is_local_host(args.host) and not args.allow_unauthenticated:
+        raise ConfigError(
+            f"host={args.host} makes the instances reachable from the network, and the router checks no keys: give the "
+            "instances keys (--api-key) or put a proxy that authenticates in front, and pass --allow-unauthenticated"
+        )
+    instances = [parse_instance(text, role) for role in Role for text in getattr(args, role)]
+    urls = [each.url for each in instances]
+    for url in urls:
+        if urls.count(url) > 1:
+            raise ConfigError(f"{url} is named twice: an instance has one role")
+    return RouterConfig(
+        instances=instances,
+        host=args.host,
+        port=args.port,
+        admin_port=args.admin_port,
+        shutdown_timeout=args.shutdown_timeout,
+        limits=Limits(
+            max_outstanding=args.max_outstanding,
+            max_queued=args.max_queued_requests,
+            queue_timeout=args.queue_timeout,
+            max_retries=args.max_retries,
+            max_self_prefills=args.max_self_prefills,
+        ),
+        policy=Policy(args.policy),
+        health=HealthConfig(args.health_interval, stall_after=args.stall_after, dead_after=args.dead_after),
+        timeouts=Timeouts(prefill=args.prefill_timeout),
+    )

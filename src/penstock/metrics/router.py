@@ -1,0 +1,127 @@
+"""The router's metrics. Names under `vllm_router_` are those of vLLM's router; others are under `penstock_router_`.
+
+`worker` is an instance's URL. `route` is a path of the OpenAI API, or `other`, so that clients cannot make new series.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from penstock.metrics.families import Families
+from penstock.metrics.table import Kind, Metric
+
+ROUTES = (
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/models",
+    "/tokenize", "/detokenize",
+)  # fmt: skip
+_OTHER = "other"
+_ERRORS = ("no_instance", "cut", "client_left")
+_SECONDS = (
+    0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 15.0, 30.0, 60.0, 90.0, 120.0, 180.0,
+    240.0,
+)  # fmt: skip
+
+
+def _counter(name: str, help_text: str, *labels: str) -> Metric:
+    return Metric(name, Kind.COUNTER, help_text, labels)
+
+
+def _gauge(name: str, help_text: str, *labels: str) -> Metric:
+    return Metric(name, Kind.GAUGE, help_text, labels)
+
+
+ROUTER_METRICS = (
+    _counter("vllm_router_requests", "Requests, by route.", "route"),
+    Metric("vllm_router_request_duration_seconds", Kind.HISTOGRAM, "Until an answer's end.", ("route",), _SECONDS),
+    _counter("vllm_router_request_errors", "Requests without a whole answer.", "route", "error_type"),
+    _counter("vllm_router_retries", "Requests that were given to another instance, by route.", "route"),
+    _counter("vllm_router_retries_exhausted", "Requests that were tried as often as they may be.", "route"),
+    _gauge("vllm_router_active_workers", "Instances that get requests."),
+    _gauge("vllm_router_worker_health", "1 while the instance gets requests.", "worker"),
+    _gauge("vllm_router_worker_load", "Requests that the instance has, and its prompt tokens to compute.", "worker"),
+    _gauge("vllm_router_running_requests", "Requests that the instance has.", "worker"),
+    _counter("vllm_router_processed_requests", "Requests that the instance was given.", "worker"),
+    _counter("vllm_router_pd_requests", "Requests whose prompt went to a prefill instance.", "route"),
+    _counter("vllm_router_pd_prefill_requests", "Prompts that the prefill instance was given.", "worker"),
+    _counter("vllm_router_pd_decode_requests", "Requests that the decode instance was given.", "worker"),
+    _counter("vllm_router_pd_prefill_errors", "Prompts on which the prefill instance failed.", "worker"),
+    _counter("vllm_router_pd_decode_errors", "Requests on which the decode instance failed.", "worker"),
+    # What vLLM's router has no name for.
+    _gauge("penstock_router_queued_requests", "Requests that wait for an instance."),
+    _gauge("penstock_router_instances", "Instances, by role and state.", "role", "state"),
+    _counter("penstock_router_responses", "Answers, by route and status.", "route", "status"),
+    _counter("penstock_router_self_prefills", "Prompts that a decode instance computed, for want of a prefill one."),
+    _counter("penstock_router_prompt_tokens", "Prompt tokens, by the usage of the instance's answers.", "worker"),
+    _counter("penstock_router_cached_tokens", "Those of them that the instance had cached or loaded.", "worker"),
+    _counter("penstock_router_generation_tokens", "Output tokens, by the usage of the instance's answers.", "worker"),
+    _counter("penstock_router_expected_cached_tokens", "Prompt tokens expected in the instance's cache.", "worker"),
+    _gauge("penstock_router_known_blocks", "Blocks that the instance holds, by its KV events.", "worker"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceView:
+    """What a scrape shows of an instance. `num_blocks` is None where it publishes no KV events."""
+
+    url: str
+    role: str
+    state: str
+    is_ready: bool
+    num_outstanding: int
+    load: int
+    num_blocks: int | None
+
+
+class RouterMetrics:
+    """Counts what it is told; the gauges are set at each scrape."""
+
+    def __init__(self) -> None:
+        self._families = Families(ROUTER_METRICS)
+        counters = self._families.counters
+        for route in (*ROUTES, _OTHER):
+            # All are there from the start, with 0: the first event is an increase, and rates see it.
+            counters["vllm_router_requests"].labels(route)
+            for error in _ERRORS:
+                counters["vllm_router_request_errors"].labels(route, error)
+
+    def count(self, name: str, amount: float = 1, *labels: str) -> None:
+        """`name` is one of the table's counters."""
+        counter = self._families.counters[name]
+        (counter.labels(*labels) if labels else counter).inc(amount)
+
+    def on_answer(self, path: str, status: int, seconds: float) -> None:
+        route = route_of(path)
+        self._families.histograms["vllm_router_request_duration_seconds"].labels(route).observe(seconds)
+        self.count("penstock_router_responses", 1, route, str(status))
+
+    def on_error(self, path: str, kind: str) -> None:
+        """`kind`: no_instance, cut, client_left."""
+        assert kind in _ERRORS, kind
+        self.count("vllm_router_request_errors", 1, route_of(path), kind)
+
+    def render(self, accept: str, instances: Iterable[InstanceView], num_queued: int) -> tuple[bytes, str]:
+        """The answer to a scrape with this Accept header, and its content type."""
+        gauges = self._families.gauges
+        known_blocks = gauges["penstock_router_known_blocks"]
+        known_blocks.clear()
+        for name in ("worker_health", "worker_load", "running_requests"):
+            gauges[f"vllm_router_{name}"].clear()
+        by_state = gauges["penstock_router_instances"]
+        by_state.clear()
+        num_ready = 0
+        for each in instances:
+            num_ready += each.is_ready
+            gauges["vllm_router_worker_health"].labels(each.url).set(each.is_ready)
+            gauges["vllm_router_worker_load"].labels(each.url).set(each.load)
+            gauges["vllm_router_running_requests"].labels(each.url).set(each.num_outstanding)
+            by_state.labels(each.role, each.state).inc()
+            if each.num_blocks is not None:
+                known_blocks.labels(each.url).set(each.num_blocks)
+        gauges["vllm_router_active_workers"].set(num_ready)
+        gauges["penstock_router_queued_requests"].set(num_queued)
+        return self._families.render(accept)
+
+
+def route_of(path: str) -> str:
+    return path if path in ROUTES else _OTHER

@@ -1,0 +1,110 @@
+"""What is sent to the instances, and what is answered when none of them can: bodies and headers.
+
+Serial style (as for vLLM's NixlConnector): the prefill instance gets the request with one output token, and what it
+answers about its KV goes with the request to the decode instance. Concurrent style (as for vLLM's MooncakeConnector):
+both get the request at once, with a name in common by which they find each other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
+"""The requests whose prompt another instance can compute, where they have one."""
+_BYTES_PER_TOKEN = 4
+# What the one token of the prefill instance does not need. Tools stay: they are a part of the prompt.
+_NOT_FOR_PREFILL = ("stream_options", "min_tokens", "response_format")
+# Of one connection (RFC 9110, 7.6.1), or made anew for each.
+_OF_A_CONNECTION = frozenset(
+    {
+        "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
+        "transfer-encoding", "upgrade", "host", "content-length", "expect",
+    }
+)  # fmt: skip
+_OF_THE_SERVER = _OF_A_CONNECTION | {"date", "server"}
+_KINDS = {400: "invalid_request_error", 403: "permission_error", 503: "service_unavailable_error"}
+
+Headers = tuple[tuple[str, str], ...]
+
+
+def forwarded_headers(headers: Iterable[tuple[str, str]]) -> Headers:
+    """What an instance gets of a client's headers: all, authentication included, but those of the connection."""
+    return tuple((name, value) for name, value in headers if name.lower() not in _OF_A_CONNECTION)
+
+
+def answer_headers(headers: Iterable[tuple[str, str]]) -> Headers:
+    """What the client gets of an instance's."""
+    return tuple((name, value) for name, value in headers if name.lower() not in _OF_THE_SERVER)
+
+
+def headers_for_prefill(headers: Headers) -> Headers:
+    """For a body made here, whose answer is read here."""
+    kept = tuple((name, value) for name, value in headers if name.lower() not in ("content-type", "accept-encoding"))
+    return (*kept, ("Content-Type", "application/json"), ("Accept-Encoding", "identity"))
+
+
+def parse_object(data: bytes) -> dict[str, Any] | None:
+    """None for what is no JSON object: an instance says what is wrong with it."""
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    return body if isinstance(body, dict) else None
+
+
+def only_prompt(body: Mapping[str, Any]) -> str | list[int] | None:
+    """The prompt of a completion, also inside a list of one; None for several prompts, and for what is none."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    is_prompt = isinstance(prompt, str) or (isinstance(prompt, list) and all(type(each) is int for each in prompt))
+    return prompt if is_prompt else None
+
+
+def estimate_tokens(num_bytes: int) -> int:
+    """Prompt tokens of a request whose body has this size."""
+    return num_bytes // _BYTES_PER_TOKEN + 1
+
+
+def is_divisible(body: Mapping[str, Any]) -> bool:
+    """Of several prompts, each would need a request of its own."""
+    return "messages" in body or not isinstance(body.get("prompt"), list) or only_prompt(body) is not None
+
+
+def with_params(body: Mapping[str, Any], params: Mapping[str, Any]) -> bytes:
+    """The client's request with `kv_transfer_params`, for the decode instance."""
+    return json.dumps({**body, "kv_transfer_params": params}).encode()
+
+
+def prefill_serially(body: Mapping[str, Any]) -> bytes:
+    return _for_one_token(body, {"do_remote_decode": True, "do_remote_prefill": False})
+
+
+def prefill_beside(body: Mapping[str, Any], transfer_id: str) -> bytes:
+    return _for_one_token(body, {"do_remote_decode": True, "transfer_id": transfer_id})
+
+
+def decode_beside(transfer_id: str, bootstrap: str, engine_id: Any) -> dict[str, Any]:
+    """The decode instance's parameters in the concurrent style."""
+    return {
+        "do_remote_prefill": True,
+        "transfer_id": transfer_id,
+        "remote_bootstrap_addr": bootstrap,
+        "remote_engine_id": engine_id,
+    }
+
+
+def _for_one_token(body: Mapping[str, Any], params: Mapping[str, Any]) -> bytes:
+    """The same request for one token, in one piece."""
+    asked = {name: value for name, value in body.items() if name not in _NOT_FOR_PREFILL}
+    limits = {name: 1 for name in ("max_tokens", "max_completion_tokens") if name in body} or {"max_tokens": 1}
+    return json.dumps({**asked, **limits, "stream": False, "kv_transfer_params": dict(params)}).encode()
+
+
+def error_body(status: int, message: str) -> bytes:
+    """`{"error": {...}}` as the OpenAI API has it."""
+    return json.dumps(
+        {"error": {"message": message, "type": _KINDS.get(status, "server_error"), "param": None, "code": None}}
+    ).encode()

@@ -1,0 +1,39 @@
+"""Which of several instances a request goes to."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+
+from penstock.router.pool import Member
+
+TOKENS_PER_REQUEST = 256
+"""What an outstanding request weighs beside its prompt, in prompt tokens: the steps of its answer."""
+
+Choice = Callable[[Sequence[Member], Mapping[str, int]], Member]
+"""Of members that could all take the request; by URL, how many tokens of its prompt they have cached."""
+
+
+class Policy(enum.StrEnum):
+    PREFIX_AWARE = "prefix-aware"
+    """The least work, where cached tokens are no work. Without KV events it is the same as least-loaded."""
+    LEAST_LOADED = "least-loaded"
+    ROUND_ROBIN = "round-robin"
+
+
+def make_choice(policy: Policy) -> Choice:
+    return _in_turn if policy is Policy.ROUND_ROBIN else _least_work
+
+
+def load_of(member: Member) -> int:
+    """In prompt tokens."""
+    return member.num_prompt_tokens + TOKENS_PER_REQUEST * member.num_outstanding
+
+
+def _least_work(members: Sequence[Member], cached: Mapping[str, int]) -> Member:
+    """Of equal ones the one that was chosen longest ago, so that idle instances take turns."""
+    return min(members, key=lambda member: (load_of(member) - cached.get(member.url, 0), member.last_chosen))
+
+
+def _in_turn(members: Sequence[Member], cached: Mapping[str, int]) -> Member:
+    return min(members, key=lambda member: member.last_chosen)

@@ -1,0 +1,290 @@
+"""Where each request goes, when it waits, and what follows when an instance fails: decisions without I/O.
+
+A request that can be placed gets a `Plan`; one that has to wait gets `None` and later, from `poll`, its plan; one that
+cannot be served gets a `Refusal`. Whatever fails before the first byte of an answer is planned once more, without the
+instance that failed, and within the limits. `end` must follow every `submit`, however the request ends.
+
+Belongs to one thread. Time is an argument.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from penstock.router.choice import Policy, make_choice
+from penstock.router.instances import Instance, Role
+from penstock.router.pool import Lease, Member, Pool
+from penstock.utils.errors import ConfigError
+
+RETRY_AFTER_SECONDS = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """`max_outstanding`: requests that one instance gets at once. `max_self_prefills`: prompts that decode instances
+    compute themselves at once, because there is no prefill instance for them. `queue_timeout` is in seconds.
+    """
+
+    max_outstanding: int = 256
+    max_queued: int = 1024
+    queue_timeout: float = 30.0
+    max_retries: int = 2
+    max_self_prefills: int = 4
+
+    def check(self) -> None:
+        """Raises ConfigError."""
+        lowest = {"max_outstanding": 1, "max_queued": 0, "queue_timeout": 0, "max_retries": 0, "max_self_prefills": 0}
+        for name, low in lowest.items():
+            if not getattr(self, name) >= low:
+                raise ConfigError(f"{name} must be at least {low}, got {getattr(self, name)}")
+
+
+class Phase(enum.Enum):
+    """Of a request: NEW -> WAITING or PLANNED; PLANNED -> WAITING again after a failure, or ANSWERING; any -> ENDED."""
+
+    NEW = enum.auto()
+    WAITING = enum.auto()
+    PLANNED = enum.auto()
+    ANSWERING = enum.auto()
+    ENDED = enum.auto()
+
+
+_NEXT = {
+    Phase.NEW: {Phase.WAITING, Phase.PLANNED, Phase.ENDED},
+    Phase.WAITING: {Phase.PLANNED, Phase.ENDED},
+    Phase.PLANNED: {Phase.WAITING, Phase.PLANNED, Phase.ANSWERING, Phase.ENDED},
+    Phase.ANSWERING: {Phase.ENDED},
+    Phase.ENDED: set[Phase](),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Routed:
+    """A request as far as its way is concerned. `is_divisible`: its prompt can be computed by a prefill instance.
+    `cached`: how many of its prompt's tokens instances have, by URL, as far as is known.
+    """
+
+    is_divisible: bool
+    num_prompt_tokens: int = 0
+    cached: Mapping[str, int] = field(default_factory=dict[str, int])
+    phase: Phase = Phase.NEW
+    waits_since: float = 0.0
+    failed: set[str] = field(default_factory=set[str])
+    num_failures: int = 0
+    num_prefill_failures: int = 0
+    target: Lease | None = None
+    prefill: Lease | None = None
+    computes_itself: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`target` answers. `prefill` computes the prompt for it; None where the target does that itself.
+    `computes_itself`: a decode instance does, for want of a prefill instance. `num_cached`: tokens of the prompt that
+    the instance which computes it is expected to have.
+    """
+
+    target: Instance
+    prefill: Instance | None = None
+    computes_itself: bool = False
+    num_cached: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A 503. `retry_after` is in seconds."""
+
+    message: str
+    retry_after: int = RETRY_AFTER_SECONDS
+
+
+Decision = Plan | Refusal | None
+
+
+class Dispatcher:
+    def __init__(self, pool: Pool, limits: Limits, policy: Policy = Policy.PREFIX_AWARE) -> None:
+        limits.check()
+        self.pool = pool
+        self._limits = limits
+        self._choose = make_choice(policy)
+        self._queue: OrderedDict[Routed, None] = OrderedDict()
+        self._live: set[Routed] = set()
+        self._num_self_prefills = 0
+        self._next_late = math.inf
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._queue)
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._live)
+
+    # ---- The life of a request ----
+
+    def submit(self, request: Routed, now: float) -> Decision:
+        self._live.add(request)
+        decision = None if self._queue else self._place(request, now)
+        if decision is None:
+            return self._wait(request, now)
+        return decision
+
+    def failed(self, request: Routed, url: str, message: str, now: float) -> Decision:
+        """The instance `url` of the request's plan has failed, before the first byte of the answer."""
+        assert request.phase is Phase.PLANNED, request.phase
+        is_prefill = request.prefill is not None and request.prefill.member.url == url
+        self._release(request)
+        request.failed.add(url)
+        if is_prefill:
+            request.num_prefill_failures += 1
+        else:
+            request.num_failures += 1
+            if request.num_failures > self._limits.max_retries:
+                return Refusal(f"{request.num_failures} instances have failed on this request; {url}: {message}")
+        decision = self._place(request, now, failure=f"{url}: {message}")
+        if decision is None:
+            # It has waited before, so that it does not wait behind those that came later.
+            return self._wait(request, now, is_first=True)
+        return decision
+
+    def prefill_ends(self, request: Routed, now: float, *, is_done: bool) -> None:
+        """The prefill instance of the plan has nothing left to do for the request; `is_done`: it has computed it."""
+        if request.prefill is not None:
+            if is_done:
+                self.pool.progressed(request.prefill.member.url, now)
+            self.pool.release(request.prefill)
+
+    def answer_goes_on(self, request: Routed, now: float) -> None:
+        """A part of the answer is there. After the first nothing is tried again."""
+        assert request.target is not None, request.phase
+        self.pool.progressed(request.target.member.url, now)
+        if request.phase is Phase.ANSWERING:
+            return
+        self._move(request, Phase.ANSWERING)
+        self.pool.prompt_is_computed(request.target)
+        self._end_self_prefill(request)
+
+    def end(self, request: Routed) -> None:
+        """Idempotent."""
+        if request.phase is not Phase.ENDED:
+            self._release(request)
+            self._queue.pop(request, None)
+            self._live.discard(request)
+            self._move(request, Phase.ENDED)
+
+    def poll(self, now: float) -> list[tuple[Routed, Plan | Refusal]]:
+        """Decisions on requests that have waited. To be called after whatever may make room, and at `next_poll`."""
+        decided: list[tuple[Routed, Plan | Refusal]] = []
+        while self._queue:
+            request = next(iter(self._queue))
+            decision = self._place(request, now)
+            if decision is None:
+                break
+            self._queue.popitem(last=False)
+            decided.append((request, decision))
+        if now >= self._next_late:
+            for request in [each for each in self._queue if now >= self._late_at(each)]:
+                del self._queue[request]
+                decided.append(
+                    (request, Refusal(f"no instance was free within {self._limits.queue_timeout:g} seconds"))
+                )
+            self._next_late = min(map(self._late_at, self._queue), default=math.inf)
+        return decided
+
+    @property
+    def next_poll(self) -> float:
+        """When a waiting request may have waited for too long, at the earliest."""
+        return self._next_late
+
+    def _late_at(self, request: Routed) -> float:
+        return request.waits_since + self._limits.queue_timeout
+
+    # ---- Decisions ----
+
+    def _wait(self, request: Routed, now: float, *, is_first: bool = False) -> Refusal | None:
+        if len(self._queue) >= self._limits.max_queued:
+            return Refusal(f"{len(self._queue)} requests are waiting already")
+        self._move(request, Phase.WAITING)
+        request.waits_since = now
+        self._queue[request] = None
+        self._next_late = min(self._next_late, self._late_at(request))
+        if is_first:
+            self._queue.move_to_end(request, last=False)
+        return None
+
+    def _place(self, request: Routed, now: float, failure: str = "") -> Decision:
+        pool, excluded = self.pool, request.failed
+        whole = self._with_room(pool.of(Role.SERVE, excluded))
+        halves = self._with_room(pool.of(Role.DECODE, excluded))
+        if not whole and not halves:
+            if pool.has_hope(Role.SERVE, excluded) or pool.has_hope(Role.DECODE, excluded):
+                return None
+            return Refusal(f"no instance is left that could answer{'; ' + failure if failure else ''}")
+        if not request.is_divisible:
+            return self._use(request, now, self._best(request, [*whole, *halves]))
+        prefills = pool.of(Role.PREFILL, excluded)
+        if request.num_prefill_failures > self._limits.max_retries:
+            prefills = []
+        if prefills:
+            free = self._with_room(prefills)
+            if not free and not whole:
+                return None
+            target = self._best(request, [*whole, *halves] if free else whole)
+            is_whole = target.instance.role is Role.SERVE
+            return self._use(request, now, target, None if is_whole else self._best(request, free))
+        if whole:
+            return self._use(request, now, self._best(request, whole))
+        if self._num_self_prefills < self._limits.max_self_prefills:
+            self._num_self_prefills += 1
+            request.computes_itself = True
+            return self._use(request, now, self._best(request, halves))
+        if not self._limits.max_self_prefills:
+            return Refusal("no prefill instance is left, and decode instances may not compute prompts themselves")
+        return None
+
+    def _with_room(self, members: Sequence[Member]) -> list[Member]:
+        limit = self._limits.max_outstanding
+        return [each for each in members if each.num_outstanding < (1 if each.is_suspect else limit)]
+
+    def _best(self, request: Routed, members: Sequence[Member]) -> Member:
+        return self._choose(members, request.cached)
+
+    def _use(self, request: Routed, now: float, target: Member, prefill: Member | None = None) -> Plan:
+        self._move(request, Phase.PLANNED)
+        computing = target if prefill is None else prefill
+        num_cached = min(request.cached.get(computing.url, 0), request.num_prompt_tokens)
+        num_tokens = request.num_prompt_tokens - num_cached
+        request.target = self.pool.lease(target, num_tokens if prefill is None else 0, now)
+        request.prefill = None if prefill is None else self.pool.lease(prefill, num_tokens, now)
+        return Plan(target.instance, prefill and prefill.instance, request.computes_itself, num_cached)
+
+    # ---- What a request holds ----
+
+    def _release(self, request: Routed) -> None:
+        for lease in (request.target, request.prefill):
+            if lease is not None:
+                self.pool.release(lease)
+        request.target = request.prefill = None
+        self._end_self_prefill(request)
+
+    def _end_self_prefill(self, request: Routed) -> None:
+        self._num_self_prefills -= request.computes_itself
+        request.computes_itself = False
+
+    def _move(self, request: Routed, phase: Phase) -> None:
+        assert phase in _NEXT[request.phase], (request.phase, phase)
+        request.phase = phase
+
+    def check_integrity(self) -> None:
+        self.pool.check_integrity()
+        leases = [lease for each in self._live for lease in (each.target, each.prefill) if lease and lease.is_open]
+        assert sum(member.num_outstanding for member in self.pool) <= len(leases)
+        assert self._num_self_prefills == sum(each.computes_itself for each in self._live)
+        assert self._num_self_prefills <= self._limits.max_self_prefills
+        assert all(each.phase is Phase.WAITING and each in self._live for each in self._queue)
+        assert all(each.target is None or each.phase in (Phase.PLANNED, Phase.ANSWERING) for each in self._live)

@@ -1,0 +1,368 @@
+"""One request from its arrival to its end: the plans of a `Dispatcher`, carried out with an `Upstream` and a `Client`.
+
+Both are protocols: `http_client.py` and `front_door.py` have those with sockets. An instance's failure is a
+`PeerError`; any other error comes from the client's side and ends the request, with all that runs for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import json
+import uuid
+from collections import defaultdict
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from penstock.router import bodies
+from penstock.router.dispatcher import Decision, Dispatcher, Phase, Plan, Refusal, Routed
+from penstock.router.instances import Instance
+from penstock.utils.clock import Clock
+from penstock.utils.errors import PeerError
+from penstock.utils.logging import get_logger
+
+logger = get_logger(__name__)
+
+# What another instance may well answer otherwise: it is full, drains, or its engine has died.
+_ELSEWHERE = (502, 503, 504)
+# The usage of a streamed answer lies in its last events.
+_TAIL_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A client's request. `path` is without the query, `target` with it."""
+
+    method: str
+    path: str
+    target: str
+    headers: bodies.Headers
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request to an instance. `timeout`: seconds until the whole answer must be there, None for no limit."""
+
+    method: str
+    url: str
+    headers: bodies.Headers = ()
+    body: bytes = b""
+    timeout: float | None = None
+
+
+class Answer(Protocol):
+    status: int
+    headers: bodies.Headers
+
+    def chunks(self) -> AsyncIterator[bytes]:
+        """The body as it comes. Raises PeerError when it ends too early."""
+        ...
+
+
+class Upstream(Protocol):
+    def open(self, call: Call) -> AbstractAsyncContextManager[Answer]:
+        """The answer as soon as its headers are there. Raises PeerError. Leaving the context ends the request."""
+        ...
+
+
+class Prompts(Protocol):
+    async def look_up(self, asked: Asked, body: Mapping[str, Any] | None) -> tuple[int, Mapping[str, int]]:
+        """The length of the request's prompt in tokens, and how many of them instances have cached, by URL."""
+        ...
+
+
+class Client(Protocol):
+    async def begin(self, status: int, headers: bodies.Headers) -> None: ...
+
+    async def write(self, chunk: bytes) -> None: ...
+
+    async def finish(self) -> None: ...
+
+    def cut(self) -> None:
+        """Ends the connection in the middle of an answer, which tells the client that something is missing."""
+        ...
+
+
+class Observer(Protocol):
+    """Metrics. Every request ends in exactly one of `refused`, `answered`, `cut` and `left`."""
+
+    def arrived(self, asked: Asked) -> None: ...
+
+    def refused(self, asked: Asked, seconds: float, *, was_tried: bool) -> None:
+        """No instance could answer; `was_tried`: at least one has been asked."""
+        ...
+
+    def answered(self, asked: Asked, instance: Instance, status: int, seconds: float, tail: bytes) -> None:
+        """`tail` is the end of the answer's body, with its usage where it has one."""
+        ...
+
+    def cut(self, asked: Asked) -> None: ...
+
+    def left(self, asked: Asked) -> None:
+        """The client has left before its answer was complete."""
+        ...
+
+    def planned(self, asked: Asked, plan: Plan, *, is_retry: bool) -> None: ...
+
+    def failed(self, instance: Instance) -> None:
+        """An instance has failed on a request, before the answer's first byte or in the middle of it."""
+        ...
+
+
+class ClientsError(Exception):
+    """The prefill instance says that the request is at fault: its answer is the client's."""
+
+    def __init__(self, status: int, headers: bodies.Headers, body: bytes) -> None:
+        super().__init__(status)
+        self.status, self.headers, self.body = status, headers, body
+
+
+class _InstanceFailedError(Exception):
+    """Before the first byte of the answer."""
+
+    def __init__(self, instance: Instance, message: str) -> None:
+        super().__init__(message)
+        self.instance = instance
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """In seconds. `prefill`: a prompt in a prefill instance; `query`: where a prefill instance is asked for its id."""
+
+    prefill: float = 60.0
+    query: float = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """`body` is the parsed one, where the prompt can be computed elsewhere. `since` is when the request arrived."""
+
+    request: Routed
+    plan: Plan
+    asked: Asked
+    body: dict[str, Any] | None
+    since: float
+
+
+class Exchanges:
+    """Carries requests. `wake` must be called after whatever may make room in the pool from outside."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        upstream: Upstream,
+        prompts: Prompts,
+        observer: Observer,
+        clock: Clock,
+        timeouts: Timeouts,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._prompts = prompts
+        self._upstream = upstream
+        self._observer = observer
+        self._clock = clock
+        self._timeouts = timeouts
+        self._waiting: dict[Routed, asyncio.Future[Plan | Refusal]] = {}
+        self._scopes: defaultdict[str, set[asyncio.Timeout]] = defaultdict(set)
+
+    async def carry(self, asked: Asked, client: Client) -> None:
+        """Answers a request, exactly once. Raises what the client's side raises."""
+        is_completion = asked.method == "POST" and asked.path in bodies.COMPLETIONS
+        body = bodies.parse_object(asked.body) if is_completion else None
+        request = Routed(is_divisible=body is not None and bodies.is_divisible(body))
+        is_over, since = False, self._clock.now()
+        self._observer.arrived(asked)
+        try:
+            request.num_prompt_tokens, request.cached = await self._prompts.look_up(asked, body)
+            decision: Decision = self._dispatcher.submit(request, self._clock.now())
+            while not is_over:
+                if decision is None:
+                    decision = await self._wait(request)
+                if isinstance(decision, Refusal):
+                    await _refuse(client, decision)
+                    self._observer.refused(asked, self._clock.now() - since, was_tried=bool(request.failed))
+                    break
+                self._observer.planned(asked, decision, is_retry=bool(request.failed))
+                try:
+                    await self._answer(_Attempt(request, decision, asked, body, since), client)
+                    is_over = True
+                except _InstanceFailedError as failure:
+                    self._observer.failed(failure.instance)
+                    logger.warning("%s failed before the answer began: %s", failure.instance.url, failure)
+                    now = self._clock.now()
+                    decision = self._dispatcher.failed(request, failure.instance.url, str(failure), now)
+                    self.wake()
+        except (asyncio.CancelledError, OSError):
+            self._observer.left(asked)
+            raise
+        finally:
+            self._dispatcher.end(request)
+            self._waiting.pop(request, None)
+            self.wake()
+
+    def wake(self) -> None:
+        """Gives waiting requests their decisions, where there are any."""
+        for request, decision in self._dispatcher.poll(self._clock.now()):
+            future = self._waiting.pop(request)
+            # The client of one that is cancelled has just left; its request's end gives back what the plan took.
+            if not future.done():
+                future.set_result(decision)
+
+    def cut_off(self, url: str) -> None:
+        """Fails everything that waits for the instance, which has died."""
+        for scope in list(self._scopes.get(url, ())):
+            scope.reschedule(0)
+
+    async def _wait(self, request: Routed) -> Plan | Refusal:
+        future = asyncio.get_running_loop().create_future()
+        self._waiting[request] = future
+        return await future
+
+    # ---- The two halves of a request ----
+
+    async def _answer(self, attempt: _Attempt, client: Client) -> None:
+        """Raises _InstanceFailedError while nothing has been written."""
+        prefill = attempt.plan.prefill
+        try:
+            if prefill is None or attempt.body is None:
+                await self._stream(attempt, attempt.asked.body, client, None)
+            elif prefill.bootstrap:
+                await self._answer_beside(attempt, prefill, attempt.body, client)
+            else:
+                params = await self._prefill(attempt, prefill, bodies.prefill_serially(attempt.body))
+                self._dispatcher.prefill_ends(attempt.request, self._clock.now(), is_done=True)
+                data = attempt.asked.body if params is None else bodies.with_params(attempt.body, params)
+                await self._stream(attempt, data, client, None)
+        except ClientsError as error:
+            await _write(client, error.status, error.headers, error.body)
+            assert prefill is not None, "only a prefill instance's answer is an error"
+            self._observer.answered(attempt.asked, prefill, error.status, self._clock.now() - attempt.since, b"")
+
+    async def _answer_beside(self, attempt: _Attempt, prefill: Instance, body: dict[str, Any], client: Client) -> None:
+        """Both at once; the prefill instance's failure counts only as long as the answer has not begun."""
+        transfer_id = f"xfer-{uuid.uuid4().hex}"
+        engine_id = await self._engine_id(prefill)
+        params = bodies.decode_beside(transfer_id, prefill.bootstrap, engine_id)
+        asked = bodies.prefill_beside(body, transfer_id)
+        async with _beside(self._prefill(attempt, prefill, asked)) as prefilling:
+            await self._stream(attempt, bodies.with_params(body, params), client, prefilling)
+
+    async def _prefill(self, attempt: _Attempt, prefill: Instance, data: bytes) -> Any:
+        """What the decode instance is told of the prompt's KV. Raises ClientsError and _InstanceFailedError."""
+        headers = bodies.headers_for_prefill(attempt.asked.headers)
+        call = Call("POST", prefill.url + attempt.asked.target, headers, data, self._timeouts.prefill)
+        status, answered, content = await self._fetch(prefill, call)
+        if 400 <= status < 500:
+            raise ClientsError(status, answered, content)
+        if status != 200:
+            raise _InstanceFailedError(prefill, f"it has answered {status}")
+        return (bodies.parse_object(content) or {}).get("kv_transfer_params")
+
+    async def _engine_id(self, prefill: Instance) -> Any:
+        call = Call("GET", f"{prefill.bootstrap}/query", timeout=self._timeouts.query)
+        _, _, content = await self._fetch(prefill, call)
+        try:
+            return json.loads(content)["0"]["engine_id"]
+        except (ValueError, KeyError, TypeError):
+            raise _InstanceFailedError(prefill, f"{call.url} names no engine") from None
+
+    async def _fetch(self, instance: Instance, call: Call) -> tuple[int, bodies.Headers, bytes]:
+        """A whole answer. Raises _InstanceFailedError."""
+        try:
+            async with self._watched(instance), self._upstream.open(call) as answer:
+                content = b"".join([chunk async for chunk in answer.chunks()])
+                return answer.status, bodies.answer_headers(answer.headers), content
+        except (PeerError, TimeoutError) as error:
+            raise self._failure(instance, error) from None
+
+    async def _stream(
+        self, attempt: _Attempt, data: bytes, client: Client, prefilling: asyncio.Task[Any] | None
+    ) -> None:
+        """The target's answer, byte for byte, from its first byte on; raises as `_answer` before that."""
+        asked, target = attempt.asked, attempt.plan.target
+        call = Call(asked.method, target.url + asked.target, asked.headers, data)
+        try:
+            async with self._watched(target) as scope:
+                if prefilling is not None:
+                    prefilling.add_done_callback(functools.partial(self._on_prefilled, attempt, scope))
+                async with self._upstream.open(call) as answer:
+                    tail = await self._pass_on(attempt.request, answer, client)
+        except (PeerError, TimeoutError) as error:
+            failure = (prefilling and _failure_of(prefilling)) or self._failure(target, error)
+            if attempt.request.phase is not Phase.ANSWERING:
+                raise failure from None
+            self._observer.failed(target)
+            logger.warning("an answer has been cut: %s: %s", target.url, failure)
+            client.cut()
+            self._observer.cut(asked)
+            return
+        self._observer.answered(asked, target, answer.status, self._clock.now() - attempt.since, tail)
+
+    async def _pass_on(self, request: Routed, answer: Answer, client: Client) -> bytes:
+        """The end of the body."""
+        if answer.status in _ELSEWHERE:
+            raise PeerError(f"it has answered {answer.status}")
+        chunks = answer.chunks()
+        chunk = tail = await anext(chunks, b"")
+        self._dispatcher.answer_goes_on(request, self._clock.now())
+        await client.begin(answer.status, bodies.answer_headers(answer.headers))
+        if chunk:
+            await client.write(chunk)
+            async for chunk in chunks:
+                self._dispatcher.answer_goes_on(request, self._clock.now())
+                await client.write(chunk)
+                tail = chunk if len(chunk) >= _TAIL_BYTES else (tail + chunk)[-_TAIL_BYTES:]
+        await client.finish()
+        return tail
+
+    def _on_prefilled(self, attempt: _Attempt, scope: asyncio.Timeout, task: asyncio.Task[Any]) -> None:
+        is_done = not task.cancelled() and task.exception() is None
+        self._dispatcher.prefill_ends(attempt.request, self._clock.now(), is_done=is_done)
+        is_waiting = scope in self._scopes[attempt.plan.target.url] and attempt.request.phase is Phase.PLANNED
+        if is_waiting and _failure_of(task) is not None:
+            scope.reschedule(0)
+
+    def _failure(self, instance: Instance, error: Exception) -> _InstanceFailedError:
+        return _InstanceFailedError(instance, str(error) or "it has not answered in time")
+
+    @contextlib.asynccontextmanager
+    async def _watched(self, instance: Instance) -> AsyncGenerator[asyncio.Timeout]:
+        """The body raises TimeoutError when the instance dies meanwhile (`cut_off`)."""
+        async with asyncio.timeout(None) as scope:
+            self._scopes[instance.url].add(scope)
+            try:
+                yield scope
+            finally:
+                self._scopes[instance.url].discard(scope)
+
+
+async def _refuse(client: Client, refusal: Refusal) -> None:
+    headers = (("Content-Type", "application/json"), ("Retry-After", str(refusal.retry_after)))
+    await _write(client, 503, headers, bodies.error_body(503, refusal.message))
+
+
+async def _write(client: Client, status: int, headers: bodies.Headers, body: bytes) -> None:
+    await client.begin(status, headers)
+    await client.write(body)
+    await client.finish()
+
+
+@contextlib.asynccontextmanager
+async def _beside(work: Coroutine[Any, Any, Any]) -> AsyncGenerator[asyncio.Task[Any]]:
+    """Runs while the body does, and is cancelled at its end."""
+    task = asyncio.create_task(work)
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def _failure_of(prefilling: asyncio.Task[Any]) -> _InstanceFailedError | None:
+    """None for a task that runs, was cancelled, or has found the request at fault, which the other half says too."""
+    error = None if not prefilling.done() or prefilling.cancelled() else prefilling.exception()
+    return error if isinstance(error, _InstanceFailedError) else None

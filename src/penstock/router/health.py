@@ -1,0 +1,170 @@
+"""What an instance's `/health` and `/ready` say of it, whether it makes progress, and the loop that asks.
+
+Progress counts, not the process. Penstock's `/health` fails when an engine has work and makes no step; whatever an
+instance says, one that has requests and for long has neither sent a part of an answer nor counted a token is stalled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from penstock.router.exchange import Call, Upstream
+from penstock.router.instances import Signal
+from penstock.router.pool import Pool
+from penstock.utils.clock import Clock
+from penstock.utils.errors import ConfigError, PeerError
+
+_MAX_REASON = 200
+_BY_STATUS = {
+    "draining": Signal.DRAINING,
+    "restarting": Signal.STARTING,
+    "unhealthy": Signal.STALLED,
+    "dead": Signal.LOST,
+}
+# A server without this route cannot be asked, and is taken to be well.
+_NO_SUCH_ROUTE = (404, 405)
+# These grow while an engine computes, also inside a long prompt or an answer that is not streamed.
+_TOKEN_COUNTERS = (b"vllm:prompt_tokens_total", b"vllm:generation_tokens_total", b"vllm:iteration_tokens_total_sum")
+
+
+@dataclass(frozen=True, slots=True)
+class HealthConfig:
+    """In seconds. `timeout`: for one answer; `stall_after`: with requests and without progress, until an instance
+    counts as sick; `dead_after`: sick, until it counts as dead.
+    """
+
+    interval: float = 1.0
+    timeout: float = 5.0
+    stall_after: float = 60.0
+    dead_after: float = 30.0
+
+    def check(self) -> None:
+        """Raises ConfigError."""
+        for name in ("interval", "timeout", "stall_after"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"health {name} must be above 0, got {getattr(self, name)}")
+        if not self.dead_after >= 0:
+            raise ConfigError(f"dead_after must not be negative, got {self.dead_after}")
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    status: int
+    body: bytes
+
+
+def signal_of(health: Reply, ready: Reply) -> tuple[Signal, str]:
+    """What the two answers mean, and the reason that they give."""
+    status, reason = _read(health)
+    if status in _BY_STATUS:
+        return _BY_STATUS[status], reason
+    if health.status != 200 and health.status not in _NO_SUCH_ROUTE:
+        return Signal.STALLED, reason or f"/health answers {health.status}"
+    if ready.status != 200 and ready.status not in _NO_SUCH_ROUTE:
+        return Signal.STARTING, _read(ready)[1] or f"/ready answers {ready.status}"
+    return Signal.READY, ""
+
+
+def tokens_counted(metrics: bytes) -> float:
+    """The sum of an engine's counters of tokens; 0 where it has none."""
+    lines = (line for line in metrics.splitlines() if line.startswith(_TOKEN_COUNTERS))
+    try:
+        return sum(float(line.rpartition(b" ")[2]) for line in lines)
+    except ValueError:
+        return 0.0
+
+
+def _read(reply: Reply) -> tuple[str, str]:
+    """`status` and `reason` of a body, which another server's may lack."""
+    try:
+        body = json.loads(reply.body)
+    except ValueError:
+        return "", ""
+    if not isinstance(body, dict):
+        return "", ""
+    status, reason = body.get("status"), body.get("reason")
+    return (status if isinstance(status, str) else ""), (reason if isinstance(reason, str) else "")[:_MAX_REASON]
+
+
+class HealthChecks:
+    """Asks every instance of the pool again and again. `on_change` is called after each answer; `on_death` with the URL
+    of an instance that has died.
+    """
+
+    def __init__(self, pool: Pool, upstream: Upstream, config: HealthConfig, clock: Clock) -> None:
+        config.check()
+        self._pool = pool
+        self._upstream = upstream
+        self._config = config
+        self._clock = clock
+        self._soon: dict[str, asyncio.Event] = {}
+        self._counted: dict[str, float] = {}
+
+    async def run(self, on_change: Callable[[], None], on_death: Callable[[str], None]) -> None:
+        """Until it is cancelled. Instances may come and go meanwhile."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                for member in self._pool:
+                    if member.url not in self._soon:
+                        self._soon[member.url] = asyncio.Event()
+                        group.create_task(self._watch(member.url, on_change, on_death))
+                on_change()
+                await pause(self._config.interval)
+
+    def check_soon(self, url: str) -> None:
+        """A request has failed there: the next question does not wait for its time."""
+        if url in self._soon:
+            self._soon[url].set()
+
+    async def check_all(self) -> None:
+        """Asks every instance once."""
+        await asyncio.gather(*(self._check(member.url) for member in self._pool))
+
+    async def _watch(self, url: str, on_change: Callable[[], None], on_death: Callable[[str], None]) -> None:
+        soon = self._soon[url]
+        while url in self._pool:
+            if await self._check(url):
+                on_death(url)
+            on_change()
+            await pause(self._config.interval, soon)
+            soon.clear()
+        del self._soon[url]
+        self._counted.pop(url, None)
+
+    async def _check(self, url: str) -> bool:
+        """True when the instance has died."""
+        try:
+            signal, reason = signal_of(await self._ask(f"{url}/health"), await self._ask(f"{url}/ready"))
+            if signal is Signal.READY and await self._is_stalled(url):
+                seconds = self._pool.stalled_for(url, self._clock.now())
+                signal, reason = Signal.STALLED, f"it has requests and has made no progress for {seconds:.0f} s"
+        except (PeerError, TimeoutError) as error:
+            signal, reason = Signal.SILENT, str(error)[:_MAX_REASON]
+        return self._pool.observe(url, signal, self._clock.now(), reason)
+
+    async def _is_stalled(self, url: str) -> bool:
+        """Only the metrics of an instance that has sent nothing for half of the time are read."""
+        half = self._config.stall_after / 2
+        if self._pool.stalled_for(url, self._clock.now()) < half:
+            self._counted.pop(url, None)
+            return False
+        counted = tokens_counted((await self._ask(f"{url}/metrics")).body)
+        if counted > self._counted.setdefault(url, counted):
+            self._counted[url] = counted
+            self._pool.progressed(url, self._clock.now())
+        return self._pool.stalled_for(url, self._clock.now()) >= self._config.stall_after
+
+    async def _ask(self, url: str) -> Reply:
+        async with self._upstream.open(Call("GET", url, timeout=self._config.timeout)) as answer:
+            return Reply(answer.status, b"".join([chunk async for chunk in answer.chunks()]))
+
+
+async def pause(seconds: float, unless: asyncio.Event | None = None) -> None:
+    """Until the time is over, or the event is set."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await (unless or asyncio.Event()).wait()

@@ -1,0 +1,119 @@
+"""The views of all instances that publish KV events, kept up to date over ZeroMQ."""
+
+from __future__ import annotations
+
+import asyncio
+from types import TracebackType
+from typing import Any, Self
+
+import zmq
+import zmq.asyncio
+
+from penstock.router.instances import Instance
+from penstock.router.kv_view import KVView, Prompt
+from penstock.router.pool import Pool
+from penstock.utils.logging import get_logger
+
+logger = get_logger(__name__)
+
+_MAX_MESSAGE_BYTES = 64 << 20
+_NUMBER_BYTES = 8
+_REPLAY_SECONDS = 10.0
+
+
+class KVSubscriptions:
+    """An async context manager. `follow` must be called when instances have come or gone."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+        self._views: dict[str, KVView] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def __aenter__(self) -> Self:
+        self._context = zmq.asyncio.Context()
+        self.follow()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        self._context.destroy(linger=0)
+
+    def follow(self) -> None:
+        """Subscribes to the instances of the pool that are new, and leaves those that are there no more."""
+        for url in [each for each in self._tasks if each not in self._pool]:
+            self._tasks.pop(url).cancel()
+            del self._views[url]
+        for member in self._pool:
+            if member.instance.events and member.url not in self._tasks:
+                view = self._views[member.url] = KVView()
+                self._tasks[member.url] = asyncio.create_task(self._follow(member.instance, view))
+
+    def lost(self, url: str) -> None:
+        """The instance has died: what it held is gone."""
+        if url in self._views:
+            self._views[url].restart()
+
+    @property
+    def num_blocks(self) -> dict[str, int]:
+        """By URL, of the instances that publish events."""
+        return {url: view.num_blocks for url, view in self._views.items()}
+
+    def cached(self, prompt: Prompt) -> dict[str, int]:
+        """By URL, how many of the prompt's tokens the instances hold."""
+        found = ((url, view.num_cached(prompt)) for url, view in self._views.items())
+        return {url: count for url, count in found if count}
+
+    async def _follow(self, instance: Instance, view: KVView) -> None:
+        published = self._connect(zmq.SUB, instance.events)
+        try:
+            # Replays are asked for one at a time, while what is published waits in its socket.
+            await self._replay(instance, view)
+            while True:
+                frames = await published.recv_multipart()
+                if len(frames) == 3 and len(frames[1]) == _NUMBER_BYTES:
+                    batch = (int.from_bytes(frames[1], "big"), frames[2])
+                    if view.receive(*batch) is not None:
+                        await self._replay(instance, view)
+                        view.take(*batch)
+        except zmq.ZMQError as error:
+            logger.error("%s: its KV events cannot be followed: %s", instance.url, error)
+            view.clear()
+        finally:
+            published.close(linger=0)
+
+    async def _replay(self, instance: Instance, view: KVView) -> None:
+        """What is missing, as far as the instance still has it."""
+        if not instance.replay:
+            return
+        asking = self._connect(zmq.DEALER, instance.replay)
+        try:
+            async with asyncio.timeout(_REPLAY_SECONDS):
+                await asking.send_multipart([b"", view.next_number.to_bytes(_NUMBER_BYTES, "big")])
+                while True:
+                    frames = await asking.recv_multipart()
+                    if len(frames) != 4 or not frames[3]:
+                        return
+                    view.take(int.from_bytes(frames[2], "big"), frames[3])
+        except TimeoutError:
+            logger.info("%s does not replay its KV events", instance.url)
+        finally:
+            asking.close(linger=0)
+
+    def _connect(self, kind: int, endpoint: str) -> Any:
+        made = self._context.socket(kind)
+        made.set(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
+        made.set(zmq.IPV6, int("[" in endpoint))
+        # A whole replay must fit; what is published is bounded by the other side.
+        made.set(zmq.RCVHWM, 0 if kind == zmq.DEALER else 100_000)
+        if kind == zmq.SUB:
+            made.set(zmq.SUBSCRIBE, b"")
+        try:
+            made.connect(endpoint)
+        except zmq.ZMQError:
+            made.close(linger=0)
+            raise
+        return made

@@ -1,0 +1,101 @@
+"""Counts what happens to requests (`exchange.Observer`), for metrics and the status page."""
+
+from __future__ import annotations
+
+from penstock.metrics.router import InstanceView, RouterMetrics, route_of
+from penstock.router.choice import load_of
+from penstock.router.dispatcher import Dispatcher, Plan
+from penstock.router.exchange import Asked
+from penstock.router.health import HealthChecks
+from penstock.router.instances import Instance, Role, State
+from penstock.router.prompts import Views
+from penstock.router.usage import usage_of
+
+_REFUSED = 503
+
+
+class RouterObserver:
+    def __init__(self, dispatcher: Dispatcher, checks: HealthChecks, views: Views) -> None:
+        self._dispatcher = dispatcher
+        self._checks = checks
+        self._views = views
+        self._metrics = RouterMetrics()
+        self._hits: dict[str, tuple[int, int]] = {}
+
+    # ---- exchange.Observer ----
+
+    def arrived(self, asked: Asked) -> None:
+        self._metrics.count("vllm_router_requests", 1, route_of(asked.path))
+
+    def planned(self, asked: Asked, plan: Plan, *, is_retry: bool) -> None:
+        count = self._metrics.count
+        route = route_of(asked.path)
+        if is_retry:
+            count("vllm_router_retries", 1, route)
+        count("vllm_router_processed_requests", 1, plan.target.url)
+        if plan.target.role is Role.DECODE:
+            count("vllm_router_pd_decode_requests", 1, plan.target.url)
+        if plan.prefill is not None:
+            count("vllm_router_pd_requests", 1, route)
+            count("vllm_router_pd_prefill_requests", 1, plan.prefill.url)
+        if plan.computes_itself:
+            count("penstock_router_self_prefills")
+        if plan.num_cached:
+            count("penstock_router_expected_cached_tokens", plan.num_cached, (plan.prefill or plan.target).url)
+
+    def failed(self, instance: Instance) -> None:
+        if instance.role is not Role.SERVE:
+            half = "prefill" if instance.role is Role.PREFILL else "decode"
+            self._metrics.count(f"vllm_router_pd_{half}_errors", 1, instance.url)
+        self._checks.check_soon(instance.url)
+
+    def refused(self, asked: Asked, seconds: float, *, was_tried: bool) -> None:
+        if was_tried:
+            self._metrics.count("vllm_router_retries_exhausted", 1, route_of(asked.path))
+        self._metrics.on_answer(asked.path, _REFUSED, seconds)
+        self._metrics.on_error(asked.path, "no_instance")
+
+    def answered(self, asked: Asked, instance: Instance, status: int, seconds: float, tail: bytes) -> None:
+        self._metrics.on_answer(asked.path, status, seconds)
+        usage = usage_of(tail)
+        if usage is not None:
+            self._metrics.count("penstock_router_prompt_tokens", usage.num_prompt, instance.url)
+            self._metrics.count("penstock_router_cached_tokens", usage.num_cached, instance.url)
+            self._metrics.count("penstock_router_generation_tokens", usage.num_output, instance.url)
+            prompt, cached = self._hits.get(instance.url, (0, 0))
+            self._hits[instance.url] = (prompt + usage.num_prompt, cached + usage.num_cached)
+
+    def hit_rate(self, url: str) -> float | None:
+        """The part of an instance's prompt tokens that it had cached or loaded, by the usage of its answers."""
+        prompt, cached = self._hits.get(url, (0, 0))
+        return cached / prompt if prompt else None
+
+    def cut(self, asked: Asked) -> None:
+        self._metrics.on_error(asked.path, "cut")
+
+    def left(self, asked: Asked) -> None:
+        self._metrics.on_error(asked.path, "client_left")
+
+    # ---- What is shown ----
+
+    def instances(self) -> list[InstanceView]:
+        num_blocks = self._views.num_blocks
+        return [
+            InstanceView(
+                member.url,
+                member.instance.role,
+                member.state,
+                member.state is State.READY,
+                member.num_outstanding,
+                load_of(member),
+                num_blocks.get(member.url),
+            )
+            for member in self._dispatcher.pool
+        ]
+
+    def num_blocks(self, url: str) -> int | None:
+        """What the instance holds, by its KV events; None where it publishes none."""
+        return self._views.num_blocks.get(url)
+
+    def render(self, accept: str) -> tuple[bytes, str]:
+        return self._metrics.render(accept, self.instances(), self._dispatcher.num_queued)

@@ -1,0 +1,188 @@
+"""The pool of instances: their states, and what each of them has to do at the moment.
+
+Pure: time is an argument, and what is heard of an instance comes in as a `Signal`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+
+from penstock.router.instances import SICK, TRANSITIONS, Instance, Role, Signal, State
+from penstock.utils.logging import get_logger
+
+logger = get_logger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """An instance in the pool. `reason` is what was last heard beside the signal. `is_held`: the operator drains it;
+    `is_leaving`: and it is removed when it has nothing left. `sick_since`: the first of the signals `SICK` behind the
+    last other one. `progressed_at`: when it last got its first request or sent a part of an answer; `is_suspect`: it
+    has stalled since, and gets one request at a time. `last_chosen` orders instances with the same load.
+    """
+
+    instance: Instance
+    state: State = State.STARTING
+    reason: str = ""
+    is_held: bool = False
+    is_leaving: bool = False
+    sick_since: float | None = None
+    progressed_at: float = 0.0
+    is_suspect: bool = False
+    num_outstanding: int = 0
+    num_prompt_tokens: int = 0
+    num_chosen: int = 0
+    last_chosen: int = 0
+
+    @property
+    def url(self) -> str:
+        return self.instance.url
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """One request's share of an instance, with the prompt tokens that the instance still has to compute for it."""
+
+    member: Member
+    num_prompt_tokens: int
+    is_open: bool = field(default=True)
+
+
+class Pool:
+    """`dead_after`: seconds of being sick after which an instance counts as dead."""
+
+    def __init__(self, dead_after: float) -> None:
+        self._dead_after = dead_after
+        self._members: dict[str, Member] = {}
+        self._leases: set[Lease] = set()
+        self._num_chosen = 0
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(self._members.values())
+
+    def __contains__(self, url: str) -> bool:
+        return url in self._members
+
+    def get(self, url: str) -> Member | None:
+        return self._members.get(url)
+
+    # ---- Which there are ----
+
+    def add(self, instance: Instance) -> Member:
+        """Adds an instance, or takes one that is being drained or removed back. Its role stays what it was."""
+        member = self._members.setdefault(instance.url, Member(instance))
+        member.is_held = member.is_leaving = False
+        return member
+
+    def drain(self, url: str, *, remove: bool = False) -> None:
+        """No new requests for the instance from now on; with `remove` it leaves when it has none left."""
+        member = self._members[url]
+        member.is_held = True
+        member.is_leaving = member.is_leaving or remove
+        if member.state is State.READY:
+            self._move(member, Signal.DRAINING)
+        self._drop_if_done(member)
+
+    def resume(self, url: str) -> None:
+        """Ends `drain`: the instance gets requests again after it has next been heard to be ready."""
+        self.add(self._members[url].instance)
+
+    def _drop_if_done(self, member: Member) -> None:
+        if member.is_leaving and not member.num_outstanding:
+            self._members.pop(member.url, None)
+
+    # ---- How they are ----
+
+    def observe(self, url: str, signal: Signal, now: float, reason: str = "") -> bool:
+        """Notes what was heard of an instance. True when it has died with this."""
+        member = self._members.get(url)
+        if member is None:
+            return False
+        member.is_suspect = member.is_suspect or signal is Signal.STALLED
+        if signal in SICK:
+            member.sick_since = now if member.sick_since is None else member.sick_since
+            if now - member.sick_since >= self._dead_after:
+                signal = Signal.LOST
+        else:
+            member.sick_since = None
+        if signal is Signal.READY and member.is_held:
+            signal = Signal.DRAINING
+        member.reason = reason
+        return self._move(member, signal)
+
+    def _move(self, member: Member, signal: Signal) -> bool:
+        before, member.state = member.state, TRANSITIONS[member.state][signal]
+        if member.state is not before:
+            logger.warning(
+                "%s: %s -> %s%s", member.url, before, member.state, f" ({member.reason})" * bool(member.reason)
+            )
+        return member.state is State.DEAD and before is not State.DEAD
+
+    def of(self, role: Role, excluded: Collection[str] = ()) -> list[Member]:
+        """Those that may get requests."""
+        return [
+            each
+            for each in self._members.values()
+            if each.instance.role is role and each.state is State.READY and each.url not in excluded
+        ]
+
+    def has_hope(self, role: Role, excluded: Collection[str] = ()) -> bool:
+        """Whether there is an instance that takes requests, or may take some again without the operator's doing."""
+        return any(
+            each.instance.role is role
+            and not each.is_held
+            and each.state in (State.STARTING, State.READY, State.UNHEALTHY)
+            and each.url not in excluded
+            for each in self._members.values()
+        )
+
+    def stalled_for(self, url: str, now: float) -> float:
+        """Seconds for which the instance has had requests and has sent nothing of an answer."""
+        member = self._members.get(url)
+        return now - member.progressed_at if member is not None and member.num_outstanding else 0.0
+
+    # ---- What they have to do ----
+
+    def lease(self, member: Member, num_prompt_tokens: int, now: float) -> Lease:
+        lease = Lease(member, num_prompt_tokens)
+        if not member.num_outstanding:
+            member.progressed_at = now
+        self._leases.add(lease)
+        member.num_outstanding += 1
+        member.num_prompt_tokens += num_prompt_tokens
+        self._num_chosen += 1
+        member.last_chosen = self._num_chosen
+        member.num_chosen += 1
+        return lease
+
+    def progressed(self, url: str, now: float) -> None:
+        """The instance has computed something."""
+        member = self._members.get(url)
+        if member is not None:
+            member.progressed_at = now
+            member.is_suspect = False
+
+    def prompt_is_computed(self, lease: Lease) -> None:
+        lease.member.num_prompt_tokens -= lease.num_prompt_tokens
+        lease.num_prompt_tokens = 0
+
+    def release(self, lease: Lease) -> None:
+        """Idempotent."""
+        if not lease.is_open:
+            return
+        lease.is_open = False
+        self.prompt_is_computed(lease)
+        self._leases.discard(lease)
+        lease.member.num_outstanding -= 1
+        self._drop_if_done(lease.member)
+
+    def check_integrity(self) -> None:
+        for member in self._members.values():
+            held = [lease for lease in self._leases if lease.member is member]
+            assert member.num_outstanding == len(held), (member.url, member.num_outstanding, len(held))
+            tokens = sum(lease.num_prompt_tokens for lease in held)
+            assert member.num_prompt_tokens == tokens, (member.url, member.num_prompt_tokens, tokens)
+            assert not (member.is_leaving and not held), f"{member.url} should have left"
+            assert not (member.is_held and member.state is State.READY), f"{member.url} is held and ready"
+        assert all(lease.is_open for lease in self._leases)

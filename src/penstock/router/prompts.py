@@ -1,0 +1,121 @@
+"""How long a request's prompt is and which instances have it cached. Its tokens are what an instance says they are."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from penstock.router import bodies
+from penstock.router.dispatcher import Dispatcher
+from penstock.router.exchange import Asked, Call, Upstream
+from penstock.router.instances import State
+from penstock.router.kv_view import Prompt
+from penstock.router.pool import Member
+from penstock.utils.cache_salt import scoped_salt
+from penstock.utils.errors import PeerError
+from penstock.utils.logging import get_logger
+
+logger = get_logger(__name__)
+
+_TIMEOUT_S = 2.0
+_CHAT = "/v1/chat/completions"
+# What decides how messages become a prompt.
+_TEMPLATE_FIELDS = (
+    "model", "messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"
+)  # fmt: skip
+
+
+class Views(Protocol):
+    """What instances hold, by URL."""
+
+    @property
+    def num_blocks(self) -> Mapping[str, int]: ...
+
+    def cached(self, prompt: Prompt) -> Mapping[str, int]: ...
+
+
+class EstimatedPrompts:
+    """Knows nothing of caches, and asks no instance."""
+
+    async def look_up(self, asked: Asked, body: Mapping[str, Any] | None) -> tuple[int, Mapping[str, int]]:
+        return bodies.estimate_tokens(len(asked.body)), {}
+
+
+class TokenizedPrompts:
+    """Asks `POST /tokenize` of an instance, where the answer can make a difference."""
+
+    def __init__(self, dispatcher: Dispatcher, upstream: Upstream, views: Views) -> None:
+        self._dispatcher = dispatcher
+        self._upstream = upstream
+        self._views = views
+
+    async def look_up(self, asked: Asked, body: Mapping[str, Any] | None) -> tuple[int, Mapping[str, int]]:
+        """The prompt's tokens, estimated where they are not known, and how many of them instances have, by URL."""
+        ready = [each for each in self._dispatcher.pool if each.state is State.READY]
+        # Where requests wait they go to the instance that has room, and more work for the instances would not help.
+        is_open = body is not None and _is_choice(ready) and not self._dispatcher.num_queued
+        if not is_open or not any(self._views.num_blocks.values()):
+            return bodies.estimate_tokens(len(asked.body)), {}
+        assert body is not None
+        tokens = await self._tokens(asked, body, min(ready, key=lambda each: each.num_outstanding))
+        if not tokens:
+            return bodies.estimate_tokens(len(asked.body)), {}
+        return len(tokens), self._views.cached(Prompt(tokens, salts_of(asked.headers, body)))
+
+    async def _tokens(self, asked: Asked, body: Mapping[str, Any], member: Member) -> Sequence[int]:
+        given = bodies.only_prompt(body) if asked.path != _CHAT else None
+        if isinstance(given, list):
+            return given
+        question = question_of(asked.path, body, given)
+        if question is None:
+            return ()
+        call = Call("POST", f"{member.url}/tokenize", bodies.headers_for_prefill(asked.headers), question, _TIMEOUT_S)
+        try:
+            async with self._upstream.open(call) as answer:
+                content = b"".join([chunk async for chunk in answer.chunks()])
+            return tokens_of(content) if answer.status == 200 else ()
+        except (PeerError, TimeoutError) as error:
+            logger.info("%s does not tokenize: %s", member.url, error)
+            return ()
+
+
+def question_of(path: str, body: Mapping[str, Any], prompt: object) -> bytes | None:
+    """The body of `POST /tokenize`; None where it could not be answered."""
+    if path == _CHAT:
+        asked = {name: body[name] for name in _TEMPLATE_FIELDS if name in body}
+        return json.dumps(asked).encode() if "messages" in body else None
+    model = {"model": body["model"]} if "model" in body else {}
+    return json.dumps({**model, "prompt": prompt}).encode() if isinstance(prompt, str) else None
+
+
+class _Tokenized(msgspec.Struct):
+    tokens: list[int]
+
+
+_decode = msgspec.json.Decoder(_Tokenized).decode
+
+
+def tokens_of(content: bytes) -> Sequence[int]:
+    try:
+        return _decode(content).tokens
+    except msgspec.MsgspecError:
+        return ()
+
+
+def salts_of(headers: bodies.Headers, body: Mapping[str, Any]) -> tuple[str, ...]:
+    """Those that an instance may have used: it scopes a request's salt by the client's key, where it asks for keys."""
+    salt = body.get("cache_salt")
+    salt = salt if isinstance(salt, str) else None
+    kind, _, value = {name.lower(): value for name, value in headers}.get("authorization", "").partition(" ")
+    if kind.lower() != "bearer":
+        return (salt or "",)
+    return (salt or "", scoped_salt(value.strip().encode("utf-8", "replace"), salt))
+
+
+def _is_choice(ready: Sequence[Member]) -> bool:
+    """Whether there are two instances for the same part of a request."""
+    return max(Counter(each.instance.role for each in ready).values(), default=0) > 1

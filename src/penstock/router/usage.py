@@ -1,0 +1,40 @@
+"""The usage of an answer, read off its end without parsing the whole of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+
+# A quotation mark inside a JSON string is escaped, so that no text of a model looks like this.
+_USAGE = re.compile(rb'[{,]\s*"usage"\s*:\s*(?=\{)')
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """In tokens. `num_cached` of the prompt's tokens were found in the instance's prefix cache, or were loaded."""
+
+    num_prompt: int = 0
+    num_output: int = 0
+    num_cached: int = 0
+
+
+def usage_of(tail: bytes) -> Usage | None:
+    """The last usage in the end of a body, streamed or whole; None where it has none.
+
+    The instance that answers counts the whole prompt, so that of two halves only its usage is read.
+    """
+    starts = list(_USAGE.finditer(tail))
+    if not starts:
+        return None
+    try:
+        found, _ = json.JSONDecoder().raw_decode(tail[starts[-1].end() :].decode("utf-8", "replace"))
+    except ValueError:
+        return None
+    details = found.get("prompt_tokens_details")
+    cached = details.get("cached_tokens") if isinstance(details, dict) else 0
+    return Usage(_count(found.get("prompt_tokens")), _count(found.get("completion_tokens")), _count(cached))
+
+
+def _count(value: object) -> int:
+    return value if isinstance(value, int) and value >= 0 else 0

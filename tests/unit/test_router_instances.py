@@ -1,0 +1,168 @@
+"""Instances that come, go, fall silent and die behind the router, and its administration."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.unit.router_stubs import (
+    PATH,
+    WATCHFUL,
+    Client,
+    Gathering,
+    Stub,
+    echo,
+    never,
+    routed,
+    run,
+    serve,
+    serving,
+    until,
+)
+
+# ---- Instances that come and go ----
+
+
+@pytest.mark.parametrize(
+    ("health", "state"),
+    [
+        ("draining", "draining"), ("restarting", "starting"), ("unhealthy", "unhealthy"), ("dead", "dead"),
+        (None, "unhealthy"),
+    ],
+)  # fmt: skip
+def test_an_instance_gets_requests_while_it_says_that_it_takes_them(health: str | None, state: str) -> None:
+    async def check() -> None:
+        first, second = serve(echo), serve(echo)
+        async with routed(first, second, health=WATCHFUL) as client:
+            first.health = health
+            await until(lambda: _is(client, first, state))
+            assert [(await client.ask())[0] for _ in range(4)] == [200] * 4
+            assert (first.num_asked, second.num_asked) == (0, 4)
+            first.health = "ok"
+            await until(lambda: _is(client, first, "ready"))
+            await asyncio.gather(*(client.ask() for _ in range(4)))
+            assert first.num_asked > 0
+
+    run(check)
+
+
+async def _is(client: Client, stub: Stub, state: str) -> bool:
+    return await client.state_of(stub) == state
+
+
+def test_what_a_dead_instance_had_goes_to_another_one() -> None:
+    """It does not answer any more, and does not end its connections either."""
+
+    async def check() -> None:
+        first, second = serve(never), serve(echo)
+        async with routed(first, second, health=WATCHFUL) as client:
+            asked = [asyncio.create_task(client.ask()) for _ in range(2)]
+            await until(lambda: first.num_asked == 1)
+            first.health = None
+            assert {status for status, _ in await asyncio.gather(*asked)} == {200}
+            assert second.num_asked == 2
+            assert await client.state_of(first) == "dead"
+
+    run(check)
+
+
+def test_no_instance_is_left() -> None:
+    async def check() -> None:
+        stub = serve(echo)
+        async with routed(stub) as client:
+            stub.health = "dead"
+            await until(lambda: _is(client, stub, "dead"))
+            async with client.session.post(client.router.url + PATH, json={}) as response:
+                assert (response.status, response.headers["Retry-After"]) == (503, "1")
+                assert "no instance is left" in (await response.json())["error"]["message"]
+            async with client.session.get(client.router.url + "/ready") as response:
+                assert response.status == 503
+            async with client.session.get(client.router.url + "/health") as response:
+                assert response.status == 200
+
+    run(check)
+
+
+def test_instances_are_added_drained_and_removed() -> None:
+    async def check() -> None:
+        waits = Gathering(9)
+        first, second = serve(waits.answer), serve(echo)
+        async with routed(first) as client, serving(second):
+            asked = asyncio.create_task(client.ask())
+            await until(lambda: first.num_asked == 1)
+            await client.admin("/instances", url=second.url + "/")
+            await until(lambda: _is(client, second, "ready"))
+            await client.admin("/drain", url=first.url)
+            assert await client.state_of(first) == "draining"
+            assert [(await client.ask())[0] for _ in range(3)] == [200] * 3
+            assert (first.num_asked, second.num_asked) == (1, 3)
+            await client.admin("/resume", url=first.url)
+            await until(lambda: _is(client, first, "ready"))
+            await client.admin("/remove", url=first.url)
+            assert await client.state_of(first) == "draining", "it still has a request"
+            waits.is_complete.set()
+            assert (await asked)[0] == 200
+            assert await client.state_of(first) == "removed"
+
+    run(check)
+
+
+def test_removing_at_once_moves_what_has_not_been_answered() -> None:
+    async def check() -> None:
+        first, second = serve(never), serve(echo)
+        async with routed(first) as client, serving(second):
+            asked = asyncio.create_task(client.ask())
+            await until(lambda: first.num_asked == 1)
+            await client.admin("/instances", url=second.url)
+            await until(lambda: _is(client, second, "ready"))
+            await client.admin("/remove", url=first.url, now=True)
+            assert (await asked)[0] == 200
+            assert await client.state_of(first) == "removed"
+            assert first.num_left == 1
+
+    run(check)
+
+
+def test_administration_refuses_what_it_does_not_understand() -> None:
+    async def check() -> None:
+        stub = serve(echo)
+        async with routed(stub) as client:
+            assert "is not the URL" in (await client.admin("/instances", url="nonsense"))["error"]["message"]
+            assert "role must be" in (await client.admin("/instances", url=stub.url, role="x"))["error"]["message"]
+            message = (await client.admin("/instances", url=stub.url, role="decode"))["error"]["message"]
+            assert "is there as a serve instance" in message
+            assert "there is no instance" in (await client.admin("/drain", url="http://x"))["error"]["message"]
+            assert "send JSON" in (await client.admin("/drain", url=3))["error"]["message"]
+            async with client.session.get(client.router.admin_url) as response:
+                assert "Penstock router" in await response.text()
+
+    run(check)
+
+
+@pytest.mark.parametrize("headers", [{"Host": "evil.example"}, {"Origin": "http://evil.example"}])
+def test_web_pages_of_others_are_refused_on_both_ports(headers: dict[str, str]) -> None:
+    async def check() -> None:
+        stub = serve(echo)
+        async with routed(stub) as client:
+            assert (await client.ask(headers=headers))[0] == 403
+            url = client.router.admin_url + "/drain"
+            async with client.session.post(url, json={"url": stub.url}, headers=headers) as response:
+                assert response.status == 403
+            assert stub.num_asked == 0
+
+    run(check)
+
+
+def test_a_request_target_cannot_name_another_host() -> None:
+    async def check() -> None:
+        async with routed(serve(echo)) as client:
+            host, port = client.router.url.removeprefix("http://").split(":")
+            for target in ("@127.0.0.1:1/", "http://127.0.0.1:1/v1/models"):
+                reader, writer = await asyncio.open_connection(host, int(port))
+                writer.write(f"GET {target} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
+                assert b" 400 " in await reader.readline()
+                writer.close()
+                await writer.wait_closed()
+
+    run(check)

@@ -1,0 +1,135 @@
+"""The router's queue, and clients that leave."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from aiohttp import web
+
+from penstock.router.dispatcher import Limits
+from penstock.router.exchange import Timeouts
+from tests.unit.router_stubs import (
+    PATH,
+    SECONDS,
+    STYLES,
+    Gathering,
+    decode,
+    never,
+    prefill,
+    prefilled,
+    routed,
+    run,
+    serve,
+    until,
+)
+
+# ---- Load ----
+
+
+def test_requests_go_where_the_least_is_to_be_done() -> None:
+    async def check() -> None:
+        waits = Gathering(9)
+        stubs = [serve(waits.answer) for _ in range(3)]
+        async with routed(*stubs) as client:
+            await asyncio.gather(*(client.ask() for _ in range(9)))
+            assert [stub.num_asked for stub in stubs] == [3, 3, 3]
+            waits._missing, _ = 3, waits.is_complete.clear()
+            long = asyncio.create_task(client.ask(body={"prompt": "a" * 40_000}))
+            await until(lambda: sum(stub.num_asked for stub in stubs) == 10)
+            await asyncio.gather(long, *(client.ask() for _ in range(2)))
+            assert [stub.num_asked for stub in stubs] == [4, 4, 4]
+
+    run(check)
+
+
+def test_requests_wait_for_room_and_are_refused_when_the_queue_is_full() -> None:
+    async def check() -> None:
+        waits = Gathering(4)
+        async with routed(serve(waits.answer), limits=Limits(max_outstanding=1, max_queued=3)) as client:
+            # They are let in one by one, so that the first can only answer when the test says so.
+            asked = [asyncio.create_task(client.ask()) for _ in range(4)]
+            await until(lambda: client.router.dispatcher.num_queued == 3)
+            async with client.session.post(client.router.url + PATH, json={}) as response:
+                assert (response.status, response.headers["Retry-After"]) == (503, "1")
+                assert "3 requests are waiting already" in (await response.json())["error"]["message"]
+            assert await client.metric("penstock_router_queued_requests") == 3
+            waits.is_complete.set()
+            assert {status for status, _ in await asyncio.gather(*asked)} == {200}
+
+    run(check)
+
+
+def test_a_request_does_not_wait_for_ever() -> None:
+    async def check() -> None:
+        waits = Gathering(9)
+        async with routed(serve(waits.answer), limits=Limits(max_outstanding=1, queue_timeout=0.2)) as client:
+            first = asyncio.create_task(client.ask())
+            await until(lambda: client.router.dispatcher.num_live == 1)
+            status, body = await client.ask()
+            assert (status, b"no instance was free within 0.2 seconds" in body) == (503, True)
+            waits.is_complete.set()
+            assert (await first)[0] == 200
+
+    run(check)
+
+
+def test_there_is_room_for_as_many_requests_as_the_instances_take() -> None:
+    async def check() -> None:
+        count = 150
+        async with routed(prefill(prefilled), decode(Gathering(count).answer)) as client:
+            assert {status for status, _ in await asyncio.gather(*(client.ask() for _ in range(count)))} == {200}
+
+    run(check)
+
+
+# ---- Clients that leave ----
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_both_halves_end_when_the_client_leaves(style: str) -> None:
+    async def check() -> None:
+        p, d = prefill(never, style), decode(never)
+        options = {"timeouts": Timeouts(prefill=SECONDS)}
+        async with routed(p, d, **options) as client:
+            asked = asyncio.create_task(client.ask())
+            await until(lambda: p.num_asked == 1 and d.num_asked == (style == "concurrent"))
+            asked.cancel()
+            await until(lambda: p.num_left == 1 and d.num_left == (style == "concurrent"))
+            await until(lambda: not client.router.dispatcher.num_live)
+            name = f'vllm_router_request_errors_total{{error_type="client_left",route="{PATH}"}}'
+            assert await client.metric(name) == 1
+
+    run(check)
+
+
+def test_a_stream_ends_when_the_client_leaves() -> None:
+    async def endless(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while True:
+            await response.write(b"data: {}\n\n")
+            await asyncio.sleep(0.01)
+
+    async def check() -> None:
+        stub = serve(endless)
+        async with routed(stub) as client:
+            async with client.session.post(client.router.url + PATH, json={}) as response:
+                await response.content.readany()
+            await until(lambda: stub.num_left == 1 and not client.router.dispatcher.num_live)
+
+    run(check)
+
+
+def test_a_waiting_client_that_leaves_makes_room_in_the_queue() -> None:
+    async def check() -> None:
+        waits = Gathering(9)
+        async with routed(serve(waits.answer), limits=Limits(max_outstanding=1)) as client:
+            asked = [asyncio.create_task(client.ask()) for _ in range(2)]
+            await until(lambda: client.router.dispatcher.num_queued == 1)
+            for each in asked:
+                each.cancel()
+            await until(lambda: not client.router.dispatcher.num_live)
+            assert client.router.dispatcher.num_queued == 0
+
+    run(check)
