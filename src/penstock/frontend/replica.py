@@ -16,7 +16,7 @@ from penstock.metrics.request_log import EngineObserver, RequestLog, RequestReco
 from penstock.tokenizer.tokenizer import Tokenizer
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import EngineDeadError, OverloadedError, PenstockError, RequestError
-from penstock.utils.load import request_load
+from penstock.utils.load import load
 
 _IDLE = SchedulerStats(0, 0, 0.0, 0, 0, 0)
 
@@ -123,7 +123,7 @@ class Replica:
 
     @property
     def load(self) -> int:
-        """How much work has been submitted and has not ended (`request_load`)."""
+        """How much work has been submitted and has not ended (`utils.load`)."""
         return self._load
 
     @property
@@ -153,7 +153,7 @@ class Replica:
         self._streams[request.request_id] = stream
         for child in request.children:
             self._owners[child.request_id] = stream
-            self._load += request_load(len(request.prompt_token_ids))
+            self._load += load(len(request.prompt_token_ids))
             self.log.add(
                 RequestRecord(
                     request_id=child.request_id,
@@ -190,7 +190,7 @@ class Replica:
 
     def _disown(self, child_id: str) -> RequestStream:
         stream = self._owners.pop(child_id)
-        self._load -= request_load(len(stream.output.prompt_token_ids))
+        self._load -= load(len(stream.output.prompt_token_ids))
         if not self._owners:
             self.idle.set()
         return stream

@@ -8,13 +8,11 @@ from itertools import zip_longest
 from operator import attrgetter
 from typing import Protocol
 
-from prometheus_client import Gauge
-
 from penstock import __version__
 from penstock.messages.engine_info import EngineInfo
 from penstock.messages.outputs import FinishReason
 from penstock.messages.stats import SchedulerStats, SpeculationStats, StepReport
-from penstock.metrics.families import Families
+from penstock.metrics.families import Families, Gauge
 from penstock.metrics.request_log import Phase, RequestLog, RequestRecord
 from penstock.utils.errors import EngineDeadError
 

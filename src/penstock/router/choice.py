@@ -6,9 +6,7 @@ import enum
 from collections.abc import Callable, Mapping, Sequence
 
 from penstock.router.pool import Member
-
-TOKENS_PER_REQUEST = 256
-"""What an outstanding request weighs beside its prompt, in prompt tokens: the steps of its answer."""
+from penstock.utils.load import load
 
 Choice = Callable[[Sequence[Member], Mapping[str, int]], Member]
 """Of members that could all take the request; by URL, how many tokens of its prompt they have cached."""
@@ -27,7 +25,7 @@ def make_choice(policy: Policy) -> Choice:
 
 def load_of(member: Member) -> int:
     """In prompt tokens."""
-    return member.num_prompt_tokens + TOKENS_PER_REQUEST * member.num_outstanding
+    return load(member.num_prompt_tokens, member.num_outstanding)
 
 
 def _least_work(members: Sequence[Member], cached: Mapping[str, int]) -> Member:

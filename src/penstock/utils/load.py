@@ -1,10 +1,11 @@
-"""How much work a request is, so that requests can be divided among engines."""
+"""How much work requests are, so that they can be divided among engines."""
 
 from __future__ import annotations
 
 _TOKENS_PER_ANSWER = 256
 
 
-def request_load(num_prompt_tokens: int) -> int:
-    """What an unfinished request weighs, in prompt tokens: its prompt, and the steps of an answer of unknown length."""
-    return num_prompt_tokens + _TOKENS_PER_ANSWER
+def load(num_prompt_tokens: int, num_requests: int = 1) -> int:
+    """What unfinished requests weigh, in prompt tokens: the prompts that are to be computed, and the steps of answers
+    of unknown lengths."""
+    return num_prompt_tokens + _TOKENS_PER_ANSWER * num_requests
