@@ -89,5 +89,6 @@ def _build(args: EngineArgs, on_failure: ExitStack, started: float) -> Engine:
         load_seconds=SystemClock().now() - started,
         tensor_parallel_size=args.tensor_parallel_size,
         pipeline_parallel_size=args.pipeline_parallel_size,
+        data_parallel_size=args.data_parallel_size,
     )
     return Engine(core, transfer.abilities, config, limits, info)
