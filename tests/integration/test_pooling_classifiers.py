@@ -230,8 +230,11 @@ def test_async_llm(reranker: Path) -> None:
     llm.shutdown()
 
     async def main() -> list[float]:
-        llm = await AsyncLLM.start(str(reranker), pooler_config=config, max_model_len=MAX_MODEL_LEN)
+        limits: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "max_num_queued_requests": len(DOCUMENTS)}
+        llm = await AsyncLLM.start(str(reranker), pooler_config=config, **limits)
         try:
+            with pytest.raises(RequestError, match="5 inputs exceed max_num_queued_requests=4: send fewer"):
+                await llm.score(QUERY, [*DOCUMENTS, "y"])
             with pytest.raises(RequestError, match="max_model_len=240 allows at most 240"):
                 await llm.score(QUERY, ["a", "x" * 400])
             outputs = await llm.score(QUERY, DOCUMENTS)

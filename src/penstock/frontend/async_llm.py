@@ -250,6 +250,9 @@ class AsyncLLM:
         data_parallel_rank: int | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """As `encode`, of many prompts, in their order. When one of them fails, so does the call."""
+        limit = self._limits.max_num_queued_requests
+        if len(prompts) > limit:
+            raise RequestError(f"{len(prompts)} inputs exceed max_num_queued_requests={limit}: send fewer at a time")
         name = request_id or secrets.token_hex(16)
         try:
             async with asyncio.TaskGroup() as group:
