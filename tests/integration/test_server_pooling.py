@@ -135,7 +135,15 @@ def test_fields_of_an_embedding(client: OpenAI, llm: LLM) -> None:
     assert extra(TEXTS[1], normalize=False) == vectors(llm, TEXTS[1], normalize=False)[0]
     assert extra(TEXTS[1], prompt_name="query") == vectors(llm, f"search: {TEXTS[1]}")[0]
     assert extra("x" * 400, truncate_prompt_tokens=-1) == vectors(llm, "x" * (MAX_MODEL_LEN - 1))[0]
-    assert extra(TEXTS[1], cache_salt="a", priority=3, user="me") == vectors(llm, TEXTS[1])[0]
+    assert extra(TEXTS[1], priority=3, user="me") == vectors(llm, TEXTS[1])[0]
+
+
+def test_a_salt_separates_caches(server: ServerProcess) -> None:
+    def num_cached(**fields: Any) -> int:
+        body = {"input": "a text that no other test has, longer than a block", **fields}
+        return post(server, "/v1/embeddings", body)["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    assert [num_cached(), num_cached() > 0, num_cached(cache_salt="a"), num_cached(cache_salt="a") > 0] == [0, 1, 0, 1]
 
 
 def test_a_batch_and_its_cache(server: ServerProcess, llm: LLM) -> None:
@@ -157,6 +165,13 @@ def test_pooling(server: ServerProcess, llm: LLM) -> None:
     assert [each["object"] for each in answer["data"]] == ["pooling"] * 3
     packed = post(server, "/pooling", {"input": TEXTS[0], "encoding_format": "base64"})["data"][0]["data"]
     assert np.frombuffer(base64.b64decode(packed), "<f4").tolist() == vectors(llm, TEXTS[0])[0]
+
+
+def test_what_the_server_says_of_itself(server: ServerProcess) -> None:
+    summary = "vectors from the last token, of length 1"
+    assert f"  answers    {summary}\n" in server.log
+    assert raw_call(server.url, "GET", "/version").json()["engine"]["pooling"] == summary
+    assert "use /v1/embeddings" in raw_call(server.url, "POST", "/embed", {"inputs": "a"}).error["message"]
 
 
 def test_request_ids(server: ServerProcess) -> None:

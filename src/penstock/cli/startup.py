@@ -42,6 +42,7 @@ def describe_engine(model: str, info: EngineInfo) -> str:
     rows = (
         ("model", f"{model}, {info.dtype}"),
         *((("engines", f"{info.data_parallel_size}, each as follows"),) if info.data_parallel_size > 1 else ()),
+        *((("answers", f"{info.pooling}"),) if info.pooling is not None else ()),
         *((("ranks", f"{info.num_ranks}: {sizes}"),) if info.num_ranks > 1 else ()),
         ("device", f"{device}, {info.kernels} kernels{threads}"),
         ("context", f"{info.max_model_len:,} tokens"),

@@ -62,6 +62,16 @@ class PoolingConfig:
         """Whether a step must compute all tokens of a prompt: the last token alone needs nothing of other steps."""
         return self.method != "last"
 
+    @property
+    def summary(self) -> str:
+        """What the engine answers with, for people."""
+        if self.head is not None:
+            count = len(self.head.labels)
+            return "scores" if count == 1 else f"probabilities of {count} labels"
+        source = {"last": "the last token", "mean": "the mean of all tokens", "cls": "the first token"}[self.method]
+        length = "of length 1" if self.normalize else "as they are"
+        return f"vectors from {source}, {length}{'; no prefix cache' if self.needs_whole_prompts else ''}"
+
 
 def find_pooling(runner: str, asked: str | Mapping[str, Any] | None, model: ModelConfig) -> PoolingConfig | None:
     """How an engine of this model pools; None when it generates.

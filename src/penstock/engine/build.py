@@ -90,5 +90,6 @@ def _build(args: EngineArgs, on_failure: ExitStack, started: float) -> Engine:
         tensor_parallel_size=args.tensor_parallel_size,
         pipeline_parallel_size=args.pipeline_parallel_size,
         data_parallel_size=args.data_parallel_size,
+        pooling=None if config.pooling is None else config.pooling.summary,
     )
     return Engine(core, transfer.abilities, config, limits, info)

@@ -11,7 +11,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     CPU computes with.
 
     `kv_cache_bytes` is of all ranks, each of which stores its part of every block; `load_seconds` is from the first
-    worker's start to the warm-up's end.
+    worker's start to the warm-up's end. `pooling` says in words what a pooling engine answers with.
     """
 
     dtype: str
@@ -27,6 +27,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     data_parallel_size: int = 1
+    pooling: str | None = None
 
     @property
     def num_ranks(self) -> int:
