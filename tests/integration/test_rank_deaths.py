@@ -145,26 +145,38 @@ def test_a_stopped_rank_fails_the_health_check_and_does_not_outlive_the_server()
 
 # ---- The executor, with ranks that do nothing but end ----
 
-_FAILS = """
-import os, signal, socket, sys
+_PROGRAM = """
+import os, signal, socket, sys, time
+from pathlib import Path
 from penstock.utils.wire import FrameReader
 from penstock.worker.messages import CODEC, WorkerFailed
-connection = socket.socket(fileno=int(sys.argv[1]))
+has_failed, connection = Path(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))
 reader, messages = FrameReader(CODEC), []
 while not messages:
     messages += reader.feed(connection.recv(1 << 20))
 """
-MISSES_ANOTHER = _FAILS + 'connection.sendall(CODEC.encode(WorkerFailed("they left", "", False, True)))'
+_FAILS = _PROGRAM + "has_failed.touch()\n"
 RAISES = _FAILS + 'connection.sendall(CODEC.encode(WorkerFailed("ValueError: 7", "line 3", False)))'
 CANNOT_START = _FAILS + 'connection.sendall(CODEC.encode(WorkerFailed("lower max_num_seqs", "", True)))'
 DIES = _FAILS + "os.kill(os.getpid(), signal.SIGSEGV)"
-HANGS = _FAILS + "connection.recv(1 << 20)\nsignal.pause()"
+HANGS = _PROGRAM + "connection.recv(1 << 20)\nsignal.pause()"
+# No rank is missed before it has failed, whichever of the processes starts first.
+MISSES_ANOTHER = (
+    _PROGRAM
+    + """
+while not has_failed.exists():
+    time.sleep(0.01)
+connection.sendall(CODEC.encode(WorkerFailed("they left", "", False, True)))
+"""
+)
 
 
 @contextmanager
-def executor_of(*programs: str) -> Iterator[Executor]:
-    ranks = zip(shards(1, len(programs)), programs, strict=True)
-    executor = Executor([start_worker(LoadWorker(EngineArgs(), shard), ("-c", program)) for shard, program in ranks])
+def executor_of(folder: Path, *programs: str) -> Iterator[Executor]:
+    """Ranks that run these programs; `failed` in the folder is there once one of them has failed."""
+    command = [("-c", program, str(folder / "failed")) for program in programs]
+    ranks = zip(shards(1, len(programs)), command, strict=True)
+    executor = Executor([start_worker(LoadWorker(EngineArgs(), shard), program) for shard, program in ranks])
     try:
         yield executor
     finally:
@@ -183,7 +195,7 @@ def executor_of(*programs: str) -> Iterator[Executor]:
 )
 @pytest.mark.parametrize("call_that_fails", ["answer", "send", "check"])
 def test_the_error_is_of_the_rank_that_failed(
-    cause: str, kind: type[Exception], message: str, call_that_fails: str
+    tmp_path: Path, cause: str, kind: type[Exception], message: str, call_that_fails: str
 ) -> None:
     """Rank 0, which is asked first, has only missed it."""
     calls: dict[str, Callable[[Executor], object]] = {
@@ -191,7 +203,7 @@ def test_the_error_is_of_the_rank_that_failed(
         "send": lambda executor: executor.execute_model(SchedulerOutput(step=1)),
         "check": lambda executor: executor.check(),
     }
-    with executor_of(MISSES_ANOTHER, cause) as executor:
+    with executor_of(tmp_path, MISSES_ANOTHER, cause) as executor:
         if call_that_fails != "answer":
             for worker in executor._workers:
                 worker.load()
@@ -208,8 +220,8 @@ def worker_has_ended(executor: Executor, rank: int) -> bool:
     return process.ended(0) is not None
 
 
-def test_a_rank_that_does_not_give_up_is_killed() -> None:
-    with executor_of(HANGS, DIES) as executor:
+def test_a_rank_that_does_not_give_up_is_killed(tmp_path: Path) -> None:
+    with executor_of(tmp_path, HANGS, DIES) as executor:
         begun = time.monotonic()
         with pytest.raises(EngineDeadError, match=r"worker \(0, 1\) was killed by signal 11") as raised:
             executor.load()
@@ -218,6 +230,8 @@ def test_a_rank_that_does_not_give_up_is_killed() -> None:
         eventually(lambda: worker_has_ended(executor, 0), 5)
 
 
-def test_ranks_that_all_miss_another_say_so() -> None:
-    with executor_of(MISSES_ANOTHER, MISSES_ANOTHER) as executor, pytest.raises(RanksLostError, match="they left"):
+def test_ranks_that_all_miss_another_say_so(tmp_path: Path) -> None:
+    (tmp_path / "failed").touch()
+    missing = executor_of(tmp_path, MISSES_ANOTHER, MISSES_ANOTHER)
+    with missing as executor, pytest.raises(RanksLostError, match="they left"):
         executor.load()

@@ -20,8 +20,9 @@ from penstock.messages.requests import EngineRequest
 from penstock.messages.sampling_params import SamplingParams
 from penstock.runner.cpu import inputs
 from penstock.runner.sampling import batch
+from penstock.verify import matrix
 from penstock.verify.matrix import RowResult, verify
-from penstock.verify.rows import make_rows
+from penstock.verify.rows import Row, make_rows
 from penstock.verify.workload import Case
 from penstock.worker.parts import make_config
 
@@ -74,6 +75,19 @@ def test_the_rows_of_a_gpu() -> None:
     assert [row.name for row in on_gpu if not row.arguments["enforce_eager"]] == [*added, "as configured"]
 
 
+@pytest.fixture
+def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves out the rows with processes of their own, whose starts take most of the time."""
+
+    def rows(*args: Any) -> list[Row]:
+        return [
+            row for row in make_rows(*args) if not any(part in row.name for part in ("parallel", "ranks", " by mp"))
+        ]
+
+    monkeypatch.setattr(matrix, "make_rows", rows)
+
+
+@pytest.mark.usefixtures("one_process")
 def test_noise_that_depends_on_the_batch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     uniform = batch.uniform
 
@@ -139,6 +153,7 @@ def test_a_token_lost_at_a_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not results["preemption"].agrees
 
 
+@pytest.mark.usefixtures("one_process")
 def test_a_row_in_which_nothing_happened_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("x\ny\n\n", encoding="utf-8")
@@ -150,6 +165,7 @@ def test_a_row_in_which_nothing_happened_says_so(tmp_path: Path, capsys: pytest.
     assert "drafts: ngram" in out.splitlines()[-2]
 
 
+@pytest.mark.usefixtures("one_process")
 def test_token_ids_alone_and_the_users_own_drafter() -> None:
     head = {"method": "eagle3", "model": "demo/eagle3", "num_speculative_tokens": 2}
     results = run(skip_tokenizer_init=True, speculative_config=head)
@@ -159,6 +175,7 @@ def test_token_ids_alone_and_the_users_own_drafter() -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.usefixtures("one_process")
 def test_drawn_drafts_are_compared_where_they_keep_tokens() -> None:
     drawn = {"method": "mtp", "num_speculative_tokens": 2, "draft_sample_method": "probabilistic"}
     results = run(speculative_config=drawn)

@@ -52,7 +52,7 @@ logger = logging.get_logger(__name__)
 _KEY_BYTES = 32
 _PLACEMENT_SECONDS = 60
 _ACTOR_SECONDS = 120.0
-_CONNECT_SECONDS = 30.0
+_CONNECT_SECONDS = 120.0
 _HANDSHAKE_SECONDS = 5.0
 # Ranks do not use Ray's object store: the least that Ray accepts is enough.
 _OBJECT_STORE_BYTES = 80 << 20
