@@ -205,7 +205,7 @@ def test_a_reader_that_takes_nothing_is_closed_and_others_are_served_meanwhile()
     into = np.zeros(big, np.uint8)
     segments = np.array([[into.ctypes.data, big]], np.int64)
     deadline = time.monotonic() + 10
-    while server._server._streams and time.monotonic() < deadline:
+    while server._server._listener._streams and time.monotonic() < deadline:
         server.wait([], 0.05)
     assert decode(Answer, stream.receive()) == Answer()
     with pytest.raises(PeerError, match="closed the connection"):

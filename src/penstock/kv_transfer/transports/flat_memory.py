@@ -9,39 +9,19 @@ import numpy as np
 from penstock.utils.errors import PeerError
 
 
-class FlatMemory:
-    """Regions one after the other: a region begins where the one before it ends. A run may go from one to the next."""
+class AddressSpace:
+    """Regions one after the other, by address: a region begins where the one before it ends.
 
-    def __init__(self, regions: Sequence[memoryview] = ()) -> None:
-        self._regions = [region.cast("B") for region in regions]
-        self._arrays = [np.frombuffer(region, np.uint8) for region in self._regions]
-        sizes = [len(region) for region in self._regions]
+    The addresses may be those of another process. A run may go from one region to the next.
+    """
+
+    def __init__(self, regions: Sequence[tuple[int, int]] = ()) -> None:
+        """Of each region, its address and its number of bytes."""
+        sizes = [num_bytes for _, num_bytes in regions]
         self._ends = np.cumsum(np.array(sizes, np.int64))  # [num_regions]
         self._starts = self._ends - np.array(sizes, np.int64)
-        self._addresses = np.array([array.ctypes.data for array in self._arrays], np.int64)
+        self._addresses = np.array([address for address, _ in regions], np.int64)
         self.num_bytes = sum(sizes)
-
-    def read(self, offset: int, num_bytes: int) -> bytes:
-        return b"".join(
-            bytes(self._regions[number][start:end]) for number, start, end in self._parts(offset, num_bytes)
-        )
-
-    def write(self, offset: int, data: bytes) -> None:
-        position = 0
-        for number, start, end in self._parts(offset, len(data)):
-            self._regions[number][start:end] = data[position : position + end - start]
-            position += end - start
-
-    def _parts(self, offset: int, num_bytes: int) -> list[tuple[int, int, int]]:
-        """The regions' numbers and intervals that make up bytes [offset, offset + num_bytes)."""
-        parts: list[tuple[int, int, int]] = []
-        number = int(np.searchsorted(self._ends, offset, "right"))
-        while num_bytes > 0:
-            start = offset - int(self._starts[number])
-            end = min(start + num_bytes, len(self._regions[number]))
-            parts.append((number, start, end))
-            offset, num_bytes, number = offset + end - start, num_bytes - (end - start), number + 1
-        return parts
 
     def segments(self, ranges: np.ndarray) -> np.ndarray:
         """[m, 2] int64, address and bytes, of [n, 2] int64 ranges, flat offset and bytes, which have been checked.
@@ -76,7 +56,38 @@ class FlatMemory:
         return located
 
 
-def pair_segments(local: FlatMemory, remote: FlatMemory, runs: np.ndarray) -> np.ndarray:
+class FlatMemory(AddressSpace):
+    """Memory of this process."""
+
+    def __init__(self, regions: Sequence[memoryview] = ()) -> None:
+        self._regions = [region.cast("B") for region in regions]
+        self._arrays = [np.frombuffer(region, np.uint8) for region in self._regions]
+        super().__init__([(array.ctypes.data, len(array)) for array in self._arrays])
+
+    def read(self, offset: int, num_bytes: int) -> bytes:
+        return b"".join(
+            bytes(self._regions[number][start:end]) for number, start, end in self._parts(offset, num_bytes)
+        )
+
+    def write(self, offset: int, data: bytes) -> None:
+        position = 0
+        for number, start, end in self._parts(offset, len(data)):
+            self._regions[number][start:end] = data[position : position + end - start]
+            position += end - start
+
+    def _parts(self, offset: int, num_bytes: int) -> list[tuple[int, int, int]]:
+        """The regions' numbers and intervals that make up bytes [offset, offset + num_bytes)."""
+        parts: list[tuple[int, int, int]] = []
+        number = int(np.searchsorted(self._ends, offset, "right"))
+        while num_bytes > 0:
+            start = offset - int(self._starts[number])
+            end = min(start + num_bytes, len(self._regions[number]))
+            parts.append((number, start, end))
+            offset, num_bytes, number = offset + end - start, num_bytes - (end - start), number + 1
+        return parts
+
+
+def pair_segments(local: AddressSpace, remote: AddressSpace, runs: np.ndarray) -> np.ndarray:
     """[m, 3] int64 of local address, remote address, bytes, of [n, 3] int64 runs that have been checked."""
     return remote.located(local.located(remote.split(local.split(runs, 0), 1), 0), 1)
 

@@ -1,0 +1,129 @@
+"""A listening TCP socket with a thread for each connection, and limits on both."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable
+
+from penstock.kv_transfer.transports.socket_protocol import PURPOSE, SocketLimits
+from penstock.kv_transfer.transports.stream import Stream
+from penstock.kv_transfer.transports.threads import ThreadGroup
+from penstock.utils.errors import ConfigError, PeerError
+from penstock.utils.logging import get_logger
+
+_logger = get_logger(__name__)
+
+
+class Listener:
+    """Listens from the constructor on. `serve` runs in the connection's thread, when the peer has authenticated itself.
+
+    It calls `has_introduced_itself` when it knows who the peer is: until then, a connection may be closed for a new
+    one. What it raises as a PeerError ends the connection.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        key: bytes,
+        max_frame_bytes: int,
+        limits: SocketLimits,
+        lock: threading.Condition,
+        serve: Callable[[Stream], None],
+    ) -> None:
+        self._key = key
+        self._max_frame_bytes = max_frame_bytes
+        self._limits = limits
+        self._lock = lock
+        self._serve = serve
+        self._streams: set[Stream] = set()
+        self._handshakes: dict[Stream, None] = {}
+        self._closing = threading.Event()
+        try:
+            self._listener = socket.create_server(
+                (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=limits.max_connections
+            )
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {host!r}: {error}: give an address of this host") from error
+        self.port: int = self._listener.getsockname()[1]
+        self._threads = ThreadGroup(f"kv-data-{self.port}")
+
+    def start(self) -> None:
+        self._threads.start(self._accept)
+
+    def has_introduced_itself(self, stream: Stream) -> None:
+        with self._lock:
+            self._handshakes.pop(stream, None)
+
+    def cut_all(self) -> None:
+        """Ends the connections that there are."""
+        with self._lock:
+            for stream in self._streams:
+                stream.cut()
+
+    def close(self, seconds: float) -> None:
+        """Ends all connections and waits for their threads."""
+        with self._lock:
+            self._closing.set()
+        self.cut_all()
+        with contextlib.suppress(OSError):  # it may have been closed before
+            self._listener.shutdown(socket.SHUT_RDWR)
+        assert self._threads.join(seconds), f"a thread has not ended within {seconds} seconds"
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while not self._closing.is_set():
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:
+                if not self._closing.is_set():
+                    _logger.warning("cannot accept connections: %s", error)
+                    self._closing.wait(0.1)
+                continue
+            self._begin(connection)
+
+    def _begin(self, connection: socket.socket) -> None:
+        """Gives the connection a thread, if there is room for one more."""
+        try:
+            stream = Stream(connection, self._limits.connect_seconds)
+        except OSError:
+            connection.close()
+            return
+        with self._lock:
+            if len(self._handshakes) >= self._limits.max_handshakes:
+                self._end_handshake(next(iter(self._handshakes)))
+            if self._closing.is_set() or len(self._streams) >= self._limits.max_connections:
+                stream.close()
+                return
+            try:
+                self._threads.start(self._run, stream)
+            except PeerError as error:
+                _logger.warning("a connection is closed: %s", error)
+                stream.close()
+                return
+            self._streams.add(stream)
+            self._handshakes[stream] = None
+
+    def _end_handshake(self, stream: Stream) -> None:
+        """Returns when its thread has ended: until then the connection takes up room. Called with the lock held."""
+        stream.cut()
+        self._lock.wait_for(lambda: stream not in self._streams, self._limits.connect_seconds)
+
+    def _run(self, stream: Stream) -> None:
+        try:
+            seconds = self._limits.connect_seconds
+            stream.authenticate(
+                self._key, is_client=False, purpose=PURPOSE, seconds=seconds, max_frame_bytes=self._max_frame_bytes
+            )
+            self._serve(stream)
+        except PeerError as error:
+            _logger.debug("a connection has ended: %s", error)
+        except Exception:
+            _logger.exception("a connection has ended because of a bug")
+        finally:
+            stream.close()
+            with self._lock:
+                self._streams.remove(stream)
+                self._handshakes.pop(stream, None)
+                self._lock.notify_all()
