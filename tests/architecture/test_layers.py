@@ -104,6 +104,7 @@ ONE_PLACE = {
     "flash_attn_interface": {"attention.flash_attention"},
     "uvicorn": {"server.run", "server.connections"},
     "xxhash": {"utils.digest"},
+    "mooncake": {"kv_transfer.transports.mooncake_agent"},
     "ray": {"executor.ray"},
     "prometheus_client": {"metrics.families"},
     "opentelemetry": {"metrics.tracing"},

@@ -104,6 +104,12 @@ def counts(output: Any) -> tuple[list[int], int, int]:
 def test_tokens_and_acceptance_are_those_of_one_engine(
     method: str, overlap: bool, block_sizes: tuple[int, int], transport: str
 ) -> None:
+    check_identity(method, overlap, block_sizes, transfer_config("", transport))
+
+
+def check_identity(method: str, overlap: bool, block_sizes: tuple[int, int], config: dict[str, Any]) -> None:
+    """`config` lacks the role and the id."""
+    for_p, for_d = ({**config, "kv_role": role, "engine_id": role} for role in ("kv_producer", "kv_consumer"))
     common: dict[str, Any] = {"async_scheduling": overlap}
     if METHODS[method] is not None:
         common["speculative_config"] = METHODS[method]
@@ -111,8 +117,8 @@ def test_tokens_and_acceptance_are_those_of_one_engine(
         expected = [counts(complete(one, prompt, params)) for prompt, params in requests()]
     p_size, d_size = block_sizes
     with (
-        engine(kv_transfer_config=transfer_config("kv_producer", transport), block_size=p_size, **common) as prefill,
-        engine(kv_transfer_config=transfer_config("kv_consumer", transport), block_size=d_size, **common) as decode,
+        engine(kv_transfer_config=for_p, block_size=p_size, **common) as prefill,
+        engine(kv_transfer_config=for_d, block_size=d_size, **common) as decode,
     ):
         for number, (prompt, params) in enumerate(requests()):
             hit = HITS[number % 4]

@@ -18,9 +18,10 @@ from penstock.kv_transfer.transports.base import DataTransport, Operation, Trans
 from penstock.kv_transfer.transports.memory_copy import copy_in_pieces
 from penstock.simulation.conformance import TransportRig, check_transport, runs_of
 from penstock.utils.errors import PeerError
+from tests.integration.transfer_libraries import LIBRARY_KINDS
 from tests.integration.transport_process import LateTransport, Memories, RemoteTransport
 
-KINDS = ("sockets", "shared_memory")
+KINDS = ("sockets", "shared_memory", *LIBRARY_KINDS)
 # Large enough that a peer can be stopped in the middle of a transfer over sockets; copies are held by a gate.
 SIZES = {"sockets": 256 << 20, "shared_memory": 32 << 20}
 

@@ -1,6 +1,6 @@
 """A transport endpoint in a process of its own, driven by lines of JSON, and what stands for it in a test.
 
-python -m tests.integration.transport_process sockets|shared_memory
+python -m tests.integration.transport_process sockets|shared_memory|mooncake
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from penstock.kv_transfer.transports.agent_transport import AgentTransport
+from penstock.kv_transfer.transports.agents import AgentSettings
 from penstock.kv_transfer.transports.base import DataTransport, Notification, Operation, PeerId, TransferHandle
 from penstock.kv_transfer.transports.shared_memory import SharedMemoryTransport
 from penstock.kv_transfer.transports.sockets import SocketsTransport
@@ -29,7 +31,11 @@ def make_transport(kind: str, memories: Sequence[SharedMemory]) -> DataTransport
         transport: DataTransport = SocketsTransport("127.0.0.1", KEY)
     else:
         regions = [MemoryRegion(f"r{n}", len(each.view), path=each.name) for n, each in enumerate(memories)]
-        transport = SharedMemoryTransport(regions)
+        if kind == "shared_memory":
+            transport = SharedMemoryTransport(regions)
+        else:
+            settings = AgentSettings(library=kind, host="127.0.0.1", is_local=True, protocol="tcp")
+            transport = AgentTransport(settings, regions, KEY)
     transport.register([memory.view for memory in memories])
     return transport
 

@@ -69,6 +69,11 @@ def for_ranks() -> dict[str, str]:
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
+def for_helper(defaults: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a helper process: this one's, and before it `defaults`, which libraries read."""
+    return {**defaults, **os.environ}
+
+
 def _keys(name: str) -> tuple[str, ...]:
     keys = os.environ.get(name, "").split(",")
     return tuple(key.strip() for key in keys if key.strip())

@@ -3,7 +3,9 @@
 `NixlConnector` and `MooncakeConnector` are the same connector under the names that users of other engines write; the
 second also answers `GET /query` on its bootstrap port. Options, in `kv_connector_extra_config`:
 
-    transport               "sockets" (TCP, the default) or "shared_memory" (engines of one host)
+    transport               "sockets" (TCP, the default), "shared_memory" (engines of one host), or "mooncake" (the
+                            library of that name, in helper processes)
+    mooncake_protocol       "rdma", the default: RDMA where Mooncake finds devices, else TCP; or "tcp"
     peers                   addresses of engines, such as ["10.0.0.1:5600"]; not needed on one host
     cluster_key_file        a file with the key that all engines share; not needed on one host
     attestation             "all": what is read is compared with digests of the sender; "off"
@@ -33,6 +35,8 @@ from penstock.kv_transfer.p2p.producer import Producer, ProducerRules
 from penstock.kv_transfer.p2p.scheduler import P2PScheduler
 from penstock.kv_transfer.p2p.ticket import TicketOffice
 from penstock.kv_transfer.p2p.worker import P2PWorker
+from penstock.kv_transfer.transports.agent_transport import AgentTransport
+from penstock.kv_transfer.transports.agents import LIBRARIES, AgentSettings, check_installed
 from penstock.kv_transfer.transports.base import DataTransport
 from penstock.kv_transfer.transports.shared_memory import SharedMemoryTransport
 from penstock.kv_transfer.transports.sockets import SocketsTransport
@@ -41,9 +45,10 @@ from penstock.messages.kv_transfer import ConnectorSetup, ShardId
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import ConfigError
 
-_TRANSPORTS = ("sockets", "shared_memory")
+_TRANSPORTS = ("sockets", "shared_memory", *LIBRARIES)
 _DEFAULTS = {
     "transport": "sockets",
+    "mooncake_protocol": "rdma",
     "peers": (),
     "cluster_key_file": None,
     "attestation": "all",
@@ -68,6 +73,7 @@ class P2PConnector:
         config = context.config
         options = _read_options(config)
         host = check_host(config.kv_ip)
+        agent = _agent_settings(options, host)
         local = LocalCluster() if is_loopback(host) and options["cluster_key_file"] is None else None
         key = _key(config, options, local)
         peers = PeerList(options["peers"], local)
@@ -89,7 +95,7 @@ class P2PConnector:
             epoch=epoch,
             role=config.kv_role,
             meaning=context.meaning,
-            setup=P2PSetup(options["transport"], host, key),
+            setup=P2PSetup(options["transport"], host, key, agent),
             num_groups=len(context.cache.groups),
             ignored=frozenset({"arithmetic"} if options["allow_other_arithmetic"] else ()),
             requires_digests=options["attestation"] == "all",
@@ -102,7 +108,7 @@ class P2PConnector:
     @staticmethod
     def make_worker_connector(context: ConnectorContext, shard: ShardId, setup: ConnectorSetup | None) -> P2PWorker:
         assert isinstance(setup, P2PSetup), setup
-        is_shared = setup.transport == "shared_memory"
+        is_shared = setup.transport != "sockets"
         return P2PWorker(shard, _transport_maker(setup), threads(), needs_shared_memory=is_shared)
 
 
@@ -117,9 +123,21 @@ class MooncakeConnector(P2PConnector):
 
 
 def _transport_maker(setup: P2PSetup) -> Callable[[KVLayout], DataTransport]:
+    settings = setup.agent
+    if settings is not None:
+        return lambda layout: AgentTransport(settings, layout.regions, setup.key)
     if setup.transport == "shared_memory":
         return lambda layout: SharedMemoryTransport(layout.regions)
     return lambda layout: SocketsTransport(setup.host, setup.key)
+
+
+def _agent_settings(options: dict[str, Any], host: str) -> AgentSettings | None:
+    """Of a transport over a library. Raises ConfigError when the library is not installed."""
+    library = options["transport"]
+    if library not in LIBRARIES:
+        return None
+    check_installed(library)
+    return AgentSettings(library=library, host=host, is_local=is_loopback(host), protocol=options["mooncake_protocol"])
 
 
 def _key(config: KVTransferConfig, options: dict[str, Any], local: LocalCluster | None) -> bytes:
@@ -148,6 +166,7 @@ def _read_options(config: KVTransferConfig) -> dict[str, Any]:
         config.kv_connector_extra_config,
         _DEFAULTS,
         transport=(lambda value: value in _TRANSPORTS, f"one of {', '.join(_TRANSPORTS)}"),
+        mooncake_protocol=(lambda value: value in ("rdma", "tcp"), "one of rdma, tcp"),
         peers=(lambda value: isinstance(value, list) and all(map(is_text, value)), "a list of addresses"),
         cluster_key_file=(is_text, "a file"),
         attestation=(lambda value: value in ("all", "off"), "one of all, off"),

@@ -18,6 +18,7 @@ import enum
 
 import msgspec
 
+from penstock.kv_transfer.transports.agents import AgentSettings
 from penstock.messages.kv_layout import KVLayout
 from penstock.messages.kv_transfer import ConnectorSetup, HandshakePayload, KVConnectorMetadata, ShardId, TransferId
 from penstock.messages.scheduler_output import BlockIds
@@ -182,8 +183,9 @@ class P2PHandshake(HandshakePayload, msgspec.Struct, frozen=True, tag=True):
 
 @register_kind
 class P2PSetup(ConnectorSetup, msgspec.Struct, frozen=True, tag=True):
-    """How a rank makes its transport. `key` is what peers prove to each other."""
+    """How a rank makes its transport. `key` is what peers prove to each other; `agent` is for those over a library."""
 
     transport: str
     host: str
     key: bytes
+    agent: AgentSettings | None = None

@@ -1,0 +1,114 @@
+"""A helper process as the engine sees it: started by command, asked, and ended by a signal."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from typing import Any, TypeVar
+
+import numpy as np
+
+from penstock.config import env
+from penstock.kv_transfer.transports.base import Operation
+from penstock.kv_transfer.transports.helper_messages import (
+    CODEC,
+    AgentFailed,
+    AgentReady,
+    Move,
+    Moved,
+    OpenAgent,
+    ServedMemory,
+)
+from penstock.utils.errors import ConfigError, PeerError, WireError
+from penstock.utils.interrupts import interrupts_blocked
+from penstock.utils.wire import FrameReader
+
+_PROGRAM = "penstock.kv_transfer.transports.helper_process"
+_RECEIVE_BYTES = 1 << 16
+
+_Answer = TypeVar("_Answer")
+
+
+class HelperProcess:
+    """One thread asks; any thread may `kill` it. Nothing that it has begun moves any more when `end` has returned."""
+
+    def __init__(self, defaults: dict[str, str]) -> None:
+        """`defaults` are environment variables for those that the user has not set. Raises PeerError."""
+        self._reader = FrameReader(CODEC)
+        self._connection, theirs = socket.socketpair()
+        hang_up, lifeline = os.pipe()
+        self._lifeline = os.fdopen(lifeline, "wb", buffering=0)
+        command = [sys.executable, "-m", _PROGRAM, str(theirs.fileno()), str(hang_up)]
+        try:
+            with interrupts_blocked():
+                self._process = subprocess.Popen(
+                    command,
+                    pass_fds=(theirs.fileno(), hang_up),
+                    stdin=subprocess.DEVNULL,
+                    stdout=sys.__stderr__,
+                    env=env.for_helper(defaults),
+                )
+        except OSError as error:
+            self._connection.close()
+            self._lifeline.close()
+            raise PeerError(f"a helper process cannot be started: {error}") from error
+        finally:
+            theirs.close()
+            os.close(hang_up)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def open(self, message: OpenAgent, seconds: float) -> ServedMemory:
+        """Raises PeerError, or ConfigError where another configuration or an installation is needed."""
+        self._connection.settimeout(seconds)
+        memory = self._ask(message, AgentReady).memory
+        self._connection.settimeout(None)
+        return memory
+
+    def move(self, operation: Operation, runs: np.ndarray) -> None:
+        """Returns when all bytes of the runs, [n, 3] int64, have landed. Raises PeerError, and they may still land."""
+        self._ask(Move(operation, runs), Moved)
+
+    def wait_for_end(self) -> str:
+        """Waits until the process has ended, and says how."""
+        code = self._process.wait()
+        return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+
+    def kill(self) -> None:
+        """From any thread, at any time."""
+        self._process.kill()
+
+    def end(self) -> None:
+        """Kills it and waits for its end. Called by the thread that asks; idempotent."""
+        self.kill()
+        self._process.wait()
+        self._connection.close()
+        self._lifeline.close()
+
+    def _ask(self, message: Any, kind: type[_Answer]) -> _Answer:
+        try:
+            self._connection.sendall(CODEC.encode(message))
+            answer = self._receive()
+        except TimeoutError:
+            raise PeerError("a helper process has not answered in time") from None
+        except (OSError, WireError) as error:
+            raise PeerError(f"a helper process has ended: {error}") from error
+        if isinstance(answer, AgentFailed):
+            raise (ConfigError if answer.is_config else PeerError)(answer.reason)
+        if not isinstance(answer, kind):
+            raise PeerError(f"a helper process has answered with {type(answer).__name__}")
+        return answer
+
+    def _receive(self) -> Any:
+        while data := self._connection.recv(_RECEIVE_BYTES):
+            for message in self._reader.feed(data):
+                return message
+        raise PeerError("a helper process has ended")

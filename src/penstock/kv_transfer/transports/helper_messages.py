@@ -1,0 +1,63 @@
+"""What an engine says to a helper process, and what it answers: one answer for each message.
+
+    OpenAgent  ->
+               <-  AgentReady, or AgentFailed
+    Move       ->
+               <-  Moved, or AgentFailed; after a failure the helper ends
+
+The end of the connection, which the kernel brings about however a process ends, is the end of the helper.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from penstock.kv_transfer.transports.agents import AgentSettings
+from penstock.kv_transfer.transports.base import Operation
+from penstock.utils.wire import Codec
+
+
+class NamedRegion(msgspec.Struct, frozen=True):
+    """Memory that the helper maps."""
+
+    path: str
+    num_bytes: int
+
+
+class ServedMemory(msgspec.Struct, frozen=True):
+    """How to reach an agent, and where it has its regions: of each the address and the number of bytes."""
+
+    agent: bytes
+    regions: tuple[tuple[int, int], ...]
+
+
+class OpenAgent(msgspec.Struct, frozen=True):
+    """With a `peer` the agent moves bytes between the regions and the peer's. Without, it serves them."""
+
+    settings: AgentSettings
+    regions: tuple[NamedRegion, ...]
+    peer: ServedMemory | None
+
+
+class AgentReady(msgspec.Struct, frozen=True):
+    memory: ServedMemory
+
+
+class Move(msgspec.Struct, frozen=True):
+    operation: Operation
+    runs: np.ndarray  # [n, 3] int64, checked
+
+
+class Moved(msgspec.Struct, frozen=True):
+    """The last byte has landed."""
+
+
+class AgentFailed(msgspec.Struct, frozen=True):
+    """`is_config`: another configuration, or an installation, is needed."""
+
+    reason: str
+    is_config: bool
+
+
+CODEC = Codec(OpenAgent, AgentReady, Move, Moved, AgentFailed)

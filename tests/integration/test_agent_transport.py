@@ -1,0 +1,258 @@
+"""Transports over a library in helper processes: what is left of a transfer, and of a helper, when a process stops or
+dies, or the library does."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.kv_transfer.transports.agent_transport import AgentTransport
+from penstock.kv_transfer.transports.agents import AgentSettings, check_installed
+from penstock.kv_transfer.transports.base import Operation, TransferHandle, TransferState
+from penstock.kv_transfer.transports.helper_process import joined
+from penstock.messages.kv_layout import MemoryRegion
+from penstock.simulation.conformance import runs_of
+from penstock.utils.errors import ConfigError, PeerError
+from penstock.utils.shared_memory import SharedMemory, create_memory
+from tests.integration.transfer_libraries import LIBRARY_KINDS
+from tests.integration.transport_process import KEY, Memories, RemoteTransport
+
+SIZE = 192 << 20
+WAIT_SECONDS = 60.0
+
+
+def wait_until(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {WAIT_SECONDS} seconds: {what}"
+        time.sleep(0.002)
+
+
+def children(pid: int) -> list[int]:
+    with contextlib.suppress(OSError):
+        tasks = Path(f"/proc/{pid}/task").iterdir()
+        return [int(each) for task in tasks for each in (task / "children").read_text().split()]
+    return []
+
+
+def is_alive(pid: int) -> bool:
+    """Neither gone nor a zombie."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def endpoint(library: str, memory: SharedMemory, key: bytes = KEY) -> AgentTransport:
+    settings = AgentSettings(library=library, host="127.0.0.1", is_local=True, protocol="tcp")
+    region = MemoryRegion("kv", len(memory.view), path=memory.name)
+    transport = AgentTransport(settings, [region], key)
+    transport.register([memory.view])
+    return transport
+
+
+class Pair:
+    """A reader here, whose memory is full of ones, and a peer in another process that serves twos."""
+
+    def __init__(self, library: str) -> None:
+        self.library = library
+        memories = Memories()
+        self.near, far = create_memory(SIZE), memories.allocate(SIZE)
+        self.array = np.frombuffer(self.near.view, np.uint8)
+        self.array[:] = 1
+        np.frombuffer(far, np.uint8)[:] = 2
+        self.peer = RemoteTransport(library, memories)
+        self.reader = endpoint(library, self.near)
+        self.peer.register([far])
+        self.name = self.reader.connect(self.peer.descriptor())
+
+    @property
+    def peer_processes(self) -> list[int]:
+        return [self.peer.process.pid, *children(self.peer.process.pid)]
+
+    def signal_peer(self, number: int) -> None:
+        for pid in self.peer_processes:
+            os.kill(pid, number)
+
+    def submit(self, operation: Operation = Operation.READ) -> TransferHandle:
+        return self.reader.submit(operation, self.name, runs_of((0, 0, SIZE)))
+
+    def read_and_stop_peer(self) -> TransferHandle:
+        """A read of which a part has landed when all processes of the peer are stopped."""
+        for _ in range(20):
+            self.array[:] = 1
+            handle = self.submit()
+            wait_until(lambda: (self.array[:: 1 << 16] == 2).any(), "the first bytes land")
+            self.signal_peer(signal.SIGSTOP)
+            if self.reader.poll(handle) is TransferState.PENDING and (self.array[:: 1 << 16] == 1).any():
+                return handle
+            self.signal_peer(signal.SIGCONT)
+            assert self.settled(handle) is TransferState.DONE
+        pytest.fail("no read was stopped midway")
+
+    def settled(self, handle: TransferHandle) -> TransferState:
+        wait_until(lambda: self.reader.poll(handle).is_settled, "the transfer settles")
+        return self.reader.poll(handle)
+
+    def read_again(self) -> None:
+        """Another reader, with memory of its own, reads everything: the peer's engine and helper are well."""
+        other = create_memory(SIZE)
+        reader = endpoint(self.library, other)
+        try:
+            deadline = time.monotonic() + WAIT_SECONDS
+            while True:
+                try:
+                    name = reader.connect(self.peer.descriptor())
+                    handle = reader.submit(Operation.READ, name, runs_of((0, 0, SIZE)))
+                    wait_until(lambda handle=handle: reader.poll(handle).is_settled, "the other read settles")
+                    if reader.poll(handle) is TransferState.DONE:
+                        break
+                except PeerError:
+                    pass  # the peer's helper is being replaced
+                assert time.monotonic() < deadline, "the peer does not serve another reader"
+            assert (np.frombuffer(other.view, np.uint8) == 2).all()
+        finally:
+            reader.close()
+
+
+@contextlib.contextmanager
+def pair_of(library: str) -> Iterator[Pair]:
+    pair = Pair(library)
+    try:
+        yield pair
+    finally:
+        pair.signal_peer(signal.SIGCONT)
+        pair.reader.close()
+        pair.peer.end()
+
+
+@pytest.mark.parametrize("library", LIBRARY_KINDS)
+def test_a_stopped_peer_that_goes_on_writes_nothing_and_serves_the_next_reader(library: str) -> None:
+    with pair_of(library) as pair:
+        handle = pair.read_and_stop_peer()
+        pair.reader.disconnect(pair.name)
+        assert pair.settled(handle) is TransferState.FAILED_SETTLED
+        # The memory has another owner now.
+        pair.array[:] = 3
+        pair.signal_peer(signal.SIGCONT)
+        pair.read_again()
+        assert pair.peer.process.poll() is None, "the peer's engine has died with its helper"
+        assert (pair.array == 3).all(), "bytes landed in memory of another owner"
+
+
+@pytest.mark.parametrize("library", LIBRARY_KINDS)
+def test_an_engine_survives_the_death_of_its_helper_and_starts_another(library: str) -> None:
+    with pair_of(library) as pair:
+        (helper,) = children(pair.peer.process.pid)
+        os.kill(helper, signal.SIGABRT)
+        wait_until(lambda: not is_alive(helper), "the helper dies")
+        pair.read_again()
+        assert pair.peer.process.poll() is None
+        # What was connected to the helper that died is lost, and can be connected again.
+        wait_until(lambda: not _is_connected(pair), "the reader learns that the peer's agent has ended")
+        pair.name = pair.reader.connect(pair.peer.descriptor())
+        assert pair.settled(pair.submit()) is TransferState.DONE
+
+
+def _is_connected(pair: Pair) -> bool:
+    try:
+        return pair.settled(pair.reader.submit(Operation.READ, pair.name, runs_of())) is TransferState.DONE
+    except PeerError:
+        return False
+
+
+@pytest.mark.parametrize("library", LIBRARY_KINDS)
+def test_a_write_that_was_given_up_settles_when_the_peer_has_ended_its_agent(library: str) -> None:
+    with pair_of(library) as pair:
+        (helper,) = children(pair.peer.process.pid)
+        pair.signal_peer(signal.SIGSTOP)
+        handle = pair.submit(Operation.WRITE)
+        wait_until(lambda: _is_running(pair), "the write begins")
+        pair.reader.disconnect(pair.name)
+        assert pair.reader.poll(handle) is TransferState.FAILED_UNSETTLED
+        pair.reader.wait([handle], 0.5)
+        assert pair.reader.poll(handle) is TransferState.FAILED_UNSETTLED
+        pair.signal_peer(signal.SIGCONT)
+        assert pair.settled(handle) is TransferState.FAILED_SETTLED
+        assert not is_alive(helper)
+        assert pair.peer.process.poll() is None
+
+
+def _is_running(pair: Pair) -> bool:
+    return pair.reader._peers[pair.name].running is not None
+
+
+@pytest.mark.parametrize("library", LIBRARY_KINDS)
+def test_helpers_do_not_outlive_their_engine(library: str) -> None:
+    """Also one that waits for a peer in a call of the library."""
+    with pair_of(library) as pair:
+        code = (
+            "import sys, base64\n"
+            "from tests.integration.test_agent_transport import *\n"
+            "reader = endpoint(sys.argv[1], create_memory(SIZE))\n"
+            "name = reader.connect(base64.b64decode(sys.argv[2]))\n"
+            "print('connected', flush=True)\n"
+            "sys.stdin.readline()\n"
+            "handle = reader.submit(Operation.READ, name, runs_of((0, 0, SIZE)))\n"
+            "wait_until(lambda: reader._peers[name].running, 'the read begins')\n"
+            "print('reading', flush=True)\n"
+            "sys.stdin.readline()\n"
+        )
+        address = base64.b64encode(pair.peer.descriptor()).decode()
+        command = [sys.executable, "-c", code, library, address]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as engine:
+            assert engine.stdin is not None
+            assert engine.stdout is not None
+            assert engine.stdout.readline() == "connected\n"
+            helpers = children(engine.pid)
+            assert len(helpers) == 2, helpers
+            pair.signal_peer(signal.SIGSTOP)
+            engine.stdin.write("read\n")
+            engine.stdin.flush()
+            assert engine.stdout.readline() == "reading\n"
+            engine.kill()
+        for helper in helpers:
+            wait_until(lambda helper=helper: not is_alive(helper), "a helper ends with its engine")
+
+
+def test_a_library_that_is_missing_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'penstock\[mooncake\]'"):
+        check_installed("mooncake")
+
+
+def test_a_library_that_cannot_be_loaded_is_an_error_of_the_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In place of the library there is a module that needs what is not there."""
+    (tmp_path / "mooncake").mkdir()
+    (tmp_path / "mooncake" / "__init__.py").touch()
+    (tmp_path / "mooncake" / "engine.py").write_text("raise ImportError('libibverbs.so.1: cannot open')\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    memory = create_memory(1 << 16)
+    transport = AgentTransport(
+        AgentSettings(library="mooncake", host="127.0.0.1"), [MemoryRegion("kv", 1 << 16, path=memory.name)], KEY
+    )
+    with pytest.raises(ConfigError, match=r"libibverbs.so.1: cannot open.*apt-get install libibverbs1"):
+        transport.register([memory.view])
+    transport.close()
+
+
+def test_memory_without_a_name_is_refused() -> None:
+    with pytest.raises(ConfigError, match="choose transport=sockets"):
+        AgentTransport(AgentSettings(library="mooncake", host="127.0.0.1"), [MemoryRegion("kv", 8)], KEY)
+
+
+def test_pieces_are_joined_where_both_sides_go_on() -> None:
+    pieces = runs_of((0, 100, 4), (4, 104, 4), (8, 112, 4), (12, 116, 2), (20, 118, 2))
+    assert joined(pieces).tolist() == [[0, 100, 8], [8, 112, 6], [20, 118, 2]]
+    assert joined(runs_of()).tolist() == []
