@@ -104,6 +104,8 @@ ONE_PLACE = {
     "flash_attn_interface": {"attention.flash_attention"},
     "uvicorn": {"server.run", "server.connections"},
     "xxhash": {"utils.digest"},
+    "nixl_cu12": {"kv_transfer.transports.nixl_agent"},
+    "nixl_cu13": {"kv_transfer.transports.nixl_agent"},
     "mooncake": {"kv_transfer.transports.mooncake_agent"},
     "ray": {"executor.ray"},
     "prometheus_client": {"metrics.families"},

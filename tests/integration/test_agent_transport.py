@@ -17,16 +17,17 @@ import numpy as np
 import pytest
 
 from penstock.kv_transfer.transports.agent_transport import AgentTransport
-from penstock.kv_transfer.transports.agents import AgentSettings, check_installed
+from penstock.kv_transfer.transports.agents import LIBRARIES, AgentSettings, check_installed
 from penstock.kv_transfer.transports.base import Operation, TransferHandle, TransferState
 from penstock.kv_transfer.transports.helper_process import joined
 from penstock.messages.kv_layout import MemoryRegion
 from penstock.simulation.conformance import runs_of
 from penstock.utils.errors import ConfigError, PeerError
 from penstock.utils.shared_memory import SharedMemory, create_memory
-from tests.integration.transfer_libraries import LIBRARY_KINDS
+from tests.integration.transfer_libraries import LIBRARY_KINDS, with_library
 from tests.integration.transport_process import KEY, Memories, RemoteTransport
 
+LIBRARY_CASES = [with_library(library, library, "all") for library in LIBRARIES]
 SIZE = 192 << 20
 WAIT_SECONDS = 60.0
 
@@ -135,8 +136,12 @@ def pair_of(library: str) -> Iterator[Pair]:
         pair.peer.end()
 
 
-@pytest.mark.parametrize("library", LIBRARY_KINDS)
-def test_a_stopped_peer_that_goes_on_writes_nothing_and_serves_the_next_reader(library: str) -> None:
+@pytest.mark.parametrize(("library", "ucx"), [*LIBRARY_CASES, with_library("nixl", "nixl", "tcp,self")])
+def test_a_stopped_peer_that_goes_on_writes_nothing_and_serves_the_next_reader(
+    library: str, ucx: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over UCX's own choice of transports, and over TCP, where the end of a reader has made a stopped peer abort."""
+    monkeypatch.setenv("UCX_TLS", ucx)
     with pair_of(library) as pair:
         handle = pair.read_and_stop_peer()
         pair.reader.disconnect(pair.name)
@@ -224,10 +229,13 @@ def test_helpers_do_not_outlive_their_engine(library: str) -> None:
             wait_until(lambda helper=helper: not is_alive(helper), "a helper ends with its engine")
 
 
-def test_a_library_that_is_missing_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_library_that_is_missing_is_named_with_the_command_that_installs_it(
+    library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'penstock\[mooncake\]'"):
-        check_installed("mooncake")
+    with pytest.raises(ConfigError, match=rf"pip install 'penstock\[{library}\]'"):
+        check_installed(library)
 
 
 def test_a_library_that_cannot_be_loaded_is_an_error_of_the_configuration(

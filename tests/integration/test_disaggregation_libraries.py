@@ -37,6 +37,7 @@ from tests.integration.transfer_libraries import LIBRARY_KINDS, with_library
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "mooncake": transfer_config("", "mooncake", "MooncakeConnector", mooncake_protocol="tcp", bootstrap_port=0),
+    "nixl": transfer_config("", "nixl", "NixlConnector", backends=["UCX"]),
 }
 IN_EVERY_RUN = {("mtp", True, (16, 32)), ("none", False, (32, 16))}
 GRID = [
@@ -132,7 +133,7 @@ def test_a_library_that_is_missing_is_an_error_at_the_start(monkeypatch: pytest.
         LLM(**ENGINE, kv_transfer_config={**CONFIGS["mooncake"], "kv_role": "kv_both", "engine_id": "d"})
 
 
-@pytest.mark.parametrize(("option", "value"), [("mooncake_protocol", "pigeons")])
+@pytest.mark.parametrize(("option", "value"), [("mooncake_protocol", "pigeons"), ("backends", []), ("backends", "UCX")])
 def test_an_invalid_option_is_refused_at_the_start(option: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=option):
         LLM(**ENGINE, kv_transfer_config=transfer_config("kv_both", **{option: value}))

@@ -1,6 +1,6 @@
 """A transport endpoint in a process of its own, driven by lines of JSON, and what stands for it in a test.
 
-python -m tests.integration.transport_process sockets|shared_memory|mooncake
+python -m tests.integration.transport_process sockets|shared_memory|mooncake|nixl
 """
 
 from __future__ import annotations

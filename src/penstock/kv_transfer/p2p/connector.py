@@ -3,8 +3,9 @@
 `NixlConnector` and `MooncakeConnector` are the same connector under the names that users of other engines write; the
 second also answers `GET /query` on its bootstrap port. Options, in `kv_connector_extra_config`:
 
-    transport               "sockets" (TCP, the default), "shared_memory" (engines of one host), or "mooncake" (the
-                            library of that name, in helper processes)
+    transport               "sockets" (TCP, the default), "shared_memory" (engines of one host), "nixl" or
+                            "mooncake" (the library of that name, in helper processes)
+    backends                of NIXL, ["UCX"] by default
     mooncake_protocol       "rdma", the default: RDMA where Mooncake finds devices, else TCP; or "tcp"
     peers                   addresses of engines, such as ["10.0.0.1:5600"]; not needed on one host
     cluster_key_file        a file with the key that all engines share; not needed on one host
@@ -48,6 +49,7 @@ from penstock.utils.errors import ConfigError
 _TRANSPORTS = ("sockets", "shared_memory", *LIBRARIES)
 _DEFAULTS = {
     "transport": "sockets",
+    "backends": ("UCX",),
     "mooncake_protocol": "rdma",
     "peers": (),
     "cluster_key_file": None,
@@ -137,7 +139,13 @@ def _agent_settings(options: dict[str, Any], host: str) -> AgentSettings | None:
     if library not in LIBRARIES:
         return None
     check_installed(library)
-    return AgentSettings(library=library, host=host, is_local=is_loopback(host), protocol=options["mooncake_protocol"])
+    return AgentSettings(
+        library=library,
+        host=host,
+        is_local=is_loopback(host),
+        backends=tuple(options["backends"]),
+        protocol=options["mooncake_protocol"],
+    )
 
 
 def _key(config: KVTransferConfig, options: dict[str, Any], local: LocalCluster | None) -> bytes:
@@ -166,6 +174,10 @@ def _read_options(config: KVTransferConfig) -> dict[str, Any]:
         config.kv_connector_extra_config,
         _DEFAULTS,
         transport=(lambda value: value in _TRANSPORTS, f"one of {', '.join(_TRANSPORTS)}"),
+        backends=(
+            lambda value: isinstance(value, list) and bool(value) and all(map(is_text, value)),
+            "a list of names",
+        ),
         mooncake_protocol=(lambda value: value in ("rdma", "tcp"), "one of rdma, tcp"),
         peers=(lambda value: isinstance(value, list) and all(map(is_text, value)), "a list of addresses"),
         cluster_key_file=(is_text, "a file"),

@@ -65,6 +65,7 @@ class Library:
 
 LIBRARIES: Mapping[str, Library] = {
     "mooncake": Library(("mooncake",), ("libibverbs1", "librdmacm1", "libnl-3-200", "libnl-route-3-200")),
+    "nixl": Library(("nixl_cu12", "nixl_cu13")),
 }
 
 

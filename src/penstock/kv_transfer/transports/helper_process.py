@@ -16,7 +16,7 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ from penstock.kv_transfer.transports.helper_messages import (
     ServedMemory,
 )
 from penstock.kv_transfer.transports.mooncake_agent import MooncakeAgent
+from penstock.kv_transfer.transports.nixl_agent import NixlAgent
 from penstock.utils import logging
 from penstock.utils.errors import ConfigError, WireError
 from penstock.utils.shared_memory import attach_memory
@@ -41,7 +42,7 @@ from penstock.utils.wire import FrameReader
 _logger = logging.get_logger(__name__)
 
 _RECEIVE_BYTES = 1 << 20
-_AGENTS = {"mooncake": MooncakeAgent}
+_AGENTS: dict[str, Callable[[AgentSettings], Agent]] = {"mooncake": MooncakeAgent, "nixl": NixlAgent}
 
 
 def make_agent(settings: AgentSettings) -> Agent:
