@@ -4,12 +4,15 @@
 
 Every method moves the same bytes in each round, in turn, so that a busy machine slows all of them down alike. Pieces
 lie in random order on both sides, which is the worst case: nothing can be merged. Plain TCP and the copy move one.
+NIXL and Mooncake take part where they are installed; for NIXL both over UCX's own choice and, with UCX_TLS=tcp,self in
+the environment, over TCP.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import importlib.util
 import multiprocessing
 import socket
 import statistics
@@ -20,6 +23,8 @@ from multiprocessing.connection import Connection
 
 import numpy as np
 
+from penstock.kv_transfer.transports.agent_transport import AgentTransport
+from penstock.kv_transfer.transports.agents import LIBRARIES, AgentSettings
 from penstock.kv_transfer.transports.base import DataTransport, Operation, TransferState
 from penstock.kv_transfer.transports.shared_memory import SharedMemoryTransport
 from penstock.kv_transfer.transports.sockets import SocketsTransport
@@ -42,6 +47,10 @@ def make_transports(memory: SharedMemory) -> dict[str, DataTransport]:
         "sockets": SocketsTransport("127.0.0.1", KEY),
         "shared_memory": SharedMemoryTransport([region]),
     }
+    for library, each in LIBRARIES.items():
+        if any(importlib.util.find_spec(module) for module in each.modules):
+            settings = AgentSettings(library=library, host="127.0.0.1", is_local=True, protocol="tcp")
+            transports[library] = AgentTransport(settings, [region], KEY)
     for transport in transports.values():
         transport.register([memory.view])
     return transports
