@@ -79,10 +79,10 @@ class NixlAgent:
 def _bindings() -> Any:
     """Of the wheel for CUDA 12 or 13; neither needs a GPU."""
     try:
-        from nixl_cu12 import _bindings as bindings  # pyright: ignore[reportMissingImports]
+        from nixl_cu12 import _bindings as bindings  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
     except ImportError as error:
         try:
-            from nixl_cu13 import _bindings as bindings  # pyright: ignore[reportMissingImports]
+            from nixl_cu13 import _bindings as bindings  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
         except ImportError:
             raise ConfigError(why_not_loaded("nixl", error)) from None
     return bindings
