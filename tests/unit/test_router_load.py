@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 from aiohttp import web
@@ -131,5 +132,28 @@ def test_a_waiting_client_that_leaves_makes_room_in_the_queue() -> None:
                 each.cancel()
             await until(lambda: not client.router.dispatcher.num_live)
             assert client.router.dispatcher.num_queued == 0
+
+    run(check)
+
+
+def test_a_client_that_closes_at_the_last_event_has_its_answer() -> None:
+    async def stream(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        usage = {"usage": {"prompt_tokens": 3, "completion_tokens": 2}}
+        await response.write(f"data: {json.dumps(usage)}\n\ndata: [DONE]\n\n".encode())
+        await asyncio.Event().wait()
+        return response
+
+    async def check() -> None:
+        stub = serve(stream)
+        async with routed(stub) as client:
+            async with client.session.post(client.router.url + PATH, json={}) as response:
+                while b"[DONE]" not in await response.content.readline():
+                    pass
+            await until(lambda: not client.router.dispatcher.num_live)
+            assert await client.metric(f'penstock_router_prompt_tokens_total{{worker="{stub.url}"}}') == 3
+            name = f'vllm_router_request_errors_total{{error_type="client_left",route="{PATH}"}}'
+            assert await client.metric(name) == 0
 
     run(check)

@@ -30,6 +30,7 @@ logger = get_logger(__name__)
 _ELSEWHERE = (502, 503, 504)
 # The usage of a streamed answer lies in its last events.
 _TAIL_BYTES = 4096
+_LAST_EVENT = b"data: [DONE]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +138,20 @@ class Timeouts:
     query: float = 5.0
 
 
+@dataclass(slots=True)
+class _Tail:
+    """The end of what the client has been sent of an answer."""
+
+    data: bytes = b""
+
+    def add(self, chunk: bytes) -> None:
+        self.data = chunk if len(chunk) >= _TAIL_BYTES else (self.data + chunk)[-_TAIL_BYTES:]
+
+    @property
+    def is_last(self) -> bool:
+        return self.data.rstrip().endswith(_LAST_EVENT)
+
+
 @dataclass(frozen=True, slots=True)
 class _Attempt:
     """`body` is the parsed one, where the prompt can be computed elsewhere. `since` is when the request arrived."""
@@ -146,6 +161,7 @@ class _Attempt:
     asked: Asked
     body: dict[str, Any] | None
     since: float
+    tail: _Tail
 
 
 class Exchanges:
@@ -174,11 +190,12 @@ class Exchanges:
         is_completion = asked.method == "POST" and asked.path in bodies.COMPLETIONS
         body = bodies.parse_object(asked.body) if is_completion else None
         request = Routed(is_divisible=body is not None and bodies.is_divisible(body))
-        is_over, since = False, self._clock.now()
+        is_over, since, tail = False, self._clock.now(), _Tail()
+        decision: Decision = None
         self._observer.arrived(asked)
         try:
             request.num_prompt_tokens, request.cached = await self._prompts.look_up(asked, body)
-            decision: Decision = self._dispatcher.submit(request, self._clock.now())
+            decision = self._dispatcher.submit(request, self._clock.now())
             while not is_over:
                 if decision is None:
                     decision = await self._wait(request)
@@ -188,7 +205,7 @@ class Exchanges:
                     break
                 self._observer.planned(asked, decision, is_retry=bool(request.failed))
                 try:
-                    await self._answer(_Attempt(request, decision, asked, body, since), client)
+                    await self._answer(_Attempt(request, decision, asked, body, since, tail), client)
                     is_over = True
                 except _InstanceFailedError as failure:
                     self._observer.failed(failure.instance)
@@ -197,7 +214,11 @@ class Exchanges:
                     decision = self._dispatcher.failed(request, failure.instance.url, str(failure), now)
                     self.wake()
         except (asyncio.CancelledError, OSError):
-            self._observer.left(asked)
+            if tail.is_last and isinstance(decision, Plan):
+                # Some clients close the connection at the last event, and do not wait for the body's end.
+                self._observer.answered(asked, decision.target, 200, self._clock.now() - since, tail.data)
+            else:
+                self._observer.left(asked)
             raise
         finally:
             self._dispatcher.end(request)
@@ -290,7 +311,7 @@ class Exchanges:
                 if prefilling is not None:
                     prefilling.add_done_callback(functools.partial(self._on_prefilled, attempt, scope))
                 async with self._upstream.open(call) as answer:
-                    tail = await self._pass_on(attempt.request, answer, client)
+                    await self._pass_on(attempt, answer, client)
         except (PeerError, TimeoutError) as error:
             failure = (prefilling and _failure_of(prefilling)) or self._failure(target, error)
             if attempt.request.phase is not Phase.ANSWERING:
@@ -300,24 +321,21 @@ class Exchanges:
             client.cut()
             self._observer.cut(asked)
             return
-        self._observer.answered(asked, target, answer.status, self._clock.now() - attempt.since, tail)
+        self._observer.answered(asked, target, answer.status, self._clock.now() - attempt.since, attempt.tail.data)
 
-    async def _pass_on(self, request: Routed, answer: Answer, client: Client) -> bytes:
-        """The end of the body."""
+    async def _pass_on(self, attempt: _Attempt, answer: Answer, client: Client) -> None:
         if answer.status in _ELSEWHERE:
             raise PeerError(f"it has answered {answer.status}")
         chunks = answer.chunks()
-        chunk = tail = await anext(chunks, b"")
-        self._dispatcher.answer_goes_on(request, self._clock.now())
+        chunk = await anext(chunks, b"")
+        self._dispatcher.answer_goes_on(attempt.request, self._clock.now())
         await client.begin(answer.status, bodies.answer_headers(answer.headers))
-        if chunk:
+        while chunk:
             await client.write(chunk)
-            async for chunk in chunks:
-                self._dispatcher.answer_goes_on(request, self._clock.now())
-                await client.write(chunk)
-                tail = chunk if len(chunk) >= _TAIL_BYTES else (tail + chunk)[-_TAIL_BYTES:]
+            attempt.tail.add(chunk)
+            chunk = await anext(chunks, b"")
+            self._dispatcher.answer_goes_on(attempt.request, self._clock.now())
         await client.finish()
-        return tail
 
     def _on_prefilled(self, attempt: _Attempt, scope: asyncio.Timeout, task: asyncio.Task[Any]) -> None:
         is_done = not task.cancelled() and task.exception() is None
@@ -327,7 +345,7 @@ class Exchanges:
             scope.reschedule(0)
 
     def _failure(self, instance: Instance, error: Exception) -> _InstanceFailedError:
-        return _InstanceFailedError(instance, str(error) or "it has not answered in time")
+        return _InstanceFailedError(instance, str(error) or "it has died or was removed")
 
     @contextlib.asynccontextmanager
     async def _watched(self, instance: Instance) -> AsyncGenerator[asyncio.Timeout]:
