@@ -38,7 +38,7 @@ def free_ports(count: int) -> list[int]:
 def instance(style: str, name: str, **extra: Any) -> contextlib.AbstractContextManager[ServerProcess]:
     config = {
         "kv_connector": STYLES[style],
-        "kv_role": "kv_producer" if name == "p" else "kv_consumer",
+        "kv_role": "kv_producer" if name.startswith("p") else "kv_consumer",
         "engine_id": name,
         "kv_connector_extra_config": {"transport": "sockets", **extra},
     }
