@@ -40,6 +40,9 @@ QUICK = {
     "bench/gpu_tune.py": Trial(("--list",), "decode attention"),
     "bench/host_cost.py": Trial(("--rounds", "2", "--only", "report"), "encoded"),
     "bench/collectives.py": Trial(("--rounds", "1", "--calls", "2"), "| gather [1, 151936] float32 |"),
+    "bench/route.py": Trial(
+        ("--requests", "60", "--concurrency", "8", "--only", "overhead", "--only", "storm"), "Nothing was lost"
+    ),
     "bench/transports.py": Trial(("--rounds", "1", "--megabytes", "4"), "sockets"),
 }
 SLOW = {

@@ -1,0 +1,198 @@
+"""What a router costs, what it loses, and what it gains by knowing caches.
+
+    python bench/route.py [--requests 100000] [--stubs 8] [--concurrency 64] [--output-len 32] [--only overhead]
+
+overhead  The same requests, one after the other and many at once, directly to a stub instance that streams numbered
+          tokens, through `penstock route`, and through vllm-router where it is installed, in turn. Milliseconds to the
+          first token, to the whole answer, and between tokens; medians and 99th percentiles. What a router adds is the
+          difference to the direct row.
+storm     All requests through `penstock route` while stub instances die, drain, leave and join. Every answer is checked
+          token by token.
+prefix    Conversations of several turns with two engines of the built-in model that publish KV events: prefix-aware
+          against round-robin. Cached tokens by the engines' usage, and time to the first token of the later turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+from route_parts.processes import engine, free_ports, penstock_route, stubs, vllm_router, wait_ready
+from route_parts.storm import storm
+
+PARTS = ("overhead", "storm", "prefix")
+_TIMEOUT = aiohttp.ClientTimeout(600)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=100_000)
+    parser.add_argument("--stubs", type=int, default=8)
+    parser.add_argument("--concurrency", type=int, default=64)
+    parser.add_argument("--output-len", type=int, default=32)
+    parser.add_argument("--conversations", type=int, default=12)
+    parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--only", choices=PARTS, action="append")
+    args = parser.parse_args()
+    for name in args.only or PARTS:
+        asyncio.run({"overhead": overhead, "storm": under_storm, "prefix": prefix}[name](args))
+
+
+@dataclass
+class Times:
+    """Milliseconds of requests, and of single tokens."""
+
+    first: list[float] = field(default_factory=list[float])
+    whole: list[float] = field(default_factory=list[float])
+    between: list[float] = field(default_factory=list[float])
+
+    def cells(self) -> str:
+        return " | ".join(f"{statistics.median(each):.2f} / {p99(each):.2f}" for each in (self.first, self.whole)) + (
+            f" | {statistics.median(self.between):.3f} / {p99(self.between):.3f}" if self.between else " | "
+        )
+
+
+def p99(values: Sequence[float]) -> float:
+    return sorted(values)[min(len(values) - 1, int(0.99 * len(values)))]
+
+
+async def timed(session: aiohttp.ClientSession, url: str, body: dict[str, Any], times: Times) -> None:
+    started = last = time.perf_counter()
+    arrived: list[float] = []
+    async with session.post(f"{url}/v1/completions", json=body) as response:
+        assert response.status == 200, await response.text()
+        async for line in response.content:
+            if line.startswith(b"data: {"):
+                arrived.append(time.perf_counter())
+    last = time.perf_counter()
+    assert len(arrived) == body["max_tokens"], len(arrived)
+    times.first.append(1e3 * (arrived[0] - started))
+    times.whole.append(1e3 * (last - started))
+    times.between += [1e3 * (after - before) for before, after in itertools.pairwise(arrived)]
+
+
+async def overhead(args: argparse.Namespace) -> None:
+    print(f"\n{args.requests} requests of {args.output_len} tokens, {args.stubs} stub instances; ms, median / p99")
+    print("| requests at once | through | first token | whole answer | between tokens |\n|---|---|---|---|---|")
+    async with stubs(args.stubs, 0.0) as instances:
+        flags = [flag for url in instances.urls for flag in ("--serve", url)]
+        with penstock_route(*flags) as (own, _), vllm_router(instances.urls) as other:
+            targets = {"direct": instances.urls[0], "penstock route": own, "vllm-router": other}
+            found = {name: url for name, url in targets.items() if url is not None}
+            for url in found.values():
+                await wait_ready(url)
+            for concurrency, share in ((1, 10), (args.concurrency, 1)):
+                # One of ten is enough where they come one after the other.
+                num_requests = max(concurrency, args.requests // (share * len(found)))
+                times = await in_turn(found, num_requests, concurrency, args.output_len)
+                for name, each in times.items():
+                    print(f"| {concurrency} | {name} | {each.cells()} |", flush=True)
+
+
+async def in_turn(targets: dict[str, str], num_requests: int, concurrency: int, output_len: int) -> dict[str, Times]:
+    """Rounds of `concurrency` requests to each in turn, so that all see the same machine. The first one is left out."""
+    times = {name: Times() for name in targets}
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    async with aiohttp.ClientSession(connector=connector, timeout=_TIMEOUT) as session:
+        for number in range(-1, max(1, num_requests // concurrency)):
+            for name, url in targets.items():
+                body = {"model": "stub", "prompt": f"request {number}", "max_tokens": output_len, "stream": True}
+                into = times[name] if number >= 0 else Times()
+                await asyncio.gather(*(timed(session, url, body, into) for _ in range(concurrency)))
+    return times
+
+
+async def under_storm(args: argparse.Namespace) -> None:
+    async with stubs(args.stubs, 0.0) as instances:
+        flags = [flag for url in instances.urls for flag in ("--serve", url)]
+        with penstock_route(*flags, "--health-interval", "0.1") as (url, admin_url):
+            started = time.perf_counter()
+            tally = await storm(
+                url, admin_url, instances, num_requests=args.requests, concurrency=args.concurrency, seed=0
+            )
+            seconds = time.perf_counter() - started
+    print(f"\nstorm: {args.requests} requests in {seconds:.0f} s over {args.stubs} stub instances")
+    print("| answered | cut in the middle | refused | lost, or answered twice or wrongly |\n|---|---|---|---|")
+    print(f"| {tally.answered} | {tally.cut} | {tally.refused} | {len(tally.wrong)} |")
+    for message, count in tally.messages.most_common():
+        print(f"  {count} x {message}")
+    assert tally.total == args.requests, tally.total
+    if tally.wrong:
+        raise SystemExit("\n".join(tally.wrong[:20]))
+    print("Nothing was lost, and nothing was answered twice.")
+
+
+async def prefix(args: argparse.Namespace) -> None:
+    print(f"\n{args.conversations} conversations of {args.turns} turns, 2 engines, built-in model")
+    print("| policy | cached of prompt tokens | first token, median / p99 in ms |\n|---|---|---|")
+    for policy in ("round-robin", "prefix-aware"):
+        with contextlib.ExitStack() as stack:
+            flags: list[str] = []
+            for _ in range(2):
+                events, replay = (f"tcp://127.0.0.1:{port}" for port in free_ports(2))
+                url = stack.enter_context(engine(events, replay, "64MB"))
+                flags += ["--serve", f"{url},events={events},replay={replay}"]
+            router, _ = stack.enter_context(penstock_route("--policy", policy, *flags))
+            await wait_ready(router)
+            cached, prompt, first = await talk(router, args.conversations, args.turns)
+        print(f"| {policy} | {cached} of {prompt} ({cached / prompt:.0%}) | {statistics.median(first):.0f} / ", end="")
+        print(f"{p99(first):.0f} |", flush=True)
+
+
+async def talk(url: str, num_conversations: int, num_turns: int) -> tuple[int, int, list[float]]:
+    """Cached and all prompt tokens, and milliseconds to the first token, of all turns but the first."""
+    cached = prompt = 0
+    first: list[float] = []
+    async with aiohttp.ClientSession(timeout=_TIMEOUT) as session:
+
+        async def conversation(number: int) -> None:
+            nonlocal cached, prompt
+            text = (
+                f"Conversation {number}. " + f"The key of friend {number} is in the red box under the old bridge. " * 8
+            )
+            messages: list[Any] = [{"role": "user", "content": text}]
+            for turn in range(num_turns):
+                answer, usage, milliseconds = await streamed(session, url, messages)
+                if turn:
+                    cached += usage["prompt_tokens_details"]["cached_tokens"]
+                    prompt += usage["prompt_tokens"]
+                    first.append(milliseconds)
+                messages += [{"role": "assistant", "content": answer or "-"}, {"role": "user", "content": "And then?"}]
+
+        gate = asyncio.Semaphore(4)
+
+        async def gated(number: int) -> None:
+            async with gate:
+                await conversation(number)
+
+        await asyncio.gather(*map(gated, range(num_conversations)))
+    return cached, prompt, first
+
+
+async def streamed(session: aiohttp.ClientSession, url: str, messages: list[Any]) -> tuple[str, Any, float]:
+    """The answer, its usage, and milliseconds until its first token."""
+    options = {"max_tokens": 16, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
+    started, first, answer, usage = time.perf_counter(), 0.0, "", None
+    async with session.post(f"{url}/v1/chat/completions", json={"messages": messages, **options}) as response:
+        assert response.status == 200, await response.text()
+        async for line in response.content:
+            if line.startswith(b"data: {"):
+                event = json.loads(line[6:])
+                usage = event.get("usage") or usage
+                text = "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+                first = first or (1e3 * (time.perf_counter() - started) if text else 0.0)
+                answer += text
+    return answer, usage, first or 1e3 * (time.perf_counter() - started)
+
+
+if __name__ == "__main__":
+    main()
