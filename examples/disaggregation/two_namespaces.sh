@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Disaggregation between two hosts, on one: the prefill instance in a network namespace of its own, the decode instance
-# and the proxy in another one, with a cluster key and a list of peers. Then the same with what must be refused.
+# and the router in another one, with a cluster key and a list of peers. Then the same with what must be refused.
 #
 #     sudo examples/disaggregation/two_namespaces.sh
 #
