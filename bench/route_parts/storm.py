@@ -47,7 +47,8 @@ async def ask(session: aiohttp.ClientSession, url: str, name: str, num_tokens: i
                 if line.startswith(b"data: "):
                     found.append(line[6:].decode().strip())
     except (aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError, ConnectionResetError):
-        if found == expected(name, num_tokens)[: len(found)] and found:
+        # The client may drop what it had received before the end of the connection.
+        if found == expected(name, num_tokens)[: len(found)]:
             tally.cut += 1
         else:
             tally.wrong.append(f"{name}: {len(found)} of {num_tokens} tokens, then the connection's end")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 
@@ -18,7 +19,6 @@ class StubInstance:
     def __init__(self, token_seconds: float = 0.0) -> None:
         self._token_seconds = token_seconds
         self._runner: web.AppRunner | None = None
-        self._connections: set[asyncio.BaseTransport] = set()
         self.port = 0
         self.num_deaths = 0
 
@@ -42,31 +42,30 @@ class StubInstance:
         if runner is None:
             return
         self.num_deaths += 1
-        for each in list(self._connections):
-            assert isinstance(each, asyncio.Transport)
-            each.abort()
+        for site in list(runner.sites):
+            await site.stop()
+        assert isinstance(runner.server, web.Server)
+        for connection in runner.server.connections:
+            if connection.transport is not None:
+                assert isinstance(connection.transport, asyncio.Transport)
+                connection.transport.abort()
         await runner.cleanup()
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.json_response({"status": "ok", "reason": None, "ready": True})
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        transport = request.transport
-        assert transport is not None
-        self._connections.add(transport)
-        try:
-            asked = await request.json()
-            name, count = asked["prompt"], asked["max_tokens"]
-            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        asked = await request.json()
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        # A connection that `stop` has ended, or a client that has left, needs no answer.
+        with contextlib.suppress(ConnectionError):
             await response.prepare(request)
-            for number in range(count):
+            for number in range(asked["max_tokens"]):
                 await asyncio.sleep(self._token_seconds)
-                await response.write(f"data: {json.dumps({'name': name, 'token': number})}\n\n".encode())
+                await response.write(f"data: {json.dumps({'name': asked['prompt'], 'token': number})}\n\n".encode())
             await response.write(b"data: [DONE]\n\n")
             await response.write_eof()
-            return response
-        finally:
-            self._connections.discard(transport)
+        return response
 
 
 async def serve_on_command(count: int, token_seconds: float) -> None:

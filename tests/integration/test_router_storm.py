@@ -39,7 +39,7 @@ def test_every_request_is_answered_once_or_told_that_it_is_not(seed: int) -> Non
             for stub in stubs:
                 await stub.start()
                 stack.push_async_callback(stub.stop)
-            health = HealthConfig(interval=0.05, timeout=60, dead_after=600)
+            health = HealthConfig(interval=0.05, timeout=60, dead_after=5)
             config = RouterConfig([Instance(stub.url, Role.SERVE) for stub in stubs], "127.0.0.1", 0, 0, health=health)
             async with running(config) as router:
                 tally = await storm(

@@ -40,6 +40,7 @@ class Stub:
         self.app = web.Application()
         self.app.router.add_get("/health", self._health)
         self.app.router.add_get("/ready", self._ready)
+        self.app.router.add_get("/metrics", self._metrics)
         if has_bootstrap:
             self.app.router.add_get("/query", self._query)
         self.app.router.add_route("*", "/{path:.*}", self._answer)
@@ -57,6 +58,9 @@ class Stub:
 
     async def _ready(self, _: web.Request) -> web.Response:
         return web.Response(status=200 if self.health == "ok" else 503)
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        return web.Response(status=404)
 
     async def _query(self, _: web.Request) -> web.Response:
         return web.json_response({"0": {"engine_id": "p"}})

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator
 from random import Random
 
 import pytest
@@ -10,9 +13,11 @@ from penstock.cli.commands import make_parser
 from penstock.router.bodies import is_divisible, only_prompt
 from penstock.router.choice import Policy
 from penstock.router.dispatcher import Decision, Dispatcher, Limits, Plan, Refusal, Routed
-from penstock.router.health import HealthConfig, Reply, signal_of, tokens_counted
+from penstock.router.exchange import Call
+from penstock.router.health import HealthChecks, HealthConfig, Reply, signal_of, tokens_counted
 from penstock.router.instances import Instance, Role, Signal, State, make_instance, parse_instance
 from penstock.router.pool import Pool
+from penstock.utils.clock import ManualClock
 from penstock.utils.errors import ConfigError
 
 
@@ -185,6 +190,47 @@ def test_one_that_has_stalled_gets_one_request_until_it_makes_progress() -> None
     assert router.submit(waiting, 67) is None, "it has one"
     router.answer_goes_on(second, 68)
     assert [each for each, _ in router.poll(68)] == [waiting]
+
+
+class Answers:
+    """An instance that says that it is well and counts tokens, for `HealthChecks` (`exchange.Upstream`)."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self.status, self.headers = 200, ()
+        self.asked: list[str] = []
+
+    @contextlib.asynccontextmanager
+    async def open(self, call: Call) -> AsyncGenerator[Answers]:
+        self.asked.append(call.url.rpartition("/")[2])
+        yield self
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        yield f"vllm:iteration_tokens_total_sum {self.num_tokens}".encode() if self.asked[-1] == "metrics" else b""
+
+
+def test_one_that_says_that_it_is_well_and_computes_nothing_for_its_requests_has_stalled() -> None:
+    router, clock, instance = dispatcher(serve=1), ManualClock(), Answers()
+    checks = HealthChecks(router.pool, instance, HealthConfig(stall_after=60), clock)
+    member = router.pool.get("s0")
+    assert member is not None
+
+    def state_at(now: float, num_tokens: int) -> State:
+        clock.advance(now - clock.now())
+        instance.num_tokens, instance.asked = num_tokens, []
+        asyncio.run(checks.check_all())
+        return member.state
+
+    assert state_at(1000, 5) is State.READY, "without requests there is nothing to compute"
+    router.submit(request(), 1000)
+    assert state_at(1029, 5) is State.READY
+    assert "metrics" not in instance.asked, "they are read where there is a doubt"
+    assert state_at(1031, 5) is State.READY
+    assert state_at(1059, 6) is State.READY, "it computes a long prompt, or what is not streamed"
+    assert state_at(1091, 6) is State.READY
+    assert state_at(1120, 6) is State.UNHEALTHY
+    assert "no progress for 61 s" in member.reason
+    assert state_at(1121, 7) is State.READY
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,10 @@ import asyncio
 
 import pytest
 
+from penstock.router.health import HealthConfig
 from tests.unit.router_stubs import (
     PATH,
+    SECONDS,
     WATCHFUL,
     Client,
     Gathering,
@@ -63,6 +65,19 @@ def test_what_a_dead_instance_had_goes_to_another_one() -> None:
             assert {status for status, _ in await asyncio.gather(*asked)} == {200}
             assert second.num_asked == 2
             assert await client.state_of(first) == "dead"
+
+    run(check)
+
+
+def test_what_waits_for_an_instance_without_progress_goes_to_another_one() -> None:
+    """It says that it is well, and answers nothing."""
+
+    async def check() -> None:
+        first, second = serve(never), serve(echo)
+        async with routed(first, second, health=HealthConfig(0.05, SECONDS, stall_after=1, dead_after=0.5)) as client:
+            asked = [asyncio.create_task(client.ask()) for _ in range(2)]
+            assert {status for status, _ in await asyncio.gather(*asked)} == {200}
+            assert (first.num_left, second.num_asked) == (1, 2)
 
     run(check)
 
