@@ -85,17 +85,16 @@ class Disturbance:
     tally: Tally
     every: int
     rng: random.Random
+    is_over: bool = False
 
     async def run(self) -> None:
-        """Until it is cancelled; then everything is ended that has begun."""
-        while True:
+        """Until `is_over`; then what has begun is ended."""
+        while not self.is_over:
             number = self.rng.randrange(len(self.instances.urls))
             what = self.rng.choice(("die", "drain", "remove", "remove now"))
             await self._begin(what, number)
-            try:
-                await self._reach(self.tally.total + self.every)
-            finally:
-                await asyncio.shield(self._end(what, number))
+            await self._reach(self.tally.total + self.every)
+            await self._end(what, number)
 
     async def _begin(self, what: str, number: int) -> None:
         url = self.instances.urls[number]
@@ -113,7 +112,7 @@ class Disturbance:
             await self._administer("/instances", self.instances.urls[number], role="serve")
 
     async def _reach(self, total: int) -> None:
-        while self.tally.total < total:
+        while self.tally.total < total and not self.is_over:
             await asyncio.sleep(0.005)
 
     async def _administer(self, path: str, url: str, **more: object) -> None:
@@ -137,12 +136,10 @@ async def storm(
 
         every = max(10, num_requests // 100)
         disturbance = Disturbance(session, admin_url, instances, tally, every, random.Random(seed + 1))
-        disturbing = asyncio.create_task(disturbance.run())
-        try:
+
+        async def clients() -> None:
             await asyncio.gather(*(client() for _ in range(concurrency)))
-        finally:
-            disturbing.cancel()
-            ended = (await asyncio.gather(disturbing, return_exceptions=True))[0]
-        if not isinstance(ended, asyncio.CancelledError):
-            raise ended if isinstance(ended, BaseException) else AssertionError("the disturbance has ended")
+            disturbance.is_over = True
+
+        await asyncio.gather(clients(), disturbance.run())
     return tally

@@ -31,7 +31,7 @@ class StubInstance:
         app.router.add_get("/health", self._health)
         app.router.add_get("/ready", self._health)
         app.router.add_post("/v1/completions", self._complete)
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0)
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", self.port, backlog=2048, reuse_address=True).start()
         self.port = self._runner.addresses[0][1]
