@@ -266,9 +266,6 @@ def resolve(args: EngineArgs, device: str) -> EngineConfig:
     if args.speculative_config is not None:
         speculative = parse_speculative_config(args.speculative_config, model)
     shapes = [model] if speculative is None else [model, *speculative.shapes]
-    kv_events = parse_kv_events_config(args.kv_events_config)
-    if kv_events.is_active and not args.enable_prefix_caching:
-        raise ConfigError("kv_events_config needs enable_prefix_caching: without it no block can be found again")
     # Each has GPUs of its own.
     num_sharers = args.data_parallel_size if device == "cpu" else 1
     tokenizer_path = None if args.skip_tokenizer_init else Path(args.tokenizer) if args.tokenizer else model_path
@@ -313,9 +310,16 @@ def resolve(args: EngineArgs, device: str) -> EngineConfig:
         seed=args.seed,
         max_model_len_is_explicit=args.max_model_len is not None,
         speculative=speculative,
-        kv_events=kv_events,
+        kv_events=_kv_events(args),
         kv_transfer=None if args.kv_transfer_config is None else parse_kv_transfer_config(args.kv_transfer_config),
     )
+
+
+def _kv_events(args: EngineArgs) -> KVEventsConfig:
+    config = parse_kv_events_config(args.kv_events_config)
+    if config.is_active and not args.enable_prefix_caching:
+        raise ConfigError("kv_events_config needs enable_prefix_caching: without it no block can be found again")
+    return config
 
 
 def _max_model_len(args: EngineArgs, model: ModelConfig, pooling: PoolingConfig | None) -> int:
