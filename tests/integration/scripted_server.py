@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import uvicorn
@@ -80,6 +81,7 @@ class ScriptedLLM:
     death = None
     num_unfinished = 0
     eos_token_ids = frozenset({2})
+    config = SimpleNamespace(pooling=None, kv_transfer=None)
 
     def __init__(self, folder: Path) -> None:
         self.script = Script()

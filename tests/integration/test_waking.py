@@ -59,7 +59,7 @@ def test_an_idle_core_wakes_up(tmp_path: Path, is_child: bool) -> None:
         async def counters() -> Mapping[str, float]:
             """Asking for them takes no step: the report of an abort brings them."""
             before = engine.replicas[0].stats
-            engine._core.abort_requests(("unknown",))
+            engine.replicas[0].core.abort_requests(("unknown",))
             while engine.replicas[0].stats is before:
                 await asyncio.sleep(0.001)
             return {name.removeprefix(prefix): value for name, value in engine.replicas[0].stats.connector.items()}
