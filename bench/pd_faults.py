@@ -2,7 +2,7 @@
 
     python bench/pd_faults.py [--rounds 12] [--seed 0] [--only ROUND]
 
-Real processes: a prefill and a decode instance of the built-in model, with a proxy in front of them and 32 streams of
+Real processes: a prefill and a decode instance of the built-in model, with a router in front of them and 32 streams of
 greedy requests. Half of the rounds drive them one after the other over TCP, half at once over shared memory. In each
 round something happens to one process at a random moment; then
 
@@ -37,7 +37,7 @@ from pd_parts.cluster import Cluster, Server, private_folder
 from pd_parts.load import Answer, Case, Outcome, ask, make_cases
 
 KINDS = ("kill prefill", "kill decode", "stop prefill", "stop decode", "restart prefill", "restart decode")
-# How the proxy drives the instances, and what moves the KV.
+# How the router drives the instances, and what moves the KV.
 STYLES = {"serial": "sockets", "concurrent": "shared_memory"}
 NUM_STREAMS = 32
 LEASE, HOLD, LOAD_TIMEOUT, PREFILL_TIMEOUT = 1.0, 2.0, 2.0, 2.5
@@ -146,6 +146,7 @@ class Rounds:
         row.add(await self._load(plan), may_fail=plan.name == "decode" and not plan.is_survived)
         await fault
         await self._settle(row)
+        await self._cluster.wait_routed()
         row.add(await self._use_again(row), may_fail=False)
         await self._settle(row)
         return row
@@ -282,6 +283,8 @@ def make_parser() -> argparse.ArgumentParser:
 def main() -> int:
     args = make_parser().parse_args()
     logging.getLogger("penstock.router").setLevel(logging.ERROR)  # it warns of every request that it helps out
+    if args.logs:
+        args.logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, private_folder(Path(folder)):
         rows = run(args, args.logs or Path(folder))
     problems = [problem for row in rows for problem in row.problems]

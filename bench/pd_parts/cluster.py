@@ -21,8 +21,8 @@ from typing import Any
 import aiohttp
 
 from penstock.router.exchange import Timeouts
-from penstock.router.instances import Instance, Role
-from penstock.router.service import RouterConfig, running
+from penstock.router.instances import Instance, Role, State
+from penstock.router.service import Listening, RouterConfig, running
 
 CONNECTORS = {"serial": "NixlConnector", "concurrent": "MooncakeConnector"}
 START_SECONDS = 180.0
@@ -178,6 +178,8 @@ class Cluster:
     flags: Sequence[str] = ()
     cores: Mapping[str, Sequence[int]] = field(default_factory=dict[str, Sequence[int]])
     prefill_timeout: float = 60.0
+    url: str = field(default="", init=False)
+    _listening: Listening = field(init=False)
 
     def __post_init__(self) -> None:
         kv_ports: dict[str, int] = dict(zip(("prefill", "decode", "bootstrap"), free_ports(3), strict=True))
@@ -226,9 +228,16 @@ class Cluster:
             Instance(self.servers["decode"].url, Role.DECODE),
         ]
         config = RouterConfig(instances, port=0, timeouts=Timeouts(prefill=self.prefill_timeout))
-        async with running(config) as router:
-            self.url = router.url
+        async with running(config) as self._listening:
+            self.url = self._listening.url
             yield
+
+    async def wait_routed(self) -> None:
+        """Until the router knows that every instance is ready; it asks each of them once a second."""
+        deadline = time.monotonic() + START_SECONDS
+        while waiting := [each.url for each in self._listening.dispatcher.pool if each.state is not State.READY]:
+            assert time.monotonic() < deadline, f"the router takes these not to be ready: {waiting}"
+            await asyncio.sleep(0.05)
 
 
 @contextlib.contextmanager
