@@ -58,20 +58,15 @@ def visible_gpus() -> str | None:
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
-def with_own(own: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a process that finds `own` beside all that this one has."""
-    return {**os.environ, **own}
+def for_child(own: Mapping[str, str] | None = None, defaults: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of a child process: this one's, with `own` in it, and `defaults` for what is not set."""
+    return {**(defaults or {}), **os.environ, **(own or {})}
 
 
 def for_ranks() -> dict[str, str]:
     """What ranks on other hosts must find in their environment, too."""
     names = ("PENSTOCK_CPU_ISA", "PENSTOCK_LOG_LEVEL", "PENSTOCK_DEBUG")
     return {name: os.environ[name] for name in names if name in os.environ}
-
-
-def for_helper(defaults: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a helper process: this one's, and before it `defaults`, which libraries read."""
-    return {**defaults, **os.environ}
 
 
 def _keys(name: str) -> tuple[str, ...]:

@@ -57,7 +57,7 @@ class CoreClient(asyncio.Protocol):
         command = [sys.executable, "-m", "penstock.engine.core_process", str(theirs.fileno())]
         with theirs, interrupts_blocked():
             process = subprocess.Popen(
-                command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=env.with_own(plan.environment)
+                command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, env=env.for_child(plan.environment)
             )
         _, client = await asyncio.get_running_loop().create_unix_connection(lambda: cls(process), sock=ours)
         client._send(plan.args)

@@ -19,7 +19,6 @@ neither authenticated nor encrypted.
 from __future__ import annotations
 
 import os
-import socket
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -32,13 +31,12 @@ from penstock.kv_transfer.transports.agent_server import AgentServer
 from penstock.kv_transfer.transports.agents import AgentSettings, helper_environment
 from penstock.kv_transfer.transports.base import Operation, PeerId, TransferHandle, TransferState
 from penstock.kv_transfer.transports.board import MAX_NOTIFY_BYTES, OnBoard, Transfer
+from penstock.kv_transfer.transports.dial import dial
 from penstock.kv_transfer.transports.flat_memory import AddressSpace, FlatMemory, check_runs
 from penstock.kv_transfer.transports.helper import HelperProcess
 from penstock.kv_transfer.transports.helper_messages import NamedRegion, OpenAgent, ServedMemory
 from penstock.kv_transfer.transports.socket_protocol import (
     EPOCH_BYTES,
-    PURPOSE,
-    Hello,
     Landed,
     SocketLimits,
     decode,
@@ -188,20 +186,10 @@ class AgentTransport(OnBoard):
     def _dial(self, address: AgentAddress) -> tuple[Stream, ServedMemory]:
         """A connection to that life of the peer, and its agent. Raises PeerError."""
         seconds = self._limits.connect_seconds
-        try:
-            connection = socket.create_connection((address.host, address.port), seconds)
-        except (OSError, ValueError, OverflowError) as error:
-            raise PeerError(f"{address.peer_id} cannot be reached: {error}") from error
-        stream = Stream(connection, seconds)
-        try:
-            stream.authenticate(self._key, True, PURPOSE, seconds, FRAME_BYTES)
-            stream.send(encode(Hello(address.epoch, self._address.peer_id)))
-            answer = decode(AgentAnswer, stream.receive())
-            if answer.refusal or answer.memory is None:
-                raise PeerError(f"{address.peer_id} refuses the connection: {answer.refusal}")
-        except PeerError:
+        stream, answer = dial(address, AgentAnswer, self._address.peer_id, self._key, seconds, FRAME_BYTES)
+        if answer.memory is None:
             stream.close()
-            raise
+            raise PeerError(f"{address.peer_id} sent an invalid answer: it names no memory")
         return stream, answer.memory
 
     def _begin(self, peer: _Peer) -> None:

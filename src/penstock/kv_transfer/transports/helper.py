@@ -48,7 +48,7 @@ class HelperProcess:
                     pass_fds=(theirs.fileno(), hang_up),
                     stdin=subprocess.DEVNULL,
                     stdout=sys.__stderr__,
-                    env=env.for_helper(defaults),
+                    env=env.for_child(defaults=defaults),
                 )
         except OSError as error:
             self._connection.close()

@@ -1,11 +1,11 @@
-"""A listening TCP socket with a thread for each connection, and limits on both."""
+"""How connections are accepted, and a listening TCP socket with a thread for each connection and limits on both."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from penstock.kv_transfer.transports.socket_protocol import PURPOSE, SocketLimits
 from penstock.kv_transfer.transports.stream import Stream
@@ -14,6 +14,19 @@ from penstock.utils.errors import ConfigError, PeerError
 from penstock.utils.logging import get_logger
 
 _logger = get_logger(__name__)
+
+
+def incoming(listener: socket.socket, closing: threading.Event) -> Iterator[socket.socket]:
+    """The connections that arrive, until `closing` is set and the listener is shut down."""
+    while not closing.is_set():
+        try:
+            connection, _ = listener.accept()
+        except OSError as error:
+            if not closing.is_set():
+                _logger.warning("cannot accept connections: %s", error)
+                closing.wait(0.1)
+            continue
+        yield connection
 
 
 class Listener:
@@ -73,14 +86,7 @@ class Listener:
         self._listener.close()
 
     def _accept(self) -> None:
-        while not self._closing.is_set():
-            try:
-                connection, _ = self._listener.accept()
-            except OSError as error:
-                if not self._closing.is_set():
-                    _logger.warning("cannot accept connections: %s", error)
-                    self._closing.wait(0.1)
-                continue
+        for connection in incoming(self._listener, self._closing):
             self._begin(connection)
 
     def _begin(self, connection: socket.socket) -> None:

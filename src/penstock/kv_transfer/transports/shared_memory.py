@@ -29,6 +29,7 @@ import numpy as np
 from penstock.kv_transfer.transports.base import Notification, Operation, PeerId, TransferHandle, TransferState
 from penstock.kv_transfer.transports.board import MAX_NOTIFY_BYTES, OnBoard, Transfer
 from penstock.kv_transfer.transports.flat_memory import FlatMemory, check_runs, pair_segments
+from penstock.kv_transfer.transports.listener import incoming
 from penstock.kv_transfer.transports.memory_copy import copy_in_pieces
 from penstock.kv_transfer.transports.threads import ThreadGroup
 from penstock.messages.kv_layout import MemoryRegion
@@ -285,14 +286,7 @@ class SharedMemoryTransport(OnBoard):
         self._board.set_state(running, TransferState.FAILED_UNSETTLED)
 
     def _accept(self) -> None:
-        while not self._closing.is_set():
-            try:
-                connection, _ = self._listener.accept()
-            except OSError as error:
-                if not self._closing.is_set():
-                    _logger.warning("cannot accept connections: %s", error)
-                    self._closing.wait(0.1)
-                continue
+        for connection in incoming(self._listener, self._closing):
             with self._board.lock:
                 is_wanted = not self._closing.is_set() and len(self._served) < _MAX_PEERS
                 try:

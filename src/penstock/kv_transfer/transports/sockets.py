@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,14 +30,12 @@ import numpy as np
 
 from penstock.kv_transfer.transports.base import Operation, PeerId, TransferHandle, TransferState
 from penstock.kv_transfer.transports.board import MAX_NOTIFY_BYTES, OnBoard, Transfer
+from penstock.kv_transfer.transports.dial import dial
 from penstock.kv_transfer.transports.flat_memory import FlatMemory, check_runs, merged
 from penstock.kv_transfer.transports.socket_protocol import (
     EPOCH_BYTES,
-    FRAME_BYTES,
-    PURPOSE,
     Address,
     Answer,
-    Hello,
     Landed,
     Request,
     SocketLimits,
@@ -173,22 +170,8 @@ class SocketsTransport(OnBoard):
 
     def _dial(self, address: Address) -> tuple[Stream, int]:
         """A connection to that life of the peer, and the size of its memory. Raises PeerError."""
-        seconds = self._limits.connect_seconds
-        try:
-            connection = socket.create_connection((address.host, address.port), seconds)
-        except (OSError, ValueError, OverflowError) as error:
-            raise PeerError(f"{address.peer_id} cannot be reached: {error}") from error
-        stream = Stream(connection, seconds)
-        try:
-            stream.authenticate(self._key, True, PURPOSE, seconds, FRAME_BYTES)
-            stream.send(encode(Hello(address.epoch, self._address.peer_id)))
-            answer = decode(Answer, stream.receive())
-            if answer.refusal:
-                raise PeerError(f"{address.peer_id} refuses the connection: {answer.refusal}")
-            stream.allow_stalls(self._limits.stall_seconds)
-        except PeerError:
-            stream.close()
-            raise
+        stream, answer = dial(address, Answer, self._address.peer_id, self._key, self._limits.connect_seconds)
+        stream.allow_stalls(self._limits.stall_seconds)
         return stream, answer.num_bytes
 
     def _is_alive(self, peer: _Peer) -> bool:
