@@ -41,7 +41,7 @@ print(json.dumps([torch.__version__, torch.version.cuda, torch.cuda.device_count
 
 
 class CannotRunError(Exception):
-    """What is missing, or in the way, in words for whoever called the command."""
+    """What is missing, or in the way, in words for the user of the command."""
 
 
 @dataclass(frozen=True)

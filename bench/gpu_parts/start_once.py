@@ -1,6 +1,6 @@
 """Starts an engine and tells when it was ready, when the first token came, and where the time went.
 
-    python start_once.py STARTED '{"model": ...}'      STARTED: time.monotonic() of whoever started this process
+    python start_once.py STARTED '{"model": ...}'      STARTED: the parent's time.monotonic() when it started this
 
 The last line of its output is JSON, all in seconds. A stage's time is its own: what is told of separately within it,
 such as the capture of graphs while the runner is built, is not in it. Stages that do not occur are left out.

@@ -130,7 +130,7 @@ class _Attention:
         width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
         half = shape.head_dim // 2
         angles = torch.arange(self.context, device=on)[:, None] / 10000 ** (torch.arange(half, device=on) / half)
-        # Block 0 is nobody's, and the others lie anywhere.
+        # Block 0 belongs to no request, and the others are in random places.
         table = (1 + torch.randperm(self.batch * blocks, device=on)).int().view(self.batch, blocks)
         return _Operands(
             torch.randn(self.batch * self.queries, width, dtype=dtype, device=on),

@@ -1,8 +1,8 @@
 /* The null GPU: what its files share.
  *
  * A stand-in for CUDA's runtime, driver and cuBLAS on a machine without a GPU. Memory is the host's, kernels do
- * nothing, and every stream has a clock instead: work moves it on, events carry its reading, and whoever waits, waits
- * until that moment has passed. What CUDA forbids is refused with CUDA's own error.
+ * nothing, and every stream has a clock instead: work advances it, events carry its reading, and a wait lasts until
+ * that moment has passed. What CUDA forbids is refused with CUDA's own error.
  *
  *     base.c      settings, time, counts and the report, refusals
  *     memory.c    allocations, and which piece a pointer lies in
@@ -35,7 +35,7 @@
 /* Streams in one capture; a dependency is told by how many nodes of each of them it follows. */
 #define MAX_CAPTURED_STREAMS 32
 
-/* What is declared here is between these files only: whoever is preloaded hides nobody else's names. */
+/* What is declared here is between these files only: a preloaded library must not hide the names of others. */
 #pragma GCC visibility push(hidden)
 
 /* ---- base.c ---- */
@@ -70,7 +70,7 @@ typedef enum {
     EVENT_WAITS,
     DEVICE_WAITS,
     COPY_WAITS, /* copies that return when they are done */
-    FREE_WAITS, /* memory is given back only when nobody uses it */
+    FREE_WAITS, /* memory is given back only when it is no longer in use */
     NUM_COUNTS
 } Count;
 

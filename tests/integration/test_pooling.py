@@ -346,7 +346,7 @@ def test_async_llm(loop: asyncio.AbstractEventLoop, plain: bytes, weights: Path 
             assert [a.outputs.data.tobytes() for a in again] == [b.outputs.data.tobytes() for b in outputs[:3]]
             with pytest.raises(RequestError, match="must not be empty"):
                 await llm.encode_all([(PROMPTS[4], PoolingParams()), ([], PoolingParams())])
-            # One that nobody waits for any more leaves the engine.
+            # A request whose caller has been cancelled leaves the engine.
             task = asyncio.ensure_future(llm.encode(PROMPTS[4]))
             await asyncio.sleep(0)
             task.cancel()

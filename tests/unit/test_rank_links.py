@@ -1,4 +1,4 @@
-"""Groups and channels: what one rank gives, the others get, bit for bit, and nobody waits for a rank that has ended."""
+"""Groups and channels: what one rank sends, the others receive, bit for bit; none waits for a rank that has ended."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@ class AsyncLLM:
     ) -> PoolingRequestOutput[PoolingOutput]:
         """What the engine makes of a prompt, as an array `outputs.data`: a vector, or a number per label.
 
-        To cancel the call aborts the request. Raises what `submit` and its stream raise, and RequestError in an engine
+        Cancelling the call aborts the request. Raises what `submit` and its stream raise, and RequestError in an engine
         that generates.
         """
         arrived, params = self._clock.now(), pooling_params or PoolingParams()
@@ -274,7 +274,7 @@ class AsyncLLM:
         return [task.result() for task in tasks]
 
     async def plan_scores(self, queries: Texts, documents: Texts, pooling_params: PoolingParams) -> ScorePlan:
-        """What is to be encoded, so that it can be told how well the texts belong together."""
+        """The prompts that must be encoded to score how well the texts belong together."""
         size = sum(len(text) for texts in (queries, documents) for text in texts)
         return await self.text_work.run(size, plan_scores, self._front_end, queries, documents, pooling_params)
 
@@ -287,7 +287,7 @@ class AsyncLLM:
         *,
         priority: int = 0,
     ) -> list[ScoringRequestOutput]:
-        """As `LLM.score`. To cancel the call aborts its requests."""
+        """As `LLM.score`. Cancelling the call aborts its requests."""
         plan = await self.plan_scores(queries, documents, pooling_params or PoolingParams())
         return plan.results(await self.encode_all(plan.prompts, request_id, priority=priority))
 
@@ -336,6 +336,6 @@ def _narrowest(limits: Iterable[SchedulerConfig]) -> SchedulerConfig:
 
 
 def _num_characters(prompt: Prompt) -> int:
-    """Of a prompt's text."""
+    """The length of the prompt's text; 0 where it is token ids."""
     text = prompt if isinstance(prompt, str) else prompt.get("prompt") if isinstance(prompt, dict) else None
     return len(text) if isinstance(text, str) else 0

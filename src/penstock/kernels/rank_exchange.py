@@ -124,7 +124,7 @@ def has_begun(end: ChannelEnd) -> bool:
 
 
 def leave_group(seat: GroupSeat) -> None:
-    """Whoever waits for this rank from now on gets LOST."""
+    """Ranks that wait for this one from now on get LOST."""
     _word(seat.control, _GROUP_LEFT).value = 1
 
 

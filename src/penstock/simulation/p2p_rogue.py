@@ -81,7 +81,7 @@ class Rogue:
         self.num_said = 0
 
     def act(self, engines: Sequence[str]) -> None:
-        """Answers what has come, and says something that nobody has asked for."""
+        """Answers what has come, and sends a message that was not asked for."""
         for event in self._channel.take():
             match event:
                 case Connected(peer, is_outgoing):

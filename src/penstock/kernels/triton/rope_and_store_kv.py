@@ -5,8 +5,8 @@ What is computed is told in `penstock.kernels.rope_and_store_kv`: norm of each h
 [num_blocks, 2, Hkv, block_size, D].
 
 A program takes one token and a few heads, q, k and v alike. A head is held as three tiles, the first and the second
-half of what is rotated and the rest, so that whoever writes an element is who has read it, and D need be no power of
-two. Tiles are the same for every T, so a token's bits depend on that token alone.
+half of what is rotated and the rest, so that each element is written by the thread that has read it, and D need not be
+a power of two. Tiles are the same for every T, so a token's bits depend on that token alone.
 """
 
 from __future__ import annotations

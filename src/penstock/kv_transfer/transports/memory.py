@@ -1,7 +1,7 @@
 """A transport within one process, on a manual clock, that does whatever a script of faults tells it.
 
-Bytes are copied when their time has come, in two parts, out of memory as it is at that moment: whoever reuses a source
-or reads a destination too early gets what a one-sided transfer would give him.
+Bytes are copied when their time has come, in two parts, out of memory as it is at that moment: code that reuses a
+source or reads a destination too early gets what a one-sided transfer would give it.
 """
 
 from __future__ import annotations

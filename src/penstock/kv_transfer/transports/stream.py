@@ -61,7 +61,7 @@ class Stream:
         self._is_receiving_cut = False
         connection.setblocking(True)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # The system finds out when the peer's host is gone, also while it is nobody's turn.
+        # Detects that the peer's host is gone, also while neither side is sending.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)

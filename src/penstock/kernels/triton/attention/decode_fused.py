@@ -14,7 +14,7 @@ For any number of queries a request and any batch the bits are the same, as long
 With `pdl` the launch overlaps the end of the kernel before (programmatic dependent launch): before its wait a program
 reads the batch's metadata, block ids and angles, and has its first tile brought to the L2 cache. What writes these
 must not be one of the kernels that may still be running: the first kernel behind it is launched without PDL. Every
-program waits, the idle ones too, as whoever waits for this kernel relies on that.
+program waits, the idle ones too, because kernels that wait for this one rely on that.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ its rows; of several, each leaves (acc, best, mass) in the workspace, and they a
 last: by the program that arrives last, as a counter tells, or by a kernel of its own. Who merges changes no bit.
 
 The counter is added to with release and acquire at the scope of the GPU: what a program left before, behind a barrier
-of its warps, is seen by whoever counts after it. The last one sets it to zero again for the next launch or replay.
+of its warps, is seen by each program that counts after it. The last one sets it to zero again for the next launch or
+replay.
 """
 
 from __future__ import annotations

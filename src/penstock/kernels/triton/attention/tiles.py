@@ -21,7 +21,7 @@ exp2(0) = 1; a mask that hides nothing does not either.
 So the bits of a row depend on what it sees, on tile rows and keys, on warps, and on where its states are merged; not on
 its place in the tile, nor on the other rows, the batch, the chunk, or where blocks lie. Fast plans keep this within a
 plan. A deterministic plan has 16 rows, one `keys`, one number of warps and one `split` in prefill and decode, and so
-one result for a row, whoever computes it. tests/kernels/test_triton_attention_gpu.py holds this on a GPU.
+one result for a row, whichever kernel computes it. tests/kernels/test_triton_attention_gpu.py holds this on a GPU.
 
 Masked keys and values are not loaded, their places are zeros: what no row sees may be NaN.
 """

@@ -2,7 +2,7 @@
 
     x = table[id];  scaled = x * gain, rounded;  squares = sum(x^2)
 
-An id outside of the table is a fault of whoever made it: it reads the nearest row rather than other memory. A row's
+An id outside of the table is a bug of the caller: it reads the nearest row rather than other memory. A row's
 bits depend on its own id alone.
 
 This is the one kernel of a step that starts when all before it is over, so that those behind it may read weights early:

@@ -168,14 +168,14 @@ def share_sums(
     tl.debug_barrier()
     is_last = tl.atomic_add(counters + tile_id, 1, sem="acq_rel", scope="gpu") == split - 1
     if is_last:
-        # For the next launch: nobody else looks at it any more.
+        # For the next launch: no other program reads it any more.
         tl.store(counters + tile_id, 0)
     return is_last
 
 
 @triton.jit
 def gather_sums(partials, tile_id, tile_rows: tl.constexpr, tile_tokens: tl.constexpr, split: tl.constexpr):
-    """[tile_tokens, tile_rows]: all parts' sums, in the order of the parts whoever came last."""
+    """[tile_tokens, tile_rows]: all parts' sums, in the order of the parts, whichever program finished last."""
     acc = tl.zeros([tile_tokens, tile_rows], tl.float32)
     for part in tl.static_range(split):
         places = places_of_sums(tile_id * split + part, tile_rows, tile_tokens)

@@ -1,7 +1,8 @@
 """The sizes of tiles, all in one place: by role, number of tokens and weight.
 
 A tile of a product is `rows` of the weight by `tokens` of the input, walked along K in steps of `depth`; K may be cut
-into `split` parts whose sums are added up by whoever comes last. `stages` is how many steps are on their way at a time.
+into `split` parts whose sums are added up by the program that finishes last. `stages` is how many steps are on
+their way at a time.
 
 The values were found on an H200, on the shapes of Qwen3-0.6B and 8B in bfloat16, for other kernels of the same make;
 those marked with * were not, and are guesses.

@@ -5,7 +5,7 @@ launch makes float32 logits of the model's, with all of it; a row that asks for 
 penalties, a launch before it counts the row's tokens, so that nothing is kept from step to step.
 
     counts    [n, vocab_size] int32: bit 0 tells that the prompt has the token, the others how often the output does.
-              Added up by atomics on integers, in any order; whoever reads a count leaves 0 behind.
+              Added up by atomics on integers, in any order; the program that reads a count resets it to 0.
 
 A program owns a tile of one row. Lists of tokens (`pack_rules`) are as long as a request makes them, so rows hold their
 address. Each program goes through its row's lists and takes what is in its own tile: it stores the tile, changes it
