@@ -96,6 +96,8 @@ class ScriptedLLM:
     def get_default_sampling_params(self) -> SamplingParams:
         return SamplingParams(temperature=0, max_tokens=None)
 
+    def check_count(self, count: int, data_parallel_rank: int | None = None) -> None: ...
+
     async def submit(self, prompt: Any, params: SamplingParams, request_id: str, **_: Any) -> ScriptedStream:
         token_ids = prompt["prompt_token_ids"]
         self.prompts.append(self._tokenizer.decode(token_ids, skip_special_tokens=False))

@@ -423,6 +423,11 @@ def test_overload_is_refused_and_passes() -> None:
         for stream in streams[1:]:
             stream.close()
         check_idle(server)
+        # More than it ever has room for: to wait would not help.
+        for body in (endless(prompt=["a"] * 5), endless(n=5)):
+            never = call(server.url, "POST", COMPLETIONS, body)
+            assert never.status == 400
+            assert "5 inputs exceed max_num_queued_requests=4: send fewer" in never.error["message"]
         assert call(server.url, "POST", COMPLETIONS, {"prompt": "a", "max_tokens": 1}).status == 200
 
 

@@ -158,6 +158,12 @@ class AsyncLLM:
         """Raises RequestError for a prompt that `submit` would refuse."""
         self._front_end.input_processor.check_prompt(token_ids)
 
+    def check_count(self, count: int, data_parallel_rank: int | None = None) -> None:
+        """Raises RequestError when so many completions or inputs of one caller can never be here together."""
+        limit = self._limits.max_num_queued_requests
+        if count > limit * (len(self.replicas) if data_parallel_rank is None else 1):
+            raise RequestError(f"{count} inputs exceed max_num_queued_requests={limit}: send fewer at a time")
+
     def get_default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's generation_config.json recommends."""
         return self._front_end.default_sampling_params
@@ -250,9 +256,7 @@ class AsyncLLM:
         data_parallel_rank: int | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """As `encode`, of many prompts, in their order. When one of them fails, so does the call."""
-        limit = self._limits.max_num_queued_requests
-        if len(prompts) > limit:
-            raise RequestError(f"{len(prompts)} inputs exceed max_num_queued_requests={limit}: send fewer at a time")
+        self.check_count(len(prompts), data_parallel_rank)
         name = request_id or secrets.token_hex(16)
         try:
             async with asyncio.TaskGroup() as group:

@@ -206,6 +206,7 @@ async def start(
         )
     salt = service.cache_scope(request, body.cache_salt)
     trace, rank = request.headers.get("traceparent"), data_parallel_rank(request)
+    service.llm.check_count(len(prompts) * params.n, rank)
     streams: list[RequestStream] = []
     try:
         for number, prompt in enumerate(prompts):
