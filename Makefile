@@ -1,5 +1,6 @@
 # `make demo` generates from the built-in model.
 # `make test` runs before every change: every promise at least once, on two cores in at most 12 minutes.
+# `make test-long` runs the rest of what CI runs: grids at whose other values `make test` looks, storms, compilers.
 # `make test-all` runs everything that needs no GPU: whole grids, long storms, and the tools of bench/ too.
 # `make test-gpu` runs what needs a GPU.
 
@@ -10,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest
 # Neighbours share a worker, and so the engines of their module, until one has nothing left to do.
 PYTEST_PARALLEL := OMP_NUM_THREADS=1 $(PYTEST) -n auto --dist worksteal
 
-.PHONY: demo test test-all test-gpu wheel lint format clean
+.PHONY: demo test test-long test-all test-gpu wheel lint format clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt setup.py $(wildcard src/penstock/kernels/native/*)
 	$(PYTHON) -m venv $(VENV)
@@ -30,8 +31,12 @@ demo: $(VENV)/.installed
 	@$(BIN)/penstock generate --prompt "Once upon a time" --max-tokens 200
 
 test: $(VENV)/.installed-dev
-	$(PYTEST_PARALLEL) -m "not alone and not exhaustive"
-	$(PYTEST) -m "alone and not exhaustive"
+	$(PYTEST_PARALLEL) -m "not alone and not long and not exhaustive"
+	$(PYTEST) -m "alone and not long and not exhaustive"
+
+test-long: $(VENV)/.installed-dev
+	$(PYTEST_PARALLEL) -m "long and not alone and not exhaustive"
+	$(PYTEST) -m "long and alone and not exhaustive"
 
 # Tests that replace no part of a worker and look into none.
 WITH_WORKER_PROCESS := $(addprefix tests/integration/test_,identity_matrix.py identity_speculation.py structured_outputs.py)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import defaultdict
 from dataclasses import replace
 
 import pytest
@@ -24,6 +25,21 @@ if not torch.cuda.is_available():
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--executor", choices=("uniproc", "mp"), default="uniproc", help="where the engines' workers are")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Applies `spread`: cases of a test beyond its number, which are spread evenly over them, are long."""
+    cases: defaultdict[tuple[object, str, int], list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        spread = item.get_closest_marker("spread")
+        if spread is not None and item.get_closest_marker("exhaustive") is None:
+            cases[item.parent, getattr(item, "originalname", ""), spread.args[0]].append(item)
+    for (_, _, count), found in cases.items():
+        kept = {number * len(found) // count for number in range(count)}
+        for number, item in enumerate(found):
+            if number not in kept:
+                item.add_marker(pytest.mark.long)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -136,6 +136,7 @@ def pair_of(library: str) -> Iterator[Pair]:
         pair.peer.end()
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("library", "ucx"), [*LIBRARY_CASES, with_library("nixl", "nixl", "tcp,self")])
 def test_a_stopped_peer_that_goes_on_writes_nothing_and_serves_the_next_reader(
     library: str, ucx: str, monkeypatch: pytest.MonkeyPatch

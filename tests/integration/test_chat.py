@@ -93,6 +93,7 @@ STARTS = {
 }
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", STARTS)
 def test_ctrl_c_while_it_starts_ends_it_without_a_traceback(name: str) -> None:
     """At several moments, from the first import to the start of child processes and the load of the model."""

@@ -177,6 +177,7 @@ def test_an_id_is_text_whatever_is_in_it(browser: Any, idle: FakeServer, child: 
     watched.close()
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("viewport", [LAPTOP, PHONE, {"width": 820, "height": 1180}], ids=["laptop", "phone", "tablet"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_fits_and_can_be_read(browser: Any, idle: FakeServer, viewport: dict[str, int], scheme: str) -> None:

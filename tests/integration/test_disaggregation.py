@@ -100,6 +100,7 @@ def counts(output: Any) -> tuple[list[int], int, int]:
     return output.outputs[0].token_ids, output.num_draft_tokens, output.num_accepted_tokens
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(("method", "overlap", "block_sizes", "transport"), CELLS)
 def test_tokens_and_acceptance_are_those_of_one_engine(
     method: str, overlap: bool, block_sizes: tuple[int, int], transport: str
@@ -384,6 +385,7 @@ def test_other_hosts_need_a_key_and_a_list_of_peers(tmp_path: Path) -> None:
         LLM(**ENGINE, kv_transfer_config=config)
 
 
+@pytest.mark.long
 def test_tiers_and_peers_at_once() -> None:
     """What D has in its own memory tier is not fetched, and what it lacks is."""
     tier = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 64 << 20}}

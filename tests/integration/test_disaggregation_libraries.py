@@ -46,6 +46,7 @@ GRID = [
 ]
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(("library", "method", "overlap", "block_sizes"), GRID)
 def test_tokens_and_acceptance_are_those_of_one_engine(
     library: str, method: str, overlap: bool, block_sizes: tuple[int, int]

@@ -75,6 +75,7 @@ def check(
         assert connector(prefill, "held") == 0
 
 
+@pytest.mark.spread(5)
 @pytest.mark.parametrize(("p_size", "d_size", "method", "block_sizes", "transport"), CELLS)
 def test_any_ranks_to_any_ranks(
     expected: dict[str, list[Any]],
@@ -87,6 +88,7 @@ def test_any_ranks_to_any_ranks(
     check(expected[method], method, (p_size, d_size), block_sizes, transport, "uniproc")
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("transport", ["sockets", "shared_memory"])
 def test_ranks_in_processes(expected: dict[str, list[Any]], transport: str) -> None:
     check(expected["mtp"], "mtp", ((2, 1), (1, 2)), (16, 32), transport, "mp")

@@ -168,6 +168,7 @@ def plain_outputs() -> list[RequestOutput]:
     return outputs_of()
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("engine_args", "overlap", "numbers"),
     [
@@ -188,6 +189,7 @@ def test_the_same_outputs(
     check_outputs(found, [plain_outputs[number] for number in numbers])
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("speculative", "overlap"),
     [exhaustive(DRAWN, False), (DRAWN, True), (ITSELF, False), (TOSSED, True)],
@@ -205,6 +207,7 @@ def test_the_same_outputs_where_drafts_decide(
     check_outputs(outputs_of(numbers, **args), expected)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("engine_args", "overlap", "numbers"),
     [
@@ -231,6 +234,7 @@ def test_the_same_outputs_from_graphs(
     assert graphs.num_replays >= 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("speculative", [exhaustive(MTP), DRAWN], ids=["best", "drawn"])
 @pytest.mark.usefixtures("graphs")
 def test_the_same_drafts_from_graphs(speculative: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,6 +338,7 @@ def refuse_reading(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.Tensor, name, guarded)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "speculative",
     [exhaustive(None), NGRAM, DRAWN, exhaustive(TOSSED)],
@@ -443,6 +448,7 @@ def in_the_interpreter(function: str, *args: Any, **kwargs: Any) -> list[list[in
     return json.loads(run.stdout.splitlines()[-1])
 
 
+@pytest.mark.long
 def test_every_kernel_in_the_interpreter(tmp_path: Path) -> None:
     folder = make_small_model(tmp_path)
     assert in_the_interpreter("launched", folder) == of_small_model(folder, (GREEDY, PENALISED))

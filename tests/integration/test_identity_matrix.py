@@ -75,6 +75,7 @@ def plain_tokens() -> list[list[int]]:
     return tokens
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("overlap", "chunk"), CELLS)
 def test_batch_of_64(plain_tokens: list[list[int]], overlap: bool, chunk: int) -> None:
     tokens, _ = run(async_scheduling=overlap, max_num_batched_tokens=chunk)
@@ -122,6 +123,7 @@ def test_small_blocks(plain_tokens: list[list[int]]) -> None:
     assert tokens == plain_tokens
 
 
+@pytest.mark.long
 def test_reference_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no native library was built the bits are others, but no less the row's own."""
     monkeypatch.setenv("PENSTOCK_CPU_ISA", "torch")

@@ -38,12 +38,14 @@ def plain_tokens() -> list[list[int]]:
     return tokens
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(("size", "overlap", "chunk"), grid(RANKS, (False, True), (16, 4096), strength=1))
 def test_a_batch(plain_tokens: list[list[int]], size: tuple[int, int], overlap: bool, chunk: int) -> None:
     tokens, _ = run(count=COUNT, async_scheduling=overlap, max_num_batched_tokens=chunk, **ranks(*size))
     assert tokens == plain_tokens
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(("size", "overlap"), grid(RANKS, (False, True), strength=1))
 def test_prefix_hits_and_preemption(plain_tokens: list[list[int]], size: tuple[int, int], overlap: bool) -> None:
     tokens, llm = run(
@@ -60,6 +62,7 @@ def test_prefix_hits_and_preemption(plain_tokens: list[list[int]], size: tuple[i
     assert llm.stats().prefix_cache_hits > 0
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(("method", "size", "overlap"), grid(list(METHODS), RANKS, (False, True)))
 def test_drafts(plain_tokens: list[list[int]], method: str, size: tuple[int, int], overlap: bool) -> None:
     tokens, llm = run(
@@ -84,6 +87,7 @@ def accepted(**arguments: Any) -> int:
     return llm.stats().speculation.num_accepted_tokens
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("method", "size"), grid(list(METHODS), ((2, 1), (1, 2)), strength=1))
 def test_as_many_drafts_are_accepted(plain_drafts: dict[str, int], method: str, size: tuple[int, int]) -> None:
     assert accepted(speculative_config=config(method, 3), **ranks(*size)) == plain_drafts[method]
@@ -135,6 +139,7 @@ def test_log_probabilities_and_grammars(
         assert one.prompt_logprobs == other.prompt_logprobs
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("size", "overlap", "method"), [((2, 1), True, "mtp"), ((1, 2), False, "eagle3"), ((2, 2), True, "ngram")]
 )
@@ -154,6 +159,7 @@ def test_ranks_in_processes(plain_tokens: list[list[int]], size: tuple[int, int]
     assert llm.stats().prefix_cache_hits > 0
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("size", "overlap"), grid(RANKS, (False, True), strength=1))
 def test_tiers(plain_tokens: list[list[int]], size: tuple[int, int], overlap: bool) -> None:
     tokens, llm = run(
@@ -172,6 +178,7 @@ def test_tiers(plain_tokens: list[list[int]], size: tuple[int, int], overlap: bo
     assert llm.stats().remote_kv.num_tokens > 0
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("writer", "reader"), [((2, 1), (1, 1)), ((1, 1), (1, 2)), ((1, 3), (4, 1)), ((2, 2), (3, 1))])
 def test_what_some_ranks_stored_others_load(
     plain_tokens: list[list[int]], writer: tuple[int, int], reader: tuple[int, int], tmp_path: Path

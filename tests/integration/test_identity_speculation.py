@@ -40,6 +40,7 @@ def plain_tokens() -> list[list[int]]:
     return tokens
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(("method", "num_drafts", "overlap", "chunk"), CELLS)
 def test_prefix_hits_and_preemption(
     plain_tokens: list[list[int]], method: str, num_drafts: int, overlap: bool, chunk: int
@@ -83,6 +84,7 @@ def random_head(random_model: Path) -> Path:
     return folder
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(("method", "overlap"), grid(list(METHODS), (False, True), strength=1))
 def test_random_model(random_model: Path, random_head: Path, method: str, overlap: bool) -> None:
     arguments = {"model": str(random_model), "tokenizer": DEMO, "load_format": "dummy"}

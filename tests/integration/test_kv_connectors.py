@@ -79,6 +79,7 @@ def run_again(llm: LLM) -> list[list[int]]:
     return tokens(llm)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("speculator", "overlap"), grid(list(SPECULATORS), (False, True), strength=1))
 def test_from_memory_and_from_disk(
     plain_tokens: list[list[int]], tmp_path: Path, speculator: str, overlap: bool
@@ -173,6 +174,7 @@ def test_a_tier_too_small_for_all(plain_tokens: list[list[int]], speculator: str
 FAILING = {"first": 0, "middle": 2, "last": -1}
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize(
     ("speculator", "policy", "place"), grid(list(SPECULATORS), ("recompute", "fail"), list(FAILING))
 )
@@ -281,6 +283,7 @@ def _region(llm: LLM) -> Any:
     return _connector(llm)._region
 
 
+@pytest.mark.long
 def test_example_connector(plain_tokens: list[list[int]], tmp_path: Path) -> None:
     connector = {
         "kv_connector": "ExampleConnector",

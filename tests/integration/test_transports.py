@@ -37,6 +37,7 @@ def remotes() -> Iterator[list[RemoteTransport]]:
             each.end()
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_transport_to_another_process_conforms(kind: str) -> None:
     with remotes() as made:

@@ -46,6 +46,7 @@ def run(last: str = "", **engine_args: Any) -> dict[str, RowResult]:
     return results
 
 
+@pytest.mark.long
 def test_the_built_in_model_passes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--quick"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -153,6 +154,7 @@ def test_a_token_lost_at_a_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not results["preemption"].agrees
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("one_process")
 def test_a_row_in_which_nothing_happened_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = tmp_path / "prompts.txt"
@@ -165,6 +167,7 @@ def test_a_row_in_which_nothing_happened_says_so(tmp_path: Path, capsys: pytest.
     assert "drafts: ngram" in out.splitlines()[-2]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("one_process")
 def test_token_ids_alone_and_the_users_own_drafter() -> None:
     head = {"method": "eagle3", "model": "demo/eagle3", "num_speculative_tokens": 2}

@@ -20,6 +20,7 @@ OFFLOAD = {"kv_transfer_config": {"kv_connector": "OffloadingConnector"}}
 MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("engine_args", [{}, exhaustive(MTP)], ids=["plain", "mtp"])
 def test_an_engine_asks_for_nothing_else(engine_args: dict[str, Any]) -> None:
     walked = in_a_new_process("walked", "meta", engine_args)
@@ -41,6 +42,7 @@ def test_with_a_librarys_attention_all_else_is_walked(backend: str) -> None:
     assert any("_rope_and_store_kv" in name for name in names)
 
 
+@pytest.mark.long
 def test_the_fused_decoder() -> None:
     without_memory = in_a_new_process("decoded", "meta")
     assert without_memory == in_a_new_process("decoded", "cpu")

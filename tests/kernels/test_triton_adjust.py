@@ -208,6 +208,7 @@ def test_bits_are_packed_as_grammars_pack_them() -> None:
     assert pack_bits([0, 31, 32, 40], 41).tolist() == [-(2**31) + 1, 257]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kernel", "dtype"), [("_count_tokens", "fp32"), ("_adjust_logits", "bf16")])
 def test_nothing_spills(kernel: str, dtype: str) -> None:
     signature = POINTERS | {

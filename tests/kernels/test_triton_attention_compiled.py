@@ -19,6 +19,8 @@ from penstock.kernels.triton.capabilities import Capabilities
 from tests.grids import exhaustive
 from tests.kernels.gpu_compiler import KernelCost, compile_for_gpu
 
+pytestmark = pytest.mark.long
+
 MAX_SHARED_BYTES = 227 * 1024
 PACKAGE = "penstock.kernels.triton.attention"
 QWEN3_06B, QWEN3_8B = (16, 8), (32, 8)

@@ -113,6 +113,7 @@ def test_rope_and_store_kv(dtype: torch.dtype, norms: str, sizes: tuple[int, int
     assert torch.equal(cache[block, :, :, offset], caches[0][block, :, :, offset])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kernel", "constexprs", "num_warps"),
     [

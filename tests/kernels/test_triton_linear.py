@@ -92,6 +92,7 @@ def test_linear_silu(num_tokens: int, dtype: torch.dtype, k: int, n: int, device
 
 
 # The last is long enough for its sums to be split, up to 16 tokens.
+@pytest.mark.spread(8)
 @pytest.mark.parametrize(("num_tokens", "dtype", "device"), CASES)
 @pytest.mark.parametrize(("k", "n"), [*SHAPES, (2000, 70)])
 def test_linear_residual(num_tokens: int, dtype: torch.dtype, k: int, n: int, device: Capabilities) -> None:

@@ -12,6 +12,8 @@ from penstock.kernels.triton.linear.tiles import Role, Tile, choose, fixed
 from tests.grids import grid
 from tests.kernels.gpu_compiler import KernelCost, compile_for_gpu
 
+pytestmark = pytest.mark.long
+
 PACKAGE = "penstock.kernels.triton.linear"
 MOST_SHARED_BYTES = 227 << 10
 # [N, K] of the weights, gate and up stacked.

@@ -110,6 +110,7 @@ def test_prompts(num_top: int) -> None:
     assert [(each.token_ids, each.rank) for each in found] == [(each.token_ids, each.rank) for each in expected]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kernel", "num_warps"), [("_measure_tiles", 4), ("_collect_top", 4), ("_merge_tiles", 4)])
 def test_nothing_spills(kernel: str, num_warps: int) -> None:
     signature = POINTERS | {

@@ -220,6 +220,7 @@ def test_drafts_stand_behind_what_is_known(count: int, num_drafts: int) -> None:
     assert torch.equal(found[0][1], found[1][1])
 
 
+@pytest.mark.long
 def test_nothing_spills() -> None:
     prepare = dict.fromkeys(("num_computed_ptr", "idx_mapping_ptr", "rows_ptr", "positions_ptr"), "*i64")
     prepare |= dict.fromkeys(("input_ids_ptr", "slots_ptr"), "*i64")

@@ -125,6 +125,7 @@ PARAMS = ({"temperature": 1.0}, {"temperature": 0.0}, {"temperature": 0.6}, {"te
 TRUNCATED = ({"temperature": 1.0, "top_k": 4}, {"temperature": 0.0}, {"temperature": 0.6, "top_p": 0.8, "min_p": 0.01})
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("params", [PARAMS, TRUNCATED], ids=["plain", "truncated"])
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(5, torch.float32), (9001, torch.bfloat16)])
 def test_the_tokens_of_the_reference(params: Sequence[dict[str, Any]], vocab_size: int, dtype: torch.dtype) -> None:
@@ -162,6 +163,7 @@ def test_drafts_are_drawn_with_their_own_noise() -> None:
             assert int(windows.drafts[row, place]) == expected
 
 
+@pytest.mark.long
 def test_a_drafter_that_is_the_target_is_always_right() -> None:
     for _ in range(2):
         drafter = torch.randn(MAX_REQS, NUM_DRAFTS, 5000)
@@ -226,6 +228,7 @@ def test_coins(rates: tuple[float, ...]) -> None:
         assert counts[1].tolist() == [*expected.num_real_drafts.tolist(), 0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kernel", "num_warps"), [("_keep_drafts", 4), ("_sum_residuals", 8), ("_replace", 8)])
 def test_nothing_spills(kernel: str, num_warps: int) -> None:
     signature = POINTERS | {

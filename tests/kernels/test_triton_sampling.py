@@ -222,6 +222,7 @@ def test_verify_accepts_the_run_of_right_drafts(windows: list[tuple[int, int]], 
     assert found[1].tolist() == expected[1].tolist() + [0] * padding
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kernel", "dtype", "num_warps"),
     [

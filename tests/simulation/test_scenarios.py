@@ -89,6 +89,7 @@ HAPPENS = {
 }
 
 
+@pytest.mark.spread(20)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_scenario(name: str) -> None:
     happened: Counter[str] = Counter()
@@ -103,6 +104,7 @@ def test_scenario(name: str) -> None:
     assert not missing, f"{name} shows nothing: {missing} never happened"
 
 
+@pytest.mark.long
 def test_ten_thousand_steps_of_row_reuse_bring_no_foreign_token() -> None:
     """Rows of stages are given on all the time, while results of their last owners are under way to them."""
     happened: Counter[str] = Counter()

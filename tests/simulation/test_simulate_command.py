@@ -18,6 +18,7 @@ def test_the_list_has_every_scenario(capsys: pytest.CaptureFixture[str]) -> None
     assert all(len(line.split()) > 4 for line in lines), "a scenario without its origin"
 
 
+@pytest.mark.long
 def test_all_scenarios_with_two_processes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--seed", "7", "--jobs", "2"]) == 0
     several = capsys.readouterr().out

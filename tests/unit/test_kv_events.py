@@ -77,6 +77,7 @@ def check_chain(event: BlockStored, num_tokens_ahead: int) -> None:
         assert parent == block_hash
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("windows", [(0,), (6,), (0, 9)], ids=["full", "sliding", "hybrid"])
 def test_replaying_the_events_of_a_storm_gives_what_is_held(windows: tuple[int, ...], depth: int) -> None:

@@ -105,6 +105,7 @@ def test_every_request_is_scheduled_in_each_round(num_stages: int, is_async: boo
         assert {name for plan in of_round for name in plan.num_scheduled_tokens} == everyone
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("num_stages", "is_async"), PIPELINES)
 def test_random_traffic_is_served_fairly(num_stages: int, is_async: bool) -> None:
     for seed in range(8):

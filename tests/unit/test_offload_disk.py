@@ -168,6 +168,7 @@ def test_every_damaged_file_is_found_counted_and_deleted(tmp_path: Path) -> None
     assert disk.store(*damaged) == keys(*damaged), "the next store heals them"
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("num_bytes", [CHUNK, 1000], ids=["whole pages", "a part of one"])
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.floats(0, 1), bit=st.integers(0, 7), cut=st.booleans())
@@ -381,6 +382,7 @@ while True:
 """
 
 
+@pytest.mark.long
 def test_a_writer_killed_at_any_moment_leaves_whole_files_only(tmp_path: Path) -> None:
     chance = random.Random(11)
     num_temporaries = num_warm = 0

@@ -114,6 +114,7 @@ def names_of(layout: KVLayout) -> list[str]:
     return [layer.name for layer in layout.layers]
 
 
+@pytest.mark.spread(6)
 @pytest.mark.parametrize("consumer", [*GRID, *UNEVEN])
 def test_every_split_reads_from_every_other(consumer: Split) -> None:
     for producer in [*GRID, *UNEVEN]:

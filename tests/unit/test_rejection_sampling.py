@@ -129,6 +129,7 @@ def run(requests: list[EngineRequest], target: list[torch.Tensor], drafter: list
     return step.token_ids.view(len(requests), -1), step.num_accepted, made
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("quality", DRAFTERS)
 def test_the_output_has_the_target_s_distribution(many_requests: list[EngineRequest], quality: str) -> None:
     """At each place of the window, given that the drafts before it were accepted, and drafts are taken as they can be.
@@ -300,6 +301,7 @@ def test_the_buffer_is_refused_when_it_does_not_fit() -> None:
         allocate_draft_logits(cast(Any, loaded), 256, 32, memory)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("rates", [(0.8, 0.5), (0.0, 1.0), (1.0, 0.3)])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_synthetic_acceptance_is_what_was_asked_for(rates: tuple[float, float], temperature: float) -> None:

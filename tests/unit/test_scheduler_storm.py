@@ -95,6 +95,7 @@ def expected(request: EngineRequest, answers: Answers) -> list[int]:
     return tokens[: stops[0] + 1] if stops else tokens
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("windows", [(0,), (6,), (0, 9)], ids=["full", "sliding", "hybrid"])
 def test_storm(windows: tuple[int, ...], depth: int) -> None:
@@ -110,6 +111,7 @@ def test_storm(windows: tuple[int, ...], depth: int) -> None:
     assert hits > 100, "the prompts were meant to share prefixes"
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("num_stages", "depth"), [(2, 2), (2, 3), (3, 3), (3, 4)])
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_storm_with_micro_batches(num_stages: int, depth: int, drafts: int) -> None:
@@ -124,6 +126,7 @@ def test_storm_with_micro_batches(num_stages: int, depth: int, drafts: int) -> N
     assert (num_overlapped > 0) == (drafts > 0 and depth > num_stages), "only asynchronous steps run ahead of tokens"
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("windows", "depth", "drafts"), grid([(0,), (0, 9)], (1, 2, 3), (1, 3, 5)))
 def test_storm_with_drafts(windows: tuple[int, ...], depth: int, drafts: int) -> None:
     preemptions = num_draft_tokens = num_accepted = ahead = num_steps = 0
