@@ -57,6 +57,8 @@ class Stub:
         return web.json_response({"status": self.health, "reason": None}, status=200 if is_alive else 503)
 
     async def _ready(self, _: web.Request) -> web.Response:
+        if self.health is None:
+            await asyncio.Event().wait()
         return web.Response(status=200 if self.health == "ok" else 503)
 
     async def _metrics(self, _: web.Request) -> web.Response:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from random import Random
 
 import pytest
@@ -199,14 +199,17 @@ class Answers:
         self.num_tokens = 0
         self.status, self.headers = 200, ()
         self.asked: list[str] = []
+        self.body = b""
 
     @contextlib.asynccontextmanager
     async def open(self, call: Call) -> AsyncGenerator[Answers]:
         self.asked.append(call.url.rpartition("/")[2])
+        self.body = f"vllm:iteration_tokens_total_sum {self.num_tokens}".encode() if self.asked[-1] == "metrics" else b""
         yield self
 
-    async def chunks(self) -> AsyncIterator[bytes]:
-        yield f"vllm:iteration_tokens_total_sum {self.num_tokens}".encode() if self.asked[-1] == "metrics" else b""
+    async def read(self) -> bytes:
+        body, self.body = self.body, b""
+        return body
 
 
 def test_one_that_says_that_it_is_well_and_computes_nothing_for_its_requests_has_stalled() -> None:

@@ -93,7 +93,9 @@ def test_another_prefill_instance_takes_over(style: str, broken: Handler) -> Non
                 waits.is_complete.clear()
             status, _ = await client.ask()
             assert status == 200
-            assert (first.num_asked, second.num_asked) == (1, 1)
+            # One that ends a connection which was kept is asked once more, over a new one.
+            assert first.num_asked in ((1, 2) if broken is abort else (1,))
+            assert second.num_asked == 1
             assert "kv_transfer_params" in d.bodies[-1]
             assert await client.metric(f'vllm_router_pd_prefill_errors_total{{worker="{first.url}"}}') == 1
             assert await client.metric(f'vllm_router_retries_total{{route="{PATH}"}}') == 1

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from aiohttp import web
-
+from penstock.router.bodies import parse_object
 from penstock.router.choice import load_of
 from penstock.router.dispatcher import Dispatcher
-from penstock.router.front_door import error_response, local_hosts
+from penstock.router.front_door import foreign, refuse, tell
+from penstock.router.http_server import Request, Response
 from penstock.router.instances import OPTIONS, Instance, Role, make_instance
 from penstock.router.observer import RouterObserver
 from penstock.router.page import PAGE
 from penstock.utils.errors import ConfigError
 
-_MAX_BODY_BYTES = 64 << 10
-_PAGE_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-    "connect-src 'self'; frame-ancestors 'none'",
-    "Cache-Control": "no-store",
-}
+_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
+    "frame-ancestors 'none'"
+)
+_PAGE_HEADERS = (
+    ("Content-Type", "text/html; charset=utf-8"),
+    ("Content-Security-Policy", _POLICY),
+    ("Cache-Control", "no-store"),
+)
+
+
+class _RefusedError(Exception):
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class Admin:
@@ -38,65 +46,63 @@ class Admin:
         self._observer = observer
         self._on_change = on_change
         self._on_removed = on_removed
-        self.app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[local_hosts])
-        self.app.router.add_get("/", self._page)
-        self.app.router.add_get("/instances", self._list)
-        self.app.router.add_post("/instances", self._add)
-        self.app.router.add_post("/drain", self._drain)
-        self.app.router.add_post("/resume", self._resume)
-        self.app.router.add_post("/remove", self._remove)
+        self._actions: Mapping[str, Callable[[dict[str, Any]], None]] = {
+            "/instances": self._add,
+            "/drain": self._drain,
+            "/resume": self._resume,
+            "/remove": self._remove,
+        }
 
-    async def _page(self, _: web.Request) -> web.Response:
-        return web.Response(text=PAGE, content_type="text/html", headers=_PAGE_HEADERS)
+    async def handle(self, request: Request, response: Response) -> None:
+        if reason := foreign(request.header("host"), request.header("origin")):
+            return await refuse(response, 403, reason)
+        path = request.target.partition("?")[0]
+        if request.method == "POST" and path in self._actions:
+            try:
+                self._actions[path](_fields(request.body))
+            except _RefusedError as error:
+                return await refuse(response, error.status, str(error))
+            self._on_change()
+        elif request.method != "GET" or path not in ("/", "/instances"):
+            return await refuse(response, 404, f"there is no {request.method} {path} here")
+        if path == "/":
+            return await response.whole(200, _PAGE_HEADERS, PAGE.encode())
+        return await tell(response, 200, self._state())
 
-    async def _list(self, _: web.Request) -> web.Response:
-        return web.json_response(self._state())
-
-    async def _add(self, request: web.Request) -> web.Response:
+    def _add(self, fields: dict[str, Any]) -> None:
         """`{"url", "role", "bootstrap", "events", "replay"}`; the role is serve by default."""
-        fields = await _fields(request)
         role = fields.get("role", Role.SERVE.value)
         if role not in tuple(Role):
-            return error_response(400, f"role must be one of {', '.join(Role)}")
+            raise _RefusedError(400, f"role must be one of {', '.join(Role)}")
         try:
             options = {name: fields.get(name, "") for name in OPTIONS}
             instance = make_instance(fields.get("url", ""), Role(role), **options)
         except ConfigError as error:
-            return error_response(400, str(error))
+            raise _RefusedError(400, str(error)) from None
         known = self._dispatcher.pool.get(instance.url)
         if known is not None and known.instance != instance:
-            return error_response(409, f"{instance.url} is there as a {known.instance.role} instance: remove it first")
+            raise _RefusedError(409, f"{instance.url} is there as a {known.instance.role} instance: remove it first")
         self._dispatcher.pool.add(instance)
-        return self._changed()
 
-    async def _drain(self, request: web.Request) -> web.Response:
-        url = await self._known(request)
-        self._dispatcher.pool.drain(url)
-        return self._changed()
+    def _drain(self, fields: dict[str, Any]) -> None:
+        self._dispatcher.pool.drain(self._known(fields))
 
-    async def _resume(self, request: web.Request) -> web.Response:
-        url = await self._known(request)
-        self._dispatcher.pool.resume(url)
-        return self._changed()
+    def _resume(self, fields: dict[str, Any]) -> None:
+        self._dispatcher.pool.resume(self._known(fields))
 
-    async def _remove(self, request: web.Request) -> web.Response:
+    def _remove(self, fields: dict[str, Any]) -> None:
         """Drains, and removes when nothing is left; with `"now": true` what is left fails."""
-        url = await self._known(request)
+        url = self._known(fields)
         self._dispatcher.pool.drain(url, remove=True)
-        if (await _fields(request)).get("now") is True:
+        if fields.get("now") is True:
             self._on_removed(url)
-        return self._changed()
 
-    async def _known(self, request: web.Request) -> str:
-        """The instance that the body names. Raises HTTPNotFound."""
-        url = str((await _fields(request)).get("url", "")).rstrip("/")
+    def _known(self, fields: dict[str, Any]) -> str:
+        """The instance that is named."""
+        url = str(fields.get("url", "")).rstrip("/")
         if url not in self._dispatcher.pool:
-            raise web.HTTPNotFound(text=json.dumps({"error": {"message": f"there is no instance {url!r}"}}))
+            raise _RefusedError(404, f"there is no instance {url!r}")
         return url
-
-    def _changed(self) -> web.Response:
-        self._on_change()
-        return web.json_response(self._state())
 
     def _state(self) -> Mapping[str, Any]:
         return {
@@ -124,14 +130,9 @@ def _named(instance: Instance) -> dict[str, str]:
     return {"url": instance.url, "role": instance.role.value, **{name: each for name, each in options.items() if each}}
 
 
-async def _fields(request: web.Request) -> dict[str, Any]:
-    """The body, an object whose names of instances are texts. Raises HTTPBadRequest."""
-    try:
-        fields = json.loads(await request.read())
-    except ValueError:
-        fields = None
-    if not isinstance(fields, dict) or not all(isinstance(fields.get(each, ""), str) for each in ("url", *OPTIONS)):
-        raise web.HTTPBadRequest(
-            text=json.dumps({"error": {"message": 'send JSON such as {"url": "http://HOST:PORT"}'}})
-        )
+def _fields(body: bytes) -> dict[str, Any]:
+    """An object whose names of instances are texts."""
+    fields = parse_object(body)
+    if fields is None or not all(isinstance(fields.get(each, ""), str) for each in ("url", *OPTIONS)):
+        raise _RefusedError(400, 'send JSON such as {"url": "http://HOST:PORT"}')
     return fields

@@ -23,7 +23,8 @@ _OF_A_CONNECTION = frozenset(
         "transfer-encoding", "upgrade", "host", "content-length", "expect",
     }
 )  # fmt: skip
-_OF_THE_SERVER = _OF_A_CONNECTION | {"date", "server"}
+# Where a body is passed on as it is, so is its length.
+_NOT_FOR_CLIENTS = _OF_A_CONNECTION - {"content-length"}
 _KINDS = {400: "invalid_request_error", 403: "permission_error", 503: "service_unavailable_error"}
 
 Headers = tuple[tuple[str, str], ...]
@@ -36,7 +37,16 @@ def forwarded_headers(headers: Iterable[tuple[str, str]]) -> Headers:
 
 def answer_headers(headers: Iterable[tuple[str, str]]) -> Headers:
     """What the client gets of an instance's."""
-    return tuple((name, value) for name, value in headers if name.lower() not in _OF_THE_SERVER)
+    return tuple((name, value) for name, value in headers if name.lower() not in _NOT_FOR_CLIENTS)
+
+
+def decoded(data: bytes) -> str:
+    """The bytes of a head as a text, whatever they are; `encoded` makes the same bytes of it."""
+    return data.decode("utf-8", "surrogateescape")
+
+
+def encoded(text: str) -> bytes:
+    return text.encode("utf-8", "surrogateescape")
 
 
 def headers_for_prefill(headers: Headers) -> Headers:

@@ -12,7 +12,7 @@ import functools
 import json
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -59,9 +59,17 @@ class Answer(Protocol):
     status: int
     headers: bodies.Headers
 
-    def chunks(self) -> AsyncIterator[bytes]:
-        """The body as it comes. Raises PeerError when it ends too early."""
+    async def read(self) -> bytes:
+        """What has come of the body since; b"" behind its end. Raises PeerError when it ends too early."""
         ...
+
+
+async def content_of(answer: Answer) -> bytes:
+    """The whole body. Raises PeerError."""
+    parts: list[bytes] = []
+    while part := await answer.read():
+        parts.append(part)
+    return b"".join(parts)
 
 
 class Upstream(Protocol):
@@ -82,6 +90,10 @@ class Client(Protocol):
     async def write(self, chunk: bytes) -> None: ...
 
     async def finish(self) -> None: ...
+
+    async def whole(self, status: int, headers: bodies.Headers, body: bytes) -> None:
+        """All of these at once."""
+        ...
 
     def cut(self) -> None:
         """Ends the connection in the middle of an answer, which tells the client that something is missing."""
@@ -259,7 +271,7 @@ class Exchanges:
                 data = attempt.asked.body if params is None else bodies.with_params(attempt.body, params)
                 await self._stream(attempt, data, client, None)
         except ClientsError as error:
-            await _write(client, error.status, error.headers, error.body)
+            await client.whole(error.status, error.headers, error.body)
             assert prefill is not None, "only a prefill instance's answer is an error"
             self._observer.answered(attempt.asked, prefill, error.status, self._clock.now() - attempt.since, b"")
 
@@ -295,8 +307,7 @@ class Exchanges:
         """A whole answer. Raises _InstanceFailedError."""
         try:
             async with self._watched(instance), self._upstream.open(call) as answer:
-                content = b"".join([chunk async for chunk in answer.chunks()])
-                return answer.status, bodies.answer_headers(answer.headers), content
+                return answer.status, bodies.answer_headers(answer.headers), await content_of(answer)
         except (PeerError, TimeoutError) as error:
             raise self._failure(instance, error) from None
 
@@ -326,14 +337,13 @@ class Exchanges:
     async def _pass_on(self, attempt: _Attempt, answer: Answer, client: Client) -> None:
         if answer.status in _ELSEWHERE:
             raise PeerError(f"it has answered {answer.status}")
-        chunks = answer.chunks()
-        chunk = await anext(chunks, b"")
+        chunk = await answer.read()
         self._dispatcher.answer_goes_on(attempt.request, self._clock.now())
         await client.begin(answer.status, bodies.answer_headers(answer.headers))
         while chunk:
             await client.write(chunk)
             attempt.tail.add(chunk)
-            chunk = await anext(chunks, b"")
+            chunk = await answer.read()
             self._dispatcher.answer_goes_on(attempt.request, self._clock.now())
         await client.finish()
 
@@ -360,13 +370,7 @@ class Exchanges:
 
 async def _refuse(client: Client, refusal: Refusal) -> None:
     headers = (("Content-Type", "application/json"), ("Retry-After", str(refusal.retry_after)))
-    await _write(client, 503, headers, bodies.error_body(503, refusal.message))
-
-
-async def _write(client: Client, status: int, headers: bodies.Headers, body: bytes) -> None:
-    await client.begin(status, headers)
-    await client.write(body)
-    await client.finish()
+    await client.whole(503, headers, bodies.error_body(503, refusal.message))
 
 
 @contextlib.asynccontextmanager

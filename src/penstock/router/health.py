@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.router.exchange import Call, Upstream
+from penstock.router.exchange import Call, Upstream, content_of
 from penstock.router.instances import Signal
 from penstock.router.pool import Pool
 from penstock.utils.clock import Clock
@@ -160,7 +160,7 @@ class HealthChecks:
 
     async def _ask(self, url: str) -> Reply:
         async with self._upstream.open(Call("GET", url, timeout=self._config.timeout)) as answer:
-            return Reply(answer.status, b"".join([chunk async for chunk in answer.chunks()]))
+            return Reply(answer.status, await content_of(answer))
 
 
 async def pause(seconds: float, unless: asyncio.Event | None = None) -> None:

@@ -1,80 +1,289 @@
-"""The HTTP requests of the router: `Upstream` over aiohttp."""
+"""The HTTP requests of the router: `Upstream` over connections that are kept. httptools reads the answers.
+
+A connection that was kept may be closed by the instance just when it is used again. A request whose kept connection
+ends before the first byte of its answer is sent once more, over a new connection; if that fails too, the instance has.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
+import functools
+import ssl
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Self, cast
+from urllib.parse import urlsplit
 
-import aiohttp
-from yarl import URL
+import httptools
 
-from penstock.router.bodies import Headers
+from penstock.router.bodies import Headers, decoded, encoded
 from penstock.router.exchange import Call
 from penstock.utils.errors import PeerError
 
 _CONNECT_SECONDS = 5.0
+# Less than the time for which servers keep connections: uvicorn closes them after 5 seconds.
+_IDLE_SECONDS = 4.0
 _MAX_HEAD_BYTES = 64 << 10
+# Of an answer that the client does not take; then the instance has to wait.
+_MAX_BUFFERED_BYTES = 256 << 10
+_BODILESS = ("GET", "HEAD", "DELETE", "OPTIONS")
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """Where a connection leads to. `name` is the Host header."""
+
+    host: str
+    port: int
+    is_secure: bool
+    name: str
+
+
+class _ClosedError(PeerError):
+    """The connection has ended before the first byte of the answer."""
 
 
 class HttpUpstream:
     """An async context manager, which must be entered before `open`."""
 
     async def __aenter__(self) -> Self:
-        # A new connection for each request: one that was kept may be ended by the instance just when it is used again.
-        connector = aiohttp.TCPConnector(limit=0, force_close=True)
-        self._session = aiohttp.ClientSession(
-            connector=connector,
-            # Bodies are passed on as they are.
-            auto_decompress=False,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
-            max_line_size=_MAX_HEAD_BYTES,
-            max_field_size=_MAX_HEAD_BYTES,
-        )
+        self._free: dict[_Origin, list[_Connection]] = {}
+        self._loop = asyncio.get_running_loop()
+        self._sweep: asyncio.TimerHandle | None = None
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        await self._session.close()
+        if self._sweep is not None:
+            self._sweep.cancel()
+        for connections in self._free.values():
+            for each in connections:
+                each.abort()
 
     @contextlib.asynccontextmanager
-    async def open(self, call: Call) -> AsyncGenerator[HttpAnswer]:
-        request = self._session.request(
-            call.method,
-            # As the client wrote it: what is escaped stays escaped.
-            URL(call.url, encoded=True),
-            data=call.body or None,
-            headers=list(call.headers),
-            allow_redirects=False,
-            timeout=aiohttp.ClientTimeout(call.timeout, connect=_CONNECT_SECONDS),
-        )
+    async def open(self, call: Call) -> AsyncGenerator[_Connection]:
+        # Behind the scheme comes the host, and behind that the path, if there is one.
+        slash = call.url.find("/", call.url.index("://") + 3)
+        origin = _origin(call.url if slash < 0 else call.url[:slash])
+        head = _head_of(call, origin, "/" if slash < 0 else call.url[slash:])
         try:
-            response = await request
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise _peer_error(error) from None
+            async with asyncio.timeout(call.timeout):
+                connection = await self._ask(origin, call, head)
+                try:
+                    yield connection
+                finally:
+                    self._put_back(origin, connection)
+        except TimeoutError:
+            raise PeerError("it has not answered in time") from None
+
+    async def _ask(self, origin: _Origin, call: Call, head: bytes) -> _Connection:
+        """A connection with the answer's head."""
+        kept = self._take(origin)
+        if kept is not None:
+            with contextlib.suppress(_ClosedError):
+                return await kept.ask(call, head)
+        return await (await _connect(origin)).ask(call, head)
+
+    def _take(self, origin: _Origin) -> _Connection | None:
+        """The one that was used last."""
+        free = self._free.get(origin)
+        while free:
+            connection = free.pop()
+            if connection.is_free:
+                return connection
+        return None
+
+    def _put_back(self, origin: _Origin, connection: _Connection) -> None:
+        if not connection.is_free:
+            connection.abort()
+            return
+        connection.idle_since = self._loop.time()
+        self._free.setdefault(origin, []).append(connection)
+        if self._sweep is None:
+            self._sweep = self._loop.call_later(_IDLE_SECONDS / 2, self._close_idle)
+
+    def _close_idle(self) -> None:
+        oldest = self._loop.time() - _IDLE_SECONDS / 2
+        for origin, connections in list(self._free.items()):
+            self._free[origin] = [each for each in connections if each.is_free and each.idle_since > oldest]
+            for each in set(connections).difference(self._free[origin]):
+                each.abort()
+            if not self._free[origin]:
+                del self._free[origin]
+        self._sweep = self._loop.call_later(_IDLE_SECONDS / 2, self._close_idle) if self._free else None
+
+
+class _Connection(asyncio.Protocol):
+    """Carries one request at a time, and is its answer (`exchange.Answer`)."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._parser = httptools.HttpResponseParser(self)
+        self._waiting: asyncio.Future[None] | None = None
+        self._parts: list[bytes] = []
+        self._num_buffered = 0
+        self._is_asked = self._is_paused = False
+        self._error = ""
+        self.idle_since = 0.0
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it can carry another request."""
+        return self._is_complete and self._is_kept and not (self._parts or self._error)
+
+    async def ask(self, call: Call, head: bytes) -> Self:
+        """Returns when the answer's head is there. Raises PeerError."""
+        self._is_head = call.method == "HEAD"
+        self._is_asked = True
+        self._has_begun = self._is_measured = self._is_complete = self._is_kept = False
+        self._num_head_bytes = 0
+        self._found: list[tuple[str, str]] = []
+        self.status = 0
+        self.headers: Headers = ()
+        self._transport.write(head)
+        if call.body:
+            self._transport.write(call.body)
         try:
-            yield HttpAnswer(response)
-        finally:
-            response.close()
+            while not self.status:
+                if self._error:
+                    raise PeerError(self._error) if self._has_begun else _ClosedError(self._error)
+                await self._more()
+        except BaseException:
+            self._transport.abort()
+            raise
+        return self
 
+    async def read(self) -> bytes:
+        while not self._parts:
+            if self._is_complete:
+                return b""
+            if self._error:
+                raise PeerError(self._error)
+            await self._more()
+        data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        self._parts.clear()
+        self._num_buffered = 0
+        if self._is_paused:
+            self._is_paused = False
+            self._transport.resume_reading()
+        return data
 
-class HttpAnswer:
-    def __init__(self, response: aiohttp.ClientResponse) -> None:
-        self.status = response.status
-        self.headers: Headers = tuple(response.headers.items())
-        self._content = response.content
+    def abort(self) -> None:
+        self._transport.abort()
 
-    async def chunks(self) -> AsyncIterator[bytes]:
+    async def _more(self) -> None:
+        self._waiting = self._loop.create_future()
+        await self._waiting
+
+    def _wake(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    def _fail(self, message: str) -> None:
+        self._error = self._error or message
+        self._transport.abort()
+        self._wake()
+
+    # ---- What the transport calls ----
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._is_asked and self.status and not self._is_measured and exc is None and not self._error:
+            # The end of the connection is the end of the body.
+            self._is_complete = True
+        self._fail(str(exc or "it has closed the connection"))
+
+    def data_received(self, data: bytes) -> None:
+        if not self._is_asked or self._is_complete:
+            self._fail("it has sent what it was not asked for")
+            return
+        self._has_begun = True
         try:
-            async for chunk in self._content.iter_any():
-                yield chunk
-        except (aiohttp.ClientError, OSError) as error:
-            raise _peer_error(error) from None
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._fail(f"its answer is not HTTP/1.1: {error}")
+            return
+        if not self.status:
+            self._num_head_bytes += len(data)
+            if self._num_head_bytes > _MAX_HEAD_BYTES:
+                self._fail(f"the head of its answer is larger than {_MAX_HEAD_BYTES} bytes")
+        self._wake()
+
+    # ---- What the parser calls ----
+
+    def on_message_begin(self) -> None:
+        if self._is_complete:
+            self._error = "it has sent what it was not asked for"
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        # Behind a body in chunks there can be more of them.
+        if not self.status:
+            self._found.append((decoded(name), decoded(value)))
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status < 200 or self.status:
+            # The answer comes later, or has come.
+            self._found.clear()
+            return
+        self.status, self.headers = status, tuple(self._found)
+        # What lasts until the connection ends is neither.
+        self._is_kept = self._is_measured = self._parser.should_keep_alive()
+        if not self._is_kept:
+            self._is_measured = any(name.lower() in ("content-length", "transfer-encoding") for name, _ in self._found)
+        if self._is_head:
+            # The parser does not know what was asked, and would wait for a body.
+            self._is_complete, self._is_kept = True, False
+
+    def on_body(self, body: bytes) -> None:
+        if self._is_complete:
+            return
+        self._parts.append(body)
+        self._num_buffered += len(body)
+        if self._num_buffered > _MAX_BUFFERED_BYTES and not self._is_paused:
+            self._is_paused = True
+            self._transport.pause_reading()
+
+    def on_message_complete(self) -> None:
+        self._is_complete = self.status != 0
 
 
-def _peer_error(error: Exception) -> PeerError:
-    """The text of a timeout is empty."""
-    return PeerError(str(error) or ("it has not answered in time" if isinstance(error, TimeoutError) else repr(error)))
+async def _connect(origin: _Origin) -> _Connection:
+    """Raises PeerError."""
+    loop = asyncio.get_running_loop()
+    secure = _secure() if origin.is_secure else None
+    try:
+        async with asyncio.timeout(_CONNECT_SECONDS):
+            return (await loop.create_connection(_Connection, origin.host, origin.port, ssl=secure))[1]
+    except TimeoutError:
+        raise PeerError(f"it accepts no connection within {_CONNECT_SECONDS:g} seconds") from None
+    except (OSError, ValueError) as error:
+        raise PeerError(f"it cannot be reached: {error}") from None
+
+
+@functools.cache
+def _secure() -> ssl.SSLContext:
+    return ssl.create_default_context()
+
+
+@functools.lru_cache(1024)
+def _origin(url: str) -> _Origin:
+    """`url` has no path."""
+    parts = urlsplit(url)
+    is_secure = parts.scheme == "https"
+    port = parts.port or (443 if is_secure else 80)
+    return _Origin(parts.hostname or "", port, is_secure, parts.netloc.rpartition("@")[2])
+
+
+def _head_of(call: Call, origin: _Origin, target: str) -> bytes:
+    lines = [f"{call.method} {target} HTTP/1.1\r\nHost: {origin.name}\r\n"]
+    lines += [f"{name}: {value}\r\n" for name, value in call.headers]
+    if call.body or call.method not in _BODILESS:
+        lines.append(f"Content-Length: {len(call.body)}\r\n")
+    lines.append("\r\n")
+    return encoded("".join(lines))

@@ -116,7 +116,7 @@ def _base_url(url: str) -> str:
     except ValueError:
         is_valid = False
     else:
-        is_valid = is_valid and not parts.query and not parts.fragment
+        is_valid = is_valid and not parts.query and not parts.fragment and url.isprintable() and " " not in url
     if not is_valid:
         raise ConfigError(f"{url!r} is not the URL of an instance: write it as http://HOST:PORT")
     return url.rstrip("/").removesuffix("/v1")

@@ -11,7 +11,7 @@ import msgspec
 
 from penstock.router import bodies
 from penstock.router.dispatcher import Dispatcher
-from penstock.router.exchange import Asked, Call, Upstream
+from penstock.router.exchange import Asked, Call, Upstream, content_of
 from penstock.router.instances import State
 from penstock.router.kv_view import Prompt
 from penstock.router.pool import Member
@@ -76,7 +76,7 @@ class TokenizedPrompts:
         call = Call("POST", f"{member.url}/tokenize", bodies.headers_for_prefill(asked.headers), question, _TIMEOUT_S)
         try:
             async with self._upstream.open(call) as answer:
-                content = b"".join([chunk async for chunk in answer.chunks()])
+                content = await content_of(answer)
             return tokens_of(content) if answer.status == 200 else ()
         except (PeerError, TimeoutError) as error:
             logger.info("%s does not tokenize: %s", member.url, error)

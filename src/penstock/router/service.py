@@ -12,9 +12,10 @@ from penstock.router.admin import Admin
 from penstock.router.choice import Policy
 from penstock.router.dispatcher import Dispatcher, Limits
 from penstock.router.exchange import Exchanges, Timeouts
-from penstock.router.front_door import FrontDoor, listening
+from penstock.router.front_door import FrontDoor
 from penstock.router.health import HealthChecks, HealthConfig, pause
 from penstock.router.http_client import HttpUpstream
+from penstock.router.http_server import serving
 from penstock.router.instances import Instance
 from penstock.router.kv_subscriptions import KVSubscriptions
 from penstock.router.observer import RouterObserver
@@ -84,11 +85,11 @@ async def running(config: RouterConfig) -> AsyncGenerator[Listening]:
         await checks.check_all()
         checking = asyncio.create_task(checks.run(on_change, on_death))
         try:
-            async with listening(door.app, config.host, config.port) as url:
+            async with serving(door.handle, config.host, config.port) as url:
                 if config.admin_port is None:
                     yield Listening(url, "", dispatcher, door.close)
                 else:
-                    async with listening(admin.app, _LOOPBACK, config.admin_port) as admin_url:
+                    async with serving(admin.handle, _LOOPBACK, config.admin_port) as admin_url:
                         yield Listening(url, admin_url, dispatcher, door.close)
         finally:
             checking.cancel()

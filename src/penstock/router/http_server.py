@@ -1,0 +1,335 @@
+"""An HTTP/1.1 server with one handler for all requests: bodies come whole, answers leave in parts.
+
+httptools reads the requests. The requests of a connection are answered one after the other, in a task each; the task is
+cancelled when the client leaves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http
+import math
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import cast
+
+import httptools
+
+from penstock.router.bodies import Headers, decoded, encoded, error_body
+from penstock.utils.errors import ConfigError
+from penstock.utils.logging import get_logger
+
+logger = get_logger(__name__)
+
+_MAX_HEAD_BYTES = 64 << 10
+_MAX_BODY_BYTES = 64 << 20
+_BACKLOG = 2048
+# Until a head that has begun must be there, until a connection without a request is closed, and until one is closed
+# whose client goes on sending what was refused.
+_HEAD_SECONDS = 30.0
+_IDLE_SECONDS = 75.0
+_LINGER_SECONDS = 5.0
+_SWEEP_SECONDS = 1.0
+_FLUSH_SECONDS = 1.0
+_STATUS_LINES = {each.value: f"HTTP/1.1 {each.value} {each.phrase}\r\n" for each in http.HTTPStatus}
+_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_WITHOUT_BODY = (204, 304)
+_OF_AN_OFFER = ("connection", "upgrade")
+_JSON = ("Content-Type", "application/json")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """`target` is the path with its query as it came. `is_kept`: the client wants to use the connection again."""
+
+    method: str
+    target: str
+    headers: Headers
+    body: bytes
+    is_old: bool
+    is_kept: bool
+
+    def header(self, name: str) -> str | None:
+        """`name` is in lower case."""
+        return next((value for each, value in self.headers if each.lower() == name), None)
+
+
+class Response:
+    """The answer to one request (`exchange.Client`)."""
+
+    def __init__(self, connection: Connection, request: Request) -> None:
+        self._connection = connection
+        self._request = request
+        self._head = b""
+        self._is_chunked = False
+        self.has_begun = self.is_complete = False
+        self.is_kept = request.is_kept
+
+    async def begin(self, status: int, headers: Headers) -> None:
+        """What is written later must fit to a Content-Length among the headers. The head leaves with the first part."""
+        lines = [_STATUS_LINES.get(status) or f"HTTP/1.1 {status} \r\n"]
+        is_measured = False
+        for name, value in headers:
+            lines.append(f"{name}: {value}\r\n")
+            is_measured = is_measured or name.lower() == "content-length"
+        if not is_measured and self._request.method != "HEAD" and status not in _WITHOUT_BODY:
+            # The end of the connection is the end of the body for those that do not know chunks.
+            self._is_chunked = not self._request.is_old
+            self.is_kept = self.is_kept and self._is_chunked
+            if self._is_chunked:
+                lines.append("Transfer-Encoding: chunked\r\n")
+        if not self.is_kept:
+            lines.append("Connection: close\r\n")
+        elif self._request.is_old:
+            lines.append("Connection: keep-alive\r\n")
+        lines.append("\r\n")
+        self._head = encoded("".join(lines))
+        self.has_begun = True
+
+    async def write(self, chunk: bytes) -> None:
+        """Waits while the client has not taken what it got before. Raises ConnectionResetError."""
+        if self._is_chunked and chunk:
+            chunk = b"%x\r\n%b\r\n" % (len(chunk), chunk)
+        await self._connection.send(self._head + chunk)
+        self._head = b""
+
+    async def finish(self) -> None:
+        self.is_complete = True
+        await self._connection.send(self._head + (b"0\r\n\r\n" if self._is_chunked else b""))
+
+    async def whole(self, status: int, headers: Headers, body: bytes) -> None:
+        kept = (each for each in headers if each[0].lower() != "content-length")
+        await self.begin(status, (*kept, ("Content-Length", str(len(body)))))
+        await self.write(b"" if self._request.method == "HEAD" else body)
+        await self.finish()
+
+    def cut(self) -> None:
+        if self._is_chunked:
+            self._connection.close()
+        else:
+            # The connection's orderly end would be the answer's, where the end of the body is not marked.
+            self._connection.abort()
+
+
+Handler = Callable[[Request, Response], Awaitable[None]]
+
+
+class Connection(asyncio.Protocol):
+    """`deadline`: when it is to be closed, in the loop's time. `is_last`: its next answer ends it."""
+
+    def __init__(self, handler: Handler, connections: set[Connection]) -> None:
+        self._handler = handler
+        self._connections = connections
+        self._loop = asyncio.get_running_loop()
+        self._parser = httptools.HttpRequestParser(self)
+        self._requests: deque[Request] = deque()
+        self._task: asyncio.Task[None] | None = None
+        self._can_send: asyncio.Future[None] | None = None
+        self._is_refused = False
+        self.is_last = False
+        self.deadline = math.inf
+
+    # ---- What the transport calls ----
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._connections.add(self)
+        self._wait_for_head(_HEAD_SECONDS)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connections.discard(self)
+        self._requests.clear()
+        self.resume_writing()
+        if self._task is not None:
+            self._task.cancel()
+
+    def pause_writing(self) -> None:
+        self._can_send = self._loop.create_future()
+
+    def resume_writing(self) -> None:
+        waiting, self._can_send = self._can_send, None
+        if waiting is not None and not waiting.done():
+            waiting.set_result(None)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            self._decline(data[offer.args[0] :])
+        except httptools.HttpParserError as error:
+            self._refuse(400, f"this is not a request of HTTP/1.1: {error}")
+        else:
+            if self._is_in_head:
+                self._num_head_bytes += len(data)
+                if self._num_head_bytes > _MAX_HEAD_BYTES:
+                    self._refuse(431, f"the request's head is larger than {_MAX_HEAD_BYTES} bytes")
+
+    # ---- What the parser calls ----
+
+    def on_message_begin(self) -> None:
+        self._wait_for_head(_HEAD_SECONDS)
+
+    def on_url(self, url: bytes) -> None:
+        self._target += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        # Behind a body in chunks there can be more of them.
+        if self._is_in_head:
+            self._headers.append((decoded(name), decoded(value)))
+
+    def on_headers_complete(self) -> None:
+        self._is_in_head = False
+        self.deadline = math.inf
+        expects = any(name.lower() == "expect" and value.lower() == "100-continue" for name, value in self._headers)
+        if expects and self._task is None:
+            self._transport.write(_CONTINUE)
+
+    def on_body(self, body: bytes) -> None:
+        self._num_body_bytes += len(body)
+        if self._num_body_bytes <= _MAX_BODY_BYTES:
+            self._body.append(body)
+        else:
+            self._body.clear()
+            self._refuse(413, f"the request's body is larger than {_MAX_BODY_BYTES} bytes")
+
+    def on_message_complete(self) -> None:
+        if self._is_refused or self._parser.should_upgrade():
+            return
+        self._requests.append(
+            Request(
+                self._parser.get_method().decode(),
+                decoded(self._target),
+                tuple(self._headers),
+                b"".join(self._body),
+                self._parser.get_http_version() == "1.0",
+                self._parser.should_keep_alive(),
+            )
+        )
+        if self._task is None:
+            self._start()
+        else:
+            self._transport.pause_reading()
+
+    # ---- Answers ----
+
+    async def send(self, data: bytes) -> None:
+        """Raises ConnectionResetError."""
+        if self._can_send is not None:
+            await self._can_send
+        if self._transport.is_closing():
+            raise ConnectionResetError("the client has left")
+        self._transport.write(data)
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    def close_when_answered(self) -> None:
+        self.is_last = True
+        if self._task is None:
+            self._transport.close()
+
+    @property
+    def task(self) -> asyncio.Task[None] | None:
+        """What answers a request at the moment."""
+        return self._task
+
+    def _start(self) -> None:
+        self._task = self._loop.create_task(self._answer(self._requests.popleft()))
+
+    async def _answer(self, request: Request) -> None:
+        response = Response(self, request)
+        if self.is_last:
+            response.is_kept = False
+        # A client that leaves is no error; the connection is closed then.
+        with contextlib.suppress(ConnectionError):
+            try:
+                await self._handler(request, response)
+            except Exception as error:
+                logger.exception("%s %s has failed", request.method, request.target)
+                if response.has_begun or isinstance(error, OSError):
+                    self._transport.abort()
+                else:
+                    await response.whole(500, (_JSON,), error_body(500, "the router has failed on this request"))
+        self._task = None
+        if not response.is_complete or not response.is_kept or self.is_last:
+            self._transport.close()
+        elif self._requests:
+            self._start()
+        else:
+            if self._is_in_head and not self._headers:
+                self.deadline = self._loop.time() + _IDLE_SECONDS
+            self._transport.resume_reading()
+
+    def _wait_for_head(self, seconds: float) -> None:
+        self._is_in_head = True
+        self._target = b""
+        self._headers: list[tuple[str, str]] = []
+        self._body: list[bytes] = []
+        self._num_head_bytes = self._num_body_bytes = 0
+        self.deadline = self._loop.time() + seconds
+
+    def _decline(self, rest: bytes) -> None:
+        """The client offers another protocol, which is not spoken: its request is read as one without the offer."""
+        if self._parser.get_method() == b"CONNECT":
+            self._refuse(405, "this is not a proxy for other protocols")
+            return
+        lines = [f"{self._parser.get_method().decode()} {decoded(self._target)} HTTP/1.1\r\n"]
+        lines += [f"{name}: {value}\r\n" for name, value in self._headers if name.lower() not in _OF_AN_OFFER]
+        self._parser = httptools.HttpRequestParser(self)
+        self.data_received(encoded("".join(lines)) + b"\r\n" + rest)
+
+    def _refuse(self, status: int, message: str) -> None:
+        """What the client sends from here on is not read; it may take a while until it has sent all."""
+        if self._is_refused:
+            return
+        self._is_refused = True
+        if self._task is not None:
+            self._transport.abort()
+            return
+        body = error_body(status, message)
+        head = f"{_STATUS_LINES[status]}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        self._transport.write(head.encode() + b"Connection: close\r\n\r\n" + body)
+        self._transport.write_eof()
+        self.deadline = self._loop.time() + _LINGER_SECONDS
+
+
+@contextlib.asynccontextmanager
+async def serving(handler: Handler, host: str, port: int) -> AsyncGenerator[str]:
+    """The server's URL. Raises ConfigError when the address cannot be bound."""
+    loop = asyncio.get_running_loop()
+    connections: set[Connection] = set()
+    try:
+        server = await loop.create_server(lambda: Connection(handler, connections), host, port, backlog=_BACKLOG)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from None
+
+    def close_late() -> None:
+        nonlocal sweep
+        for each in [each for each in connections if each.deadline < loop.time()]:
+            each.abort()
+        sweep = loop.call_later(_SWEEP_SECONDS, close_late)
+
+    sweep = loop.call_later(_SWEEP_SECONDS, close_late)
+    try:
+        name = f"[{host}]" if ":" in host else host
+        yield f"http://{name}:{server.sockets[0].getsockname()[1]}"
+    finally:
+        sweep.cancel()
+        server.close()
+        for each in list(connections):
+            each.close_when_answered()
+        tasks = {each.task for each in connections if each.task is not None}
+        if tasks:
+            _, late = await asyncio.wait(tasks, timeout=_FLUSH_SECONDS)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+        for each in list(connections):
+            each.abort()

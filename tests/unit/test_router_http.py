@@ -1,0 +1,311 @@
+"""The router's HTTP, byte by byte: what clients may send, and connections to instances that are kept or break."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+
+from penstock.router import http_client
+from penstock.router.exchange import Call, content_of
+from penstock.router.http_client import HttpUpstream
+from penstock.router.http_server import Request, Response, serving
+from penstock.utils.errors import PeerError
+from tests.unit.router_stubs import SECONDS, run, until
+
+# ---- The server ----
+
+OK = b"HTTP/1.1 200 OK\r\n"
+BODY = b"Content-Length: 4\r\n\r\nbody"
+
+
+async def echo(request: Request, response: Response) -> None:
+    """Answers in two parts, whose length is not told."""
+    await response.begin(200, ())
+    await response.write(f"{request.method} {request.target} ".encode())
+    await response.write(request.body)
+    await response.finish()
+
+
+async def talk(sent: list[bytes], handler: Callable[[Request, Response], Awaitable[None]] = echo) -> bytes:
+    """Sends parts, each when an answer to those before it has begun, and reads until the server closes."""
+    async with asyncio.timeout(SECONDS), serving(handler, "127.0.0.1", 0) as url:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        answer = b""
+        for part in sent:
+            writer.write(part)
+            await writer.drain()
+            if part is not sent[-1]:
+                answer += await reader.readuntil(b"\r\n\r\n")
+        answer += await reader.read()
+        writer.close()
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("sent", "expected"),
+    [
+        (
+            b"POST /a?b=%2F HTTP/1.1\r\nConnection: close\r\n" + BODY,
+            OK + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+            b"e\r\nPOST /a?b=%2F \r\n4\r\nbody\r\n0\r\n\r\n",
+        ),
+        (
+            b"POST /a HTTP/1.1\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+            b"2\r\nbo\r\n2\r\ndy\r\n0\r\n\r\n",
+            OK + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n8\r\nPOST /a \r\n4\r\nbody\r\n0\r\n\r\n",
+        ),
+        # A client that knows no chunks gets none.
+        (b"POST /a HTTP/1.0\r\n" + BODY, OK + b"Connection: close\r\n\r\nPOST /a body"),
+    ],
+)
+def test_requests_are_read_and_answered(sent: bytes, expected: bytes) -> None:
+    async def check() -> None:
+        assert await talk([sent]) == expected
+
+    run(check)
+
+
+def test_requests_that_come_at_once_are_answered_in_turn() -> None:
+    async def check() -> None:
+        last = b"GET /last HTTP/1.1\r\nConnection: close\r\n\r\n"
+        answer = await talk([b"".join(b"GET /%d HTTP/1.1\r\n\r\n" % number for number in range(3)) + last])
+        assert [line for line in answer.split(b"\r\n") if line.startswith(b"GET")] == [
+            b"GET /0 ", b"GET /1 ", b"GET /2 ", b"GET /last "
+        ]  # fmt: skip
+
+    run(check)
+
+
+def test_a_request_that_offers_another_protocol_is_answered() -> None:
+    """As the first one of Java's client does."""
+
+    async def check() -> None:
+        offer = b"POST /a HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n" + BODY
+        answer = await talk([offer + b"GET /b HTTP/1.1\r\nConnection: close\r\n\r\n"])
+        assert b"8\r\nPOST /a \r\n4\r\nbody\r\n0\r\n\r\n" in answer
+        assert b"GET /b" in answer
+
+    run(check)
+
+
+def test_a_client_that_waits_for_a_sign_gets_one() -> None:
+    async def check() -> None:
+        head = b"POST /a HTTP/1.1\r\nConnection: close\r\nExpect: 100-continue\r\nContent-Length: 4\r\n\r\n"
+        answer = await talk([head, b"body"])
+        assert answer.startswith(b"HTTP/1.1 100 Continue\r\n\r\n" + OK)
+
+    run(check)
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"nonsense\r\n\r\n", 400),
+        (b"CONNECT a:1 HTTP/1.1\r\n\r\n", 405),
+        (b"GET /a HTTP/1.1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", 400),
+        (b"POST /a HTTP/1.1\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+        (b"GET /a HTTP/1.1\r\nX: " + b"x" * 70_000, 431),
+        (b"POST /a HTTP/1.1\r\nContent-Length: 70000000\r\n\r\n" + b"x" * 70_000_000, 413),
+    ],
+)
+def test_what_is_no_request_or_too_large_is_refused(sent: bytes, status: int) -> None:
+    async def check() -> None:
+        answer = await talk([sent])
+        assert answer.startswith(b"HTTP/1.1 %d " % status)
+        assert b"Connection: close" in answer
+
+    run(check)
+
+
+def test_an_error_of_the_handler_is_told_and_ends_the_connection_in_the_middle_of_an_answer() -> None:
+    async def fail(request: Request, response: Response) -> None:
+        if request.target == "/late":
+            await response.begin(200, ())
+            await response.write(b"a")
+        raise ValueError("a fault")
+
+    async def check() -> None:
+        assert (await talk([b"GET /a HTTP/1.1\r\nConnection: close\r\n\r\n"], fail)).startswith(b"HTTP/1.1 500 ")
+        with contextlib.suppress(ConnectionResetError):
+            assert not (await talk([b"GET /late HTTP/1.1\r\n\r\n"], fail)).endswith(b"0\r\n\r\n")
+
+    run(check)
+
+
+# ---- The client ----
+
+
+class Scripted:
+    """A server whose connections send what the script says for each request that they get, and are counted."""
+
+    def __init__(self, *answers: bytes) -> None:
+        self.answers = list(answers)
+        self.num_connections = 0
+        self.asked: list[bytes] = []
+        self.writers: list[asyncio.StreamWriter] = []
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """An answer that ends in a NUL is the last one of its connection; an empty one closes it."""
+        self.num_connections += 1
+        self.writers.append(writer)
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                self.asked.append(await reader.readuntil(b"\r\n\r\n"))
+                answer = self.answers.pop(0)
+                writer.write(answer.removesuffix(b"\0"))
+                await writer.drain()
+                if not answer or answer.endswith(b"\0"):
+                    break
+        writer.close()
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[tuple[HttpUpstream, str]]:
+        server = await asyncio.start_server(self.serve, "127.0.0.1", 0)
+        async with asyncio.timeout(SECONDS), server, HttpUpstream() as upstream:
+            yield upstream, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/a"
+            for each in self.writers:
+                each.close()
+
+
+async def ask(upstream: HttpUpstream, url: str, method: str = "GET") -> tuple[int, bytes]:
+    async with upstream.open(Call(method, url)) as answer:
+        return answer.status, await content_of(answer)
+
+
+MEASURED = OK + b"Content-Length: 2\r\n\r\nab"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        MEASURED,
+        OK + b"Transfer-Encoding: chunked\r\n\r\n1\r\na\r\n1\r\nb\r\n0\r\n\r\n",
+        OK + b"Transfer-Encoding: chunked\r\n\r\n2\r\nab\r\n0\r\nTrailer: x\r\n\r\n",
+        b"HTTP/1.1 102 Processing\r\n\r\n" + MEASURED,
+    ],
+)
+def test_a_connection_is_used_again(answer: bytes) -> None:
+    async def check() -> None:
+        server = Scripted(*[answer] * 3)
+        async with server.running() as (upstream, url):
+            assert [await ask(upstream, url) for _ in range(3)] == [(200, b"ab")] * 3
+            assert server.num_connections == 1
+
+    run(check)
+
+
+@pytest.mark.parametrize(
+    ("answer", "content"),
+    [
+        (OK + b"Connection: close\r\nContent-Length: 2\r\n\r\nab", b"ab"),
+        (OK + b"\r\nab\0", b"ab"),
+        # It would be taken for the answer to the next request.
+        (MEASURED + MEASURED, b"ab"),
+    ],
+)
+def test_a_connection_that_cannot_be_used_again_is_not(answer: bytes, content: bytes) -> None:
+    async def check() -> None:
+        server = Scripted(*[answer] * 3)
+        async with server.running() as (upstream, url):
+            assert [await ask(upstream, url) for _ in range(3)] == [(200, content)] * 3
+            assert server.num_connections == 3
+
+    run(check)
+
+
+def test_an_answer_to_head_has_no_body() -> None:
+    async def check() -> None:
+        async with Scripted(OK + b"Content-Length: 9\r\n\r\n").running() as (upstream, url):
+            assert await ask(upstream, url, "HEAD") == (200, b"")
+
+    run(check)
+
+
+def test_a_kept_connection_that_ends_without_an_answer_costs_no_request() -> None:
+    async def check() -> None:
+        server = Scripted(MEASURED, b"", MEASURED)
+        async with server.running() as (upstream, url):
+            assert [await ask(upstream, url) for _ in range(2)] == [(200, b"ab")] * 2
+            assert (server.num_connections, len(server.asked)) == (2, 3)
+
+    run(check)
+
+
+@pytest.mark.parametrize(
+    ("answers", "num_asked"),
+    [
+        # A new connection has been no one's before: its end is the instance's.
+        ((b"",), 1),
+        # Once more, and not again and again.
+        ((MEASURED, b"", b""), 3),
+        # What has begun is not asked for twice.
+        ((MEASURED, b"HTTP/1.1 2\0"), 2),
+        ((MEASURED, OK + b"Content-Length: 3\r\n\r\nab\0"), 2),
+        ((MEASURED, OK + b"Transfer-Encoding: chunked\r\n\r\n2\r\nab\r\n\0"), 2),
+        ((MEASURED, b"nonsense\0"), 2),
+        ((MEASURED, OK + b"X: " + b"x" * 70_000 + b"\0"), 2),
+    ],
+)
+def test_an_answer_that_does_not_come_or_end_is_the_instances_failure(answers: list[bytes], num_asked: int) -> None:
+    async def check() -> None:
+        server = Scripted(*answers)
+        async with server.running() as (upstream, url):
+            for _ in range(min(1, len(answers) - 1)):
+                await ask(upstream, url)
+            with pytest.raises(PeerError):
+                await ask(upstream, url)
+            assert len(server.asked) == num_asked
+
+    run(check)
+
+
+def test_what_an_idle_connection_sends_is_no_answer() -> None:
+    async def check() -> None:
+        server = Scripted(MEASURED, MEASURED)
+        async with server.running() as (upstream, url):
+            await ask(upstream, url)
+            server.writers[0].write(OK + b"Content-Length: 3\r\n\r\nxyz")
+            await until(lambda: server.writers[0].is_closing())
+            assert await ask(upstream, url) == (200, b"ab")
+
+    run(check)
+
+
+def test_connections_that_are_not_used_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_client, "_IDLE_SECONDS", 0.05)
+
+    async def check() -> None:
+        server = Scripted(MEASURED)
+        async with server.running() as (upstream, url):
+            await ask(upstream, url)
+            await until(lambda: server.writers[0].is_closing())
+
+    run(check)
+
+
+def test_a_client_that_reads_slowly_holds_the_instance_back() -> None:
+    async def check() -> None:
+        size = 64 << 20
+        server = Scripted(OK + b"Content-Length: %d\r\n\r\n" % size + b"x" * size)
+        async with server.running() as (upstream, url), upstream.open(Call("GET", url)) as answer:
+            first = await answer.read()
+            await asyncio.sleep(0.1)
+            second = await answer.read()
+            # What the transport reads at once, beyond the limit.
+            assert max(len(first), len(second)) < http_client._MAX_BUFFERED_BYTES + (1 << 20)
+            assert len(first) + len(second) + len(await content_of(answer)) == size
+
+    run(check)
+
+
+def test_an_instance_that_does_not_answer_in_time_fails() -> None:
+    async def check() -> None:
+        async with Scripted(OK[:5]).running() as (upstream, url):
+            with pytest.raises(PeerError, match="not answered in time"):
+                async with upstream.open(Call("GET", url, timeout=0.05)):
+                    pass
+
+    run(check)
