@@ -42,7 +42,7 @@ def message(decision: Decision) -> str:
 
 
 def request(num_prompt_tokens: int = 100, **cached: int) -> Routed:
-    return Routed(is_divisible=True, num_prompt_tokens=num_prompt_tokens, cached=cached)
+    return Routed(lambda: True, num_prompt_tokens=num_prompt_tokens, cached=cached)
 
 
 # ---- Choice ----
@@ -204,7 +204,9 @@ class Answers:
     @contextlib.asynccontextmanager
     async def open(self, call: Call) -> AsyncGenerator[Answers]:
         self.asked.append(call.url.rpartition("/")[2])
-        self.body = f"vllm:iteration_tokens_total_sum {self.num_tokens}".encode() if self.asked[-1] == "metrics" else b""
+        self.body = (
+            f"vllm:iteration_tokens_total_sum {self.num_tokens}".encode() if self.asked[-1] == "metrics" else b""
+        )
         yield self
 
     async def read(self) -> bytes:

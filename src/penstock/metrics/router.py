@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from penstock.metrics.families import Families
 from penstock.metrics.table import Kind, Metric
@@ -78,6 +79,8 @@ class RouterMetrics:
 
     def __init__(self) -> None:
         self._families = Families(ROUTER_METRICS)
+        # By name and labels.
+        self._counters: dict[tuple[str, tuple[str, ...]], Any] = {}
         counters = self._families.counters
         for route in (*ROUTES, _OTHER):
             # All are there from the start, with 0: the first event is an increase, and rates see it.
@@ -87,8 +90,11 @@ class RouterMetrics:
 
     def count(self, name: str, amount: float = 1, *labels: str) -> None:
         """`name` is one of the table's counters."""
-        counter = self._families.counters[name]
-        (counter.labels(*labels) if labels else counter).inc(amount)
+        counter = self._counters.get((name, labels))
+        if counter is None:
+            counter = self._families.counters[name]
+            counter = self._counters[name, labels] = counter.labels(*labels) if labels else counter
+        counter.inc(amount)
 
     def on_answer(self, path: str, status: int, seconds: float) -> None:
         route = route_of(path)

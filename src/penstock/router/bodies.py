@@ -11,8 +11,11 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import msgspec
+
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
 """The requests whose prompt another instance can compute, where they have one."""
+_PARAMS = "kv_transfer_params"
 _BYTES_PER_TOKEN = 4
 # What the one token of the prefill instance does not need. Tools stay: they are a part of the prompt.
 _NOT_FOR_PREFILL = ("stream_options", "min_tokens", "response_format")
@@ -58,8 +61,8 @@ def headers_for_prefill(headers: Headers) -> Headers:
 def parse_object(data: bytes) -> dict[str, Any] | None:
     """None for what is no JSON object: an instance says what is wrong with it."""
     try:
-        body = json.loads(data)
-    except (ValueError, RecursionError):
+        body = msgspec.json.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     return body if isinstance(body, dict) else None
 
@@ -83,9 +86,12 @@ def is_divisible(body: Mapping[str, Any]) -> bool:
     return "messages" in body or not isinstance(body.get("prompt"), list) or only_prompt(body) is not None
 
 
-def with_params(body: Mapping[str, Any], params: Mapping[str, Any]) -> bytes:
-    """The client's request with `kv_transfer_params`, for the decode instance."""
-    return json.dumps({**body, "kv_transfer_params": params}).encode()
+def with_params(data: bytes, body: Mapping[str, Any], params: Mapping[str, Any]) -> bytes:
+    """The client's request with `kv_transfer_params`, for the decode instance. `body` is what `data` means."""
+    if not body or _PARAMS in body:
+        return msgspec.json.encode({**body, _PARAMS: params})
+    # A long prompt is not encoded anew.
+    return data.rstrip()[:-1] + b"," + msgspec.json.encode({_PARAMS: params})[1:]
 
 
 def prefill_serially(body: Mapping[str, Any]) -> bytes:
@@ -110,7 +116,7 @@ def _for_one_token(body: Mapping[str, Any], params: Mapping[str, Any]) -> bytes:
     """The same request for one token, in one piece."""
     asked = {name: value for name, value in body.items() if name not in _NOT_FOR_PREFILL}
     limits = {name: 1 for name in ("max_tokens", "max_completion_tokens") if name in body} or {"max_tokens": 1}
-    return json.dumps({**asked, **limits, "stream": False, "kv_transfer_params": dict(params)}).encode()
+    return msgspec.json.encode({**asked, **limits, "stream": False, _PARAMS: params})
 
 
 def error_body(status: int, message: str) -> bytes:

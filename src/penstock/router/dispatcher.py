@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.router.choice import Policy, make_choice
@@ -64,11 +64,12 @@ _NEXT = {
 
 @dataclass(slots=True, eq=False)
 class Routed:
-    """A request as far as its way is concerned. `is_divisible`: its prompt can be computed by a prefill instance.
-    `cached`: how many of its prompt's tokens instances have, by URL, as far as is known.
+    """A request as far as its way is concerned. `is_divisible`: whether its prompt can be computed by a prefill
+    instance; asked only where not all instances compute whole requests. `cached`: how many of its prompt's tokens
+    instances have, by URL, as far as is known.
     """
 
-    is_divisible: bool
+    is_divisible: Callable[[], bool]
     num_prompt_tokens: int = 0
     cached: Mapping[str, int] = field(default_factory=dict[str, int])
     phase: Phase = Phase.NEW
@@ -225,9 +226,11 @@ class Dispatcher:
             if pool.has_hope(Role.SERVE, excluded) or pool.has_hope(Role.DECODE, excluded):
                 return None
             return Refusal(f"no instance is left that could answer{'; ' + failure if failure else ''}")
-        if not request.is_divisible:
-            return self._use(request, now, self._best(request, [*whole, *halves]))
         prefills = pool.of(Role.PREFILL, excluded)
+        if not (prefills or halves):
+            return self._use(request, now, self._best(request, whole))
+        if not request.is_divisible():
+            return self._use(request, now, self._best(request, [*whole, *halves]))
         if request.num_prefill_failures > self._limits.max_retries:
             prefills = []
         if prefills:

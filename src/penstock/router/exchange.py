@@ -1,6 +1,6 @@
 """One request from its arrival to its end: the plans of a `Dispatcher`, carried out with an `Upstream` and a `Client`.
 
-Both are protocols: `http_client.py` and `front_door.py` have those with sockets. An instance's failure is a
+Both are protocols: `http_client.py` and `http_server.py` have those with sockets. An instance's failure is a
 `PeerError`; any other error comes from the client's side and ends the request, with all that runs for it.
 """
 
@@ -33,7 +33,7 @@ _TAIL_BYTES = 4096
 _LAST_EVENT = b"data: [DONE]"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Asked:
     """A client's request. `path` is without the query, `target` with it."""
 
@@ -42,6 +42,15 @@ class Asked:
     target: str
     headers: bodies.Headers
     body: bytes
+
+    @functools.cached_property
+    def completion(self) -> dict[str, Any] | None:
+        """The body of a request for a completion; None for others. Read only where a decision needs it."""
+        is_completion = self.method == "POST" and self.path in bodies.COMPLETIONS
+        return bodies.parse_object(self.body) if is_completion else None
+
+    def is_divisible(self) -> bool:
+        return self.completion is not None and bodies.is_divisible(self.completion)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +88,7 @@ class Upstream(Protocol):
 
 
 class Prompts(Protocol):
-    async def look_up(self, asked: Asked, body: Mapping[str, Any] | None) -> tuple[int, Mapping[str, int]]:
+    async def look_up(self, asked: Asked) -> tuple[int, Mapping[str, int]]:
         """The length of the request's prompt in tokens, and how many of them instances have cached, by URL."""
         ...
 
@@ -166,12 +175,11 @@ class _Tail:
 
 @dataclass(frozen=True, slots=True)
 class _Attempt:
-    """`body` is the parsed one, where the prompt can be computed elsewhere. `since` is when the request arrived."""
+    """`since` is when the request arrived."""
 
     request: Routed
     plan: Plan
     asked: Asked
-    body: dict[str, Any] | None
     since: float
     tail: _Tail
 
@@ -199,14 +207,12 @@ class Exchanges:
 
     async def carry(self, asked: Asked, client: Client) -> None:
         """Answers a request, exactly once. Raises what the client's side raises."""
-        is_completion = asked.method == "POST" and asked.path in bodies.COMPLETIONS
-        body = bodies.parse_object(asked.body) if is_completion else None
-        request = Routed(is_divisible=body is not None and bodies.is_divisible(body))
+        request = Routed(asked.is_divisible)
         is_over, since, tail = False, self._clock.now(), _Tail()
         decision: Decision = None
         self._observer.arrived(asked)
         try:
-            request.num_prompt_tokens, request.cached = await self._prompts.look_up(asked, body)
+            request.num_prompt_tokens, request.cached = await self._prompts.look_up(asked)
             decision = self._dispatcher.submit(request, self._clock.now())
             while not is_over:
                 if decision is None:
@@ -217,7 +223,7 @@ class Exchanges:
                     break
                 self._observer.planned(asked, decision, is_retry=bool(request.failed))
                 try:
-                    await self._answer(_Attempt(request, decision, asked, body, since, tail), client)
+                    await self._answer(_Attempt(request, decision, asked, since, tail), client)
                     is_over = True
                 except _InstanceFailedError as failure:
                     self._observer.failed(failure.instance)
@@ -259,21 +265,21 @@ class Exchanges:
 
     async def _answer(self, attempt: _Attempt, client: Client) -> None:
         """Raises _InstanceFailedError while nothing has been written."""
-        prefill = attempt.plan.prefill
+        prefill, asked = attempt.plan.prefill, attempt.asked
         try:
-            if prefill is None or attempt.body is None:
-                await self._stream(attempt, attempt.asked.body, client, None)
+            if prefill is None or asked.completion is None:
+                await self._stream(attempt, asked.body, client, None)
             elif prefill.bootstrap:
-                await self._answer_beside(attempt, prefill, attempt.body, client)
+                await self._answer_beside(attempt, prefill, asked.completion, client)
             else:
-                params = await self._prefill(attempt, prefill, bodies.prefill_serially(attempt.body))
+                params = await self._prefill(attempt, prefill, bodies.prefill_serially(asked.completion))
                 self._dispatcher.prefill_ends(attempt.request, self._clock.now(), is_done=True)
-                data = attempt.asked.body if params is None else bodies.with_params(attempt.body, params)
+                data = asked.body if params is None else bodies.with_params(asked.body, asked.completion, params)
                 await self._stream(attempt, data, client, None)
         except ClientsError as error:
             await client.whole(error.status, error.headers, error.body)
             assert prefill is not None, "only a prefill instance's answer is an error"
-            self._observer.answered(attempt.asked, prefill, error.status, self._clock.now() - attempt.since, b"")
+            self._observer.answered(asked, prefill, error.status, self._clock.now() - attempt.since, b"")
 
     async def _answer_beside(self, attempt: _Attempt, prefill: Instance, body: dict[str, Any], client: Client) -> None:
         """Both at once; the prefill instance's failure counts only as long as the answer has not begun."""
@@ -282,7 +288,8 @@ class Exchanges:
         params = bodies.decode_beside(transfer_id, prefill.bootstrap, engine_id)
         asked = bodies.prefill_beside(body, transfer_id)
         async with _beside(self._prefill(attempt, prefill, asked)) as prefilling:
-            await self._stream(attempt, bodies.with_params(body, params), client, prefilling)
+            data = bodies.with_params(attempt.asked.body, body, params)
+            await self._stream(attempt, data, client, prefilling)
 
     async def _prefill(self, attempt: _Attempt, prefill: Instance, data: bytes) -> Any:
         """What the decode instance is told of the prompt's KV. Raises ClientsError and _InstanceFailedError."""

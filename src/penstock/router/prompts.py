@@ -41,7 +41,7 @@ class Views(Protocol):
 class EstimatedPrompts:
     """Knows nothing of caches, and asks no instance."""
 
-    async def look_up(self, asked: Asked, body: Mapping[str, Any] | None) -> tuple[int, Mapping[str, int]]:
+    async def look_up(self, asked: Asked) -> tuple[int, Mapping[str, int]]:
         return bodies.estimate_tokens(len(asked.body)), {}
 
 
@@ -53,17 +53,19 @@ class TokenizedPrompts:
         self._upstream = upstream
         self._views = views
 
-    async def look_up(self, asked: Asked, body: Mapping[str, Any] | None) -> tuple[int, Mapping[str, int]]:
+    async def look_up(self, asked: Asked) -> tuple[int, Mapping[str, int]]:
         """The prompt's tokens, estimated where they are not known, and how many of them instances have, by URL."""
-        ready = [each for each in self._dispatcher.pool if each.state is State.READY]
+        estimated = bodies.estimate_tokens(len(asked.body)), {}
         # Where requests wait they go to the instance that has room, and more work for the instances would not help.
-        is_open = body is not None and _is_choice(ready) and not self._dispatcher.num_queued
-        if not is_open or not any(self._views.num_blocks.values()):
-            return bodies.estimate_tokens(len(asked.body)), {}
-        assert body is not None
+        if self._dispatcher.num_queued or not any(self._views.num_blocks.values()):
+            return estimated
+        ready = [each for each in self._dispatcher.pool if each.state is State.READY]
+        body = asked.completion if _is_choice(ready) else None
+        if body is None:
+            return estimated
         tokens = await self._tokens(asked, body, min(ready, key=lambda each: each.num_outstanding))
         if not tokens:
-            return bodies.estimate_tokens(len(asked.body)), {}
+            return estimated
         return len(tokens), self._views.cached(Prompt(tokens, salts_of(asked.headers, body)))
 
     async def _tokens(self, asked: Asked, body: Mapping[str, Any], member: Member) -> Sequence[int]:
