@@ -62,6 +62,7 @@ SLOW = {
     "bench/peers/serve.py": Trial(
         (f"penstock={sys.executable}", "--rounds", "1", "--shape", "src/penstock/demo"), "", seconds=60
     ),
+    "bench/route_soak.py": Trial(("--minutes", "0.1", "--streams", "2"), "Nothing was wrong"),
     "bench/serve_overhead.py": Trial(("--concurrency", "1", "--output-len", "4", "--rounds", "1"), "1"),
     "bench/speculation.py": Trial(
         ("--rounds", "1", "--batch", "1", "--output-len", "4", "--methods", "ngram K=3", "--tasks", "story"), "ngram"
