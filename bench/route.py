@@ -5,7 +5,7 @@
 overhead  The same requests, one after the other and many at once, directly to a stub instance that streams numbered
           tokens, through `penstock route`, and through vllm-router where it is installed, in turn. Milliseconds to the
           first token, to the whole answer, and between tokens; medians and 99th percentiles. What a router adds is the
-          difference to the direct row.
+          difference to the direct row. And the CPU time of the router's process for a request.
 storm     All requests through `penstock route` while stub instances die, drain, leave and join. Every answer is checked
           token by token.
 prefix    Conversations of several turns with two engines of the built-in model that publish KV events: prefix-aware
@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
-from route_parts.processes import engine, free_ports, penstock_route, stubs, vllm_router, wait_ready
+from route_parts.processes import RouterProcess, engine, free_ports, penstock_route, stubs, vllm_router, wait_ready
 from route_parts.storm import storm
 
 PARTS = ("overhead", "storm", "prefix")
@@ -49,15 +49,18 @@ def main() -> None:
 
 @dataclass
 class Times:
-    """Milliseconds of requests, and of single tokens."""
+    """Milliseconds of requests, and of single tokens; `cpu`: seconds of the router's process for all of them."""
 
     first: list[float] = field(default_factory=list[float])
     whole: list[float] = field(default_factory=list[float])
     between: list[float] = field(default_factory=list[float])
+    cpu: float = 0.0
 
     def cells(self) -> str:
-        return " | ".join(f"{statistics.median(each):.2f} / {p99(each):.2f}" for each in (self.first, self.whole)) + (
-            f" | {statistics.median(self.between):.3f} / {p99(self.between):.3f}" if self.between else " | "
+        return (
+            " | ".join(f"{statistics.median(each):.2f} / {p99(each):.2f}" for each in (self.first, self.whole))
+            + (f" | {statistics.median(self.between):.3f} / {p99(self.between):.3f}" if self.between else " | ")
+            + f" | {1e6 * self.cpu / len(self.first):.0f}"
         )
 
 
@@ -82,14 +85,18 @@ async def timed(session: aiohttp.ClientSession, url: str, body: dict[str, Any], 
 
 async def overhead(args: argparse.Namespace) -> None:
     print(f"\n{args.requests} requests of {args.output_len} tokens, {args.stubs} stub instances; ms, median / p99")
-    print("| requests at once | through | first token | whole answer | between tokens |\n|---|---|---|---|---|")
+    print(
+        "| requests at once | through | first token | whole answer | between tokens | CPU, us |\n"
+        "|---|---|---|---|---|---|"
+    )
     async with stubs(args.stubs, 0.0) as instances:
         flags = [flag for url in instances.urls for flag in ("--serve", url)]
-        with penstock_route(*flags) as (own, _), vllm_router(instances.urls) as other:
-            targets = {"direct": instances.urls[0], "penstock route": own, "vllm-router": other}
-            found = {name: url for name, url in targets.items() if url is not None}
-            for url in found.values():
-                await wait_ready(url)
+        with penstock_route(*flags) as own, vllm_router(instances.urls) as other:
+            found: dict[str, RouterProcess | str] = {"direct": instances.urls[0], "penstock route": own}
+            if other is not None:
+                found["vllm-router"] = other
+            for each in found.values():
+                await wait_ready(each if isinstance(each, str) else each.url)
             for concurrency, share in ((1, 10), (args.concurrency, 1)):
                 # One of ten is enough where they come one after the other.
                 num_requests = max(concurrency, args.requests // (share * len(found)))
@@ -98,26 +105,36 @@ async def overhead(args: argparse.Namespace) -> None:
                     print(f"| {concurrency} | {name} | {each.cells()} |", flush=True)
 
 
-async def in_turn(targets: dict[str, str], num_requests: int, concurrency: int, output_len: int) -> dict[str, Times]:
+async def in_turn(
+    targets: dict[str, RouterProcess | str], num_requests: int, concurrency: int, output_len: int
+) -> dict[str, Times]:
     """Rounds of `concurrency` requests to each in turn, so that all see the same machine. The first one is left out."""
     times = {name: Times() for name in targets}
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(connector=connector, timeout=_TIMEOUT) as session:
         for number in range(-1, max(1, num_requests // concurrency)):
-            for name, url in targets.items():
+            for name, target in targets.items():
+                url = target if isinstance(target, str) else target.url
                 body = {"model": "stub", "prompt": f"request {number}", "max_tokens": output_len, "stream": True}
                 into = times[name] if number >= 0 else Times()
+                before = 0.0 if isinstance(target, str) else target.cpu_seconds()
                 await asyncio.gather(*(timed(session, url, body, into) for _ in range(concurrency)))
+                into.cpu += 0.0 if isinstance(target, str) else target.cpu_seconds() - before
     return times
 
 
 async def under_storm(args: argparse.Namespace) -> None:
     async with stubs(args.stubs, 0.0) as instances:
         flags = [flag for url in instances.urls for flag in ("--serve", url)]
-        with penstock_route(*flags, "--health-interval", "0.1") as (url, admin_url):
+        with penstock_route(*flags, "--health-interval", "0.1") as router:
             started = time.perf_counter()
             tally = await storm(
-                url, admin_url, instances, num_requests=args.requests, concurrency=args.concurrency, seed=0
+                router.url,
+                router.admin_url,
+                instances,
+                num_requests=args.requests,
+                concurrency=args.concurrency,
+                seed=0,
             )
             seconds = time.perf_counter() - started
     print(f"\nstorm: {args.requests} requests in {seconds:.0f} s over {args.stubs} stub instances")
@@ -141,7 +158,7 @@ async def prefix(args: argparse.Namespace) -> None:
                 events, replay = (f"tcp://127.0.0.1:{port}" for port in free_ports(2))
                 url = stack.enter_context(engine(events, replay, "64MB"))
                 flags += ["--serve", f"{url},events={events},replay={replay}"]
-            router, _ = stack.enter_context(penstock_route("--policy", policy, *flags))
+            router = stack.enter_context(penstock_route("--policy", policy, *flags)).url
             await wait_ready(router)
             cached, prompt, first = await talk(router, args.conversations, args.turns)
         print(f"| {policy} | {cached} of {prompt} ({cached / prompt:.0%}) | {statistics.median(first):.0f} / ", end="")

@@ -247,8 +247,8 @@ async def cluster(servers: Sequence[Server]) -> AsyncIterator[tuple[aiohttp.Clie
             for server in servers:
                 await server.wait_ready(session)
             flags = [part for each in servers for part in (f"--{each.name[:-1]}", each.url)]
-            with penstock_route(*flags, "--prefill-timeout", "10") as (url, _):
-                yield session, url
+            with penstock_route(*flags, "--prefill-timeout", "10") as router:
+                yield session, router.url
         finally:
             for server in servers:
                 server.signal("both", signal.SIGCONT)

@@ -14,6 +14,7 @@ import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 _START_TRIES = 600
@@ -27,6 +28,20 @@ def free_ports(count: int) -> list[int]:
         for each in sockets:
             each.bind(("127.0.0.1", 0))
         return [each.getsockname()[1] for each in sockets]
+
+
+@dataclass(frozen=True, slots=True)
+class RouterProcess:
+    """`admin_url` is empty for one without administration."""
+
+    url: str
+    admin_url: str
+    pid: int
+
+    def cpu_seconds(self) -> float:
+        """That its threads have taken so far."""
+        threads = Path(f"/proc/{self.pid}/task").iterdir()
+        return sum(int((each / "schedstat").read_text(encoding="utf-8").split()[0]) for each in threads) / 1e9
 
 
 class StubProcess:
@@ -63,22 +78,21 @@ async def stubs(count: int, token_seconds: float) -> AsyncIterator[StubProcess]:
 
 
 @contextlib.contextmanager
-def penstock_route(*flags: str) -> Iterator[tuple[str, str]]:
-    """Its address and that of its administration."""
+def penstock_route(*flags: str) -> Iterator[RouterProcess]:
     command = [sys.executable, "-m", "penstock.cli.main", "route", "--port", "0", "--admin-port", "0", *flags]
-    with _running(command) as lines:
+    with _running(command) as (pid, lines):
         text = ""
         for line in lines:
             text += line
             found = re.search(r"routes (\S+)/v1 to.*Administration and status at (\S+)", text, re.DOTALL)
             if found:
-                yield found[1], found[2]
+                yield RouterProcess(found[1], found[2], pid)
                 return
         raise SystemExit(f"the router has not started:\n{text}")
 
 
 @contextlib.contextmanager
-def vllm_router(urls: Sequence[str]) -> Iterator[str | None]:
+def vllm_router(urls: Sequence[str]) -> Iterator[RouterProcess | None]:
     """None where it is not installed."""
     program = shutil.which("vllm-router", path=str(Path(sys.executable).parent)) or shutil.which("vllm-router")
     if program is None:
@@ -87,8 +101,8 @@ def vllm_router(urls: Sequence[str]) -> Iterator[str | None]:
     port, metrics = free_ports(2)
     command = [program, "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics)]
     command += ["--policy", "round_robin", "--worker-startup-check-interval", "1", "--worker-urls", *urls]
-    with _running(command):
-        yield f"http://127.0.0.1:{port}"
+    with _running(command) as (pid, _):
+        yield RouterProcess(f"http://127.0.0.1:{port}", "", pid)
 
 
 @contextlib.contextmanager
@@ -97,7 +111,7 @@ def engine(events: str, replay: str, kv_cache_memory: str) -> Iterator[str]:
     config = {"enable_kv_cache_events": True, "endpoint": events, "replay_endpoint": replay}
     command = [sys.executable, "-m", "penstock.cli.main", "serve", "--port", "0"]
     command += ["--kv-cache-memory", kv_cache_memory, "--kv-events-config", json.dumps(config)]
-    with _running(command) as lines:
+    with _running(command) as (_, lines):
         for line in lines:
             if " serves " in line:
                 yield line.split(" at ")[1].split("/v1")[0]
@@ -115,12 +129,12 @@ async def wait_ready(url: str) -> None:
 
 
 @contextlib.contextmanager
-def _running(command: Sequence[str]) -> Iterator[Iterator[str]]:
-    """The lines that it prints until it ends. They go through a file, so that nothing has to read them."""
+def _running(command: Sequence[str]) -> Iterator[tuple[int, Iterator[str]]]:
+    """Its process id, and the lines that it prints until it ends. They go through a file: nothing has to read them."""
     with tempfile.NamedTemporaryFile("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
         try:
-            yield _lines(process, Path(log.name))
+            yield process.pid, _lines(process, Path(log.name))
         finally:
             process.terminate()
             process.wait()
