@@ -263,7 +263,8 @@ async def _connect(origin: _Origin) -> _Connection:
     except TimeoutError:
         raise PeerError(f"it accepts no connection within {_CONNECT_SECONDS:g} seconds") from None
     except (OSError, ValueError) as error:
-        raise PeerError(f"it cannot be reached: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise PeerError(f"it cannot be reached: {reason or error}") from None
 
 
 @functools.cache
