@@ -70,7 +70,7 @@ class HttpUpstream:
         origin = _origin(call.url if slash < 0 else call.url[:slash])
         head = _head_of(call, origin, "/" if slash < 0 else call.url[slash:])
         try:
-            async with asyncio.timeout(call.timeout):
+            async with asyncio.timeout(call.timeout) if call.timeout is not None else contextlib.nullcontext():
                 connection = await self._ask(origin, call, head)
                 try:
                     yield connection
