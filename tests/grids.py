@@ -1,4 +1,4 @@
-"""Grids of test parameters: `make test` and `make test-long` run a part that has every value, `make test-all` runs the whole."""
+"""Grids of test parameters: `make test` and `make test-long` run a part with every value, `make test-all` all of it."""
 
 from __future__ import annotations
 
