@@ -362,7 +362,10 @@ def test_half_of_the_parameters_is_the_requests_error(role: str, params: dict[st
     ("changes", "named"),
     [
         ({"kv_ip": "0.0.0.0"}, "kv_ip"),
-        ({"kv_ip": "no.such.host.invalid"}, "kv_ip"),
+        (
+            {"kv_ip": "prefill-0.prefill"},
+            "kv_ip prefill-0.prefill can be reached from other hosts",
+        ),
         ({"kv_connector_extra_config": {"transport": "pigeons"}}, "transport"),
         ({"kv_connector_extra_config": {"peers": ["nowhere"]}}, "peers"),
         ({"kv_connector_extra_config": {"cluster_key_file": "/nonexistent"}}, "cluster_key_file"),
@@ -383,6 +386,42 @@ def test_other_hosts_need_a_key_and_a_list_of_peers(tmp_path: Path) -> None:
     config["kv_connector_extra_config"] = {"cluster_key_file": str(key)}
     with pytest.raises(ConfigError, match="peers"):
         LLM(**ENGINE, kv_transfer_config=config)
+
+
+def test_engines_find_each_other_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As pods do. A name that only a request gives is not looked up; without an address a request loses its KV."""
+    real, looked_up = socket.getaddrinfo, list[str]()
+
+    def look_up(host: str, *args: Any, **options: Any) -> Any:
+        looked_up.append(host)
+        if host != "prefill-0.prefill":
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return real("127.0.0.1", *args, **options)
+
+    key = tmp_path / "key"
+    key.write_bytes(b"a key that is long enough")
+    key.chmod(0o600)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared: dict[str, Any] = {"cluster_key_file": str(key)}
+    peers = [f"prefill-0.prefill:{port}", "prefill-1.prefill:5600"]
+    for_p = {**transfer_config("kv_producer", **shared), "kv_ip": "prefill-0.prefill", "kv_port": port}
+    for_d = {**transfer_config("kv_consumer", **shared, peers=peers), "kv_ip": "decode-0.decode"}
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    with engine(kv_transfer_config=for_p) as prefill, engine(kv_transfer_config=for_d) as decode:
+        expected = complete(prefill, FACT * 2, params).outputs[0].token_ids
+        said = prefill_for(prefill, FACT * 2, params)
+        assert (said["remote_host"], said["remote_port"]) == ("prefill-0.prefill", port)
+        elsewhere = {**said, "remote_host": "prefill-0.example"}
+        missing = {**said, "remote_host": "prefill-1.prefill", "remote_port": 5600}
+        for asked, completed in ((elsewhere, 0), (missing, 0), (said, 1)):
+            found = complete(decode, FACT * 2, replace(params, kv_transfer_params=asked))
+            assert found.outputs[0].token_ids == expected
+            assert connector(decode, "consumer_completed") == completed
+            assert decode.reset_prefix_cache()
+    assert set(looked_up) == {"prefill-0.prefill", "prefill-1.prefill"}
 
 
 @pytest.mark.long

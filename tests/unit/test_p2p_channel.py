@@ -6,16 +6,19 @@ import contextlib
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import penstock.kv_transfer.p2p.channel as channel_module
 from penstock.kv_transfer.authentication import Authentication
 from penstock.kv_transfer.p2p.channel import PURPOSE, ChannelEvent, Connected, Lost, Received, SocketChannel
 from penstock.kv_transfer.p2p.messages import CODEC, Abort, Bye, Done
 from penstock.kv_transfer.p2p.peers import LocalCluster
 from penstock.utils.clock import SystemClock
+from penstock.utils.hosts import is_ip_address
 
 KEY = b"a key of thirty-two bytes or so.."
 HERE = ("127.0.0.1", 0)
@@ -84,6 +87,84 @@ def test_an_address_without_an_engine_is_told() -> None:
         assert isinstance(event, Lost)
         assert event.peer == peer
         assert "refused" in event.reason
+
+
+def names(monkeypatch: pytest.MonkeyPatch, known: Mapping[str, Sequence[str]]) -> None:
+    """In place of the name servers."""
+    real = socket.getaddrinfo
+
+    def look_up(host: Any, port: Any, *args: Any, **options: Any) -> Any:
+        if host not in known and not is_ip_address(host):
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [each for address in known.get(host, [host]) for each in real(address, port, *args, **options)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+
+
+def test_an_engine_with_a_name_is_reached_by_it_on_all_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    names(monkeypatch, {"prefill-0.prefill": ["127.0.0.2"]})
+    right = SocketChannel(("prefill-0.prefill", 0), KEY)
+    with contextlib.closing(right), channels(1) as (left,):
+        host, port = right.address
+        assert host == "prefill-0.prefill"
+        assert port > 0
+        connect(left, right)
+        for address in ("127.0.0.1", "127.0.0.3"):
+            socket.create_connection((address, port), SECONDS).close()
+
+
+def test_an_engine_with_an_address_listens_on_that_alone() -> None:
+    with channels(1) as (left,), pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", left.address[1]), SECONDS)
+
+
+def test_every_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing listens on the first, and this host may not have the family of the second."""
+    with channels() as (left, right):
+        names(monkeypatch, {"p.example": ["127.0.0.9", "::1", "127.0.0.1"]})
+        peer = left.dial(("p.example", right.address[1]))
+        assert take(left) == [Connected(peer, is_outgoing=True)]
+
+
+def test_a_name_without_an_address_ends_that_connection_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with channels() as (left, right):
+        there, _ = connect(left, right)
+        names(monkeypatch, {})
+        peer = left.dial(("prefill-9.prefill", 5600))
+        (event,) = take(left)
+        assert isinstance(event, Lost)
+        assert event.peer == peer
+        assert "prefill-9.prefill has no address" in event.reason
+        left.send(there, Done("still here"))
+        assert isinstance(take(right)[0], Received)
+
+
+def test_a_name_server_that_does_not_answer_holds_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread waits for it, however often the name is dialled, and what it says later has no effect."""
+    monkeypatch.setattr(channel_module, "_OPEN_SECONDS", 0.2)
+    answer, asked = threading.Event(), list[str]()
+
+    def look_up(host: str, *_: Any, **__: Any) -> Any:
+        asked.append(host)
+        answer.wait(SECONDS)
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+
+    with channels() as (left, right):
+        there, _ = connect(left, right)
+        monkeypatch.setattr(socket, "getaddrinfo", look_up)
+        for _ in range(2):
+            peer = left.dial(("slow.example", 5600))
+            left.send(there, Done("still here"))
+            assert isinstance(take(right)[0], Received)
+            (event,) = take(left)
+            assert isinstance(event, Lost)
+            assert event.peer == peer
+            assert "no name server has answered" in event.reason
+        assert asked == ["slow.example"]
+        answer.set()
+        left.send(there, Done("still here"))
+        assert isinstance(take(right)[0], Received)
+        assert not left.take()
 
 
 def test_an_engine_with_another_key_is_refused() -> None:

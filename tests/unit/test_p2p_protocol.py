@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -138,6 +139,23 @@ def test_only_known_addresses_are_dialled(tmp_path: Path) -> None:
         peers.resolve(ADDRESS)
 
 
+def test_peers_may_be_names_which_are_compared_and_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def look_up(*_: object, **__: object) -> None:
+        raise AssertionError("a name of a request or of the list is looked up")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    peers = PeerList(["prefill-0.Prefill.:5600", "[2001:db8:0::1]:5600", "localhost:5600"], None)
+    assert peers.resolve(("PREFILL-0.prefill", 5600)) == ("prefill-0.prefill", 5600)
+    assert peers.resolve(("2001:DB8::1", 5600)) == ("2001:db8::1", 5600)
+    assert peers.resolve(("127.0.0.1", 5600)) == peers.resolve(("localhost", 5600)) == ("127.0.0.1", 5600)
+    for host in ("prefill-0", "prefill-1.prefill", "prefill-0.prefill.svc", "10.0.0.1", "http://prefill-0.prefill"):
+        with pytest.raises(PeerError, match="not in the list of peers"):
+            peers.resolve((host, 5600))
+    for text in ("prefill-0.prefill", "prefill-0.prefill:0", "http://prefill:1", "10.0.0:1", "a b:1", ":5600"):
+        with pytest.raises(ConfigError, match="peers must be"):
+            PeerList([text], None)
+
+
 def test_an_engine_that_was_killed_leaves_no_address(tmp_path: Path) -> None:
     folder = tmp_path / "cluster"
     local = LocalCluster(folder)
@@ -197,9 +215,11 @@ def test_hosts() -> None:
     assert is_loopback("::1")
     assert not is_loopback("10.0.0.1")
     assert not is_loopback("example.org")
-    assert check_host("localhost") in ("127.0.0.1", "::1")
-    with pytest.raises(ConfigError, match=r"not 0\.0\.0\.0"):
-        check_host("0.0.0.0")
+    assert check_host("localhost") == "127.0.0.1"
+    assert check_host("Prefill-0.prefill.") == "prefill-0.prefill"
+    for everywhere in ("0.0.0.0", "::"):
+        with pytest.raises(ConfigError, match=f"not {everywhere}"):
+            check_host(everywhere)
     with pytest.raises(ConfigError, match="peers must be"):
         PeerList(["10.0.0.1"], None)
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
-import re
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.utils.errors import ConfigError
+from penstock.utils.hosts import is_host
 from penstock.utils.names import did_you_mean
 
 ROLES = ("kv_both", "kv_producer", "kv_consumer")
@@ -19,8 +18,6 @@ _DEFAULT_LOAD_SECONDS = 30.0
 _MAX_LOAD_SECONDS = 3600.0
 _MAX_ID_LENGTH = 128
 _MAX_PORT = 65535
-_MAX_HOST_LENGTH = 253
-_HOST_LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 
 _WITHOUT_EFFECT = ("kv_rank", "kv_parallel_size", "kv_buffer_device", "kv_buffer_size", "enable_permute_local_kv")
 """Keys of the field that describe what Penstock does without: ranks of connectors, and buffers of their own."""
@@ -32,7 +29,8 @@ class KVTransferConfig:
 
     `kv_load_timeout` is in seconds: a request waits no longer for KV, and is computed here instead.
 
-    `kv_ip` and `kv_port` are where a connector that talks to other engines listens; port 0 is any free one.
+    `kv_ip` and `kv_port` are where a connector that talks to other engines is reached, and where it listens: with an
+    IP address there, with a host name on all interfaces. Port 0 is any free one.
 
     `kv_connector_module_path` is the Python module of a connector that Penstock does not bring.
     `kv_connector_extra_config` is the connector's own; it refuses what it does not know.
@@ -85,18 +83,6 @@ def _is_timeout(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= _MAX_LOAD_SECONDS
 
 
-def _is_address(value: Any) -> bool:
-    if not _is_text(value) or len(value) > _MAX_HOST_LENGTH:
-        return False
-    try:
-        ipaddress.ip_address(value)
-    except ValueError:
-        # A name that ends in a number is a mistyped IP address.
-        labels = value.removesuffix(".").split(".")
-        return all(map(_HOST_LABEL.fullmatch, labels)) and not labels[-1].isdigit()
-    return True
-
-
 def _is_port(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_PORT
 
@@ -110,7 +96,7 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
         f"one of {', '.join(LOAD_FAILURE_POLICIES)}",
     ),
     "kv_load_timeout": (_is_timeout, f"seconds above 0 and at most {_MAX_LOAD_SECONDS:.0f}"),
-    "kv_ip": (_is_address, "an IP address or a host name"),
+    "kv_ip": (lambda value: isinstance(value, str) and is_host(value), "an IP address or a host name"),
     "kv_port": (_is_port, f"a port from 0 (any free one) to {_MAX_PORT}"),
     "kv_connector_module_path": (_is_text, "the name of a Python module"),
     "kv_connector_extra_config": (lambda value: isinstance(value, Mapping), "an object"),

@@ -1,8 +1,13 @@
-"""Which host a name means."""
+"""Hosts by address and by name: which text is one, which names this machine only, and how to listen on one."""
 
 from __future__ import annotations
 
 import ipaddress
+import re
+import socket
+
+_MAX_HOST_LENGTH = 253
+_HOST_LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 
 
 def is_local_host(host: str) -> bool:
@@ -15,3 +20,40 @@ def is_local_host(host: str) -> bool:
         return ipaddress.ip_address(name.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+def is_ip_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def is_host(text: str) -> bool:
+    """Whether the text is an IP address or can be a host name."""
+    if is_ip_address(text):
+        return True
+    # A name that ends in a number is a mistyped IP address.
+    labels = text.removesuffix(".").split(".")
+    is_name = all(map(_HOST_LABEL.fullmatch, labels)) and not labels[-1].isdigit()
+    return is_name and len(text) <= _MAX_HOST_LENGTH
+
+
+def canonical_host(host: str) -> str:
+    """The one spelling of an address or of a name, by which hosts are compared. No name is looked up."""
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        name = host.lower().removesuffix(".")
+    return "127.0.0.1" if name == "localhost" else name
+
+
+def listen(host: str, port: int, backlog: int) -> socket.socket:
+    """A socket that listens on this IP address; for a host name, on all interfaces. Raises OSError."""
+    if is_ip_address(host):
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=backlog)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
+    return socket.create_server(("", port), backlog=backlog)

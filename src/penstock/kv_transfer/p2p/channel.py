@@ -23,12 +23,14 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from penstock.kv_transfer.authentication import MAX_READ_BYTES, Authentication, Opener, Sealer
+from penstock.kv_transfer.p2p.lookups import Endpoint, Lookups
 from penstock.kv_transfer.p2p.messages import CODEC, MAX_MESSAGE_BYTES, Message
 from penstock.kv_transfer.p2p.params import Address
 from penstock.kv_transfer.p2p.peers import LocalCluster
 from penstock.kv_transfer.p2p.session import PeerKey
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import PeerError, WireError
+from penstock.utils.hosts import is_ip_address, listen
 from penstock.utils.logging import get_logger
 from penstock.utils.wire import FrameReader
 
@@ -36,6 +38,7 @@ logger = get_logger(__name__)
 
 PURPOSE = b"penstock kv control"
 _OPEN_SECONDS = 5.0
+_BACKLOG = 64
 _MAX_CONNECTIONS = 256
 _MAX_UNSENT_BYTES = 4 * MAX_MESSAGE_BYTES
 _MAX_UNTAKEN = 4096
@@ -110,6 +113,8 @@ class Channel(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Connection:
+    """`others` are tried in its place if it cannot be opened."""
+
     peer: PeerKey
     socket: socket.socket
     is_outgoing: bool
@@ -122,12 +127,14 @@ class _Connection:
     request: bytes = b""
     is_first_read: bool = True
     is_closing: bool = False
+    others: list[Endpoint] = field(default_factory=list[Endpoint])
 
 
 class SocketChannel:
-    """Listens on `address`, and on more ports, from the start on; port 0 takes a free one.
+    """Is reached at `address`, and on more ports of the host, from the start on; port 0 takes a free one.
 
-    `local` is told the addresses, so that engines of the same user may dial them. Raises OSError when one is in use.
+    It listens there or, if the host is a name, on all interfaces. `local` is told the addresses, so that engines of the
+    same user may dial them. Raises OSError when one is in use.
     """
 
     def __init__(
@@ -138,12 +145,12 @@ class SocketChannel:
         self._listeners: list[socket.socket] = []
         try:
             for port in (address[1], *more_ports):
-                self._listeners.append(_listen(address[0], port))
+                self._listeners.append(listen(address[0], port, _BACKLOG))
         except OSError:
             for each in self._listeners:
                 each.close()
             raise
-        self._addresses: list[Address] = [listener.getsockname()[:2] for listener in self._listeners]
+        self._addresses: list[Address] = [(address[0], each.getsockname()[1]) for each in self._listeners]
         self.address = self._addresses[0]
         self._local = local
         if local is not None:
@@ -156,6 +163,8 @@ class SocketChannel:
             each.setblocking(False)
             self._selector.register(each, selectors.EVENT_READ)
         self._connections: dict[PeerKey, _Connection] = {}
+        self._lookups = Lookups()
+        self._lookup_deadlines: dict[PeerKey, float] = {}
         # Both threads take numbers from it.
         self._numbers = itertools.count(1)
         self._commands: deque[Callable[[], None]] = deque()
@@ -254,6 +263,7 @@ class SocketChannel:
     def _patience(self) -> float | None:
         now = self._clock.now()
         times = [each.deadline for each in self._connections.values() if each.opener is None]
+        times += self._lookup_deadlines.values()
         when = self._wake_time
         if when is not None and not self._news.is_set():
             times.append(when)
@@ -289,15 +299,47 @@ class SocketChannel:
         self._add(f"{address[0]}:{address[1]}#in{next(self._numbers)}", accepted, is_outgoing=False)
 
     def _connect(self, peer: PeerKey, address: Address) -> None:
-        made = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM)
+        if is_ip_address(address[0]):
+            family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+            self._connect_to_first(peer, [Endpoint(family, address)])
+            return
+        self._lookup_deadlines[peer] = self._clock.now() + _OPEN_SECONDS
+
+        def found(endpoints: list[Endpoint], reason: str) -> None:
+            self._command(lambda: self._on_looked_up(peer, endpoints, reason))
+
+        self._lookups.begin(address, found)
+
+    def _on_looked_up(self, peer: PeerKey, endpoints: list[Endpoint], reason: str) -> None:
+        if self._lookup_deadlines.pop(peer, None) is None:
+            return  # it took too long
+        if endpoints:
+            self._connect_to_first(peer, endpoints)
+        else:
+            self._put(Lost(peer, reason))
+
+    def _connect_to_first(self, peer: PeerKey, endpoints: list[Endpoint]) -> None:
+        endpoint, *others = endpoints
+        try:
+            made = socket.socket(endpoint.family, socket.SOCK_STREAM)
+        except OSError as error:  # a host without IPv6 may still look such addresses up
+            self._connect_to_next(peer, others, str(error))
+            return
         made.setblocking(False)
         with contextlib.suppress(OSError):  # the first attempt to send tells what is wrong
-            made.connect(address)
+            made.connect(endpoint.address)
         connection = self._add(peer, made, is_outgoing=True)
+        connection.others = others
         try:
             self._queue(connection, connection.authentication.greeting())
         except OSError as error:
             self._lose(connection, str(error))
+
+    def _connect_to_next(self, peer: PeerKey, others: list[Endpoint], reason: str) -> None:
+        if others:
+            self._connect_to_first(peer, others)
+        else:
+            self._put(Lost(peer, reason))
 
     def _add(self, peer: PeerKey, made: socket.socket, is_outgoing: bool) -> _Connection:
         made.setblocking(False)
@@ -394,10 +436,15 @@ class SocketChannel:
         for connection in list(self._connections.values()):
             if connection.opener is None and connection.deadline <= now:
                 self._lose(connection, f"no connection within {_OPEN_SECONDS:g} seconds")
+        for peer in [peer for peer, deadline in self._lookup_deadlines.items() if deadline <= now]:
+            del self._lookup_deadlines[peer]
+            self._put(Lost(peer, f"no name server has answered within {_OPEN_SECONDS:g} seconds"))
 
     def _lose(self, connection: _Connection, reason: str) -> None:
         self._forget(connection)
-        if connection.is_outgoing or connection.opener is not None:
+        if connection.is_outgoing and connection.opener is None:
+            self._connect_to_next(connection.peer, connection.others, reason)
+        elif connection.opener is not None:
             self._put(Lost(connection.peer, reason))
         else:
             logger.info("a connection from %s was refused: %s", connection.peer, reason)
@@ -415,18 +462,6 @@ class SocketChannel:
         if not self._news.is_set():
             self._news.set()
             self._waker()
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(64)
-    except OSError:
-        listener.close()
-        raise
-    return listener
 
 
 def _http_answer(path: bytes, answer: Mapping[str, Any] | None) -> bytes:

@@ -7,7 +7,7 @@ second also answers `GET /query` on its bootstrap port. Options, in `kv_connecto
                             "mooncake" (the library of that name, in helper processes)
     backends                of NIXL, ["UCX"] by default
     mooncake_protocol       "rdma", the default: RDMA where Mooncake finds devices, else TCP; or "tcp"
-    peers                   addresses of engines, such as ["10.0.0.1:5600"]; not needed on one host
+    peers                   addresses or names of engines, such as ["10.0.0.1:5600"]; not needed on one host
     cluster_key_file        a file with the key that all engines share; not needed on one host
     attestation             "all": what is read is compared with digests of the sender; "off"
     hold_seconds            how long the blocks of a prefilled request wait for their reader, 120 by default

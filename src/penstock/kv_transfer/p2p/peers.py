@@ -12,7 +12,6 @@ import fcntl
 import ipaddress
 import os
 import secrets
-import socket
 import stat
 import tempfile
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from penstock.kv_transfer.p2p.params import Address
 from penstock.utils.errors import ConfigError, PeerError
+from penstock.utils.hosts import canonical_host, is_host, is_ip_address
 
 _KEY_BYTES = 32
 _MIN_KEY_BYTES = 16
@@ -118,7 +118,10 @@ def _is_locked(path: Path) -> bool:
 
 
 class PeerList:
-    """Which addresses may be dialled: those that were configured, and on this host those that engines have left."""
+    """Which addresses may be dialled: those that were configured, and on this host those that engines have left.
+
+    Addresses are compared as they are written. A name is looked up only when its engine is dialled.
+    """
 
     def __init__(self, configured: Sequence[str], local: LocalCluster | None) -> None:
         self._configured = {_parse(each) for each in configured}
@@ -127,7 +130,7 @@ class PeerList:
     def resolve(self, address: Address) -> Address:
         """The address to dial. Raises PeerError when it is not in the list."""
         host, port = address
-        address = ("127.0.0.1" if host == "localhost" else host, port)
+        address = (canonical_host(host), port)
         if address in self._configured:
             return address
         if self._local is not None and is_loopback(address[0]) and self._local.has(address):
@@ -138,17 +141,15 @@ class PeerList:
 def _parse(text: str) -> Address:
     """Raises ConfigError."""
     host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise ConfigError(f"peers must be addresses such as 10.0.0.1:5600, got {text!r}")
-    return host.strip("[]"), int(port)
+    host = host.removeprefix("[").removesuffix("]")
+    if not is_host(host) or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ConfigError(f"peers must be addresses such as 10.0.0.1:5600 or prefill-0.prefill:5600, got {text!r}")
+    return canonical_host(host), int(port)
 
 
 def check_host(host: str) -> str:
-    """The numeric address of `kv_ip`. Raises ConfigError for a name without one, and for all addresses at once."""
-    try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0]
-    except OSError as error:
-        raise ConfigError(f"kv_ip {host!r} has no address: {error}") from None
-    if ipaddress.ip_address(found).is_unspecified:
-        raise ConfigError(f"kv_ip must be the address that the other engines reach, not {host}")
-    return str(found)
+    """How others are told to reach `kv_ip`: an address, or a name as it is. Raises ConfigError for all addresses."""
+    host = canonical_host(host)
+    if is_ip_address(host) and ipaddress.ip_address(host).is_unspecified:
+        raise ConfigError(f"kv_ip must be the address or the name that the other engines reach, not {host}")
+    return host

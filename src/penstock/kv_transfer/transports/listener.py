@@ -11,6 +11,7 @@ from penstock.kv_transfer.transports.socket_protocol import PURPOSE, SocketLimit
 from penstock.kv_transfer.transports.stream import Stream
 from penstock.kv_transfer.transports.threads import ThreadGroup
 from penstock.utils.errors import ConfigError, PeerError
+from penstock.utils.hosts import listen
 from penstock.utils.logging import get_logger
 
 _logger = get_logger(__name__)
@@ -54,9 +55,7 @@ class Listener:
         self._handshakes: dict[Stream, None] = {}
         self._closing = threading.Event()
         try:
-            self._listener = socket.create_server(
-                (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=limits.max_connections
-            )
+            self._listener = listen(host, 0, limits.max_connections)
         except OSError as error:
             raise ConfigError(f"cannot listen on {host!r}: {error}: give an address of this host") from error
         self.port: int = self._listener.getsockname()[1]

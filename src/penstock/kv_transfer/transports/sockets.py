@@ -83,7 +83,7 @@ class _Peer:
 
 
 class SocketsTransport(OnBoard):
-    """One life of one endpoint (`DataTransport`). `host` is the address to listen on and the one that peers connect to.
+    """One life of one endpoint (`DataTransport`). Peers connect to `host`; of an IP address it listens on that alone.
 
     Raises ConfigError when the host has no such address.
     """

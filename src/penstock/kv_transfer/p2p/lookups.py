@@ -1,0 +1,58 @@
+"""The addresses of hosts that are known by name, looked up beside everything else.
+
+A name server may take seconds to answer, or never do: each name has a thread of its own, and holds up no other.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.kv_transfer.p2p.params import Address
+
+_MAX_ENDPOINTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """What a socket of this family connects to."""
+
+    family: socket.AddressFamily
+    address: tuple[Any, ...]
+
+
+Found = Callable[[list[Endpoint], str], None]
+"""Takes the endpoints in the order in which they are to be tried; without any, the reason."""
+
+
+class Lookups:
+    """Those for the same address that are under way at the same time are one."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: dict[Address, list[Found]] = {}
+
+    def begin(self, address: Address, found: Found) -> None:
+        """`found` is called later, on another thread."""
+        with self._lock:
+            is_first = address not in self._waiting
+            self._waiting.setdefault(address, []).append(found)
+        if is_first:
+            threading.Thread(target=self._look_up, args=(address,), name="kv-name", daemon=True).start()
+
+    def _look_up(self, address: Address) -> None:
+        endpoints: list[Endpoint] = []
+        reason = ""
+        try:
+            for family, _, _, _, found in socket.getaddrinfo(*address, type=socket.SOCK_STREAM):
+                if family in (socket.AF_INET, socket.AF_INET6):
+                    endpoints.append(Endpoint(family, found))
+        except (OSError, UnicodeError) as error:
+            reason = f"the name {address[0]} has no address: {error}"
+        with self._lock:
+            waiting = self._waiting.pop(address)
+        for each in waiting:
+            each(endpoints[:_MAX_ENDPOINTS], reason or f"the name {address[0]} has no address")
