@@ -204,9 +204,29 @@ def test_a_key_file_is_checked(tmp_path: Path) -> None:
         read_cluster_key(path)
     path.write_bytes(b"a key that is long enough\n")
     assert read_cluster_key(path) == b"a key that is long enough"
-    path.chmod(0o644)
-    with pytest.raises(ConfigError, match="chmod 600"):
-        read_cluster_key(path)
+    for mode in (0o644, 0o640, 0o604):
+        path.chmod(mode)
+        with pytest.raises(ConfigError, match="chmod 600"):
+            read_cluster_key(path)
+
+
+@pytest.mark.parametrize(("owner", "mode", "is_right"), [(0, 0o440, True), (0, 0o444, False), (1000, 0o440, False)])
+def test_a_group_may_read_a_key_of_root(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: int, mode: int, is_right: bool
+) -> None:
+    """So Kubernetes mounts a secret for an unprivileged user with an fsGroup."""
+    path = tmp_path / "key"
+    path.write_bytes(b"a key that is long enough\n")
+    path.chmod(mode)
+    found = path.stat()
+    as_owned = os.stat_result((found.st_mode, *found[1:4], owner, *found[5:]))
+    monkeypatch.setattr(Path, "stat", lambda _: as_owned)
+    monkeypatch.setattr(os, "getuid", lambda: 1000)
+    if is_right:
+        assert read_cluster_key(path) == b"a key that is long enough"
+    else:
+        with pytest.raises(ConfigError, match="chmod 600"):
+            read_cluster_key(path)
 
 
 def test_hosts() -> None:

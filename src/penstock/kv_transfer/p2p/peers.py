@@ -36,15 +36,18 @@ def is_loopback(host: str) -> bool:
 
 
 def read_cluster_key(path: Path) -> bytes:
-    """Raises ConfigError when the file cannot be read, is too short, or can be read by others."""
+    """Raises ConfigError when the file cannot be read, is too short, or can be read by others.
+
+    A group may read a file of root's: so are secrets mounted for the user of a container.
+    """
     try:
-        mode = path.stat().st_mode
+        found = path.stat()
         key = path.read_bytes().strip()
     except OSError as error:
         raise ConfigError(f"cluster_key_file cannot be read: {error}") from None
     if len(key) < _MIN_KEY_BYTES:
         raise ConfigError(f"cluster_key_file {path} has {len(key)} bytes and needs {_MIN_KEY_BYTES} or more")
-    if mode & (stat.S_IRGRP | stat.S_IROTH):
+    if found.st_mode & (stat.S_IROTH if found.st_uid == 0 and os.getuid() else stat.S_IRGRP | stat.S_IROTH):
         raise ConfigError(f"cluster_key_file {path} can be read by other users: run chmod 600 {path}")
     return key
 
