@@ -7,9 +7,11 @@ import ipaddress
 import json
 import re
 import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from penstock.cli.commands import make_parser
@@ -59,6 +61,37 @@ def test_the_image_copies_what_the_package_needs() -> None:
     copied = {name for line in re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.MULTILINE) for name in line.split()}
     assert {"pyproject.toml", "setup.py", "README.md", "LICENSE", "src", "constraints.txt"} <= copied
     assert all((DEPLOY.parent / name).exists() for name in copied)
+
+
+@pytest.mark.parametrize(
+    ("device", "index", "has_compiler"),
+    [("cpu", "https://download.pytorch.org/whl/cpu", False), ("gpu", "https://pypi.org/simple", True)],
+)
+def test_the_image_is_built_for_the_device_of_its_build_argument(device: str, index: str, has_compiler: bool) -> None:
+    assert "ARG DEVICE=cpu\n" in (DEPLOY / "Containerfile").read_text(encoding="utf-8")
+    build, final = run_steps_about_the_device(device)
+    assert build.returncode == final.returncode == 0
+    assert f"pip install -c constraints.txt --index-url {index} --extra-index-url" in build.stdout
+    assert ("install --yes --no-install-recommends gcc libc6-dev" in final.stdout) == has_compiler
+
+
+def test_another_device_ends_the_build_with_an_error() -> None:
+    build, _ = run_steps_about_the_device("tpu")
+    assert build.returncode == 1
+    assert build.stderr == "DEVICE must be cpu or gpu, got tpu\n"
+    assert not build.stdout
+
+
+def run_steps_about_the_device(device: str) -> list[subprocess.CompletedProcess[str]]:
+    """One of each stage, in a shell in which commands only say what they would do."""
+    text = (DEPLOY / "Containerfile").read_text(encoding="utf-8").replace("\\\n", "")
+    stages = [stage for stage in text.split("\nFROM ")[1:] if "\nARG DEVICE\n" in stage]
+    steps = [step for stage in stages for step in re.findall(r"^RUN (.*DEVICE.*)$", stage, re.MULTILINE)]
+    assert len(stages) == len(steps) == 2
+    stubs = "".join(f'{name}() {{ echo {name} "$@"; }}\n' for name in ("pip", "apt_get", "rm"))
+    shells = [["sh", "-c", stubs + step.replace("apt-get", "apt_get")] for step in steps]
+    options: dict[str, Any] = {"capture_output": True, "text": True, "env": {"DEVICE": device}, "timeout": 60}
+    return [subprocess.run(shell, check=False, **options) for shell in shells]
 
 
 # ---- compose.yaml ----
