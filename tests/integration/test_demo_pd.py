@@ -15,10 +15,20 @@ from typing import Any
 import pytest
 from openai import BadRequestError, OpenAI
 
+from penstock.cli.commands import make_parser
+from penstock.kv_transfer.p2p.connector import TRANSPORTS
 from tests.integration.server_process import serve
 from tests.integration.test_vllm_router import answers, free_ports
+from tests.integration.transfer_libraries import with_library
 
 SECONDS = 120
+
+
+def test_the_demo_takes_every_transport_of_the_connector() -> None:
+    for transport in TRANSPORTS:
+        assert make_parser().parse_args(["demo-pd", "--transport", transport]).transport == transport
+    with pytest.raises(SystemExit):
+        make_parser().parse_args(["demo-pd", "--transport", "pigeons"])
 
 
 class Demo:
@@ -42,11 +52,19 @@ def expected() -> list[Any]:
         return answers(one.url)
 
 
-@pytest.fixture(params=["serial", "concurrent"])
+@pytest.fixture(
+    params=[
+        ("serial", "sockets"),
+        ("concurrent", "sockets"),
+        with_library("nixl", ("serial", "nixl"), exhaustive=True),
+        with_library("mooncake", ("concurrent", "mooncake"), exhaustive=True),
+    ],
+    ids="-".join,
+)
 def demo(request: pytest.FixtureRequest) -> Iterator[Demo]:
-    (port,) = free_ports(1)
-    command = [sys.executable, "-m", "penstock.cli.main", "demo-pd", "--port", str(port), "--style", request.param]
-    command += ["--kv-cache-memory", "32MB"]
+    (port,), (style, transport) = free_ports(1), request.param
+    command = [sys.executable, "-m", "penstock.cli.main", "demo-pd", "--port", str(port), "--style", style]
+    command += ["--transport", transport, "--kv-cache-memory", "32MB"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     lines: list[str] = []

@@ -40,7 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how the router drives the instances: one after the other, or at once (default: serial)",
     )
     parser.add_argument(
-        "--transport", choices=("sockets", "shared_memory"), default="sockets", help="what moves KV (default: sockets)"
+        "--transport",
+        choices=("sockets", "shared_memory", "nixl", "mooncake"),
+        default="sockets",
+        help="what moves KV: sockets (default), shared_memory, nixl, mooncake; the last two need libraries",
     )
     parser.add_argument("--kv-cache-memory", default="256MB", help="of each instance (default: 256MB)")
     parser.set_defaults(run=run)

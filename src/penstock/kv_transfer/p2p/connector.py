@@ -46,7 +46,7 @@ from penstock.messages.kv_transfer import ConnectorSetup, ShardId
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import ConfigError
 
-_TRANSPORTS = ("sockets", "shared_memory", *LIBRARIES)
+TRANSPORTS = ("sockets", "shared_memory", *LIBRARIES)
 _DEFAULTS = {
     "transport": "sockets",
     "backends": ("UCX",),
@@ -173,7 +173,7 @@ def _read_options(config: KVTransferConfig) -> dict[str, Any]:
         config.kv_connector,
         config.kv_connector_extra_config,
         _DEFAULTS,
-        transport=(lambda value: value in _TRANSPORTS, f"one of {', '.join(_TRANSPORTS)}"),
+        transport=(lambda value: value in TRANSPORTS, f"one of {', '.join(TRANSPORTS)}"),
         backends=(
             lambda value: isinstance(value, list) and bool(value) and all(map(is_text, value)),
             "a list of names",
