@@ -5,7 +5,7 @@
 Every method moves the same bytes in each round, in turn, so that a busy machine slows all of them down alike. Pieces
 lie in random order on both sides, which is the worst case: nothing can be merged. Plain TCP and the copy move one.
 NIXL and Mooncake take part where they are installed; for NIXL both over UCX's own choice and, with UCX_TLS=tcp,self in
-the environment, over TCP.
+the environment, over TCP. A method that fails once is listed as failed, and the others go on.
 """
 
 from __future__ import annotations
@@ -29,9 +29,12 @@ from penstock.kv_transfer.transports.base import DataTransport, Operation, Trans
 from penstock.kv_transfer.transports.shared_memory import SharedMemoryTransport
 from penstock.kv_transfer.transports.sockets import SocketsTransport
 from penstock.messages.kv_layout import MemoryRegion
+from penstock.utils.errors import PeerError
 from penstock.utils.shared_memory import SharedMemory, create_memory
 
 KEY = b"bench"
+TRANSFER_SECONDS = 300.0
+END_SECONDS = 60.0
 PIECES = {"4 KB": 4 << 10, "64 KB": 64 << 10, "1 MB": 1 << 20}
 
 
@@ -77,10 +80,15 @@ def reading(transport: DataTransport, descriptor: bytes, num_bytes: int, piece: 
     peer = transport.connect(descriptor)
 
     def read() -> None:
+        nonlocal peer
         handle = transport.submit(Operation.READ, peer, runs)
-        while transport.poll(handle) is TransferState.PENDING:
-            transport.wait([handle], 60.0)
-        assert transport.poll(handle) is TransferState.DONE, transport.poll(handle)
+        deadline = time.perf_counter() + TRANSFER_SECONDS
+        while transport.poll(handle) is TransferState.PENDING and time.perf_counter() < deadline:
+            transport.wait([handle], 1.0)
+        if transport.poll(handle) is not TransferState.DONE:
+            transport.disconnect(peer)
+            peer = transport.connect(descriptor)
+            raise PeerError(f"a read ends as {transport.poll(handle)}")
 
     return read
 
@@ -93,9 +101,14 @@ def main() -> None:
     num_bytes = options.megabytes << 20
     context = multiprocessing.get_context("spawn")
     pipe, child = context.Pipe()
-    process = context.Process(target=serve, args=(child, num_bytes))
+    # As a daemon it ends with this process, whatever fails here.
+    process = context.Process(target=serve, args=(child, num_bytes), daemon=True)
     process.start()
-    port, descriptors = pipe.recv()
+    child.close()
+    try:
+        port, descriptors = pipe.recv()
+    except EOFError:
+        raise SystemExit("the other process has not started; its messages are above") from None
     memory, other = make_memory(num_bytes), make_memory(num_bytes)
     transports = make_transports(memory)
     with socket.create_connection(("127.0.0.1", port)) as plain:
@@ -104,7 +117,10 @@ def main() -> None:
             plain.sendall(b"x")
             done = 0
             while done < num_bytes:
-                done += plain.recv_into(memory.view[done:], 0, socket.MSG_WAITALL)
+                received = plain.recv_into(memory.view[done:], 0, socket.MSG_WAITALL)
+                if not received:
+                    raise SystemExit("the other process has ended; its messages are above")
+                done += received
 
         methods: dict[str, Callable[[], object]] = {
             "memory copy": lambda: ctypes.memmove(memory.address, other.address, num_bytes),
@@ -113,28 +129,43 @@ def main() -> None:
         for name, transport in transports.items():
             for label, piece in PIECES.items():
                 methods[f"{name}, {label}"] = reading(transport, descriptors[name], num_bytes, piece)
-        seconds: dict[str, list[float]] = {name: [] for name in methods}
-        for round_number in range(options.rounds + 2):
-            for name, method in methods.items():
-                start = time.perf_counter()
-                method()
-                if round_number >= 2:
-                    seconds[name].append(time.perf_counter() - start)
+        seconds = measure(methods, options.rounds)
+    report(seconds, num_bytes)
     for transport in transports.values():
         transport.close()
-    process.join()
-    report(seconds, num_bytes)
+    process.join(END_SECONDS)
+
+
+def measure(methods: dict[str, Callable[[], object]], num_rounds: int) -> dict[str, list[float]]:
+    """The seconds of each round, behind two that do not count; none for a method that has failed once."""
+    seconds: dict[str, list[float]] = {name: [] for name in methods}
+    left = dict(methods)
+    for round_number in range(num_rounds + 2):
+        for name, method in list(left.items()):
+            start = time.perf_counter()
+            try:
+                method()
+            except PeerError as error:
+                sys.stderr.write(f"{name}: {error}\n")
+                del left[name]
+                seconds[name].clear()
+            else:
+                seconds[name] += [time.perf_counter() - start] * (round_number >= 2)
+    return seconds
 
 
 def report(seconds: dict[str, list[float]], num_bytes: int) -> None:
-    medians = {name: statistics.median(of_method) for name, of_method in seconds.items()}
     sys.stdout.write("| method | ms | GB/s | of plain TCP | of a memory copy |\n|---|---|---|---|---|\n")
-    for name, median in medians.items():
+    for name, of_method in seconds.items():
+        if not of_method:
+            sys.stdout.write(f"| {name} | failed | | | |\n")
+            continue
         # The ratio of each round, so that what slows down one round does not count.
         of_tcp, of_copy = (
-            statistics.median(theirs / ours for theirs, ours in zip(seconds[base], seconds[name], strict=True))
+            statistics.median(theirs / ours for theirs, ours in zip(seconds[base], of_method, strict=True))
             for base in ("plain TCP", "memory copy")
         )
+        median = statistics.median(of_method)
         speed = num_bytes / median / 1e9
         sys.stdout.write(f"| {name} | {median * 1e3:.1f} | {speed:.2f} | {of_tcp:.2f} | {of_copy:.2f} |\n")
 
