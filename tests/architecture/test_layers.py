@@ -99,7 +99,7 @@ ONE_PLACE = {
     "jinja2": {"tokenizer.chat_template"},
     "zmq": {"kv_transfer.events", "router.kv_subscriptions"},
     "aiohttp": {"loadgen.client"},
-    "httptools": {"router.http_client", "router.http_server"},
+    "httptools": {"router.http_client", "router.http_server", "server.connections"},
     "llguidance": {"grammar.llguidance_backend"},
     "flashinfer": {"attention.flashinfer"},
     "flash_attn_interface": {"attention.flash_attention"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import os
 import random
@@ -498,3 +499,23 @@ def test_nonsense_is_answered(small: ServerProcess) -> None:
     for data in (b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", b"GET\r\n\r\n", b"\r\n\r\n\x00\x00 / HTTP/1.1\r\n\r\n"):
         assert send_raw(small.url, data).status == 400
     assert call(small.url, "GET", "/health").status == 200
+
+
+def test_a_request_that_offers_http_2_is_answered_over_http_1(small: ServerProcess) -> None:
+    """As Java's client and `curl --http2` do; its body comes with the head, or later and in parts."""
+    offer = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAMAAABkAAQAoAAAAAIAAAAA"}
+    body = {"prompt": "Once", "max_tokens": 2, "temperature": 0}
+    expected = call(small.url, "POST", COMPLETIONS, body).json()["choices"]
+    assert call(small.url, "POST", COMPLETIONS, body, offer).json()["choices"] == expected
+    data = post_bytes(COMPLETIONS, body, offer)
+    with connect(small.url) as connection:
+        # Twice on one connection.
+        for _ in range(2):
+            head = data.index(b"\r\n\r\n") + 4
+            for part in (data[: head - 3], data[head - 3 : head + 5], data[head + 5 :]):
+                connection.sendall(part)
+                time.sleep(0.05)
+            response = http.client.HTTPResponse(connection)
+            response.begin()
+            assert json.loads(response.read())["choices"] == expected
+    assert send_raw(small.url, b"CONNECT a:1 HTTP/1.1\r\nHost: a\r\n\r\n").status == 400

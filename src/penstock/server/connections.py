@@ -1,20 +1,61 @@
-"""Connections that bring no request: uvicorn bounds a request's head neither in bytes nor in time, so this does."""
+"""What uvicorn's connections lack: bounds of a request's head in bytes and in time, and the bodies of requests that
+offer another protocol, as clients in Java and `curl --http2` offer HTTP/2.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from penstock.server import limits
 
+_OFFER = (b"connection", b"upgrade", b"http2-settings")
 
-class BoundedHeads(HttpToolsProtocol):
-    """Closes a connection whose next request's head is too large, or has begun and does not end."""
+
+class _Parser:
+    """httptools' parser, which takes everything behind the head of such a request for the other protocol's. No other
+    protocol is spoken here, so this one reads the request as if it made no offer.
+    """
+
+    def __init__(self, protocol: HttpToolsProtocol) -> None:
+        self._protocol = protocol
+        self._begin()
+
+    def _begin(self) -> None:
+        self._parser: Any = httptools.HttpRequestParser(self._protocol)
+        # As uvicorn's own parser.
+        self._parser.set_dangerous_leniencies(lenient_data_after_close=True)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._parser, name)
+
+    def feed_data(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            method = self._parser.get_method()
+            if method == b"CONNECT":
+                raise httptools.HttpParserError("this is not a proxy") from None
+            kept = [b"%b: %b\r\n" % header for header in self._protocol.headers if header[0] not in _OFFER]
+            head = b"%b %b HTTP/1.1\r\n%b\r\n" % (method, self._protocol.url, b"".join(kept))
+            self._begin()
+            self._parser.feed_data(head + data[offer.args[0] :])
+
+
+class Connection(HttpToolsProtocol):
+    """Also closes a connection whose next request's head is too large, or has begun and does not end."""
+
+    parser: Any
 
     _timer: asyncio.TimerHandle | None = None
     _num_bytes = 0
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.parser = _Parser(self)
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -29,8 +70,14 @@ class BoundedHeads(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self._head_is_here()
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)

@@ -20,7 +20,7 @@ from penstock.metrics.rates import RecentRates
 from penstock.metrics.request_log import EngineObserver
 from penstock.metrics.tracing import RequestTracer, make_tracer
 from penstock.server.app import create_admin_app, create_app
-from penstock.server.connections import BoundedHeads
+from penstock.server.connections import Connection
 from penstock.server.openai.reasoning import make_reasoning_format
 from penstock.server.openai.tool_calls.registry import make_format
 from penstock.server.service import Service
@@ -131,7 +131,7 @@ def _make_server(app: FastAPI, args: ServerArgs) -> _Server:
             app,
             lifespan="off",
             ws="none",
-            http=BoundedHeads,
+            http=Connection,
             log_config=None,
             access_log=args.access_log,
             server_header=False,
