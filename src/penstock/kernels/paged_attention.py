@@ -1,4 +1,6 @@
-"""Causal attention over a paged KV cache: prefill, chunked prefill, decode and verification rows in one call.
+"""Attention over a paged KV cache: prefill, chunked prefill, decode and verification rows in one call.
+
+It is causal, or every row sees all tokens of its request, as in an encoder.
 
 A query row's bits depend on its own q and on the keys and values at the positions it sees, and on nothing else: not
 on the other rows, the chunk it came in, the batch, the ids of the blocks, or the number of threads. On the CPU that
@@ -23,6 +25,9 @@ from penstock.kernels.native import DTYPE_CODES, NativeLibrary, library, num_thr
 _TILE = 64
 _ROWS = 32
 
+Requests = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""`block_table`, `query_start_loc` and `seq_lens`, as `paged_attention` takes them."""
+
 
 def paged_attention(
     q: torch.Tensor,  # [T, Hq, D], rows may be strided
@@ -33,12 +38,31 @@ def paged_attention(
     scale: float,
     sliding_window: int = 0,  # a query sees so many positions, its own included; 0 is all of them
 ) -> torch.Tensor:
-    """[T, Hq * D]; rows that belong to no request, after query_start_loc[R], are zeros."""
-    _check(q, kv_cache, block_table, query_start_loc, seq_lens)
+    """Causal: [T, Hq * D]; rows that belong to no request, after query_start_loc[R], are zeros."""
+    return _attend(q, kv_cache, (block_table, query_start_loc, seq_lens), scale, sliding_window, is_causal=True)
+
+
+def bidirectional_attention(
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """The same where a query sees all positions of its request, those behind it too."""
+    return _attend(q, kv_cache, (block_table, query_start_loc, seq_lens), scale, 0, is_causal=False)
+
+
+def _attend(
+    q: torch.Tensor, kv_cache: torch.Tensor, requests: Requests, scale: float, sliding_window: int, *, is_causal: bool
+) -> torch.Tensor:
+    block_table, query_start_loc, seq_lens = requests
+    _check(q, kv_cache, *requests)
     assert scale > 0 and sliding_window >= 0, f"scale {scale}, sliding window {sliding_window}"
     native = library() if q.is_cpu else None
     if native is None:
-        return paged_attention_reference(q, kv_cache, block_table, query_start_loc, seq_lens, scale, sliding_window)
+        return _attend_reference(q, kv_cache, requests, scale, sliding_window, is_causal=is_causal)
     tokens, num_heads, head_dim = q.shape
     out = q.new_empty((tokens, num_heads * head_dim))
     _native_paged_attention(native)(
@@ -60,6 +84,7 @@ def paged_attention(
         num_threads(),
         scale,
         DTYPE_CODES[q.dtype],
+        is_causal,
     )
     return out
 
@@ -74,23 +99,33 @@ def paged_attention_reference(
     sliding_window: int = 0,
 ) -> torch.Tensor:
     """`paged_attention` in float32, or in float64 for float64 tensors."""
+    requests = (block_table, query_start_loc, seq_lens)
+    return _attend_reference(q, kv_cache, requests, scale, sliding_window, is_causal=True)
+
+
+def _attend_reference(
+    q: torch.Tensor, kv_cache: torch.Tensor, requests: Requests, scale: float, sliding_window: int, *, is_causal: bool
+) -> torch.Tensor:
+    block_table, query_start_loc, seq_lens = requests
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     starts = query_start_loc.tolist()
     for request, seq_len in enumerate(seq_lens.tolist()):
         # A part of the rows at a time: the products before they are summed take rows x heads x tile x D numbers.
         for start in range(starts[request], starts[request + 1], _ROWS):
             end = min(start + _ROWS, starts[request + 1])
-            seen = seq_len - (starts[request + 1] - end)
-            blocks = block_table[request]
-            out[start:end] = _attend_one(q[start:end], kv_cache, blocks, seen, scale, sliding_window)
+            position = seq_len - (starts[request + 1] - start)
+            queries = torch.arange(position, position + end - start, device=q.device)
+            if not is_causal:
+                queries = torch.full_like(queries, seq_len - 1)
+            out[start:end] = _attend_one(q[start:end], kv_cache, block_table[request], queries, scale, sliding_window)
     return out.flatten(1)
 
 
 def _attend_one(
-    q: torch.Tensor,  # [n, Hq, D]: the last n of seq_len positions
+    q: torch.Tensor,  # [n, Hq, D]
     kv_cache: torch.Tensor,
     blocks: torch.Tensor,  # [max_blocks]
-    seq_len: int,
+    queries: torch.Tensor,  # [n] int64: the last position that each row sees, ascending
     scale: float,
     sliding_window: int,
 ) -> torch.Tensor:
@@ -98,9 +133,9 @@ def _attend_one(
     count, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv_cache.shape[2:4]
     grouped = q.to(wide).view(count, num_kv_heads, num_heads // num_kv_heads, 1, head_dim)
-    queries = torch.arange(seq_len - count, seq_len, device=q.device)[:, None]
+    first_query, seq_len, queries = int(queries[0]), int(queries[-1]) + 1, queries[:, None]
     state = _SoftmaxState(grouped[..., 0, :])
-    first = max(0, seq_len - count - sliding_window + 1) if sliding_window else 0
+    first = max(0, first_query - sliding_window + 1) if sliding_window else 0
     for tile in range(first // _TILE * _TILE, seq_len, _TILE):
         # Every tile has the full width, whatever part of it is there, so that all sums have one shape.
         places = torch.arange(tile, tile + _TILE, device=q.device)
@@ -173,4 +208,4 @@ def _check(
 def _native_paged_attention(native: NativeLibrary) -> Callable[..., int | None]:
     pointer, size = ctypes.c_void_p, ctypes.c_int64
     pointers = [pointer, size, pointer, pointer, size, pointer, pointer, pointer]
-    return native.function("paged_attention", [*pointers, *[size] * 8, ctypes.c_float, ctypes.c_int32])
+    return native.function("paged_attention", [*pointers, *[size] * 8, ctypes.c_float, ctypes.c_int32, ctypes.c_int32])

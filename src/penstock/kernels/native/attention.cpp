@@ -20,6 +20,7 @@ struct Attention {
     void* out;                       // [T, num_heads * head_dim]
     int64_t q_stride, table_stride, tokens, requests, num_heads, num_kv_heads, head_dim, block_size, window, threads;
     float scale;
+    bool causal;  // else every row sees all keys of its request, and there is no window
 
     int64_t group() const { return num_heads / num_kv_heads; }
     int64_t query_len(int64_t request) const { return query_start_loc[request + 1] - query_start_loc[request]; }
@@ -206,7 +207,7 @@ private:
             rows[i] = static_cast<const T*>(a_.q) + (a_.query_start_loc[request] + query) * a_.q_stride +
                       query_head(group, i) * a_.head_dim;
             group.from[i] = a_.window && position >= a_.window ? position - a_.window + 1 : 0;
-            group.to[i] = position + 1;
+            group.to[i] = a_.causal ? position + 1 : a_.seq_lens[request];
         }
         engine_.set_queries(index, rows, group.rows);
     }
@@ -319,10 +320,10 @@ PENSTOCK_EXPORT(void, paged_attention)
 (const void* q, int64_t q_stride, const void* kv_cache, const int32_t* block_table, int64_t table_stride,
  const int32_t* query_start_loc, const int32_t* seq_lens, void* out, int64_t tokens, int64_t requests,
  int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int64_t block_size, int64_t window, int64_t threads,
- float scale, int32_t dtype) {
-    const Attention attention{q,       kv_cache,     block_table, query_start_loc, seq_lens, out,
+ float scale, int32_t dtype, int32_t causal) {
+    const Attention attention{q,        kv_cache,     block_table, query_start_loc, seq_lens,  out,
                               q_stride, table_stride, tokens,      requests,        num_heads, num_kv_heads,
-                              head_dim, block_size,   window,      threads,         scale};
+                              head_dim, block_size,   window,      threads,         scale,     causal != 0};
     switch (dtype) {
         case kFloat32: return attend<FloatEngine<float>>(attention);
         case kFloat16: return attend<FloatEngine<f16>>(attention);

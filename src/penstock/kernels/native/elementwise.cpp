@@ -1,4 +1,4 @@
-// Row-wise kernels around the matrix products: norms, rotary embedding with the store into the KV cache, activation.
+// Row-wise kernels around the matrix products: norms, rotary embedding with the store into the KV cache, activations.
 //
 // Arithmetic is fp32; a value is rounded to its storage type where the interface says so (kernels/<name>.py) and
 // nowhere else. Sums run over a row in one fixed order.
@@ -63,6 +63,89 @@ void silu_and_mul(const void* gate_up, void* out, int64_t rows, int64_t width, i
         for (int64_t i = 0; i < width; i += kLanes) {
             const Vec g = load_first(gate + i, width - i), up = load_first(gate + width + i, width - i);
             store_first(to + i, g / (splat(1) + exp2(g * minus_log2e)) * up, width - i);
+        }
+    });
+}
+
+// One vector of x + residual; `residual` may be null.
+template <class T>
+Vec sum_with(const T* x, const T* residual, int64_t count) {
+    const Vec a = load_first(x, count);
+    return residual ? a + load_first(residual, count) : a;
+}
+
+// `lanes` zeroed from the `count`-th on.
+inline Vec only_first(Vec lanes, int64_t count) {
+    if (count >= kLanes) return lanes;
+    alignas(64) float values[kLanes];
+    store(values, lanes);
+    for (int64_t i = count; i < kLanes; ++i) values[i] = 0;
+    return load(values);
+}
+
+// The sum of f(i), lanes of the row from i on, over a row of `count`.
+template <class Lanes>
+float sum_row(int64_t count, const Lanes& f) {
+    Vec parts[4] = {splat(0), splat(0), splat(0), splat(0)};
+    for (int64_t i = 0, lane_group = 0; i < count; i += kLanes, ++lane_group)
+        parts[lane_group % 4] = parts[lane_group % 4] + only_first(f(i), count - i);
+    return sum((parts[0] + parts[1]) + (parts[2] + parts[3]));
+}
+
+template <class T>
+void layer_norm_row(const T* x, const T* residual, const T* weight, const T* bias, T* out, int64_t hidden, float eps) {
+    const auto lanes = [&](int64_t i) { return sum_with(x + i, residual ? residual + i : nullptr, hidden - i); };
+    const float mean = sum_row(hidden, lanes) / static_cast<float>(hidden);
+    const Vec middle = splat(mean);
+    const float squares = sum_row(hidden, [&](int64_t i) {
+        const Vec distance = lanes(i) - middle;
+        return distance * distance;
+    });
+    const Vec inverse = splat(1.0f / std::sqrt(squares / static_cast<float>(hidden) + eps));
+    for (int64_t i = 0; i < hidden; i += kLanes) {
+        const Vec w = load_first(weight + i, hidden - i), b = load_first(bias + i, hidden - i);
+        store_first(out + i, fma((lanes(i) - middle) * inverse, w, b), hidden - i);
+    }
+}
+
+template <class T>
+void layer_norm(const void* x, const void* residual, const void* weight, const void* bias, void* out, int64_t rows,
+                int64_t hidden, int64_t threads, float eps) {
+    run_each(rows, hidden, threads, [&](int64_t row) {
+        const T* residual_row = residual ? static_cast<const T*>(residual) + row * hidden : nullptr;
+        layer_norm_row(static_cast<const T*>(x) + row * hidden, residual_row, static_cast<const T*>(weight),
+                       static_cast<const T*>(bias), static_cast<T*>(out) + row * hidden, hidden, eps);
+    });
+}
+
+// x Phi(x), with the normal distribution Phi by formula 7.1.26 of Abramowitz and Stegun for the error function, which
+// is off by at most 1.5e-7. It gives the tail Phi(-|x|) itself, so that nothing is cancelled where x is negative.
+inline Vec gelu_erf(Vec x) {
+    const Vec magnitude = larger(x, splat(0) - x), z = magnitude * splat(0.70710678f);
+    const Vec t = splat(1) / fma(splat(0.3275911f), z, splat(1));
+    Vec p = splat(1.061405429f);
+    p = fma(p, t, splat(-1.453152027f));
+    p = fma(p, t, splat(1.421413741f));
+    p = fma(p, t, splat(-0.284496736f));
+    p = fma(p, t, splat(0.254829592f));
+    const Vec tail = splat(0.5f) * p * t * exp2(z * z * splat(-1.44269504f));
+    return larger(x, splat(0)) - magnitude * tail;
+}
+
+// x / 2 (1 + tanh(u)) = x / (1 + exp(-2 u)) with u = sqrt(2 / pi) (x + 0.044715 x^3).
+inline Vec gelu_tanh(Vec x) {
+    const Vec u = splat(0.79788456f) * fma(splat(0.044715f) * x * x, x, x);
+    return x / (splat(1) + exp2(u * splat(-2 * 1.44269504f)));
+}
+
+template <class T>
+void gelu(const void* x, void* out, int64_t rows, int64_t width, bool is_tanh, int64_t threads) {
+    run_each(rows, width, threads, [&](int64_t row) {
+        const T* from = static_cast<const T*>(x) + row * width;
+        T* to = static_cast<T*>(out) + row * width;
+        for (int64_t i = 0; i < width; i += kLanes) {
+            const Vec a = load_first(from + i, width - i);
+            store_first(to + i, is_tanh ? gelu_tanh(a) : gelu_erf(a), width - i);
         }
     });
 }
@@ -150,6 +233,21 @@ PENSTOCK_EXPORT(void, rms_norm)
 PENSTOCK_EXPORT(void, silu_and_mul)
 (const void* gate_up, void* out, int64_t rows, int64_t width, int64_t threads, int32_t dtype) {
 #define CALL(T) silu_and_mul<T>(gate_up, out, rows, width, threads)
+    PENSTOCK_BY_DTYPE(CALL)
+#undef CALL
+}
+
+PENSTOCK_EXPORT(void, layer_norm)
+(const void* x, const void* residual, const void* weight, const void* bias, void* out, int64_t rows, int64_t hidden,
+ int64_t threads, float eps, int32_t dtype) {
+#define CALL(T) layer_norm<T>(x, residual, weight, bias, out, rows, hidden, threads, eps)
+    PENSTOCK_BY_DTYPE(CALL)
+#undef CALL
+}
+
+PENSTOCK_EXPORT(void, gelu)
+(const void* x, void* out, int64_t rows, int64_t width, int64_t threads, int32_t is_tanh, int32_t dtype) {
+#define CALL(T) gelu<T>(x, out, rows, width, is_tanh != 0, threads)
     PENSTOCK_BY_DTYPE(CALL)
 #undef CALL
 }

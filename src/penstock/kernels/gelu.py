@@ -1,0 +1,37 @@
+"""The activation GELU (Hendrycks and Gimpel 2016, arXiv:1606.08415): x times the normal distribution at x.
+
+Exactly, by the error function, or by its approximation with a hyperbolic tangent, as a model was trained. All of it is
+float32, rounded to the dtype once. A number's result depends on that number alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from penstock.kernels.native import DTYPE_CODES, NativeLibrary, library, num_threads
+
+
+def gelu(x: torch.Tensor, is_tanh: bool = False) -> torch.Tensor:
+    """[T, I] -> [T, I]."""
+    assert x.dtype in DTYPE_CODES and x.dim() == 2 and x.is_contiguous(), f"x is {tuple(x.shape)} {x.dtype}"
+    native = library() if x.is_cpu else None
+    if native is None:
+        return gelu_reference(x, is_tanh)
+    out = torch.empty_like(x)
+    _native_gelu(native)(x.data_ptr(), out.data_ptr(), *x.shape, num_threads(), is_tanh, DTYPE_CODES[x.dtype])
+    return out
+
+
+def gelu_reference(x: torch.Tensor, is_tanh: bool = False) -> torch.Tensor:
+    return F.gelu(x.float(), approximate="tanh" if is_tanh else "none").to(x.dtype)
+
+
+@functools.cache
+def _native_gelu(native: NativeLibrary) -> Callable[..., int | None]:
+    pointer, size = ctypes.c_void_p, ctypes.c_int64
+    return native.function("gelu", [pointer, pointer, size, size, size, ctypes.c_int32, ctypes.c_int32])
