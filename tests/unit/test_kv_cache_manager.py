@@ -87,3 +87,19 @@ def test_a_load_takes_no_more_of_a_hit_than_the_window_needs() -> None:
     assert [i != 0 for i in block_ids[0]] == [False] * 5 + [True] * 3, "behind 28 tokens the window begins in block 5"
     kv.release(request, fence=0)
     kv.check_integrity()
+
+
+def test_a_model_that_stores_nothing_needs_no_blocks() -> None:
+    kv = KVCacheManager(KVCacheConfig(1, BLOCK_SIZE, ()), enable_prefix_caching=False)
+    request = make_request(range(9))
+    assert kv.admit(request, kv.find_prefix(request), request.num_tokens) == ()
+    request.admit(1, 0)
+    request.on_scheduled(1, request.num_tokens, num_drafts=0, num_new_drafts=0)
+    assert kv.grow(request, request.num_tokens + 100) == ()
+    assert kv.could_grow_after_steps_in_flight(request, 1000)
+    request.on_processed(request.num_tokens, num_drafts=0, num_sampled=1)
+    assert kv.publish(request) == (0, 0)
+    kv.check_integrity()
+    kv.release(request, fence=0)
+    kv.check_integrity()
+    assert (kv.usage, kv.pool.num_usable, kv.pool.map(10).cells) == (0.0, 0, "")

@@ -45,6 +45,7 @@ class Case:
             {"device": "cuda", "device_name": "H200", "kernels": "triton"}, "  device     cuda (H200), triton kernels"
         ),
         Case({}, "  KV cache   1.00 GiB, 160 tokens in 10 blocks"),
+        Case({"num_blocks": 0, "kv_cache_bytes": 0}, "  KV cache   none: the model stores nothing"),
     ],
 )
 def test_lines(case: Case) -> None:

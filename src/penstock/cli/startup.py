@@ -38,7 +38,10 @@ def describe_engine(model: str, info: EngineInfo) -> str:
         threads = f", {info.num_threads} thread{plural}{each}"
     sizes = f"tensor parallel {info.tensor_parallel_size}, pipeline parallel {info.pipeline_parallel_size}"
     device = f"{info.device} ({info.device_name})" if info.device_name else info.device
-    tokens = info.num_blocks * info.block_size
+    cache = "none: the model stores nothing"
+    if info.num_blocks:
+        tokens = f"{info.num_blocks * info.block_size:,} tokens in {info.num_blocks:,} blocks"
+        cache = f"{info.kv_cache_bytes / 2**30:.2f} GiB, {tokens}"
     rows = (
         ("model", f"{model}, {info.dtype}"),
         *((("engines", f"{info.data_parallel_size}, each as follows"),) if info.data_parallel_size > 1 else ()),
@@ -46,7 +49,7 @@ def describe_engine(model: str, info: EngineInfo) -> str:
         *((("ranks", f"{info.num_ranks}: {sizes}"),) if info.num_ranks > 1 else ()),
         ("device", f"{device}, {info.kernels} kernels{threads}"),
         ("context", f"{info.max_model_len:,} tokens"),
-        ("KV cache", f"{info.kv_cache_bytes / 2**30:.2f} GiB, {tokens:,} tokens in {info.num_blocks:,} blocks"),
+        ("KV cache", cache),
         ("loaded in", f"{info.load_seconds:.1f} s"),
     )
     return "\n".join(f"  {name:<9}  {value}" for name, value in rows)

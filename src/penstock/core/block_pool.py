@@ -64,13 +64,13 @@ def _tell_nobody(_: BlockKey) -> None: ...
 
 
 class BlockPool:
-    """`num_blocks` blocks including the null block, so `num_blocks - 1` can be handed out.
+    """`num_blocks` blocks including the null block, so `num_blocks - 1` can be handed out, which may be none.
 
     `on_removed` is told of content that no block holds any more.
     """
 
     def __init__(self, num_blocks: int, on_removed: Callable[[BlockKey], None] = _tell_nobody) -> None:
-        assert num_blocks >= 2, num_blocks
+        assert num_blocks >= 1, num_blocks
         self._on_removed = on_removed
         self.num_usable = num_blocks - 1
         self._blocks = [Block() for _ in range(num_blocks)]
@@ -110,7 +110,7 @@ class BlockPool:
     def map(self, max_cells: int) -> BlockMap:
         """The pool, without the null block, as a picture of at most `max_cells` letters."""
         letters = [self._letter(block) for block in self._blocks[1:]]
-        per_cell = cdiv(len(letters), max_cells)
+        per_cell = max(1, cdiv(len(letters), max_cells))
         cells = (max(letters[start : start + per_cell], key=_BUSY.index) for start in range(0, len(letters), per_cell))
         counts = Counter(letters)
         return BlockMap("".join(cells), {letter: counts[letter] for letter in _BUSY})

@@ -1,7 +1,8 @@
 """The KV blocks of every request, in all groups: what is found in the prefix cache, allocated, published, released.
 
 A request's block table has one entry per block from the start of its prompt, in every group; entries that its group
-no longer needs (behind a sliding window) are the null block.
+no longer needs (behind a sliding window) are the null block. Of a model that stores nothing there are no groups:
+requests have no tables and need no blocks.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class KVCacheManager:
     @property
     def usage(self) -> float:
         """Part of the blocks that cannot be handed out, 0 to 1."""
-        return 1.0 - self.pool.num_available / self.pool.num_usable
+        return 1.0 - self.pool.num_available / self.pool.num_usable if self.pool.num_usable else 0.0
 
     def find_prefix(self, request: Request) -> PrefixHit:
         """The longest prefix of the request whose KV every group still has. Changes nothing.
@@ -122,16 +123,16 @@ class KVCacheManager:
         tables = self._tables[request.request_id]
         if self._has_windows:
             self._release_behind_window(request, tables)
-        if num_tokens <= len(tables[0]) * self.block_size:
+        num_new = self._num_new_blocks(tables, num_tokens)
+        if num_new <= 0:
             return self._no_blocks
-        num_new = cdiv(num_tokens, self.block_size) - len(tables[0])
         if num_new * len(self._groups) > self.pool.num_available:
             return None
         return self._extend(tables, num_tokens)
 
     def could_grow_after_steps_in_flight(self, request: Request, num_tokens: int) -> bool:
         """Whether the blocks that wait for steps in flight would be enough for `grow`."""
-        num_new = max(0, cdiv(num_tokens, self.block_size) - len(self._tables[request.request_id][0]))
+        num_new = max(0, self._num_new_blocks(self._tables[request.request_id], num_tokens))
         return num_new * len(self._groups) <= self.pool.num_available + self.pool.num_fenced
 
     def publish(self, request: Request) -> tuple[int, int]:
@@ -202,6 +203,10 @@ class KVCacheManager:
         """Forgets all cached prefixes; refused (False) while any request holds blocks."""
         return self.pool.clear_cache()
 
+    def _num_new_blocks(self, tables: tuple[list[int], ...], num_tokens: int) -> int:
+        """How many blocks every group lacks for `num_tokens` tokens; negative where it has more than enough."""
+        return cdiv(num_tokens, self.block_size) - len(tables[0]) if tables else 0
+
     def _extend(self, tables: Iterable[list[int]], num_tokens: int) -> BlockIds:
         new_ids: list[tuple[int, ...]] = []
         for table in tables:
@@ -234,6 +239,6 @@ class KVCacheManager:
         """Recomputes the pool's counts from all block tables."""
         self.pool.check_integrity(table for tables in self._tables.values() for table in tables)
         for request_id, tables in self._tables.items():
-            assert len({len(table) for table in tables}) == 1, f"{request_id}: groups differ in length"
+            assert len({len(table) for table in tables}) <= 1, f"{request_id}: groups differ in length"
         if not self._tables:
             assert not self._being_computed, f"hashes left behind: {len(self._being_computed)}"

@@ -23,10 +23,12 @@ _MIN_BLOCKS = 2  # the null block, and one
 def plan_cache(config: EngineConfig, facts: Sequence[WorkerFacts]) -> tuple[SchedulerConfig, KVCacheConfig]:
     """The scheduler's limits, and the whole engine's cache, of which every rank can hold its part.
 
-    Raises ConfigError that says what to change.
+    That of a model which stores nothing has no groups and takes no memory. Raises ConfigError that says what to change.
     """
     limits, block_size = config.scheduler, config.cache.block_size
     groups = group_layers(_whole_specs({each.shard: each.kv_cache_specs for each in facts}))
+    if not groups:
+        return limits, KVCacheConfig(1, block_size, ())
     draft_specs = _whole_specs({each.shard: each.draft_kv_cache_specs for each in facts})
     attached = attach_layers(draft_specs, groups, max(each.num_tokens_ahead for each in facts))
     per_rank = bytes_per_block(KVCacheConfig(1, block_size, groups, attached), facts)

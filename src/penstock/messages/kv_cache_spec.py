@@ -103,6 +103,7 @@ class KVCacheConfig:
 
     Block ids are shared by all groups: on every rank the j-th layer of every group lives in tensor j.
     Block 0 is the null block: it stands for padding and for blocks that left a sliding window, and is never read.
+    Of a model that stores nothing (an encoder) there are no groups, and the null block is the only one.
     """
 
     num_blocks: int
@@ -134,7 +135,7 @@ class KVCacheConfig:
 
     @property
     def num_tensors(self) -> int:
-        return max(len(group.layer_names) for group in self.groups)
+        return max((len(group.layer_names) for group in self.groups), default=0)
 
     @property
     def shared_spec(self) -> KVCacheSpec:
@@ -145,7 +146,8 @@ class KVCacheConfig:
     def bytes_per_block(self) -> int:
         """Bytes that one block id stands for: its share of every tensor of one rank's cache."""
         attached = sum(layer.spec.block_bytes(self.block_size) for layer in self.attached)
-        return self.num_tensors * self.shared_spec.block_bytes(self.block_size) + attached
+        of_tensor = self.shared_spec.block_bytes(self.block_size) if self.num_tensors else 0
+        return self.num_tensors * of_tensor + attached
 
     @property
     def num_tokens_ahead(self) -> int:
