@@ -94,4 +94,5 @@ def _row_request(data: EngineRequest) -> RowRequest:
         eos_token_ids=data.eos_token_ids,
         stop_token_ids=data.stop_token_ids,
         bad_words_token_ids=data.bad_words_token_ids,
+        second_text_start=data.second_text_start,
     )

@@ -17,12 +17,15 @@ from penstock.utils.errors import RequestError
 from penstock.utils.names import did_you_mean, is_unicode
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or `{"prompt": ...}` / `{"prompt_token_ids": [...]}` with an optional `cache_salt`."""
+"""Text, token ids, or `{"prompt": ...}` / `{"prompt_token_ids": [...]}` with an optional `cache_salt`.
+
+With token ids of two texts, `second_text_start` may say where the second one begins, for models that tell them apart.
+"""
 
 _SEED_MASK = 2**64 - 1
 # Of a request that pools: nothing is sampled, and its vector stands for one token.
 _NO_SAMPLING = SamplingParams(max_tokens=1, detokenize=False)
-_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+_PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "second_text_start")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,8 @@ class InputProcessor:
     ) -> ProcessedRequest:
         """The same for an engine that pools: its tokens, behind the prompt that `params` names, and cut as they say."""
         assert self._pooling is not None, "a request that pools in an engine that generates"
-        text, token_ids, cache_salt = self._check(self._with_prompt(prompt, params), priority, self.truncation(params))
+        prompt = self._with_prompt(prompt, params)
+        text, token_ids, cache_salt = self._check(prompt, priority, self.truncation(params))
         child = EngineRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
@@ -116,6 +120,7 @@ class InputProcessor:
             seed=0,
             priority=priority,
             cache_salt=cache_salt,
+            second_text_start=_second_text_start(prompt, len(token_ids)),
         )
         return ProcessedRequest(request_id, text, token_ids, _NO_SAMPLING, (child,))
 
@@ -160,7 +165,7 @@ class InputProcessor:
         for key in fields:
             if key not in _PROMPT_KEYS:
                 raise RequestError(f"unknown prompt field {key!r}{did_you_mean(str(key), _PROMPT_KEYS)}", str(key))
-        text, token_ids, salt = (fields.get(key) for key in _PROMPT_KEYS)
+        text, token_ids, salt = (fields.get(key) for key in _PROMPT_KEYS[:3])
         if salt is not None and (not isinstance(salt, str) or not salt or not is_unicode(salt)):
             raise RequestError("cache_salt must be text that is not empty", "cache_salt")
         if text is not None and not isinstance(text, str):
@@ -225,6 +230,19 @@ class InputProcessor:
                 if token_ids:
                     spelled[token_ids] = None
         return tuple(spelled)
+
+
+def _second_text_start(prompt: Prompt, num_tokens: int) -> int:
+    """Where a prompt says that the second text of its tokens begins, 0 where it does not. Raises RequestError."""
+    start = prompt.get("second_text_start") if isinstance(prompt, Mapping) else None
+    if start is None:
+        return 0
+    if not isinstance(start, int) or isinstance(start, bool) or not 1 <= start < num_tokens:
+        raise RequestError(
+            f"second_text_start must be an integer from 1 to {num_tokens - 1}, within the prompt, got {start!r}",
+            "second_text_start",
+        )
+    return start
 
 
 def _as_fields(prompt: Any) -> Mapping[str, Any]:

@@ -73,7 +73,9 @@ def _plan_pairs(
     if config.score_template is None:
         truncation = front_end.input_processor.truncation(params)
         tokenizer = front_end.get_tokenizer()
-        prompts = [_pair_tokens(tokenizer, prefix + query, document, truncation) for query, document in pairs]
+        prompts: list[Prompt] = [
+            _pair_tokens(tokenizer, prefix + query, document, truncation) for query, document in pairs
+        ]
     else:
         if params.truncate_prompt_tokens is not None:
             raise RequestError(
@@ -84,10 +86,9 @@ def _plan_pairs(
     return ScorePlan([(prompt, plain) for prompt in prompts], [(number,) for number in range(len(prompts))])
 
 
-def _pair_tokens(
-    tokenizer: Tokenizer, query: str, document: str, truncation: Truncation | None
-) -> dict[str, list[int]]:
-    return {"prompt_token_ids": tokenizer.encode_pair(query, document, truncation)}
+def _pair_tokens(tokenizer: Tokenizer, query: str, document: str, truncation: Truncation | None) -> Prompt:
+    token_ids, second_text_start = tokenizer.encode_pair(query, document, truncation)
+    return {"prompt_token_ids": token_ids, "second_text_start": second_text_start}
 
 
 def _filled(template: str, query: str, document: str) -> str:

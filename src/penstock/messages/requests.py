@@ -16,6 +16,7 @@ class EngineRequest:
 
     `sampling_params` is resolved: `max_tokens` and `seed` are set. `eos_token_ids` are the
     model's end-of-sequence tokens, empty when the request ignores them; `stop_token_ids` are the request's own.
+    `second_text_start` is where the second text of a pair begins, 0 where there is none.
     """
 
     request_id: str
@@ -29,6 +30,7 @@ class EngineRequest:
     priority: int = 0
     cache_salt: str | None = None
     grammar: GrammarSpec | None = None
+    second_text_start: int = 0
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -45,3 +47,4 @@ class RowRequest(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: frozenset[int] = frozenset()
     stop_token_ids: frozenset[int] = frozenset()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    second_text_start: int = 0

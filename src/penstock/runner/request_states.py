@@ -33,7 +33,7 @@ class RequestStates:
 
     def add(self, new: NewRequestData) -> int:
         """Takes a row for a request and returns it; the device sees it once the writer has applied it."""
-        row = self.rows.add(new.request_id, len(new.token_ids))
+        row = self.rows.add(new.request_id, len(new.token_ids), new.request.second_text_start)
         self._writer.write(self.token_ids, row, 0, new.token_ids)
         self._writer.write(self.num_computed_exact, row, 0, (new.num_computed_tokens,))
         return row

@@ -18,6 +18,7 @@ class Rows:
     def __init__(self, max_num_reqs: int) -> None:
         self.prefill_len = np.zeros(max_num_reqs, dtype=np.int64)  # tokens known at admission
         self.generation = np.zeros(max_num_reqs, dtype=np.int64)  # how many requests the row has had
+        self.second_text_start = np.zeros(max_num_reqs, dtype=np.int64)  # of a pair of texts, else 0
         self._rows: dict[str, int] = {}
         self._free_rows = list(range(max_num_reqs))
 
@@ -38,10 +39,11 @@ class Rows:
                 rows.append(row)
         return rows
 
-    def add(self, request_id: str, num_known_tokens: int) -> int:
+    def add(self, request_id: str, num_known_tokens: int, second_text_start: int = 0) -> int:
         """Gives the lowest free row to a request and returns it."""
         assert request_id not in self._rows, request_id
         row = self._rows[request_id] = heapq.heappop(self._free_rows)
         self.prefill_len[row] = num_known_tokens
         self.generation[row] += 1
+        self.second_text_start[row] = second_text_start
         return row

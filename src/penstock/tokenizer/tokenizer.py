@@ -99,8 +99,11 @@ class Tokenizer:
             release_freed_memory()
         return token_ids
 
-    def encode_pair(self, first: str, second: str, truncation: Truncation | None = None) -> list[int]:
-        """Two texts as one, as the tokenizer puts pairs together with its special tokens.
+    def encode_pair(
+        self, first: str, second: str, truncation: Truncation | None = None
+    ) -> tuple[list[int], int | None]:
+        """Two texts as one, as the tokenizer puts pairs together with its special tokens, and the place from which on
+        it counts tokens to the second text; None where it does not tell the two apart.
 
         A truncation takes tokens off the second text. Raises RequestError as `encode`, and when the first one leaves no
         room for it.
@@ -120,10 +123,10 @@ class Tokenizer:
                     "truncate_prompt_tokens",
                 )
             pair[1].truncate(truncation.max_tokens - num_others, direction="right")
-        token_ids = self.backend.post_process(*pair, add_special_tokens=True).ids
+        whole = self.backend.post_process(*pair, add_special_tokens=True)
         if len(first) + len(second) >= LARGE_CHARACTERS:
             release_freed_memory()
-        return token_ids
+        return whole.ids, whole.type_ids.index(1) if 1 in whole.type_ids else None
 
     def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         if not text.isascii():
