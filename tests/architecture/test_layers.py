@@ -90,7 +90,7 @@ MODULES_WITHOUT_TORCH = (
 )
 
 # Models may build on one another only through these bases.
-MODEL_BASES = {"interface", "weights", "parts", "decoder"}
+MODEL_BASES = {"interface", "weights", "parts", "decoder", "encoder"}
 
 # A third-party package with a seam of its own is imported in exactly one place.
 ONE_PLACE = {

@@ -93,6 +93,19 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("bert", {"num_attention_heads": 3, "max_position_embeddings": 240}),
+    "roberta": (
+        "roberta",
+        {"num_attention_heads": 4, "max_position_embeddings": 242, "pad_token_id": 1, "type_vocab_size": 1},
+    ),
+    "xlm-roberta": (
+        "xlm-roberta",
+        {"num_attention_heads": 12, "max_position_embeddings": 243, "pad_token_id": 2, "type_vocab_size": 1},
+    ),
+}
+
+
 def make_checkpoint(name: str, folder: Path, dtype: torch.dtype = torch.float32, **save: Any) -> Path:
     """Writes the checkpoint under `folder` and returns its path. `save` goes to `save_pretrained`."""
     return _make(name, folder / name, transformers.AutoModelForCausalLM, dtype, {}, save)
@@ -107,8 +120,16 @@ def make_classifier_checkpoint(
     return _make(name, path, kind, dtype, {"num_labels": num_labels, **config}, {})
 
 
+def make_encoder_checkpoint(
+    name: str, folder: Path, dtype: torch.dtype = torch.float32, kind: Any = transformers.AutoModel, **config: Any
+) -> Path:
+    """Of one of `ENCODERS`, as transformers' class `kind` has it; `config` are further fields of `config.json`."""
+    path = folder / f"{name}-{kind.__name__}-{dtype}-{len(list(folder.iterdir()))}".replace("torch.", "")
+    return _make(name, path, kind, dtype, config, {})
+
+
 def _make(name: str, path: Path, kind: Any, dtype: torch.dtype, fields: dict[str, Any], save: dict[str, Any]) -> Path:
-    model_type, differences = CHECKPOINTS[name]
+    model_type, differences = {**CHECKPOINTS, **ENCODERS}[name]
     config = transformers.AutoConfig.for_model(model_type, **{**COMMON, **differences, **fields})
     torch.manual_seed(0)
     model = kind.from_config(config, dtype=torch.float32)
@@ -142,10 +163,16 @@ def make_pooling_checkpoint(
     name: str, folder: Path, dtype: torch.dtype = torch.float32, mode: str = "lasttoken", normalize: bool = True
 ) -> Path:
     """The same model without its output head, as sentence-transformers keeps it; `mode` is its pooling mode."""
-    kinds = ["Transformer", "Pooling", *(["Normalize"] if normalize else [])]
     path = folder / f"{name}-{mode}-{dtype}-{normalize}".replace("torch.", "")
     whole = make_checkpoint(name, folder, dtype)
     transformers.AutoModel.from_pretrained(whole, dtype=dtype).save_pretrained(path)
+    save_modules(path, mode, normalize)
+    return path
+
+
+def save_modules(path: Path, mode: str, normalize: bool = True) -> None:
+    """What sentence-transformers keeps beside a model."""
+    kinds = ["Transformer", "Pooling", *(["Normalize"] if normalize else [])]
     modules = [
         {"idx": index, "name": str(index), "path": f"{index}_{kind}" if index else "", "type": f"some.module.{kind}"}
         for index, kind in enumerate(kinds)
@@ -155,4 +182,3 @@ def make_pooling_checkpoint(
     flags = ("cls_token", "mean_tokens", "max_tokens", "lasttoken")
     pooling = {"word_embedding_dimension": 96, **{f"pooling_mode_{flag}": flag == mode for flag in flags}}
     (path / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
-    return path

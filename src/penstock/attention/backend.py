@@ -24,10 +24,11 @@ class AttentionHeads:
     spec: KVCacheSpec
     num_heads: int
     scale: float
-    rotary: torch.Tensor  # [max_position, head_size] float32: cos, sin
+    rotary: torch.Tensor  # [max_position, head_size] float32: cos, sin; of width 0 nothing is rotated
     q_norm: torch.Tensor | None = None  # [head_size]
     k_norm: torch.Tensor | None = None  # [head_size]
     eps: float = 1e-6
+    is_causal: bool = True  # else a token sees all tokens of its request, as in an encoder
 
     @property
     def keys(self) -> KVPlane:
@@ -45,6 +46,9 @@ class AttentionBackend(Protocol):
     many tokens into as many requests, each of any context."""
     reads_unseen: bool
     """Whether it multiplies by zero what a sliding window has left behind: it must be finite then, whosever it is."""
+
+    runs_encoders: bool
+    """Whether it has attention that is not causal and heads that are not rotated (`AttentionHeads`)."""
 
     def attend(
         self,

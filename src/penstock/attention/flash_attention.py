@@ -31,6 +31,7 @@ class FlashAttention:
     captures_ragged = True
     captures_mixed = False
     reads_unseen = True
+    runs_encoders = False
 
     def __init__(self, max_model_len: int) -> None:
         # What is launched depends on the block table's width and not on lengths.

@@ -47,6 +47,7 @@ class FlashInferAttention:
     captures_ragged = False
     captures_mixed = False
     reads_unseen = True
+    runs_encoders = False
 
     def __init__(self, max_num_reqs: int, max_model_len: int, max_decode_query_len: int, device: torch.device) -> None:
         # What is launched depends on the block table's width and not on lengths.

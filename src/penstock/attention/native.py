@@ -6,7 +6,7 @@ import torch
 
 from penstock.attention.backend import AttentionHeads
 from penstock.attention.metadata import AttentionMetadata
-from penstock.kernels.paged_attention import paged_attention
+from penstock.kernels.paged_attention import bidirectional_attention, paged_attention
 from penstock.kernels.rope_and_store_kv import rope_and_store_kv
 
 
@@ -15,6 +15,7 @@ class NativeAttention:
     captures_ragged = True
     captures_mixed = True
     reads_unseen = False
+    runs_encoders = True
 
     def attend(
         self,
@@ -26,15 +27,10 @@ class NativeAttention:
     ) -> torch.Tensor:
         """See `AttentionBackend.attend`."""
         rotate_and_store(qkv, positions, heads, kv_cache, metadata)
-        return paged_attention(
-            queries_of(qkv, heads),
-            kv_cache,
-            metadata.block_table,
-            metadata.query_start_loc,
-            metadata.seq_lens,
-            heads.scale,
-            heads.spec.sliding_window,
-        )
+        requests = (metadata.block_table, metadata.query_start_loc, metadata.seq_lens)
+        if not heads.is_causal:
+            return bidirectional_attention(queries_of(qkv, heads), kv_cache, *requests, heads.scale)
+        return paged_attention(queries_of(qkv, heads), kv_cache, *requests, heads.scale, heads.spec.sliding_window)
 
 
 def queries_of(qkv: torch.Tensor, heads: AttentionHeads) -> torch.Tensor:

@@ -37,6 +37,7 @@ class TritonAttention:
     captures_ragged = True
     captures_mixed = True
     reads_unseen = False
+    runs_encoders = False
 
     def __init__(self, limits: AttentionLimits, device: torch.device, deterministic: bool = False) -> None:
         self._limits = limits

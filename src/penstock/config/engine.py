@@ -337,7 +337,9 @@ def _check_pooling(args: EngineArgs, pooling: PoolingConfig, max_model_len: int)
         raise ConfigError("speculative_config needs an engine that generates: this one pools (runner=pooling)")
     if not pooling.needs_whole_prompts:
         return
-    why = f"the checkpoint's {pooling.method} pooling needs all tokens of a prompt in one step"
+    if pooling.is_encoder:
+        _check_encoder(args)
+    why = pooling.reason_for_whole_prompts
     if args.max_num_batched_tokens is not None and args.max_num_batched_tokens < max_model_len:
         raise ConfigError(
             f"max_num_batched_tokens={args.max_num_batched_tokens} would split prompts of up to "
@@ -346,6 +348,18 @@ def _check_pooling(args: EngineArgs, pooling: PoolingConfig, max_model_len: int)
     for name in ("kv_transfer_config", "kv_events_config"):
         if getattr(args, name) is not None:
             raise ConfigError(f"{name} cannot be used here: {why}, so that no KV is used again")
+
+
+def _check_encoder(args: EngineArgs) -> None:
+    """What else an engine of an encoder cannot have. Raises ConfigError naming the argument."""
+    if args.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"pipeline_parallel_size={args.pipeline_parallel_size} is not supported with an encoder: divide its layers "
+            "by tensor_parallel_size, or run several engines"
+        )
+    for name in ("kv_cache_memory", "num_gpu_blocks_override"):
+        if getattr(args, name) is not None:
+            raise ConfigError(f"{name} cannot be used here: the model is an encoder, which has no KV cache")
 
 
 def _check_types(args: EngineArgs) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.config.encoder import EncoderConfig, read_encoder
 from penstock.messages.kv_cache_spec import DTYPE_BYTES
 from penstock.utils.errors import ConfigError
 
@@ -35,7 +36,11 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only transformer. `layer_windows[i]` is layer i's sliding window in tokens, 0 for full attention."""
+    """A transformer: a decoder, or with `encoder` an encoder, which has no rotary embedding and no RMS norms.
+
+    `max_position_embeddings` is the longest context in tokens; `layer_windows[i]` is layer i's sliding window in
+    tokens, 0 for full attention.
+    """
 
     path: Path
     model_type: str
@@ -55,6 +60,7 @@ class ModelConfig:
     attention_bias: bool
     mlp_bias: bool
     layer_windows: tuple[int, ...]
+    encoder: EncoderConfig | None = None
 
 
 def load_model_config(path: Path, dtype: str = "auto") -> ModelConfig:
@@ -101,7 +107,8 @@ def read_json(file: Path) -> dict[str, Any] | None:
 
 
 def _parse(path: Path, raw: dict[str, Any], dtype: str) -> ModelConfig:
-    _refuse_variants(path, raw)
+    encoder = read_encoder(raw)
+    _refuse_variants(path, raw, encoder)
     num_heads = _positive(raw, "num_attention_heads")
     num_kv_heads = _positive(raw, "num_key_value_heads", num_heads)
     hidden_size = _positive(raw, "hidden_size")
@@ -124,19 +131,24 @@ def _parse(path: Path, raw: dict[str, Any], dtype: str) -> ModelConfig:
         head_dim=_positive(raw, "head_dim", hidden_size // num_heads),
         rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
         rope=_parse_rope(raw),
-        max_position_embeddings=_positive(raw, "max_position_embeddings", 2048),
+        max_position_embeddings=(
+            _positive(raw, "max_position_embeddings", 2048)
+            if encoder is None
+            else encoder.num_positions - encoder.first_position
+        ),
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         attention_bias=bool(raw.get("attention_bias", False)),
         mlp_bias=bool(raw.get("mlp_bias", False)),
         layer_windows=_parse_windows(raw, num_layers),
+        encoder=encoder,
     )
 
 
-def _refuse_variants(path: Path, raw: dict[str, Any]) -> None:
+def _refuse_variants(path: Path, raw: dict[str, Any], encoder: EncoderConfig | None) -> None:
     """Checkpoints that would load and compute something else than they mean."""
     if raw.get("quantization_config"):
         raise ConfigError(f"{path} is quantized, which is not supported: use a bfloat16, float16 or float32 checkpoint")
-    if raw.get("hidden_act", "silu") != "silu":
+    if encoder is None and raw.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"{path} has hidden_act {raw['hidden_act']!r}; supported: silu")
     if raw.get("partial_rotary_factor", 1.0) != 1.0:
         raise ConfigError(f"{path} has partial_rotary_factor {raw['partial_rotary_factor']}; supported: 1.0")

@@ -21,6 +21,7 @@ RUNNERS = ("auto", "generate", "pooling")
 MAX_LABELS = 65536
 
 _CLASSIFIER = "ForSequenceClassification"
+_MASKED_LM = "ForMaskedLM"
 _KEYS = ("pooling_type", "normalize", "classifier_from_token", "score_template")
 _ACTIVATION_OF_PROBLEM = {
     "regression": "identity",
@@ -56,11 +57,20 @@ class PoolingConfig:
     prompts: Prompts = Prompts({})  # noqa: RUF009 - immutable
     score_template: str | None = None
     max_tokens: int | None = None
+    is_encoder: bool = False
 
     @property
     def needs_whole_prompts(self) -> bool:
-        """Whether a step must compute all tokens of a prompt: the last token alone needs nothing of other steps."""
-        return self.method != "last"
+        """Whether a step must compute all tokens of a prompt: in a decoder the last token alone needs nothing of other
+        steps."""
+        return self.is_encoder or self.method != "last"
+
+    @property
+    def reason_for_whole_prompts(self) -> str:
+        """Why it does, for people."""
+        if self.is_encoder:
+            return "the model is an encoder, whose tokens attend to the whole prompt"
+        return f"the checkpoint's {self.method} pooling needs all tokens of a prompt in one step"
 
     @property
     def summary(self) -> str:
@@ -70,7 +80,8 @@ class PoolingConfig:
             return "scores" if count == 1 else f"probabilities of {count} labels"
         source = {"last": "the last token", "mean": "the mean of all tokens", "cls": "the first token"}[self.method]
         length = "of length 1" if self.normalize else "as they are"
-        return f"vectors from {source}, {length}{'; no prefix cache' if self.needs_whole_prompts else ''}"
+        is_uncached = self.needs_whole_prompts and not self.is_encoder
+        return f"vectors from {source}, {length}{'; no prefix cache' if is_uncached else ''}"
 
 
 def find_pooling(runner: str, asked: str | Mapping[str, Any] | None, model: ModelConfig) -> PoolingConfig | None:
@@ -82,26 +93,30 @@ def find_pooling(runner: str, asked: str | Mapping[str, Any] | None, model: Mode
     given = _parse(asked)
     path, architecture = model.path, model.architecture
     raw = read_model_json(path)
-    is_classifier = architecture.endswith(_CLASSIFIER)
+    is_classifier, is_encoder = architecture.endswith(_CLASSIFIER), model.encoder is not None
     has_logits = not is_classifier and (not architecture.endswith("Model") or architecture.endswith("LMHeadModel"))
+    has_logits = has_logits and not is_encoder
     if runner == "generate":
         if not has_logits:
-            raise ConfigError(f"{path} holds a {architecture}, which has no output head: use runner=pooling")
+            why = "is an encoder and generates nothing" if is_encoder else "has no output head"
+            raise ConfigError(f"{path} holds a {architecture}, which {why}: use runner=pooling")
         if asked is not None:
             raise ConfigError("pooler_config needs an engine that pools, not runner=generate")
         return None
-    if "Classification" in architecture and not is_classifier:
-        raise ConfigError(f"{path} holds a {architecture}; the only classifiers supported are *{_CLASSIFIER}")
+    if not is_classifier:
+        _check_no_other_head(path, architecture, is_encoder)
     tokens = given.get("classifier_from_token", raw.get("classifier_from_token"))
     modules = None if is_classifier else read_modules(path)
     if runner == "auto" and has_logits and modules is None and tokens is None and asked is None:
         return None
+    default = "cls" if is_encoder else "last"
     config = PoolingConfig(
-        method="last" if modules is None else modules.method,
+        method=default if modules is None else modules.method,
         normalize=True if modules is None else modules.normalize,
         prompts=read_prompts(path),
         max_tokens=read_max_tokens(path),
         score_template=given.get("score_template"),
+        is_encoder=is_encoder,
     )
     if is_classifier:
         if tokens is not None:
@@ -112,9 +127,19 @@ def find_pooling(runner: str, asked: str | Mapping[str, Any] | None, model: Mode
             raise ConfigError(f"{path} holds a {architecture}, which has no output head for classifier_from_token")
         config = replace(config, head=HeadConfig(("score",), "sigmoid", _token_ids(model, tokens)))
     method = given.get("pooling_type", config.method)
-    if config.head is not None and method != "last":
-        raise ConfigError(f"pooling_type must be LAST for the classifier in {path}, got {method.upper()}")
+    if config.head is not None and method != default:
+        raise ConfigError(f"pooling_type must be {default.upper()} for the classifier in {path}, got {method.upper()}")
     return replace(config, method=method, normalize=given.get("normalize", config.normalize))
+
+
+def _check_no_other_head(path: Path, architecture: str, is_encoder: bool) -> None:
+    """Raises ConfigError for an architecture whose answers come from a head that Penstock does not have."""
+    if "Classification" in architecture:
+        raise ConfigError(f"{path} holds a {architecture}; the only classifiers supported are *{_CLASSIFIER}")
+    if is_encoder and not architecture.endswith(("Model", _MASKED_LM)):
+        raise ConfigError(
+            f"{path} holds a {architecture}; of encoders, *Model, *{_MASKED_LM} and *{_CLASSIFIER} are supported"
+        )
 
 
 def _parse(asked: str | Mapping[str, Any] | None) -> dict[str, Any]:

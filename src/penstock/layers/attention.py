@@ -1,4 +1,4 @@
-"""One attention layer's heads on the paged KV cache: rotate, store, attend."""
+"""One attention layer's heads: a decoder's on the paged KV cache, and an encoder's."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from penstock.attention.metadata import ForwardContext
 from penstock.config.model import ModelConfig
 from penstock.messages.kv_cache_spec import KVCacheSpec
 from penstock.parallel.topology import HeadShare
+
+WORKSPACE = "workspace"
+"""What `ForwardContext` calls the memory in which an encoder's layers, one after the other, store a step's prompts."""
 
 
 class PagedAttention:
@@ -52,3 +55,32 @@ class PagedAttention:
         out = context.attention.attend(qkv, positions, self._heads, kv_cache, metadata)
         context.hooks.save_kv_layer(self.name)
         return out
+
+
+class EncoderAttention:
+    """A rank's `own` heads. Every token attends to all tokens of its prompt, which must be in the step as a whole.
+
+    Keys and values are stored for the length of the call: the next layer uses the same memory.
+    """
+
+    def __init__(self, config: ModelConfig, own: HeadShare, device: torch.device) -> None:
+        self.spec = KVCacheSpec.keys_and_values(
+            len(own.kv),
+            config.head_dim,
+            config.dtype,
+            first_head=own.kv.start,
+            total_heads=config.num_key_value_heads,
+        )
+        self._heads = AttentionHeads(
+            spec=self.spec,
+            num_heads=len(own.queries),
+            scale=config.head_dim**-0.5,
+            # A table of width 0 rotates nothing: the positions are in the embeddings.
+            rotary=torch.empty((config.max_position_embeddings, 0), dtype=torch.float32, device=device),
+            is_causal=False,
+        )
+
+    def __call__(self, qkv: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """[num_tokens, 3 * num_heads * head_size] -> [num_tokens, num_heads * head_size]."""
+        workspace, metadata = context.kv_caches[WORKSPACE], context.metadata[WORKSPACE]
+        return context.attention.attend(qkv, positions, self._heads, workspace, metadata)

@@ -1,24 +1,28 @@
-"""Which architectures there are: each Hugging Face `model_type` has a module of its name, imported when asked for."""
+"""Which architectures there are: each Hugging Face `model_type` has a module of its name, with underscores, imported
+when asked for."""
 
 from __future__ import annotations
 
 import importlib
+from types import ModuleType
 
 from penstock.config.model import ModelConfig
 from penstock.models.decoder import Decoder
+from penstock.models.encoder import Encoder, EncoderArchitecture
 from penstock.models.weights import Weights
 from penstock.parallel.topology import Stage
 from penstock.utils.errors import ConfigError
 
 MODELS = ("llama", "mistral", "qwen2", "qwen3")
+ENCODERS = ("bert", "roberta", "xlm-roberta")
 
 
 def check_supported(config: ModelConfig) -> None:
     """Raises ConfigError when Penstock does not have the architecture."""
-    if config.model_type not in MODELS:
+    if config.model_type not in (*MODELS, *ENCODERS):
         raise ConfigError(
             f"model_type {config.model_type!r} ({config.architecture or 'no architecture named'}) is not supported; "
-            f"supported: {', '.join(MODELS)}"
+            f"supported: {', '.join((*MODELS, *ENCODERS))}"
         )
 
 
@@ -36,5 +40,19 @@ def build_model(
     Raises ConfigError for an unknown architecture or an unfit checkpoint.
     """
     check_supported(config)
-    module = importlib.import_module(f"penstock.models.{config.model_type}")
-    return Decoder(module.ARCHITECTURE, config, weights, aux_layers, stage, feeds_head, has_logits)
+    return Decoder(_module(config).ARCHITECTURE, config, weights, aux_layers, stage, feeds_head, has_logits)
+
+
+def build_encoder(config: ModelConfig, weights: Weights) -> Encoder:
+    """The finished encoder. Raises ConfigError as `build_model`."""
+    check_supported(config)
+    return Encoder(encoder_architecture(config), config, weights)
+
+
+def encoder_architecture(config: ModelConfig) -> EncoderArchitecture:
+    """How an encoder's checkpoints name their tensors."""
+    return _module(config).ARCHITECTURE
+
+
+def _module(config: ModelConfig) -> ModuleType:
+    return importlib.import_module(f"penstock.models.{config.model_type.replace('-', '_')}")

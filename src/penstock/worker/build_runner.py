@@ -12,10 +12,12 @@ from penstock.kv_transfer.connector import WorkerConnector
 from penstock.kv_transfer.kv_step import KVStep
 from penstock.kv_transfer.null import NullWorkerConnector
 from penstock.messages.kv_cache_spec import NULL_BLOCK
+from penstock.models.encoder import Encoder
 from penstock.parallel.groups import RankLinks
 from penstock.runner.awaited_results import AwaitedResults
 from penstock.runner.batch_shapes import BatchShapes
 from penstock.runner.block_tables import BlockTables
+from penstock.runner.encoder_pass import EncoderPass
 from penstock.runner.input_batch import InputBuilder
 from penstock.runner.kv_cache import KVCache
 from penstock.runner.loaded_model import LoadedModel
@@ -39,7 +41,8 @@ def make_runner(
     connector: WorkerConnector = NullWorkerConnector(),  # noqa: B008 - it has no state
     debug: bool = False,
 ) -> ModelRunner:
-    """Raises ConfigError when the rows, the drafts' distributions or the graphs do not fit into memory."""
+    """Raises ConfigError when the rows, the drafts' distributions or the graphs do not fit into memory, and where the
+    attention backend cannot run the model."""
     device, limits, execution = loaded.device, config.scheduler, config.execution
     attention = parts.make_attention(limits, execution)
     poisoned = tuple(cache.tensors.values()) if debug and not attention.reads_unseen else ()
@@ -59,7 +62,10 @@ def make_runner(
     group_of = {name: number for number, group in enumerate(cache.config.groups) for name in group.layer_names}
     target = LayerCaches(cache.tensors, group_of, attention, lambda: kv_step.hooks)
     if config.pooling is not None:
-        passes = ForwardPasses(loaded.model, target, inputs)
+        if isinstance(loaded.model, Encoder):
+            passes = EncoderPass(loaded.model, attention, inputs, states.rows, limits)
+        else:
+            passes = ForwardPasses(loaded.model, target, inputs)
         end = _make_pooling_end(parts, config.pooling, states, loaded)
     elif is_last:
         sampling = SamplingStates(limits.max_num_seqs, loaded.config.vocab_size)

@@ -15,7 +15,7 @@ from penstock.models.interface import Model
 from penstock.models.mtp import build_mtp
 from penstock.models.pipeline import PipelineStage
 from penstock.models.pooling_head import PoolingHead, read_pooling_head
-from penstock.models.registry import build_model, check_supported
+from penstock.models.registry import build_encoder, build_model, check_supported, encoder_architecture
 from penstock.models.weights import Weights, WeightsDigest, checkpoint_bytes, compare, open_weights, trust
 from penstock.parallel.groups import NO_LINKS, RankLinks
 from penstock.parallel.topology import stages
@@ -80,8 +80,9 @@ def _read_head(
     """The classifier, on the ranks of the last stage. No KV depends on it, so that its weights are not identified."""
     if config.pooling is None or config.pooling.head is None or shard[0] != config.parallel.pp - 1:
         return None
+    encoder = None if config.model.encoder is None else encoder_architecture(config.model)
     with weights_of(config.model.path) as weights:
-        return read_pooling_head(config.pooling.head, config.model, weights)
+        return read_pooling_head(config.pooling.head, config.model, weights, encoder)
 
 
 def _build(
@@ -91,6 +92,9 @@ def _build(
     links: RankLinks,
     weights_of: Callable[[Path], AbstractContextManager[Weights]],
 ) -> tuple[Model, Drafter | None]:
+    if config.model.encoder is not None:
+        with weights_of(config.model.path) as weights:
+            return build_encoder(config.model, weights), None
     parallel, speculative = config.parallel, config.speculative
     stage = stages(config.model.num_hidden_layers, parallel.pp, parallel.layer_counts)[shard[0]]
     eagle3 = None if speculative is None else speculative.eagle3

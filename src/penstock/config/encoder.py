@@ -1,0 +1,72 @@
+"""What an encoder has beside the fields of every transformer, read from `config.json`.
+
+An encoder reads a prompt in both directions: every token attends to all of the prompt, so that a step computes a prompt
+whole and nothing is kept of it. Which model types are encoders is decided here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.utils.errors import ConfigError
+
+_MODEL_TYPES = ("bert", "roberta", "xlm-roberta")
+# Their positions are counted from the one behind the padding token's id.
+_COUNTED_FROM_PADDING = ("roberta", "xlm-roberta")
+_DEFAULT_PADDING = 1
+_HEAD_STEP = 8
+_IS_TANH_OF_ACTIVATION = {"gelu": False, "gelu_new": True, "gelu_fast": True, "gelu_pytorch_tanh": True}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderConfig:
+    """The embedding tables' sizes, what a layer norm adds to the variance, and which form of GELU there is.
+
+    A prompt's first token has the position `first_position` of the table.
+    """
+
+    num_positions: int
+    first_position: int
+    num_token_types: int
+    layer_norm_eps: float
+    has_tanh_gelu: bool
+
+
+def read_encoder(raw: Mapping[str, Any]) -> EncoderConfig | None:
+    """From the contents of a `config.json`; None where it describes a decoder. Raises ConfigError for variants."""
+    model_type = raw.get("model_type")
+    if model_type not in _MODEL_TYPES:
+        return None
+    activation = raw.get("hidden_act", "gelu")
+    if activation not in _IS_TANH_OF_ACTIVATION:
+        known = ", ".join(_IS_TANH_OF_ACTIVATION)
+        raise ConfigError(f"hidden_act of a {model_type} must be one of {known}, got {activation!r}")
+    if raw.get("position_embedding_type", "absolute") != "absolute":
+        raise ConfigError(f"position_embedding_type must be absolute, got {raw['position_embedding_type']!r}")
+    if raw.get("is_decoder") or raw.get("add_cross_attention"):
+        raise ConfigError(f"a {model_type} with is_decoder or add_cross_attention is not supported")
+    hidden, heads = _count(raw, "hidden_size", 768), _count(raw, "num_attention_heads", 12)
+    if hidden % (_HEAD_STEP * heads):
+        raise ConfigError(
+            f"hidden_size={hidden} and num_attention_heads={heads} give a head size of {hidden / heads:g}; it must be "
+            f"a multiple of {_HEAD_STEP}"
+        )
+    padding = raw.get("pad_token_id")
+    first = (_DEFAULT_PADDING if padding is None else int(padding)) + 1 if model_type in _COUNTED_FROM_PADDING else 0
+    return EncoderConfig(
+        num_positions=_count(raw, "max_position_embeddings", 512, least=first + 2),
+        first_position=first,
+        num_token_types=_count(raw, "type_vocab_size", 2),
+        layer_norm_eps=float(raw.get("layer_norm_eps", 1e-12)),
+        has_tanh_gelu=_IS_TANH_OF_ACTIVATION[activation],
+    )
+
+
+def _count(raw: Mapping[str, Any], name: str, default: int, least: int = 1) -> int:
+    value = raw.get(name)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}")
+    return value

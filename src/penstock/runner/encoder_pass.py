@@ -1,0 +1,79 @@
+"""The model's pass of an engine whose model is an encoder: whole prompts, and nothing is kept of them.
+
+The keys and values of a step's prompts are laid out in blocks of a workspace, prompt after prompt. Every layer writes
+them there anew and reads them back in the same call, so that the scheduler has no blocks to give.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from penstock.attention.backend import AttentionBackend
+from penstock.attention.metadata import AttentionMetadata, ForwardContext
+from penstock.config.engine import SchedulerConfig
+from penstock.layers.attention import WORKSPACE
+from penstock.models.encoder import Encoder
+from penstock.models.interface import ModelOutput
+from penstock.runner.buffers import to_device
+from penstock.runner.host_batch import HostBatch
+from penstock.runner.input_batch import InputBatch, InputBuilder
+from penstock.runner.rows import Rows
+from penstock.utils.errors import ConfigError
+
+_BLOCK_SIZE = 16
+
+
+class EncoderPass:
+    """The part of `Passes` that every stage has. Raises ConfigError where the attention backend has no encoders."""
+
+    def __init__(
+        self, model: Encoder, attention: AttentionBackend, inputs: InputBuilder, rows: Rows, limits: SchedulerConfig
+    ) -> None:
+        if not attention.runs_encoders:
+            raise ConfigError("an encoder runs on a CPU with its native attention only: set device=cpu")
+        self._model = model
+        self._attention = attention
+        self._inputs = inputs
+        self._rows = rows
+        plane, *_ = model.workspace_spec.planes
+        weight = model.embeddings.positions
+        # Every prompt may leave its last block with a single token.
+        num_blocks = limits.max_num_batched_tokens // _BLOCK_SIZE + limits.max_num_seqs
+        shape = (num_blocks, len(model.workspace_spec.planes), plane.num_heads, _BLOCK_SIZE, plane.head_size)
+        self._workspace = torch.empty(shape, dtype=weight.dtype, device=weight.device)
+
+    def forward(self, batch: InputBatch) -> ModelOutput:
+        """See `Passes.forward`."""
+        self._inputs.prepare(batch)
+        tokens, host = batch.tensors.tokens, batch.host
+        assert not host.num_computed_upper_bound.any(), "an encoder's prompt was divided into steps"
+        context = ForwardContext({WORKSPACE: self._lay_out(batch)}, {WORKSPACE: self._workspace}, self._attention)
+        types = self._token_types(host, tokens.positions)
+        return self._model.encode(tokens.input_ids, types, tokens.positions, context)
+
+    def _lay_out(self, batch: InputBatch) -> AttentionMetadata:
+        """Gives each prompt the blocks behind those of the prompt before it."""
+        host, tensors = batch.host, batch.tensors
+        num_blocks = -(-host.query_lens // _BLOCK_SIZE)
+        firsts = num_blocks.cumsum() - num_blocks
+        first_of_token = np.repeat(firsts, host.query_lens)
+        device = tensors.query_start_loc.device
+        table = firsts[:, None] + np.arange(num_blocks.max())
+        return AttentionMetadata(
+            query_start_loc=tensors.query_start_loc,
+            seq_lens=tensors.seq_lens,
+            # What stands behind a prompt's own blocks is never followed.
+            block_table=to_device(table.astype(np.int32), device),
+            slot_mapping=to_device(first_of_token, device) * _BLOCK_SIZE + tensors.tokens.positions,
+            max_query_len=host.max_query_len,
+            max_seq_len=host.max_seq_len,
+        )
+
+    def _token_types(self, host: HostBatch, positions: torch.Tensor) -> torch.Tensor:
+        """[num_tokens] int64: 1 in the second text of a pair."""
+        starts = self._rows.second_text_start[host.rows]
+        if not starts.any():
+            return torch.zeros_like(positions)
+        of_token = np.repeat(np.where(starts > 0, starts, np.iinfo(np.int64).max), host.query_lens)
+        return (positions >= to_device(of_token, positions.device)).long()
