@@ -40,6 +40,7 @@ QUICK = {
     "bench/gpu_tune.py": Trial(("--list",), "decode attention"),
     "bench/host_cost.py": Trial(("--rounds", "2", "--only", "report"), "encoded"),
     "bench/collectives.py": Trial(("--rounds", "1", "--calls", "2"), "| gather [1, 151936] float32 |"),
+    "bench/embeddings.py": Trial(("--count", "20", "--rounds", "1", "--pairs", "20"), "times as fast"),
     "bench/route.py": Trial(
         ("--requests", "60", "--concurrency", "8", "--only", "overhead", "--only", "storm"), "Nothing was lost"
     ),
