@@ -28,7 +28,7 @@ Run = tuple[str, int]
 
 DESCRIPTION = """\
 Runs engines, clients and faults in a simulated world with one clock, and checks
-that no token is computed from KV that is not the request's own."""
+that no token is computed from KV that belongs to another prompt."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,12 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--seed", type=count_from_zero, default=0, metavar="N", help="the first seed (default: 0)")
     group.add_argument("--count", type=count, default=1, metavar="N", help="seeds per scenario (default: 1)")
     group.add_argument("--jobs", type=count, default=1, metavar="N", help="processes (default: 1)")
-    group.add_argument("--list", action="store_true", help="list the scenarios and the failures they come from")
+    group.add_argument("--list", action="store_true", help="list the scenarios and what they test")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """0 when all promises were kept, 1 with the line that replays the first world in which one was broken."""
+    """Returns 0 if no check failed; otherwise 1, after printing the command that replays the first failing world."""
     if args.list:
         width = max(map(len, SCENARIOS))
         for scenario in SCENARIOS.values():
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _results(runs: list[Run], jobs: int) -> Iterator[tuple[Run, RunResult]]:
-    """In the order of `runs`, so that the first violation is the same with any number of processes."""
+    """Yields results in the order of `runs`, so that the first violation does not depend on the number of processes."""
     if jobs == 1:
         for each in runs:
             with errors_only():

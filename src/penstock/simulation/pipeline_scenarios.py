@@ -26,46 +26,46 @@ def _plain(rng: random.Random) -> Setup:
     return _pipeline(rng)
 
 
-@_scenario("pipeline_row_reuse", "F33: a row is given on while results of its last owner are on their way to a stage")
+@_scenario("pipeline_row_reuse", "F33: a row is reassigned while its last owner's results are in flight to a stage")
 def _row_reuse(rng: random.Random) -> Setup:
     setup = traffic(_pipeline(rng), num_requests=60, arrival=0.9, abort=0.6, reuse=0.9, max_output=8, max_stem=10)
     return replace(setup, max_num_seqs=rng.choice([2, 3]), spare_blocks=30)
 
 
-@_scenario("pipeline_aborts", "F11, F33: clients leave at every stage, with drafts on their way")
+@_scenario("pipeline_aborts", "F11, F33: clients disconnect at every stage, with drafts in flight")
 def _aborts(rng: random.Random) -> Setup:
     return traffic(speculating(_pipeline(rng), rng), abort=0.9, reuse=0.5, num_requests=40, max_output=18)
 
 
-@_scenario("pipeline_preemption", "F12, F33: a pool that holds one request, and several micro-batches that want it")
+@_scenario("pipeline_preemption", "F12, F33: several micro-batches compete for a pool that holds one request")
 def _preemption(rng: random.Random) -> Setup:
     setup = traffic(_pipeline(rng), arrival=0.9, abort=0.2, max_output=20, max_stem=12)
     return replace(setup, spare_blocks=rng.choice([0, 1]), max_num_seqs=8)
 
 
-@_scenario("pipeline_drafts", "F22, F33: earlier stages hear late how many drafts were rejected")
+@_scenario("pipeline_drafts", "F22, F33: earlier stages learn late how many drafts were rejected")
 def _drafts(rng: random.Random) -> Setup:
     return speculating(_pipeline(rng), rng)
 
 
-@_scenario("pipeline_long_prompts", "F33: prompts in many chunks, which run in the steps of all micro-batches")
+@_scenario("pipeline_long_prompts", "F33: prompts in many chunks that run in the steps of all micro-batches")
 def _long_prompts(rng: random.Random) -> Setup:
     setup = replace(_pipeline(rng), max_num_batched_tokens=rng.choice([3, 5]), spare_blocks=30)
     return traffic(setup, max_stem=40, max_output=10)
 
 
-@_scenario("pipeline_shared_heads", "F27: more ranks than KV heads, so that some have the same ones")
+@_scenario("pipeline_shared_heads", "F27: more ranks than KV heads, so that several ranks hold the same head")
 def _shared_heads(rng: random.Random) -> Setup:
     setup = speculating(_pipeline(rng), rng)
     return replace(setup, topologies=((setup.topologies[0][0], rng.choice([3, 4])),))
 
 
-@_scenario("pipeline_dying_rank", "F18: a rank of any stage raises in the middle of a step")
+@_scenario("pipeline_dying_rank", "F18: a rank of any stage raises an exception during a step")
 def _dying_rank(rng: random.Random) -> Setup:
     return faulty(_drafts(rng), worker_error=0.05)
 
 
-@_scenario("pipeline_store", "F27, F14: three stages load from the store what two have saved, and the reverse")
+@_scenario("pipeline_store", "F27, F14: three stages load from the store what two stages saved, and the reverse")
 def _store(rng: random.Random) -> Setup:
     setup = speculating(replace(_pipeline(rng), backing="store", stage_layers=(1, 2, 1)), rng)
     setup = replace(setup, topologies=((3, rng.choice([1, 2])), (2, rng.choice([1, 2]))))

@@ -38,12 +38,12 @@ def _two(setup: Setup, rng: random.Random) -> Setup:
     return replace(setup, topologies=(*setup.topologies, other))
 
 
-@_scenario("plain", "C2: counts on the host that run ahead of the device's; chunks, hits and preemption")
+@_scenario("plain", "C2: the host's counts run ahead of the device's; chunked prefill, prefix hits and preemption")
 def _plain(rng: random.Random) -> Setup:
     return replace(base(rng), backing="none", prefix_caching=rng.random() < 0.7)
 
 
-@_scenario("drafts", "C9, F21: drafts at stops and at the last token, and counts that include the rejected")
+@_scenario("drafts", "C9, F21: drafts at stops and at the last token, and counts that include rejected drafts")
 def _spec_plain(rng: random.Random) -> Setup:
     return speculating(_plain(rng), rng)
 
@@ -60,45 +60,45 @@ def _depth_of_drafts(rng: random.Random) -> Setup:
     return replace(_spec_plain(rng), drafts=rng.choice([2, 4]), drafts_under_load=0, depth=rng.choice([1, 2, 3]))
 
 
-@_scenario("tiny_pool", "F12: aborts and preemptions in a pool that holds one request, without livelock")
+@_scenario("tiny_pool", "F12: aborts and preemptions in a pool that holds one request; no livelock")
 def _tiny_pool(rng: random.Random) -> Setup:
     setup = traffic(_plain(rng), num_requests=14, arrival=0.8, abort=0.3, max_output=20)
     return replace(setup, spare_blocks=rng.choice([0, 1]), max_num_seqs=6)
 
 
-@_scenario("full_prefix_hits", "F24: prompts of whole blocks, found to their last token")
+@_scenario("full_prefix_hits", "F24: prompts of whole blocks whose every token is in the prefix cache")
 def _full_hits(rng: random.Random) -> Setup:
     return traffic(replace(base(rng), backing="none"), num_stems=1, max_suffix=1, num_requests=14)
 
 
-@_scenario("tenants", "F25: the same prompt under another salt must not be found, here or in the store")
+@_scenario("tenants", "F25: a prompt with another salt must not match in the prefix cache or in the store")
 def _tenants(rng: random.Random) -> Setup:
     return traffic(_two(base(rng), rng), salts=(None, "a", "b"), num_stems=1)
 
 
-@_scenario("id_reuse", "F8, F23: a request takes the id of one whose results and saves are still under way")
+@_scenario("id_reuse", "F8, F23: a request reuses the id of one whose results and saves are still in flight")
 def _reuse(rng: random.Random) -> Setup:
     setup = traffic(speculating(_two(base(rng), rng), rng), reuse=0.9, abort=0.5, arrival=0.6, num_requests=14)
     return replace(setup, direct_saves=rng.random() < 0.5, depth=rng.choice([2, 3]))
 
 
-@_scenario("row_reuse", "F33: a row is given on while stages still run steps of the request before")
+@_scenario("row_reuse", "F33: a row is reassigned while stages still run steps of its previous request")
 def _rows(rng: random.Random) -> Setup:
     setup = traffic(_plain(rng), reuse=0.9, abort=0.5, arrival=0.8, num_requests=16, max_output=8)
     return replace(setup, topologies=((2, rng.choice([1, 2])),), depth=rng.choice([2, 3]), max_num_seqs=2)
 
 
-@_scenario("shared_store", "prefill in one engine, a hit in another")
+@_scenario("shared_store", "prefill in one engine, a prefix hit in another")
 def _share(rng: random.Random) -> Setup:
     return _two(base(rng), rng)
 
 
-@_scenario("shared_store_with_drafts", "C9: the drafter's layers must travel with the target's")
+@_scenario("shared_store_with_drafts", "C9: the drafter's KV must be transferred with the target's")
 def _spec_share(rng: random.Random) -> Setup:
     return speculating(_share(rng), rng)
 
 
-@_scenario("handoff", "prefill here, continue there, drafts on both sides")
+@_scenario("handoff", "prefill in one engine, decode in another, drafts in both")
 def _handoff(rng: random.Random) -> Setup:
     return traffic(_spec_share(rng), handoff=True, num_requests=8)
 
@@ -108,28 +108,28 @@ def _sync(rng: random.Random) -> Setup:
     return replace(_spec_share(rng), sync_share=rng.choice([0.5, 1.0]))
 
 
-@_scenario("failing_loads", "F14: first, middle or last blocks do not come; the request computes them")
+@_scenario("failing_loads", "F14: the first, middle or last blocks fail to load; the request computes them")
 def _bad_loads(rng: random.Random) -> Setup:
     setup = faulty(_spec_share(rng), die=0.2, corrupt=0.1, slow=0.3)
     return replace(setup, sync_share=rng.choice([0.0, 0.5, 1.0]), max_num_batched_tokens=rng.choice([3, 16]))
 
 
-@_scenario("failing_loads_policy_fail", "F14: the same, and the request ends without a wrong token")
+@_scenario("failing_loads_policy_fail", "F14: the same with the policy `fail`: the request ends without a wrong token")
 def _bad_loads_fail(rng: random.Random) -> Setup:
     return replace(_bad_loads(rng), load_failure_policy="fail")
 
 
-@_scenario("common_prefix_fails", "F14: many requests wait for one prefix, whose owner is aborted")
+@_scenario("common_prefix_fails", "F14: many requests wait for one prefix whose owner is aborted")
 def _common_prefix(rng: random.Random) -> Setup:
     return traffic(faulty(_share(rng), die=0.3), num_stems=1, arrival=0.9, abort=0.4)
 
 
-@_scenario("wrong_bytes", "F15: the transport reports success, and a byte is wrong")
+@_scenario("wrong_bytes", "F15: the transport reports success although a byte is wrong")
 def _wrong_bytes(rng: random.Random) -> Setup:
     return replace(faulty(_spec_share(rng), corrupt=0.4), sync_share=rng.choice([0.0, 0.5]))
 
 
-@_scenario("unsettled_failures", "F3, F6, F10: a transfer has failed and its bytes still land")
+@_scenario("unsettled_failures", "F3, F6, F10: bytes of a failed transfer still arrive")
 def _unsettled(rng: random.Random) -> Setup:
     setup = faulty(_share(rng), die_unsettled=0.3, slow=0.5)
     return replace(setup, load_timeout=rng.choice([0.05, 0.2]), drain=rng.choice([0.0, 0.1]), spare_blocks=4)
@@ -140,116 +140,116 @@ def _lost(rng: random.Random) -> Setup:
     return replace(faulty(_share(rng), drop=0.15, lost_completion=0.15), load_timeout=rng.choice([0.05, 0.2, 0.6]))
 
 
-@_scenario("stuck_transfers", "C7, F6: a transfer does not end for long, and requests do not wait for it")
+@_scenario("stuck_transfers", "C7, F6: a transfer takes very long; other requests do not wait for it")
 def _stuck(rng: random.Random) -> Setup:
     setup = faulty(_share(rng), drop=0.3, lost_completion=0.2)
     return replace(setup, load_timeout=0.3, patience=4.0, request_ticks=250, spare_blocks=150)
 
 
-@_scenario("late_completions", "F8: completions come late and in another order")
+@_scenario("late_completions", "F8: completions are late and out of order")
 def _late(rng: random.Random) -> Setup:
     return faulty(_spec_share(rng), late=0.4, slow=0.6, max_delay=0.3)
 
 
-@_scenario("overdue_loads", "F5, C7: the deadline passes, the request goes on, and then the KV comes")
+@_scenario("overdue_loads", "F5, C7: KV arrives after its deadline, when the request has already continued")
 def _overdue(rng: random.Random) -> Setup:
     setup = faulty(_share(rng), late=0.3, slow=0.8, max_delay=0.4)
     return replace(setup, load_timeout=0.05, patience=1.0, spare_blocks=rng.choice([0, 4]))
 
 
-@_scenario("repeated_completions", "F7, F9: completions come twice, also for ids that have gone")
+@_scenario("repeated_completions", "F7, F9: completions are repeated, also for ids that have ended")
 def _repeated(rng: random.Random) -> Setup:
     return traffic(faulty(_spec_share(rng), repeated=0.4, late=0.2), reuse=0.7)
 
 
-@_scenario("one_of_n_shards", "F10: one rank's part fails or stays out while others succeed")
+@_scenario("one_of_n_shards", "F10: one rank's part fails or never completes while others succeed")
 def _one_shard(rng: random.Random) -> Setup:
     setup = faulty(_share(rng), die=0.1, drop=0.05, late=0.2, contradicted=0.5)
     topology = rng.choice([(2, 1), (1, 2), (2, 2)])
     return replace(setup, topologies=(topology, topology))
 
 
-@_scenario("abort_while_loading", "F8, F11: the client leaves while the KV is on its way")
+@_scenario("abort_while_loading", "F8, F11: the client disconnects during a load")
 def _abort_loading(rng: random.Random) -> Setup:
     setup = traffic(faulty(_share(rng), slow=0.9, late=0.2), abort_loading=0.15, reuse=0.5)
     return replace(setup, spare_blocks=rng.choice([0, 4]))
 
 
-@_scenario("abort_storm", "F11, F12: clients leave at every stage")
+@_scenario("abort_storm", "F11, F12: clients disconnect at every stage")
 def _abort_storm(rng: random.Random) -> Setup:
     setup = traffic(faulty(_spec_share(rng), slow=0.4), abort=0.9, arrival=0.9, num_requests=24, max_output=18)
     return replace(setup, spare_blocks=rng.choice([0, 4]), sync_share=rng.choice([0.0, 1.0, 1.0]))
 
 
-@_scenario("preemption_during_loads", "F12, F14: a pool too small for what is loaded and what runs")
+@_scenario("preemption_during_loads", "F12, F14: the pool is too small for the loads and the running requests together")
 def _preempt_loading(rng: random.Random) -> Setup:
     setup = traffic(faulty(_share(rng), slow=0.6, die=0.1), arrival=0.8, num_requests=14, max_output=20)
     return replace(setup, spare_blocks=rng.choice([0, 1]), sync_share=rng.choice([0.0, 0.5, 1.0]))
 
 
-@_scenario("preemption_during_saves", "F13: a block is saved and reused at once; the store must not take the new")
+@_scenario("preemption_during_saves", "F13: a saved block is reused at once; the store must not save the new content")
 def _preempt_saving(rng: random.Random) -> Setup:
     setup = traffic(faulty(_share(rng), slow=0.9, die=0.1), arrival=0.8, num_requests=14, max_output=20, abort=0.3)
     return replace(setup, spare_blocks=0, direct_saves=rng.random() < 0.5)
 
 
-@_scenario("held_blocks", "C1: a finished request's blocks are read after its end")
+@_scenario("held_blocks", "C1: a finished request's blocks are read after it has ended")
 def _direct(rng: random.Random) -> Setup:
     setup = traffic(faulty(_spec_share(rng), slow=0.8, max_delay=0.2, die_unsettled=0.1), abort=0.3, reuse=0.5)
     return replace(setup, direct_saves=True, spare_blocks=rng.choice([0, 4]))
 
 
-@_scenario("full_store", "F16: no room in the store or for copies; saving is given up, serving is not")
+@_scenario("full_store", "F16: the store or the staging memory is full; saves are dropped, serving continues")
 def _full_store(rng: random.Random) -> Setup:
     setup = replace(_share(rng), store_places=rng.choice([1, 3, 6]), num_staging=rng.choice([0, 1, 2]))
     return faulty(setup, slow=0.9, max_delay=0.2)
 
 
-@_scenario("slow_directory", "C7: the directory cannot tell yet, for a while or for ever")
+@_scenario("slow_directory", "C7: the directory's answer is pending for a while, or forever")
 def _slow_directory(rng: random.Random) -> Setup:
     return replace(_share(rng), lookup_seconds=rng.choice([0.03, 0.2, 9.0]), load_timeout=0.3, request_ticks=400)
 
 
-@_scenario("crash", "F1, F4: an engine dies at any moment, its writes still landing")
+@_scenario("crash", "F1, F4: an engine dies at any moment while its writes are still in flight")
 def _crash(rng: random.Random) -> Setup:
     setup = faulty(_spec_share(rng), crash=0.02, slow=0.5, die_unsettled=0.1)
     return replace(setup, direct_saves=rng.random() < 0.5)
 
 
-@_scenario("reports_of_an_old_life", "F2, F9: a new engine hears what the old one's workers said")
+@_scenario("reports_of_an_old_life", "F2, F9: a new engine receives reports of its predecessor's workers")
 def _old_life(rng: random.Random) -> Setup:
     return traffic(faulty(_share(rng), crash=0.04, repeated=0.5, late=0.2, slow=0.6), reuse=0.7)
 
 
-@_scenario("worker_error", "F18: a rank raises in the middle of a step")
+@_scenario("worker_error", "F18: a rank raises an exception during a step")
 def _worker_error(rng: random.Random) -> Setup:
     return faulty(_spec_share(rng), worker_error=0.03, slow=0.3)
 
 
-@_scenario("store_restart", "F2: the peer restarts under its old name, and holds other bytes")
+@_scenario("store_restart", "F2: the peer restarts under its old name with other content")
 def _store_restart(rng: random.Random) -> Setup:
     setup = faulty(_share(rng), store_restart=0.05, slow=0.6)
     return replace(setup, sync_share=rng.choice([0.0, 0.5]), direct_saves=rng.random() < 0.3)
 
 
-@_scenario("other_split", "F27: engines with other numbers of stages and ranks share the store")
+@_scenario("other_split", "F27: engines with different numbers of stages and ranks share the store")
 def _mixed_split(rng: random.Random) -> Setup:
     setup = speculating(base(rng), rng)
     return replace(setup, topologies=(rng.choice([(1, 1), (2, 2)]), rng.choice([(2, 1), (1, 2)])))
 
 
-@_scenario("stages_refused", "F27: a connector without pipeline ranks refuses engines that have them")
+@_scenario("stages_refused", "F27: a connector without support for pipeline ranks refuses engines that have them")
 def _stageless(rng: random.Random) -> Setup:
     return replace(_share(rng), backing="stageless_store").with_one_split()
 
 
-@_scenario("sliding_windows", "C6, F14: groups that need only a part of the prefix")
+@_scenario("sliding_windows", "C6, F14: KV groups that need only part of the prefix")
 def _windows(rng: random.Random) -> Setup:
     setup = replace(_share(rng), windows=rng.choice([(6,), (0, 9), (0, 5), (4, 11)]), sync_share=rng.choice([0.0, 0.5]))
     return faulty(setup, die=0.1)
 
 
-@_scenario("offload", "KV goes to memory and to disk, and comes back")
+@_scenario("offload", "KV is offloaded to memory and disk, and loaded again")
 def _tiers(rng: random.Random) -> Setup:
     """An engine with memory and a disk behind it, which its ranks share, that forgets its own cache now and then."""
     setup = traffic(base(rng), arrival=rng.choice([0.1, 0.3]), reset=rng.choice([0.0, 0.2]), num_requests=14)
@@ -263,18 +263,18 @@ def _tiers(rng: random.Random) -> Setup:
     )
 
 
-@_scenario("offload_with_drafts", "C9, F13: the same with a drafter's layers, and with preemption")
+@_scenario("offload_with_drafts", "C9, F13: the same with a drafter's layers and with preemption")
 def _tiers_with_drafts(rng: random.Random) -> Setup:
     return speculating(_tiers(rng), rng)
 
 
-@_scenario("offload_small", "F12, F16: hardly any memory behind the engine, and a slow disk")
+@_scenario("offload_small", "F12, F16: a very small memory tier and a slow disk")
 def _small_tiers(rng: random.Random) -> Setup:
     setup = replace(_tiers_with_drafts(rng), num_staging=rng.choice([1, 2, 3]), spare_blocks=0)
     return faulty(setup, slow=0.6, max_delay=0.3)
 
 
-@_scenario("offload_hungry", "F12: loads take turns with the only running request, which needs their blocks")
+@_scenario("offload_hungry", "F12: loads compete with the only running request, which needs their blocks")
 def _hungry(rng: random.Random) -> Setup:
     """One request fills the pool in chunks of three tokens, and the others' prompts lie in the tiers."""
     setup = replace(_tiers_with_drafts(rng), windows=(rng.choice([0, 6]),), depth=3, max_num_batched_tokens=3)
@@ -282,25 +282,25 @@ def _hungry(rng: random.Random) -> Setup:
     return faulty(traffic(setup, arrival=0.9, num_stems=1, max_output=18), slow=0.0)
 
 
-@_scenario("offload_wrong_bytes", "F15: bits change in memory, on the way and on the disk")
+@_scenario("offload_wrong_bytes", "F15: bits flip in memory, in transit and on disk")
 def _wrong_tiers(rng: random.Random) -> Setup:
     policy = rng.choice(["recompute", "fail"])
     return replace(faulty(_tiers_with_drafts(rng), corrupt=0.3), load_failure_policy=policy)
 
 
-@_scenario("offload_failing_disk", "F16: jobs fail in part, late, twice or never end")
+@_scenario("offload_failing_disk", "F16: disk jobs fail partially, late or twice, or never end")
 def _failing_disk(rng: random.Random) -> Setup:
     setup = replace(_tiers_with_drafts(rng), num_staging=rng.choice([2, 8]), load_timeout=0.3)
     return faulty(setup, drop=0.2, die=0.1, lost_completion=0.1, slow=0.5, max_delay=0.5, late=0.2, repeated=0.3)
 
 
-@_scenario("offload_crash", "F2, F9: memory is lost, the disk is found again, or is empty")
+@_scenario("offload_crash", "F2, F9: after a crash, memory is lost and the disk is found again, or is empty")
 def _tiers_crash(rng: random.Random) -> Setup:
     setup = faulty(_tiers_with_drafts(rng), crash=0.03, slow=0.5, store_restart=0.02, repeated=0.3, late=0.2)
     return traffic(setup, reuse=0.6, abort=0.3, abort_loading=0.05)
 
 
-@_scenario("layerwise_loads", "F14: layers come one by one while the step runs, or do not come")
+@_scenario("layerwise_loads", "F14: layers load one by one while the step runs, or fail to load")
 def _layerwise(rng: random.Random) -> Setup:
     # Every layer is a transfer of its own, and one that fails is enough.
     setup = faulty(_spec_share(rng), die=0.02, corrupt=0.01, slow=0.4)
@@ -308,21 +308,21 @@ def _layerwise(rng: random.Random) -> Setup:
     return replace(setup, load_failure_policy=rng.choice(["recompute", "fail"]))
 
 
-@_scenario("several_connectors", "one connector loads, all of them save, and ids do not meet")
+@_scenario("several_connectors", "one connector loads and all of them save; their ids do not collide")
 def _several(rng: random.Random) -> Setup:
     """Two engines of one rank, each with tiers of its own, and a store that they share."""
     setup = replace(_tiers_with_drafts(rng), topologies=((1, 1), (1, 1)), backing="several")
     return replace(setup, num_staging=rng.choice([4, 16]), sync_share=rng.choice([0.0, 0.5]))
 
 
-@_scenario("several_connectors_fail", "C1, F7, F9: the same, where each fails in its own way")
+@_scenario("several_connectors_fail", "C1, F7, F9: the same, with different faults in each connector")
 def _failing_several(rng: random.Random) -> Setup:
     faults = {"die": 0.1, "die_unsettled": 0.1, "corrupt": 0.1, "drop": 0.05, "slow": 0.4, "max_delay": 0.2}
     setup = faulty(_several(rng), late=0.2, repeated=0.3, crash=0.01, **faults)
     return traffic(replace(setup, load_timeout=0.3), reuse=0.5, abort=0.3, abort_loading=0.05)
 
 
-@_scenario("everything", "all of it at once")
+@_scenario("everything", "all of the above at once")
 def _everything(rng: random.Random) -> Setup:
     setup = traffic(_spec_share(rng), abort=0.3, abort_loading=0.05, reuse=0.5, salts=(None, "a"), num_requests=16)
     setup = replace(
