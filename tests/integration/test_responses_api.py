@@ -164,7 +164,7 @@ def test_allowed_tools(client: OpenAI) -> None:
     choice: Any = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "get_time"}]}
     response = client.responses.create(model="demo", input=WEATHER, tools=[*TOOLS, other], tool_choice=choice)
     assert [item.name for item in response.output] == ["get_time"]  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(openai.BadRequestError, match="which is none of the tools"):
+    with pytest.raises(openai.BadRequestError, match="which is not in tools"):
         client.responses.create(model="demo", input=WEATHER, tools=TOOLS, tool_choice=choice)
 
 

@@ -220,7 +220,7 @@ def test_wrong_paths_are_put_right(server: ServerProcess) -> None:
         ("/v1/v1/chat/completions", "with one /v1"),
         ("/api/chat", "use /v1/chat/completions"),
         ("/generate", "use /v1/completions"),
-        ("/nothing", "/docs lists what there is"),
+        ("/nothing", "/docs lists all paths"),
     ):
         _, message = refused(call(server.url, "POST", path, {}), 404)
         assert words in message, message

@@ -52,11 +52,11 @@ Sends load to an OpenAI-compatible server and reports latencies and throughput.
 The datasets random and trace send token ids (with --backend openai-chat, random
 sends text of the same length; trace needs --backend openai). They set
 ignore_eos, so that every output has its full length. Token ids and the lengths
-of texts of sharegpt come from --tokenizer or, without it, from the server's
-/tokenize and /detokenize: prompts are then made of the tokens of random
-letters. Output tokens are those of the server's usage. Warm-up requests are the
-first prompts with their tokens in reverse order: they are as long, and a prefix
-cache cannot use them."""
+of ShareGPT texts come from --tokenizer or, without it, from the server's
+/tokenize and /detokenize: prompts then consist of tokens of random letters.
+Output tokens are counted by the server's usage. Warm-up requests are the first
+prompts with their tokens in reverse order: they have the same length, and a
+prefix cache cannot reuse them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -267,7 +267,7 @@ def _check(args: argparse.Namespace) -> None:
 
 
 async def _measure(args: argparse.Namespace) -> tuple[str, int, Run]:
-    """The model's name, the number of requests to send, and their outcomes."""
+    """Returns the model's name, the number of requests to send, and their outcomes."""
     # Imported here: the help text needs no HTTP client and no tokenizer.
     from penstock.loadgen.client import Server, ServerTokenizer, chat_body, request_body
     from penstock.loadgen.runner import arrivals, run_load
@@ -325,7 +325,7 @@ async def _samples(args: argparse.Namespace, tokenizer: Tokenizer) -> list[Sampl
 
 
 def _fitting(samples: list[Sample], max_model_len: int | None) -> list[Sample]:
-    """The requests that the model's context holds. Raises ConfigError when there are none."""
+    """Returns the requests that fit into the model's context. Raises ConfigError if there are none."""
     limit = math.inf if max_model_len is None else max_model_len
     fitting = [sample for sample in samples if sample.prompt_len + sample.output_len <= limit]
     if not fitting:

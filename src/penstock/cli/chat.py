@@ -24,7 +24,7 @@ with the OpenAI API. /help in the chat lists its commands."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "penstock chat [MODEL] [flags]"
-    add_model_argument(parser, "as --model; with --url the server's name for it (default: its first model)")
+    add_model_argument(parser, "as --model; with --url the model's name on the server (default: its first model)")
     group = parser.add_argument_group("conversation")
     group.add_argument("--system", metavar="TEXT", help="a system message to begin with")
     group.add_argument("--url", help="talk to the server at this address instead of loading a model")

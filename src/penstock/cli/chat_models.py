@@ -1,4 +1,4 @@
-"""What `penstock chat` talks to: an engine in this process, or a server with the OpenAI API."""
+"""The backends of `penstock chat`: an engine in this process, or a server with the OpenAI API."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ Messages = Sequence[Message]
 
 
 class ChatModel(Protocol):
-    """Answers conversations. `context` is the most tokens of prompt plus answer, None where it is not known."""
+    """Answers conversations. `context` is the maximum of prompt plus answer tokens, None if unknown."""
 
     context: int | None
 
     def count_tokens(self, messages: Messages) -> int | None:
-        """Tokens of the prompt that these messages make, None where they cannot be counted."""
+        """Returns the number of prompt tokens of these messages, None if they cannot be counted."""
         ...
 
     def answer(self, messages: Messages) -> Generator[str, None, str | None]:
         """Yields the pieces of the answer and returns its finish reason. Closing it ends the answer.
 
-        Raises RequestError, with the code `CONTEXT_FULL` where the messages are too long, and other PenstockErrors.
+        Raises RequestError, with the code `CONTEXT_FULL` if the messages are too long, and other PenstockErrors.
         """
         ...
 
@@ -75,10 +75,8 @@ class LocalModel:
 
 
 class RemoteModel:
-    """A model of a server with the OpenAI API. `options` are the sampling parameters that were asked for.
-
-    Messages are counted by the server's /tokenize, where it has one. Raises ConfigError when the server cannot be
-    reached or has no such model.
+    """A model of a server with the OpenAI API. `options` are the requested sampling parameters. Messages are counted by
+    the server's /tokenize, if it has one. Raises ConfigError when the server cannot be reached or has no such model.
     """
 
     def __init__(self, url: str, api_key: str | None, name: str | None, options: Mapping[str, Any]) -> None:
@@ -113,7 +111,7 @@ class RemoteModel:
         return reason
 
     def close(self) -> None:
-        """Each request has a connection of its own, so there is nothing to close."""
+        """Does nothing: each request has its own connection."""
 
     def _find(self, name: str | None) -> tuple[str, int | None]:
         try:
@@ -186,7 +184,7 @@ def _error_message(body: Any) -> str:
 def _error_code(body: Any) -> str | None:
     error = body.get("error", body) if isinstance(body, dict) else body
     code = error.get("code") if isinstance(error, dict) else None
-    # Servers that have no code for it say it in words.
+    # Some servers have no error code for this, only a message.
     if code != CONTEXT_FULL and "context length" in _error_message(body).lower():
         return CONTEXT_FULL
     return code if isinstance(code, str) else None

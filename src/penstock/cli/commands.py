@@ -1,6 +1,6 @@
 """The subcommands of `penstock`: each is a module of this folder with `DESCRIPTION`, `add_arguments` and `run`.
 
-Only the module of the command that was asked for is imported.
+Only the module of the requested command is imported.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _OWN_FLAGS = ("-h", "--help", "--version")
 
 
 def make_parser(commands: Collection[str] = tuple(SUMMARIES)) -> Parser:
-    """The parser of the whole command line. Only the named commands are imported and have their flags."""
+    """Builds the parser of the whole command line. Only the named commands are imported and have their flags."""
     parser = Parser(
         prog="penstock", usage="penstock COMMAND [flags]", description="Serves language models.", epilog=_EPILOG
     )
@@ -81,7 +81,7 @@ def run_command(argv: Sequence[str]) -> int:
 
 
 def _make_parser_for(argv: Sequence[str]) -> Parser:
-    """The parser with the flags of the command that stands first. Ends the process where it is not a command."""
+    """Builds the parser with the flags of the first argument's command. Ends the process if that is not a command."""
     first = argv[0] if argv else ""
     parser = make_parser([first] if first in SUMMARIES else [])
     if not first:

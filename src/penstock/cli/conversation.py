@@ -20,7 +20,7 @@ A line that ends with \\ continues in the next one; """ begins and ends a messag
 of several lines. A message that begins with / is written with a space before it.'''
 _PROMPT, _CONTINUED = "> ", ". "
 _QUOTES = '"""'
-# Room that the oldest turns must leave to the answer, at most a part of the context.
+# Tokens to keep free for the answer by dropping the oldest turns, at most a share of the context.
 _ANSWER_TOKENS, _ANSWER_PART = 256, 4
 
 
@@ -58,7 +58,7 @@ class Conversation:
         print("The conversation is empty again.")
 
     def _turn(self, text: str) -> None:
-        """One question and its answer; a question without an answer leaves the conversation again."""
+        """Asks one question and prints its answer; a question without an answer is removed from the conversation."""
         self._messages.append({"role": "user", "content": text})
         answer: list[str] = []
         try:
@@ -78,7 +78,7 @@ class Conversation:
     def _make_room(self) -> None:
         """Drops the oldest turns until the prompt and an answer fit into the context.
 
-        Raises RequestError, and drops nothing, where the newest message alone does not fit.
+        Raises RequestError, and drops nothing, if the newest message alone does not fit.
         """
         context = self._model.context
         if context is None:
@@ -96,7 +96,9 @@ class Conversation:
         self._announce_dropped(num_dropped)
 
     def _answer(self, answer: list[str]) -> None:
-        """Prints the answer and adds its pieces to `answer`. Where the server finds it too long, drops turns first."""
+        """Prints the answer and adds its pieces to `answer`. If the server reports that the prompt is too long, drops
+        turns first.
+        """
         while True:
             try:
                 reason = self._print_answer(answer)
@@ -122,7 +124,7 @@ class Conversation:
                 sys.stdout.flush()
 
     def _drop_oldest(self, messages: list[Message]) -> bool:
-        """Drops the oldest question and its answer; False where only the newest question is left."""
+        """Drops the oldest question and its answer; returns False if only the newest question is left."""
         first = len(self._opening)
         if len(messages) <= first + 1:
             return False
@@ -137,7 +139,7 @@ class Conversation:
 
 
 def read_message() -> str | None:
-    """A message of one line or more; None at the end of the input. Ctrl-C discards what has been typed of it."""
+    """Reads a message of one or more lines; None at the end of the input. Ctrl-C discards the text typed so far."""
     while True:
         try:
             return _read_lines()

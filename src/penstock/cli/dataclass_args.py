@@ -33,7 +33,7 @@ def add_engine_args(parser: argparse.ArgumentParser, *, for_server: bool = False
 
 
 def engine_kwargs(args: argparse.Namespace) -> dict[str, typing.Any]:
-    """The parsed engine arguments, by name. Raises ConfigError where MODEL and --model disagree."""
+    """Returns the parsed engine arguments by name. Raises ConfigError if MODEL and --model disagree."""
     given = _kwargs(args, EngineArgs)
     positional = args.positional_model
     if positional is not None:
@@ -44,7 +44,7 @@ def engine_kwargs(args: argparse.Namespace) -> dict[str, typing.Any]:
 
 
 def changed_engine_flags(args: argparse.Namespace) -> list[str]:
-    """The engine flags, but for the model, that are not at their defaults."""
+    """Returns the engine flags, except the model, that differ from their defaults."""
     given = _kwargs(args, EngineArgs)
     defaults = {field.name: field.default for field in dataclasses.fields(EngineArgs) if field.name != "model"}
     return [_flag(name) for name, default in defaults.items() if given[name] != default]
@@ -86,7 +86,7 @@ def _add_flag(group: typing.Any, field: dataclasses.Field[typing.Any], hint: typ
     is_size = metadata["unit"] == "bytes"
     choices = metadata["choices"]
     if choices and metadata["metavar"]:
-        # A braced list of them would be too wide for the left column.
+        # A list of the choices in braces would be too wide for the left column.
         text = f"{text}: {', '.join(choices)}"
     group.add_argument(
         flag,

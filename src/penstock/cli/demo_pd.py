@@ -92,7 +92,7 @@ def _free_ports(count: int) -> list[int]:
 
 @contextlib.contextmanager
 def _instance(name: str, args: argparse.Namespace, ports: dict[str, int]) -> Iterator[subprocess.Popen[str]]:
-    """A server in a process of its own, whose messages are shown with its name in front."""
+    """Starts a server in a separate process and prefixes its messages with its name."""
     options: dict[str, object] = {"transport": args.transport}
     if args.style == "concurrent":
         options["bootstrap_port"] = ports["bootstrap"]
@@ -126,7 +126,7 @@ def _show(name: str, process: subprocess.Popen[str]) -> None:
 
 
 def _wait_until_ready(name: str, process: subprocess.Popen[str], port: int) -> None:
-    """Raises ConfigError when it ends before."""
+    """Raises ConfigError if the process ends first."""
     clock = SystemClock()
     deadline = clock.now() + _START_SECONDS
     ended = threading.Event()

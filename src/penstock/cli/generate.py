@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from penstock.messages.sampling_params import SamplingParams
 
 DESCRIPTION = """\
-Completes a prompt and prints the text as it is generated. What else there is to
-say goes to standard error, so that a pipe receives the text alone."""
+Completes a prompt and prints the text as it is generated. All other
+output goes to standard error, so that a pipe receives only the text."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +70,7 @@ def _read_prompt(prompt: str | None) -> str:
 
 
 def _stream(llm: Any, prompt: Any, params: SamplingParams, started: float) -> None:
-    """Prints the text as it is generated, then the figures on standard error."""
+    """Prints the text as it is generated, then statistics on standard error."""
     clock = SystemClock()
     submitted = clock.now()
     first_token = None
@@ -85,7 +85,7 @@ def _stream(llm: Any, prompt: Any, params: SamplingParams, started: float) -> No
         shown = len(text)
     sys.stdout.write("\n")
     sys.stdout.flush()
-    assert output is not None and first_token is not None, "a stream yields at least its end"
+    assert output is not None and first_token is not None, "a stream yields at least one output"
     _check_error(output)
     print(_figures(output, started, submitted, first_token, clock.now()), file=sys.stderr)
 

@@ -1,4 +1,4 @@
-"""The entry point of the `penstock` command. Everything is imported inside `main`, where an interrupt is expected."""
+"""The entry point of the `penstock` command. Everything is imported inside `main`, which handles interrupts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, 1 when a check failed, 2 for a mistake in what was asked, 130 when interrupted."""
+    """Returns the exit code: 0, 1 when a check failed, 2 for invalid arguments, 130 when interrupted."""
     try:
         from penstock.cli.commands import run_command
 

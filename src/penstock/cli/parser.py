@@ -1,4 +1,4 @@
-"""The command line's parser: short usage, help for terminals of 80 columns, errors of one line that help."""
+"""The command line's parser: short usage, help for terminals of 80 columns, helpful one-line errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HELP_POSITION = 32
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Flags on the left, their help on the right, and a switch that is on by default as `--[no-]name`."""
+    """Prints flags on the left, their help on the right, and switches that are on by default as `--[no-]name`."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=_HELP_POSITION, width=_terminal_columns() - 2)
@@ -40,7 +40,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Takes flags by their whole names only. An error says what is wrong, what may be meant, and where the help is."""
+    """Accepts only complete flag names. Errors say what is wrong, suggest a correction, and name the help command."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, "formatter_class": HelpFormatter, **options})
@@ -48,7 +48,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """As the base class, but nothing unknown is left to the parser of the whole command, which has other flags."""
+        """Like the base class, but rejects unknown flags here: the parser of the whole command has other flags."""
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             flags = [text.split("=")[0] for text in unknown if text.startswith("-")]
@@ -114,7 +114,7 @@ def count_from_zero(text: str) -> int:
 
 
 def describe_default(value: Any, *, is_size: bool = False) -> str:
-    """What follows a flag's help: nothing where the help itself says what happens without the flag."""
+    """Returns the default to append to a flag's help: nothing if the help already describes the default."""
     return "" if value is None else f" (default: {format_size(value) if is_size else value})"
 
 

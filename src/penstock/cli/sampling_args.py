@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from penstock.messages.sampling_params import SamplingParams
 
 _NUMBERS: dict[str, tuple[Callable[[str], Any], str, str]] = {
-    "max_tokens": (whole_number, "N", "most tokens to generate (default: as many as the context holds)"),
-    "temperature": (number, "X", "0 always takes the likeliest token"),
-    "top_k": (whole_number, "N", "sample from the N likeliest tokens"),
-    "top_p": (number, "X", "sample from the likeliest tokens with this total probability"),
-    "min_p": (number, "X", "least probability of a token, relative to the likeliest one"),
-    "repetition_penalty": (number, "X", "above 1: tokens of the prompt and the output become less likely"),
+    "max_tokens": (whole_number, "N", "maximum tokens to generate (default: as many as fit into the context)"),
+    "temperature": (number, "X", "0 always takes the most likely token"),
+    "top_k": (whole_number, "N", "sample from the N most likely tokens"),
+    "top_p": (number, "X", "sample from the most likely tokens with this total probability"),
+    "min_p": (number, "X", "minimum probability of a token, relative to the most likely one"),
+    "repetition_penalty": (number, "X", "above 1: makes tokens of the prompt and the output less likely"),
     "presence_penalty": (number, "X", "subtracted from the logits of tokens that were generated"),
     "frequency_penalty": (number, "X", "the same, for each time that a token was generated"),
 }
@@ -32,18 +32,18 @@ def add_sampling_args(parser: argparse.ArgumentParser) -> None:
 
 
 def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
-    """The sampling flags that were given, by the names of the API."""
+    """Returns the sampling flags that were given, under their API names."""
     given = {name: getattr(args, name) for name in _NUMBERS if getattr(args, name) is not None}
     return given if args.stop is None else {**given, "stop": args.stop}
 
 
 def check_sampling(args: argparse.Namespace) -> None:
-    """Raises RequestError for a value out of bounds, before a model is loaded for it."""
+    """Raises RequestError for a value out of bounds, before a model is loaded."""
     from penstock.messages.sampling_params import SamplingParams
 
     SamplingParams(**given_sampling(args))
 
 
 def sampling_params(args: argparse.Namespace, defaults: SamplingParams, **overrides: Any) -> SamplingParams:
-    """The checkpoint's defaults with the flags on top. Raises RequestError for a value out of bounds."""
+    """Returns the checkpoint's defaults, overridden by the flags. Raises RequestError for a value out of bounds."""
     return replace(defaults, **{"max_tokens": None, **given_sampling(args), **overrides})

@@ -1,4 +1,4 @@
-"""`penstock verify --soak`: what it prints."""
+"""The output of `penstock verify --soak`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SHOWN_TOKENS = 24
 
 
 def minutes(text: str) -> float:
-    """A command-line duration; parts of a minute are allowed."""
+    """Parses a duration in minutes; fractions are allowed."""
     value = float(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"must be a number of minutes above 0, got {value:g}")
@@ -25,13 +25,13 @@ def minutes(text: str) -> float:
 
 
 def run_soak(arguments: EngineArgs, prompts: Sequence[str], max_tokens: int, num_minutes: float) -> int:
-    """Returns 1 when a process differed from the quiet one or failed."""
+    """Returns 1 if a process differed from the reference process or failed."""
     # Imported here: the help text needs no torch.
     from tqdm import tqdm
 
     from penstock.verify.soak import soak
 
-    with tqdm(leave=False, disable=None, unit="process", desc="quiet process") as bar:
+    with tqdm(leave=False, disable=None, unit="process", desc="reference process") as bar:
 
         def show_progress(tally: Tally) -> None:
             bar.set_description(f"{tally.num_rounds} rounds, {tally.num_rows:,} rows equal", refresh=False)
@@ -43,7 +43,7 @@ def run_soak(arguments: EngineArgs, prompts: Sequence[str], max_tokens: int, num
         print(f"\nEvery row agrees, and each of the {result.num_tensors} tensors of the model in every process.")
         return 0
     print(f"\n{_describe(result.finding)}")
-    print("a process differs from the quiet one" if result.finding.place else "a process failed", file=sys.stderr)
+    print("a process differs from the reference" if result.finding.place else "a process failed", file=sys.stderr)
     return _DIFFERS
 
 

@@ -1,4 +1,4 @@
-"""What a command says about its engine before it works, on standard error."""
+"""What a command prints about its engine at the start, on standard error."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 
 def start_llm(args: argparse.Namespace) -> LLM:
-    """The engine that the flags ask for, announced before it loads and when it is ready. Raises ConfigError.
+    """Starts the engine that the flags describe, and announces it before loading and when it is ready. Raises
+    ConfigError.
 
-    An interrupt ends the process: there is nothing yet that it could stop instead.
+    An interrupt ends the process, because nothing else is running yet.
     """
     kwargs = engine_kwargs(args)
     with interrupts_end_at_once():
@@ -31,7 +32,7 @@ def start_llm(args: argparse.Namespace) -> LLM:
 
 
 def describe_engine(model: str, info: EngineInfo) -> str:
-    """The lines that say what has been loaded, where it computes, and how much it holds."""
+    """Returns the lines that describe the model, the device and the KV cache."""
     threads = ""
     if info.device == "cpu":
         plural, each = "s" if info.num_threads > 1 else "", " each" if info.num_ranks > 1 else ""
@@ -56,5 +57,5 @@ def describe_engine(model: str, info: EngineInfo) -> str:
 
 
 def announce(line: str) -> None:
-    """A line for people; standard output stays free for results."""
+    """Prints a message for the user on standard error; standard output is reserved for results."""
     print(line, file=sys.stderr, flush=True)

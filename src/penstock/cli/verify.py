@@ -26,8 +26,9 @@ _SHOWN_TOKENS = 24
 
 
 DESCRIPTION = """\
-Runs the same requests in a plain way and in every way that could change their
-tokens (batching, chunks, caching, drafts and more), and compares each token."""
+Runs the same requests in the simplest way and with every feature that could
+change their tokens (batching, chunks, caching, drafts and more), and compares
+each token."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns 1 when a token differs or a row could not run."""
+    """Returns 1 if a token differs or a row could not run."""
     prompts = _read_prompts(args.prompts)
     max_tokens = args.max_tokens or (_QUICK_MAX_TOKENS if args.quick else _MAX_TOKENS)
     arguments = EngineArgs.from_kwargs(**engine_kwargs(args))
@@ -138,7 +139,7 @@ def _describe(result: RowResult, difference: Difference) -> str:
 
 
 def _as_keywords(values: Mapping[str, Any], kind: type) -> str:
-    """Those values of a dataclass that are not its defaults."""
+    """Formats the values of a dataclass that differ from its defaults."""
     default = {each.name: each.default for each in fields(kind)}
     return ", ".join(f"{name}={value!r}" for name, value in values.items() if value != default[name])
 

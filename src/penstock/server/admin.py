@@ -1,4 +1,4 @@
-"""Administration, on a loopback port of its own: nothing here can be reached through the public one."""
+"""Administration routes, served on a separate loopback port and not on the public one."""
 
 from __future__ import annotations
 
@@ -13,18 +13,20 @@ router = APIRouter()
 
 @router.post("/reset_prefix_cache")
 async def reset_prefix_cache(request: Request, reset_external: bool = False) -> Response:
-    """Forgets all cached prefixes, with `?reset_external=true` those that the KV connector keeps too.
+    """Clears the prefix cache and, with `?reset_external=true`, the KV connector's caches.
 
-    409 while requests are running, and when the connector cannot forget.
+    Returns 409 while requests are running, or if the connector cannot clear its caches.
     """
     if await service_of(request).llm.reset_prefix_cache(reset_connector=reset_external):
         return JSONResponse({"reset": True})
-    return error_response(409, "requests are running (drain first, or try again), or the KV connector cannot forget")
+    return error_response(
+        409, "requests are running (drain first, or retry), or the KV connector cannot be reset"
+    )
 
 
 @router.post("/drain")
 async def drain(request: Request) -> Response:
-    """Takes no new requests from now on; those that run go on. `GET /drain` tells how many."""
+    """Refuses new requests from now on; running requests continue. `GET /drain` returns how many there are."""
     service = service_of(request)
     service.is_draining = True
     return await drained(request)
@@ -39,7 +41,7 @@ async def drained(request: Request) -> Response:
 
 @router.post("/resume")
 async def resume(request: Request) -> Response:
-    """Takes new requests again; 409 once the server has been told to stop."""
+    """Accepts new requests again; returns 409 if the server is shutting down."""
     service = service_of(request)
     if service.is_stopping:
         return error_response(409, "the server is shutting down")
@@ -49,9 +51,9 @@ async def resume(request: Request) -> Response:
 
 @router.post("/check_integrity")
 async def check_integrity(request: Request) -> Response:
-    """Recomputes all derived state of scheduler and block pool; 500 and what disagrees, if anything does."""
+    """Recomputes all derived state of scheduler and block pool; returns 500 and the difference if there is one."""
     try:
         await service_of(request).llm.check_integrity()
     except AssertionError as error:
-        return error_response(500, f"the engine's state disagrees with itself: {error}")
+        return error_response(500, f"the engine's state is inconsistent: {error}")
     return JSONResponse({"whole": True})

@@ -1,4 +1,4 @@
-"""Puts routes, errors and middleware together: the public app and the one for administration."""
+"""Builds the public app and the administration app from routes, error handlers and middleware."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from penstock.server.pooling import ranking, vectors
 from penstock.server.service import Service
 from penstock.server.sse import ClientGone
 
-_DESCRIPTION = "An OpenAI-compatible server. Bearer authentication where the server was started with a key."
-# nginx's status for a connection that the client closed; it is not received by anyone.
+_DESCRIPTION = "An OpenAI-compatible server. Bearer authentication if the server was started with a key."
+# nginx's status for a connection that the client closed; no client receives it.
 _CLIENT_CLOSED = 499
 
 
 def create_app(service: Service) -> FastAPI:
-    """The public app."""
+    """Builds the public app."""
     app = _make_app(service, "Penstock")
     apis = (chat.router, completions.router, responses.router, anthropic.router, models.router)
     pooling = (vectors.router, ranking.router)
     for router in (*apis, *pooling, health.router, dashboard.router):
         app.include_router(router)
-    # The last one added is the first one that a request meets.
+    # Requests pass through the middleware in reverse order of addition.
     app.add_middleware(BodyLimit, max_bytes=service.args.max_body_bytes)
     open_paths = OPEN_PATHS if service.args.protect_metrics else (*OPEN_PATHS, "/metrics")
     _add_access_control(app, service, service.args.api_key, service.args.is_loopback, open_paths)
@@ -46,7 +46,7 @@ def create_app(service: Service) -> FastAPI:
 
 
 def create_admin_app(service: Service) -> FastAPI:
-    """The app for the administration port, which is always on loopback."""
+    """Builds the app for the administration port, which is always on loopback."""
     app = _make_app(service, "Penstock administration")
     app.include_router(admin.router)
     app.add_middleware(BodyLimit, max_bytes=service.args.max_body_bytes)
@@ -56,7 +56,7 @@ def create_admin_app(service: Service) -> FastAPI:
 
 
 def _make_app(service: Service, title: str) -> FastAPI:
-    # The library's own pages load their scripts from the internet.
+    # The library's built-in pages load scripts from the internet.
     app = FastAPI(title=title, version=__version__, description=_DESCRIPTION, docs_url=None, redoc_url=None)
     app.include_router(reference.router)
     app.state.service = service

@@ -1,5 +1,5 @@
-"""What uvicorn's connections lack: bounds of a request's head in bytes and in time, and the bodies of requests that
-offer another protocol, as clients in Java and `curl --http2` offer HTTP/2.
+"""HTTP connections: uvicorn's, with limits of a request's head in bytes and in time, and with the bodies of requests
+that offer another protocol, as clients in Java and `curl --http2` offer HTTP/2.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ _OFFER = (b"connection", b"upgrade", b"http2-settings")
 
 
 class _Parser:
-    """httptools' parser, which takes everything behind the head of such a request for the other protocol's. No other
-    protocol is spoken here, so this one reads the request as if it made no offer.
+    """Parses a request that offers another protocol as if it did not; no other protocol is supported here.
+
+    httptools treats everything after the head of such a request as data of the other protocol.
     """
 
     def __init__(self, protocol: HttpToolsProtocol) -> None:
@@ -46,7 +47,7 @@ class _Parser:
 
 
 class Connection(HttpToolsProtocol):
-    """Also closes a connection whose next request's head is too large, or has begun and does not end."""
+    """Also closed if the head of its next request is too large or is not completed in time."""
 
     parser: Any
 

@@ -1,4 +1,4 @@
-"""`GET /dashboard`: the page, and the pictures of the engine that it draws, a few times a second."""
+"""`GET /dashboard`: the page, and the snapshots of the engine that it draws, a few times a second."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ _SECONDS_BETWEEN = 0.25
 _SECONDS_SHOWN = 30.0
 _MAX_REQUESTS = 200
 _MAX_CELLS = 2048
-# The engine core makes no step while it looks at all blocks, so it is asked less often for the map of a large pool.
+# The engine core executes no step while it scans all blocks, so the map of a large pool is requested less often.
 _SECONDS_PER_BLOCK = 2e-5
 
 
 @router.get("/dashboard", include_in_schema=False)
 async def page() -> Response:
-    """The page: one file without external assets."""
+    """Returns the page, a single file without external assets."""
     return FileResponse(_PAGE, media_type="text/html")
 
 
 @router.get("/dashboard/events", include_in_schema=False)
 async def events(request: Request, rank: int = 0) -> Response:
-    """Pictures of the engine with this data parallel rank as server-sent events, until one side hangs up."""
+    """Streams snapshots of the engine with this data parallel rank as server-sent events until one side disconnects."""
     service = service_of(request)
     if not 0 <= rank < len(service.llm.replicas):
         raise NotFoundError(f"there is no engine {rank} here; there are {len(service.llm.replicas)}, counted from 0")
@@ -53,7 +53,7 @@ async def _pictures(service: Service, replica: Replica) -> AsyncGenerator[bytes,
     blocks: dict[str, Any] = {}
     blocks_due = service.clock.now()
     while not service.closing.is_set():
-        # When the engine has gone, its last picture stays until another one serves; the health says what has happened.
+        # When the engine has died, its last snapshot is shown until another one serves; the health shows the reason.
         if service.clock.now() >= blocks_due:
             with contextlib.suppress(EngineDeadError, OverloadedError):
                 blocks = await _blocks(replica)
@@ -79,7 +79,7 @@ def _picture(service: Service, replica: Replica) -> dict[str, Any]:
     now = service.clock.now()
     found = health_of(service)
     records = [r for r in replica.log.recent() if r.ended is None or r.ended > now - _SECONDS_SHOWN]
-    # The running ones come last, and are shown before those that have ended.
+    # Running requests are last, and are shown in preference to finished ones.
     shown = records[-_MAX_REQUESTS:]
     return {
         "time": now,

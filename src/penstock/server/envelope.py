@@ -1,4 +1,4 @@
-"""What stands around a request and its answer: headers that clients forget, and headers that answers carry."""
+"""Handles headers: defaults for those that clients omit, and those of every response."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from penstock.server.sse import REQUEST_ID_HEADER, client_request_id
 
 IGNORED_FIELDS_HEADER = "X-Ignored-Fields"
 _MAX_SHOWN_NAME = 64
-# What tools send when they are told nothing: all bodies are JSON here, and none is a form.
+# The default of many clients. All bodies here are JSON; forms are not supported.
 _FORGOTTEN_TYPES = ("", "application/x-www-form-urlencoded")
 
 
 class Envelope:
-    """Takes a body without a content type for JSON, returns the client's request id, and forbids to frame pages.
+    """Treats a body without a content type as JSON, returns the client's request id, and forbids framing of pages.
 
-    With `ignores_unknown_fields` the fields that were left out of a request are named in its answer.
+    With `ignores_unknown_fields`, a response header names the request's ignored fields.
     """
 
     def __init__(self, app: ASGIApp, ignores_unknown_fields: bool) -> None:
@@ -55,5 +55,5 @@ class Envelope:
 
 
 def _shown(name: str) -> str:
-    """A field's name as a header can carry it."""
+    """Returns a field's name in a form that a header can contain."""
     return "".join(char if char.isascii() and char.isalnum() else "_" for char in name[:_MAX_SHOWN_NAME])

@@ -1,4 +1,4 @@
-"""From exceptions to the OpenAI API's error bodies: one table of kinds, one shape."""
+"""Converts exceptions to error bodies of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _KINDS = {
 }
 
 
-# Where other servers have their routes, and what is in their place here.
+# Paths of other servers, and the equivalent path here.
 _ELSEWHERE = {
     "/api/chat": "/v1/chat/completions",
     "/api/embed": "/v1/embeddings",
@@ -55,14 +55,14 @@ _ELSEWHERE = {
 
 
 class NotFoundError(RequestError):
-    """The request names a model, or what `field` says, that is not here."""
+    """The request names a model, or another object given by `field`, that does not exist here."""
 
     def __init__(self, message: str, field: str = "model", code: str | None = "model_not_found") -> None:
         super().__init__(message, field, code)
 
 
 class JSONResponse(Response):
-    """JSON through msgspec, which is what streams use too."""
+    """JSON encoded by msgspec, as in streams."""
 
     media_type = "application/json"
 
@@ -71,8 +71,8 @@ class JSONResponse(Response):
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """`{"error": {...}}` as the OpenAI API has it."""
-    # What is wrong with a text may be that it cannot be sent.
+    """Returns `{"error": {...}}` in the OpenAI API's shape."""
+    # The message may quote text that cannot be encoded.
     text = message.encode("utf-8", "replace").decode()
     name = None if param is None else param.encode("utf-8", "replace").decode()
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "internal_server_error")
@@ -90,7 +90,7 @@ def error_response(
 
 
 def status_of(error: PenstockError) -> int:
-    """The HTTP status that says whose fault it was."""
+    """Returns the HTTP status for an error."""
     if isinstance(error, NotFoundError):
         return 404
     if isinstance(error, RequestError):
@@ -99,7 +99,7 @@ def status_of(error: PenstockError) -> int:
 
 
 def no_such_path(request: Request) -> str:
-    """What a 404 says: where the client probably wanted to go, when that can be known."""
+    """Returns the message of a 404, with the path that the client probably meant, if it can be determined."""
     path, base = request.url.path, str(request.base_url).rstrip("/")
     known = request.app.openapi()["paths"]
     shown = path if len(path) <= _MAX_SHOWN_PATH else f"{path[:_MAX_SHOWN_PATH]}..."
@@ -111,7 +111,7 @@ def no_such_path(request: Request) -> str:
             return f"there is no {shown} here, but {path}: set the client's base URL to {base}/v1, with one /v1"
     if path in _ELSEWHERE:
         return f"there is no {shown} here: use {_ELSEWHERE[path]}"
-    return f"there is no {shown} here; {base}/docs lists what there is"
+    return f"there is no {shown} here; {base}/docs lists all paths"
 
 
 def penstock_error_body(error: PenstockError) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def penstock_error_body(error: PenstockError) -> dict[str, Any]:
 
 
 def install(app: FastAPI) -> None:
-    """Makes every error of the app an OpenAI error body."""
+    """Installs handlers that return every error of the app as an OpenAI error body."""
 
     @app.exception_handler(PenstockError)
     async def on_penstock_error(_: Request, error: PenstockError) -> Response:
@@ -139,20 +139,19 @@ def install(app: FastAPI) -> None:
             message = no_such_path(request)
         elif error.status_code == 405:
             allowed = (error.headers or {}).get("Allow", "another method")
-            message = f"{request.method} is not possible on {request.url.path}: use {allowed}"
+            message = f"{request.method} is not allowed on {request.url.path}: use {allowed}"
         return error_response(error.status_code, message, headers=error.headers)
 
     @app.exception_handler(Exception)
     async def on_bug(_: Request, error: Exception) -> Response:
-        # The server's own log tells the rest; a client gets no internals.
+        # The server's log has the details; clients get no internals.
         logger.error("a request failed", exc_info=error)
         return error_response(500, "the server failed on this request; its log says why")
 
 
 def _describe(error: RequestValidationError) -> tuple[str, str | None]:
-    """The deepest thing that is wrong, as `field: what`, and the field.
-
-    Where a field may have several types there is an error for each, and the one that got furthest is the one meant.
+    """Returns the deepest error as `field: message`, and the field. For a field with several types there is an error
+    for each; the one that got furthest is reported.
     """
     found = max(error.errors(), key=lambda each: _rank(each, error.body))
     path = _path(found, error.body)
@@ -170,19 +169,19 @@ def _describe(error: RequestValidationError) -> tuple[str, str | None]:
 
 
 def _own(error: dict[str, Any]) -> RequestError | None:
-    """What a validator of ours says, which is better than any message of the library's."""
+    """Returns the message of one of our own validators, which is better than the library's messages."""
     found = error.get("ctx", {}).get("error")
     return found if isinstance(found, RequestError) else None
 
 
 def _rank(error: dict[str, Any], body: Any) -> tuple[bool, bool, int, bool]:
-    """A list that is too long has the right type, so it is not one of the field's other types."""
+    """Ranks an error. A list that is too long has the right type, so errors of the field's other types rank below."""
     is_own, is_too_long = _own(error) is not None, error["type"] == "too_long"
     return is_own, is_too_long, len(_path(error, body)), not error["type"].endswith("_type")
 
 
 def _path(error: dict[str, Any], body: Any) -> list[str]:
-    """Where in the body the error is, without the names of types that were tried on the way."""
+    """Returns the location of the error in the body, without the names of the types that were tried."""
     path: list[str] = []
     for part in error["loc"][1:]:
         is_there = (isinstance(body, dict) and part in body) or (isinstance(body, list) and isinstance(part, int))

@@ -1,4 +1,4 @@
-"""Is it alive, does it get on, what is it: the routes that supervisors, load balancers and dashboards ask."""
+"""Health, readiness, version and metrics, for supervisors, load balancers and dashboards."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ router = APIRouter()
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """`status` is ok, draining, restarting, unhealthy or dead; `reason` says why it is not ok."""
+    """`status` is ok, draining, restarting, unhealthy or dead; `reason` explains why it is not ok."""
 
     status: str
     reason: str | None = None
 
     @property
     def is_alive(self) -> bool:
-        """A supervisor must not kill what finishes its requests, or starts its engine again."""
+        """True also while the server drains or restarts its engine, when a supervisor must not kill it."""
         return self.status in ("ok", "draining", "restarting")
 
 
 def health_of(service: Service) -> Health:
-    """Progress counts, not the process: an engine that has work and makes no step is unhealthy, whatever its reason."""
+    """Checks progress, not only the process: an engine that has work but executes no step is unhealthy."""
     llm = service.llm
     if llm.death is not None:
         return Health("dead", str(llm.death))
@@ -47,7 +47,7 @@ def health_of(service: Service) -> Health:
 @router.head("/health", include_in_schema=False)
 @router.get("/health", responses=ERRORS)
 async def health(request: Request) -> Response:
-    """200 while the engine lives and gets on, or is being started again; 503 and the reason when not."""
+    """Returns 200 while the engine is alive and makes progress, or is being restarted; otherwise 503 and the reason."""
     found = health_of(service_of(request))
     return JSONResponse({"status": found.status, "reason": found.reason}, status_code=200 if found.is_alive else 503)
 
@@ -55,7 +55,7 @@ async def health(request: Request) -> Response:
 @router.head("/ready", include_in_schema=False)
 @router.get("/ready", responses=ERRORS)
 async def ready(request: Request) -> Response:
-    """200 when new requests are taken, 503 when not."""
+    """Returns 200 if new requests are accepted, otherwise 503."""
     found = health_of(service_of(request))
     is_ready = found.status == "ok"
     return JSONResponse({"ready": is_ready, "reason": found.reason}, status_code=200 if is_ready else 503)
@@ -63,7 +63,7 @@ async def ready(request: Request) -> Response:
 
 @router.get("/version")
 async def version(request: Request) -> Response:
-    """Penstock's version, and what the engine runs on: device, kernels, dtype, context, KV cache."""
+    """Returns Penstock's version and the engine's configuration: device, kernels, dtype, context, KV cache."""
     info = msgspec.structs.asdict(service_of(request).llm.info)
     return JSONResponse({"version": __version__, "engine": info})
 

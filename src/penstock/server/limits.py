@@ -1,7 +1,8 @@
-"""Every bound that a request meets before the engine sees it. Beyond one it is answered 4xx, naming field and bound.
+"""All limits that are checked before a request reaches the engine. A request beyond a limit gets a 4xx that names the
+field and the bound.
 
-The bounds of sampling parameters that hold in a program too are in `messages.sampling_params`, those that follow from
-the model (prompt length, token ids) in `frontend.input_processor`, and the size of a body is `--max-body-bytes`.
+Limits of sampling parameters, which also apply to `LLM`, are in `messages.sampling_params`, those that depend on the
+model (prompt length, token ids) in `frontend.input_processor`, and the size of a body is `--max-body-bytes`.
 """
 
 from __future__ import annotations
@@ -24,17 +25,19 @@ MAX_STOP_CHARACTERS = 1024
 """One stop string or bad word."""
 MAX_BAD_WORDS = 128
 MAX_TOKEN_LIST = 1024
-"""`stop_token_ids`; `allowed_token_ids` may name as many as the vocabulary has."""
+"""`stop_token_ids`; `allowed_token_ids` may contain the whole vocabulary."""
 MAX_TEMPLATE_VARIABLES = 32
 MAX_HEAD_BYTES = 256 << 10
-"""A request's first line and headers, before they are whole; at least what one read may bring."""
+"""An incomplete request's first line and headers; at least the size of one read."""
 MAX_HEAD_SECONDS = 30.0
-"""How long a new connection has for its first request's head, and a later head from its first byte."""
+"""Time limit of the first request's head from the opening of the connection, and of a later head from its first
+byte.
+"""
 MAX_BODY_SECONDS = 60.0
-"""How long a body may take to arrive."""
+"""Time limit of a request body."""
 MAX_METADATA_CHARACTERS = 512
 """One value of a response's metadata."""
 MAX_STORED_RESPONSES = 1024
-"""Responses that can be continued by `previous_response_id`; the one not used for longest is forgotten."""
+"""Responses that can be continued with `previous_response_id`; the least recently used one is evicted."""
 MAX_STORED_RESPONSE_BYTES = 64 << 20
-"""All of them together, with their conversations, as JSON."""
+"""Total size of stored responses, with their conversations, as JSON."""

@@ -1,4 +1,4 @@
-"""What every HTTP request passes before any route: who comes, from where, and how much it brings.
+"""Checks of every HTTP request before the routes: authentication, origin and body size.
 
 Plain ASGI callables, so that streams pass through them untouched.
 """
@@ -22,19 +22,19 @@ from penstock.utils.hosts import is_local_host
 from penstock.utils.memory import release_freed_memory
 
 OPEN_PATHS = ("/health", "/ready")
-# After a larger body its memory is given back: what was parsed out of it takes several times its size.
+# After a larger body, freed memory is returned to the system: parsing takes several times the body's size.
 _LARGE_BODY_BYTES = 1 << 20
-# How long a refused body is still received, and thrown away.
+# For how long a refused body is still received and discarded.
 _LINGER_SECONDS = 5.0
 _STATIC = Path(__file__).parent / "static"
 _PAGES = {"/dashboard": _STATIC / "dashboard.html", "/docs": _STATIC / "docs.html"}
 
 
 class Authentication:
-    """Default deny: without one of the keys nothing is served but the open paths.
+    """Denies by default: without one of the keys only the open paths are served.
 
-    A page is served as the refusal itself, with status 401, and asks for the key. The key that was given stands in the
-    scope, as `api_key`, for what is scoped by it.
+    A page is served with status 401 and prompts for the key. The given key is stored in the scope as `api_key`, for
+    state that is separate for each key.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], open_paths: Sequence[str] = ()) -> None:
@@ -54,7 +54,7 @@ class Authentication:
     def _given_key(self, scope: Scope) -> bytes | None:
         kind, _, value = Headers(scope=scope).get("authorization", "").partition(" ")
         given = value.strip().encode("utf-8", "replace")
-        # All are compared, each in constant time, so that the time tells nothing of how near a guess was.
+        # All keys are compared, each in constant time, so that timing reveals nothing about a guess.
         matches = [hmac.compare_digest(given, key) for key in self._keys]
         return given if kind.lower() == "bearer" and any(matches) else None
 
@@ -68,10 +68,10 @@ class Authentication:
 
 
 class LocalHosts:
-    """Refuses requests that name a host other than this machine, and those that a foreign web page makes.
+    """Refuses requests that name a host other than this machine, and requests by foreign web pages.
 
-    For a server without keys on a loopback address: a web page may let its own name resolve to 127.0.0.1 and would then
-    be let in by the browser (DNS rebinding); and browsers send simple requests for any page, with its `Origin`.
+    For a server without keys on a loopback address: a web page may resolve its own name to 127.0.0.1, and the browser
+    would then allow access (DNS rebinding); and browsers send simple requests for any page, with its `Origin`.
     """
 
     def __init__(self, app: ASGIApp, origins: Sequence[str] = ()) -> None:
@@ -122,7 +122,7 @@ class BodyLimit:
             if len(body) > self._max_bytes:
                 refusal = self._too_large()
         if refusal is not None:
-            # What is left of the body may be without an end, so the connection cannot be used again.
+            # The rest of the body may be endless, so the connection cannot be reused.
             refusal.headers["Connection"] = "close"
             await refusal(scope, receive, _lingering(receive, send))
             return
@@ -138,7 +138,7 @@ class BodyLimit:
         return error_response(413, f"the body is larger than max_body_bytes={self._max_bytes}")
 
     async def _read(self, receive: Receive) -> bytes:
-        """The body, or a little more than its bound."""
+        """Reads the body, or slightly more than its bound."""
         pieces: list[bytes] = []
         size = 0
         while size <= self._max_bytes:
@@ -153,9 +153,9 @@ class BodyLimit:
 
 
 def _lingering(receive: Receive, send: Send) -> Send:
-    """A `send` that goes on receiving for a moment before it lets the connection be closed.
+    """A `send` that continues to receive for a moment before the connection is closed.
 
-    Closing on a client that is still sending would reset the connection, and the client would never see its answer.
+    Closing while the client is still sending would reset the connection, and the client would not receive the response.
     """
 
     async def lingering(message: Message) -> None:
@@ -173,7 +173,7 @@ def _lingering(receive: Receive, send: Send) -> Send:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives the body at once, then whatever comes after it."""
+    """A `receive` that returns the body at once, then all later messages."""
     is_given = False
 
     async def replay() -> Message:
@@ -187,7 +187,7 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 class Accounting:
-    """Counts answers by route and status, and clients that hung up before theirs was complete."""
+    """Counts responses by route and status, and clients that disconnected before the response was complete."""
 
     def __init__(self, app: ASGIApp, metrics: PrometheusMetrics) -> None:
         self._app = app
@@ -210,7 +210,7 @@ class Accounting:
         async def counted_send(message: Message) -> None:
             nonlocal is_over
             if message["type"] == "http.response.start":
-                # Paths that no route knows share a name, or anyone could fill the table with inventions.
+                # Unknown paths share one name, so that clients cannot fill the table with invented paths.
                 route = getattr(scope.get("route"), "path", "unmatched")
                 self._metrics.on_http(route, scope["method"], message["status"])
             elif not message.get("more_body", False):

@@ -1,4 +1,4 @@
-"""`GET /docs`: a page that shows the OpenAPI document, and asks no other server for anything."""
+"""`GET /docs`: a page that shows the OpenAPI document and loads nothing from other servers."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ _PAGE = Path(__file__).parent / "static" / "docs.html"
 
 @router.get("/docs", include_in_schema=False)
 async def page() -> Response:
-    """The page; it reads `/openapi.json`, with a key where the server needs one."""
+    """Returns the page; it reads `/openapi.json`, with a key if the server requires one."""
     return FileResponse(_PAGE, media_type="text/html")

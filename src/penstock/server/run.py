@@ -1,4 +1,4 @@
-"""Runs the server: engine up, ports open, until a signal or the engine's death; then down in order."""
+"""Runs the server: starts the engine, opens the ports, serves until a signal or the engine's death, and shuts down."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ logger = logging.get_logger(__name__)
 
 _LOOPBACK = "127.0.0.1"
 _BACKLOG = 2048
-# Clients that connect in this time still learn why; then the exit code tells the supervisor.
+# Clients that connect in this time still receive the reason; then the server exits with its exit code.
 _DEATH_NOTICE_SECONDS = 3.0
 _FLUSH_SECONDS = 5
 _ENGINE_DIED = 1
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its own signal handlers: what a signal means here depends on the engine's requests."""
+    """uvicorn without its own signal handlers: here the effect of a signal depends on the engine's requests."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -54,15 +54,15 @@ async def serve(
 ) -> int:
     """Serves until SIGTERM or SIGINT, or until the engine dies. Returns the exit code.
 
-    `announce` receives lines for people: the server's address, and what it waits for when it stops. `on_loaded` is
+    `announce` receives messages for the user: the server's address, and what it waits for when it stops. `on_loaded` is
     called once, before them.
 
-    Raises ConfigError when the ports cannot be bound, or the engine cannot be built as asked.
+    Raises ConfigError when the ports cannot be bound, or the engine cannot be built with these arguments.
     """
     args.check()
     if args.access_log:
         logging.enable_access_log("uvicorn.access")
-    # Bound before the model is loaded: a port that is taken should not cost minutes.
+    # Bound before the model is loaded, so that a port in use fails at once and not after minutes.
     public = _bind(args.host, args.port)
     admin = None if args.admin_port is None else _bind(_LOOPBACK, args.admin_port)
     names = args.served_model_name or (engine_args["model"],)
@@ -84,7 +84,7 @@ async def serve(
             servers.append(_make_server(create_admin_app(service), args))
             sockets.append(admin)
         for bound in sockets:
-            # From here on clients may come: they wait in the backlog until the server takes them.
+            # From here on clients can connect: they wait in the backlog until the server accepts them.
             bound.listen(_BACKLOG)
         announce(_addresses(service, public, admin))
         return await _run(service, servers, sockets, announce)
@@ -114,7 +114,7 @@ def _make_service(
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """A bound socket. Raises ConfigError naming the address."""
+    """Returns a bound socket. Raises ConfigError that names the address."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)
@@ -173,7 +173,7 @@ async def _run(
         await _first(stop.wait(), timeout=_DEATH_NOTICE_SECONDS)
     code = 0 if service.llm.death is None else _ENGINE_DIED
     service.closing.set()
-    # Requests that had no time to finish learn of the end as an error, not as a broken connection.
+    # Unfinished requests receive an error instead of a broken connection.
     await service.llm.shutdown()
     for server in servers:
         server.should_exit = True
@@ -182,7 +182,7 @@ async def _run(
 
 
 async def _drain(service: Service, hurry: asyncio.Event, announce: Callable[[str], None]) -> None:
-    """Takes no new requests and waits for the running ones, until the timeout or a second signal."""
+    """Refuses new requests and waits for the running ones, until the timeout or a second signal."""
     service.is_draining = service.is_stopping = True
     if service.llm.num_unfinished:
         announce(
@@ -193,7 +193,7 @@ async def _drain(service: Service, hurry: asyncio.Event, announce: Callable[[str
 
 
 async def _first(*waits: Any, timeout: float | None = None) -> None:
-    """Returns when one of these is over, or the time is."""
+    """Returns when one of these is done, or the time has passed."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]
     await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
     for task, wait in zip(tasks, waits, strict=True):

@@ -1,4 +1,4 @@
-"""What the routes share: the engine, the model's names, who is asking, and whether new requests are taken."""
+"""State shared by the routes: the engine, the model's names, authentication, and whether new requests are accepted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from penstock.utils.errors import OverloadedError, RequestError
 class Service:
     """One engine behind one HTTP server.
 
-    While `is_draining` no request is taken, for good once the server `is_stopping`; `closing` ends what has no end.
+    While `is_draining`, new requests are refused, permanently once the server `is_stopping`; `closing` ends endless
+    streams.
     """
 
     llm: AsyncLLM
@@ -47,9 +48,9 @@ class Service:
         return self.llm.get_default_sampling_params()
 
     def admit(self, model: str | None) -> str:
-        """The name under which the model generates tokens.
+        """Returns the name under which the model generates tokens.
 
-        Raises what `check_model` does, RequestError for a model that pools, and OverloadedError when draining.
+        Raises what `check_model` does, RequestError for a pooling model, and OverloadedError when draining.
         """
         if self.llm.config.pooling is not None:
             raise RequestError(
@@ -59,7 +60,7 @@ class Service:
         return self._admit(model)
 
     def admit_pooling(self, model: str | None) -> str:
-        """The name under which the model pools. Raises as `admit`, the other way round."""
+        """Returns the name under which the model pools. Raises like `admit`, but for a generative model."""
         if self.llm.config.pooling is None:
             raise RequestError(
                 "this model generates tokens and does not pool: use /v1/chat/completions or /v1/completions, or start "
@@ -69,21 +70,21 @@ class Service:
 
     def _admit(self, model: str | None) -> str:
         if self.is_draining:
-            raise OverloadedError("the server is shutting down and takes no new requests")
+            raise OverloadedError("the server is shutting down and accepts no new requests")
         return self.check_model(model)
 
     def check_model(self, model: str | None) -> str:
-        """The model's name, the first one when none is given. Raises NotFoundError for a model that is not here."""
+        """Returns the model's name, by default the first one. Raises NotFoundError for an unknown model."""
         if model is not None and model not in self.model_names:
             raise NotFoundError(f"there is no model {model!r} here; there is {', '.join(self.model_names)}")
         return model or self.model_names[0]
 
     def cache_scope(self, request: Request, salt: str | None) -> str | None:
-        """The cache salt of a request: its own, within its API key's scope where there is a key."""
+        """Returns the cache salt of a request: its own, scoped to its API key if there is one."""
         key: bytes | None = request.scope.get("api_key")
         return salt if key is None else scoped_salt(key, salt)
 
 
 def service_of(request: Request) -> Service:
-    """The service that the app of this request was made for."""
+    """Returns the service of this request's app."""
     return request.app.state.service

@@ -1,4 +1,4 @@
-"""Answers that outlast their making: run while the client listens, stop when it has gone."""
+"""Streaming responses: run while the client is connected, and stop when it disconnects."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _MAX_REQUEST_ID = 256
 
 
 class ClientGone(Exception):  # noqa: N818 - nothing is wrong, the client has left
-    """The client hung up before its answer was there."""
+    """The client disconnected before its response was ready."""
 
 
 def client_request_id(headers: Mapping[str, str]) -> str | None:
-    """The name that the client gave its request; None when it gave none, or one that no header may carry."""
+    """Returns the client's name for its request; None if there is none, or if a header cannot contain it."""
     given = headers.get(REQUEST_ID_HEADER.lower(), "")
     return given if 0 < len(given) <= _MAX_REQUEST_ID and all("!" <= char <= "~" for char in given) else None
 
@@ -40,7 +40,7 @@ def event(data: Any) -> bytes:
 
 
 def typed_event(data: dict[str, Any]) -> bytes:
-    """One server-sent event that has its data's `type` for a name."""
+    """One server-sent event named after its data's `type`."""
     return b"event: " + data["type"].encode() + b"\n" + event(data)
 
 
@@ -50,7 +50,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
-    """The result of `work`, which is cancelled when the client hangs up. Raises ClientGone then."""
+    """Returns the result of `work`. If the client disconnects, cancels it and raises ClientGone."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_disconnected(request.receive))
     try:
@@ -69,9 +69,8 @@ async def _cancel(*tasks: asyncio.Future[Any]) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events from an async generator, which is closed when the client hangs up, at whatever moment.
-
-    `close` is called at the end in any case: a generator that was never started would close nothing.
+    """Server-sent events from an async generator, which is closed when the client disconnects at any time. `close` is
+    always called at the end, because a generator that never started would close nothing.
     """
 
     media_type = "text/event-stream"
@@ -111,9 +110,8 @@ class EventStream(Response):
 async def with_errors(
     events: AsyncGenerator[bytes, None], report: Callable[[dict[str, Any]], bytes]
 ) -> AsyncGenerator[bytes, None]:
-    """The events; an error becomes the last one, because the status has long been sent.
-
-    `report` writes it, from the body that the error would have had in the OpenAI API.
+    """Yields the events; an error becomes the last one, because the status has already been sent. `report` formats it,
+    from the body that the error would have in the OpenAI API.
     """
     try:
         async with aclosing(events):

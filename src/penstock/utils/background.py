@@ -1,4 +1,4 @@
-"""Threads that work for later and must not hold up what is wanted now."""
+"""Background threads that must not delay urgent work."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import os
 
 
 def give_way() -> None:
-    """Lets the calling thread run only where no other wants the processor (Linux's SCHED_IDLE; elsewhere as before).
-
-    For its whole life: it is what a pool of threads calls in each of them first.
+    """Lets the calling thread run only when the processor is otherwise idle (SCHED_IDLE on Linux; no effect elsewhere).
+    This is permanent: use it as the initializer of a thread pool.
     """
     if hasattr(os, "SCHED_IDLE"):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""The cache salt that an API key makes of a client's."""
+"""Derives a cache salt from an API key and the client's salt."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import hashlib
 
 
 def scoped_salt(api_key: bytes, salt: str | None) -> str:
-    """Within the key's scope, so that no key learns what others asked."""
+    """Returns a salt scoped to the key, so that timing reveals nothing about the prompts of other keys."""
     scope = hashlib.blake2b(api_key, digest_size=16, person=b"penstock-salt").hexdigest()
     return f"{scope}/{salt or ''}"

@@ -1,4 +1,4 @@
-"""Time is an argument: code that needs it takes a clock, and only `SystemClock` reads the machine's."""
+"""Clocks. Code that needs the time takes a clock as an argument; only `SystemClock` reads the machine's clock."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 class Clock(Protocol):
     def now(self) -> float:
-        """Monotonic seconds; only differences mean anything."""
+        """Monotonic seconds; only differences are meaningful."""
         ...
 
 
@@ -17,12 +17,12 @@ class SystemClock:
         return time.monotonic()
 
     def wall(self) -> float:
-        """Seconds since the epoch, for what people read."""
+        """Seconds since the epoch, for output that people read."""
         return time.time()  # noqa: TID251 - this is the one reader
 
 
 class ManualClock:
-    """Stands still until it is told otherwise."""
+    """A clock that only advances when it is set."""
 
     def __init__(self, now: float = 0.0) -> None:
         self._now = now

@@ -1,31 +1,33 @@
-"""Penstock's exceptions, by whose fault it is.
+"""Penstock's exceptions, by the party at fault.
 
     PenstockError
-    ├── ConfigError       the operator asked for something that cannot be: names the flag to change
+    ├── ConfigError       the operator's configuration is invalid: names the flag to change
     ├── RequestError      a client's request is at fault: names the field and the bound; becomes an HTTP 4xx
-    ├── OverloadedError   the request is right, but there is no room for it now; becomes an HTTP 503
-    ├── GrammarError      one request's grammar cannot go on; the request ends with it
-    ├── WireError         another process sent what is no message
-    ├── PeerError         another engine cannot be reached, or has refused; the caller continues without it
-    └── EngineDeadError   the engine core has stopped and can serve nothing more; becomes an HTTP 503
-        └── RanksLostError    another rank of this engine has ended, so this one cannot go on
+    ├── OverloadedError   the request is valid, but there is no capacity for it now; becomes an HTTP 503
+    ├── GrammarError      one request's grammar cannot continue; the request ends with this error
+    ├── WireError         another process sent an invalid message
+    ├── PeerError         another engine is unreachable or has refused; the caller continues without it
+    └── EngineDeadError   the engine core has stopped and cannot serve requests; becomes an HTTP 503
+        └── RanksLostError    another rank of this engine has ended, so this one cannot continue
 
-A failed `assert` is a bug in Penstock. Input from a client never meets one.
+A failed `assert` is a bug in Penstock. Client input never reaches an assert.
 """
 
 from __future__ import annotations
 
 
 class PenstockError(Exception):
-    """Base of every error that Penstock raises on purpose."""
+    """Base class of all errors that Penstock raises deliberately."""
 
 
 class ConfigError(PenstockError, ValueError):
-    """The configuration, the checkpoint or the machine cannot do what was asked."""
+    """The configuration, the checkpoint or the machine does not support the request."""
 
 
 class RequestError(PenstockError, ValueError):
-    """One request is invalid. `field` is what is at fault, `code` the OpenAI API's name for that, if it has one."""
+    """One request is invalid. `field` names the invalid field, and `code` is the OpenAI API's error code, if there is
+    one.
+    """
 
     def __init__(self, message: str, field: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -34,19 +36,19 @@ class RequestError(PenstockError, ValueError):
 
 
 class OverloadedError(PenstockError):
-    """The engine holds as many requests as it may, or takes no new ones: the same request may succeed later."""
+    """The engine is at its limit of requests or accepts no new ones; the same request may succeed later."""
 
 
 class GrammarError(PenstockError):
-    """A request's output left its grammar, or its grammar grew too complex: the request ends with this error."""
+    """A request's output violated its grammar, or the grammar became too complex; ends the request."""
 
 
 class WireError(PenstockError):
-    """What another process sent is no message; the connection is of no use any more."""
+    """Another process sent an invalid message; the connection cannot be used any more."""
 
 
 class PeerError(PenstockError):
-    """A peer is not there, is not who it was, or refuses. Never fatal: what was wanted of it is computed here."""
+    """A peer is unreachable, has a new identity, or refuses. Never fatal: this engine computes the KV itself."""
 
 
 class EngineDeadError(PenstockError):
@@ -54,4 +56,4 @@ class EngineDeadError(PenstockError):
 
 
 class RanksLostError(EngineDeadError):
-    """Another rank of this engine has ended, or cannot be reached: no step can be completed any more."""
+    """Another rank of this engine has ended or is unreachable: no further step can be completed."""

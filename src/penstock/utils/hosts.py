@@ -1,4 +1,4 @@
-"""Hosts by address and by name: which text is one, which names this machine only, and how to listen on one."""
+"""Host names and addresses: their spelling, whether they name this machine, and listening on one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Ctrl-C does: nothing while something is half done, the end at once while a program starts."""
+"""Handling of Ctrl-C: deferred during critical sections, immediate exit while a program starts."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 EXIT_CODE = 128 + signal.SIGINT
-"""The exit code of a program that an interrupt has ended, as shells report it."""
+"""The exit code of a program ended by an interrupt, as shells report it."""
 
 
 @contextlib.contextmanager
 def interrupts_end_at_once() -> Iterator[None]:
     """While the body runs, SIGINT ends the process with `EXIT_CODE` and without a traceback.
 
-    For imports and for loading a model: a KeyboardInterrupt that is raised there may be lost in a library, or be shown
-    with the library's traceback. Nothing is cleaned up, so the body must hold nothing that outlives the process. Takes
-    effect in the main thread only.
+    For imports and for loading a model: there a library may swallow a KeyboardInterrupt, or print a traceback. Nothing
+    is cleaned up, so the body must hold nothing that outlives the process. Takes effect in the main thread only.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -39,11 +38,11 @@ def _end(_signal: int, _frame: object) -> NoReturn:
 
 @contextlib.contextmanager
 def interrupts_blocked() -> Iterator[None]:
-    """Blocks SIGINT in this thread while the body runs; a process that is started in the body never receives one.
+    """Blocks SIGINT in this thread while the body runs; a process that is started in the body never receives it.
 
-    A terminal sends Ctrl-C to all processes in the foreground. A child process that its parent ends must not answer
-    with a traceback of its own, also not before its first line runs. An interrupt that another thread of this process
-    receives is held back too.
+    A terminal sends Ctrl-C to all processes in the foreground. A child process that its parent terminates must not
+    print a traceback, even before its first line runs. An interrupt that another thread of this process receives is
+    deferred too.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -55,11 +54,11 @@ def interrupts_blocked() -> Iterator[None]:
 
 @contextlib.contextmanager
 def interrupts_held() -> Iterator[Callable[[], None]]:
-    """Holds back SIGINT while the body runs and raises KeyboardInterrupt after it, if one came.
+    """Defers SIGINT while the body runs and raises KeyboardInterrupt after it, if one arrived.
 
-    A body that goes on for long calls what it is given wherever nothing is half done: that raises KeyboardInterrupt
-    there. Only the main thread is ever interrupted; elsewhere, and where the program has its own handler or an outer
-    body holds interrupts back already, nothing changes.
+    A long-running body calls the given function at points where its state is consistent; that raises KeyboardInterrupt
+    there. Only the main thread is ever interrupted. In other threads, with a handler of the program's own, or within
+    another such body, this has no effect.
     """
     came = False
 

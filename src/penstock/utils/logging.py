@@ -22,7 +22,7 @@ def configure(level: str) -> None:
 
 
 def enable_access_log(name: str) -> None:
-    """Lets the HTTP server's logger `name` write its line per request."""
+    """Enables the access log of the HTTP server's logger `name`."""
     logger = logging.getLogger(name)
     logger.addHandler(logging.StreamHandler())
     logger.setLevel(logging.INFO)
@@ -31,7 +31,7 @@ def enable_access_log(name: str) -> None:
 
 @contextmanager
 def errors_only() -> Iterator[None]:
-    """Warnings are not written meanwhile: where failures are simulated, they are no news."""
+    """Suppresses warnings while the body runs, for code that simulates failures."""
     root = logging.getLogger("penstock")
     level = root.level
     root.setLevel(logging.ERROR)

@@ -14,5 +14,5 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def interval(size: int, index: int, count: int) -> tuple[int, int]:
-    """[start, end) of share `index` when range(size) is cut into `count` contiguous ones, as equal as may be."""
+    """Returns [start, end) of part `index` when range(size) is divided into `count` contiguous, nearly equal parts."""
     return size * index // count, size * (index + 1) // count

@@ -1,4 +1,4 @@
-"""Memory that the C library keeps for later although nothing uses it any more."""
+"""Returning unused memory of the C library's allocator to the operating system."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def _find_trim() -> Callable[[int], object]:
-    """glibc's `malloc_trim`; other C libraries have none, and give memory back by themselves."""
+    """Returns glibc's `malloc_trim`; other C libraries lack it and return memory by themselves."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     return (lambda _: None) if trim is None else trim
 
@@ -16,5 +16,5 @@ _trim = _find_trim()
 
 
 def release_freed_memory() -> None:
-    """Returns freed memory to the operating system. Takes milliseconds per gigabyte; other Python threads go on."""
+    """Returns freed memory to the operating system. Takes milliseconds per gigabyte; other Python threads continue."""
     _trim(0)

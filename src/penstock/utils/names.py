@@ -1,4 +1,4 @@
-"""Help with unknown names and invalid text."""
+"""Suggestions for unknown names, and checks of text."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ from collections.abc import Iterable, Sequence
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean ...?`, or nothing where no known name is near."""
-    import difflib  # here, because only mistakes need it
+    """Returns `; did you mean ...?`, or an empty string if no known name is similar."""
+    import difflib  # imported here because only errors need it
 
     found = difflib.get_close_matches(name, list(known), n=1)
     return f"; did you mean {found[0]}?" if found else ""
 
 
 def did_you_mean(name: str, known: Sequence[str]) -> str:
-    """What to append to "unknown ...": the nearest known name, or all of them."""
-    import difflib  # here, because only mistakes need it
+    """Returns the text to append to "unknown ...": the nearest known name, or all of them."""
+    import difflib  # imported here because only errors need it
 
     near = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
 
 
 def is_unicode(text: str) -> bool:
-    """False for text with half a character in it (a lone surrogate), which JSON can bring and UTF-8 cannot say."""
+    """Returns False for text with a lone surrogate, which JSON can contain and UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,7 +1,7 @@
-"""Memory with a name, which several processes of one user can map.
+"""Named memory that several processes of one user can map.
 
 It is an anonymous file (`memfd_create`), and its name is the path of the creator's file descriptor. It can be attached
-while its creator lives, and the kernel frees it with the last mapping, however the processes end: nothing can leak.
+while its creator is alive, and the kernel frees it with the last mapping, however the processes end, so it cannot leak.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import mmap
 import os
 import weakref
 
-# Linux 5.14 and later: gives pages memory without writing to them. Elsewhere an error, which has no other effect.
+# Linux 5.14 and later: allocates pages without writing to them. Elsewhere it fails without other effects.
 _MADV_POPULATE_WRITE = 23
 
 
@@ -23,14 +23,14 @@ class SharedMemory:
         self.name = name
         mapping = mmap.mmap(descriptor, num_bytes)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            # Where the system has huge pages for shared memory, a chunk's first use costs fewer page faults.
+            # If the system has huge pages for shared memory, the first use of a chunk costs fewer page faults.
             with contextlib.suppress(OSError):
                 mapping.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(mapping)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
 
     def populate(self, start: int, num_bytes: int) -> None:
-        """Gives bytes [start, start + num_bytes), page by page, memory in this mapping; other threads run meanwhile."""
+        """Allocates the pages of bytes [start, start + num_bytes) in this mapping; other threads continue to run."""
         length = min(num_bytes, len(self.view) - start)
         if length > 0:
             address = ctypes.c_void_p(self.address + start)
@@ -38,7 +38,9 @@ class SharedMemory:
 
 
 def create_memory(num_bytes: int) -> SharedMemory:
-    """New memory, all zero, which takes room as it is used. Raises OSError or OverflowError if there is too little."""
+    """Creates zeroed memory whose pages are allocated on first use. Raises OSError or OverflowError if there is too
+    little.
+    """
     if num_bytes > os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE:
         raise OSError(f"not enough memory: {num_bytes} bytes are more than the machine has")
     descriptor = os.memfd_create("penstock", os.MFD_CLOEXEC)
@@ -48,13 +50,13 @@ def create_memory(num_bytes: int) -> SharedMemory:
     except BaseException:
         os.close(descriptor)
         raise
-    # The descriptor is what the name refers to. It lives as long as the mapping, which views and tensors keep.
+    # The name refers to the descriptor. It stays open as long as the mapping, which views and tensors keep alive.
     weakref.finalize(memory.view.obj, os.close, descriptor)
     return memory
 
 
 def attach_memory(name: str, num_bytes: int) -> SharedMemory:
-    """The memory that another process, or this one, has created. Raises OSError when its creator has ended."""
+    """Maps memory that another process, or this one, has created. Raises OSError if its creator has ended."""
     descriptor = os.open(name, os.O_RDWR | os.O_CLOEXEC)
     try:
         return SharedMemory(name, descriptor, num_bytes)

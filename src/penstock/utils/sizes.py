@@ -1,4 +1,4 @@
-"""Sizes in bytes, as people write and read them."""
+"""Parsing and formatting of sizes in bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SIZE = re.compile(r"([0-9]+|[0-9]+\.[0-9]*|\.[0-9]+)\s*([a-z]*)")
 def parse_size(text: str) -> int:
     """Bytes from a number and a unit: `5GB` (10^9 each), `512MiB` (2^20 each), `1.5 TiB`, or a plain number of bytes.
 
-    Raises ValueError that says what is accepted.
+    Raises ValueError with a message that describes the accepted forms.
     """
     match = _SIZE.fullmatch(text.strip().lower())
     if match is None or match[2] not in (*_UNITS, *_AMBIGUOUS):

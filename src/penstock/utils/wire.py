@@ -1,8 +1,8 @@
-"""Typed messages over a byte stream: what one process of Penstock says to another.
+"""Typed messages over a byte stream, between Penstock processes.
 
 A frame is a header (payload length, uint32; message type, uint8; little-endian) and the message as msgpack. Both ends
-hold the same table of types, and a payload is decoded into exactly the type that its header names, field by field:
-whatever does not fit is a `WireError`. Nothing that arrives can run code, and no frame can ask for unbounded memory.
+hold the same table of types, and a payload is decoded into exactly the type that its header names, field by field;
+anything else raises `WireError`. Received data cannot run code, and no frame can cause unbounded allocation.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ _Kind = TypeVar("_Kind", bound=type)
 
 
 class OpenMessage:
-    """Base of messages whose kinds are not all known here: connectors, out-of-tree ones too, define their own.
-
-    A field annotated with a subclass of it carries any kind that was registered (`register_kind`), nested ones too.
+    """Base class of messages with an open set of kinds: connectors, including out-of-tree ones, define their own. A
+    field annotated with a subclass accepts any registered kind (`register_kind`), including nested ones.
     """
 
     __slots__ = ()
@@ -58,9 +57,8 @@ def registered_kinds() -> tuple[type, ...]:
 
 
 class Codec:
-    """Messages of the given Structs or dataclasses, to frames and back. A type's number is its place in the arguments.
-
-    Arrays of numbers travel as their dtype, shape and bytes.
+    """Encodes messages of the given Structs or dataclasses as frames and decodes them. A type's number is its index in
+    the arguments. Arrays of numbers are sent as dtype, shape and bytes.
     """
 
     def __init__(self, *types: type) -> None:
@@ -70,7 +68,7 @@ class Codec:
         self._encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
 
     def encode(self, message: Any) -> bytes:
-        """One frame. Raises WireError when the message is larger than a frame may be."""
+        """Returns one frame. Raises WireError if the message exceeds the maximum size of a frame."""
         payload = self._encoder.encode(message)
         if len(payload) > MAX_PAYLOAD_BYTES:
             raise WireError(f"a {type(message).__name__} of {len(payload)} bytes exceeds {MAX_PAYLOAD_BYTES}")
@@ -85,13 +83,13 @@ class Codec:
             raise WireError(f"a message of type {number} does not decode: {error}") from None
 
     def copy(self, message: Any) -> Any:
-        """What the other end of a wire would receive."""
+        """Returns the message as a receiver would decode it."""
         (copied,) = FrameReader(self).feed(self.encode(message))
         return copied
 
 
 def _plain(value: Any) -> Any:
-    """The built-in form of a path, an array, and a number or container of another library."""
+    """Converts a path, an array, or a number or container of another library to built-in types."""
     if isinstance(value, Integral):
         return int(value)
     if isinstance(value, Real):
@@ -125,14 +123,14 @@ def _restored(kind: type, value: Any) -> Any:
 
 
 class FrameReader:
-    """Bytes in, messages out, without a socket of its own."""
+    """Splits a byte stream into messages; performs no I/O."""
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Any]:
-        """The messages that `data` completes. Raises WireError."""
+        """Returns the messages that `data` completes. Raises WireError."""
         self._buffer += data
         messages: list[Any] = []
         start = 0

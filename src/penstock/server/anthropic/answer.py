@@ -1,4 +1,4 @@
-"""An answer as a message: blocks that are whole, or events that tell how they come."""
+"""Writes an answer as a message, either with complete blocks or as a stream of events."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class MessageAnswer:
             async for update in updates:
                 if not has_begun:
                     has_begun = True
-                    # How much of the prompt was cached is known now, and not before.
+                    # The number of cached prompt tokens is known only now.
                     yield typed_event({"type": "message_start", "message": self._empty()})
                 for each in update:
                     yield _block_event(each)
@@ -52,7 +52,7 @@ class MessageAnswer:
         return {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
 
     def _end(self) -> dict[str, Any]:
-        """Why the message ended."""
+        """Returns why the message ended."""
         completion = self._blocks.completion
         if isinstance(completion.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": completion.stop_reason}
@@ -61,7 +61,7 @@ class MessageAnswer:
         return {"stop_reason": "tool_use" if self._blocks.called else "end_turn", "stop_sequence": None}
 
     def _usage(self) -> dict[str, int]:
-        """Cached tokens are not counted as input here."""
+        """Returns the usage; its input tokens exclude cached tokens."""
         usage = self._blocks.generation.usage()
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {
@@ -88,13 +88,13 @@ def _content(block: Block, text: str) -> dict[str, Any]:
     if block.kind is BlockKind.CALL:
         return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _input(text)}
     if block.kind is BlockKind.REASONING:
-        # Nothing is signed here, and what clients send back is not checked.
+        # Signatures are empty, and those that clients send back are not checked.
         return {"type": "thinking", "thinking": text, "signature": ""}
     return {"type": "text", "text": text}
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """A call's arguments; none of them where they are no JSON object, for instance because they were cut off."""
+    """Returns a call's arguments; empty if they are not a JSON object, for example because they were cut off."""
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):

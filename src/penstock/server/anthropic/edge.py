@@ -1,6 +1,6 @@
-"""What is special about the paths of the Messages API for its clients: the header of the key, and the shape of errors.
+"""Client conventions of the Messages API's paths: the header for the key, and the shape of errors.
 
-One plain ASGI callable around everything that may refuse a request, so that no error has another shape there.
+One ASGI callable wraps everything that may refuse a request, so that all errors have this shape.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 _PATH = "/v1/messages"
 _KEY_HEADER = "x-api-key"
 _REQUEST_ID_HEADER = "request-id"
-# OpenAI's kinds of errors, where Anthropic's have other names.
+# OpenAI's error types whose names differ from Anthropic's.
 _KINDS = {"internal_server_error": "api_error", "service_unavailable_error": "overloaded_error"}
 _TOO_LARGE = 413
 
 
 def error_of(body: dict[str, Any], status: int = 0, request_id: str | None = None) -> dict[str, Any]:
-    """An OpenAI error body in Anthropic's shape."""
+    """Converts an OpenAI error body to Anthropic's shape."""
     error = body["error"]
     kind = "request_too_large" if status == _TOO_LARGE else _KINDS.get(error["type"], error["type"])
     identity = {} if request_id is None else {"request_id": request_id}
@@ -29,7 +29,7 @@ def error_of(body: dict[str, Any], status: int = 0, request_id: str | None = Non
 
 
 class MessagesEdge:
-    """Takes `x-api-key` for a bearer token, and turns errors into Anthropic's, on the paths of the Messages API."""
+    """On the paths of the Messages API, accepts `x-api-key` as a bearer token and converts errors to Anthropic's."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -41,13 +41,13 @@ class MessagesEdge:
         headers = Headers(scope=scope)
         key = headers.get(_KEY_HEADER)
         if key is not None and "authorization" not in headers:
-            # In place: what the router notes in the scope is read outside of here.
+            # In place: other middleware reads what the router stores in the scope.
             scope["headers"] = [*scope["headers"], (b"authorization", b"Bearer " + key.encode("latin-1"))]
         await self._app(scope, receive, _Translated(send))
 
 
 class _Translated:
-    """A `send` that holds an error's head back until its body is there, which is one message."""
+    """A `send` that holds back an error's head until its body, a single message, has arrived."""
 
     def __init__(self, send: Send) -> None:
         self._send = send

@@ -1,4 +1,4 @@
-"""The requests of the Messages API. A field that is not known is refused."""
+"""The requests of the Messages API. Unknown fields are refused."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Tool(BaseModel):
     @classmethod
     def _refuse_server_tools(cls, tool: Any) -> Any:
         if isinstance(tool, dict) and tool.get("type") not in (None, "custom"):
-            raise PydanticCustomError("tool_type", "only tools of type custom are known here")
+            raise PydanticCustomError("tool_type", "only tools of type custom are supported")
         return tool
 
 
@@ -94,7 +94,9 @@ class ToolChoice(_Fields):
 
 
 class Thinking(_Fields):
-    """`budget_tokens` and `display` have no effect: the model thinks as long as it does, and all of it is shown."""
+    """`budget_tokens` and `display` have no effect: the length of the reasoning is not limited, and all of it is
+    shown.
+    """
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
@@ -112,7 +114,7 @@ class OutputConfig(_Fields):
 
 
 class CountTokensRequest(_Fields):
-    """A conversation; what it takes to render it."""
+    """A conversation, with the fields that affect its rendering."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=limits.MAX_MESSAGES)]
     model: Name | None = None
@@ -123,7 +125,7 @@ class CountTokensRequest(_Fields):
     output_config: OutputConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
-    # Taken without effect.
+    # Accepted without effect.
     cache_control: Any = None
     speed: Any = None
 
@@ -150,7 +152,7 @@ class MessagesRequest(CountTokensRequest):
     structured_outputs: Any = None
     num_speculative_tokens: Any = None
 
-    # Taken without effect.
+    # Accepted without effect.
     metadata: Any = None
     service_tier: Any = None
     inference_geo: Any = None

@@ -33,8 +33,8 @@ class MessagesErrorBody(TypedDict):
 
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": MessagesErrorBody, "description": "The request is at fault; the message names field and bound."},
-    "5XX": {"model": MessagesErrorBody, "description": "The engine is full, shutting down or gone."},
+    "4XX": {"model": MessagesErrorBody, "description": "The request is invalid; the message names field and bound."},
+    "5XX": {"model": MessagesErrorBody, "description": "The engine is full, shutting down or dead."},
 }
 
 
@@ -49,7 +49,7 @@ async def create_message(body: MessagesRequest, request: Request) -> Response:
 
 @router.post("/v1/messages/count_tokens", responses=_ERRORS)
 async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
-    """The number of tokens of a conversation, its tools included."""
+    """Returns the number of tokens of a conversation, including its tools."""
     service = service_of(request)
     service.check_model(body.model)
     _, prompt = await render_chat(service, to_chat(body))

@@ -1,4 +1,4 @@
-"""From a Messages request to a chat completion's."""
+"""Converts a Messages request to a chat completion request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def to_chat(body: CountTokensRequest) -> ChatCompletionRequest:
-    """The request of a message, or of a conversation to be counted. Raises RequestError and RequestValidationError."""
+    """Converts the request of a message, or of a conversation to be counted. Raises RequestError and
+    RequestValidationError.
+    """
     messages = [turn for message in body.messages for turn in _turns(message)]
     if not messages:
         raise RequestError("messages hold no text and no tool results", "messages")
@@ -37,7 +39,7 @@ def to_chat(body: CountTokensRequest) -> ChatCompletionRequest:
     if messages[-1]["role"] == "assistant":
         if "tool_calls" in messages[-1]:
             raise RequestError("the results of the last tool_use blocks are missing", "messages")
-        # The client has begun the answer.
+        # The client has provided the beginning of the answer.
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
     if isinstance(body, MessagesRequest):
         fields |= _generation_fields(body)
@@ -59,7 +61,7 @@ def _generation_fields(body: MessagesRequest) -> dict[str, Any]:
 
 
 def _turns(message: Message) -> list[dict[str, Any]]:
-    """One message as turns: results of tools are turns of their own."""
+    """Converts one message to turns; each tool result becomes a separate turn."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     if message.role == "assistant":

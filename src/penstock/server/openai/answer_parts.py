@@ -1,4 +1,4 @@
-"""What an answer consists of, in its order: reasoning, text and tool calls, whole or as far as it has come."""
+"""The parts of an answer in order: reasoning, text and tool calls, complete or received so far."""
 
 from __future__ import annotations
 
@@ -14,17 +14,15 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """The next piece of what the model thinks before it answers."""
+    """The next piece of the model's reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """What one piece of text brought for one call.
-
-    `index` counts the answer's calls from 0. `id` and `name` come whole, with the call's first delta and no other.
-    `arguments` is the next piece of the arguments' JSON text.
+    """The part of one call contained in a piece of text. `index` counts the answer's calls from 0. `id` and `name` are
+    complete and only in the call's first delta. `arguments` is the next piece of the arguments' JSON text.
     """
 
     index: int
@@ -38,7 +36,9 @@ Part = Text | Reasoning | ToolCallDelta
 
 @dataclass(frozen=True, slots=True)
 class AnswerDelta:
-    """What one piece of text brought, in its order: neighbours of one kind are one part, and so is a call."""
+    """The parts contained in a piece of text, in order: adjacent parts of one kind are merged, and a call is one
+    part.
+    """
 
     parts: tuple[Part, ...] = ()
 
@@ -60,7 +60,7 @@ class PartList:
     """Collects parts until they are taken. Joins texts once, so that the cost is linear in them."""
 
     def __init__(self) -> None:
-        self._parts: list[tuple[Part, list[str]]] = []  # a part as it began, and what it has got since
+        self._parts: list[tuple[Part, list[str]]] = []  # a part as it began, and the text added since
 
     def add_text(self, text: str) -> None:
         self._add(Text(""), text)
@@ -72,7 +72,7 @@ class PartList:
         self._parts.append((ToolCallDelta(index, call_id, name), []))
 
     def add_arguments(self, index: int, arguments: str) -> None:
-        """Continues the call, which is the last one that has begun."""
+        """Continues the call that began last."""
         last = self._parts[-1][0] if self._parts else None
         if isinstance(last, ToolCallDelta) and last.index == index:
             self._parts[-1][1].append(arguments)

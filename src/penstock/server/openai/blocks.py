@@ -1,4 +1,4 @@
-"""An answer as a sequence of blocks, each of one kind: what the APIs that answer in items or blocks have in common."""
+"""An answer as a sequence of blocks, each of one kind, shared by the APIs that answer in items or blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class BlockKind(enum.Enum):
 
 @dataclass(slots=True)
 class Block:
-    """One block so far. `text` is what is thought, said, or the JSON of a call's arguments."""
+    """One block so far. `text` is the reasoning, the content, or the JSON of a call's arguments."""
 
     kind: BlockKind
     index: int
@@ -42,7 +42,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A block begins; it is empty."""
+    """A new, empty block."""
 
     block: Block
 
@@ -66,9 +66,8 @@ BlockEvent = Opened | Grew | Closed
 
 
 class AnswerBlocks:
-    """Reads one conversation's only completion into blocks, whole or as it comes.
-
-    `blocks` are those so far; `completion` is what the engine has made of it.
+    """Reads a conversation's only completion into blocks, at once or as it is generated. `blocks` are the blocks so
+    far; `completion` is the engine's output so far.
     """
 
     def __init__(self, chat: Chat) -> None:
@@ -84,7 +83,7 @@ class AnswerBlocks:
 
     @property
     def called(self) -> bool:
-        """Whether there is a call."""
+        """Whether the answer contains a call."""
         return self._reader.called
 
     def read_whole(self) -> list[Block]:
@@ -93,7 +92,7 @@ class AnswerBlocks:
         return self.blocks
 
     async def stream(self) -> AsyncGenerator[list[BlockEvent], None]:
-        """What every update brought, at least one and perhaps nothing. Raises what the engine raises."""
+        """Yields the changes of every update, at least one and possibly empty. Raises the engine's errors."""
         async with aclosing(self.generation.updates()) as updates:
             async for _ in updates:
                 yield list(self._advance())
@@ -120,7 +119,7 @@ class AnswerBlocks:
                 yield Grew(self.blocks[-1], text)
 
     def _continues(self, part: Part) -> bool:
-        """Whether a part belongs to the open block."""
+        """Whether a part continues the open block."""
         return self._is_open and _kind(part) is self.blocks[-1].kind and getattr(part, "name", None) is None
 
     def _make_block(self, part: Part) -> Block:
@@ -142,7 +141,7 @@ def _kind(part: Part) -> BlockKind:
 
 
 def assistant_message(blocks: list[Block]) -> dict[str, Any]:
-    """The turn that an answer makes in a conversation, as chat completions have it."""
+    """Returns the answer as a conversation turn in the form of chat completions."""
     content = "".join(block.text for block in blocks if block.kind is BlockKind.TEXT)
     reasoning = "".join(block.text for block in blocks if block.kind is BlockKind.REASONING)
     calls = [

@@ -45,9 +45,8 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation whose answer is being generated; all APIs that answer conversations write it from here.
-
-    `prefix` is what the prompt has already written of the answer.
+    """A conversation whose answer is being generated; used by all APIs that answer conversations. `prefix` is the
+    beginning of the answer that the prompt already contains.
     """
 
     model: str
@@ -63,7 +62,7 @@ class Chat:
 
 
 async def render_chat(service: Service, body: ChatCompletionRequest) -> tuple[ToolUse, list[int]]:
-    """The tools that the answer may use, and the conversation's tokens. Raises RequestError."""
+    """Returns the tools that the answer may use, and the conversation's tokens. Raises RequestError."""
     tools = ToolUse(body, service.tool_format)
     tokenizing = prompts.tokenizing_of(body, service, _max_tokens(body))
     return tools, await render_messages(service, body.messages, tools.offered, template_options(body), tokenizing)
@@ -76,7 +75,7 @@ async def start_chat(service: Service, request: Request, body: ChatCompletionReq
     tokenizer = service.llm.get_tokenizer()
     continued = str(_plain_message(body.messages[-1]).get("content", "")) if body.continue_final_message else None
     start = service.reasoning.start_of(tokenizer, prompt, continued)
-    # A model that reasons first writes the prefix itself, behind its reasoning.
+    # A reasoning model writes the prefix itself, after its reasoning.
     prefix = tools.prefix if start is Start.OVER else ""
     if prefix:
         prompt += tokenizer.encode(prefix, add_special_tokens=False)
@@ -120,7 +119,9 @@ def _sampling_params(body: ChatCompletionRequest, service: Service, tools: ToolU
 
 
 def template_options(body: ChatCompletionRequest | TokenizeRequest) -> dict[str, Any]:
-    """What `render_messages` passes on to the template. Raises RequestError for options that contradict each other."""
+    """Returns the options that `render_messages` passes to the template. Raises RequestError if they contradict each
+    other.
+    """
     variables = body.chat_template_kwargs or {}
     for name in _RESERVED_VARIABLES:
         if name in variables:
@@ -145,7 +146,9 @@ async def render_messages(
     options: dict[str, Any],
     tokenizing: Tokenizing = AS_WRITTEN,
 ) -> list[int]:
-    """The conversation's tokens. Raises RequestError for unknown roles and fields, and when the template refuses it."""
+    """Returns the conversation's tokens. Raises RequestError for unknown roles and fields, and if the template refuses
+    it.
+    """
     tokenizer = service.llm.get_tokenizer()
     template = tokenizer.chat_template_source or ""
     prompts.check_messages(messages, template)
@@ -160,7 +163,9 @@ async def render_messages(
 
 
 def _plain_message(message: ChatMessage) -> dict[str, Any]:
-    """As templates expect it: text for content, and objects for the arguments of earlier tool calls."""
+    """Converts a message to the form that templates expect: content as text, arguments of earlier tool calls as
+    objects.
+    """
     plain = message.model_dump(exclude_none=True)
     if isinstance(message.content, list):
         plain["content"] = "".join(part.text for part in message.content)
@@ -186,7 +191,7 @@ def _arguments(text: str) -> Any:
 
 
 class _Answer:
-    """Writes one request's answer, whole or as it comes."""
+    """Writes one request's answer, complete or streamed."""
 
     def __init__(
         self,
@@ -224,7 +229,7 @@ class _Answer:
         if not self._chat.reasoning.is_none:
             message |= _reasoning(parsed)
         if parsed.tool_calls:
-            # A call whose text is here whole comes in one delta.
+            # A call whose text is complete is sent in one delta.
             calls = [{"id": c.id, "type": "function", "function": _function(c)} for c in parsed.tool_calls]
             message |= {"content": content or None, "tool_calls": calls}
         return message
@@ -259,7 +264,7 @@ class _Answer:
         yield DONE
 
     def _has_news(self, choice: dict[str, Any]) -> bool:
-        """Whether a chunk says anything: while a tool call is being read, most would not."""
+        """Whether a chunk has content: while a tool call is being parsed, most would be empty."""
         options = self._body.stream_options
         counts = options is not None and options.continuous_usage_stats
         return bool(choice["delta"] or choice["finish_reason"] or choice["logprobs"] or "token_ids" in choice or counts)
@@ -276,7 +281,7 @@ class _Answer:
         return result
 
     def _in_the_form_asked_for(self, choice: dict[str, Any], message: dict[str, Any]) -> dict[str, Any]:
-        """The choice; for a request with `functions` its call stands in `function_call`."""
+        """Returns the choice; for a request with `functions` the call is in `function_call`."""
         if not self._body.functions:
             return choice
         for call in message.pop("tool_calls", ())[:1]:
@@ -306,7 +311,7 @@ class _Answer:
         return logprobs.chat_logprobs(self._tokenizer, rows, self._body.top_logprobs or 0, names_ids)
 
     def _hides_last(self, delta: Delta) -> bool:
-        """Whether the last token ended the answer, as no part of it."""
+        """Whether the last token ended the answer and is not part of it."""
         if delta.finish_reason != "stop" or not delta.token_ids or self._body.include_stop_str_in_output:
             return False
         last = delta.token_ids[-1]
@@ -314,7 +319,7 @@ class _Answer:
         return is_end or (isinstance(delta.stop_reason, int) and delta.stop_reason == last)
 
     def _prompt_fields(self, output: RequestOutput) -> dict[str, Any]:
-        """What vLLM tells of the prompt, when it is asked for."""
+        """Returns vLLM's optional fields about the prompt."""
         fields: dict[str, Any] = {}
         if self._body.return_token_ids:
             fields["prompt_token_ids"] = output.prompt_token_ids
@@ -326,7 +331,7 @@ class _Answer:
 
 
 def _reasoning(parsed: AnswerDelta) -> dict[str, Any]:
-    """Under the name that most clients know, and under the one that vLLM has for it now."""
+    """Returns the reasoning under the name that most clients know and under vLLM's newer name."""
     text = parsed.reasoning or None
     return {"reasoning_content": text, "reasoning": text}
 

@@ -40,7 +40,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
 
 
 def _prompts(body: CompletionRequest) -> list[Prompt]:
-    """One entry per prompt. Raises RequestError when there is none, or one too many."""
+    """Returns one entry per prompt. Raises RequestError if there are none or too many."""
     given: Any = body.prompt
     if body.prompt_token_ids is not None:
         if body.prompt:
@@ -60,7 +60,7 @@ def _sampling_params(body: CompletionRequest, service: Service) -> SamplingParam
     if overrides["max_tokens"] == 0:
         if not body.echo:
             raise RequestError("max_tokens must be at least 1, or 0 with echo", "max_tokens")
-        # The engine always generates; what was not asked for is left out of the answer.
+        # The engine always generates a token; the answer omits it if it was not requested.
         overrides["max_tokens"] = 1
     if body.echo and body.logprobs is not None:
         overrides["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
@@ -72,7 +72,7 @@ def _max_tokens(body: CompletionRequest) -> int | None:
 
 
 class _Answer:
-    """Writes one request's answer, whole or as it comes. Choice p * n + i is completion i of prompt p."""
+    """Writes one request's answer, complete or streamed. Choice p * n + i is completion i of prompt p."""
 
     def __init__(self, service: Service, body: CompletionRequest, started: Generation, head: dict[str, Any]) -> None:
         self._service = service
@@ -138,7 +138,7 @@ class _Answer:
         return choice
 
     def _logprobs(self, output: RequestOutput, delta: Delta, prompt: str, echo: bool) -> Any:
-        """The prompt's, when it is echoed here, and the new tokens'."""
+        """Returns the log probabilities of the new tokens, and of the prompt if it is echoed here."""
         num_top = self._body.logprobs
         if num_top is None:
             return None

@@ -1,7 +1,7 @@
-"""The fields that clients of other servers send, and what each of them does here: one table.
+"""The table of fields that clients of other servers send, and of their effects here.
 
-A field that is in no table and on no model is refused, because a misspelled one would change answers silently; with
-`--ignore-unknown-fields` it is left out, and the answer's headers name it. `docs/SERVING.md` shows the table.
+A field in no table and in no request model is refused, because a misspelled field would silently change answers; with
+`--ignore-unknown-fields` it is ignored, and a response header names it. `docs/SERVING.md` shows the table.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from penstock.utils.names import nearest
 
 MAX_IGNORED_FIELDS = 32
 ignored_fields: ContextVar[list[str] | None] = ContextVar("ignored_fields", default=None)
-"""Collects the unknown fields of the current request; None where they are refused."""
+"""Collects the unknown fields of the current request; None if they are refused."""
 
 
 class Effect(enum.StrEnum):
-    """What a field does: it is honoured, or changes nothing, or is refused unless its value is neutral."""
+    """The effect of a field: supported, without effect, or refused unless its value is neutral."""
 
     DONE = "done"
     INERT = "no effect"
@@ -30,7 +30,7 @@ class Effect(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class DialectField:
-    """`note` says what a field means or, of a refused one, what to use instead. `neutral` values pass like null."""
+    """`note` describes a field or, if it is refused, names an alternative. `neutral` values are accepted like null."""
 
     name: str
     effect: Effect
@@ -182,9 +182,9 @@ STRUCTURED_OUTPUTS_FIELDS: tuple[DialectField, ...] = (
 
 
 def translate(given: Any, table: Iterable[DialectField], known: Iterable[str]) -> Any:
-    """An object's fields without those that change nothing. Raises RequestError for those that would, and unknown ones.
+    """Returns an object's fields except those without effect. Raises RequestError for refused and unknown fields.
 
-    `known` names the fields that the object has; they stay, whatever the table says of them.
+    `known` names the object's own fields, which are kept whatever the table says.
     """
     if not isinstance(given, Mapping):
         return given
@@ -205,7 +205,7 @@ def translate(given: Any, table: Iterable[DialectField], known: Iterable[str]) -
 
 
 def is_ignored(name: Any) -> bool:
-    """Whether unknown fields are left out; those of the current request are written down."""
+    """Whether unknown fields are ignored; if so, records the name for the current request."""
     ignored = ignored_fields.get()
     if ignored is None:
         return False

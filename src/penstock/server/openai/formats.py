@@ -1,4 +1,4 @@
-"""The form that an answer is held to, under whichever name the client asked for it."""
+"""The constraint on an answer's format, under any of the field names that clients use."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _FORM_FIELDS = (*GrammarKind, "structured_outputs")
 
 
 def structured_outputs(body: GenerationRequest) -> StructuredOutputsParams | None:
-    """What `response_format`, `structured_outputs` or one of the `guided_` fields asks for.
+    """Returns the format requested by `response_format`, `structured_outputs` or one of the `guided_` fields.
 
-    Raises RequestError, naming the client's field, when it is invalid and when there are several.
+    Raises RequestError, naming the client's field, if it is invalid or if there are several.
     """
     wanted = _form_fields(body)
     if len(wanted) > 1:
@@ -35,11 +35,11 @@ def structured_outputs(body: GenerationRequest) -> StructuredOutputsParams | Non
 
 @contextlib.contextmanager
 def naming_the_field(body: GenerationRequest) -> Generator[None]:
-    """Makes an error of the form name the field with which the client asked for it."""
+    """Makes an error in the format name the field that the client used."""
     try:
         yield
     except RequestError as error:
-        # A call that is forced is held to the schema of its tool.
+        # A forced call is constrained by the schema of its tool.
         fields = _form_fields(body) or (["tools"] if getattr(body, "tools", None) else [])
         if error.field not in _FORM_FIELDS or not fields or error.field == fields[0]:
             raise
@@ -47,7 +47,7 @@ def naming_the_field(body: GenerationRequest) -> Generator[None]:
 
 
 def _form_fields(body: GenerationRequest) -> list[str]:
-    """The client's fields that ask for a form."""
+    """Returns the client's fields that request a format."""
     fields = [name for name in _GUIDED if getattr(body, name) not in (None, False)]
     if body.structured_outputs is not None:
         fields.append("structured_outputs")

@@ -1,4 +1,4 @@
-"""From a request's fields to the engine's streams, and from their outputs to what is new in them."""
+"""Converts a request's fields to engine streams, and the streams' outputs to deltas."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SAMPLING_FIELDS = (
 
 
 def sampling_params(body: GenerationRequest, defaults: SamplingParams, **overrides: Any) -> SamplingParams:
-    """The checkpoint's recommendations, with the request's fields on top. Raises RequestError."""
+    """Returns the checkpoint's recommendations, overridden by the request's fields. Raises RequestError."""
     given = {name: getattr(body, name) for name in _SAMPLING_FIELDS if getattr(body, name) is not None}
     if body.logit_bias is not None:
         given["logit_bias"] = {_token_id(key): value for key, value in body.logit_bias.items()}
@@ -45,15 +45,14 @@ def sampling_params(body: GenerationRequest, defaults: SamplingParams, **overrid
 
 def _token_id(key: str) -> int:
     if not key.isascii() or not key.isdigit() or len(key) > 10:
-        raise RequestError(f"logit_bias has {key[:20]!r} where a token id must stand", "logit_bias")
+        raise RequestError(f"logit_bias has the key {key[:20]!r}, which is not a token id", "logit_bias")
     return int(key)
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What a completion got since the last look. `offset` is the number of characters in the tokens before it.
-
-    Text may lag behind its tokens, while it could still become a stop string; their log probabilities do not wait.
+    """The new part of a completion. `offset` is the number of characters in the tokens before it. Text may lag behind
+    its tokens while it could still become a stop string; log probabilities do not lag.
     """
 
     index: int
@@ -67,7 +66,7 @@ class Delta:
 
 
 class Cursor:
-    """How far one completion has been read."""
+    """The position up to which one completion has been read."""
 
     def __init__(self) -> None:
         self._num_characters = 0
@@ -76,7 +75,7 @@ class Cursor:
         self._is_finished = False
 
     def advance(self, completion: CompletionOutput) -> Delta | None:
-        """What is new; None when nothing is."""
+        """Returns the new part; None if there is none."""
         if self._is_finished or (len(completion.token_ids) == self._num_tokens and not completion.finished):
             return None
         start, shown, offset = self._num_tokens, self._num_characters, self._num_token_characters
@@ -99,7 +98,7 @@ class Cursor:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One HTTP request's prompts in the engine, in their order; its creator closes it."""
+    """One HTTP request's prompts in the engine, in order; its creator closes it."""
 
     streams: tuple[RequestStream, ...]
 
@@ -108,14 +107,14 @@ class Generation:
         return [stream.output for stream in self.streams]
 
     async def finish(self) -> None:
-        """Waits for all of them. Raises what the engine raises."""
+        """Waits for all prompts. Raises the engine's errors."""
         for stream in self.streams:
             async for _ in stream:
                 pass
             check_failed(stream.output)
 
     async def updates(self) -> AsyncGenerator[int, None]:
-        """The number of a prompt whenever its output has changed. Raises what the engine raises."""
+        """Yields a prompt's number whenever its output has changed. Raises the engine's errors."""
         if len(self.streams) == 1:
             # The usual case needs no task and no queue.
             async for output in self.streams[0]:
@@ -125,7 +124,7 @@ class Generation:
         changed: asyncio.Queue[int | BaseException] = asyncio.Queue()
         tasks = [asyncio.create_task(_follow(number, stream, changed)) for number, stream in enumerate(self.streams)]
         try:
-            # A prompt may be told of as changed once more after its end, when this reader is slow.
+            # If this reader is slow, a prompt may be reported as changed once more after its end.
             running = set(range(len(tasks)))
             while running:
                 item = await changed.get()
@@ -140,18 +139,20 @@ class Generation:
                 task.cancel()
 
     def close(self) -> None:
-        """Ends what still runs. Idempotent."""
+        """Aborts unfinished requests. Idempotent."""
         for stream in self.streams:
             stream.close()
 
     @property
     def transfer_fields(self) -> dict[str, Any]:
-        """The answer's `kv_transfer_params`, where one prompt has ended and the KV connector has something to say."""
+        """Returns the answer's `kv_transfer_params`, if there is one prompt, it has ended and the KV connector returned
+        any.
+        """
         said = [output.kv_transfer_params for output in self.outputs]
         return {"kv_transfer_params": said[0]} if len(said) == 1 and said[0] is not None else {}
 
     def usage(self) -> Usage:
-        """The tokens so far, as the OpenAI API counts them."""
+        """Returns the token counts so far, as defined by the OpenAI API."""
         outputs = self.outputs
         return make_usage(
             sum(len(output.prompt_token_ids) for output in outputs),
@@ -179,7 +180,7 @@ async def _follow(number: int, stream: RequestStream, changed: asyncio.Queue[int
 
 
 def check_failed(output: RequestOutput) -> None:
-    """Raises RequestError when the request cannot be completed as it is, PenstockError when the engine failed on it."""
+    """Raises RequestError if the request cannot be completed as given, PenstockError if the engine failed on it."""
     if any(completion.finish_reason == FinishReason.ERROR for completion in output.outputs):
         kind = RequestError if output.is_request_error else PenstockError
         raise kind(output.error or "the engine failed on this request")
@@ -193,7 +194,7 @@ async def start(
     params: SamplingParams,
     body: GenerationRequest,
 ) -> Generation:
-    """Hands all prompts to the engine, or none: when one is refused, those before it are taken back."""
+    """Submits all prompts to the engine or none: if one is refused, the previous ones are aborted."""
     if len(prompts) * params.n > limits.MAX_COMPLETIONS:
         raise RequestError(
             f"{len(prompts)} prompts times n={params.n} exceed {limits.MAX_COMPLETIONS} completions", "n"
@@ -230,7 +231,7 @@ async def start(
 
 
 def data_parallel_rank(request: Request) -> int | None:
-    """The rank that the client or its router has chosen in the header that vLLM has for it. Raises RequestError."""
+    """Returns the rank that the client or its router chose with vLLM's header. Raises RequestError."""
     given = request.headers.get("x-data-parallel-rank")
     if given is None:
         return None
@@ -240,14 +241,14 @@ def data_parallel_rank(request: Request) -> int | None:
 
 
 def prompt_fields(prompt: Prompt) -> Mapping[str, Any]:
-    """Text or token ids in the form of a dictionary."""
+    """Returns text or token ids as a dictionary."""
     if isinstance(prompt, Mapping):
         return prompt
     return {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt}
 
 
 def _check_room(service: Service, prompt: Mapping[str, Any], body: GenerationRequest) -> None:
-    """Raises RequestError when the request asks for more tokens than the context has room for behind its prompt."""
+    """Raises RequestError if the request asks for more tokens than fit into the context after its prompt."""
     num_prompt, longest = len(prompt.get("prompt_token_ids", ())), service.llm.max_model_len
     for field in ("max_completion_tokens", "max_tokens"):
         wanted = getattr(body, field, None)
@@ -265,7 +266,7 @@ def _check_room(service: Service, prompt: Mapping[str, Any], body: GenerationReq
 
 @dataclass(frozen=True, slots=True)
 class RequestNames:
-    """What a request is called: in its answer, in the engine (where no client chooses), and in `X-Request-Id`."""
+    """A request's names: in its answer, in the engine (not chosen by clients), and in `X-Request-Id`."""
 
     answer_id: str
     engine_id: str
@@ -273,7 +274,7 @@ class RequestNames:
 
 
 def name_request(request: Request, body: EngineRequestBody, kind: str) -> RequestNames:
-    """Names made from the client's id, from the body or the header, where there is one."""
+    """Makes names from the client's id, given in the body or the header, if there is one."""
     given = body.request_id or client_request_id(request.headers)
     if given is None:
         name = f"{kind}-{secrets.token_hex(16)}"
@@ -283,7 +284,7 @@ def name_request(request: Request, body: EngineRequestBody, kind: str) -> Reques
 
 
 class Answer(Protocol):
-    """Writes what a generation brings, in one of the APIs' shapes."""
+    """Writes the output of a generation in the shape of one of the APIs."""
 
     def whole(self) -> dict[str, Any]: ...
 
@@ -293,7 +294,9 @@ class Answer(Protocol):
 async def respond(
     request: Request, started: Generation, answer: Answer, request_id: str, *, is_stream: bool
 ) -> Response:
-    """The HTTP answer, whole or as events; the generation is closed when it is over or the client has gone."""
+    """Returns the HTTP response, complete or as events; closes the generation when it ends or the client
+    disconnects.
+    """
     if is_stream:
         return EventStream(answer.stream(), started.close, request_id)
     try:

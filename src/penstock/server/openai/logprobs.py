@@ -1,4 +1,4 @@
-"""Log probabilities as the two APIs write them."""
+"""Log probabilities in the formats of the two APIs."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def completion_logprobs(
     num_top: int,
     names_ids: bool = False,
 ) -> CompletionLogprobs:
-    """The legacy form: lists beside the tokens. A row's first entry is the token that stands there.
+    """Returns the legacy format: parallel lists. A row's first entry is the token at its position.
 
     `first_token_ids` names the tokens of rows that are None; `offset` is the number of characters before them; with
-    `names_ids` tokens are called by `token_name`.
+    `names_ids` tokens are named by `token_name`.
     """
     result: CompletionLogprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for row, token_id in zip(rows, first_token_ids, strict=True):
@@ -40,7 +40,7 @@ def completion_logprobs(
 
 
 def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
-    """Two pieces of one text, one behind the other."""
+    """Concatenates two consecutive pieces of one text."""
     tops = (first["top_logprobs"], second["top_logprobs"])
     return {
         "tokens": first["tokens"] + second["tokens"],
@@ -51,12 +51,12 @@ def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionL
 
 
 def _top(row: Mapping[int, Logprob], num_top: int, names_ids: bool) -> dict[str, float]:
-    """The likeliest tokens and, if it is none of them, the one that stands there."""
+    """Returns the top tokens and, if it is not among them, the token at this position."""
     chosen, *_ = row.values()
     wanted = [(key, entry) for key, entry in row.items() if entry is chosen or (entry.rank or 0) <= num_top]
     top: dict[str, float] = {}
     for token_id, entry in wanted:
-        # Parts of characters all look alike; the likeliest of them stands for the others.
+        # Incomplete characters have the same text; the most likely of them represents the others.
         text = token_name(token_id) if names_ids else entry.decoded_token or ""
         logprob = _finite(entry.logprob)
         top[text] = max(logprob, top.get(text, logprob))
@@ -64,12 +64,12 @@ def _top(row: Mapping[int, Logprob], num_top: int, names_ids: bool) -> dict[str,
 
 
 def chat_logprobs(tokenizer: Tokenizer, rows: Logprobs, num_top: int, names_ids: bool = False) -> dict[str, Any]:
-    """`{"content": [...]}`: an entry per token, each with its likeliest alternatives; `names_ids` as `token_name`."""
+    """`{"content": [...]}`: an entry per token with its top alternatives; `names_ids` names tokens by `token_name`."""
     return {"content": [_chat_entry(tokenizer, row, num_top, names_ids) for row in rows], "refusal": None}
 
 
 def token_name(token_id: int) -> str:
-    """How a token is called where texts could be ambiguous (`return_tokens_as_token_ids`)."""
+    """Returns a token's unambiguous name (`return_tokens_as_token_ids`)."""
     return f"token_id:{token_id}"
 
 
@@ -80,7 +80,7 @@ def _chat_entry(tokenizer: Tokenizer, row: Mapping[int, Logprob], num_top: int, 
 
 
 def _token(tokenizer: Tokenizer, token_id: int, entry: Logprob, names_ids: bool) -> dict[str, Any]:
-    """`bytes` can be joined where the texts cannot: in the middle of a character."""
+    """Returns an entry. Its `bytes` can be concatenated also in the middle of a character, where texts cannot."""
     return {
         "token": token_name(token_id) if names_ids else entry.decoded_token or "",
         "logprob": _finite(entry.logprob),
@@ -95,7 +95,7 @@ def _finite(logprob: float) -> float:
 def prompt_logprobs(rows: Iterable[Mapping[int, Logprob] | None], num_top: int) -> list[dict[str, Any] | None]:
     """vLLM's extra field: per prompt position, token id -> log probability, rank and text.
 
-    The token that stands there comes first, then the `num_top` likeliest.
+    The token at the position comes first, then the `num_top` most likely ones.
     """
     return [
         None

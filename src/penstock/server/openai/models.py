@@ -1,4 +1,4 @@
-"""`GET /v1/models`, and text to tokens and back."""
+"""`GET /v1/models`, tokenization and detokenization."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def _card(service: Service, name: str) -> dict[str, Any]:
 
 @router.get("/v1/models", responses=ERRORS)
 async def list_models(request: Request) -> Response:
-    """The names under which this server's model answers."""
+    """Lists the names of this server's model."""
     service = service_of(request)
     return JSONResponse({"object": "list", "data": [_card(service, name) for name in service.model_names]})
 
 
 @router.get("/v1/models/{model:path}", responses=ERRORS)
 async def retrieve_model(model: str, request: Request) -> Response:
-    """One of them."""
+    """Returns one of the names."""
     service = service_of(request)
     if model not in service.model_names:
         raise NotFoundError(f"there is no model {model!r} here")
@@ -50,14 +50,14 @@ async def retrieve_model(model: str, request: Request) -> Response:
 
 @router.post("/tokenize", responses=ERRORS)
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
-    """The tokens of a text, or of messages as a chat would send them."""
+    """Returns the tokens of a text, or of messages as in a chat completion."""
     service = service_of(request)
     service.check_model(body.model)
     tokenizer = service.llm.get_tokenizer()
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("one of prompt and messages must be given", "prompt")
     if body.prompt is not None:
-        # As a completion's prompt would be: with the special tokens that the tokenizer adds.
+        # As for a completion's prompt, with the special tokens that the tokenizer adds.
         tokens = await service.llm.text_work.run(
             len(body.prompt), tokenizer.encode, body.prompt, add_special_tokens=body.add_special_tokens is not False
         )
@@ -73,7 +73,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
 
 @router.post("/detokenize", responses=ERRORS)
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
-    """The text of tokens."""
+    """Returns the text of tokens."""
     service = service_of(request)
     service.check_model(body.model)
     vocab_size = service.llm.config.model.vocab_size

@@ -1,4 +1,4 @@
-"""What may be in a conversation, and how a request wants its prompt tokenized."""
+"""Validation of conversations, and the tokenization of prompts."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from penstock.utils.errors import RequestError
 from penstock.utils.names import did_you_mean
 
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-# What the API has beside the declared fields of a message. Others must stand in the template.
+# The API's fields of a message besides the declared ones. Others must occur in the template.
 _FIELDS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content")
 
 
 @dataclass(frozen=True, slots=True)
 class Tokenizing:
-    """Whether the tokenizer adds its special tokens, and to how many tokens the prompt is cut."""
+    """Whether the tokenizer adds its special tokens, and to how many tokens the prompt is truncated."""
 
     add_special_tokens: bool = False
     truncation: Truncation | None = None
@@ -35,7 +35,7 @@ AS_WRITTEN = Tokenizing()
 def tokenizing_of(
     body: GenerationRequest, service: Service, max_tokens: int | None, adds_by_default: bool = False
 ) -> Tokenizing:
-    """What the request asks for. Raises RequestError when it wants more tokens than the model takes."""
+    """Returns the request's settings. Raises RequestError if they exceed the model's context."""
     adds = adds_by_default if body.add_special_tokens is None else body.add_special_tokens
     wanted, longest = body.truncate_prompt_tokens, service.llm.max_model_len
     if wanted is None:
@@ -52,7 +52,7 @@ def tokenizing_of(
 
 
 async def encode_prompts(service: Service, prompts: Sequence[Prompt], tokenizing: Tokenizing) -> list[Prompt]:
-    """The prompts of a completion, all as tokens; those that were not cut keep their text."""
+    """Returns the prompts of a completion as tokens; prompts that were not truncated keep their text."""
     truncation = tokenizing.truncation
     found: list[Prompt] = []
     for prompt in prompts:
@@ -60,7 +60,7 @@ async def encode_prompts(service: Service, prompts: Sequence[Prompt], tokenizing
             encode = service.llm.get_tokenizer().encode
             work = service.llm.text_work.run(len(prompt), encode, prompt, tokenizing.add_special_tokens, truncation)
             text, tokens = {} if truncation else {"prompt": prompt}, await work
-            # One that is too long is refused before the others are tokenized.
+            # A prompt that is too long is refused before the others are tokenized.
             service.llm.check_prompt(tokens)
             found.append({**text, "prompt_token_ids": tokens})
         else:
@@ -69,7 +69,7 @@ async def encode_prompts(service: Service, prompts: Sequence[Prompt], tokenizing
 
 
 def template_variables(body: TemplateOptions) -> dict[str, Any]:
-    """The fields of a request that are variables of the chat template."""
+    """Returns the fields of a request that are variables of the chat template."""
     if not isinstance(body, ChatCompletionRequest):
         return {}
     known = {"reasoning_effort": body.reasoning_effort, "documents": body.documents}
@@ -77,7 +77,7 @@ def template_variables(body: TemplateOptions) -> dict[str, Any]:
 
 
 def num_characters(value: Any) -> int:
-    """Of all the texts in a conversation; each value counts for some more, because a template writes around it."""
+    """Counts the characters of all texts in a conversation, plus some per value for the template's own text."""
     total, values = 0, [value]
     while values:
         value = values.pop()
@@ -99,7 +99,7 @@ def check_messages(messages: Sequence[ChatMessage], template: str) -> None:
 
 
 def in_todays_form(message: dict[str, Any], template: str) -> dict[str, Any]:
-    """A message with a role that the template knows."""
+    """Returns the message with a role that the template knows."""
     if message["role"] == "function":
         message["role"] = "tool"
     elif message["role"] == "developer" and not _mentions(template, "developer"):

@@ -1,7 +1,6 @@
-"""The requests that the OpenAI routes take, with vLLM's extra fields, and the shapes of their answers.
-
-Unknown fields are refused, because a misspelled one that is passed over changes an answer silently. What is done with
-the fields of other servers' clients is in `dialects`.
+"""The requests of the OpenAI routes, with vLLM's extra fields, and the shapes of their answers. Unknown fields are
+refused, because ignoring a misspelled one would silently change the answer. Fields of other servers' clients are
+handled in `dialects`.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ Name = Annotated[str, StringConstraints(max_length=limits.MAX_NAME_CHARACTERS)]
 StopText = Annotated[str, StringConstraints(min_length=1, max_length=limits.MAX_STOP_CHARACTERS)]
 Count = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_COUNT)]
-# Only the first mistake is told; a list of a million would otherwise be kept in memory for nothing.
+# Only the first error is reported; otherwise a list of a million errors could fill the memory.
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 RequestId = Annotated[str, StringConstraints(pattern=r"^[\x21-\x7e]+$", max_length=limits.MAX_NAME_CHARACTERS)]
 
 
 class RequestBody(BaseModel):
-    """An object whose fields are all known: its own, and those of other dialects."""
+    """An object that accepts only known fields: its own, and those of other dialects."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -93,7 +92,7 @@ class StructuredOutputs(RequestBody):
 
 
 class EngineRequestBody(RequestBody):
-    """What all requests share that are run by the engine. `user` is taken without effect."""
+    """Fields of all requests that the engine runs. `user` is accepted without effect."""
 
     model: Name | None = None
     user: Name | None = None
@@ -104,7 +103,7 @@ class EngineRequestBody(RequestBody):
 
 
 class GenerationRequest(EngineRequestBody):
-    """What completions and chat completions share."""
+    """Fields of both completions and chat completions."""
 
     dialect = REQUEST_FIELDS
 
@@ -171,7 +170,7 @@ class CompletionRequest(GenerationRequest):
 
 
 class ContentPart(RequestBody):
-    """A part of a message, which is text under one of its names."""
+    """A part of a message; only text is supported, under any of its type names."""
 
     dialect = PART_FIELDS
 
@@ -200,7 +199,9 @@ class ToolCall(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """One turn. Fields that only some templates know stay in it; `chat.render_messages` asks the template."""
+    """One turn. Fields that only some templates know are kept; `chat.render_messages` checks them against the
+    template.
+    """
 
     model_config = ConfigDict(extra="allow")
 
@@ -218,7 +219,7 @@ class ChatMessage(BaseModel):
         refusal = given.get("refusal")
         if given.get("content") is None and isinstance(refusal, str):
             given = {**given, "content": refusal}
-        # Null is the same as absent, whichever field it is.
+        # Null is the same as absent for every field.
         given = {name: value for name, value in given.items() if value is not None}
         if "function_call" in given:
             call = {"type": "function", "function": given.pop("function_call")}
@@ -279,7 +280,7 @@ class ChatCompletionRequest(GenerationRequest, TemplateOptions):
 
     @model_validator(mode="after")
     def _in_todays_form(self) -> ChatCompletionRequest:
-        """`functions` and `function_call` also stand in `tools` and `tool_choice`, one call at a time."""
+        """Copies `functions` and `function_call` to `tools` and `tool_choice`, with one call at a time."""
         for new, old in (("tools", "functions"), ("tool_choice", "function_call")):
             if getattr(self, new) is not None and getattr(self, old) is not None:
                 raise RequestError(f"{new} and {old} exclude each other", old)
@@ -293,7 +294,7 @@ class ChatCompletionRequest(GenerationRequest, TemplateOptions):
 
 
 class TokenizeRequest(TemplateOptions):
-    """Text, or messages as a chat would have them."""
+    """Text, or messages as in a chat completion."""
 
     model: Name | None = None
     prompt: str | None = None
@@ -323,7 +324,7 @@ class Usage(TypedDict):
 
 
 class CompletionLogprobs(TypedDict):
-    """All four lists run beside the tokens; the first token of a prompt has no log probability."""
+    """Four lists parallel to the tokens; the first token of a prompt has no log probability."""
 
     tokens: list[str]
     token_logprobs: list[float | None]

@@ -1,9 +1,10 @@
-"""Reasoning apart from the answer, in the formats of the models that think before they answer.
+"""Separation of reasoning from the answer, in the formats of reasoning models.
 
 Where an answer's reasoning begins depends on the prompt: some chat templates open it (Qwen3-Thinking, DeepSeek-R1),
 some close it at once because the client switched it off (`enable_thinking: false`), and with the others the model opens
-it. `ReasoningFormat.start_of` tells which. A `ReasoningReader` then divides the text as it comes; how the text is cut
-changes nothing in the merged result. The line breaks that set the tags apart are neither reasoning nor content.
+it. `ReasoningFormat.start_of` determines which. A `ReasoningReader` then splits the streamed text; the merged result
+does not depend on how the text is divided into pieces. The line breaks around the tags are neither reasoning nor
+content.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _TAIL_TOKENS = 16
 
 
 class Start(enum.Enum):
-    """Where an answer is at its beginning."""
+    """The state in which an answer begins."""
 
     INSIDE = enum.auto()
     """The prompt has opened the reasoning."""
@@ -34,7 +35,7 @@ class Start(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """How a family of models marks its reasoning. `added_tokens` says which tags are tokens of their own."""
+    """How a family of models marks its reasoning. `added_tokens` has the tags that are single tokens."""
 
     name: str
     opening: str
@@ -44,11 +45,13 @@ class ReasoningFormat:
 
     @property
     def is_none(self) -> bool:
-        """Whether this format knows no reasoning."""
+        """Whether this format has no reasoning."""
         return self.by_default is Start.OVER
 
     def start_of(self, tokenizer: Tokenizer, prompt: list[int], continued: str | None) -> Start:
-        """Where the answer to this prompt begins; `continued` is the text of the message that it continues, if any."""
+        """Returns the state in which the answer begins; `continued` is the text of the message that it continues, if
+        any.
+        """
         if self.is_none:
             return Start.OVER
         if continued is not None:
@@ -59,20 +62,19 @@ class ReasoningFormat:
         return Start.OVER if tail.endswith(self.closing) else self.by_default
 
     def needs_special_tokens(self, start: Start) -> bool:
-        """Whether a tag that may come is a special token, so that it is seen only in text that shows those."""
+        """Whether a tag that may follow is a special token, which is visible only in text that shows special tokens."""
         tags = [self.added_tokens.get(tag) for tag in (self.opening, self.closing)]
         return start is not Start.OVER and any(tag is not None and tag.is_special for tag in tags)
 
     def grammar(self, start: Start) -> str | None:
-        """What comes before an answer that is held to a grammar, in Lark: the rule `reasoning` and what it needs.
-
-        None when nothing does.
+        """Returns the Lark rule `reasoning`, and the rules that it needs, for the text before a constrained answer.
+        None if there is none.
         """
         if start is Start.OVER:
             return None
         closing, opening = self.added_tokens.get(self.closing), self.added_tokens.get(self.opening)
         thought = "THOUGHT" if closing is None else f"(THOUGHT | NO_CLOSING <[{closing.id}]>)"
-        # Where the tag is a token, its first characters alone must not lead a model into reasoning.
+        # If the tag is a token, its first characters alone must not begin the reasoning.
         opened = f'"{self.opening}"' if opening is None else f"<[{opening.id}]>"
         match start:
             case Start.INSIDE:
@@ -85,7 +87,7 @@ class ReasoningFormat:
         return "\n".join(
             (
                 f"reasoning: {rule}",
-                # One terminal with the tag, because the text must not run past it.
+                # One terminal that includes the tag, because the text must not continue past it.
                 f'THOUGHT: NO_CLOSING "{self.closing}"',
                 rf"NO_CLOSING: /(?s:.*)/ & ~/(?s:.*){pattern}(?s:.*)/",
                 r"GAP: /[\r\n ]{0,4}/",
@@ -93,12 +95,12 @@ class ReasoningFormat:
         )
 
     def reader(self, start: Start) -> ReasoningReader:
-        """A reader of one completion."""
+        """Returns a reader for one completion."""
         return ReasoningReader(self.opening, self.closing, start)
 
 
 class ReasoningReader:
-    """Divides one completion: `feed` any number of times, `finish` once."""
+    """Splits one completion: call `feed` any number of times, then `finish` once."""
 
     def __init__(self, opening: str, closing: str, start: Start) -> None:
         self._opening = opening
@@ -107,10 +109,10 @@ class ReasoningReader:
         self._pending = ""
         self._is_open = start is Start.INSIDE
         self._is_undecided = start in (Start.EXPECTED, Start.POSSIBLE)
-        self._drops_breaks = True  # line breaks at the beginning of what comes now
+        self._drops_breaks = True  # line breaks at the beginning of the next text
 
     def feed(self, text: str) -> tuple[str, str]:
-        """The reasoning and the content that the next piece brought."""
+        """Returns the reasoning and the content in the next piece."""
         if not self._is_open and not self._is_undecided:
             return "", self._without_breaks(text) if self._start is not Start.OVER else text
         self._pending += text
@@ -119,14 +121,14 @@ class ReasoningReader:
         return self._divide()
 
     def finish(self) -> tuple[str, str]:
-        """What was held back, when nothing comes any more."""
+        """Returns the text that was held back, at the end."""
         pending, self._pending = self._pending, ""
         if self._is_open or (self._is_undecided and self._start is Start.EXPECTED):
             return self._without_breaks(pending), ""
         return "", pending
 
     def _decide(self) -> bool:
-        """Whether the answer begins with the opening tag is known now."""
+        """Determines whether the answer begins with the opening tag; returns whether that is known."""
         text = self._pending.lstrip()
         if len(self._pending) - len(text) <= _MAX_INDENT:
             if text.startswith(self._opening):
@@ -142,7 +144,7 @@ class ReasoningReader:
     def _divide(self) -> tuple[str, str]:
         text, self._pending = self._pending, ""
         if not self._is_open:
-            # No reasoning: all of it is content, as it stands.
+            # No reasoning: all of the text is content, unchanged.
             self._start = Start.OVER
             return "", text
         text = self._without_breaks(text)
@@ -164,7 +166,7 @@ class ReasoningReader:
 
 
 def _overlap(text: str, tag: str) -> int:
-    """The length of the longest end of the text with which the tag begins."""
+    """Returns the length of the longest suffix of the text that is a prefix of the tag."""
     return next((size for size in range(min(len(text), len(tag) - 1), 0, -1) if text.endswith(tag[:size])), 0)
 
 
@@ -179,7 +181,7 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
 
 
 def make_reasoning_format(name: str, tokenizer: Tokenizer | None) -> ReasoningFormat:
-    """The format of this name, with what the tokenizer makes of its tags."""
+    """Returns the format of this name, with the tokens of its tags in this tokenizer."""
     known = REASONING_FORMATS[name]
     tokens = {} if tokenizer is None else tokenizer.added_tokens
     tags = {tag: tokens[tag] for tag in (known.opening, known.closing) if tag in tokens}

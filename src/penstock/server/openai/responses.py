@@ -1,4 +1,4 @@
-"""What the OpenAPI document says of the answers."""
+"""Descriptions of the responses for the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from penstock.server.openai.protocol import ErrorBody
 _STREAM = {"text/event-stream": {"schema": {"type": "string", "description": "`data: {...}` events, then [DONE]"}}}
 
 ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": ErrorBody, "description": "The request is at fault; the message names field and bound."},
-    "5XX": {"model": ErrorBody, "description": "The engine is full, shutting down or gone."},
+    "4XX": {"model": ErrorBody, "description": "The request is invalid; the message names field and bound."},
+    "5XX": {"model": ErrorBody, "description": "The engine is full, shutting down or dead."},
 }
 
 COMPLETION_RESPONSES: dict[int | str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""Whether and how an answer may call tools, and the reader that divides its text into reasoning, content and calls."""
+"""Rules for an answer's tool calls, and the reader that splits its text into reasoning, content and calls."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from penstock.utils.errors import RequestError
 
 
 class ToolUse:
-    """Whether and how one answer may call tools. Raises RequestError for what cannot be.
-
-    `is_forced` tells that the answer must be a call; it is made to begin with `prefix` then. `grammar()` is what it is
-    held to: a forced call, calls that fit their schemas where a tool is strict, or no call where there are tools that
-    must not be called. `banned_words` are the tags that must not come then.
+    """Whether and how one answer may call tools. Raises RequestError for invalid combinations. If `is_forced`, the
+    answer must be a call, and it begins with `prefix`. `grammar()` constrains it: to a forced call, to calls that match
+    their schemas if a tool is strict, or to no call if the tools must not be called. `banned_words` are the tags that
+    are then forbidden.
     """
 
     def __init__(self, body: ChatCompletionRequest, tool_format: ToolCallFormat | None) -> None:
@@ -44,21 +43,21 @@ class ToolUse:
         if isinstance(choice, ToolChoice):
             self._function = choice.function.name
             if self._function not in [tool.function.name for tool in self.offered]:
-                raise RequestError(f"tool_choice names {self._function!r}, which is none of the tools", "tool_choice")
+                raise RequestError(f"tool_choice names {self._function!r}, which is not in tools", "tool_choice")
         self.is_forced = choice != "auto"
 
     @property
     def needs_special_tokens(self) -> bool:
-        """Whether calls are seen only in text that shows special tokens."""
+        """Whether calls are visible only in text that shows special tokens."""
         return self._format is not None and self._format.needs_special_tokens
 
     @property
     def prefix(self) -> str:
-        """What a forced call begins with; "" where none is forced."""
+        """The beginning of a forced call; "" if none is forced."""
         return self._format.forced_prefix(self._function) if self._format is not None and self.is_forced else ""
 
     def grammar(self, *, with_prefix: bool) -> str | None:
-        """What the answer is held to; a forced call from its prefix on or behind it. None for anything."""
+        """Returns the grammar of the answer; for a forced call, with or without its prefix. None if unconstrained."""
         if self._format is None:
             return self._no_call
         schemas = self._schemas()
@@ -70,13 +69,13 @@ class ToolUse:
         return None
 
     def reader(self, reasoning: ReasoningReader, prefix: str) -> AnswerReader:
-        """Reads one completion, before which the prompt has already written `prefix`."""
+        """Returns a reader of one completion whose beginning, `prefix`, is already in the prompt."""
         parser = None if self._format is None else self._format.parser(self._schemas())
         return AnswerReader(reasoning, parser, prefix, self._allows_several)
 
     @staticmethod
     def _is_refused(body: ChatCompletionRequest) -> bool:
-        """Whether there are tools, and they must not be called."""
+        """Whether there are tools that must not be called."""
         return bool(body.tools) and body.tool_choice == "none"
 
     def _schemas(self) -> dict[str, dict[str, object]]:
@@ -97,7 +96,7 @@ def _check_schema(tool: Tool) -> None:
 
 
 class AnswerReader:
-    """Divides one completion's text as it comes; `called` tells whether there was a call."""
+    """Splits one completion's streamed text; `called` is True if there was a call."""
 
     def __init__(
         self, reasoning: ReasoningReader, parser: ToolCallParser | None, prefix: str, allows_several: bool
@@ -112,7 +111,7 @@ class AnswerReader:
         return self._parser is not None and self._parser.num_calls > 0
 
     def read(self, text: str, is_last: bool) -> AnswerDelta:
-        """The parts that the next piece brought; the last one ends the reader."""
+        """Returns the parts in the next piece; the last piece ends the reader."""
         parts = self._divide(*self._reasoning.feed(text))
         if is_last:
             parts += self._divide(*self._reasoning.finish())

@@ -1,4 +1,4 @@
-"""From other APIs' requests to a chat completion's, which is what the engine is asked with."""
+"""Converts requests of other APIs to chat completions."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ EXTRA_FIELDS = (
     "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "ignore_eos",
     "stop_token_ids", "priority", "cache_salt", "chat_template_kwargs", "structured_outputs", "num_speculative_tokens",
 )  # fmt: skip
-"""Fields of chat completions that the other APIs do not know, and that are passed on to it as they are."""
+"""Fields of chat completions that the other APIs do not have, and that are passed on unchanged."""
 
 
 def chat_request(fields: dict[str, Any]) -> ChatCompletionRequest:
-    """A checked request; fields that are None are left out. Raises RequestValidationError."""
+    """Returns a validated request; fields that are None are omitted. Raises RequestValidationError."""
     given = {name: value for name, value in fields.items() if value is not None}
     try:
         return ChatCompletionRequest.model_validate(given)
@@ -27,9 +27,8 @@ def chat_request(fields: dict[str, Any]) -> ChatCompletionRequest:
 
 
 def with_system(system: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation under these instructions; with those at its own beginning they are one message.
-
-    Many chat templates take one system message, and only the first.
+    """Returns the conversation with these instructions, merged with any system message at its beginning. Many chat
+    templates accept only one system message, as the first one.
     """
     count = next((place for place, message in enumerate(messages) if message["role"] != "system"), len(messages))
     texts = [text for text in (system, *(message["content"] for message in messages[:count])) if text]

@@ -1,4 +1,4 @@
-"""An answer as a response: items that are whole, or events that tell how they come."""
+"""Writes an answer as a response, either with complete items or as a stream of events."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.server.sse import typed_event, with_errors
 from penstock.tokenizer.tokenizer import Tokenizer
 
 _PREFIXES = {BlockKind.REASONING: "rs", BlockKind.TEXT: "msg", BlockKind.CALL: "fc"}
-# Of each kind of block: the events' name, and the field of the last one that holds the text.
+# For each kind of block, the name of its events and the field of the last event that holds the text.
 _EVENTS = {
     BlockKind.REASONING: ("response.reasoning_text", "text"),
     BlockKind.TEXT: ("response.output_text", "text"),
@@ -25,7 +25,7 @@ _EVENTS = {
 
 
 class Keeper:
-    """Where a response goes when it is complete, with the conversation that it continues; nowhere without a store."""
+    """Stores a complete response with the conversation that it continues; does nothing without a store."""
 
     def __init__(self, store: ResponseStore | None, owner: bytes | None, messages: list[dict[str, Any]]) -> None:
         self._store = store
@@ -90,7 +90,7 @@ class ResponseAnswer:
             yield self._event(f"{name}.delta", **self._place(block), delta=event.text)
 
     def _place(self, block: Block) -> dict[str, Any]:
-        """Where in the response an event happens; events of texts have log probabilities, which are not asked for."""
+        """Returns the location of an event in the response; text events have log probabilities, which are empty."""
         place: dict[str, Any] = {"item_id": self._item_id(block), "output_index": block.index}
         if block.kind is not BlockKind.CALL:
             place["content_index"] = 0
@@ -115,7 +115,7 @@ class ResponseAnswer:
 
     @property
     def _status(self) -> str:
-        """Of the last item, and of the response: whether the limit on tokens has cut it off."""
+        """Returns the status of the last item and of the response: whether the token limit has cut it off."""
         return "incomplete" if self._is_cut_off else "completed"
 
     def _finish(self) -> dict[str, Any]:
@@ -171,7 +171,7 @@ class ResponseAnswer:
 
 
 def _echo(body: ResponsesRequest) -> dict[str, Any]:
-    """What a response repeats of its request."""
+    """Returns the fields of a request that its response repeats."""
     reasoning = {} if body.reasoning is None else body.reasoning.model_dump(include={"effort", "summary"})
     text = {} if body.text is None else body.text.model_dump(by_alias=True, exclude_none=True)
     choice = body.tool_choice

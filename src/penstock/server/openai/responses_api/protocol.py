@@ -1,6 +1,5 @@
-"""The requests of the Responses API. As everywhere, a field that is not known is refused.
-
-Items that a client sends back from an earlier answer carry more than is needed; what is not named here is passed over.
+"""The requests of the Responses API. Unknown fields of a request are refused, as everywhere. Items that a client sends
+back from an earlier answer have more fields than are needed; fields that are not declared here are ignored.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class ReasoningItem(BaseModel):
 
 
 def _item_type(item: Any) -> str:
-    """Messages need not say that they are some."""
+    """Returns an item's type; messages may omit it."""
     kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
     return kind if isinstance(kind, str) else ""
 
@@ -92,7 +91,7 @@ class FunctionTool(FunctionDefinition):
     @classmethod
     def _refuse_built_in_tools(cls, tool: Any) -> Any:
         if isinstance(tool, dict) and tool.get("type") != "function":
-            raise PydanticCustomError("tool_type", "only tools of type function are known here")
+            raise PydanticCustomError("tool_type", "only tools of type function are supported")
         return tool
 
 
@@ -169,7 +168,7 @@ class ResponsesRequest(_Fields):
     structured_outputs: Any = None
     num_speculative_tokens: Any = None
 
-    # Taken without effect.
+    # Accepted without effect.
     include: Annotated[list[Literal["reasoning.encrypted_content"]], Field(max_length=1)] | None = None
     max_tool_calls: Annotated[int, Field(ge=1, le=MAX_COUNT)] | None = None
     prompt_cache_key: Any = None

@@ -1,4 +1,4 @@
-"""`POST /v1/responses`, and responses that are kept: `GET` and `DELETE /v1/responses/{id}`."""
+"""`POST /v1/responses`, and stored responses: `GET` and `DELETE /v1/responses/{id}`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ router = APIRouter()
 
 @router.post("/v1/responses", responses=COMPLETION_RESPONSES)
 async def create_response(body: ResponsesRequest, request: Request) -> Response:
-    """Answers an input; what is stored can be continued with `previous_response_id`."""
+    """Answers an input; a stored response can be continued with `previous_response_id`."""
     service = service_of(request)
     before = [] if body.previous_response_id is None else _stored(request, body.previous_response_id).messages
     messages = [*before, *to_messages(body.input)]
@@ -37,13 +37,13 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
 
 @router.get("/v1/responses/{response_id}", responses=ERRORS)
 async def retrieve_response(response_id: str, request: Request) -> Response:
-    """A response that is kept."""
+    """Returns a stored response."""
     return JSONResponse(_stored(request, response_id).body)
 
 
 @router.delete("/v1/responses/{response_id}", responses=ERRORS)
 async def delete_response(response_id: str, request: Request) -> Response:
-    """Forgets a response; those that continue it are complete without it."""
+    """Deletes a response; responses that continue it remain complete."""
     if not service_of(request).stored_responses.remove(_owner(request), response_id):
         raise _unknown(response_id)
     return JSONResponse({"id": response_id, "object": "response", "deleted": True})
@@ -62,5 +62,5 @@ def _unknown(response_id: str) -> NotFoundError:
 
 
 def _owner(request: Request) -> Any:
-    """The API key of a request; None where there are none."""
+    """Returns the API key of a request; None if the server has none."""
     return request.scope.get("api_key")

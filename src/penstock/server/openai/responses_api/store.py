@@ -1,4 +1,4 @@
-"""The responses that can be asked for again and continued: in memory, bounded, each for the key that made it."""
+"""Stored responses that clients can retrieve and continue: in memory, bounded, separate for each API key."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from penstock.server import limits
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response as it was sent, and the conversation up to and with it, without its instructions."""
+    """A response as it was sent, and the conversation up to and including it, without its instructions."""
 
     body: dict[str, Any]
     messages: list[dict[str, Any]]
 
 
 class ResponseStore:
-    """Keeps the newest responses within a number and a size; the one not used for longest makes room.
-
-    An `owner` is an API key, None where there are none: other keys cannot find what a key has created.
+    """Stores the newest responses up to a number and a size; evicts the least recently used one. An `owner` is an API
+    key, or None if the server has none: responses are not accessible with other keys.
     """
 
     def __init__(
@@ -39,7 +38,7 @@ class ResponseStore:
         return len(self._entries)
 
     def add(self, owner: bytes | None, response: StoredResponse) -> None:
-        """Keeps a response, unless it alone is larger than the store."""
+        """Stores a response, unless it alone is larger than the store."""
         size = len(msgspec.json.encode((response.body, response.messages)))
         if size > self._max_bytes:
             return
@@ -50,7 +49,7 @@ class ResponseStore:
             self._num_bytes -= freed
 
     def get(self, owner: bytes | None, response_id: str) -> StoredResponse | None:
-        """The response, which counts as used now."""
+        """Returns the response and marks it as used."""
         entry = self._entries.get((owner, response_id))
         if entry is None:
             return None
@@ -58,7 +57,7 @@ class ResponseStore:
         return entry[0]
 
     def remove(self, owner: bytes | None, response_id: str) -> bool:
-        """Forgets a response; returns whether there was one."""
+        """Deletes a response; returns whether there was one."""
         entry = self._entries.pop((owner, response_id), None)
         if entry is None:
             return False

@@ -1,4 +1,4 @@
-"""From a Responses request to a chat completion's."""
+"""Converts a Responses request to a chat completion request."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SYSTEM_ROLES = ("system", "developer")
 
 
 def to_messages(given: str | Sequence[InputItem]) -> list[dict[str, Any]]:
-    """The input's turns. What an answer was made of (reasoning, a message, calls) becomes one turn again."""
+    """Converts the input to turns. The items of one answer (reasoning, a message, calls) become one turn again."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     messages: list[dict[str, Any]] = []
@@ -52,7 +52,7 @@ def to_messages(given: str | Sequence[InputItem]) -> list[dict[str, Any]]:
 
 
 def to_chat(body: ResponsesRequest, messages: list[dict[str, Any]]) -> ChatCompletionRequest:
-    """The request for these messages, which are all of the conversation but the instructions.
+    """Converts the request for these messages, the conversation without the instructions.
 
     Raises RequestError and RequestValidationError.
     """
@@ -82,17 +82,17 @@ def _text(content: Content) -> str:
 
 
 def _tools(body: ResponsesRequest) -> tuple[list[FunctionTool], Any]:
-    """The tools on offer and the choice among them, as chat completions have it."""
+    """Returns the offered tools and the tool choice in the form of chat completions."""
     tools, choice = list(body.tools or ()), body.tool_choice
     if isinstance(choice, AllowedTools):
         names = {tool.name for tool in choice.tools}
         unknown = names - {tool.name for tool in tools}
         if unknown:
-            raise RequestError(f"tool_choice allows {min(unknown)!r}, which is none of the tools", "tool_choice")
+            raise RequestError(f"tool_choice allows {min(unknown)!r}, which is not in tools", "tool_choice")
         return [tool for tool in tools if tool.name in names], choice.mode
     if isinstance(choice, FunctionChoice):
         return tools, {"type": "function", "function": {"name": choice.name}}
-    # Without tools there is nothing to choose from, and clients send the default all the same.
+    # Clients send the default also without tools.
     return tools, choice if tools or choice not in ("auto", "none") else None
 
 

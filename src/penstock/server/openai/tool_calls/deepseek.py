@@ -34,9 +34,8 @@ _FENCE = "```"
 
 
 class _DeepSeekParser(ToolCallParser):
-    """Any number of calls, anywhere in the text; the tags around all of them say nothing more.
-
-    `FENCE` is what comes after the arguments, if anything does.
+    """Any number of calls, anywhere in the text; the tags around all of them carry no information. `FENCE` is the text
+    after the arguments, if any.
     """
 
     FENCE: ClassVar[str] = ""

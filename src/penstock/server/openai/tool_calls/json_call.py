@@ -1,4 +1,4 @@
-"""Calls that are written as JSON objects, and JSON values in calls of any format."""
+"""Calls written as JSON objects, and JSON values in calls of any format."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class JsonCallParser(ToolCallParser):
     def _call(self, char: str, content: str, needs_arguments: bool) -> Scan[tuple[bool, str]]:
         """Reads a call's object, which `char` should open; returns whether it was a call, and the next character.
 
-        `content` is as much of what is held back as is content even if this is a call.
+        `content` is the part of the held-back text that is content even if this is a call.
         """
 
         def begin(name: str) -> None:
@@ -43,7 +43,9 @@ class JsonCallParser(ToolCallParser):
 
 
 class _CallObject:
-    """A call's object, its members in any order: `begin` hears the name once, then `emit` the arguments' text."""
+    """A call's object with its members in any order: calls `begin` with the name once, then `emit` with the arguments'
+    text.
+    """
 
     def __init__(self, begin: Callable[[str], None], emit: Emit, needs_arguments: bool) -> None:
         self.begun = False
@@ -52,11 +54,11 @@ class _CallObject:
         self._needs_arguments = needs_arguments
         self._name: str | None = None
         self._has_arguments = False
-        self._early: list[str] = []  # arguments that came before the call could begin
+        self._early: list[str] = []  # arguments received before the call could begin
         self._is_empty = True
 
     def read(self, char: str) -> Scan[None]:
-        """Reads from the opening brace to the closing one. Raises `Malformed` at what is no call's object."""
+        """Reads from the opening brace to the closing one. Raises `Malformed` if the object is not a call."""
         require(char == "{")
         char = yield from skip_whitespace((yield))
         while char != "}":
@@ -76,8 +78,9 @@ class _CallObject:
             self._emit("{}")
 
     def _member(self, key: str, char: str) -> Scan[str]:
-        """Reads the value that begins with `char`; returns the first character after it. Of a key's values the first
-        one counts."""
+        """Reads the value that begins with `char`; returns the first character after it. If a key is repeated, its
+        first value is used.
+        """
         if key == "name" and self._name is None:
             require(char == '"')
             name: list[str] = []
@@ -111,10 +114,10 @@ class _CallObject:
 
 
 def read_value(char: str, emit: Emit) -> Scan[str]:
-    """Reads any JSON value and emits it as it stands; returns the first character after it.
+    """Reads any JSON value and emits it unchanged; returns the first character after it.
 
-    Brackets are counted and not matched: arguments that are slightly wrong reach the client, who can say so. Only a
-    "<" outside a string ends them, for it must be the tag that ends the call.
+    Brackets are counted and not matched: slightly malformed arguments are passed to the client, which can report them.
+    Only a "<" outside a string ends them, because it must be the tag that ends the call.
     """
     if char not in '"{[':
         require(char in _SCALAR)
@@ -148,7 +151,7 @@ def read_until_closed(char: str, emit: Emit) -> Scan[None]:
 def read_string(emit: Emit) -> Scan[None]:
     """Reads a JSON string after its opening quote, to the closing one, and emits the text that it stands for.
 
-    Half of a surrogate pair becomes U+FFFD, since no answer could carry it.
+    Half of a surrogate pair becomes U+FFFD, because an answer cannot contain it.
     """
     high = ""
     while (char := (yield)) != '"':

@@ -1,4 +1,4 @@
-"""`{"name": ..., "parameters": {...}}`, several set apart by `;`, perhaps behind `<|python_tag|>`: Llama 3."""
+"""`{"name": ..., "parameters": {...}}`, several separated by `;`, optionally after `<|python_tag|>`: Llama 3."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ PYTHON_TAG = "<|python_tag|>"
 
 
 class Llama3JsonParser(JsonCallParser):
-    """The calls are all of the answer.
-
-    An answer may be JSON without being a call, and have a "name": without the tag, only the arguments make it a call.
+    """The answer consists only of calls. An answer may be JSON with a "name" without being a call: without the tag,
+    only an object with arguments is a call.
     """
 
     SEPARATORS = WHITESPACE + ";"

@@ -1,16 +1,13 @@
-"""Tool calls in an answer's text: recognised while it is still coming, in the formats that models are trained on.
+"""Recognition of tool calls in streamed text, in the formats that models are trained on.
 
 Purpose: a model calls a function by writing JSON, XML or Python. A `ToolCallParser` takes the answer's text in pieces
-of any size and says which of it is content and which are calls; how the text is cut changes nothing in the merged
-result.
-Lifecycle: one parser per completion; `feed` any number of times, `finish` once, nothing after it.
-Failure: none. The text is a model's and may be anything. What turns out to be no call, or calls a function that was not
-offered, is content, verbatim. A call has begun once it has been reported; a call that breaks off after that ends where
-it breaks, and what follows is content.
-Cost: linear in the text. What is undecided is held back and looked at once.
-
-Inside, a parser is a coroutine that is sent one character at a time, so that each grammar reads from top to bottom.
-Its parts follow one convention: a part that cannot use a character hands it back, and it is the last one in `_held`.
+of any size and separates content from calls; the merged result does not depend on how the text is divided. Lifecycle:
+one parser per completion; `feed` any number of times, `finish` once, nothing after it. Failure: none. A model may write
+any text. Text that is not a call, or calls a function that was not offered, is returned verbatim as content. A call has
+begun once it has been reported; if it is malformed after that, it ends there, and the following text is content. Cost:
+linear in the text. Undecided text is held back and examined once. Internally, a parser is a coroutine that receives one
+character at a time, so that each grammar reads from top to bottom. Its parts follow one convention: a part that cannot
+use a character returns it, and it is the last one in `_held`.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from typing import Any, ClassVar, TypeVar
 from penstock.server.openai.answer_parts import AnswerDelta, PartList
 
 MAX_TOOL_CALLS = 128
-"""Calls in one answer; the text of any further one is content."""
+"""Maximum calls in one answer; the text of further calls is content."""
 
 WHITESPACE = " \t\r\n"
 
@@ -35,7 +32,9 @@ Tools = Mapping[str, Mapping[str, Any]]
 
 
 class Malformed(Exception):  # noqa: N818
-    """The last character cannot be part of a call. Control flow inside this folder; never leaves a parser."""
+    """The last character cannot be part of a call. Used for control flow inside this folder; never propagates out of a
+    parser.
+    """
 
 
 class ToolCallParser(ABC):
@@ -51,7 +50,7 @@ class ToolCallParser(ABC):
         self.num_calls = 0
         self._ids: set[str] = set()
         self._tools = tools
-        self._held: list[str] = []  # characters not known yet to be content or part of a call
+        self._held: list[str] = []  # characters not yet known to be content or part of a call
         self._separating = True  # since the last call, or the start, only separators have come
         self._in_call = False  # a call has begun and is still open
         self._parts = PartList()
@@ -133,7 +132,7 @@ def require(condition: bool) -> None:
 
 
 def ignore(text: str) -> None:
-    """Takes a value that has no use."""
+    """Discards a value."""
 
 
 def skip_whitespace(char: str) -> Scan[str]:
@@ -163,7 +162,7 @@ def expect(text: str, char: str) -> Scan[None]:
 def read_name(char: str, ends: str) -> Scan[tuple[str, str]]:
     """Reads a function's name; returns it without whitespace around it, and which of `ends` came after it.
 
-    Raises `Malformed` where it is empty or too long to be one.
+    Raises `Malformed` if it is empty or too long.
     """
     name: list[str] = []
     while char not in ends:

@@ -1,4 +1,4 @@
-"""Calls as a list of Python calls, which is the whole answer: Llama 3.2 and 4, ToolACE.
+"""Calls as a list of Python calls that is the whole answer: Llama 3.2 and 4, ToolACE.
 
 [f(city='Paris', days=2), g()]
 """
@@ -29,7 +29,7 @@ _MAX_DEPTH = 64
 
 
 class PythonicParser(ToolCallParser):
-    """A call goes out once its closing bracket is there: before that it may still be no call."""
+    """A call is emitted at its closing bracket: before that it may turn out not to be a call."""
 
     def _answer(self) -> Scan[None]:
         char = yield from skip_whitespace((yield))
@@ -44,7 +44,7 @@ class PythonicParser(ToolCallParser):
             yield
 
     def _list(self) -> Scan[None]:
-        """Reads the list to its end, or to where it breaks."""
+        """Reads the list to its end, or to the point where it is malformed."""
         char = yield from skip_whitespace((yield))
         while self._may_call:
             try:
@@ -112,7 +112,7 @@ def _argument() -> Scan[tuple[str, str]]:
 
 
 def _value(text: str) -> Any:
-    """What a literal of Python, or of JSON, stands for. Raises `Malformed` when JSON cannot carry it."""
+    """Returns the value of a Python or JSON literal. Raises `Malformed` if JSON cannot represent it."""
     for read in (ast.literal_eval, json.loads):
         try:
             value = read(text.strip())

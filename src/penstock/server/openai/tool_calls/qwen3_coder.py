@@ -43,9 +43,8 @@ _VALUE_ENDS = ("\n" + _PARAMETER_END, _PARAMETER_END)
 
 
 class Qwen3CoderParser(ToolCallParser):
-    """Any number of calls, anywhere in the text. The outer tags may be missing, as the models sometimes leave them out.
-
-    Text arguments are passed on as they come, all others once they are complete.
+    """Any number of calls, anywhere in the text. The outer tags may be missing, because the models sometimes omit them.
+    Text arguments are streamed, all others are sent when they are complete.
     """
 
     def _answer(self) -> Scan[None]:
@@ -97,12 +96,13 @@ class Qwen3CoderParser(ToolCallParser):
         return True, (yield)
 
     def _close(self, seen: set[str]) -> None:
-        """Ends the arguments, also where the call breaks off between two of them."""
+        """Ends the arguments, also if the call breaks off between two of them."""
         self._parts.add_arguments(self.num_calls - 1, "}" if seen else "{}")
 
     def _parameter(self, schema: Mapping[str, Any], seen: set[str]) -> Scan[bool]:
-        """Reads one argument; returns False when the function's end came instead. Of an argument's values the first
-        counts."""
+        """Reads one argument; returns False at the function's end. If an argument is repeated, its first value is
+        used.
+        """
         char = yield from skip_whitespace((yield))
         require(char == "<")
         tag, _ = yield from read_tag("<", _PARAMETER, _FUNCTION_END)
@@ -128,7 +128,7 @@ class Qwen3CoderParser(ToolCallParser):
 
 
 def _read_text(emit: Any) -> Scan[None]:
-    """Reads a value and its closing tag, without the newlines that set it apart from the tags."""
+    """Reads a value and its closing tag, without the newlines next to the tags."""
     pending = ""
     char = yield
     if char == "\n":
@@ -144,13 +144,13 @@ def _read_text(emit: Any) -> Scan[None]:
 
 
 class Qwen3CoderFormat(ToolCallFormat):
-    """In a forced call, text arguments are held to their `enum` or `const` and to nothing else of their schema."""
+    """In a forced call, only `enum` and `const` of the schema are enforced for text arguments."""
 
     NAME = "qwen3_coder"
     PARSER = Qwen3CoderParser
     TAGS = (OPENING_TAG, CLOSING_TAG)
     TRIGGERS = (OPENING_TAG, _FUNCTION)
-    # One terminal with its closing tag, because the text must not run past it.
+    # One terminal that includes the closing tag, because the text must not continue past it.
     TERMINALS = (
         'TEXT_ARGUMENT: NO_END "\\n</parameter>\\n"',
         r"NO_END: /(?s:.*)/ & ~/(?s:.*)\n<\/parameter>(?s:.*)/",
@@ -189,7 +189,7 @@ class Qwen3CoderFormat(ToolCallFormat):
 
 
 def _choices(schema: Any) -> list[str]:
-    """The texts that are allowed, where only certain ones are."""
+    """Returns the allowed texts, if only certain ones are allowed."""
     if not isinstance(schema, Mapping):
         return []
     values = [schema["const"]] if "const" in schema else schema.get("enum")

@@ -1,4 +1,4 @@
-"""The formats of tool calls by the names that vLLM has for them, and which of them a chat template teaches."""
+"""The formats of tool calls under vLLM's names, and their detection from chat templates."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ FORMATS: dict[str, type[ToolCallFormat]] = {
     )
 }
 
-# Others use the tag of hermes as well, but write the call inside it in another way.
+# Other formats use hermes's tag too, but a different syntax inside it.
 _QWEN3_CODER_MARK, _GLM_MARK = "<function=", "<arg_key>"
 _LLAMA3_EXAMPLE = re.compile(r'\{\\?"name\\?": ?[^{}\n]{1,80}, ?\\?"parameters\\?":')
 _PYTHONIC_EXAMPLE = re.compile(r"\[func_name1?\(params_name1=")
 
 
 def detect_format(chat_template_source: str | None) -> str | None:
-    """The name of the format that a chat template teaches its model, None where it teaches none that is known."""
+    """Returns the name of the format that a chat template describes to its model; None if it describes no known
+    format.
+    """
     source = chat_template_source or ""
     if OPENING_TAG in source:
         if _QWEN3_CODER_MARK in source:
@@ -51,7 +53,7 @@ def detect_format(chat_template_source: str | None) -> str | None:
 
 
 def make_format(parser: str, tokenizer: Tokenizer | None) -> ToolCallFormat | None:
-    """The format of this name for a tokenizer; with "auto" the one that its chat template teaches, if any."""
+    """The format of this name for a tokenizer; with "auto" the one that its chat template describes, if any."""
     source = None if tokenizer is None else tokenizer.chat_template_source
     name = detect_format(source) if parser == "auto" else parser
     if name is None or name not in FORMATS:

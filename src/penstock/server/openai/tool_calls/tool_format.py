@@ -1,4 +1,4 @@
-"""What a format of tool calls is: how to read calls, and how to make an answer be one."""
+"""The interface of tool call formats: parsing calls, and constraining an answer to be a call."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from penstock.tokenizer.tokenizer import AddedToken
 class ToolCallFormat(ABC):
     """How a family of models writes calls, with one tokenizer. Stateless: `parser` makes one for each completion.
 
-    `TAGS` are the texts of the format that may be tokens of their own. `added_tokens` says which of them are; the
-    format knows them from then on. `TRIGGERS` are the tags that a call begins with, the first of them in forced calls
-    too; a format without any cannot tell a call from text before it is complete. `template` is the text of the chat
-    template, for formats that come in variants. `TERMINALS` are the lines of Lark that define the terminals which the
-    rules of calls share.
+    `TAGS` are the texts of the format that may be single tokens. `added_tokens` has those that are. `TRIGGERS` are the
+    tags that a call begins with, the first of them in forced calls too; a format without any cannot tell a call from
+    text before it is complete. `template` is the text of the chat template, for formats that come in variants.
+    `TERMINALS` are the lines of Lark that define the terminals which the rules of calls share.
     """
 
     NAME: ClassVar[str]
@@ -35,46 +34,46 @@ class ToolCallFormat(ABC):
 
     @property
     def needs_special_tokens(self) -> bool:
-        """Whether a tag is a special token, so that it is seen only in text that shows those."""
+        """Whether a tag is a special token, which is visible only in text that shows special tokens."""
         return any(token.is_special for token in self._tokens.values())
 
     def parser(self, tools: Tools) -> ToolCallParser:
-        """A parser of one completion, in which only these functions can be called."""
+        """Returns a parser for one completion in which only these functions can be called."""
         return self.PARSER(tools)
 
     @abstractmethod
     def forced_prefix(self, function: str | None) -> str:
-        """The text with which an answer begins that is a call of `function`, or of any function.
-
-        It does not end in a space, because most tokenizers put the space at the beginning of what the model says next.
+        """Returns the text with which a call of `function`, or of any function, begins. It does not end with a space,
+        because most tokenizers attach the space to the following text.
         """
 
     @abstractmethod
     def _forced_calls(self, tools: Tools, function: str | None) -> Mapping[str, str]:
-        """For each function, what must follow `forced_prefix(function)` to make a call of it, in Lark.
+        """Returns, for each function, the Lark expression that must follow `forced_prefix(function)` to form a call of
+        it.
 
-        A right-hand side, which may be followed by further rules on lines of their own. The names of these begin with
-        `RULE`, for which the name of the function's own rule is put, so that rules of several functions do not collide.
+        A right-hand side, which may be followed by further rules on lines of their own. Their names begin with `RULE`,
+        which is replaced by the name of the function's rule, so that rules of several functions do not collide.
         """
 
     def forced_grammar(self, tools: Tools, function: str | None, *, with_prefix: bool = False) -> str:
-        """A Lark grammar of what must follow `forced_prefix(function)`: one call, with arguments that fit their schema.
+        """Returns a Lark grammar of the text that must follow `forced_prefix(function)`: one call, with arguments that
+        match their schema.
 
-        `tools` are the functions that may be called. `with_prefix` makes the prefix a part of what the grammar matches.
+        `tools` are the functions that may be called. With `with_prefix` the grammar includes the prefix.
         """
         prefix = self.literal(self.forced_prefix(function)) if with_prefix else ""
         return "\n".join([f"start: {prefix} call", *self._call_rules(tools, function)])
 
     def strict_grammar(self, tools: Tools, *, several: bool) -> str | None:
-        """A Lark grammar of text in which every trigger begins a call that fits its schema, `several` or at most one.
-
-        None where the format has no trigger.
+        """Returns a Lark grammar of text in which every trigger begins a call that matches its schema, `several` or at
+        most one. None if the format has no trigger.
         """
         if not self.TRIGGERS:
             return None
         rest = self.literal(self.forced_prefix(None).removeprefix(self.TRIGGERS[0]))
         token = self._tokens.get(self.TRIGGERS[0])
-        # One terminal with the tag, because the text must not run past it.
+        # One terminal that includes the tag, because the text must not continue past it.
         before = "TEXT_AND_TAG" if token is None else f"(TEXT_AND_TAG | TEXT <[{token.id}]>)"
         lines = [
             f"start: ({before} {rest} call){'*' if several else '?'} TEXT",
@@ -85,14 +84,13 @@ class ToolCallFormat(ABC):
 
     @property
     def trigger_tokens(self) -> list[str]:
-        """The triggers that are tokens of their own, without which no call can begin."""
+        """Returns the triggers that are single tokens, without which no call can begin."""
         return [trigger for trigger in self.TRIGGERS if trigger in self._tokens]
 
     def no_call_grammar(self) -> str | None:
-        """A Lark grammar of text without triggers; None where tokens are the triggers, or the format has none.
-
-        A model that spells its tags would begin one and be stopped in the middle, so the answer must not begin with
-        the first character of one either.
+        """Returns a Lark grammar of text without triggers; None if the triggers are tokens, or the format has none. A
+        model that spells its tags would begin one and be stopped in the middle, so the answer must not begin with the
+        first character of a tag either.
         """
         if not self.TRIGGERS or self.trigger_tokens:
             return None
@@ -101,19 +99,19 @@ class ToolCallFormat(ABC):
 
     @property
     def _without_triggers(self) -> str:
-        """A Lark terminal's pattern of any text that holds no trigger."""
+        """Returns the pattern of a Lark terminal for any text without a trigger."""
         triggers = "|".join(re.escape(trigger).replace("/", r"\/") for trigger in self.TRIGGERS)
         return f"/(?s:.*)/ & ~/(?s:.*)({triggers})(?s:.*)/"
 
     def _call_rules(self, tools: Tools, function: str | None) -> list[str]:
-        """The rule `call`, of what follows `forced_prefix(function)`, and the rules that it needs."""
+        """Returns the rule `call` for the text after `forced_prefix(function)`, and the rules that it needs."""
         written = self._forced_calls(tools, function)
         names = {name: f"call_{number}" for number, name in enumerate(tools)}
         rules = [f"{rule}: {written[name].replace(RULE, rule)}" for name, rule in names.items()]
         return [f"call: {' | '.join(names.values())}", *rules, *self.TERMINALS]
 
     def literal(self, text: str) -> str:
-        """This text in Lark, in which a tag may be its token or be spelled out."""
+        """Returns this text in Lark, where a tag may be its token or be spelled out."""
         pieces: list[str] = []
         end = 0
         for match in self._tag.finditer(text):
@@ -128,7 +126,7 @@ class ToolCallFormat(ABC):
 
 
 RULE = "@RULE@"
-"""Stands for the name of a function's rule where `_forced_calls` names rules of its own."""
+"""Placeholder for the name of a function's rule in the rules from `_forced_calls`."""
 
 
 def lark_string(text: str) -> str:
@@ -137,9 +135,8 @@ def lark_string(text: str) -> str:
 
 
 def json_rule(schema: Mapping[str, Any]) -> str:
-    """What matches a JSON value of this schema, in Lark, with no more whitespace than `json.dumps` writes.
-
-    Where any amount of it is allowed, a model can go on with it for ever.
+    """Returns a Lark expression for a JSON value of this schema, with the whitespace of `json.dumps` only. If any
+    amount were allowed, a model could generate whitespace forever.
     """
     return f"%json {json.dumps({'x-guidance': _JSON_OPTIONS, **schema})}"
 
@@ -148,7 +145,7 @@ _JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_sepa
 
 
 def definitions_of(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """What references in a part of this schema may point to."""
+    """Returns the definitions that references in a part of this schema may use."""
     return {key: schema[key] for key in ("$defs", "definitions") if key in schema}
 
 

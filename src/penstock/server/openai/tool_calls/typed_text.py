@@ -1,4 +1,4 @@
-"""Arguments that a model writes as plain text: what they are in JSON, by the schema of the function."""
+"""Conversion of arguments in plain text to JSON, by the schema of the function."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TYPES = {
 
 
 def types_of(schema: Any) -> frozenset[str]:
-    """The JSON types that a value may have; none where the schema leaves that open."""
+    """Returns the JSON types that a value may have; empty if the schema does not restrict them."""
     if not isinstance(schema, Mapping):
         return frozenset()
     kind = schema.get("type")
@@ -34,12 +34,12 @@ def types_of(schema: Any) -> frozenset[str]:
 
 
 def is_text(types: frozenset[str]) -> bool:
-    """Whether a value of these types is the text itself, whatever it looks like."""
+    """Whether a value of these types is always the text itself."""
     return not types - {"string"}
 
 
 def to_json(text: str, types: frozenset[str]) -> str:
-    """A complete value as JSON: of one of the types where the text can be read as that, a string otherwise."""
+    """Returns a complete value as JSON: of one of the types if the text parses as it, otherwise a string."""
     stripped = text.strip()
     candidate = _WORDS.get(stripped, stripped)
     try:
@@ -50,17 +50,17 @@ def to_json(text: str, types: frozenset[str]) -> str:
         return candidate
     if "string" in types:
         return json.dumps(text, ensure_ascii=False)
-    # Neither what was asked for nor text: the client may judge it better.
+    # Neither a requested type nor text: passed on for the client to handle.
     return candidate
 
 
 def escaped(text: str) -> str:
-    """A piece of text as it stands inside a JSON string."""
+    """Returns a piece of text escaped for a JSON string."""
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
 def property_of(schema: Mapping[str, Any], name: str) -> Any:
-    """The schema of one argument; None where there is none."""
+    """Returns the schema of one argument; None if there is none."""
     properties = schema.get("properties")
     return properties.get(name) if isinstance(properties, Mapping) else None
 
@@ -78,5 +78,5 @@ def _type_name(value: Any) -> str:
 
 
 def _refuse(constant: str) -> NoReturn:
-    """JSON knows no NaN and no Infinity, though Python's parser does."""
+    """Rejects NaN and Infinity, which Python's parser accepts but JSON does not have."""
     raise ValueError(constant)
