@@ -19,9 +19,7 @@ async def reset_prefix_cache(request: Request, reset_external: bool = False) -> 
     """
     if await service_of(request).llm.reset_prefix_cache(reset_connector=reset_external):
         return JSONResponse({"reset": True})
-    return error_response(
-        409, "requests are running (drain first, or retry), or the KV connector cannot be reset"
-    )
+    return error_response(409, "requests are running (drain first, or retry), or the KV connector cannot be reset")
 
 
 @router.post("/drain")
