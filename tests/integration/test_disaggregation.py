@@ -100,7 +100,7 @@ def counts(output: Any) -> tuple[list[int], int, int]:
     return output.outputs[0].token_ids, output.num_draft_tokens, output.num_accepted_tokens
 
 
-@pytest.mark.spread(4)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(("method", "overlap", "block_sizes", "transport"), CELLS)
 def test_tokens_and_acceptance_are_those_of_one_engine(
     method: str, overlap: bool, block_sizes: tuple[int, int], transport: str

@@ -76,6 +76,7 @@ def kv_bytes(llm: LLM) -> np.ndarray:
     return np.concatenate([np.frombuffer(view, np.uint8) for view in worker._transport._memory._regions])
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("library", LIBRARY_KINDS)
 def test_a_helper_that_is_stopped_beyond_its_lease_and_goes_on_changes_no_block(
     library: str, monkeypatch: pytest.MonkeyPatch

@@ -75,7 +75,7 @@ def check(
         assert connector(prefill, "held") == 0
 
 
-@pytest.mark.spread(5)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(("p_size", "d_size", "method", "block_sizes", "transport"), CELLS)
 def test_any_ranks_to_any_ranks(
     expected: dict[str, list[Any]],

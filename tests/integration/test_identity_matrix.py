@@ -104,6 +104,7 @@ def test_prefix_hits_under_preemption(plain_tokens: list[list[int]], overlap: bo
     assert tokens == plain_tokens
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_worker_in_its_own_process(plain_tokens: list[list[int]], overlap: bool) -> None:
     tokens, llm = run(

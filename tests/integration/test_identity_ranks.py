@@ -87,7 +87,7 @@ def accepted(**arguments: Any) -> int:
     return llm.stats().speculation.num_accepted_tokens
 
 
-@pytest.mark.spread(1)
+@pytest.mark.long
 @pytest.mark.parametrize(("method", "size"), grid(list(METHODS), ((2, 1), (1, 2)), strength=1))
 def test_as_many_drafts_are_accepted(plain_drafts: dict[str, int], method: str, size: tuple[int, int]) -> None:
     assert accepted(speculative_config=config(method, 3), **ranks(*size)) == plain_drafts[method]
@@ -178,7 +178,7 @@ def test_tiers(plain_tokens: list[list[int]], size: tuple[int, int], overlap: bo
     assert llm.stats().remote_kv.num_tokens > 0
 
 
-@pytest.mark.spread(1)
+@pytest.mark.long
 @pytest.mark.parametrize(("writer", "reader"), [((2, 1), (1, 1)), ((1, 1), (1, 2)), ((1, 3), (4, 1)), ((2, 2), (3, 1))])
 def test_what_some_ranks_stored_others_load(
     plain_tokens: list[list[int]], writer: tuple[int, int], reader: tuple[int, int], tmp_path: Path

@@ -84,7 +84,7 @@ def random_head(random_model: Path) -> Path:
     return folder
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("method", "overlap"), grid(list(METHODS), (False, True), strength=1))
 def test_random_model(random_model: Path, random_head: Path, method: str, overlap: bool) -> None:
     arguments = {"model": str(random_model), "tokenizer": DEMO, "load_format": "dummy"}
@@ -145,6 +145,7 @@ def test_the_table_turns_drafts_off_under_load(plain_tokens: list[list[int]]) ->
     assert llm.stats().speculation.num_draft_tokens < COUNT * MAX_TOKENS
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("method", "tier"), [("mtp", False), ("mtp", True), ("eagle3", False)])
 def test_a_hit_by_another_prompt_changes_no_draft(method: str, tier: bool) -> None:
     """Prompts that share whole blocks and then differ: a drafter that looks a token ahead must not find the other's."""

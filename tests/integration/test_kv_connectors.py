@@ -125,6 +125,7 @@ class Late:
             pass
 
 
+@pytest.mark.long
 def test_transfers_that_take_some_steps(plain_tokens: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks are given away while they are copied, and wanted while they come."""
 
@@ -174,7 +175,7 @@ def test_a_tier_too_small_for_all(plain_tokens: list[list[int]], speculator: str
 FAILING = {"first": 0, "middle": 2, "last": -1}
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("speculator", "policy", "place"), grid(list(SPECULATORS), ("recompute", "fail"), list(FAILING))
 )

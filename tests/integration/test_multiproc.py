@@ -68,6 +68,7 @@ def run(backend: str, **engine_args: Any) -> tuple[list[list[int]], LLM]:
     return found, llm
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("engine_args", [{"max_model_len": 256}, EVERYTHING], ids=["plain", "everything"])
 def test_the_tokens_are_those_of_one_process(engine_args: dict[str, Any]) -> None:
     here, _ = run("uniproc", **engine_args)

@@ -13,6 +13,7 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "disaggregation" / "two_namesp
 NO_NAMESPACES = 77
 
 
+@pytest.mark.long
 def test_two_network_namespaces_answer_as_one_engine_does() -> None:
     env = {**os.environ, "PYTHON": sys.executable}
     done = subprocess.run([str(SCRIPT)], capture_output=True, text=True, check=False, env=env)

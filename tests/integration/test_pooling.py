@@ -91,6 +91,7 @@ def assert_as_transformers(path: Path, llm: LLM, dtype: torch.dtype, mode: str, 
         assert 1 - torch.cosine_similarity(found, wanted, dim=0) < tolerance
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("mode", POOLED)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-3)])
 def test_cosine_with_transformers(mode: str, dtype: torch.dtype, tolerance: float, folder: Path) -> None:
@@ -108,6 +109,7 @@ def test_a_generating_checkpoint_pools_by_its_last_token(folder: Path) -> None:
     llm.shutdown()
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", ["qwen2-tied", "mistral-window", "llama3-gqa4-tied"])
 def test_other_architectures(name: str, folder: Path) -> None:
     path = make_pooling_checkpoint(name, folder)
@@ -203,11 +205,13 @@ def test_ranks(weights: Path | str, plain: bytes, size: tuple[int, int], overlap
     assert found == plain
 
 
+@pytest.mark.long
 def test_ranks_in_processes(checkpoint: Path) -> None:
     plain = vectors(checkpoint, one_by_one=True)[0]
     assert vectors(checkpoint, max_num_batched_tokens=48, **ranks(2, 2, None))[0] == plain
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("size", [(1, 1), (2, 2)])
 def test_tiers(weights: Path | str, plain: bytes, size: tuple[int, int]) -> None:
     """The cache holds one prompt: what the second run reuses comes from the tier."""
@@ -225,6 +229,7 @@ def test_tiers(weights: Path | str, plain: bytes, size: tuple[int, int]) -> None
     assert llm.stats().remote_kv.num_tokens > 500
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("mode", ["mean_tokens", "cls_token"])
 def test_whole_prompts_are_the_same_bits_too(mode: str, folder: Path) -> None:
     path = make_pooling_checkpoint(MODEL, folder, mode=mode)

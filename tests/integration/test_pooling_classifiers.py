@@ -66,6 +66,7 @@ def logits_of(path: Path, prompt: list[int], dtype: torch.dtype) -> torch.Tensor
 # ---- Right ----
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize(
     ("name", "num_labels", "problem"),
     [

@@ -59,6 +59,7 @@ def nothing_is_reserved() -> bool:
     return all(group["state"] == "REMOVED" for group in groups)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("pp", "tp", "is_here"), [(1, 2, True), (1, 2, False), (2, 1, True), (2, 1, False)])
 def test_the_tokens_are_those_of_one_rank(
     cluster: None, of_one_rank: list[Any], monkeypatch: pytest.MonkeyPatch, pp: int, tp: int, is_here: bool

@@ -86,6 +86,7 @@ def ask(url: str) -> list[str]:
     return [done.choices[0].text, "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)]
 
 
+@pytest.mark.long
 def test_two_prefill_instances_and_a_decode_instance_that_die_give_one_engines_tokens() -> None:
     with (
         serve(*MEMORY) as one,

@@ -145,6 +145,7 @@ def try_script(name: str, trial: Trial, folder: Path) -> None:
     assert "Traceback" not in text, text[-2000:]
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("name", QUICK)
 def test_a_quick_script_runs(name: str, tmp_path: Path) -> None:
     try_script(name, QUICK[name], tmp_path)

@@ -44,6 +44,7 @@ def story(server: ServerProcess) -> str:
     return call(server.url, "POST", "/v1/completions", body).json()["choices"][0]["text"]
 
 
+@pytest.mark.long
 def test_langchain_openai(server: ServerProcess) -> None:
     found = run("langchain_openai", server)
     assert (found["whole"], found["streamed"], found["several"]) == ("5", "5", ["5", "5"])
@@ -53,6 +54,7 @@ def test_langchain_openai(server: ServerProcess) -> None:
     assert found["text"] == story(server)
 
 
+@pytest.mark.long
 def test_litellm(server: ServerProcess) -> None:
     found = run("litellm", server)
     assert found.pop("text") == story(server)

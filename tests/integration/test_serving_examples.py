@@ -72,6 +72,7 @@ def test_the_built_in_model_calls_the_tool_of_the_examples(server: ServerProcess
     assert called(server, body) == [("get_weather", {"city": "Paris"})]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     "question",
     ["What is the weather in Paris?", "What's the weather in Paris?", "How is the weather in Paris today?"],

@@ -97,6 +97,7 @@ def test_outputs_are_valid(plain: list[RequestOutput]) -> None:
     assert num_complete >= 9, "most outputs were meant to end by themselves"
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(("method", "overlap"), list(itertools.product([None, *METHODS], (False, True))))
 def test_same_tokens_with_drafts_and_overlap(plain: list[RequestOutput], method: str | None, overlap: bool) -> None:
     drafts = None if method is None else config(method, 3)

@@ -88,6 +88,7 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matrix, "make_rows", rows)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("one_process")
 def test_noise_that_depends_on_the_batch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     uniform = batch.uniform
@@ -107,6 +108,7 @@ def test_noise_that_depends_on_the_batch(monkeypatch: pytest.MonkeyPatch, capsys
     assert "LLM(max_model_len=" in described
 
 
+@pytest.mark.long
 def test_blocks_found_by_what_is_in_them_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hash that forgets what stands before its block gives other prompts' KV."""
 

@@ -105,7 +105,7 @@ def answers(url: str) -> list[Any]:
     return found
 
 
-@pytest.mark.spread(1)
+@pytest.mark.long
 @pytest.mark.parametrize("style", STYLES)
 def test_one_prefill_and_two_decode_instances(style: str) -> None:
     with serve("--kv-cache-memory", "32MB") as one:

@@ -133,6 +133,7 @@ def check_case(case: Case, logits: torch.Tensor) -> Workspace:
     return workspace
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("dtype", "vocab_size", "spread"),
     [(torch.float16, 100, 2.0), (torch.bfloat16, 9001, 3.0), (torch.float32, 9001, 0.5)],

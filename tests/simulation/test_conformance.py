@@ -17,11 +17,13 @@ from penstock.simulation.tiers import OffloadBacking
 from penstock.utils.clock import ManualClock
 
 
+@pytest.mark.spread(5)
 @pytest.mark.parametrize("scenario", [*CONNECTOR_SCENARIOS, "other_split"])
 def test_the_store_conforms(scenario: str) -> None:
     check_connector(StoreBacking, (scenario,), num_seeds=4, same_split=scenario != "other_split")
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("scenario", [name for name in SCENARIOS if name.startswith("offload")])
 def test_the_tiers_conform(scenario: str) -> None:
     check_connector(OffloadBacking, (scenario,), num_seeds=6)

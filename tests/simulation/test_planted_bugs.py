@@ -12,7 +12,7 @@ from tests.simulation.planted_pd import PD_BUGS
 MAX_SEEDS = 60
 
 
-@pytest.mark.spread(25)
+@pytest.mark.spread(12)
 @pytest.mark.parametrize("bug", [*BUGS, *PD_BUGS], ids=lambda bug: bug.name.replace(" ", "_"))
 def test_planted_bug_is_caught(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
     for edit in bug.edits:

@@ -89,7 +89,7 @@ HAPPENS = {
 }
 
 
-@pytest.mark.spread(20)
+@pytest.mark.spread(10)
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_scenario(name: str) -> None:
     happened: Counter[str] = Counter()

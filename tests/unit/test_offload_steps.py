@@ -146,6 +146,7 @@ def test_only_new_blocks_are_offered(monkeypatch: pytest.MonkeyPatch, policy: Of
     scheduler.check_integrity()
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("seed", range(6))
 def test_a_tail_never_outlives_its_head(seed: int) -> None:
     """Prompts that share a stem grow block by block, beside others that end; the tier is far too small for all."""

@@ -106,6 +106,7 @@ def test_logits_of_many_rows_are_larger_than_a_buffer(way: str) -> None:
     gather_all(2, [(whole, [100000, 51936])], way)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("count", [2, 4])
 def test_a_storm_of_gathers_with_delays(count: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every result stays as it is until the second next call, also between gathers in pieces and barriers."""
