@@ -1,1 +1,1 @@
-"""A deterministic world of engines, clients and faults, in which every token can be checked."""
+"""A deterministic simulation of engines, clients and faults in which every token is checked."""

@@ -1,4 +1,4 @@
-"""What stands behind the engines of a world, and outlives them: a connector's two parts are made here."""
+"""Backings: the part of a world that outlives its engines and builds the two parts of their connectors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from penstock.utils.clock import ManualClock
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One life of one engine. `cache` is the whole engine's, its ranks have parts of it."""
+    """One life of one engine. `cache` is the whole engine's; its ranks have parts of it."""
 
     name: str
     life: int
@@ -40,60 +40,61 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Touch:
-    """A transfer under way may write a block of an engine at any moment, or read it."""
+    """A block that a transfer in progress may read or write at any moment."""
 
     block_id: int
     writes: bool
 
 
 class Backing:
-    """Engines whose KV stays where it is. Also the base of backings that have no use for every method."""
+    """Engines without a connector. Also the base of backings that do not need every method."""
 
     def attach(self, site: Site) -> Parts:
-        """A new life of an engine begins; the one before it has crashed."""
+        """A new life of an engine begins; the previous one has crashed."""
         workers = {shard: NullWorkerConnector() for shard in site.ranks.shards}
         return Parts(NullSchedulerConnector(), workers, is_null=True)
 
     def crash(self, name: str) -> None:
-        """The engine of that name has died, with whatever was under way."""
+        """The engine of that name has died, with everything in progress."""
 
     def restart(self) -> None:
-        """What stands behind the engines dies and comes back empty."""
+        """The backing dies and restarts empty."""
 
     def tick(self) -> None:
-        """Time has passed."""
+        """Called after time has advanced."""
 
     def touching(self, name: str) -> Iterable[Touch]:
-        """The blocks of that engine's memory that transfers may touch from now on."""
+        """Returns the blocks of that engine's memory that transfers may access from now on."""
         return ()
 
     def check(self, contents: Callable[[int, bytes, str, int], bytes | None]) -> None:
-        """Recomputes what must be true. `contents(group, block hash, layer, head)` is what a block must hold, None for
-        a hash that no request has."""
+        """Checks the invariants. `contents(group, block hash, layer, head)` returns the expected content of a block,
+        None for a hash that no request has.
+        """
 
     def is_stopped(self, name: str) -> bool:
-        """Whether the engine's process is stopped for now."""
+        """Whether the engine's process is currently stopped."""
         return False
 
     def has_news(self, name: str) -> bool:
-        """Whether an engine without requests has a reason to take a step."""
+        """Whether an engine without requests has a reason to execute a step."""
         return True
 
     @property
     def is_settled(self) -> bool:
-        """Nothing is open that ends by itself."""
+        """Whether nothing is open that will end by itself."""
         return True
 
     def counters(self) -> Mapping[str, float]:
-        """What has happened in it."""
+        """Returns counts of events."""
         return {}
 
     def check_idle(self) -> None:
-        """Nothing is left over when no request is."""
+        """Checks that nothing remains when there are no requests."""
 
 
 class StoreBacking(Backing):
-    """The block store of `simulation/store.py`, which all engines share."""
+    """The block store of `simulation/store.py`, shared by all engines."""
 
     def __init__(self, world: BackingContext, make_scheduler: type[StoreScheduler] = StoreScheduler) -> None:
         self._make_scheduler = make_scheduler
@@ -157,7 +158,7 @@ class StoreBacking(Backing):
 
 
 class BackingContext:
-    """What a backing may use of its world: the clock, and what shall happen to each transfer."""
+    """The part of a world that a backing may use: the clock, and the fault of each transfer."""
 
     def __init__(self, setup: Setup, clock: ManualClock, rng: random.Random) -> None:
         self.setup = setup
@@ -166,7 +167,7 @@ class BackingContext:
         self._rng = rng
 
     def fault_of(self, operation: Operation, num_bytes: int) -> Fault:
-        """Draws the fate of a transfer."""
+        """Draws the fault of a transfer."""
         rng, faults = self._rng, self.setup.faults
         delay = rng.uniform(0.0, faults.max_delay if rng.random() < faults.slow else 0.004)
         kind = FaultKind.NONE
@@ -183,9 +184,9 @@ class BackingContext:
         return Fault(kind, delay, rng.random(), rng.uniform(0.0, 0.5), rng.random() < faults.repeated)
 
     def is_struck(self) -> bool:
-        """Whether a byte of some memory changes in this tick."""
+        """Whether a byte of memory is corrupted in this tick."""
         return self.has_faults and self._rng.random() < self.setup.faults.corrupt / 4
 
     def pick(self, count: int) -> int:
-        """A number below `count`."""
+        """Draws a number below `count`."""
         return self._rng.randrange(count)

@@ -1,4 +1,4 @@
-"""What can stand behind the engines of a world, by name: a new connector joins the simulation with one entry here."""
+"""Backings by name: to add a connector to the simulation, add an entry here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.simulation.tiers import OffloadBacking
 
 
 class SeveralBackings(Backing):
-    """Tiers of its own and the shared store behind every engine, joined by the real `MultiConnector`'s parts."""
+    """Separate tiers and the shared store for every engine, combined by the real `MultiConnector`'s parts."""
 
     def __init__(self, context: BackingContext) -> None:
         self._children: dict[str, Backing] = {"tiers": OffloadBacking(context), "store": StoreBacking(context)}

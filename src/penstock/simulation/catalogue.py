@@ -1,4 +1,4 @@
-"""What the scenarios of the catalogue are made of."""
+"""Building blocks of the catalogue's scenarios."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Draw = Callable[[random.Random], Setup]
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """`origin` is one line on the failure; `draw` makes a world's setup from a seed's randomness."""
+    """`origin` describes the failure in one line; `draw` makes a world's setup from a seeded random generator."""
 
     name: str
     origin: str
@@ -24,7 +24,7 @@ class Catalogue(dict[str, Scenario]):
     """Scenarios by name."""
 
     def add(self, name: str, origin: str) -> Callable[[Draw], Draw]:
-        """Puts the function that draws its setup into the catalogue."""
+        """Decorator that adds the function that draws a scenario's setup to the catalogue."""
 
         def add(draw: Draw) -> Draw:
             self[name] = Scenario(name, origin, draw)
@@ -34,7 +34,7 @@ class Catalogue(dict[str, Scenario]):
 
 
 def base(rng: random.Random) -> Setup:
-    """What every scenario varies: depth, budget, room, attention, split."""
+    """Draws what every scenario varies: depth, token budget, pool size, attention, split."""
     return Setup(
         topologies=(rng.choice([(1, 1), (1, 1), (2, 1), (1, 2), (2, 2)]),),
         windows=rng.choice([(0,), (0,), (0, 9), (6,)]),

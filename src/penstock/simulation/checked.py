@@ -1,4 +1,4 @@
-"""A connector between two layers of glass: every call and every answer is held against the two protocols."""
+"""Wraps a connector's two parts and checks every call and every result against the two protocols."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _UNKNOWN = TransferReport("nobody/load-0", (0, 0), TransferStatus.DONE)
 
 
 class CheckedScheduler(Forwarding):
-    """Raises AssertionError when the connector or its caller breaks the contract of `SchedulerConnector`."""
+    """Raises AssertionError if the connector or its caller violates the contract of `SchedulerConnector`."""
 
     def __init__(self, inner: SchedulerConnector, block_size: int) -> None:
         super().__init__(inner)
@@ -83,7 +83,7 @@ class CheckedScheduler(Forwarding):
             else:
                 assert event.transfer_id in self._holds, f"{event.transfer_id} is released and was not held"
                 self._holds.remove(event.transfer_id)
-        # Blocks may be held without pending work: for a peer that has not come for them yet.
+        # Blocks may be held without pending work, for a peer that has not requested them yet.
         assert not self._loads or self.inner.has_pending_work, f"nothing is pending, and {sorted(self._loads)} are"
         return events
 
@@ -101,7 +101,7 @@ class CheckedScheduler(Forwarding):
 
 
 class CheckedWorker(Forwarding):
-    """Raises AssertionError when a worker's part reports for another rank, or a transfer twice."""
+    """Raises AssertionError if a worker's part reports for another rank, or reports a transfer twice."""
 
     def __init__(self, inner: WorkerConnector, shard: ShardId) -> None:
         super().__init__(inner)

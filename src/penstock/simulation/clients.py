@@ -1,4 +1,4 @@
-"""Clients: which requests come when, how they end, and whether every token they got is right."""
+"""Clients: draw requests and their arrival, check how they end, and check every token that they receive."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ from penstock.simulation.trace import ViolationError
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
-    """A request in an engine. `abort_at` is a tick, -1 for never; `next_engine` takes over when it has ended.
-
-    It comes in tick `not_before` at the earliest, and the engine may say that it asks for what cannot be if it
-    `may_be_refused`.
+    """A request in an engine. `abort_at` is a tick, -1 for never; `next_engine` continues it when it has ended. It
+    arrives in tick `not_before` at the earliest, and the engine may refuse it as invalid if it `may_be_refused`.
     """
 
     request: EngineRequest
@@ -73,28 +71,30 @@ class Clients:
 
     @property
     def is_done(self) -> bool:
-        """All requests have been drawn."""
+        """Whether all requests have been drawn."""
         return self._num_drawn >= self._traffic.num_requests
 
     def arrivals(self, tick: int, live: dict[str, LiveRequest]) -> list[LiveRequest]:
-        """What comes in this tick."""
+        """Returns the requests that arrive in this tick."""
         if self.is_done or self._rng.random() >= self._traffic.arrival:
             return []
         self._num_drawn += 1
         return [self._draw(tick, live)]
 
     def again(self, lost: LiveRequest, tick: int) -> LiveRequest:
-        """The same request once more, whose first attempt an engine took with it."""
+        """Returns a retry of a request that was lost with its engine."""
         return LiveRequest(
             lost.request, lost.answer, lost.expected, lost.engine, self._abort_at(tick), lost.next_engine
         )
 
     def redirected(self, each: LiveRequest) -> list[LiveRequest]:
-        """What becomes of a request whose engine is gone for good."""
+        """Returns the replacement of a request whose engine is down for good."""
         raise AssertionError(f"{each.engine} is gone, and {each.request.request_id} is for it")
 
     def follow_ups(self, done: LiveRequest, output: EngineOutput, tick: int) -> list[LiveRequest]:
-        """What follows a request that has ended well. Behind a prefill in one engine: the whole request in another."""
+        """Returns the requests that follow a successful one: after a prefill in one engine, the whole request in
+        another.
+        """
         if not done.next_engine:
             return []
         request = self._with_output(done.request, self._traffic.max_output)
@@ -136,7 +136,7 @@ class Clients:
     def _prompt(self) -> list[int]:
         rng, traffic = self._rng, self._traffic
         stem = rng.choice(self._stems)
-        # Whole blocks, and one token more or less, are where prefix caches go wrong.
+        # Prefix caches tend to fail at whole blocks, and at one token more or less.
         size = self._setup.block_size
         length = rng.choice([rng.randrange(len(stem) + 1), rng.randrange(len(stem) // size + 1) * size])
         suffix = rng.choice([0, 0, 1, rng.randrange(traffic.max_suffix + 1)])

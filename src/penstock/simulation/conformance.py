@@ -1,8 +1,8 @@
-"""The tests for authors of connectors and transports, which Penstock's own must pass too.
+"""Conformance tests for connectors and transports, including Penstock's own.
 
-`check_connector` takes what `BACKINGS` holds, a function from a `BackingContext` to a `Backing`, and runs worlds of the
-catalogue over it with both parts held against their protocols. `check_transport` takes a function that makes two fresh
-endpoints. Both raise AssertionError that says what to look at.
+`check_connector` takes a function from a `BackingContext` to a `Backing`, as in `BACKINGS`, and runs worlds of the
+catalogue with it, with both parts checked against their protocols. `check_transport` takes a function that makes two
+fresh endpoints. Both raise AssertionError with a description of the failure.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from penstock.simulation.scenarios import SCENARIOS
 from penstock.simulation.world import World
 from penstock.utils.errors import PeerError
 
-# Those that ask nothing of the store that other connectors may not have. Not every connector joins engines that are
-# split differently: `other_split` is for those that do.
+# Scenarios that need no features specific to the store. `other_split` is only for connectors that join engines with
+# different splits.
 CONNECTOR_SCENARIOS = (
     "shared_store_with_drafts",
     "handoff",
@@ -62,7 +62,9 @@ def check_connector(
     *,
     same_split: bool = True,
 ) -> None:
-    """Runs `num_seeds` worlds of each scenario. With `same_split` all engines of a world have as many ranks."""
+    """Runs `num_seeds` worlds of each scenario. With `same_split` all engines of a world have the same number of
+    ranks.
+    """
     for name in scenarios:
         for seed in range(num_seeds):
             rng = random.Random(f"{name} {seed}")
@@ -82,11 +84,9 @@ def _private(num_bytes: int) -> memoryview:
 
 @dataclass(frozen=True, slots=True)
 class TransportRig:
-    """Two fresh endpoints with nothing registered. `restart_right` ends the right one, not in an orderly way, and
-    returns its next life. Whatever is in the way of connecting is the factory's to arrange.
-
-    The right one may be a proxy for an endpoint in another process. `allocate` makes the memory that the kit registers
-    on both sides, zeroed, and looks into.
+    """Two fresh endpoints with nothing registered. `restart_right` kills the right one without an orderly shutdown and
+    returns its next life. The factory must arrange everything needed to connect. The right one may be a proxy for an
+    endpoint in another process. `allocate` creates the zeroed memory that the tests register on both sides and inspect.
     """
 
     left: DataTransport
@@ -96,12 +96,12 @@ class TransportRig:
 
 
 def runs_of(*runs: tuple[int, int, int]) -> np.ndarray:
-    """[n, 3] int64 of local offset, remote offset, bytes."""
+    """Returns [n, 3] int64 of local offset, remote offset, bytes."""
     return np.array(runs, np.int64).reshape(-1, 3)
 
 
 class _Pair:
-    """The rig with memory on both sides, of two regions each: the left's is empty, the right's has a pattern."""
+    """The rig with memory of two regions on each side: the left's is empty, the right's has a pattern."""
 
     def __init__(self, rig: TransportRig) -> None:
         self.rig = rig
@@ -130,7 +130,7 @@ class _Pair:
         self._far[0][:], self._far[1][:] = data[: _SIZE - _SPLIT], data[_SIZE - _SPLIT :]
 
     def register_again(self, right: DataTransport, data: bytes) -> None:
-        """Memory for the next life of the right one."""
+        """Registers memory for the next life of the right endpoint."""
         memory = self.rig.allocate(_SIZE)
         memory[:] = data
         right.register([memory])
@@ -145,9 +145,9 @@ class _Pair:
         return state
 
     def settle(self, handles: Sequence[TransferHandle]) -> None:
-        """Waits until all have settled, but not for ever."""
+        """Waits, with a time limit, until all have settled."""
         waited = 0.0
-        # All are polled each time: `wait` returns for what has changed since.
+        # All are polled each time: `wait` returns when something has changed since.
         while not {self.left.poll(handle) for handle in handles} <= _SETTLED and waited < _SECONDS:
             self.left.wait(handles, 0.1)
             waited += 0.1
@@ -159,7 +159,7 @@ class _Pair:
 
 
 def check_transport(make: Callable[[], TransportRig]) -> None:
-    """The contract of `transports/base.py`, where no faults are scripted."""
+    """Checks the contract of `transports/base.py` without scripted faults."""
     for check in (
         _check_reads_and_writes,
         _check_nothing_else_changes,
@@ -200,7 +200,7 @@ def _check_nothing_else_changes(pair: _Pair) -> None:
 
 
 def _check_many_runs(pair: _Pair) -> None:
-    """More than a system call takes at once, in both directions, across the ends of the regions."""
+    """Checks more runs than one system call accepts, in both directions, across the ends of the regions."""
     order = list(range(0, _SIZE - 1, 2))
     random.Random(0).shuffle(order)
     swapped = runs_of(*((at, order[number], 2) for number, at in enumerate(range(0, _SIZE - 1, 2))))
@@ -254,7 +254,7 @@ def _check_refusals(pair: _Pair) -> None:
         (0, 8, huge),
         (8, (1 << 63) - 1, (1 << 63) - 1),
     ):
-        # A transport that asks the peer first says so with the transfer's end.
+        # A transport that asks the peer first reports this with the end of the transfer.
         try:
             state = pair.move(Operation.READ, runs_of(good, run))
         except PeerError:

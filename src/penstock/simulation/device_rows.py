@@ -1,4 +1,4 @@
-"""What a simulated rank's device holds of its requests, and what it computes of them in a step."""
+"""The state of requests on a simulated rank's device, and its computation in a step."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from penstock.simulation.oracle import VOCAB_SIZE, Answer, OracleLayer, OracleMe
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """What a rank's device holds of a request."""
+    """The state of a request on a rank's device."""
 
     request_id: str
     answer: Answer
-    tokens: list[int]  # what is known, then the drafts
+    tokens: list[int]  # known tokens, then the drafts
     num_computed: int  # exact
     table: list[list[int]]
     num_drafts: int = 0
 
     def take(self, sampled: Sequence[int]) -> None:
-        """The accepted drafts, and the token behind them."""
+        """Appends the accepted drafts and the token after them."""
         first = len(self.tokens) - self.num_drafts
         self.num_computed = first + len(sampled) - 1
         self.tokens[first:] = sampled
         self.num_drafts = 0
 
     def hold(self, drafts: Sequence[int]) -> None:
-        """What the next step may verify."""
+        """Sets the drafts that the next step may verify."""
         self.tokens += drafts
         self.num_drafts = len(drafts)
 
 
 StageResult = list[tuple[tuple[int, ...], list[int]]]
-"""What earlier stages are told of a step: of every request that samples the tokens, and the drafts behind them."""
+"""What earlier stages receive for a step: for every sampling request, the tokens and the drafts after them."""
 
 
 @dataclass(slots=True, eq=False)
 class Item:
-    """A request's part of a step on one rank, as its host launches it; the device knows where it really starts."""
+    """A request's part of a step on one rank, as launched by the host; the device knows the actual start."""
 
     memory: OracleMemory
     row: Row
@@ -66,14 +66,13 @@ class Item:
             row.num_computed = self.end
 
     def write(self, layer: OracleLayer, start: int, tokens: Sequence[int]) -> None:
-        # A gap of the drafter is some token to the model.
+        # A missing draft is an arbitrary token to the model.
         self.memory.write(layer, self.table[layer.group], start, [max(0, token) for token in tokens])
 
 
 def checksum(items: Sequence[Item], layer: OracleLayer, position: int, before: int) -> int:
-    """Of what a query at `position` sees behind it in all heads of a stage; continues the checksum `before`.
-
-    Ranks that have the same heads must see the same in them.
+    """Returns the checksum of everything that a query at `position` reads in all heads of a stage, continuing the
+    checksum `before`. Ranks with the same heads must have the same content in them.
     """
     start, heads = before, range(0)
     for item in items:
@@ -85,7 +84,7 @@ def checksum(items: Sequence[Item], layer: OracleLayer, position: int, before: i
 
 
 def accept(drafts: Sequence[int], checksums: Sequence[int]) -> tuple[int, ...]:
-    """The accepted drafts and the token behind them; nothing where nothing is sampled."""
+    """Returns the accepted drafts and the token after them; nothing if nothing is sampled."""
     sampled: list[int] = []
     for index, checksum in enumerate(checksums):
         sampled.append(checksum % VOCAB_SIZE)

@@ -1,4 +1,4 @@
-"""What must be true of an engine after every step, worked out from memory, transfers and prompts alone."""
+"""Invariants of an engine after every step, computed only from memory, transfers and prompts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.simulation.trace import ViolationError, block_name
 
 
 class Contents:
-    """What a published block must hold, by its hash: from the prompts, with hashes worked out here again."""
+    """The expected content of published blocks by hash, derived from the prompts, with hashes recomputed here."""
 
     def __init__(self, block_size: int, num_tokens_ahead: int) -> None:
         self._block_size = block_size
@@ -23,7 +23,7 @@ class Contents:
         self._known: dict[bytes, tuple[Answer, int]] = {}
 
     def add(self, answer: Answer, cache_salt: str | None, max_tokens: int) -> None:
-        """All blocks that a request may fill."""
+        """Adds all blocks that a request may fill."""
         tokens = answer.token_ids[: answer.num_prompt_tokens] + answer.output(max_tokens)
         parent = hashlib.sha256(b"penstock block chain\0" + (cache_salt or "").encode()).digest()
         size, ahead = self._block_size, self._num_tokens_ahead
@@ -33,7 +33,7 @@ class Contents:
             self._known.setdefault(parent, (answer, index))
 
     def find(self, group: int, block_hash: bytes, layer_name: str, head: int) -> bytes | None:
-        """What one head of one layer of that block must hold; None when no request has the hash."""
+        """Returns the expected content of one head of one layer of that block; None if no request has the hash."""
         if block_hash not in self._known:
             return None
         answer, index = self._known[block_hash]
@@ -41,7 +41,7 @@ class Contents:
 
 
 def check_engine(engine: SimEngine, contents: Contents, touching: Iterable[Touch], *, everything: bool) -> None:
-    """Raises ViolationError. With `everything`, all published blocks are read again and not only the new ones."""
+    """Raises ViolationError. With `everything`, checks all published blocks instead of only the new ones."""
     check_transfers(engine, touching)
     check_counts(engine)
     if everything:
@@ -52,7 +52,7 @@ def check_engine(engine: SimEngine, contents: Contents, touching: Iterable[Touch
 
 
 def check_transfers(engine: SimEngine, touching: Iterable[Touch]) -> None:
-    """No transfer may read a block that can be handed out, or write one that another request can read."""
+    """Checks that no transfer reads a block that can be reallocated, or writes one that another request can read."""
     for touch in touching:
         name = block_name(engine.name, touch.block_id)
         if touch.block_id == NULL_BLOCK:
@@ -64,9 +64,9 @@ def check_transfers(engine: SimEngine, touching: Iterable[Touch]) -> None:
 
 
 def check_counts(engine: SimEngine) -> None:
-    """exact <= upper bound <= allocated slots, for every request that runs.
+    """Checks exact <= upper bound <= allocated slots for every running request.
 
-    The last stage has the exact count; earlier ones may not have heard of it yet.
+    The last stage has the exact count; earlier ones may not have received it yet.
     """
     for request in engine.running_requests():
         name = request.request_id
@@ -86,7 +86,7 @@ def check_counts(engine: SimEngine) -> None:
 
 
 def check_published(engine: SimEngine, contents: Contents, blocks: Iterable[tuple[int, tuple[int, bytes]]]) -> None:
-    """What can be found in the prefix cache is, in every layer of every rank, what the prompt leads to."""
+    """Checks that published blocks have, in every layer of every rank, the content that the prompt determines."""
     for block_id, (group, block_hash) in blocks:
         name = block_name(engine.name, block_id)
         for rank in engine.devices.ranks.values():
@@ -100,7 +100,7 @@ def check_published(engine: SimEngine, contents: Contents, blocks: Iterable[tupl
 
 
 def check_idle(engine: SimEngine) -> None:
-    """Nothing is left over of any request: P3."""
+    """Checks that nothing remains of any request (P3)."""
     pool = engine.pool
     if pool.num_available != pool.num_usable:
         missing = [block_name(engine.name, i) for i in range(1, pool.num_usable + 1) if not pool.is_available(i)]

@@ -2,10 +2,9 @@
 
 A slot holds, in every layer and for each of two heads, a digest of (token, position, layer, head, digest of the slot
 before). The next token is a function of the digests *read through the block table* in every layer. A wrong block, a
-stale or torn slot, a bad rewind, a lost window or a layer that did not travel therefore changes the output, and the
-right output is `continuation`, a pure function of the prompt.
-
-Memory that was never written is poison, not zero.
+stale or torn slot, a bad rewind, a lost window or a layer that was not transferred therefore changes the output, and
+the correct output is `continuation`, a pure function of the prompt. Memory that was never written is poisoned, not
+zero.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from penstock.messages.kv_transfer import ShardId
 
 NUM_HEADS = 2
 WORD_BYTES = 4
-"""Bytes of a slot in one layer and head."""
+"""Size in bytes of a slot in one layer and head."""
 
 VOCAB_SIZE = 4093
 _POISON = bytes.fromhex("efbeadde")
@@ -32,19 +31,21 @@ _MASK = 0xFFFFFFFF
 
 @functools.cache
 def layer_salts(layer_name: str) -> tuple[int, ...]:
-    """What tells the layer's heads from all others."""
+    """Returns the salts that distinguish the layer's heads from all others."""
     return tuple(crc32(f"{layer_name}/{head}".encode()) for head in range(NUM_HEADS))
 
 
 def slot_digest(token: int, position: int, salt: int, before: int) -> int:
-    """32 bits. `before` is the digest that the slot before holds, 0 at the start."""
+    """Returns 32 bits. `before` is the digest in the previous slot, 0 at the start."""
     value = (before ^ (token * 0x9E3779B1 + position * 0x85EBCA77 + salt)) * 0xC2B2AE3D & _MASK
     return value ^ (value >> 15)
 
 
 @dataclass(frozen=True, slots=True)
 class OracleLayer:
-    """`group` is its KV group; `window` is how many slots a query sees, 0 for all. A draft layer decides no token."""
+    """`group` is its KV group; `window` is how many slots a query sees, 0 for all. A draft layer does not influence
+    tokens.
+    """
 
     name: str
     group: int
@@ -53,16 +54,18 @@ class OracleLayer:
 
     @property
     def num_tokens_ahead(self) -> int:
-        """A drafter's slot depends on the token behind it too, as where several tokens are predicted at once."""
+        """A drafter's slot also depends on the following token, as with multi-token prediction."""
         return int(self.is_draft)
 
     def first_seen(self, position: int) -> int:
-        """The first slot that decides the token at `position`."""
+        """Returns the first slot that influences the token at `position`."""
         return max(0, position - self.window) if self.window else 0
 
 
 def make_layers(windows: Sequence[int], num_layers: int, has_drafter: bool) -> tuple[OracleLayer, ...]:
-    """`num_layers` layers in each of the groups, one group per window; the drafter's layer lies in the first group."""
+    """Makes `num_layers` layers in each of the groups, one group per window; the drafter's layer is in the first
+    group.
+    """
     layers = [
         OracleLayer(f"layer.{number}.{group}", group, window)
         for number in range(num_layers)
@@ -72,10 +75,10 @@ def make_layers(windows: Sequence[int], num_layers: int, has_drafter: bool) -> t
 
 
 def cache_config(layers: Sequence[OracleLayer], num_blocks: int, block_size: int, num_heads: int) -> KVCacheConfig:
-    """The cache of a rank that has these layers and so many heads of each."""
+    """Returns the cache of a rank that has these layers and this many heads of each."""
 
     def spec(window: int) -> KVCacheSpec:
-        # Keys and values of one 16-bit number each: WORD_BYTES a slot and head.
+        # Keys and values of one 16-bit number each: WORD_BYTES per slot and head.
         return KVCacheSpec.keys_and_values(num_heads, 1, "bfloat16", window)
 
     groups: dict[int, list[OracleLayer]] = {}
@@ -96,7 +99,7 @@ def cache_config(layers: Sequence[OracleLayer], num_blocks: int, block_size: int
 
 @dataclass(slots=True)
 class Answer:
-    """What a prompt leads to: its tokens and their continuation, and what every slot must hold."""
+    """The expected results of a prompt: its tokens, their continuation, and the content of every slot."""
 
     layers: tuple[OracleLayer, ...]
     num_prompt_tokens: int
@@ -104,7 +107,7 @@ class Answer:
     chains: dict[tuple[str, int], array[int]] = field(default_factory=dict[tuple[str, int], "array[int]"])
 
     def output(self, count: int) -> list[int]:
-        """The first `count` tokens behind the prompt."""
+        """Returns the first `count` tokens after the prompt."""
         self._extend(self.num_prompt_tokens + count)
         return self.token_ids[self.num_prompt_tokens : self.num_prompt_tokens + count]
 
@@ -113,12 +116,12 @@ class Answer:
         return self.token_ids[position]
 
     def slots(self, layer_name: str, head: int, start: int, end: int) -> bytes:
-        """What the slots [start, end) must hold."""
+        """Returns the expected content of the slots [start, end)."""
         self._extend(end + 1)
         return self._chain(layer_name, head, end)[start:end].tobytes()
 
     def draft_checksum(self, layer: OracleLayer, position: int) -> int:
-        """Of the slots that a drafter sees when it guesses the token at `position`."""
+        """Returns the checksum of the slots that a drafter reads when it predicts the token at `position`."""
         checksum = 0
         for head in range(NUM_HEADS):
             checksum = crc32(self.slots(layer.name, head, layer.first_seen(position), position), checksum)
@@ -145,7 +148,7 @@ class Answer:
 
 
 class Answers:
-    """The right answer to every prompt, computed once."""
+    """The correct answer to every prompt, computed once."""
 
     def __init__(self, layers: tuple[OracleLayer, ...]) -> None:
         self._layers = layers
@@ -160,7 +163,7 @@ class Answers:
 class OracleMemory:
     """One rank's KV memory, a `KVCacheView`. A block of a layer is [heads of the rank, block_size] words.
 
-    As in a real cache, the j-th layer of every group lies in the same memory.
+    As in a real cache, the j-th layers of all groups share memory.
     """
 
     read_blocks, write_blocks = read_now, write_now
@@ -187,7 +190,7 @@ class OracleMemory:
         self.layout = self._describe()
 
     def _describe(self) -> KVLayout:
-        """A word is a key and a value of 16 bits each."""
+        """Describes the layout: a word is a key and a value of 16 bits each."""
         heads, size = self.heads, self.block_size
         layers = [
             LayerLayout(
@@ -224,12 +227,12 @@ class OracleMemory:
         memoryview(self.regions[layer_name])[block_id * self.stride : (block_id + 1) * self.stride] = data
 
     def head_bytes(self, layer_name: str, block_id: int, head: int) -> memoryview:
-        """One head of a block of a layer, [block_size] words."""
+        """Returns one head of a block of a layer, [block_size] words."""
         start = block_id * self.stride + (head - self.heads.start) * self.block_size * WORD_BYTES
         return memoryview(self.regions[layer_name])[start : start + self.block_size * WORD_BYTES]
 
     def write(self, layer: OracleLayer, table: Sequence[int], start: int, tokens: Sequence[int]) -> None:
-        """Computes the slots of tokens from position `start` on, each from the slot before it, as memory has it."""
+        """Computes the slots of tokens from position `start` on, each from the actual content of the previous slot."""
         words = self.words[layer.name]
         salts = layer_salts(layer.name)
         for head in self.heads:
@@ -240,12 +243,14 @@ class OracleMemory:
                 words[self._word(table, position, head)] = before
 
     def read(self, layer: OracleLayer, table: Sequence[int], start: int, end: int) -> list[int]:
-        """What the slots [start, end) hold, head by head."""
+        """Returns the content of the slots [start, end), head by head."""
         words = self.words[layer.name]
         return [words[self._word(table, position, head)] for head in self.heads for position in range(start, end)]
 
     def checksum(self, layer: OracleLayer, table: Sequence[int], position: int, before: int) -> int:
-        """Of what a query at `position` sees behind it, head by head; continues the checksum `before`."""
+        """Returns the checksum of everything that a query at `position` reads, head by head; continues the checksum
+        `before`.
+        """
         words = self.words[layer.name]
         for head in self.heads:
             start = layer.first_seen(position)
@@ -262,7 +267,7 @@ class OracleMemory:
         return (table[index] * len(self.heads) + head - self.heads.start) * self.block_size + offset
 
     def poison(self, block_ids: Iterable[int]) -> None:
-        """Nothing may read what these blocks held."""
+        """Poisons these blocks, so that reads of their former content are detected."""
         filler = _POISON * (self.stride // WORD_BYTES)
         for block_id in block_ids:
             for region in self.regions.values():

@@ -82,7 +82,7 @@ class _Life:
 
 
 class P2PBacking(Backing):
-    """Engines that are connected to one another, each with its own address and the one list of peers."""
+    """Engines that are connected to one another, each with its own address and a shared list of peers."""
 
     def __init__(self, context: BackingContext) -> None:
         setup = context.setup
@@ -166,7 +166,7 @@ class P2PBacking(Backing):
         return self._network.is_stopped(name)
 
     def has_news(self, name: str) -> bool:
-        """What a connection has brought, a deadline that has passed, or something that workers are doing."""
+        """True if a message has arrived, a deadline has passed, or workers have jobs."""
         life = self._lives[name]
         return life.channel.has_news or bool(life.exchange._events) or not life.exchange._jobs.is_idle
 
@@ -199,7 +199,7 @@ class P2PBacking(Backing):
 
 
 def _at_once(connect: Callable[[], PeerId]) -> Future[PeerId]:
-    """In place of a thread."""
+    """Connects synchronously instead of in a thread."""
     future: Future[PeerId] = Future()
     try:
         future.set_result(connect())

@@ -1,7 +1,7 @@
 """The control channels of a world: connections between engine cores on the manual clock, which break and hang.
 
 Messages are encoded and decoded with the production codec. Within a connection they keep their order; a connection that
-breaks loses what is under way, and its two ends are told at different times, if they are still there.
+breaks loses messages in flight, and its two ends are notified at different times, if they still exist.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MAX_LATE_NEWS = 0.3
 
 @dataclass(slots=True, eq=False)
 class _End:
-    """One side of a connection. `latest`: nothing that is sent to it from now on arrives earlier."""
+    """One side of a connection. `latest`: messages sent to it from now on arrive no earlier than this."""
 
     channel: SimChannel
     peer: PeerKey
@@ -44,7 +44,7 @@ class _End:
 
 
 class SimNetwork:
-    """`rng` decides the fate of connections and messages; faults end with those of the world."""
+    """`rng` draws the faults of connections and messages; they end with the faults of the world."""
 
     def __init__(self, context: BackingContext, rng: random.Random) -> None:
         self.clock: ManualClock = context.clock
@@ -59,13 +59,13 @@ class SimNetwork:
         self.counts = {"connections_broken": 0, "connections_refused": 0, "partitions": 0, "stops": 0, "messages": 0}
 
     def open(self, name: str, address: Address) -> SimChannel:
-        """A new life of the engine `name` listens."""
+        """A new life of the engine `name` starts to listen."""
         assert address not in self._channels, f"{address} is in use"
         self._channels[address] = SimChannel(self, name, address)
         return self._channels[address]
 
     def crash(self, channel: SimChannel) -> None:
-        """The channel's process has died; its peers hear of it sooner or later."""
+        """The channel's process has died; its peers are notified after some time."""
         del self._channels[channel.address]
         for end in list(channel.ends.values()):
             end.is_over = True
@@ -74,7 +74,7 @@ class SimNetwork:
         channel.ends.clear()
 
     def stop(self, name: str, seconds: float) -> None:
-        """The process stops for so long; nothing that is sent to it is lost."""
+        """Stops the process for this long; messages sent to it are not lost."""
         self.counts["stops"] += 1
         self._stopped[name] = self.clock.now() + seconds
 
@@ -82,21 +82,21 @@ class SimNetwork:
         return self._context.has_faults and self._stopped.get(name, 0.0) > self.clock.now()
 
     def partition(self, one: str, other: str, seconds: float) -> None:
-        """Whatever one of them sends to the other waits for so long."""
+        """Delays messages between the two engines for this long."""
         self.counts["partitions"] += 1
         self._partitions[frozenset((one, other))] = self.clock.now() + seconds
 
     @property
     def is_quiet(self) -> bool:
-        """Nothing is under way."""
+        """Whether nothing is in flight."""
         return not self._events
 
     def run(self) -> None:
-        """Lets everything happen whose time has come."""
+        """Executes all events that are due."""
         while self._events and self._events[0][0] <= self.clock.now():
             heapq.heappop(self._events)[2]()
 
-    # ---- What channels ask for ----
+    # ---- Requests by channels ----
 
     def dial(self, channel: SimChannel, peer: PeerKey, address: Address) -> None:
         end = _End(channel, peer, is_outgoing=True)
@@ -116,13 +116,13 @@ class SimNetwork:
             self._at(arrival, lambda: self._cut(target))
 
     def hang_up(self, end: _End) -> None:
-        """The other end hears of it behind everything that has been sent."""
+        """Closes the connection; the other end is notified after all messages already sent."""
         end.is_over = True
         target = end.other
         if target is not None and not end.is_cut:
             self._at(self._arrival(target), lambda: self._lose(target, "the peer has closed the connection"))
 
-    # ---- What happens ----
+    # ---- Events ----
 
     def _connect(self, end: _End, address: Address, deadline: float) -> None:
         target = self._channels.get(address)
@@ -163,7 +163,7 @@ class SimNetwork:
             end.channel.events.append(Lost(end.peer, reason))
 
     def _cut(self, end: _End) -> None:
-        """The connection breaks. Each end hears of it some time later, and of nothing that is sent from now on."""
+        """Breaks the connection. Each end is notified some time later, and receives nothing sent from now on."""
         assert end.other is not None
         if end.is_cut:
             return
@@ -174,11 +174,11 @@ class SimNetwork:
             self._at(self.clock.now() + late, lambda each=each: self._lose(each, "the connection is broken"))
 
     def _is_hanging(self, one: SimChannel, other: SimChannel) -> float:
-        """Until when messages between the two wait."""
+        """Returns until when messages between the two are delayed."""
         return self._partitions.get(frozenset((one.name, other.name)), 0.0) if self._context.has_faults else 0.0
 
     def _arrival(self, end: _End) -> float:
-        """When what is sent to this end now arrives."""
+        """Returns when a message sent now to this end arrives."""
         assert end.other is not None
         now = self.clock.now()
         end.latest = max(end.latest, now + self._delay(), self._is_hanging(end.channel, end.other.channel))

@@ -1,7 +1,7 @@
-"""Peers that have the cluster key and do not keep the protocol, and one that keeps it and runs another model.
+"""Peers that have the cluster key and violate the protocol, and one that follows it but runs another model.
 
-The rogue speaks in valid messages: what no codec refuses. It is dialled by engines whose clients were told its address,
-and dials engines itself.
+The rogue sends well-formed messages that the codec accepts. Engines whose clients received its address connect to it,
+and it connects to engines itself.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _grant(name: TransferId, lease: float, block_ids: BlockIds, digests: tuple[S
 
 
 class Rogue:
-    """`real_hello` says what some engine says of itself. It acts only while there are faults."""
+    """`real_hello` returns an actual engine's hello. The rogue acts only while there are faults."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Rogue:
         self.num_said = 0
 
     def act(self, engines: Sequence[str]) -> None:
-        """Answers what has come, and sends a message that was not asked for."""
+        """Answers received messages, and sends an unsolicited one."""
         for event in self._channel.take():
             match event:
                 case Connected(peer, is_outgoing):
@@ -109,7 +109,7 @@ class Rogue:
         for message in messages:
             self._channel.send(peer, message)
 
-    # ---- As an engine that prefills ----
+    # ---- As a prefill engine ----
 
     def _answer(self, peer: PeerKey, message: Message) -> None:
         rng = self._rng
@@ -161,7 +161,7 @@ class Rogue:
         yield Refuse(name, Reason.OVERLOADED, "x" * _MANY)
 
     def _honest_grant(self, reader: Hello, fetch: Fetch) -> Grant:
-        """With the digests of what it has, which is another model's."""
+        """Grants KV of another model, with its correct digests."""
         size = self._setup.block_size
         table = tuple(range(1, 1 + -(-fetch.end // size)))
         unit = digest_unit(size, reader.shards[0].layout.block_size)
@@ -176,7 +176,7 @@ class Rogue:
             found.append(ShardDigests((0, 0), shard.shard, by_group))
         return _grant(fetch.transfer_id, 1.0, (table,) * len(self._setup.windows), tuple(found))
 
-    # ---- Hellos and other things ----
+    # ---- Hellos and other messages ----
 
     def _own_hello(self, meaning: dict[str, str]) -> Hello:
         name = f"rogue{self._rng.randrange(3)}"
@@ -185,7 +185,7 @@ class Rogue:
         )
 
     def _hello(self) -> Hello:
-        """Of an engine like the others, or of one that cannot be."""
+        """Returns the hello of an engine like the others, or an impossible one."""
         rng, real = self._rng, self._real_hello()
         good = self._own_hello(real.meaning)
         if rng.random() < 0.6:
@@ -226,10 +226,10 @@ class Rogue:
         return msgspec.structs.replace(good, epoch=str(rng.random()), shards=rng.choice(shards))
 
     def _anything(self) -> Message:
-        """A message of any kind, about a transfer that may exist."""
+        """Returns a message of any kind, about a transfer that may exist."""
         rng = self._rng
         if self._seen_fetches and rng.random() < 0.3:
-            # For the KV of a request that was not meant for it; it never says that it is done.
+            # Requests KV that was not meant for it, and never reports that it is done.
             return msgspec.structs.replace(rng.choice(self._seen_fetches), transfer_id=f"stolen-{rng.random()}")
         name, ticket = rng.choice(self._seen_ids), rng.choice(self._seen_tickets)
         first, end = rng.choice([(0, 4), (0, 0), (0, _HUGE), (-4, 8), (8, 4), (1, 3), (-_HUGE, _HUGE), (0, 12)])

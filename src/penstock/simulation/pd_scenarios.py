@@ -1,4 +1,4 @@
-"""The catalogue's worlds in which some engines prefill for others; see `scenarios.py`."""
+"""Scenarios in which some engines prefill for others; see `scenarios.py`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _pairs(setup: Setup, **changes: object) -> Setup:
 
 
 def _pair(rng: random.Random) -> Setup:
-    """One engine that prefills, one that decodes, each split in its own way or both alike."""
+    """One prefill engine and one decode engine, with the same or different splits."""
     setup = base(rng)
     first = setup.topologies[0]
     setup = replace(setup, topologies=(first, rng.choice([first, (1, 1), (2, 1), (1, 2)])), backing="p2p")
@@ -42,7 +42,7 @@ def _many(rng: random.Random) -> Setup:
 
 
 def _attested(setup: Setup) -> Setup:
-    """Where bytes may be wrong, only digests can tell."""
+    """Enables digests, which alone detect wrong bytes."""
     return _pairs(setup, is_attested=True)
 
 
@@ -139,7 +139,7 @@ def _stopped(rng: random.Random) -> Setup:
 def _lease_ends(rng: random.Random) -> Setup:
     setup = faulty(_mixed(rng), slow=0.9, max_delay=0.4, slow_messages=0.6, partition=0.03)
     setup = _pairs(setup, is_attested=False, lease_seconds=rng.choice([0.03, 0.08]))
-    # Each prompt may have to wait for the holds of those before it.
+    # Each prompt may have to wait for the holds of the previous ones.
     setup = replace(setup, spare_blocks=0, request_ticks=4000)
     return traffic(setup, num_requests=20, num_stems=6, arrival=0.8, abort=0.0)
 

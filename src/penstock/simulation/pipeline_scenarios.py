@@ -1,4 +1,4 @@
-"""Scenarios of pipeline stages and tensor parallel ranks: micro-batches, and results that are on their way."""
+"""Scenarios of pipeline stages and tensor parallel ranks: micro-batches, and results in flight."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Clients of disaggregated engines, and the proxies between: whose prompt goes where, with which parameters.
+"""Clients of disaggregated engines, and the proxies between them, which choose engines and parameters.
 
-Serial: P gets the request for one token, and its answer's parameters go to D with the whole request. Concurrent: both
-get theirs at once, in some order and some time apart, with a common name. A conversation goes on with what D has
-answered.
+Serial: P receives the request with one output token, and the parameters of its answer are sent to D with the whole
+request. Concurrent: both receive their requests in some order and some time apart, with a shared name. A conversation
+continues with D's answer.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ _MAX_APART = 60
 
 
 def address_of(name: str) -> Address:
-    """Where an engine listens, in all its lives."""
+    """Returns the address of an engine, the same in all its lives."""
     return f"{name}.example", 5600
 
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    """One prompt and what is asked for; `number` counts from 1 within its conversation. Clients give `name` again, and
-    proxies never `rendezvous`."""
+    """One prompt and its parameters; `number` counts from 1 within its conversation. Clients may reuse `name`; proxies
+    never reuse `rendezvous`.
+    """
 
     name: str
     rendezvous: str
@@ -54,7 +55,7 @@ class _Turn:
 
 @dataclass(slots=True, eq=False)
 class _Part(LiveRequest):
-    """A turn's request to one of the two engines. P's answer goes on to D where it `is_serial_prefill`."""
+    """A turn's request to one of the two engines. If it `is_serial_prefill`, P's answer is passed to D."""
 
     turn: _Turn | None = None
     is_decode: bool = False
@@ -96,7 +97,7 @@ class Proxies(Clients):
         return replace(lost, received=[], abort_at=self._abort_at(tick))
 
     def redirected(self, each: LiveRequest) -> list[LiveRequest]:
-        """Without an engine that prefills, D computes the prompt; with concurrent requests it has been asked to."""
+        """Without a prefill engine D computes the prompt; in the concurrent style D already has the request."""
         assert isinstance(each, _Part) and each.turn is not None and not each.is_decode
         self._gone.add(each.engine)
         return [self._decode(each.turn, None, each.not_before)] if each.is_serial_prefill else []
@@ -160,7 +161,7 @@ class Proxies(Clients):
         return list[LiveRequest](parts)
 
     def _hand_over(self, turn: _Turn, params: Params, tick: int) -> list[LiveRequest]:
-        """What D gets of P's answer, which the proxy passes on, mostly."""
+        """Sends D the parameters of P's answer; the proxy may lose, delay or alter them."""
         rng, pairs = self._rng, self._pairs
         if rng.random() < pairs.answer_lost:
             self._count("answers_lost")
@@ -234,7 +235,7 @@ class Proxies(Clients):
         )
 
     def _altered(self, turn: _Turn, params: Params) -> tuple[_Turn, Params]:
-        """Another prompt, or parameters that are not what P has answered."""
+        """Changes the prompt, or the parameters from P's answer."""
         rng, ticket = self._rng, params["ticket"]
         kind = rng.choice(["prompt", "truncated", "changed", "foreign", "engine", "address", "unknown", "tokens"])
         if kind == "prompt":
@@ -254,7 +255,7 @@ class Proxies(Clients):
         return turn, {**params, **changes[kind]}
 
     def _misled(self, turn: _Turn, params: Params) -> Params:
-        """Names the rogue: with P's ticket, or with a valid one of its own."""
+        """Names the rogue, with P's ticket or a valid one of its own."""
         host, port = address_of(ROGUE)
         params = {**params, "remote_host": host, "remote_port": port}
         name = f"rogue{self._rng.randrange(3)}"

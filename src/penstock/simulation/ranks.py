@@ -1,10 +1,10 @@
-"""Simulated ranks: workers behind the production executor whose device is a memory and the oracle's arithmetic.
+"""Simulated ranks: workers of the production executor whose device consists of a memory and the oracle's arithmetic.
 
-A `SimWorker` counts its rows, reads its plans and drives its connector with the code of a real one. Layers lie on the
-pipeline stages in order, heads on a stage's ranks. `Devices` computes: the ranks of a stage together, and the stages
-one after the other, where earlier ones may be steps ahead of the last. Only the last stage's rows change when it
-samples; the other stages are sent the results, and take them over when they need them. How far anything has come when
-the scheduler asks is up to chance, within what the order of the steps allows.
+A `SimWorker` manages its rows, reads its plans and calls its connector with the code of a real one. Layers lie on the
+pipeline stages in order, heads on a stage's ranks. `Devices` computes the ranks of a stage together and the stages one
+after the other; earlier stages may be steps ahead of the last. Sampling changes only the last stage's rows; the other
+stages receive the results, and apply them when they need them. The progress when the scheduler polls is random, within
+the order of the steps.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ Kernel = Callable[[], None]
 Outputs = dict[ShardId, KVConnectorOutput]
 
 FOREIGN_KV = -1
-"""Reported in place of the sampled tokens when the drafts behind them come from KV that is not the request's own."""
+"""Reported instead of the sampled tokens if the following drafts were computed from KV of another request."""
 
 
 class InjectedError(RuntimeError):
-    """A worker dies because the scenario wants it to."""
+    """A worker failure injected by the scenario."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankConfig:
-    """`stage_layers` is how many layers of the target each stage has; without it all have about as many.
-    `acceptance` is the share of drafts that are right. `tells_gaps`: the drafter reports where it had no idea.
-    `runs_ahead`: the host ends a step, connector included, while the device may not have begun it.
+    """`stage_layers` is the number of target layers of each stage; by default they are divided evenly. `acceptance` is
+    the share of correct drafts. `tells_gaps`: the drafter reports where it has no draft. `runs_ahead`: the host ends a
+    step, connector included, although the device may not have begun it.
     """
 
     layers: tuple[OracleLayer, ...]
@@ -73,7 +73,7 @@ class RankConfig:
         return [(stage, number) for stage in range(self.pp) for number in range(self.tp)]
 
     def layers_of(self, stage: int) -> tuple[OracleLayer, ...]:
-        """A stage's part of the target, and on the last one the drafter."""
+        """Returns a stage's layers of the target, and on the last stage also the drafter's."""
         target = [layer for layer in self.layers if not layer.is_draft]
         first, end = interval(len(target), stage, self.pp)
         if self.stage_layers:
@@ -82,7 +82,7 @@ class RankConfig:
         return (*target[first:end], *(drafter if stage == self.pp - 1 else ()))
 
     def heads_of(self, number: int) -> range:
-        """Of a rank within its stage. Where there are more ranks than heads, several have the same one."""
+        """Returns the heads of a rank within its stage. With more ranks than heads, several ranks have the same one."""
         if self.tp > NUM_HEADS:
             first, _ = interval(NUM_HEADS, number, self.tp)
             return range(first, first + 1)
@@ -91,8 +91,9 @@ class RankConfig:
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """`kernels` were launched on a stage and have not run; `checksums` is what one stage passes on to the next, one
-    per request and token to sample; `drafts_read` is what a connector finds that reads the drafter's KV."""
+    """`kernels` were launched on a stage and have not run; `checksums` is passed from one stage to the next, one per
+    request and token to sample; `drafts_read` is what a connector reads from the drafter's KV.
+    """
 
     number: int
     fresh_block_ids: tuple[int, ...]
@@ -108,7 +109,9 @@ class _Step:
 
 
 class _Watched(Forwarding):
-    """A rank's connector, with a look at the memory where a step begins and where nothing of it may write any more."""
+    """A rank's connector; checks the memory at the start of a step and at the point after which the step must not
+    write.
+    """
 
     def __init__(self, inner: WorkerConnector, rank: SimWorker) -> None:
         super().__init__(inner)
@@ -132,7 +135,7 @@ class SimWorker:
         self.layers = devices.config.layers_of(shard[0])
         self.drafter = [layer for layer in self.layers if layer.is_draft]
         self.rows: dict[int, Row] = {}  # by state row
-        self.results: deque[StageResult] = deque()  # sent by the last stage, and not yet received
+        self.results: deque[StageResult] = deque()  # sent by the last stage and not yet received
         self.num_foreign_results = 0
         self.is_last_stage = shard[0] == devices.config.pp - 1
         self._devices = devices
@@ -211,13 +214,13 @@ class SimWorker:
             self._awaited.expect(plan.step, host)
 
     def lacks_results(self, plan: SchedulerOutput) -> bool:
-        """Whether this step, the next one here, needs results that the last stage has not sent yet."""
+        """Whether this step, the next one on this rank, needs results that the last stage has not sent yet."""
         new = {each.request_id for each in plan.new_requests}
         rows = self._host_rows.rows([each for each in plan.num_scheduled_tokens if each not in new])
         return self._awaited.num_due(plan.step, rows) > len(self.results)
 
     def _receive(self) -> None:
-        """Takes over the oldest result."""
+        """Applies the oldest result."""
         result, owned = self.results.popleft(), self._awaited.take()
         self.num_foreign_results += len(result) - len(owned.positions)
         for position, number in zip(owned.positions.tolist(), owned.rows.tolist(), strict=True):
@@ -241,12 +244,12 @@ class SimWorker:
                 table.extend(ids)
 
     def read_drafts(self) -> None:
-        """As a connector does that saves the drafter's KV behind the step."""
+        """Reads the drafter's KV after the step, as a connector does to save it."""
         step = self.step
         self._devices.launch(step, lambda: step.drafts_read.update({self.shard: self.draft_words(step)}))
 
     def draft_words(self, step: _Step) -> list[int]:
-        """What the drafter's slots of a step hold."""
+        """Returns the content of the drafter's slots of a step."""
         return [
             word
             for layer in self.drafter
@@ -256,11 +259,9 @@ class SimWorker:
 
 
 class Devices:
-    """What the ranks of an engine compute on.
-
-    `take_fresh` says which blocks were handed out since it was last called; `before_stage` is told of the stage that
-    begins its part of a step, and may raise for one of its workers; `deliver` may delay or repeat what connectors
-    report.
+    """The devices of an engine's ranks. `take_fresh` returns the blocks allocated since the last call; `before_stage`
+    is called when a stage begins its part of a step, and may raise for one of its workers; `deliver` may delay or
+    repeat the connectors' reports.
     """
 
     limits: SchedulerConfig
@@ -284,7 +285,7 @@ class Devices:
 
     @property
     def is_idle(self) -> bool:
-        """Every plan has been run by every rank."""
+        """Whether every rank has run every plan."""
         return not self._steps
 
     def enqueue(self, shard: ShardId, plan: SchedulerOutput) -> None:
@@ -293,7 +294,7 @@ class Devices:
         self._steps[-1].plans[shard] = plan
 
     def answer(self, shard: ShardId) -> Pending[ModelRunnerOutput]:
-        """A rank's answer to the step enqueued last."""
+        """Returns a rank's answer to the step enqueued last."""
         step = self._steps[-1]
         if shard == self.config.shards[-1]:
             while (ready := self._ready()) and self._rng.random() < 0.5:
@@ -301,7 +302,9 @@ class Devices:
         return Later(lambda: self._run_to_end(step, shard))
 
     def _ready(self) -> list[Kernel]:
-        """What may happen next: a stage follows the step before it, and earlier stages need to know their tokens."""
+        """Returns the possible next events: a stage runs after its previous step, and earlier stages must know their
+        tokens.
+        """
         ready: list[Kernel] = []
         launched = computed = self.config.pp
         for step in self._steps:
@@ -313,7 +316,7 @@ class Devices:
         return ready
 
     def _lacks_results(self, step: _Step) -> bool:
-        """Whether the stage that would run it next does not know all its tokens."""
+        """Whether the stage that runs it next does not yet know all its tokens."""
         return any(rank.lacks_results(step.plans[rank.shard]) for rank in self._stage(step.num_launched))
 
     def _run_to_end(self, step: _Step, shard: ShardId) -> ModelRunnerOutput:
@@ -330,7 +333,7 @@ class Devices:
         return [self.ranks[stage, number] for number in range(self.config.tp)]
 
     def _launch(self, step: _Step) -> None:
-        """The host's part of a stage. Where it does not run ahead, the device's part happens within it."""
+        """Runs the host's part of a stage. If the host does not run ahead, this includes the device's part."""
         stage = step.num_launched
         self.before_stage(stage)
         step.kernels.append([])
@@ -346,14 +349,14 @@ class Devices:
             self._compute(step)
 
     def launch(self, step: _Step, kernel: Kernel) -> None:
-        """Kernels of a stage run in the order of their launches."""
+        """Launches a kernel; kernels of a stage run in launch order."""
         if self.config.runs_ahead:
             step.kernels[-1].append(kernel)
         else:
             kernel()
 
     def _compute(self, step: _Step) -> None:
-        """The device's part of a stage that the host has launched some time ago."""
+        """Runs the device's part of a stage that the host has launched earlier."""
         stage = step.num_computed
         for kernel in step.kernels[stage]:
             kernel()
@@ -367,7 +370,7 @@ class Devices:
             self._steps.remove(step)
 
     def _forward(self, step: _Step, stage: int) -> None:
-        """Each layer writes the step's slots, then adds up what every query sees that a token is sampled from."""
+        """Each layer writes the step's slots, then computes the checksum of what every sampling query reads."""
         ranks = self._stage(stage)
         batch = list(zip(*(step.items[rank.shard] for rank in ranks), strict=True))
         for item in [item for items in batch for item in items]:
@@ -390,7 +393,7 @@ class Devices:
                 rank.kv_step.hooks.save_kv_layer(layer.name)
 
     def _sample_and_draft(self, step: _Step, stage: int) -> None:
-        """The last stage's part; the earlier ones are sent the tokens."""
+        """Samples and drafts on the last stage, and sends the tokens to the earlier stages."""
         if stage < self.config.pp - 1:
             return
         result, num_drafts = step.result, step.plans[stage, 0].num_drafts_to_propose
@@ -419,9 +422,8 @@ class Devices:
                 rank.results.append(sent)
 
     def _follow(self, items: Sequence[Item]) -> bool:
-        """The drafter computes the step's slots, each from the token behind it, as heads do that look one token ahead.
-
-        Returns whether what it sees where it goes on is not the request's own.
+        """The drafter computes the step's slots, each from the following token, like heads that look one token ahead.
+        Returns whether the content that it reads to continue is not the request's own.
         """
         row, is_foreign = items[0].row, False
         for layer in self.ranks[self.config.pp - 1, 0].drafter:
@@ -432,14 +434,14 @@ class Devices:
         return is_foreign
 
     def _propose(self, items: Sequence[Item], num_drafts: int) -> list[int]:
-        """Drafts behind the row's last token."""
+        """Proposes drafts after the row's last token."""
         row = items[0].row
         drafts: list[int] = []
         for position in range(row.num_computed + 1, row.num_computed + 1 + num_drafts):
             right = row.answer.token(position)
             is_right = self._rng.random() < self.config.acceptance
             wrong = -1 if self._rng.random() < 0.5 else (right + 1) % VOCAB_SIZE
-            # A speculator that has run out proposes nothing more behind the gap.
+            # A speculator that has run out proposes nothing after the gap.
             drafts.append(-1 if -1 in drafts else right if is_right else wrong)
         for layer in self.ranks[self.config.pp - 1, 0].drafter:
             for item in items:

@@ -1,4 +1,4 @@
-"""The catalogue: what is set up, and which failure of the field's engines it comes from.
+"""The catalogue of scenarios: their setup, and the reported failures that they reproduce.
 
 The labels F1 to F35, C1 to C15 name reports and classes of bugs collected from the public issue trackers of serving
 engines; docs/SIMULATION.md has the list.
@@ -20,19 +20,19 @@ _scenario = SCENARIOS.add
 
 
 def run_scenario(name: str, seed: int) -> RunResult:
-    """The world that scenario and seed decide, to its end."""
+    """Runs the world of this scenario and seed to its end."""
     rng = random.Random(f"{name} {seed}")
     setup = SCENARIOS[name].draw(rng)
     return World(setup, f"{name} {seed} world").run()
 
 
 def replay_line(name: str, seed: int) -> str:
-    """The command that runs the same world again."""
+    """Returns the command that runs the same world again."""
     return f"penstock simulate --scenario {name} --seed {seed}"
 
 
 def _two(setup: Setup, rng: random.Random) -> Setup:
-    """Two engines on one store, as they are split or each in its own way."""
+    """Two engines on one store, with the same or different splits."""
     other = rng.choice([setup.topologies[0], (1, 1), (2, 1), (1, 2)])
     setup = traffic(setup, arrival=rng.choice([0.1, 0.3]), reset=rng.choice([0.0, 0.2]))
     return replace(setup, topologies=(*setup.topologies, other))
@@ -251,7 +251,7 @@ def _windows(rng: random.Random) -> Setup:
 
 @_scenario("offload", "KV is offloaded to memory and disk, and loaded again")
 def _tiers(rng: random.Random) -> Setup:
-    """An engine with memory and a disk behind it, which its ranks share, that forgets its own cache now and then."""
+    """An engine with a memory tier and a disk shared by its ranks, and whose prefix cache is sometimes reset."""
     setup = traffic(base(rng), arrival=rng.choice([0.1, 0.3]), reset=rng.choice([0.0, 0.2]), num_requests=14)
     return replace(
         setup,
@@ -276,7 +276,7 @@ def _small_tiers(rng: random.Random) -> Setup:
 
 @_scenario("offload_hungry", "F12: loads compete with the only running request, which needs their blocks")
 def _hungry(rng: random.Random) -> Setup:
-    """One request fills the pool in chunks of three tokens, and the others' prompts lie in the tiers."""
+    """One request fills the pool in chunks of three tokens, and the prompts of the others are in the tiers."""
     setup = replace(_tiers_with_drafts(rng), windows=(rng.choice([0, 6]),), depth=3, max_num_batched_tokens=3)
     setup = replace(setup, max_num_seqs=2, spare_blocks=0, num_staging=64, store_places=200)
     return faulty(traffic(setup, arrival=0.9, num_stems=1, max_output=18), slow=0.0)
@@ -302,7 +302,7 @@ def _tiers_crash(rng: random.Random) -> Setup:
 
 @_scenario("layerwise_loads", "F14: layers load one by one while the step runs, or fail to load")
 def _layerwise(rng: random.Random) -> Setup:
-    # Every layer is a transfer of its own, and one that fails is enough.
+    # Every layer is a separate transfer, and one failure is enough.
     setup = faulty(_spec_share(rng), die=0.02, corrupt=0.01, slow=0.4)
     setup = replace(setup, sync_share=rng.choice([0.5, 1.0]), layerwise=True, runs_ahead=False)
     return replace(setup, load_failure_policy=rng.choice(["recompute", "fail"]))
@@ -310,7 +310,7 @@ def _layerwise(rng: random.Random) -> Setup:
 
 @_scenario("several_connectors", "one connector loads and all of them save; their ids do not collide")
 def _several(rng: random.Random) -> Setup:
-    """Two engines of one rank, each with tiers of its own, and a store that they share."""
+    """Two engines of one rank, each with its own tiers, and a shared store."""
     setup = replace(_tiers_with_drafts(rng), topologies=((1, 1), (1, 1)), backing="several")
     return replace(setup, num_staging=rng.choice([4, 16]), sync_share=rng.choice([0.0, 0.5]))
 

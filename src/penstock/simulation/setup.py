@@ -1,4 +1,4 @@
-"""What a world is made of: plain numbers that a scenario draws and a seed fixes."""
+"""The parameters of a world: plain numbers that a scenario draws from a seed."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def engine_name(number: int) -> str:
 class Faults:
     """Probabilities per transfer, per report, per tick. They end with tick `Setup.fault_ticks`.
 
-    `slow` transfers take up to `max_delay` seconds, the others a few milliseconds. `late` reports come some steps
-    later, `repeated` ones again; before `contradicted` failures of a rank comes its success. `crash` ends an engine,
-    `worker_error` lets a rank raise, `store_restart` ends the store.
+    `slow` transfers take up to `max_delay` seconds, the others a few milliseconds. `late` reports arrive some steps
+    later, `repeated` ones twice; `contradicted` failures of a rank are preceded by a success report. `crash` ends an
+    engine, `worker_error` makes a rank raise an exception, `store_restart` restarts the store.
 
-    Between engine cores, `slow_messages` take up to `max_delay` seconds, a connection is `broken` before, in or behind
-    a message, or `refused`; a `partition` lets all messages between two engines wait, a `stop` stops an engine's
-    process, also for longer than a lease, and `garbage` is what a peer says that does not keep the protocol.
+    Between engine cores, `slow_messages` take up to `max_delay` seconds, a connection is `broken` before, within or
+    after a message, or `refused`; a `partition` delays all messages between two engines, a `stop` stops an engine's
+    process, possibly for longer than a lease, and `garbage` are messages of a peer that violates the protocol.
     """
 
     drop: float = 0.0
@@ -42,7 +42,7 @@ class Faults:
     worker_error: float = 0.0
     store_restart: float = 0.0
 
-    # Between engine cores: per message, per connection that is made, and per tick.
+    # Between engine cores: per message, per connection opened, and per tick.
     slow_messages: float = 0.1
     broken: float = 0.0
     refused: float = 0.0
@@ -53,11 +53,11 @@ class Faults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """Requests and their fates. `handoff`: prefilled in one engine, continued in another.
+    """Requests and their lifecycle. `handoff`: prefilled in one engine, continued in another.
 
     `reuse` is the share of requests that take the id of one that has ended, `abort` the share that is aborted some time
-    after its arrival, `abort_loading` the probability per tick that a request which waits for KV is. `reset` is the
-    probability per tick that an engine shall forget its prefix cache.
+    after its arrival, `abort_loading` the probability per tick that a request waiting for KV is aborted. `reset` is the
+    probability per tick that an engine's prefix cache is reset.
     """
 
     num_requests: int = 10
@@ -80,10 +80,10 @@ class Disaggregation:
     """The first `num_prefill` engines prefill for the others. Times are in seconds.
 
     `style` is how proxies drive them: serial, concurrent, or mixed. A conversation has `turns`. The rates are per
-    request: `answer_lost` and `answer_late` are of P's answer on its way to D; `replayed` parameters go to a second
-    engine as well; `altered` ones are not what P has answered; `prefill_missing`: of two concurrent requests P's never
-    comes; `misled` requests name an engine that does not keep the protocol. From tick `dead_from` on no engine
-    prefills. With `expects_no_expiry` every hold must be ended by its reader.
+    request: `answer_lost` and `answer_late` concern P's answer on its way to D; `replayed` parameters are also sent to
+    a second engine; `altered` ones differ from P's answer; `prefill_missing`: of two concurrent requests, P's is never
+    sent; `misled` requests name an engine that violates the protocol. From tick `dead_from` on there is no prefill
+    engine. With `expects_no_expiry` every hold must be ended by its reader.
     """
 
     num_prefill: int = 1
@@ -107,15 +107,15 @@ class Disaggregation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """`topologies` has (pp, tp) of every engine; `spare_blocks` is what the pool has beyond the longest request's.
-
-    `depth` is how many steps may be in flight beside one for each stage but the last: 1 is synchronous. `stage_layers`
-    is how many layers of every group each stage has, in engines with so many stages; in others all have about as many.
+    """`topologies` has (pp, tp) of every engine; `spare_blocks` is the number of blocks beyond those of the longest
+    request. `depth` is how many steps may be in flight in addition to one for each stage but the last: 1 is
+    synchronous. `stage_layers` is the number of layers of every group in each stage, for engines with that many stages;
+    in others the layers are divided evenly.
 
     `drafts` per request are proposed, by a drafter with KV of its own if `has_drafter`; `drafts_under_load` while more
     than two requests run. A request must end within `request_ticks`, and everything else within `recovery_ticks` after
     the last fault. `layerwise` loads are awaited layer by layer, by a host that does not run ahead. `block_sizes` are
-    the engines', where they differ from `block_size`.
+    those of the engines, if they differ from `block_size`.
     """
 
     topologies: tuple[tuple[int, int], ...] = ((1, 1),)
@@ -155,21 +155,21 @@ class Setup:
     disaggregation: Disaggregation | None = None
 
     def with_one_split(self) -> Setup:
-        """All engines have as many stages and ranks as the first."""
+        """Returns the setup with the first engine's stages and ranks for all engines."""
         return replace(self, topologies=self.topologies[:1] * len(self.topologies))
 
     @property
     def layers(self) -> tuple[OracleLayer, ...]:
-        """Every stage has a layer of every group."""
+        """Returns the layers; every stage has a layer of every group."""
         return make_layers(self.windows, max(self.max_num_stages, sum(self.stage_layers)), self.has_drafter)
 
     @property
     def max_num_stages(self) -> int:
-        """Of any engine."""
+        """The maximum of all engines."""
         return max(pp for pp, _ in self.topologies)
 
     def layers_of_stages(self, num_stages: int) -> tuple[int, ...]:
-        """How many layers of the target each of so many stages has; nothing where they have about as many."""
+        """Returns the number of target layers of each stage; nothing if they are divided evenly."""
         if len(self.stage_layers) != num_stages:
             return ()
         return tuple(count * len(self.windows) for count in self.stage_layers)
@@ -179,11 +179,11 @@ class Setup:
         return self.drafts if self.has_drafter else 0
 
     def block_size_of(self, engine: int) -> int:
-        """Of the engine of that number."""
+        """Returns the block size of the engine of that number."""
         return self.block_sizes[engine] if self.block_sizes else self.block_size
 
     def num_blocks(self, block_size: int) -> int:
-        """The smallest pool that planning would let an engine start with, and the spare ones."""
+        """Returns the smallest pool with which an engine can start, plus the spare blocks."""
         groups = cache_config(self.layers, 2, block_size, NUM_HEADS).groups
         num_steps = self.max_num_stages - 1 + self.depth
         in_flight = num_steps * self.max_num_batched_tokens + self.num_lookahead

@@ -47,7 +47,7 @@ class WatchedPool(BlockPool):
         return block_ids
 
     def take_fresh(self) -> tuple[int, ...]:
-        """What was handed out since the last call."""
+        """Returns the blocks allocated since the last call."""
         fresh, self._fresh = tuple(self._fresh), []
         return fresh
 
@@ -71,11 +71,11 @@ class WatchedPool(BlockPool):
             self._trace.note(self._engine, text, *subjects, *names)
 
     def published(self) -> Iterator[tuple[int, BlockKey]]:
-        """All blocks whose content can be found."""
+        """Returns all blocks that the prefix cache can return."""
         return ((block_id, block.key) for block_id, block in enumerate(self._blocks) if block.key is not None)
 
     def is_available(self, block_id: int) -> bool:
-        """It may be handed out at any moment."""
+        """Whether the block can be allocated at any moment."""
         block = self._blocks[block_id]
         return not block.num_owners and not block.num_holders
 
@@ -84,9 +84,8 @@ class WatchedPool(BlockPool):
 
 
 class ReportFaults:
-    """Delays, repeats and reorders what the ranks report; of a step with synchronous loads only repeats.
-
-    `old` are reports of earlier lives, which come back too.
+    """Delays, repeats and reorders the ranks' reports; for a step with synchronous loads it only repeats them. `old`
+    are reports of earlier lives, which are also delivered again.
     """
 
     def __init__(self, context: BackingContext, rng: random.Random, old: deque[TransferReport]) -> None:
@@ -97,7 +96,7 @@ class ReportFaults:
         self._reported_last: set[TransferId] = set()
 
     def deliver(self, plan: SchedulerOutput, finished: Outputs) -> Outputs:
-        """What the ranks answer to the step, given what their connectors have finished."""
+        """Returns the ranks' reports for the step, given what their connectors have finished."""
         rng, faults, is_active = self._rng, self._context.setup.faults, self._context.has_faults
         metadata = plan.kv_connector_metadata
         may_delay = is_active and not (metadata is not None and metadata.has_sync_loads)
@@ -120,7 +119,7 @@ class ReportFaults:
         return {shard: KVConnectorOutput(tuple(each for each in reports if each.shard == shard)) for shard in finished}
 
     def _contradict(self, report: TransferReport, last: ShardId, faults: Faults) -> Iterator[TransferReport]:
-        """Lets a success come before a failure, while the report of the last rank keeps the transfer open."""
+        """Inserts a success before a failure, while the report of the last rank keeps the transfer open."""
         if report.shard == last:
             self._reported_last.add(report.transfer_id)
         is_open = report.transfer_id not in self._reported_last
@@ -164,17 +163,17 @@ class SimEngine:
 
     @property
     def is_idle(self) -> bool:
-        """No request is in it, and nothing has to be said to its workers: only transfers could need a step."""
+        """Whether there are no requests and no messages for the workers: only transfers could need a step."""
         return not (self.core.has_work or self.core.has_rows_to_free)
 
     @property
     def num_steps(self) -> int:
-        """Steps that it has taken."""
+        """Steps that it has executed."""
         return self.scheduler._step
 
     @property
     def num_foreign_results(self) -> int:
-        """Results that came to an earlier stage after their request had lost its row to another."""
+        """Results that reached an earlier stage after their request had lost its row to another."""
         return sum(rank.num_foreign_results for rank in self.devices.ranks.values())
 
     @property
@@ -183,7 +182,7 @@ class SimEngine:
         return self.scheduler._remote.num_holds
 
     def running_requests(self) -> list[Request]:
-        """Those that the scheduler has admitted."""
+        """The requests that the scheduler has admitted."""
         return self.scheduler._running.snapshot()
 
     def is_waiting_for_kv(self, request_id: str) -> bool:
@@ -192,12 +191,12 @@ class SimEngine:
 
 
 def make_executor(devices: Devices, connectors: Mapping[ShardId, WorkerConnector]) -> Executor:
-    """The production executor over a worker for every rank, with all messages encoded on their way."""
+    """Builds the production executor with a worker for every rank; all messages are encoded and decoded."""
     return Executor([OverTheWire(SimWorker(devices, shard, connectors[shard])) for shard in devices.config.shards])
 
 
 def make_site(setup: Setup, name: str, life: int, engine: int) -> Site:
-    """A life of the engine of that number."""
+    """Describes a life of the engine of that number."""
     pp, tp = setup.topologies[engine]
     block_size = setup.block_size_of(engine)
     ranks = RankConfig(

@@ -1,8 +1,8 @@
-"""The reference connector: engines save blocks to a store beside them and load them from there, over a transport.
+"""The reference connector: engines save blocks to an external store and load them from it over a transport.
 
-The store is a memory and a directory. A block's place in it has room for all layers and heads, so engines that are
-split differently share it. Every (layer, head) of a block carries the digest of the bytes that were saved; a load
-checks them where they have landed. What belongs to whom:
+The store is a memory and a directory. A block's place in it has room for all layers and heads, so engines with
+different splits share it. Every (layer, head) of a block has the digest of the bytes that were saved; a load checks the
+received bytes. Ownership:
 
     a place    belongs to one key from `begin_save` on; it is given to another only when it has no reader and nothing
                that was begun for it can still write (the saver has reported, or its endpoint is quiet)
@@ -67,7 +67,7 @@ def digest(data: memoryview) -> bytes:
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """A key's place. It can be read once every part has its digest."""
+    """A key's place. It is readable when every part has its digest."""
 
     key: BlockKey
     place: int
@@ -78,7 +78,7 @@ class Entry:
 
 
 class BlockStore:
-    """`num_places` blocks. No engine owns it: engines come and go."""
+    """A store of `num_places` blocks, independent of the life of any engine."""
 
     def __init__(self, fabric: MemoryFabric, layers: Sequence[OracleLayer], block_size: int, num_places: int) -> None:
         self.fabric = fabric
@@ -111,7 +111,7 @@ class BlockStore:
         return [(layer.name, head) for head in range(NUM_HEADS)]
 
     def parts(self, group: int) -> frozenset[Part]:
-        """What a block of the group consists of."""
+        """Returns the parts of a block of the group."""
         return self._parts[group]
 
     @property
@@ -119,7 +119,7 @@ class BlockStore:
         return self.transport.life
 
     def restart(self) -> None:
-        """Loses everything, and lives on under the same name."""
+        """Loses all content and continues under the same name."""
         self.fabric.crash(self.transport)
         self._open()
 
@@ -127,7 +127,7 @@ class BlockStore:
         return place * self._place_bytes + self._offsets[part]
 
     def find(self, key: BlockKey) -> Entry | None:
-        """What can be loaded."""
+        """Returns the entry if it can be loaded."""
         entry = self.entries.get(key)
         return entry if entry is not None and entry.is_ready else None
 
@@ -139,7 +139,7 @@ class BlockStore:
         entry.readers.remove(reader)
 
     def begin_save(self, key: BlockKey, savers: tuple[MemoryTransport, ...]) -> Entry | None:
-        """A place for a block that the store does not have, or None. Evicts what was used least recently."""
+        """Returns a place for a block that the store does not have, or None. Evicts the least recently used entry."""
         if key in self.entries:
             return None
         if not self._free:
@@ -154,7 +154,9 @@ class BlockStore:
         return entry
 
     def end_save(self, entry: Entry, digests: Mapping[Part, bytes]) -> None:
-        """All shards have reported: nothing writes to the place any more. It is kept if all its parts have a digest."""
+        """Called when all shards have reported and nothing writes to the place any more. It is kept if all its parts
+        have a digest.
+        """
         if entry.life != self.life or entry not in self._saving:
             return
         del self._saving[entry]
@@ -165,14 +167,14 @@ class BlockStore:
             self._drop(entry)
 
     def forget_saver(self, saver: MemoryTransport) -> None:
-        """A saver has died: its places wait until nothing of it moves any more."""
+        """A saver has died: its places are quarantined until none of its transfers is in flight."""
         for entry in [entry for entry, savers in self._saving.items() if saver in savers]:
             others = self._saving.pop(entry)
             del self.entries[entry.key]
             self._quarantine += [(each, entry.place) for each in others]
 
     def forget_reader(self, name: str) -> None:
-        """All lives of the engine `name` have ended: they read no more."""
+        """All lives of the engine `name` have ended and read nothing any more."""
         for entry in self.entries.values():
             entry.readers = [reader for reader in entry.readers if reader.rpartition(".")[0] != name]
 
@@ -193,7 +195,7 @@ class BlockStore:
         assert every == list(range(self.num_places)), f"places of the store: {every}"
 
     def check_digests(self, entry: Entry, contents: Callable[[int, bytes, str, int], bytes | None]) -> None:
-        """What was saved under a key must be what every prompt with that key leads to."""
+        """Checks that the content saved under a key is what every prompt with that key determines."""
         group, block_hash = entry.key
         for layer_name, head in sorted(self._parts[group]):
             right = contents(group, block_hash, layer_name, head)
@@ -220,7 +222,7 @@ class BlockCopy(msgspec.Struct, frozen=True):
 
 
 class StoreJob(msgspec.Struct, frozen=True):
-    """`transfer_id` is the one on the wire, which no other life of the engine uses; `store` the store's descriptor."""
+    """`transfer_id` is unique among all lives of the engine; `store` is the store's descriptor."""
 
     transfer_id: TransferId
     store: bytes
@@ -241,7 +243,7 @@ class StoreMetadata(KVConnectorMetadata, msgspec.Struct, frozen=True, tag=True):
 
 @register_kind
 class StoreHandshake(HandshakePayload, msgspec.Struct, frozen=True, tag=True):
-    """Which parts of a block a rank has, in the order of the digests that it reports."""
+    """The parts of a block that a rank has, in the order of the digests that it reports."""
 
     parts: tuple[Part, ...]
 
@@ -249,7 +251,8 @@ class StoreHandshake(HandshakePayload, msgspec.Struct, frozen=True, tag=True):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorePolicy:
     """`sync_share` of the requests load in the step that needs the KV. `direct_saves`: also save the last blocks of a
-    request that has ended, out of the blocks themselves. Directory answers take `lookup_seconds`."""
+    finished request, directly from the blocks. Directory answers take `lookup_seconds`.
+    """
 
     sync_share: float = 0.0
     direct_saves: bool = False
@@ -267,11 +270,11 @@ class _Load:
 @dataclass(slots=True)
 class _Save:
     entries: list[Entry]
-    held_for: TransferId = ""  # the hold of the blocks that it reads
+    held_for: TransferId = ""  # the hold on the blocks that it reads
 
 
 class StoreScheduler(NullSchedulerConnector):
-    """The scheduler's part. `endpoints` are those of all ranks; `life` names this life."""
+    """The scheduler's part. `endpoints` are the endpoints of all ranks; `life` names this life."""
 
     def __init__(
         self,
@@ -359,7 +362,7 @@ class StoreScheduler(NullSchedulerConnector):
             self._save(request, block_ids, first, end, is_staged=True)
 
     def _save(self, request: RequestView, block_ids: BlockTable, first: int, end: int, *, is_staged: bool) -> bool:
-        """Saves what the store does not have; returns whether there is anything to save."""
+        """Saves blocks that the store does not have; returns whether there are any."""
         savers = tuple(self._endpoints.values())
         copies: list[BlockCopy] = []
         entries: list[Entry] = []
@@ -417,7 +420,7 @@ class StoreScheduler(NullSchedulerConnector):
         return LoadEnded(transfer_id, (*bad, *load.missing))
 
     def _end_save(self, save: _Save, reports: Sequence[TransferReport]) -> list[ConnectorEvent]:
-        """Each shard's digests are those of its parts, block by block."""
+        """Ends a save; each shard reports the digests of its parts, block by block."""
         digests: list[dict[Part, bytes]] = [{} for _ in save.entries]
         for report in reports:
             found = iter(report.digests)
@@ -453,7 +456,7 @@ class StoreScheduler(NullSchedulerConnector):
 
 
 class StagelessStoreScheduler(StoreScheduler):
-    """The same for engines without pipeline stages: its ranks are told apart by their tensor rank alone."""
+    """The same for engines without pipeline stages: ranks are identified by their tensor rank alone."""
 
     set_xfer_handshake_metadata_pp_aware = NullSchedulerConnector.set_xfer_handshake_metadata_pp_aware
 

@@ -1,4 +1,4 @@
-"""The reference connector's worker part: one rank's bytes, to the store and back (`simulation/store.py`)."""
+"""The reference connector's worker part: moves one rank's bytes to and from the store (`simulation/store.py`)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from penstock.utils.errors import PeerError
 
 @dataclass(slots=True)
 class _Open:
-    """A job under way: its transfers, and the staging slots that they read."""
+    """A job in progress: its transfers, and the staging slots that they read."""
 
     job: StoreJob
     is_load: bool
@@ -57,9 +57,8 @@ class _Open:
 
 
 class StoreWorker(NullWorkerConnector):
-    """Gives a transfer up after `patience` seconds: then the connection goes, and everything on it settles.
-
-    `num_staging` blocks can be copied aside at once; saves beyond that fail, which costs nothing but a later hit.
+    """Cancels a transfer after `patience` seconds by closing the connection, which settles everything on it.
+    `num_staging` blocks can be staged at once; further saves fail, which only costs a later hit.
     """
 
     def __init__(
@@ -95,7 +94,7 @@ class StoreWorker(NullWorkerConnector):
         self._transport.register([*regions, memoryview(self._staging_memory)])
 
     def block_at(self, offset: int) -> int | None:
-        """The block that this byte of the registered memory belongs to; None for what has been copied aside."""
+        """Returns the block that contains this byte of the registered memory; None for staging memory."""
         if offset >= self._staging_base:
             return None
         base = max(base for base in self._bases.values() if base <= offset)
@@ -127,11 +126,11 @@ class StoreWorker(NullWorkerConnector):
         self._submit(load, Operation.READ, [self._runs(copy, self._layer_names(copy)) for copy in load.job.copies])
 
     def _await(self, load: _Open) -> None:
-        """A load that the step itself needs has begun."""
+        """Waits for a load that the current step needs."""
         self._wait(load, load.handles)
 
     def wait_for_save(self) -> None:
-        # Only now is the network free of the step's own traffic.
+        # Only now has the step's own traffic ended on the network.
         for job in self._metadata.saves:
             save = self._staged.pop(job.transfer_id)
             if not save.has_failed:
@@ -155,7 +154,7 @@ class StoreWorker(NullWorkerConnector):
         self._transport.close()
 
     def check_idle(self) -> None:
-        """No job is open, and nothing is copied aside for one."""
+        """Checks that no job is open and nothing is staged."""
         assert not self._open and not self._staged, f"{self._shard}: {len(self._open)} jobs, {len(self._staged)} saves"
         free = sorted(self._free_staging)
         assert free == list(range(self._num_staging)), f"{self._shard}: staging slots {free} are free"
@@ -171,7 +170,7 @@ class StoreWorker(NullWorkerConnector):
             gather(self._view.block_parts(copy.group, copy.block_id), into)
 
     def _submit(self, each: _Open, operation: Operation, runs: Sequence[np.ndarray]) -> None:
-        """One transfer per block, so that some may fail while others are under way."""
+        """Submits one transfer per block, so that some may fail while others are in progress."""
         try:
             each.peer = self._transport.connect(each.job.store)
             each.handles += [self._transport.submit(operation, each.peer, of_block) for of_block in runs]
@@ -204,7 +203,7 @@ class StoreWorker(NullWorkerConnector):
         return TransferReport(transfer_id, self._shard, TransferStatus.DONE, digests=tuple(each.digests))
 
     def _find_bad(self, job: StoreJob) -> tuple[BadRange, ...]:
-        """The blocks that are not what was saved, however the transfers ended."""
+        """Returns the blocks that differ from what was saved, however the transfers ended."""
         size = self._view.block_size
         bad = [copy for copy in job.copies if not self._is_right(copy)]
         self.num_bad_digests += len(bad)
@@ -223,8 +222,9 @@ class StoreWorker(NullWorkerConnector):
         return self._view.layer_names(copy.group)
 
     def _runs(self, copy: BlockCopy, layer_names: Sequence[str], slot: int = -1) -> np.ndarray:
-        """The parts of a block in these layers, in the engine's memory or in a staging slot, and where they belong in
-        the store: [n, 3] int64."""
+        """Returns the parts of a block in these layers, in the engine's memory or in a staging slot, and their location
+        in the store: [n, 3] int64.
+        """
         size = self._store.part_bytes
         runs: list[tuple[int, int, int]] = []
         for number, part in enumerate(self._parts(copy)):

@@ -1,8 +1,8 @@
-"""The real `OffloadingConnector` in a world: its manager, policies and copies, over a disk on the world's clock.
+"""The real `OffloadingConnector` in a world: its manager, policies and copies, with a disk on the world's clock.
 
-Every engine has memory of its own, which dies with it, and a disk that survives. The disk does to a job what the
-world's faults do to a transfer: it takes its time, loses it, fails it, or gives back other bytes with success. Memory
-may lose a bit too.
+Every engine has its own memory, which is lost when it dies, and a disk that survives. The disk applies the world's
+transfer faults to its jobs: it delays, loses or fails them, or reports success with wrong bytes. Memory may also lose a
+bit.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Job:
 
 
 class SimDisk:
-    """A `SecondaryTierManager` of at most `num_places` files, which are handed on from one life to the next."""
+    """A `SecondaryTierManager` with at most `num_places` files, which persist from one life to the next."""
 
     medium = MEDIUM_STORAGE
 
@@ -70,13 +70,13 @@ class SimDisk:
 
     def _submit(self, job: TransferJob, operation: Operation) -> bool:
         fault = self._context.fault_of(operation, self._region.chunk_bytes)
-        # A disk that never answers is one that answers too late for everybody who waits.
+        # A disk that never answers is modelled as one that answers too late.
         delay = _NEVER if fault.kind is FaultKind.LOST_COMPLETION and job.is_promotion else fault.delay
         self._jobs.append(_Job(job, self._context.clock.now() + delay, fault.kind))
         return True
 
     def get_finished_jobs(self) -> list[JobResult]:
-        # When faults have stopped, what hung comes to an end as well.
+        # When faults have stopped, hanging jobs end too.
         now = self._context.clock.now() if self._context.has_faults else 2 * _NEVER
         due = [job for job in self._jobs if job.due <= now]
         self._jobs = [job for job in self._jobs if job.due > now]

@@ -1,4 +1,4 @@
-"""What has happened in a world: a digest of all of it, and the last events, to understand a violation."""
+"""The events of a world: a digest of all of them, and the last ones, to diagnose a violation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LAST = 2
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """`subjects` are the requests, transfers and blocks that it concerns."""
+    """`subjects` are the requests, transfers and blocks concerned."""
 
     tick: int
     engine: str
@@ -26,7 +26,7 @@ class Event:
 
 
 class ViolationError(AssertionError):
-    """A promise was broken. `subjects` says which requests or blocks to look at."""
+    """A check failed. `subjects` are the requests or blocks to look at."""
 
     def __init__(self, message: str, *subjects: str) -> None:
         super().__init__(message)
@@ -45,11 +45,13 @@ class Trace:
         self._digest.update(str(event).encode())
 
     def digest(self) -> str:
-        """Equal for runs in which the same things happened in the same order."""
+        """Returns a digest that is equal for runs with the same events in the same order."""
         return self._digest.hexdigest()
 
     def about(self, subjects: Iterable[str]) -> list[str]:
-        """The last events that concern one of these or whatever was last named beside them; all when there is none."""
+        """Returns the last events that concern one of these, or a subject that was last named with them; all events if
+        there is none.
+        """
         wanted = set(subjects)
         last = [event for event in self._events if wanted & set(event.subjects)][-_LAST:]
         named = {name for event in last for name in event.subjects if not is_block(name)}
@@ -59,7 +61,7 @@ class Trace:
 
 
 def block_name(engine: str, block_id: int) -> str:
-    """How traces call a block."""
+    """Returns the name of a block in traces."""
     return f"{engine}[{block_id}]"
 
 
@@ -68,5 +70,5 @@ def is_block(name: str) -> bool:
 
 
 def hash_name(block_hash: bytes) -> str:
-    """How traces call what a block holds."""
+    """Returns the name of a block's content in traces."""
     return f"#{block_hash.hex()[:8]}"

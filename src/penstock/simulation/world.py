@@ -1,8 +1,7 @@
-"""Engines, clients and what stands behind them, on one clock and from one seed.
+"""Engines, clients and backings on one clock, from one seed.
 
-A tick lets clients and faults act, lets the engines take a step each in some order, moves the clock, and checks
-everything that must be true. The world ends when every request has ended and nothing is left over, or with the first
-`ViolationError`.
+A tick lets clients and faults act, lets each engine execute a step in some order, advances the clock, and checks all
+invariants. The world ends when every request has ended and nothing remains, or with the first `ViolationError`.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _QUIET_SECONDS = 10.0
 
 @dataclass(slots=True)
 class RunResult:
-    """How a world has gone. `violation` is empty when all promises were kept; `trace` is what led to it."""
+    """The result of a world. `violation` is empty if no check failed; `trace` has the events that led to it."""
 
     digest: str
     num_ticks: int
@@ -45,7 +44,7 @@ class RunResult:
 
 
 class World:
-    """`make_backing` stands in for the one that the setup names."""
+    """`make_backing` replaces the backing that the setup names."""
 
     def __init__(
         self, setup: Setup, seed: str, make_backing: Callable[[BackingContext], Backing] | None = None
@@ -71,7 +70,7 @@ class World:
         self._counters: dict[str, float] = {}
 
     def run(self) -> RunResult:
-        """Raises nothing: what goes wrong is in the result."""
+        """Runs the world. Raises nothing: failures are in the result."""
         limit = self._setup.fault_ticks + self._setup.recovery_ticks
         tick = 0
         try:
@@ -207,12 +206,12 @@ class World:
         self._engines[name] = engine
 
     def _crash(self, name: str, tick: int) -> None:
-        """The engine's process dies and is started again."""
+        """Kills the engine's process and starts it again."""
         self._end(name, tick)
         self._start(name)
 
     def _end(self, name: str, tick: int) -> None:
-        """The engine's process dies with all its requests, whose clients try again."""
+        """Kills the engine's process with all its requests, whose clients retry."""
         self._trace.note(name, "dies")
         self._count("crashes")
         self._collect_counters(self._engines[name])
@@ -258,7 +257,7 @@ class World:
             self._check(engine, everything=True)
             check_idle(engine)
             self._collect_counters(engine)
-        # What the dead have sent has landed by now.
+        # Bytes sent by dead engines have arrived by now.
         self._clock.advance(_QUIET_SECONDS)
         self._backing.tick()
         self._backing.check_idle()
