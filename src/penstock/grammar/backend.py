@@ -1,16 +1,16 @@
-"""What compiles grammars and follows them token by token.
+"""The interface of grammar backends, which compile grammars and follow them token by token.
 
-A `GrammarBackend` is built once per process from the tokenizer. It compiles a `GrammarSpec` into a `Grammar`, the
-state of one request: at the beginning of its output, then moved on by `accept`. `fill` says which tokens may come next.
+A `GrammarBackend` is built once per process from the tokenizer. It compiles a `GrammarSpec` into a `Grammar`, the state
+of one request: at the beginning of its output, then advanced by `accept`. `fill` writes which tokens may follow.
 
 Masks are rows of int32 words, one bit per token id, lowest bit first; a set bit allows the token. End-of-sequence
-tokens are allowed exactly where the output may end, and nothing else is once it must. Ids that the model knows and the
-tokenizer does not are never allowed.
+tokens are allowed exactly where the output may end, and only they are allowed where it must end. Ids that the model has
+and the tokenizer does not are never allowed.
 
-`compile` may be called on any thread; a grammar belongs to one thread at a time. What a grammar costs is bounded, in
-`compile` and in every later call; a request whose grammar exceeds a bound fails alone, with a `GrammarError`, and the
-grammar that raised it is good for nothing more. Compiling is still the work of tens of milliseconds, and an adversary's
-grammar may reach the bounds of the process itself, so a server lets `GrammarChecker` compile it first.
+`compile` may be called on any thread; a grammar belongs to one thread at a time. The cost of a grammar is bounded, in
+`compile` and in every later call; a grammar that exceeds a bound raises `GrammarError`, which fails only its request,
+and must not be used after that. Compiling still takes tens of milliseconds, and an adversarial grammar may reach the
+bounds of the process itself, so a server lets `GrammarChecker` compile it first.
 """
 
 from __future__ import annotations
@@ -24,25 +24,24 @@ from penstock.messages.structured_outputs import GrammarSpec
 
 
 class Grammar(Protocol):
-    """Where one request's output stands in its grammar."""
+    """The state of one request's output in its grammar."""
 
     def accept(self, token_ids: Sequence[int]) -> None:
-        """Appends tokens that have become final. Raises GrammarError when one is not allowed or a bound was hit."""
+        """Appends tokens that have become final. Raises GrammarError if one is not allowed or a bound was exceeded."""
         ...
 
     def fill(self, drafts: Sequence[int], rows: np.ndarray) -> None:
-        """Writes the mask of the next token, and after it the mask behind each draft.
+        """Writes the mask of the next token, then the mask after each draft.
 
-        `rows` is [1 + len(drafts), num_words] int32, each row contiguous. The row behind a draft that is not allowed
-        (or is -1, no draft), and all rows after it, allow everything: such a draft is never accepted, so no token is
-        ever taken from them. The state is the same afterwards. Raises GrammarError when a bound was hit, be it behind
-        a draft.
+        `rows` is [1 + len(drafts), num_words] int32, each row contiguous. The row after a draft that is not allowed (or
+        is -1, no draft), and all rows after it, allow everything: such a draft is never accepted, so these rows are
+        never used. The state is the same afterwards. Raises GrammarError if a bound was exceeded, also after a draft.
         """
         ...
 
     @property
     def is_finished(self) -> bool:
-        """True when accepted tokens have brought the output to where nothing may follow but an end of sequence."""
+        """True if only an end-of-sequence token may follow the accepted tokens."""
         ...
 
 
@@ -53,5 +52,5 @@ class GrammarBackend(Protocol):
     """The length of a mask: vocab_size / 32, rounded up."""
 
     def compile(self, spec: GrammarSpec) -> Grammar:
-        """A grammar at the beginning of the output. Raises RequestError with a reason for the client."""
+        """Returns a grammar at the beginning of the output. Raises RequestError with a reason for the client."""
         ...

@@ -1,8 +1,8 @@
-"""Compiles every grammar once in a process of its own before the engine core sees it.
+"""Compiles every grammar once in a separate process before it is sent to the engine core.
 
-A hostile grammar costs that process its time, its memory or its life, and one request its answer. The process is
-started on first use, killed when a grammar takes longer than the deadline, and started again for the next one. What was
-found is remembered, so a grammar in daily use is checked once, and a deadly one kills once.
+A malicious grammar can exhaust or crash only that process, and fails only one request. The process is started on first
+use, killed if a grammar takes longer than the deadline, and started again for the next one. Results are cached, so a
+grammar in regular use is checked once, and a malicious one kills the process once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class GrammarChecker:
     """Asyncio only; belongs to the event loop on which it is first used.
 
     `tokenizer_json`, `vocab_size` and `eos_token_ids` are those of `LLGuidanceBackend`. `deadline_seconds` bounds the
-    check of one grammar from when its turn comes.
+    check of one grammar, without its time in the queue.
     """
 
     def __init__(
@@ -49,14 +49,12 @@ class GrammarChecker:
 
     @property
     def pid(self) -> int | None:
-        """The process that checks; None when none is running."""
+        """The id of the checking process; None if none is running."""
         return None if self._process is None else self._process.pid
 
     async def check(self, spec: GrammarSpec) -> None:
-        """Returns when the grammar may go to the engine core.
-
-        Raises RequestError with the reason when it may not, OverloadedError when too many others wait or the checker
-        is shut down meanwhile.
+        """Returns when the grammar may be sent to the engine core. Raises RequestError with the reason if it may not,
+        OverloadedError if too many others wait or the checker is shut down meanwhile.
         """
         verdict = self._verdicts.get(spec)
         if verdict is None:
@@ -76,7 +74,7 @@ class GrammarChecker:
 
     async def _wait(self, task: asyncio.Task[Verdict]) -> Verdict:
         try:
-            # Others may wait for the same check: who stops waiting does not stop it.
+            # Others may wait for the same check, so cancelling one of them does not cancel the check.
             return await asyncio.shield(task)
         except asyncio.CancelledError:
             if task.cancelled():
@@ -100,7 +98,7 @@ class GrammarChecker:
 
     async def _check(self, spec: GrammarSpec) -> Verdict:
         async with self._turn:
-            # A death may have had another cause than this grammar; two in a row have not.
+            # One crash may have another cause than this grammar; two in a row do not.
             for _ in range(2):
                 process = await self._started()
                 try:
@@ -116,12 +114,14 @@ class GrammarChecker:
             return Verdict("the grammar cannot be compiled: it kills the compiler")
 
     async def _started(self) -> _Process:
-        """The process, ready. Raises OverloadedError when it does not start, RequestError when it never can."""
+        """Returns the process when it is ready. Raises OverloadedError if it does not start, RequestError if it never
+        can.
+        """
         if self._process is None:
             self._process = await _Process.open()
             try:
                 answer = await asyncio.wait_for(self._process.ask(self._start), _START_SECONDS)
-            except OSError as error:  # TimeoutError is one.
+            except OSError as error:  # TimeoutError is a subclass.
                 await self._kill()
                 raise OverloadedError(f"the grammar checker does not start: {error or 'it takes too long'}") from None
             except asyncio.CancelledError:
@@ -163,7 +163,7 @@ class _Process:
         return self._process.pid
 
     async def ask(self, message: Any) -> Any:
-        """The answer to `message`. Raises OSError when the process is gone."""
+        """Returns the answer to `message`. Raises OSError if the process has ended."""
         self._writer.write(CODEC.encode(message))
         await self._writer.drain()
         while data := await self._reader.read(_RECEIVE_BYTES):
@@ -172,7 +172,7 @@ class _Process:
         raise ConnectionResetError("the process ended")
 
     async def kill(self) -> None:
-        """Ends the process and waits until it is gone."""
+        """Kills the process and waits for its end."""
         self._process.kill()
         self._writer.close()
         with contextlib.suppress(OSError):

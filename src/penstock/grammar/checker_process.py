@@ -1,9 +1,10 @@
-"""Compiles grammars where it may break: a process with little memory that its owner may kill.
+"""Compiles grammars in a process with little memory that may crash or be killed by its owner.
 
     python -m penstock.grammar.checker_process FD
 
-`FD` is an inherited stream socket. The owner begins with `Start`, which is answered by `Ready` or `Unusable`; then each
-`GrammarSpec` is answered by a `Verdict`, in order. The process ends when the socket does, whatever it is doing.
+`FD` is an inherited stream socket. The owner first sends `Start`, and the process replies with `Ready` or `Unusable`;
+then it replies to each `GrammarSpec` with a `Verdict`, in order. The process ends when the socket is closed, even
+during a compilation.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ _STACK_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """`memory_bytes` and `cpu_seconds` bound what a grammar may take beyond what the process has when it is ready."""
+    """`memory_bytes` and `cpu_seconds` bound what a grammar may use in addition to the process's usage when it is
+    ready.
+    """
 
     tokenizer_json: str
     vocab_size: int
@@ -61,7 +64,7 @@ class Unusable:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`reason` says why a grammar is refused; None when it compiles."""
+    """`reason` is why a grammar is refused; None if it compiles."""
 
     reason: str | None
 
@@ -76,7 +79,7 @@ def _judge(backend: LLGuidanceBackend, spec: GrammarSpec, cpu_seconds: float) ->
     except RequestError as error:
         return Verdict(str(error))
     grammar.fill((), np.empty((1, backend.num_words), np.int32))
-    # The engine core will spend this time between two steps of everybody's requests.
+    # The engine core will spend this time between two steps, which delays all requests.
     if time.thread_time() - started > cpu_seconds:
         return Verdict("the grammar cannot be compiled: it is too complex")
     return Verdict(None)
@@ -96,7 +99,7 @@ def _work(connection: socket.socket, inbox: queue.SimpleQueue[Any]) -> None:
 
 
 def _limit_memory(more_bytes: int) -> None:
-    """Lets the address space grow by so much from here on; where the system does not tell its size, without bound."""
+    """Limits the further growth of the address space; no limit if the system does not report its size."""
     statm = Path("/proc/self/statm")
     if statm.exists():
         size = int(statm.read_text().split()[0]) * resource.getpagesize()
@@ -116,7 +119,7 @@ def _work_or_die(connection: socket.socket, inbox: queue.SimpleQueue[Any]) -> No
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # An abort is an answer here, and no occasion to write a core file.
+    # An abort is an expected result here, so write no core file.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     sys.stdout = sys.stderr
     connection = socket.socket(fileno=int(sys.argv[1]))
@@ -129,7 +132,7 @@ def main() -> None:
             for message in reader.feed(data):
                 inbox.put(message)
     finally:
-        # The other thread may be in the middle of a long compilation, which nothing else would end.
+        # The other thread may be in a long compilation, which nothing else would end.
         os._exit(0)
 
 

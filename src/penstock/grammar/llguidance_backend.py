@@ -1,11 +1,11 @@
 """Grammars by llguidance: a lexer of derivatives under an Earley parser, walked along the tokenizer's trie.
 
-JSON is written as `json.dumps` with `ensure_ascii=False` writes it, with `, ` and `: ` and no other whitespace: where
-any amount of it is allowed, a model can go on with it for ever. A schema's own `x-guidance` options go before this.
+JSON is written as `json.dumps` with `ensure_ascii=False` writes it, with `, ` and `: ` and no other whitespace: if any
+amount were allowed, a model could generate whitespace forever. A schema's own `x-guidance` options take precedence.
 
 Measured with 152k tokens on one slow core: common grammars compile in 2 ms and fill a row in 0.02 to 0.1 ms. The worst
-that was found under the limits below, in grammars of up to 64 KiB: 0.5 s to compile (`GrammarChecker` passes half of
-that), 40 ms for a row and 27 ms to accept a token before the limit ends the request, and 60 MB.
+case found under the limits below, in grammars of up to 64 KiB: 0.5 s to compile (`GrammarChecker` passes half of that),
+40 ms for a row and 27 ms to accept a token before the limit ends the request, and 60 MB.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _TOKENS_PER_RESTART = 256
 _TOKENS_PER_MASK = 16
 _ALL = np.int32(-1)
 
-# Forcing would admit only one tokenization of text that is certain, and pay for all of that text in every mask.
+# Forcing would admit only one tokenization of forced text, and process all of that text in every mask.
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 _JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
-# The lines of the source under an error, and the place in the source when that was written here.
+# The lines of the source under an error, and the position if the source was generated here.
 _EXCERPT = re.compile(r"\n +\d+ \| ")
 _PLACE = re.compile(r"^at 1\(8\): (failed to compile JSON schema: )?")
 
@@ -51,7 +51,7 @@ _LIMITS = LLParserLimits(
 class LLGuidanceBackend:
     """A `GrammarBackend`. `tokenizer_json` is the text of a `tokenizer.json`; `vocab_size` is the model's.
 
-    Raises ConfigError when the tokenizer is of a kind that cannot be constrained, or knows no end of sequence.
+    Raises ConfigError if the tokenizer is of a kind that cannot be constrained, or has no end of sequence.
     """
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
@@ -59,30 +59,28 @@ class LLGuidanceBackend:
         if not eos:
             raise ConfigError("structured outputs need a model with an end-of-sequence token")
         try:
-            # A text that does not begin with a brace would be taken for the path of a file.
+            # A text that does not begin with a brace would be interpreted as a file path.
             tokenizer = LLTokenizer("{" + tokenizer_json.partition("{")[2], n_vocab=vocab_size, eos_token=eos)
         except ValueError as error:
-            raise ConfigError(f"structured outputs cannot be had with this tokenizer: {error}") from None
+            raise ConfigError(f"structured outputs are not supported with this tokenizer: {error}") from None
         self.num_words = -(-vocab_size // 32)
         self.eos_token_ids = frozenset(eos)
-        # An id that stands for nothing is spelled by its number.
+        # An unused id is represented by its number.
         known = [number for number in range(vocab_size) if tokenizer.decode_bytes([number]) != b"<[%d]>" % number]
         self.endings = _mask(self.num_words, known)
         self.continuations = self.endings & ~_mask(self.num_words, eos)
         self._tokenizer = tokenizer
         self._prototypes: OrderedDict[GrammarSpec, LLMatcher] = OrderedDict()
-        # Grammars are compiled on a thread of their own, and start again where they are used.
+        # Grammars are compiled on a separate thread, and restarted on the thread that uses them.
         self._lock = threading.Lock()
 
     def compile(self, spec: GrammarSpec) -> LLGuidanceGrammar:
-        """Starts from what was compiled for an equal spec before. Raises RequestError."""
+        """Compiles a grammar; reuses the compilation of an equal spec. Raises RequestError."""
         return LLGuidanceGrammar(self, spec, self.matcher(spec))
 
     def matcher(self, spec: GrammarSpec) -> LLMatcher:
-        """A matcher at the beginning. Raises RequestError.
-
-        Equal specs share a lexer, which remembers its states and so gets faster, until it reaches its limit and fails
-        all who share it: then a new one takes its place here.
+        """Returns a matcher at the beginning. Raises RequestError. Equal specs share a lexer, which caches its states
+        and so becomes faster, until it reaches its limit and fails for all of them: then it is replaced.
         """
         with self._lock:
             prototype = self._prototypes.get(spec)
@@ -101,7 +99,7 @@ class LLGuidanceBackend:
         return matcher
 
     def _is_sound(self, matcher: LLMatcher) -> bool:
-        """Whether a mask and a rollback work. Drafts need rollback, which rules that end at a `stop` do not have."""
+        """Whether a mask and a rollback work. Drafts need rollback, which rules with a `stop` do not support."""
         row = np.empty(self.num_words, np.int32)
         matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         if not matcher.is_error():
@@ -132,7 +130,7 @@ class LLGuidanceGrammar:
             self._advance(token_id)
 
     def fill(self, drafts: Sequence[int], rows: np.ndarray) -> None:
-        # The library writes through a pointer.
+        # The library writes through this pointer.
         assert rows.dtype == np.int32 and rows.strides[1] == rows.itemsize, (rows.dtype, rows.strides)
         assert rows.shape == (1 + len(drafts), self._backend.num_words), (rows.shape, len(drafts))
         start = len(self._tokens)
@@ -169,7 +167,7 @@ class LLGuidanceGrammar:
             raise GrammarError(_reason(self._matcher) or "the grammar allows no token here")
 
     def _restart(self) -> None:
-        """Repeats the output from the beginning, for the case that it was the shared lexer that reached its limit."""
+        """Replays the output from the beginning with a new lexer, in case the shared lexer reached its limit."""
         if len(self._tokens) < self._next_restart:
             raise GrammarError(_reason(self._matcher))
         self._next_restart = len(self._tokens) + _TOKENS_PER_RESTART
@@ -179,14 +177,14 @@ class LLGuidanceGrammar:
             raise GrammarError(str(error)) from None
         row = np.empty(self._backend.num_words, np.int32)
         for start in range(0, len(self._tokens), _TOKENS_PER_MASK):
-            # The work that tokens may make is counted from the last mask.
+            # The limit on the work of tokens counts from the last mask.
             self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
             self._matcher.consume_tokens(self._tokens[start : start + _TOKENS_PER_MASK])
 
 
 def _source(spec: GrammarSpec) -> str:
-    """The spec in llguidance's terms. Raises RequestError."""
-    # Unwrapped, a text that begins with a brace would be read as llguidance's own form, which can ask for more.
+    """Converts the spec to llguidance's form. Raises RequestError."""
+    # Unwrapped, a text that begins with a brace would be parsed as llguidance's own form, which allows more.
     answer = {"lark_grammar": _lark(spec) + _OPTIONS}
     if not spec.reasoning:
         return json.dumps({"grammars": [answer]})
@@ -228,7 +226,7 @@ def _to_lark(text: str) -> str:
 
 
 def _without_anchors(regex: str) -> str:
-    """The whole output is matched anyway, and llguidance knows no anchors."""
+    """Removes anchors, which llguidance does not support; the whole output is matched anyway."""
     body = regex.removeprefix("^")
     escapes = len(body) - 1 - len(body[:-1].rstrip("\\"))
     return body[:-1] if body.endswith("$") and escapes % 2 == 0 else body
@@ -239,14 +237,14 @@ def _refusal(reason: str) -> RequestError:
 
 
 def _reason(matcher: LLMatcher) -> str:
-    """What went wrong, in one line and without the source that llguidance repeats; "" when nothing has."""
+    """Returns the error in one line, without the source that llguidance repeats; "" if there is none."""
     text = _EXCERPT.split(matcher.get_error().removesuffix("<non-verbose/>"))[0]
     text = " ".join(_PLACE.sub("", text).split())
     return "nothing matches it" if text == "NoExtensionBias" else text
 
 
 def _mask(num_words: int, token_ids: Iterable[int]) -> np.ndarray:
-    """[num_words] int32 with the bits of these tokens."""
+    """Returns [num_words] int32 with the bits of these tokens set."""
     bits = np.zeros(num_words * 32, np.uint8)
     bits[list(token_ids)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)

@@ -23,16 +23,16 @@ _deadline: ContextVar[float] = ContextVar("deadline")
 
 
 class _LimitError(jinja2.TemplateError):
-    """The template took more time or more room than it may."""
+    """The template exceeded its limit of time or memory."""
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Looks at the clock whenever a template calls or looks something up, and before it repeats a text."""
+    """Checks the time limit whenever a template calls or looks up something, and before it repeats a text."""
 
     intercepted_binops = frozenset({"*", "**", "+", "%"})
 
     def parse(self, source: str, name: str | None = None, filename: str | None = None) -> nodes.Template:
-        """Every round of a loop begins with a call, so that none goes by without a look at the clock."""
+        """Inserts a call into every iteration of a loop, so that each checks the time limit."""
         tree: Any = super().parse(source, name, filename)
         for loop in tree.find_all(nodes.For):
             tick = nodes.Call(nodes.Name("_tick", "load"), [], [], None, None)
@@ -110,9 +110,8 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The conversation as text; with `continue_final_message` it ends where the last message's content does.
-
-        Raises RequestError when the template refuses it.
+        """The conversation as text; with `continue_final_message` it ends at the end of the last message's content.
+        Raises RequestError if the template refuses it.
         """
         if tools is not None and not (isinstance(tools, Sequence) and all(isinstance(tool, Mapping) for tool in tools)):
             raise RequestError("tools must be a list of objects", "tools")
@@ -127,11 +126,11 @@ class ChatTemplate:
         content = known["messages"][-1]["content"].strip()
         end = text.rfind(content)
         if end < 0:
-            raise RequestError("the chat template does not show the last message as it is", "continue_final_message")
+            raise RequestError("the chat template does not show the last message verbatim", "continue_final_message")
         return text[: end + len(content)]
 
     def _render(self, context: Mapping[str, Any]) -> str:
-        """Piece by piece, so that a template without an end is stopped."""
+        """Renders piece by piece, so that an endless template is stopped."""
         _deadline.set(SystemClock().now() + _MAX_SECONDS)
         pieces: list[str] = []
         size = 0
@@ -145,7 +144,9 @@ class ChatTemplate:
 
 
 def _plain_messages(messages: Any) -> list[dict[str, Any]]:
-    """The messages with every content as text; parts of type text are joined. Raises RequestError for anything else."""
+    """Returns the messages with content as text; parts of type text are joined. Raises RequestError for anything
+    else.
+    """
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise RequestError("messages must be a list that is not empty", "messages")
     plain: list[dict[str, Any]] = []

@@ -1,7 +1,8 @@
-"""How few tokens a text can become: known from its length alone, so that what is far too long is never tokenized.
+"""A lower bound of a text's number of tokens from its length alone, so that a text that is far too long is never
+tokenized.
 
 The bound follows from the longest token in bytes. It holds only for a tokenizer that keeps every character of a text.
-For all others, whose normalizers, splits or unknown tokens drop characters, `find_text_bound` answers None.
+For others, whose normalizers, splits or unknown tokens drop characters, `find_text_bound` returns None.
 """
 
 from __future__ import annotations
@@ -25,9 +26,8 @@ _WHITESPACE = tuple(chr(code) for code in range(0x3001) if chr(code).isspace())
 
 @dataclass(frozen=True, slots=True)
 class TextBound:
-    """`bytes_per_token` bytes of UTF-8 become at least one token; `shrinking` times as many where they are not ASCII.
-
-    `drops_whitespace` where special tokens swallow the whitespace beside them.
+    """Every `bytes_per_token` bytes of UTF-8 become at least one token; `shrinking` times as many if they are not
+    ASCII. `drops_whitespace`: special tokens remove the whitespace next to them.
     """
 
     bytes_per_token: int
@@ -35,7 +35,7 @@ class TextBound:
     drops_whitespace: bool
 
     def min_tokens(self, text: str) -> int:
-        """The fewest tokens that this text can have, without those that the tokenizer adds."""
+        """Returns the minimum number of tokens of this text, without those that the tokenizer adds."""
         is_ascii = text.isascii()
         size = len(text) if is_ascii else len(text.encode("utf-8", "replace")) // self.shrinking
         if self.drops_whitespace:
@@ -44,7 +44,7 @@ class TextBound:
 
 
 def find_text_bound(backend: tokenizers.Tokenizer) -> TextBound | None:
-    """The bound of a tokenizer; None when its texts have none."""
+    """Returns the bound of a tokenizer; None if there is none."""
     config: dict[str, Any] = json.loads(backend.to_str())
     steps = list(_steps(config.get("pre_tokenizer"), "pretokenizers"))
     normalizers = list(_steps(config.get("normalizer"), "normalizers"))
@@ -59,7 +59,7 @@ def find_text_bound(backend: tokenizers.Tokenizer) -> TextBound | None:
             return None
         shrinking *= factor
     pieces = backend.get_vocab(with_added_tokens=False)
-    # A byte-level vocabulary spells each byte as one character.
+    # A byte-level vocabulary represents each byte as one character.
     sizes = [len(piece) if is_byte_level else len(piece.encode()) for piece in pieces]
     added = config.get("added_tokens") or []
     sizes += [len(token["content"].encode()) for token in added]
@@ -68,7 +68,7 @@ def find_text_bound(backend: tokenizers.Tokenizer) -> TextBound | None:
 
 
 def _steps(step: Mapping[str, Any] | None, parts: str) -> Iterator[Mapping[str, Any]]:
-    """A normalizer or pre-tokenizer, or those that a sequence consists of."""
+    """Returns a normalizer or pre-tokenizer, or the elements of a sequence of them."""
     if step is None:
         return
     if step["type"] == "Sequence":
@@ -79,14 +79,14 @@ def _steps(step: Mapping[str, Any] | None, parts: str) -> Iterator[Mapping[str, 
 
 
 def _keeps_text(step: Mapping[str, Any]) -> bool:
-    """Whether a pre-tokenizer drops nothing."""
+    """Whether a pre-tokenizer drops no characters."""
     return step["type"] in _KEEPING_SPLITS or (
         step["type"] in _SPLITS_WITH_BEHAVIOR and step.get("behavior", "Removed") != "Removed"
     )
 
 
 def _shrinking(step: Mapping[str, Any]) -> int | None:
-    """By how much a normalizer can shrink a text that is not ASCII; None where that has no bound."""
+    """Returns the factor by which a normalizer can shrink a text that is not ASCII; None if unbounded."""
     if step["type"] == "Replace":
         pattern = step["pattern"].get("String")
         keeps = pattern is not None and len(step["content"].encode()) >= len(pattern.encode())
@@ -95,7 +95,7 @@ def _shrinking(step: Mapping[str, Any]) -> int | None:
 
 
 def _spells_everything(model: Mapping[str, Any], is_byte_level: bool) -> bool:
-    """Whether every character becomes a part of a token, and no run of unknown ones becomes a single token."""
+    """Whether every character becomes part of a token, and no run of unknown ones becomes a single token."""
     if model["type"] not in ("BPE", "Unigram"):
         return False
     vocabulary = model["vocab"]

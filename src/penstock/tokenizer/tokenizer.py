@@ -1,4 +1,4 @@
-"""Text to tokens: the checkpoint's `tokenizer.json`, its chat template and its end-of-sequence tokens."""
+"""Tokenization: the checkpoint's `tokenizer.json`, its chat template and its end-of-sequence tokens."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ Message = Mapping[str, Any]
 
 _LONG_CHARACTERS = 4096
 LARGE_CHARACTERS = 256 << 10
-"""From this length on a text is large: to tokenize it takes a hundred times its size in memory."""
+"""A text of this length or more is large: tokenizing it takes a hundred times its size in memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Truncation:
-    """To how many tokens a prompt is cut, special tokens included, and which end of it stays."""
+    """The number of tokens to which a prompt is truncated, including special tokens, and which end is kept."""
 
     max_tokens: int
     keeps_end: bool = True
 
     def cut(self, token_ids: Any) -> Any:
-        """The end or the beginning of a list of token ids."""
+        """Returns the end or the beginning of a list of token ids."""
         return token_ids[-self.max_tokens :] if self.keeps_end else token_ids[: self.max_tokens]
 
 
 @dataclass(frozen=True, slots=True)
 class AddedToken:
-    """A token beside the vocabulary that was learned. A special one is no text unless special tokens are shown."""
+    """A token added to the learned vocabulary. A special one has no text unless special tokens are shown."""
 
     id: int
     is_special: bool
@@ -48,7 +48,7 @@ class AddedToken:
 class Tokenizer:
     """Wraps the `tokenizers` library; encoding and decoding are thread-safe.
 
-    `max_tokens` is the most that a prompt may have: a text that must have more is refused before it is tokenized.
+    `max_tokens` is the maximum of a prompt: a text that must have more is refused before it is tokenized.
     """
 
     def __init__(self, folder: Path, vocab_size: int, max_tokens: int | None = None) -> None:
@@ -62,7 +62,7 @@ class Tokenizer:
             self.backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # noqa: BLE001 - the library raises bare Exception for every malformed file
             raise ConfigError(f"{file} cannot be read: {error}") from None
-        # What a file says about training batches must not touch prompts.
+        # The file's settings for training batches must not affect prompts.
         self.backend.no_truncation()
         self.backend.no_padding()
         self._max_tokens = max_tokens
@@ -89,7 +89,7 @@ class Tokenizer:
         return None if self._chat_template is None else self._chat_template.source
 
     def encode(self, text: str, add_special_tokens: bool = True, truncation: Truncation | None = None) -> list[int]:
-        """Raises RequestError when the text is far too long, and when it holds half a character (a lone surrogate)."""
+        """Raises RequestError if the text is far too long, or contains a lone surrogate."""
         if truncation is None:
             self.check_length(text)
             token_ids = self._encode(text, add_special_tokens).ids
@@ -102,11 +102,11 @@ class Tokenizer:
     def encode_pair(
         self, first: str, second: str, truncation: Truncation | None = None
     ) -> tuple[list[int], int | None]:
-        """Two texts as one, as the tokenizer puts pairs together with its special tokens, and the place from which on
-        it counts tokens to the second text; None where it does not tell the two apart.
+        """Encodes two texts as one, joined with the tokenizer's special tokens for pairs. Also returns the index of
+        the first token that the tokenizer assigns to the second text; None if it does not distinguish the two.
 
-        A truncation takes tokens off the second text. Raises RequestError as `encode`, and when the first one leaves no
-        room for it.
+        A truncation removes tokens of the second text. Raises RequestError like `encode`, and if the first one leaves
+        no room for the second.
         """
         self.check_length(first)
         if truncation is None:
@@ -133,11 +133,11 @@ class Tokenizer:
             _check_unicode(text)
         if len(text) < _LONG_CHARACTERS:
             return self.backend.encode(text, add_special_tokens=add_special_tokens)
-        # Only the batched call lets other threads run meanwhile, and this variant keeps no offsets.
+        # Only the batched call releases the interpreter's lock, and this variant computes no offsets.
         return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 
     def _encode_truncated(self, text: str, add_special_tokens: bool, truncation: Truncation) -> list[int]:
-        """Of the special tokens that the tokenizer adds all stay."""
+        """Truncates; keeps all special tokens that the tokenizer adds."""
         encoding = self._encode(self._shortened(text, truncation), add_special_tokens=False)
         num_special = self.backend.num_special_tokens_to_add(is_pair=False) if add_special_tokens else 0
         room = max(0, truncation.max_tokens - num_special)
@@ -146,19 +146,19 @@ class Tokenizer:
         return truncation.cut(encoding.ids)
 
     def _shortened(self, text: str, truncation: Truncation) -> str:
-        """The text without what lies far beyond its truncation, which then takes no time and memory."""
+        """Returns the text without the part far beyond its truncation, to save time and memory."""
         if self._bound is None:
             return text
-        # At least twice what the tokens can stand for, so that the cut through a word is itself cut off.
+        # At least twice the text of that many tokens, so that a word cut in two is itself truncated.
         size = 2 * truncation.max_tokens * self._bound.bytes_per_token * self._bound.shrinking
         size = max(size, LARGE_CHARACTERS)
         return text[-size:] if truncation.keeps_end else text[:size]
 
     def check_length(self, text: str) -> None:
-        """Raises RequestError when the text must have more tokens than a prompt may; takes no time to speak of."""
+        """Raises RequestError if the text must have more tokens than a prompt may; takes negligible time."""
         if self._bound is None or self._max_tokens is None:
             return
-        # Smaller ones are tokenized in any case: the refusal then says how many tokens there are.
+        # Smaller texts are always tokenized, so that the error states the number of tokens.
         if len(text) < LARGE_CHARACTERS or (num_tokens := self._bound.min_tokens(text)) <= self._max_tokens:
             return
         raise RequestError(
@@ -172,11 +172,11 @@ class Tokenizer:
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def decode_token(self, token_id: int) -> str:
-        """The text of one token on its own; incomplete characters show as U+FFFD."""
+        """Returns the text of a single token; incomplete characters are shown as U+FFFD."""
         return self.backend.decode([token_id], skip_special_tokens=False)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for, also where they are only a part of a character."""
+        """Returns the bytes of a token, also if they are only part of a character."""
         text = self.decode_token(token_id)
         if "\ufffd" in text:
             piece = self.backend.id_to_token(token_id) or ""
@@ -187,26 +187,26 @@ class Tokenizer:
         return text.encode("utf-8", "replace")
 
     def render_chat(self, messages: Sequence[Message], **options: Any) -> str:
-        """A conversation's text. Raises RequestError when there is no template or it refuses the messages."""
+        """Returns a conversation's text. Raises RequestError if there is no template or it refuses the messages."""
         if self._chat_template is None:
             raise RequestError("this model has no chat template: use a text prompt instead of messages", "messages")
         return self._chat_template.render(messages, **options)
 
     def apply_chat_template(self, messages: Sequence[Message], **options: Any) -> list[int]:
-        """A conversation's tokens. Raises RequestError when there is no template or it refuses the messages."""
-        # The template writes the special tokens itself.
+        """Returns a conversation's tokens. Raises RequestError if there is no template or it refuses the messages."""
+        # The template includes the special tokens.
         return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
 
 
 def _byte_characters() -> dict[str, int]:
-    """The characters under which byte-level tokenizers spell bytes (GPT-2's table): most stand for themselves."""
+    """Returns GPT-2's table of characters that represent bytes in byte-level tokenizers; most represent themselves."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
 _BYTE_OF = _byte_characters()
-# How tokenizers with byte fallback spell them.
+# The form of bytes in tokenizers with byte fallback.
 _BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -223,14 +223,14 @@ def _special_token(config: Mapping[str, Any], name: str) -> str | None:
 
 
 def load_tokenizer(config: EngineConfig, max_tokens: int | None = None) -> Tokenizer | None:
-    """The configured tokenizer; None when the engine has none. Raises ConfigError."""
+    """Loads the configured tokenizer; None if the engine has none. Raises ConfigError."""
     if config.tokenizer_path is None:
         return None
     return Tokenizer(config.tokenizer_path, config.model.vocab_size, max_tokens)
 
 
 def eos_token_ids(config: EngineConfig, tokenizer: Tokenizer | None) -> frozenset[int]:
-    """The tokens that end a sequence, by whichever of its files the checkpoint says so. Raises ConfigError."""
+    """Returns the tokens that end a sequence, from any of the checkpoint's files. Raises ConfigError."""
     generation = read_json(config.model.path / "generation_config.json") or {}
     model = read_json(config.model.path / "config.json") or {}
     stored = generation.get("eos_token_id")
@@ -241,7 +241,7 @@ def eos_token_ids(config: EngineConfig, tokenizer: Tokenizer | None) -> frozense
 
 
 def _token_ids(value: Any) -> frozenset[int]:
-    """An `eos_token_id` of a checkpoint: absent, one or several."""
+    """Parses an `eos_token_id` of a checkpoint: absent, one or several."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(token_id, int) for token_id in ids):
         raise ConfigError(f"eos_token_id must be token ids, got {value!r}")

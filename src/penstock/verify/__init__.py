@@ -1,1 +1,1 @@
-"""`penstock verify`: whether the tokens of a model, on this machine, are the same however the engine comes to them."""
+"""`penstock verify`: checks that a model's tokens on this machine do not depend on how the engine computes them."""

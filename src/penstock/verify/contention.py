@@ -1,8 +1,8 @@
-"""A process that disturbs others: it keeps a core and memory busy, and pauses, at random.
+"""A process that disturbs others: it loads a core and memory, and pauses, at random.
 
     python -m penstock.verify.contention SEED
 
-runs until its standard input ends, and so no longer than the process that started it.
+runs until its standard input ends, so it ends with the process that started it.
 """
 
 from __future__ import annotations

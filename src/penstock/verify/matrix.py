@@ -1,7 +1,6 @@
-"""Runs the rows one after the other, each on an engine of its own, and compares every token with the plain run.
-
-The plain run takes one request at a time, synchronously, its prompt whole, and nothing out of a cache. Of it only the
-requests and their tokens stay in memory; then there is one engine at a time.
+"""Runs the rows one after the other, each on its own engine, and compares every token with the plain run. The plain run
+executes one request at a time, synchronously, with its whole prompt and without a cache. Only its requests and tokens
+stay in memory, so there is one engine at a time.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from penstock.worker.parts import make_config
 REFERENCE = "plain run"
 
 Progress = Callable[[str, int, int], None]
-"""Is told the row, how many of its requests have ended, and how many there are."""
+"""Receives the row, the number of its finished requests, and their total number."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """What a request got, so far. `ending` is its finish reason, or what went wrong."""
+    """The output of a request so far. `ending` is its finish reason or its error."""
 
     token_ids: list[int] = field(default_factory=list[int])
     ending: str = ""
@@ -43,9 +42,8 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where a request first got something else: at `position` of its output, None standing for its end.
-
-    `num_differing` requests of the row differ, `case` is the first of them.
+    """The first difference of a request's output, at `position`, where None means its end. `num_differing` requests of
+    the row differ; `case` is the first of them.
     """
 
     case: Case
@@ -58,7 +56,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """`is_shown`: everything that the row is about has happened. `problem`: its engine could not be built, or died."""
+    """`is_shown`: every event that the row tests has occurred. `problem`: its engine could not be built, or died."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -78,7 +76,7 @@ class RowResult:
 def verify(
     args: EngineArgs, prompts: Sequence[str], max_tokens: int, is_quick: bool, on_progress: Progress
 ) -> Iterator[RowResult]:
-    """Yields the plain run, then every row as it ends. Raises ConfigError or RequestError for what cannot be run."""
+    """Yields the plain run, then every row as it ends. Raises ConfigError or RequestError for invalid arguments."""
     config = make_config(args)
     if config.speculative is not None and config.speculative.synthetic_acceptance_rates:
         raise ConfigError("rejection_sample_method=synthetic in speculative_config changes tokens on purpose")
@@ -106,7 +104,7 @@ def _has_mtp(config: EngineConfig) -> bool:
 def _run_row(
     row: Row, cases: Sequence[Case], expected: Sequence[Answer] | None, on_progress: Progress
 ) -> tuple[RowResult, list[Answer]]:
-    """Runs a row; without `expected` one request at a time, which is what others are compared with."""
+    """Runs a row; without `expected` it is the reference, which runs one request at a time."""
     clock, seen = SystemClock(), Seen()
     started = clock.now()
     num_tokens, problem, difference = 0, "", None
@@ -148,7 +146,7 @@ def _compare(cases: Sequence[Case], expected: Sequence[Answer], answers: Sequenc
 
 
 class _Engine:
-    """A row's engine core, driven by hand so that every step can be looked at."""
+    """A row's engine core, stepped directly so that every step can be inspected."""
 
     def __init__(self, row: Row) -> None:
         self._row = row
@@ -161,7 +159,7 @@ class _Engine:
     def __exit__(self, *_: object) -> None:
         self._core.shutdown()
         del self._core
-        # The next engine needs the memory.
+        # Free the memory for the next engine.
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -175,7 +173,7 @@ class _Engine:
     def run(
         self, cases: Sequence[Case], seen: Seen, is_together: bool, on_progress: Progress, run: int
     ) -> list[Answer]:
-        """Runs all cases to their ends, and adds what happened to `seen`."""
+        """Runs all cases to their ends, and adds the observed events to `seen`."""
         _check_room(self._limits, cases)
         done, total = run * len(cases), self._row.repeat * len(cases)
         answers = {case.request.request_id: Answer() for case in cases}
@@ -204,7 +202,7 @@ def _check_room(limits: SchedulerConfig, cases: Sequence[Case]) -> None:
 def drive(
     core: EngineCore, requests: Sequence[EngineRequest], num_at_once: int, answers: Mapping[str, Answer], seen: Seen
 ) -> Iterator[int]:
-    """Steps until all requests have ended; yields how many have, after every step."""
+    """Steps until all requests have ended; yields the number of finished ones after every step."""
     pending, num_running, num_ended = deque(requests), 0, 0
     while pending or num_running:
         while pending and num_running < num_at_once:

@@ -1,8 +1,8 @@
-"""What a process of the soak computed, as digests, and where two such recordings part.
+"""Digests of everything that a process of the soak computed, and the first difference of two such recordings.
 
 A recording is a folder of three files: `plan.json` (what to run), `start.json` (digests of all tensors of the loaded
-model, and what happened) and `rows.npy` (digests of rows, [n, 2] uint64: key and digest). A key orders rows by
-position, then stage, then request, so that the smallest key at which two recordings differ is where that began.
+model, and what happened) and `rows.npy` (digests of rows, [n, 2] uint64: key and digest). Keys order rows by position,
+then stage, then request, so that the smallest key at which two recordings differ is the origin of the difference.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _STAGE_SHIFT, _POSITION_SHIFT, _FIELD = 16, 32, 0xFFFF
 
 
 class Round(msgspec.Struct, frozen=True):
-    """Runs the requests once. `forgets`: the prefix cache is empty when it begins."""
+    """One run of the requests. `forgets`: the prefix cache is cleared before it."""
 
     order: tuple[int, ...]
     num_at_once: int
@@ -29,9 +29,9 @@ class Round(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """Everything that a process of the soak does. `num_noises` processes compete with it, which it does not know."""
+    """Everything that a process of the soak does. `num_noises` processes compete with it, without its knowledge."""
 
-    seed: int | None  # None: the quiet reference
+    seed: int | None  # None: the reference
     engine: dict[str, Any]
     prompts: tuple[tuple[int, ...], ...]
     max_tokens: int
@@ -40,7 +40,7 @@ class Plan(msgspec.Struct, frozen=True):
 
     @property
     def num_start_threads(self) -> int:
-        """The engine starts with those of the first round."""
+        """The number of threads with which the engine starts, that of the first round."""
         return self.rounds[0].num_threads
 
 
@@ -51,7 +51,7 @@ class Start(msgspec.Struct, frozen=True):
     num_layers: int
     tensors: dict[str, str]
     tensors_at_end: dict[str, str]
-    num_rows: int  # that were computed, the same ones in every round counted again
+    num_rows: int  # computed rows; repeated ones are counted in every round
     num_preemptions: int
 
 
@@ -71,8 +71,9 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where two recordings first differ: `what` is a tensor, or what one of the model's stages computed for the token
-    at `position` of a request."""
+    """The first difference of two recordings: `what` is a tensor, or the stage of the model whose result for the token
+    at `position` of a request differs.
+    """
 
     what: str
     request: int | None = None
@@ -84,17 +85,17 @@ def row_key(position: int, stage: int, request: int) -> int:
 
 
 def save_rows(rows: Iterable[tuple[int, int]], file: Path) -> None:
-    """Pairs of a key and a digest."""
+    """Writes pairs of a key and a digest."""
     np.save(file, np.array(sorted(rows), dtype=np.uint64).reshape(-1, 2))
 
 
 def stage_names(num_layers: int) -> tuple[str, ...]:
-    """By number, in the order in which a step comes to them."""
+    """Returns the names of the stages by number, in the order of execution."""
     return ("embedding", *(f"layer {number}" for number in range(num_layers)), "final norm", "logits", "token")
 
 
 def first_difference(expected: Recording, found: Recording) -> Place | None:
-    """Weights and tables come before what is computed with them, and among rows the smallest key is the first."""
+    """Returns the first difference: weights and tables before rows, and among rows the smallest key."""
     if expected.start.arithmetic != found.start.arithmetic:
         return Place(f"arithmetic: {found.start.arithmetic} in place of {expected.start.arithmetic}")
     for when, tensors in (("", found.start.tensors), (" at the end", found.start.tensors_at_end)):
@@ -103,7 +104,7 @@ def first_difference(expected: Recording, found: Recording) -> Place | None:
                 return Place(f"{name}{when}")
     keys, digests = expected.rows[:, 0], expected.rows[:, 1]
     at = np.searchsorted(keys, found.rows[:, 0]).clip(max=len(keys) - 1)
-    # A step that overlaps the last one of a request computes a row more than the reference has.
+    # A step that overlaps the last one of a request computes one row more than the reference.
     differs = (keys[at] == found.rows[:, 0]) & (digests[at] != found.rows[:, 1])
     if not differs.any():
         return None

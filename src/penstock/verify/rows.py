@@ -1,6 +1,7 @@
-"""The rows of the matrix: what each changes in the engine's arguments, and what has to happen for it to show anything.
+"""The rows of the matrix: the engine arguments that each changes, and the events that must occur for it to be
+meaningful.
 
-A feature that schedules, moves or reuses KV adds its row here.
+A new feature that schedules, moves or reuses KV adds its row here.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from penstock.utils.math import cdiv
 from penstock.verify.workload import Case
 
 _NUM_DRAFTS = 3
-# Small, and no multiple of anything: chunks end in the middle of blocks.
+# Small, and not a multiple of the block size: chunks end in the middle of blocks.
 _CHUNK = 29
-# More than this many tokens need not fit at once: requests wait, or are preempted.
+# The cache need not hold more tokens than this at once: requests wait, or are preempted.
 _MAX_POOL_TOKENS = 32_768
 _NGRAM = {"method": "ngram", "num_speculative_tokens": _NUM_DRAFTS}
 _MTP = {"method": "mtp", "num_speculative_tokens": _NUM_DRAFTS}
-# Loads whatever it has, so that what happens does not depend on the machine's speed.
+# Always loads, so that the events do not depend on the machine's speed.
 _OFFLOADING = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"load_policy": "always"}}
-# What a row takes over from the user: the model and where it runs, nothing that schedules or moves KV.
+# The user's arguments that a row keeps: the model and the device, nothing that schedules or moves KV.
 _KEPT = (
     "model", "tokenizer", "skip_tokenizer_init", "revision", "load_format", "dtype", "device", "seed", "block_size",
     "max_num_seqs", "gpu_memory_utilization",
@@ -35,7 +36,7 @@ _KEPT = (
 
 @dataclass(slots=True)
 class Seen:
-    """What happened while requests ran."""
+    """Events that occurred while requests ran."""
 
     max_running: int = 0
     num_overlapped: int = 0
@@ -49,11 +50,11 @@ class Seen:
 
 
 Sign = Callable[[Seen], tuple[str, bool]]
-"""What is to be said of something that should have happened, and whether it did."""
+"""The description of an expected event, and whether it occurred."""
 
 
 def _sign(name: str, text: str, least: int = 1) -> Sign:
-    """At least so many of what `Seen` counts under the name."""
+    """Requires at least this many of the events that `Seen` counts under the name."""
     return lambda seen: (f"{getattr(seen, name)} {text}", getattr(seen, name) >= least)
 
 
@@ -68,16 +69,15 @@ _structured = _sign("num_structured", "grammars")
 
 
 def _drafted(seen: Seen) -> tuple[str, bool]:
-    """Both kinds of draft are needed: what is wrong must be taken back, and what is right kept."""
+    """Requires both kinds of draft: rejected ones must be undone, and accepted ones kept."""
     right, drafts = seen.speculation.num_accepted_tokens, seen.speculation.num_draft_tokens
     return f"{right} drafts right, {drafts - right} rejected", 0 < right < drafts
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One engine. It runs the cases that `takes` chooses `repeat` times, on the cache of the time before.
-
-    One that `forgets` has nothing in its own cache when it runs them again.
+    """One engine. It runs the cases selected by `takes` `repeat` times, with the cache of the previous run. If it
+    `forgets`, its prefix cache is cleared before each repetition.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Row:
 
 
 def make_rows(args: EngineArgs, config: EngineConfig, cases: Sequence[Case], has_mtp: bool) -> list[Row]:
-    """The table. `config` is the user's, resolved; the arguments of each row are whole."""
+    """Builds the table. `config` is the user's resolved configuration; each row has complete arguments."""
     plain = plain_arguments(args, config, cases)
     small = {"num_gpu_blocks_override": small_pool(config, plain)}
     drafters = _drafters(args, config, has_mtp)
@@ -130,7 +130,7 @@ def make_rows(args: EngineArgs, config: EngineConfig, cases: Sequence[Case], has
 
 
 def _of_several_ranks(config: EngineConfig, plain: Mapping[str, Any], everything: Row) -> list[Row]:
-    """Ranks are processes. A GPU each would be needed for those of a GPU."""
+    """Rows with several ranks, as processes. On a GPU each rank would need its own GPU."""
     tp, pp = min(2, config.model.num_key_value_heads), min(2, config.model.num_hidden_layers)
     if config.device != "cpu" or tp * pp < 4:
         return []
@@ -140,7 +140,7 @@ def _of_several_ranks(config: EngineConfig, plain: Mapping[str, Any], everything
 
 
 def _connectors(args: EngineArgs) -> dict[str, Any]:
-    """Penstock's tier in memory, and the user's own connector, unless it loads from other engines only."""
+    """Returns Penstock's memory tier and the user's connector, unless that loads only from other engines."""
     connectors: dict[str, Any] = {"KV offloaded": _OFFLOADING}
     if args.kv_transfer_config is not None and not _needs_peers(args.kv_transfer_config):
         connectors["kv_transfer_config"] = args.kv_transfer_config
@@ -152,7 +152,7 @@ def _needs_peers(config: Any) -> bool:
 
 
 def _drafters(args: EngineArgs, config: EngineConfig, has_mtp: bool) -> dict[str, Any]:
-    """What can guess for this model, the user's own last; one whose drafts are drawn only `_as_configured` can have."""
+    """Returns the drafters for this model, the user's last; sampled drafts are only run by `_as_configured`."""
     drafters: dict[str, Any] = {"ngram": _NGRAM}
     if has_mtp:
         drafters["mtp"] = _MTP
@@ -174,19 +174,21 @@ def _everything(plain: Mapping[str, Any], drafter: Any) -> Row:
 
 
 def _as_configured(args: EngineArgs, config: EngineConfig) -> Row:
-    """The user's own arguments; only who listens to events is nothing to tokens, and may be listening elsewhere."""
+    """Returns the user's arguments without KV events, which do not affect tokens and whose address may be in use."""
     arguments = {**asdict(replace(args, kv_events_config=None)), **_exact(config)}
     speculative = config.speculative
     asked = ((_overlapped, args.async_scheduling), (_hits, args.enable_prefix_caching), (_drafted, speculative))
     signs = (_together, *(sign for sign, is_asked in asked if is_asked))
     if speculative is not None and speculative.samples_drafts:
-        # Drawn drafts keep the distribution of a sampled token, not the token.
+        # Sampled drafts preserve the distribution of a sampled token, not the token.
         return Row("as configured, greedy", arguments, signs, repeat=2, takes=lambda case: case.is_greedy)
     return Row("as configured", arguments, signs, repeat=2)
 
 
 def plain_arguments(args: EngineArgs, config: EngineConfig, cases: Sequence[Case]) -> dict[str, Any]:
-    """The reference: synchronous, whole prompts, nothing cached, nothing guessed or captured, room for all."""
+    """Returns the reference: synchronous, unchunked, without caching, drafts or graphs, and with room for all
+    requests.
+    """
     size = config.cache.block_size
     longest = max(case.num_tokens for case in cases)
     num_tokens = max(longest, min(sum(case.num_tokens for case in cases), _MAX_POOL_TOKENS))
@@ -203,12 +205,12 @@ def plain_arguments(args: EngineArgs, config: EngineConfig, cases: Sequence[Case
 
 
 def _exact(config: EngineConfig) -> dict[str, bool]:
-    """A GPU promises equal tokens only where it is asked to; a CPU need not be."""
+    """Enables determinism on a GPU, which guarantees equal tokens only then; a CPU always does."""
     return {"deterministic": True} if config.device != "cpu" else {}
 
 
 def small_pool(config: EngineConfig, plain: Mapping[str, Any]) -> int:
-    """Blocks for the longest request and hardly more, so that two long ones cannot stay together."""
+    """Returns a pool barely larger than the longest request, so that two long requests do not fit."""
     groups = tuple(
         KVCacheGroup((), KVCacheSpec.keys_and_values(1, 1, config.model.dtype, window)) for window in _windows(config)
     )
@@ -217,7 +219,7 @@ def small_pool(config: EngineConfig, plain: Mapping[str, Any]) -> int:
 
 
 def _windows(config: EngineConfig) -> set[int]:
-    """One KV group each."""
+    """Returns the sliding windows; each has its own KV group."""
     return set(config.model.layer_windows)
 
 

@@ -1,9 +1,8 @@
-"""The soak: the same greedy requests in one fresh process after another, under contention, compared bit by bit.
-
-A quiet process runs the requests first, one at a time: the reference. Every further process draws its threads, batches,
-chunks, pool and order from a seed, while others that only disturb it compete for cores and memory. What each process
-loaded and computed is compared with the reference as digests, row by row and layer by layer, so that the first
-difference names the tensor or the stage where it began.
+"""The soak: the same greedy requests in one fresh process after another, under contention, compared bit by bit. First a
+reference process runs the requests one at a time on an idle machine. Every further process draws its threads, batches,
+chunks, pool and order from a seed, while others compete with it for cores and memory. Digests of everything that each
+process loaded and computed are compared with the reference, row by row and layer by layer, so that the first difference
+identifies the tensor or the stage where it began.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ _ROUNDS = 2
 _CHUNKS = (17, 29, 64, 150)
 _LOG = "log.txt"
 _LOG_LINES_SHOWN = 12
-# A process that takes this much longer than the reference, which ran quietly, hangs.
+# A process that takes this much longer than the reference, which ran without contention, is considered hung.
 _HANGS_FACTOR, _HANGS_SECONDS = 50, 300
 
 
 @dataclass(slots=True)
 class Tally:
-    """What ran, and under which conditions."""
+    """Counts of processes, rounds and rows under one condition."""
 
     num_processes: int = 0
     num_rounds: int = 0
@@ -74,13 +73,13 @@ class Finding:
 
     @property
     def command(self) -> str:
-        """Runs the plan again, with nothing beside it, and records it in another folder."""
+        """The command that runs the plan again without competing processes, and records it in another folder."""
         return f"{Path(sys.executable).name} -m penstock.verify.soak_run {self.folder} {self.folder}-again"
 
 
 @dataclass(slots=True)
 class SoakResult:
-    """`tallies` by condition: a process counts under each that it met."""
+    """`tallies` by condition: a process counts under each condition that it met."""
 
     num_reference_rows: int
     num_tensors: int
@@ -89,7 +88,7 @@ class SoakResult:
 
 
 Progress = Callable[[Tally], None]
-"""Is told what all processes together have run, after each of them."""
+"""Receives the totals of all processes after each of them."""
 ALL = "all"
 
 
@@ -102,10 +101,9 @@ def soak(
     seed: int | None = None,
     child: Sequence[str] = CHILD,
 ) -> SoakResult:
-    """Starts processes until the time is over or one differs; at least one. Recordings are kept if one does.
-
-    `seed` decides what is drawn, by default a random one; `child` is the command of a process. Raises ConfigError or
-    RequestError for what cannot be run.
+    """Starts at least one process, until the time is over or one differs. Recordings are kept if one does. `seed`
+    determines all random choices, by default a random one; `child` is the command of a process. Raises ConfigError or
+    RequestError for invalid arguments.
     """
     clock = SystemClock()
     deadline = clock.now() + 60 * minutes
@@ -166,12 +164,12 @@ class _PlanDrawer:
         self._num_cores = os.cpu_count() or 1
 
     def reference(self) -> Plan:
-        """One request at a time, prompts whole, nothing beside it."""
+        """One request at a time, with unchunked prompts and no competing processes."""
         every = Round(tuple(range(len(self._prompts))), num_at_once=1, num_threads=self._num_cores, forgets=False)
         return Plan(None, self._plain, self._prompts, self._max_tokens, (every,), num_noises=0)
 
     def draw(self, seed: int) -> Plan:
-        """Everything follows from the seed, so that a process can be repeated."""
+        """Derives the whole plan from the seed, so that a process can be repeated."""
         rng, plain = random.Random(seed), self._plain
         engine = {
             **plain,
@@ -197,7 +195,7 @@ class _PlanDrawer:
 
 
 def _run(plan: Plan, folder: Path, child: Sequence[str], timeout: float | None) -> None:
-    """Runs a process to its end. Raises _ChildError with the end of its output when it fails or hangs."""
+    """Runs a process to its end. Raises _ChildError with the end of its output if it fails or hangs."""
     folder.mkdir()
     (folder / PLAN).write_bytes(msgspec.json.format(msgspec.json.encode(plan)))
     log = folder / _LOG
@@ -220,7 +218,7 @@ def _run(plan: Plan, folder: Path, child: Sequence[str], timeout: float | None) 
 
 @contextlib.contextmanager
 def _noise(seed: int) -> Iterator[None]:
-    """It ends with its standard input, so also when this process is killed."""
+    """Starts a competing process, which ends with its standard input, so also if this process is killed."""
     with _killed_at_exit([*_NOISE, str(seed)], stdin=subprocess.PIPE):
         yield
 

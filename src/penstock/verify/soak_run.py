@@ -2,7 +2,7 @@
 
     python -m penstock.verify.soak_run FOLDER [OTHER]
 
-runs the plan in `FOLDER/plan.json` and writes the other files of a recording beside it, or all of them to `OTHER`.
+runs the plan in `FOLDER/plan.json` and writes the other files of a recording next to it, or all of them to `OTHER`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> int:
     engine = build_engine(EngineArgs.from_kwargs(**plan.engine, num_threads=plan.num_start_threads))
     model = caught["load_model"].model
     if not isinstance(model, Decoder):
-        raise ConfigError(f"the soak cannot look into a {type(model).__name__}")
+        raise ConfigError(f"the soak does not support {type(model).__name__}")
     tensors, num_layers = tensor_digests(model), len(model.layers)
     watch = Watch(model, caught["make_runner"].passes)
     for each in plan.rounds:
@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _catch_parts() -> dict[str, Any]:
-    """What the worker will have been built of, by the name of the function that made it."""
+    """Collects the worker's parts as they are built, by the name of the function that made them."""
     caught: dict[str, Any] = {}
 
     def catch(name: str) -> None:

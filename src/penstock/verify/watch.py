@@ -1,4 +1,4 @@
-"""Watches a model from outside: digests of its tensors, and of every row at every stage of its forward pass."""
+"""Computes digests of a model's tensors, and of every row at every stage of its forward pass, without changing it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ROW_BYTES = 8
 
 
 def tensor_digests(model: object) -> dict[str, str]:
-    """Name -> digest, in hexadecimal, of every tensor that the model holds: packed weights, norms, tables."""
+    """Returns name -> digest, in hexadecimal, of every tensor that the model holds: packed weights, norms, tables."""
     found: dict[str, str] = {}
     seen: set[tuple[int, int]] = set()
     for name, tensor in _tensors(model):
@@ -28,13 +28,13 @@ def tensor_digests(model: object) -> dict[str, str]:
 
 
 def _tensors(root: object) -> Iterator[tuple[str, torch.Tensor]]:
-    """By breadth, so that what is shared goes by its shortest name."""
+    """Traverses breadth first, so that a shared tensor has its shortest name."""
     pending: deque[tuple[tuple[str, ...], object]] = deque([((), root)])
     visited: set[int] = set()
     while pending:
         path, item = pending.popleft()
         if isinstance(item, torch.Tensor):
-            # Private attributes on the way to a tensor say nothing to a reader.
+            # Names of private attributes on the path to a tensor are omitted.
             yield ".".join((*(part for part in path[:-1] if not part.startswith("_")), path[-1].lstrip("_"))), item
         elif id(item) not in visited:
             visited.add(id(item))
@@ -56,7 +56,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Watched:
-    """A part of the model, whose results are looked at."""
+    """A part of the model whose results are recorded."""
 
     def __init__(self, part: Any, look: Callable[[Any, tuple[Any, ...]], None]) -> None:
         self._part = part
@@ -74,7 +74,7 @@ class _Watched:
 class Watch:
     """Records what a runner's steps compute for requests whose ids are numbers.
 
-    It replaces attributes of the runner's passes and of its model, for good; one thread runs the steps.
+    It permanently replaces attributes of the runner's passes and of its model; one thread runs the steps.
     """
 
     def __init__(self, model: Decoder, passes: Any) -> None:
@@ -84,7 +84,7 @@ class Watch:
         self._requests: list[int] = []
         self._positions: list[int] = []
         self._sampled: list[int] = []
-        # Watched parts behave as what they stand for.
+        # Watched parts behave like the originals.
         replaced: dict[str, Any] = {
             "embed": _Watched(model.embed, self._look_at_embedded),
             "layers": [_Watched(layer, self._look_at_layer(number)) for number, layer in enumerate(model.layers)],
@@ -97,7 +97,7 @@ class Watch:
         passes.forward = self._follow
 
     def add_token(self, request: int, position: int, token_id: int) -> None:
-        """`position` is the one that the token was sampled from."""
+        """`position` is the position from which the token was sampled."""
         self.rows.add((row_key(position, self._stages["token"], request), token_id))
 
     def _follow(self, batch: Any) -> Any:
@@ -115,7 +115,7 @@ class Watch:
         self._add("embedding", result.residual, range(len(result.residual)))
 
     def _look_at_layer(self, number: int) -> Callable[[torch.Tensor, tuple[Any, ...]], None]:
-        """The residual stream behind it is the sum of what it returns and of its second argument."""
+        """The residual stream after the layer is the sum of its result and its second argument."""
         return lambda result, args: self._add(f"layer {number}", torch.cat((result, args[1]), -1), range(len(result)))
 
     def _look_at_logits(self, result: torch.Tensor, args: tuple[Any, ...]) -> None:

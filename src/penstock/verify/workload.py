@@ -1,4 +1,4 @@
-"""The requests that every row of the matrix runs: each prompt greedy and seeded, and some held to a grammar."""
+"""The requests of every row of the matrix: each prompt greedily and seeded, and some constrained by a grammar."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.utils.errors import RequestError
 
 MAX_PROMPTS = 256
 _QUICK_PROMPTS = 8
-# Words come back, which n-gram drafts live on, and several begin alike, which prefix hits live on.
+# Words repeat, for n-gram drafts, and several prompts have a common beginning, for prefix hits.
 _FACTS = (
     "Remember this. The key of Anna is in the red box. The key of Ben is under the old bridge. The key of Clara is "
     "behind the third door. The key of Emma is on the kitchen table. "
@@ -69,16 +69,15 @@ class Case:
 
     @property
     def num_tokens(self) -> int:
-        """The longest that the request can become."""
+        """The maximum length of the request."""
         return len(self.request.prompt_token_ids) + self.request.max_tokens
 
 
 def make_cases(
     front_end: FrontEnd, prompts: Sequence[str], vocab_size: int, max_tokens: int, is_quick: bool
 ) -> tuple[Case, ...]:
-    """Cases of the given prompts, else of the built-in ones, or of random tokens where there is no tokenizer.
-
-    Raises RequestError naming the prompt that cannot be run.
+    """Makes cases from the given prompts, else from the built-in ones, or from random tokens if there is no tokenizer.
+    Raises RequestError that names a prompt that cannot be run.
     """
     if prompts and front_end.tokenizer is None:
         raise RequestError("the prompts are text, and the engine has no tokenizer", "prompts")
@@ -100,7 +99,7 @@ def make_cases(
             try:
                 cases.append(_make_case(front_end, len(cases), prompt, params))
             except RequestError:
-                # A built-in prompt that does not fit says nothing about the user's model.
+                # A built-in prompt that does not fit is not an error of the user's model.
                 if prompts and prompt in prompts:
                     raise
     return tuple(cases)
@@ -116,7 +115,7 @@ def _make_case(front_end: FrontEnd, number: int, prompt: Any, params: SamplingPa
 
 
 def _random_prompts(vocab_size: int) -> list[list[int]]:
-    """Prompts of 1 to 160 tokens that repeat themselves, many with the same beginning."""
+    """Makes repetitive prompts of 1 to 160 tokens, many with the same beginning."""
     rng = random.Random(0)
     stem = [rng.randrange(vocab_size) for _ in range(60)]
     prompts: list[list[int]] = []
