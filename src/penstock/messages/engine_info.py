@@ -1,4 +1,4 @@
-"""What an engine is and runs on: fixed when it is ready, shown at start, in /version, /metrics and the dashboard."""
+"""An engine's configuration, fixed when it is ready; shown at the start, in /version, /metrics and the dashboard."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import msgspec
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """`kernels` is the kernel set in use: an instruction set of the native library (amx, avx512, avx2, generic), or
-    torch, or triton. `device_name` is a GPU's product name, empty for a CPU; `num_threads` is what each rank of a
-    CPU computes with.
-
-    `kv_cache_bytes` is of all ranks, each of which stores its part of every block; `load_seconds` is from the first
-    worker's start to the warm-up's end. `pooling` says in words what a pooling engine answers with.
+    torch, or triton. `device_name` is a GPU's product name, empty for a CPU; `num_threads` is the number of threads of
+    each rank on a CPU. `kv_cache_bytes` is the sum over all ranks, each of which stores its part of every block;
+    `load_seconds` is the time from the first worker's start to the end of the warm-up. `pooling` describes in words
+    what a pooling engine returns.
     """
 
     dtype: str

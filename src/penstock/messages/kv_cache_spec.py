@@ -1,4 +1,4 @@
-"""How layers store their keys and values: declared by the model, planned once, read by scheduler and runner alike."""
+"""How layers store keys and values: declared by the model, planned once, read by both scheduler and runner."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 NULL_BLOCK = 0
-"""Stands for padding and for blocks that left a sliding window; no request owns it and it is never read."""
+"""Represents padding and blocks that left a sliding window; no request owns it and it is never read."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class KVPlane:
-    """One of the vectors that a layer stores of every token, divided into heads."""
+    """One of the vectors that a layer stores for every token, divided into heads."""
 
     name: str
     num_heads: int
@@ -22,10 +22,10 @@ class KVPlane:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """One layer's cache, with all of the model's KV heads or with those that one rank has of them.
+    """One layer's cache, with all of the model's KV heads or with those of one rank.
 
     `sliding_window` is the number of tokens that a query sees, itself included; 0 means all. Other ranks have the
-    `heads_before` and `heads_behind` the heads of `planes`.
+    `heads_before` and `heads_behind` those of `planes`.
     """
 
     planes: tuple[KVPlane, ...]
@@ -70,7 +70,9 @@ class KVCacheSpec:
         return sum(plane.num_heads * plane.head_size for plane in self.planes) * DTYPE_BYTES[self.dtype] * block_size
 
     def first_needed_block(self, num_computed_tokens: int, block_size: int) -> int:
-        """The first block along a request that the query at position `num_computed_tokens` still reads."""
+        """Returns the index of the request's first block that the query at position `num_computed_tokens` still
+        reads.
+        """
         if not self.sliding_window:
             return 0
         return max(0, num_computed_tokens - self.sliding_window + 1) // block_size
@@ -78,7 +80,7 @@ class KVCacheSpec:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheGroup:
-    """Layers that store alike and therefore share one block table; a rank may have none of a group's layers."""
+    """Layers with the same kind of storage, which share one block table; a rank may have none of a group's layers."""
 
     layer_names: tuple[str, ...]
     spec: KVCacheSpec
@@ -86,9 +88,8 @@ class KVCacheGroup:
 
 @dataclass(frozen=True, slots=True)
 class AttachedLayer:
-    """A layer under a group's block table with storage of its own: a speculator's, whose shape may be another.
-
-    What it stores of position p depends on the tokens up to p + `num_tokens_ahead`.
+    """A layer that uses a group's block table with separate storage: a speculator's, whose shape may differ. Its
+    content at position p depends on the tokens up to p + `num_tokens_ahead`.
     """
 
     name: str
@@ -101,9 +102,9 @@ class AttachedLayer:
 class KVCacheConfig:
     """The planned cache, of the whole engine or of one rank (`part`): the groups have the same numbers in both.
 
-    Block ids are shared by all groups: on every rank the j-th layer of every group lives in tensor j.
-    Block 0 is the null block: it stands for padding and for blocks that left a sliding window, and is never read.
-    Of a model that stores nothing (an encoder) there are no groups, and the null block is the only one.
+    Block ids are shared by all groups: on every rank the j-th layer of every group lives in tensor j. Block 0 is the
+    null block: it represents padding and blocks that left a sliding window, and is never read.
+    For a model that stores nothing (an encoder) there are no groups, and the null block is the only block.
     """
 
     num_blocks: int
@@ -112,15 +113,14 @@ class KVCacheConfig:
     attached: tuple[AttachedLayer, ...] = ()
 
     def block_bytes(self, group: int) -> int:
-        """Bytes of one block in all layers of a group and in those attached to it."""
+        """Bytes of one block in all layers of a group and the layers attached to it."""
         own = self.groups[group]
         specs = [own.spec] * len(own.layer_names) + [layer.spec for layer in self.attached if layer.group == group]
         return sum(spec.block_bytes(self.block_size) for spec in specs)
 
     def part(self, specs: Mapping[str, KVCacheSpec]) -> KVCacheConfig:
-        """What one rank stores of it. `specs` are those of the rank's layers, a speculator's included, with its heads.
-
-        A group without layers on this rank keeps its number, and its spec is the whole model's.
+        """Returns one rank's part of the cache. `specs` are those of the rank's layers, including a speculator's, with
+        the rank's heads. A group without layers on this rank keeps its number, and its spec is the whole model's.
         """
         planned = {name: group.spec for group in self.groups for name in group.layer_names}
         planned |= {layer.name: layer.spec for layer in self.attached}
@@ -139,17 +139,17 @@ class KVCacheConfig:
 
     @property
     def shared_spec(self) -> KVCacheSpec:
-        """What a tensor that the groups share has room for: the spec of any group that has layers."""
+        """The spec for which a tensor shared by the groups has room: that of any group with layers."""
         return next(group.spec for group in self.groups if group.layer_names)
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes that one block id stands for: its share of every tensor of one rank's cache."""
+        """Bytes of one block id: its share of every tensor of one rank's cache."""
         attached = sum(layer.spec.block_bytes(self.block_size) for layer in self.attached)
         of_tensor = self.shared_spec.block_bytes(self.block_size) if self.num_tensors else 0
         return self.num_tensors * of_tensor + attached
 
     @property
     def num_tokens_ahead(self) -> int:
-        """How many tokens behind a position decide, beside those up to it, what any layer stores there."""
+        """How many tokens after a position determine, in addition to those up to it, the content of any layer there."""
         return max((layer.num_tokens_ahead for layer in self.attached), default=0)

@@ -1,7 +1,7 @@
-"""What an engine tells others of the KV blocks that it holds, in vLLM's terms (`vllm/distributed/kv_events.py`).
+"""Events about the KV blocks that an engine holds, in vLLM's terms (`vllm/distributed/kv_events.py`).
 
-A block is named by its hash, which stands for all tokens from the start of the prompt to the block's end, and by the KV
-group and the medium that hold it. The hashes are whole here; `kv_transfer.events` shortens them for the wire.
+A block is identified by its hash, which covers all tokens from the start of the prompt to the block's end, and by its
+KV group and medium. The hashes are complete here; `kv_transfer.events` shortens them for the wire.
 """
 
 from __future__ import annotations
@@ -9,18 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MEDIUM_GPU = "GPU"
-"""The memory that the model computes in, whatever the device."""
+"""The memory in which the model computes, on any device."""
 MEDIUM_CPU = "CPU"
 MEDIUM_STORAGE = "STORAGE"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockStored:
-    """Blocks one behind the other that can be found from now on.
-
-    `token_ids` are the tokens of these blocks, `block_size` to each; `parent_block_hash` is the block before the first,
-    None at the start of a prompt. `extra_keys` has, for each block, what its hash covers beside these tokens: the cache
-    salt in a prompt's first block, and then the tokens ahead (`core.block_hash`) as text.
+    """Consecutive blocks that entered the prefix cache. `token_ids` are the tokens of these blocks, `block_size` each;
+    `parent_block_hash` is that of the block before the first, None at the start of a prompt. `extra_keys` has, for each
+    block, what its hash covers in addition to these tokens: the cache salt in a prompt's first block, and then the
+    tokens ahead (`core.block_hash`) as text.
     """
 
     block_hashes: tuple[bytes, ...]
@@ -38,7 +37,7 @@ class BlockStored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockRemoved:
-    """Blocks of one group that cannot be found any more."""
+    """Blocks of one group that left the prefix cache."""
 
     block_hashes: tuple[bytes, ...]
     medium: str = MEDIUM_GPU
@@ -47,7 +46,7 @@ class BlockRemoved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllBlocksCleared:
-    """Nothing is held on any medium: whatever was told before is void."""
+    """No blocks are held on any medium: all earlier events are void."""
 
 
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared

@@ -1,4 +1,4 @@
-"""Where KV memory is and how it is laid out: described once per rank, for tiers, transports and peers alike."""
+"""The location and layout of KV memory: described once per rank, for tiers, transports and peers."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import msgspec
 
 
 class MemoryRegion(msgspec.Struct, frozen=True):
-    """Memory by name. `address` is where the process that describes it has it mapped, 0 where only the path counts.
-
-    `path` is what other processes of the same user open to map it, None where they cannot.
+    """Named memory. `address` is its address in the describing process, 0 if only the path matters. Other processes of
+    the same user open `path` to map it; None if they cannot.
     """
 
     name: str
@@ -21,8 +20,8 @@ class MemoryRegion(msgspec.Struct, frozen=True):
 class LayerLayout(msgspec.Struct, frozen=True):
     """One layer's KV: an array of named axes at `offset` of a region, `strides` in bytes.
 
-    The axes are "block", "head", "token", "kv" (keys and values) and "dim", in the order in which they lie. `heads` is
-    the interval [first, end) of the model's KV heads that are here. A block's bytes are contiguous.
+    The axes are "block", "head", "token", "kv" (keys and values) and "dim", in memory order. `heads` is the interval
+    [first, end) of the model's KV heads that are here. A block's bytes are contiguous.
     """
 
     name: str
@@ -41,7 +40,7 @@ class LayerLayout(msgspec.Struct, frozen=True):
 
 
 class KVLayout(msgspec.Struct, frozen=True):
-    """One rank's KV memory. Layers of different groups may share some: a block belongs to one group at a time."""
+    """One rank's KV memory. Layers of different groups may share memory: a block belongs to one group at a time."""
 
     block_size: int
     regions: tuple[MemoryRegion, ...]
@@ -52,7 +51,7 @@ class KVLayout(msgspec.Struct, frozen=True):
         return all(region.device == "cpu" for region in self.regions)
 
     def layers_of(self, group: int) -> tuple[LayerLayout, ...]:
-        """In the order in which a block's bytes follow one another, a speculator's layers last."""
+        """Returns the layers in the order of a block's bytes, a speculator's layers last."""
         return tuple(layer for layer in self.layers if layer.group == group)
 
     def block_bytes(self, group: int) -> int:

@@ -1,6 +1,6 @@
-"""What KV transfers say between scheduler and worker: reports by identity, never by count.
+"""Messages about KV transfers between scheduler and worker: transfers are identified, never counted.
 
-Metadata and handshakes have a kind per connector (`utils.wire.register_kind`); what is absent is None.
+Metadata and handshakes have a kind per connector (`utils.wire.register_kind`); absent values are None.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import msgspec
 from penstock.utils.wire import OpenMessage
 
 TransferId = str
-"""Names one transfer for ever; a second attempt is another transfer."""
+"""Names one transfer and is never reused; a second attempt is another transfer."""
 
 ShardId = tuple[int, int]
 """(pipeline rank, tensor rank) of the worker that moved its part of the KV."""
@@ -24,7 +24,7 @@ class TransferStatus(enum.StrEnum):
 
 
 class BadRange(msgspec.Struct, frozen=True):
-    """Tokens [start, end) of a request whose KV in that group is not what was asked for."""
+    """Tokens [start, end) of a request whose KV in that group was not loaded correctly."""
 
     group: int
     start: int
@@ -32,9 +32,8 @@ class BadRange(msgspec.Struct, frozen=True):
 
 
 class TransferReport(msgspec.Struct, frozen=True):
-    """A transfer has ended on one shard. `digests` are those of the blocks that it wrote into a tier, in their order.
-
-    A failed load without `bad_ranges` has brought nothing.
+    """A transfer has ended on one shard. `digests` are those of the blocks that it wrote into a tier, in order. A
+    failed load without `bad_ranges` has loaded nothing.
     """
 
     transfer_id: TransferId
@@ -45,13 +44,15 @@ class TransferReport(msgspec.Struct, frozen=True):
 
 
 class KVConnectorOutput(msgspec.Struct, frozen=True):
-    """What a rank's connector reports with a step: the transfers that have ended."""
+    """A rank's connector's report for a step: the transfers that have ended."""
 
     reports: tuple[TransferReport, ...] = ()
 
 
 class KVConnectorMetadata(OpenMessage):
-    """What a connector's scheduler side tells its worker sides with a step. Each connector has a kind of its own."""
+    """A connector's message from its scheduler side to its worker sides with a step. Each connector has its own
+    kind.
+    """
 
     __slots__ = ()
 
@@ -62,13 +63,13 @@ class KVConnectorMetadata(OpenMessage):
 
 
 class HandshakePayload(OpenMessage):
-    """What one rank tells other engines of its memory; keyed (pp rank, tp rank) wherever it is collected."""
+    """One rank's description of its memory for other engines; collections are keyed by (pp rank, tp rank)."""
 
     __slots__ = ()
 
 
 class ConnectorSetup(OpenMessage):
-    """What a connector's scheduler side gives its worker sides when they are built, such as the name of memory."""
+    """Data from a connector's scheduler side for building its worker sides, such as the name of memory."""
 
     __slots__ = ()
 

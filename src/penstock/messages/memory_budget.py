@@ -1,4 +1,4 @@
-"""Where a device's memory goes: measured by a worker, divided by the engine core."""
+"""How a device's memory is used: measured by a worker, divided by the engine core."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from penstock.utils.math import cdiv
 
 
 class MemoryBudget(msgspec.Struct, frozen=True):
-    """Where a device's memory goes, in bytes, when the weights are loaded and there is no KV cache yet.
+    """How a device's memory is used, in bytes, when the weights are loaded and there is no KV cache yet.
 
-    `in_use` is everybody's and includes what torch knows nothing of; `step` is what the largest step needs on top of
-    it, `graphs` what captured graphs will. A cache without a configured size takes at most `most`.
-    Ranks whose budgets name the same `pool` use the same memory; without a name a rank has its memory for itself.
+    `in_use` covers all processes and memory not allocated by torch; `step` is the additional memory of the largest
+    step, `graphs` that of captured graphs. A cache without a configured size takes at most `most`. Ranks whose budgets
+    name the same `pool` use the same memory; without a name a rank has its own memory.
     """
 
     total: int
@@ -26,7 +26,7 @@ class MemoryBudget(msgspec.Struct, frozen=True):
 
     @classmethod
     def of_pool(cls, budgets: Sequence[MemoryBudget]) -> MemoryBudget:
-        """That of the memory that several ranks use, by what each of them has measured of it."""
+        """Returns the budget of memory shared by several ranks, from their measurements."""
         return cls(
             total=min(each.total for each in budgets),
             in_use=max(each.in_use for each in budgets),
@@ -42,15 +42,15 @@ class MemoryBudget(msgspec.Struct, frozen=True):
 
     @property
     def room(self) -> int:
-        """What is left when all of the device may be used."""
+        """The memory left if all of the device may be used."""
         return self.total - self.taken
 
     def left(self, utilization: float) -> int:
-        """What is left for the KV cache of this part of the device; may be negative."""
+        """Returns the memory left for the KV cache with this part of the device; may be negative."""
         return min(int(self.total * utilization) - self.taken, self.most)
 
     def utilization_for(self, num_bytes: int) -> float:
-        """The part of the device, in whole hundredths, that leaves so many bytes; above 1 there is none."""
+        """Returns the part of the device, in hundredths, that leaves this many bytes; above 1 if there is none."""
         return cdiv(100 * (self.taken + num_bytes), self.total) / 100
 
     def __str__(self) -> str:

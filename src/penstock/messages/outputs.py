@@ -1,4 +1,4 @@
-"""Results: what the engine core reports of a request per step, and what a caller of the engine receives."""
+"""Results: the engine core's report for a request per step, and the output for a caller of the engine."""
 
 from __future__ import annotations
 
@@ -24,14 +24,12 @@ class FinishReason(enum.StrEnum):
 
 # A Struct, because one is made per request and step: a frozen dataclass takes twenty times as long.
 class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """What one step brought for one request.
-
-    `logprobs` runs beside `new_token_ids`. `prompt_logprobs` comes once, with the first token, and covers the prompt's
-    positions from 1 on. `num_accepted_tokens` of `num_draft_tokens` drafts were right. `stop_reason` is the stop token
-    that ended the request, None when it was an end of sequence. `is_request_error` tells that the request itself is at
-    fault for its `error`. `pooled`, [hidden_size] float32, is what a pooling engine answers with, once, in place of
-    tokens. `kv_transfer_params`, which comes with the finish reason, is what the KV connector tells the
-    next engine.
+    """One step's output for one request. `logprobs` is parallel to `new_token_ids`. `prompt_logprobs` is sent once,
+    with the first token, and covers the prompt's positions from 1 on. `num_accepted_tokens` of `num_draft_tokens`
+    drafts were accepted. `stop_reason` is the stop token that ended the request, None for an end of sequence. With
+    `is_request_error` the request itself caused its `error`. `pooled`, [hidden_size] float32, is a pooling engine's
+    result, sent once, in place of tokens. `kv_transfer_params`, sent with the finish reason, are the KV connector's
+    parameters for the next engine.
     """
 
     request_id: str
@@ -64,7 +62,7 @@ PromptLogprobs = list[dict[int, Logprob] | None]
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One of a request's `n` completions, as far as it has got."""
+    """One of a request's `n` completions, generated so far."""
 
     index: int
     text: str = ""
@@ -83,11 +81,11 @@ class CompletionOutput:
 class RequestOutput:
     """A request and its completions. `num_cached_tokens` prompt tokens were found in the prefix cache.
 
-    `num_draft_tokens` were verified for it, all its completions together, and `num_accepted_tokens` of them were right.
-    `error` says why a completion ended with the finish reason "error"; with `is_request_error` the request asked for
-    what cannot be, and would fail again. `pooled`, [hidden_size] float32, is the answer of a pooling engine, before it
-    is cut and normalised; its completion stays empty. `kv_transfer_params` is what the KV connector tells the next
-    engine when the request has ended (its last completion, where there are several).
+    `num_draft_tokens` were verified for all of its completions together, and `num_accepted_tokens` of them were
+    accepted. `error` is why a completion ended with the finish reason "error"; with `is_request_error` the request is
+    invalid and would fail again. `pooled`, [hidden_size] float32, is the answer of a pooling engine, before truncation
+    and normalisation; its completion stays empty. `kv_transfer_params` are the KV connector's parameters for the next
+    engine when the request (with several completions, the last one) has ended.
     """
 
     request_id: str

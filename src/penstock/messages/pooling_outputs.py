@@ -1,4 +1,4 @@
-"""What a caller of a pooling engine receives: vectors, probabilities and scores."""
+"""Outputs of a pooling engine: vectors, probabilities and scores."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class PoolingOutput:
-    """What `encode` answers: a vector, [dimensions] float32, or of a classifier a number per label."""
+    """The result of `encode`: a vector, [dimensions] float32, or for a classifier a number per label."""
 
     data: np.ndarray
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
-    """What `embed` answers: a vector as a list."""
+    """The result of `embed`: a vector as a list."""
 
     embedding: list[float]
 
@@ -31,7 +31,7 @@ class EmbeddingOutput:
 
 @dataclass(frozen=True, slots=True)
 class ClassificationOutput:
-    """What `classify` answers: a number per label, and the label of the largest one."""
+    """The result of `classify`: a number per label, and the label of the largest one."""
 
     probs: list[float]
     label: str
@@ -43,16 +43,15 @@ class ClassificationOutput:
 
 @dataclass(frozen=True, slots=True)
 class ScoringOutput:
-    """What `score` answers: how well the two texts belong together."""
+    """The result of `score`: how well the two texts match."""
 
     score: float
 
 
 @dataclass(frozen=True, slots=True)
 class PoolingRequestOutput(Generic[T]):
-    """A prompt and what was made of it. `num_cached_tokens` of its tokens were found in the prefix cache.
-
-    Of a score that compares two vectors, `prompt` is None and the tokens are those of both texts.
+    """A prompt and its result. `num_cached_tokens` of its tokens were found in the prefix cache. For a score that
+    compares two vectors, `prompt` is None and the tokens are those of both texts.
     """
 
     request_id: str
@@ -64,18 +63,18 @@ class PoolingRequestOutput(Generic[T]):
 
 
 class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
-    """Of `embed`."""
+    """The output of `embed`."""
 
     __slots__ = ()
 
 
 class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
-    """Of `classify`."""
+    """The output of `classify`."""
 
     __slots__ = ()
 
 
 class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
-    """Of `score`."""
+    """The output of `score`."""
 
     __slots__ = ()

@@ -1,6 +1,6 @@
-"""What a request wants of a pooling engine. A value outside its bound is a `RequestError` that names the field."""
+"""A request's pooling parameters. A value outside its bound raises a `RequestError` that names the field."""
 
-# The values come from users, whose types are promises that may be broken.
+# The values come from users and may have types other than those declared.
 # pyright: reportUnnecessaryIsInstance=false
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from penstock.utils.errors import RequestError
 class PoolingParams:
     """Pooling parameters of one request; immutable.
 
-    `dimensions` cuts a vector to its first so many numbers (Matryoshka), before it is normalised. `normalize` says
-    whether it gets the length 1, `use_activation` whether a classifier's logits become probabilities; None leaves both
-    to the checkpoint. `prompt_name` names one of the checkpoint's texts to put in front of the input.
-    `truncate_prompt_tokens` cuts the end of an input with more tokens off, -1 that of one that is too long for the
-    model.
+    `dimensions` truncates a vector to its first numbers (Matryoshka) before it is normalised. `normalize` scales it to
+    length 1, `use_activation` converts a classifier's logits to probabilities; None uses the checkpoint's setting.
+    `prompt_name` names one of the checkpoint's texts, which is prepended to the input. `truncate_prompt_tokens`
+    truncates the end of a longer input; -1 truncates to the model's maximum.
     """
 
     dimensions: int | None = None

@@ -38,7 +38,7 @@ class EngineRequest:
 
 
 class RowRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker must know of a request beside its tokens; the fields are those of `EngineRequest`."""
+    """The data that a worker needs for a request besides its tokens; the fields are those of `EngineRequest`."""
 
     request_id: str
     num_prompt_tokens: int

@@ -1,4 +1,4 @@
-"""What came back from one step, after the one copy from the device: plain lists, no tensors."""
+"""The result of one step, after the one copy from the device: plain lists, no tensors."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from penstock.messages.kv_transfer import NO_OUTPUT, KVConnectorOutput
 class TokenLogprobs(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """Log probabilities at one position.
 
-    `token_ids[0]` is the token that stands there (sampled, or given by the prompt) and `rank` its rank, 1 for the most
-    likely; the rest are the most likely tokens in descending order. `logprobs` runs beside `token_ids`.
+    `token_ids[0]` is the token at this position (sampled, or given by the prompt) and `rank` its rank, 1 for the most
+    likely; the rest are the most likely tokens in descending order. `logprobs` is parallel to `token_ids`.
     """
 
     token_ids: tuple[int, ...]
@@ -25,15 +25,14 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     """The result of one step on the rank that samples or pools.
 
     `sampled_token_ids` has an entry for every scheduled request; it is empty for a chunk of a prefill that did not
-    reach the last known token, and holds the accepted drafts and the token after them where drafts were verified;
-    `logprobs` runs beside it. `prompt_logprobs` holds the positions that this step's chunk covered, in order;
+    reach the last known token, and holds the accepted drafts and the token after them if drafts were verified;
+    `logprobs` is parallel to it. `prompt_logprobs` holds the positions that this step's chunk covered, in order;
     position 0 of a prompt has none. `num_draft_tokens` counts the verified drafts that were real: a speculator that
-    finds nothing to propose leaves gaps. `num_proposed_tokens` says how many of the new drafts are real, where the CPU
-    knows that anyway. `draft_token_ids` holds the new drafts of requests with a grammar, -1 for gaps; those of others
-    leave the device. `failed_requests` maps a request to what went wrong with it alone, `unsatisfiable_requests` to
-    what it asked for and cannot have. `is_replayed` tells of a step that a CUDA graph computed. `pooled` holds the
-    vectors of requests whose prompts a step of a pooling engine has completed, [hidden_size] float32 each; nothing is
-    sampled there.
+    finds nothing to propose leaves gaps. `num_proposed_tokens` is the number of real new drafts, if the CPU knows it
+    anyway. `draft_token_ids` holds the new drafts of requests with a grammar, -1 for gaps. `failed_requests` maps a
+    request to an error that concerns it alone, `unsatisfiable_requests` to constraints that cannot be satisfied.
+    `is_replayed`: a CUDA graph computed the step. `pooled` holds the vectors of requests whose prompts a step of a
+    pooling engine has completed, [hidden_size] float32 each; such a step samples nothing.
     """
 
     sampled_token_ids: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
@@ -50,5 +49,5 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
 
     @staticmethod
     def with_kv_conn_output_only(output: KVConnectorOutput) -> ModelRunnerOutput:
-        """What a rank answers that samples nothing, or a step without tokens."""
+        """Returns the output of a rank that samples nothing, or of a step without tokens."""
         return ModelRunnerOutput(kv_connector_output=output)

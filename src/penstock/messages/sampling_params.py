@@ -1,10 +1,10 @@
-"""How a request wants its tokens chosen, when it wants to stop, and what it wants reported.
+"""A request's parameters for sampling, stopping and reporting.
 
-The names and the meanings are those vLLM's users know. A value outside its bound is refused at construction with a
-`RequestError` that names the field.
+The names and meanings are those of vLLM. A value outside its bound is refused at construction with a `RequestError`
+that names the field.
 """
 
-# The values come from users, whose types are promises that may be broken.
+# The values come from users and may have types other than those declared.
 # pyright: reportUnnecessaryIsInstance=false
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ def _refuse_unknown_fields(cls: type[_T]) -> type[_T]:
 class SamplingParams:
     """Sampling parameters of one request; immutable.
 
-    temperature 0 is greedy. top_k 0 or -1, top_p 1, min_p 0, and penalties of 1 / 0 / 0 are off. Penalties count
-    prompt and output tokens (repetition) or output tokens alone (presence, frequency). `logprobs` and
-    `prompt_logprobs` ask for that many most likely tokens beside the chosen one. A `seed` makes the tokens a function
-    of the prompt and the parameters alone, whatever else the engine is running. `num_speculative_tokens` bounds the
-    drafts per step in an engine that speculates; 0 is none. It changes the speed and, unless the engine draws its
-    drafts (docs/SPECULATION.md), no token. `structured_outputs` holds the output to a grammar.
-    `kv_transfer_params` is a JSON object for the engine's KV connector: each connector reads the keys that it knows,
-    and an engine without one ignores them all.
+    temperature 0 is greedy. top_k 0 or -1, top_p 1, min_p 0, and penalties of 1 / 0 / 0 are off. Penalties count prompt
+    and output tokens (repetition) or output tokens alone (presence, frequency). `logprobs` and `prompt_logprobs`
+    request that many most likely tokens in addition to the chosen one. With a `seed` the tokens depend only on the
+    prompt and the parameters, whatever else the engine is running. `num_speculative_tokens` bounds the drafts per step
+    in an engine that speculates; 0 is none. It changes the speed but, unless the engine samples its drafts
+    (docs/SPECULATION.md), no token. `structured_outputs` constrains the output to a grammar. `kv_transfer_params` is a
+    JSON object for the engine's KV connector: each connector reads its own keys, and an engine without a connector
+    ignores them all.
     """
 
     n: int = 1
@@ -104,7 +104,7 @@ class SamplingParams:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as a tuple, whichever form it was given in."""
+        """`stop` as a tuple, regardless of its given form."""
         if self.stop is None:
             return ()
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
@@ -193,14 +193,14 @@ def _check_collections(params: SamplingParams) -> None:
 
 
 def _check_transfer(given: Any) -> None:
-    """Level by level; a message never repeats the values, which may be many."""
+    """Checks the object level by level; error messages never include the values, which may be large."""
     if not isinstance(given, Mapping):
         raise _refuse_transfer(f"must be an object, got {type(given).__name__}")
     num_entries = num_characters = 0
     level: list[Any] = [given]
     for _ in range(MAX_TRANSFER_DEPTH):
         num_entries += sum(map(len, level))
-        # Before they are looked at: what holds itself would grow with every level.
+        # Checked first: an object that contains itself would grow with every level.
         if num_entries > MAX_TRANSFER_ENTRIES:
             raise _refuse_transfer(f"must have at most {MAX_TRANSFER_ENTRIES} entries, nested ones included")
         objects: list[Mapping[Any, Any]] = [each for each in level if isinstance(each, Mapping)]
@@ -225,7 +225,7 @@ def _refuse_transfer(bound: str) -> RequestError:
 
 
 def _are_numbers(values: list[Any]) -> bool:
-    """Whether JSON and a message can hold the numbers among the values."""
+    """Whether JSON and a message can represent the numbers among the values."""
     integers = [value for value in values if type(value) is int]
     is_in_range = not integers or (min(integers) >= _MIN_WIRE_INT and max(integers) <= _MAX_WIRE_INT)
     return is_in_range and all(math.isfinite(value) for value in values if type(value) is float)

@@ -1,6 +1,6 @@
-"""What one step shall run: the scheduler's decision as plain data, the same for every worker.
+"""The work of one step: the scheduler's decision as plain data, the same for every worker.
 
-What is made anew in every step is a `msgspec.Struct`: a frozen dataclass takes ten times as long to make.
+Objects created in every step are `msgspec.Struct`s: a frozen dataclass takes ten times as long to create.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ BlockIds = tuple[tuple[int, ...], ...]
 
 
 BlockTable = Sequence[Sequence[int]]
-"""As `BlockIds`, but the table itself, which changes as the request goes on: to be read at once and not kept."""
+"""Like `BlockIds`, but the table itself, which changes while the request runs: read it at once and do not keep it."""
 
 
 class NewRequestData(msgspec.Struct, frozen=True, kw_only=True):
     """A request that enters the runner: for the first time, or again after a preemption.
 
-    `token_ids` is all that is known of it: the prompt and, after a preemption, the output so far.
+    `token_ids` are all its known tokens: the prompt and, after a preemption, the output so far.
     """
 
     request: RowRequest
@@ -41,15 +41,15 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """One step. `step` counts the calls of `schedule()` from 1.
 
     `num_scheduled_tokens` maps a request id to how many tokens it computes in this step; its order is the order in
-    which the scheduler chose them. `num_computed_tokens` runs beside it: the scheduler's counts before this step, which
-    take drafts in flight as accepted and so are upper bounds. The last `num_draft_tokens[request_id]` of a request's
-    tokens are drafts, which the device holds and this step verifies. `new_block_ids` are appended to the block tables
-    of requests that the runner already holds.
+    which the scheduler chose them. `num_computed_tokens` is parallel to it: the scheduler's counts before this step,
+    which count drafts in flight as accepted and so are upper bounds. The last `num_draft_tokens[request_id]` of a
+    request's tokens are drafts, which the device holds and this step verifies. `new_block_ids` are appended to the
+    block tables of requests that the runner already has.
 
     At the end of the step the speculator proposes `num_drafts_to_propose` drafts for every request that samples, and
-    reports those of `grammar_request_ids`, which sample in this step and need a `GrammarOutput` for it. What they may
-    sample depends on their earlier tokens: results of steps up to `barrier_step` are applied first (0: of none).
-    Finished and preempted requests give up their rows before anything else happens. A warm-up step does not reach the
+    reports those of `grammar_request_ids`, which sample in this step and need a `GrammarOutput` for it. The tokens
+    allowed for them depend on their earlier tokens: results of steps up to `barrier_step` are applied first (0: none).
+    Rows of finished and preempted requests are freed before anything else. A warm-up step is not passed to the
     connector.
     """
 
@@ -70,23 +70,22 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
     @property
     def is_empty(self) -> bool:
-        """No forward pass is needed; rows may still have to be freed."""
+        """Whether no forward pass is needed; rows may still have to be freed."""
         return self.total_num_scheduled_tokens == 0
 
     def with_metadata(self, metadata: KVConnectorMetadata | None) -> SchedulerOutput:
-        """The same step, and what the connector's workers shall do in it."""
+        """Returns the same step with the metadata for the connector's workers."""
         return msgspec.structs.replace(self, kv_connector_metadata=metadata)
 
 
 class GrammarOutput(msgspec.Struct, frozen=True):
-    """Which tokens the grammars allow: per request [1 + drafts, ceil(vocab_size / 32)] int32, a bit per token.
-
-    Row j is for the token behind the j-th draft, row 0 for the one behind the last known token. Requests without an
-    entry are free.
+    """The tokens that the grammars allow: per request [1 + drafts, ceil(vocab_size / 32)] int32, a bit per token. Row j
+    is for the token after the j-th draft, row 0 for the one after the last known token. Requests without an entry are
+    unconstrained.
     """
 
     bitmasks: dict[str, np.ndarray]
 
 
 NO_GRAMMARS = GrammarOutput({})
-"""Every request is free."""
+"""Every request is unconstrained."""

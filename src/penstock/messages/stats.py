@@ -1,6 +1,6 @@
-"""What the engine core tells of itself beside its outputs.
+"""Statistics of the engine core.
 
-What is made anew in every step is a `msgspec.Struct`: a frozen dataclass takes ten times as long to make.
+Objects created in every step are `msgspec.Struct`s: a frozen dataclass takes ten times as long to create.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from penstock.messages.outputs import EngineOutput
 
 
 class SpeculationStats(msgspec.Struct, frozen=True):
-    """Counters: verifications, drafts verified, and accepted drafts by their place behind the last token."""
+    """Counters: verifications, drafts verified, and accepted drafts by their position after the last token."""
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
@@ -27,7 +27,7 @@ class SpeculationStats(msgspec.Struct, frozen=True):
 
 
 class RemoteKVStats(msgspec.Struct, frozen=True):
-    """Counters of loads from outside the engine: begun, not whole, given up waiting for; and tokens that came."""
+    """Counters of loads from outside the engine: begun, incomplete, timed out; and loaded tokens."""
 
     num_loads: int = 0
     num_failed: int = 0
@@ -36,7 +36,7 @@ class RemoteKVStats(msgspec.Struct, frozen=True):
 
 
 class SchedulerStats(msgspec.Struct, frozen=True):
-    """What the scheduler looks like at this moment; the counters only grow."""
+    """A snapshot of the scheduler; the counters only grow."""
 
     num_running: int
     num_waiting: int
@@ -52,11 +52,9 @@ class SchedulerStats(msgspec.Struct, frozen=True):
 
 
 class BlockMap(msgspec.Struct, frozen=True):
-    """The block pool as a picture: letters in `cells`, each for as many blocks in a row, and how many blocks there are
-    of each letter.
-
-    A letter is the initial of free, cached, owned, loading, or pinned (a holder without an owner); of several blocks
-    in a cell the busiest one shows.
+    """A map of the block pool: letters in `cells`, each for the same number of consecutive blocks, and the number of
+    blocks of each letter. A letter is the initial of free, cached, owned, loading, or pinned (a holder without an
+    owner); a cell of several blocks shows the busiest one.
     """
 
     cells: str
@@ -70,7 +68,7 @@ class RequestEventKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RequestEvent:
-    """A request entered the runner, or lost its place in it. `time` is in seconds on the monotonic clock."""
+    """A request was added to the runner, or preempted. `time` is in seconds on the monotonic clock."""
 
     request_id: str
     kind: RequestEventKind
@@ -78,9 +76,8 @@ class RequestEvent:
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One call of `EngineCore.step`: what the requests got, and what happened to them on the way.
-
-    `num_tokens` is how many tokens the processed step computed, 0 when there was nothing to process.
+    """The result of one call of `EngineCore.step`: outputs and events of requests. `num_tokens` is how many tokens the
+    processed step computed, 0 if there was nothing to process.
     """
 
     outputs: tuple[EngineOutput, ...]

@@ -1,10 +1,10 @@
-"""The form that a request wants its output to have: a JSON schema, a regular expression, a grammar or a choice.
+"""Constraints on a request's output: a JSON schema, a regular expression, a grammar or a choice.
 
-The names are those vLLM's users know. What is asked for travels to the engine core as a `GrammarSpec`: one kind and one
-text, which compare and hash, so that equal requests share what was compiled.
+The names are those of vLLM. The constraint is sent to the engine core as a `GrammarSpec`, one kind and one text, which
+is comparable and hashable, so that equal requests share a compiled grammar.
 """
 
-# The values come from users, whose types are promises that may be broken.
+# The values come from users and may have types other than those declared.
 # pyright: reportUnnecessaryIsInstance=false
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class GrammarKind(enum.StrEnum):
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
     """`text` is the schema as JSON, the regular expression, the grammar, or the choices as a JSON list; "" for
-    JSON_OBJECT. `reasoning` is what may come before it, as a rule of that name in Lark; "" for nothing."""
+    JSON_OBJECT. `reasoning` is a Lark rule of that name for the text before it; "" for none.
+    """
 
     kind: GrammarKind
     text: str
@@ -42,12 +43,12 @@ class GrammarSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputsParams:
-    """What the output must match as a whole; exactly one is given.
+    """What the whole output must match; exactly one is given.
 
     `json` is a JSON schema, as text or as a mapping. `regex` is in Rust's syntax, which is Python's without
-    look-arounds and back-references. `grammar` is written in Lark or in GBNF. `json_object` asks for any JSON object;
-    False is the same as absent. Beside one of these, `reasoning` is a Lark grammar with a rule of that name: what the
-    output begins with before what must match. Raises RequestError that names the field.
+    look-arounds and back-references. `grammar` is written in Lark or in GBNF. `json_object` allows any JSON object;
+    False is the same as absent. In addition to one of these, `reasoning` is a Lark grammar with a rule of that name for
+    the text before the matched part. Raises RequestError that names the field.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -61,7 +62,7 @@ class StructuredOutputsParams:
         self.spec()
 
     def spec(self) -> GrammarSpec:
-        """What to compile."""
+        """The specification to compile."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "reasoning"}
         if not isinstance(values["json_object"], bool | None):
             _refuse("json_object", "must be True or False")

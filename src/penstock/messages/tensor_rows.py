@@ -1,4 +1,4 @@
-"""What a rank has read of a checkpoint: from the reports of all ranks, the engine core identifies the weights."""
+"""The parts of a checkpoint that a rank has read; from all ranks' reports the engine core identifies the weights."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import msgspec
 
 
 class TensorRows(msgspec.Struct, frozen=True):
-    """Rows [first, end) of a tensor, as one rank has read them.
-
-    `digest` [16 bytes] is that of their bytes (`utils.digest.digest_rows`): those of neighbouring intervals add
-    up. It is zero where bytes are not digested. A drafter's names have a prefix if it has a checkpoint of its own.
+    """Rows [first, end) of a tensor, as read by one rank. `digest` [16 bytes] is that of their bytes
+    (`utils.digest.digest_rows`); digests of adjacent intervals can be added. It is zero if bytes are not digested. A
+    drafter's names have a prefix if it has its own checkpoint.
     """
 
     name: str

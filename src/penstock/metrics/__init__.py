@@ -1,1 +1,1 @@
-"""What can be seen of a running engine: the life of every request, Prometheus metrics, traces."""
+"""Observability of a running engine: request records, Prometheus metrics, traces."""

@@ -29,15 +29,15 @@ _TOTALS = (
     ("penstock:kv_load_timeouts", attrgetter("remote_kv.num_timeouts")),
     ("penstock:kv_loaded_tokens", attrgetter("remote_kv.num_tokens")),
 )
-# The names of `penstock.kv_transfer.p2p.traffic`; a MultiConnector puts a child's name and a dot in front. A peer's id
-# may contain any character.
+# The names of `penstock.kv_transfer.p2p.traffic`; a MultiConnector prefixes them with a child's name and a dot. A
+# peer's id may contain any character.
 _PEER_COUNT = re.compile(r"(?:.*?\.)??p2p_(from|to)/(.*)/(transfers|tokens|bytes|seconds|failed)", re.DOTALL)
 _OWN_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 _NOTHING = SchedulerStats(0, 0, 0.0, 0, 0, 0)
 
 
 class WatchedEngine(Protocol):
-    """What a scrape asks of the engine; a `Replica` is one."""
+    """The engine's interface for a scrape, implemented by `Replica`."""
 
     log: RequestLog
     info: EngineInfo
@@ -56,19 +56,18 @@ class WatchedEngine(Protocol):
 
 
 class EngineMetrics:
-    """Those of one engine core, and of the requests that run on it: an observer that counts from its making on.
-
-    Gauges, and the counters by peer, are read off the engine at each scrape, once `watch` has named it.
+    """The metrics of one engine core and its requests: an observer that counts from its creation. Gauges, and the
+    counters by peer, are read from the engine at each scrape, after `watch` has set it.
     """
 
     def __init__(self, families: Families, model_name: str, rank: int) -> None:
         self._common = (model_name, str(rank))
         counters, gauges = families.counters, families.gauges
-        # Each child is looked up once, here, and not with every token.
+        # Each child is looked up once here instead of with every token.
         self._counters = families.children(counters, *self._common)
         self._gauges = families.children(gauges, *self._common)
         self._histograms = families.children(families.histograms, *self._common)
-        # All values are there from the start, with 0: the first event is an increase, and rates see it.
+        # All values exist from the start, with 0, so that rates include the first event.
         self._ends = {
             reason.value: counters["vllm:request_success"].labels(*self._common, reason.value)
             for reason in FinishReason
@@ -80,7 +79,7 @@ class EngineMetrics:
         }
         self._cache_info = gauges["vllm:cache_config_info"]
         self._engine_info = gauges["penstock:engine_info"]
-        self._shown: list[tuple[Gauge, tuple[str, ...]]] = []  # those two, as they were last set
+        self._shown: list[tuple[Gauge, tuple[str, ...]]] = []  # the last values of these two
         self._accepted_per_position = counters["vllm:spec_decode_num_accepted_tokens_per_pos"]
         self._kv_connector = gauges["penstock:kv_connector"]
         self._peers = {
@@ -92,7 +91,7 @@ class EngineMetrics:
         self._engine: WatchedEngine | None = None
 
     def set_info(self, info: EngineInfo) -> None:
-        """What the engine runs on and how many blocks of how many tokens its KV cache has, in place of what was."""
+        """Replaces the info metrics: the engine's configuration, and the number and size of its KV cache's blocks."""
         for family, labels in self._shown:
             family.remove(*labels)
         values = (__version__, info.dtype, info.device, info.kernels, str(info.num_threads), str(info.max_model_len))
@@ -104,12 +103,12 @@ class EngineMetrics:
             family.labels(*labels).set(1)
 
     def watch(self, engine: WatchedEngine) -> None:
-        """Names the engine that is observed."""
+        """Sets the engine that is observed."""
         self._engine = engine
         self.set_info(engine.info)
 
     def read(self) -> None:
-        """Brings up to date what is not counted as it happens."""
+        """Updates the metrics that are not counted as events occur."""
         if self._engine is not None:
             self._read_gauges(self._engine)
 
@@ -125,7 +124,7 @@ class EngineMetrics:
         self._counted = report.stats
 
     def _note_restarts(self) -> None:
-        """An engine core counts from 0, and the counters here go on."""
+        """A restarted engine core counts from 0, while the counters here continue."""
         if self._engine is not None and self._engine.num_restarts > self._num_restarts:
             self._counters["penstock:engine_restarts"].inc(self._engine.num_restarts - self._num_restarts)
             self._num_restarts = self._engine.num_restarts
@@ -190,7 +189,7 @@ class EngineMetrics:
             gauge.set(num_by_phase[phase])
 
     def _read_connector(self, counts: Mapping[str, float]) -> None:
-        """What is counted by peer becomes counters, and everything else one gauge."""
+        """Exports counts by peer as counters, and all others as one gauge."""
         for name, value in counts.items():
             found = _PEER_COUNT.fullmatch(name)
             if found is None:

@@ -1,4 +1,4 @@
-"""Prometheus metrics made from a table, in a registry of their own, and the text that a scrape receives."""
+"""Prometheus metrics made from a table, in a separate registry, and the text of a scrape."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Families:
         ProcessCollector(registry=self._registry)
 
     def render(self, accept: str) -> tuple[bytes, str]:
-        """The answer to a scrape with this Accept header, and its content type."""
+        """Returns the response to a scrape with this Accept header, and its content type."""
         if _OPENMETRICS not in accept:
             return generate_latest(self._registry), CONTENT_TYPE_PLAIN_0_0_4
-        # The library's other ways of escaping would turn the colons of these names, which need none, into underscores.
+        # The library's other escaping schemes would replace the colons of these names with underscores.
         return openmetrics.generate_latest(self._registry, openmetrics.ALLOWUTF8), openmetrics.CONTENT_TYPE_LATEST
 
     def children(self, families: dict[str, _T], *values: str) -> dict[str, _T]:
-        """What is observed, by name, of the families that have the common labels only, which have these values."""
+        """Returns by name the metrics of the families that have only the common labels, with these values."""
         return {
             metric.name: families[metric.name].labels(*values) if values else families[metric.name]
             for metric in self._table

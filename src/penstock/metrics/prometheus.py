@@ -1,4 +1,4 @@
-"""The server's Prometheus metrics: what is counted of HTTP, of each engine core, and the text that a scrape receives.
+"""The server's Prometheus metrics of HTTP and of each engine core, and the text of a scrape.
 
 The metrics are those of `penstock.metrics.table`. Belongs to the event loop's thread.
 """
@@ -9,7 +9,7 @@ from penstock.metrics.engine_metrics import EngineMetrics
 from penstock.metrics.families import Families
 from penstock.metrics.table import COMMON_LABELS, METRICS
 
-# Under which engine's label the server counts what concerns none of them.
+# The engine label of counts that concern no engine.
 _ENGINE = "0"
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
@@ -27,22 +27,22 @@ class PrometheusMetrics:
         self._disconnects = counters["penstock:client_disconnects"].labels(*self._common)
 
     def engine(self, rank: int) -> EngineMetrics:
-        """Those of the engine core with this data parallel rank, which is the value of their label `engine`."""
+        """Returns the metrics of the engine core with this data parallel rank, the value of their label `engine`."""
         if rank not in self._engines:
             self._engines[rank] = EngineMetrics(self._families, self._model_name, rank)
         return self._engines[rank]
 
     def on_http(self, route: str, method: str, status: int) -> None:
-        """An answer begins. `route` is one of the app's paths, never a client's, so that their number has a bound."""
+        """Counts a response. `route` is one of the app's paths, never a client's, so that their number is bounded."""
         method = method if method in _METHODS else "other"
         self._http_requests.labels(*self._common, route, method, str(status)).inc()
 
     def on_disconnect(self) -> None:
-        """A client hung up before its answer was complete."""
+        """A client disconnected before its response was complete."""
         self._disconnects.inc()
 
     def render(self, accept: str) -> tuple[bytes, str]:
-        """The answer to a scrape with this Accept header, and its content type."""
+        """Returns the response to a scrape with this Accept header, and its content type."""
         for engine in self._engines.values():
             engine.read()
         return self._families.render(accept)

@@ -1,4 +1,4 @@
-"""What the last seconds were like, for the dashboard: rates and latencies over a sliding window, and totals."""
+"""Rates and latencies over a sliding window, and totals, for the dashboard."""
 
 from __future__ import annotations
 
@@ -13,16 +13,14 @@ from penstock.metrics.request_log import RequestRecord
 from penstock.utils.clock import Clock, SystemClock
 
 WINDOW_SECONDS = 10.0
-# A quantile of so many samples is as good as one of more, and the window cannot grow without end.
+# Enough samples for a quantile, and a bound on the window.
 _MAX_SAMPLES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Of the last `window` seconds. Latencies are in seconds, None where nothing was measured.
-
-    `requests_per_second` counts requests that ended, for whatever reason. End-to-end latency and queue time are those
-    of requests that came to an end of their own: the times of an aborted one are its client's.
+    """Rates of the last `window` seconds. Latencies are in seconds, None if nothing was measured. `requests_per_second`
+    counts requests that ended for any reason. End-to-end latency and queue time exclude aborted and failed requests.
     """
 
     window: float
@@ -54,7 +52,9 @@ class _Window:
 
 
 class RecentRates:
-    """An observer that remembers the last ten seconds, and counts tokens and ends of requests since the start."""
+    """An observer that keeps the samples of the last ten seconds, and counts tokens and ended requests since the
+    start.
+    """
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()
@@ -84,7 +84,7 @@ class RecentRates:
             self._queue.add(now, end - start)
 
     def totals(self) -> dict[str, int]:
-        """Tokens and requests since the start; a prompt counts when its first output token comes."""
+        """Tokens and requests since the start; a prompt counts when its first output token is generated."""
         return {
             "prompt_tokens": self._num_prompt_tokens,
             "generation_tokens": self._num_output_tokens,

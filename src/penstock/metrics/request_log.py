@@ -1,7 +1,7 @@
-"""The life of every request as the front end sees it: one record each, kept while it runs and a little longer.
+"""The front end's records of requests: one each, kept while the request runs and for a short time after it.
 
-Metrics, traces and the dashboard all read these records; times are kept nowhere else. Times are seconds on the
-monotonic clock, which all processes of a machine share, so the engine core's events and the front end's fit together.
+Metrics, traces and the dashboard all read these records; times are stored nowhere else. Times are seconds on the
+monotonic clock, which all processes of a machine share, so the engine core's and the front end's events are comparable.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Protocol
 from penstock.messages.outputs import FinishReason
 from penstock.messages.stats import RequestEventKind, StepReport
 
-# Preempted again and again, a request shows its beginning; the rest of its story would only repeat.
+# For a request that is preempted repeatedly, only the first phases are kept.
 _MAX_PHASES = 64
 _MAX_ENDED = 200
 
@@ -30,9 +30,8 @@ class Phase(enum.StrEnum):
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One completion. `phases` are the phases that it has entered, with when; `trace` is its caller's traceparent.
-
-    With `is_pooled` its answer is no tokens, and came with its end.
+    """One completion. `phases` are the phases that it has entered, with their times; `trace` is its caller's
+    traceparent. With `is_pooled` its answer has no tokens, and was returned at its end.
     """
 
     request_id: str
@@ -58,13 +57,12 @@ class RequestRecord:
 
     @property
     def stands_for_request(self) -> bool:
-        """True for one of a request's n completions, whose ids are the request's and #0 to #n-1."""
+        """True for exactly one of a request's n completions, whose ids are the request's with #0 to #n-1 appended."""
         return self.n == 1 or self.request_id.endswith("#0")
 
     def stages(self) -> dict[str, tuple[float, float]]:
-        """What an ended completion went through, of queue, prefill and decode: when each began and ended.
-
-        A preemption does not begin them anew.
+        """Returns the start and end of an ended completion's stages (queue, prefill, decode). A preemption does not
+        restart them.
         """
         assert self.ended is not None, f"{self.request_id} has not ended"
         stages = {"queue": (self.arrived, self.first_scheduled or self.ended)}
@@ -80,14 +78,13 @@ class RequestRecord:
 
 
 class EngineObserver(Protocol):
-    """Is told of what happens; must be quick, because the front end's event loop waits for it, and must not raise."""
+    """Receives events; must be quick, because the front end's event loop waits for it, and must not raise."""
 
     def on_step(self, report: StepReport) -> None: ...
 
     def on_tokens(self, record: RequestRecord, num_tokens: int, seconds: float) -> None:
-        """New tokens came, `seconds` after the previous ones; the first ones after the arrival.
-
-        The record's `num_output_tokens` already counts them.
+        """New tokens were generated, `seconds` after the previous ones or, for the first ones, after the arrival. The
+        record's `num_output_tokens` already counts them.
         """
         ...
 
@@ -95,7 +92,7 @@ class EngineObserver(Protocol):
 
 
 class RequestLog:
-    """Brings the records up to date and tells the observers."""
+    """Updates the records and notifies the observers."""
 
     def __init__(self, observers: Sequence[EngineObserver]) -> None:
         self._observers = observers
@@ -103,15 +100,15 @@ class RequestLog:
         self._ended: deque[RequestRecord] = deque(maxlen=_MAX_ENDED)
 
     def __len__(self) -> int:
-        """Requests that have not ended."""
+        """The number of requests that have not ended."""
         return len(self._running)
 
     def num_by_phase(self) -> Counter[Phase]:
-        """How many of the running requests are in which phase."""
+        """Returns the number of running requests in each phase."""
         return Counter(record.phase for record in self._running.values())
 
     def recent(self) -> list[RequestRecord]:
-        """All records at hand: those that ended last, in that order, then the running ones as they came."""
+        """Returns all records: recently ended requests in order of their end, then running ones in order of arrival."""
         return [*self._ended, *self._running.values()]
 
     def add(self, record: RequestRecord) -> None:
@@ -119,7 +116,9 @@ class RequestLog:
         self._running[record.request_id] = record
 
     def on_report(self, report: StepReport, now: float) -> None:
-        """Applies one step; ends are told separately, because a stop string may come before the engine's own."""
+        """Applies one step; ends are reported separately, because a stop string may end a request before the engine
+        does.
+        """
         for event in report.events:
             record = self._running.get(event.request_id)
             if record is None:
@@ -152,7 +151,7 @@ class RequestLog:
             observer.on_tokens(record, num_tokens, seconds)
 
     def end(self, request_ids: Iterable[str], reason: str, now: float) -> None:
-        """These requests have ended for this reason; unknown ones are passed over."""
+        """Records that these requests have ended for this reason; ignores unknown ones."""
         for request_id in request_ids:
             record = self._running.pop(request_id, None)
             if record is None:

@@ -1,7 +1,7 @@
-"""Every metric that the server exports. A new one is a decision: a test holds this table against a scrape.
+"""Every metric that the server exports. Adding one is a deliberate decision: a test compares this table with a scrape.
 
 Names under `vllm:`, their labels and their buckets are the ones that vLLM's dashboards, gateways and autoscalers
-expect; what they have no name for is under `penstock:`. Counters are named without the `_total` that a scrape shows.
+expect; all others are under `penstock:`. Counters are named without the `_total` that a scrape shows.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _one_two_five(end: int) -> Iterator[float]:
         power *= 10
 
 
-# vLLM ends these at the model's length, which is not known yet when the observers are built; a million holds them all.
+# vLLM ends these at the model's length, which is unknown when the observers are built; a million covers all models.
 _TOKENS = tuple(_one_two_five(1_000_000))
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _TTFT_SECONDS = (
@@ -65,9 +65,9 @@ _REQUEST_SECONDS = (
 )  # fmt: skip
 
 METRICS = (
-    # The scheduler, at the moment of the scrape.
+    # The scheduler's state at the scrape.
     _gauge("vllm:num_requests_running", "Requests in the running batch."),
-    _gauge("vllm:num_requests_waiting", "Requests that wait for their turn."),
+    _gauge("vllm:num_requests_waiting", "Requests in the queue."),
     _gauge("vllm:kv_cache_usage_perc", "Share of the KV blocks that requests hold; 1 is all of them."),
     _gauge("vllm:cache_config_info", "The KV cache; always 1.", "block_size", "num_gpu_blocks"),
     # The scheduler's totals.
@@ -75,18 +75,18 @@ METRICS = (
     _counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache."),
     _counter("vllm:spec_decode_num_drafts", "Verifications: a request's drafts of one step."),
     _counter("vllm:spec_decode_num_draft_tokens", "Draft tokens that were verified."),
-    _counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens that were right."),
-    _counter("vllm:spec_decode_num_accepted_tokens_per_pos", "The same, by their place in the draft.", "position"),
-    _counter("vllm:num_preemptions", "Times that a request lost its place in the running batch."),
+    _counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens that were accepted."),
+    _counter("vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens, by position.", "position"),
+    _counter("vllm:num_preemptions", "Preemptions of requests."),
     _histogram("vllm:iteration_tokens_total", "Tokens that one step computed.", _STEP_TOKENS),
-    # Tokens, as they come.
+    # Tokens, as they are generated.
     _counter("vllm:prompt_tokens", "Prompt tokens of requests that have their first output token."),
     _counter("vllm:prompt_tokens_cached", "Those of vllm:prompt_tokens that came from the prefix cache."),
     _counter("vllm:generation_tokens", "Output tokens."),
     _histogram("vllm:time_to_first_token_seconds", "From a request's arrival to its first token.", _TTFT_SECONDS),
-    _histogram("vllm:inter_token_latency_seconds", "Between two steps that gave one request tokens.", _TOKEN_SECONDS),
-    # Requests, when they end. The histograms show those that came to an end of their own (stop, length): the times of
-    # an aborted one are its client's.
+    _histogram("vllm:inter_token_latency_seconds", "Time between two outputs of a request.", _TOKEN_SECONDS),
+    # Requests, when they end. The histograms include only those with the reason stop or length: the client determines
+    # the times of aborted ones.
     _counter("vllm:request_success", "Requests that ended, by reason.", "finished_reason"),
     _histogram(
         "vllm:request_time_per_output_token_seconds", "A request's mean time per token after its first.", _TOKEN_SECONDS
@@ -104,25 +104,25 @@ METRICS = (
     _histogram("vllm:request_generation_tokens", "A request's output tokens.", _TOKENS),
     _histogram("vllm:request_params_n", "A request's parameter n.", (1, 2, 5, 10, 20)),
     _histogram("vllm:request_params_max_tokens", "A request's parameter max_tokens.", _TOKENS),
-    # What vLLM has no name for.
+    # Metrics without a name in vLLM.
     _counter("penstock:steps", "Steps that computed tokens."),
-    _counter("penstock:tokens_computed", "Tokens that the model computed, of prompts and outputs, repeated ones too."),
+    _counter("penstock:tokens_computed", "Tokens that the model computed, including repeated ones."),
     _counter("penstock:graph_replays", "Steps that were replayed from a CUDA graph."),
-    _counter("penstock:kv_loads", "Loads of KV into the engine that began."),
-    _counter("penstock:kv_loads_failed", "Loads that did not bring all they were to bring."),
-    _counter("penstock:kv_load_timeouts", "Requests that waited for KV for too long, and were computed instead."),
+    _counter("penstock:kv_loads", "Started loads of KV into the engine."),
+    _counter("penstock:kv_loads_failed", "Incomplete loads of KV."),
+    _counter("penstock:kv_load_timeouts", "Requests whose wait for KV timed out, and that were computed instead."),
     _counter("penstock:kv_loaded_tokens", "Prompt tokens whose KV was loaded instead of computed."),
-    _gauge("penstock:kv_connector", "What the KV connector counts, by its own names.", "name"),
-    # KV that moves between this engine and others. `direction` is "from" the peer or "to" it.
-    _counter("penstock:kv_peer_transfers", "Transfers of KV that ended well.", "direction", "peer"),
+    _gauge("penstock:kv_connector", "The KV connector's counters, by name.", "name"),
+    # KV transfers between this engine and others. `direction` is "from" the peer or "to" it.
+    _counter("penstock:kv_peer_transfers", "Successful KV transfers.", "direction", "peer"),
     _counter("penstock:kv_peer_tokens", "Tokens whose KV these transfers moved.", "direction", "peer"),
     _counter("penstock:kv_peer_bytes", "Bytes of KV that these transfers moved.", "direction", "peer"),
     _counter("penstock:kv_peer_seconds", "Time that the readers waited for these transfers.", "direction", "peer"),
-    _counter("penstock:kv_peer_failed", "Transfers from a peer that did not bring all KV.", "direction", "peer"),
+    _counter("penstock:kv_peer_failed", "Incomplete KV transfers from a peer.", "direction", "peer"),
     _gauge("penstock:requests", "Requests that have not ended, by phase.", "phase"),
     _gauge(
         "penstock:engine_info",
-        "What the engine runs on; always 1.",
+        "The engine's configuration; always 1.",
         "version",
         "dtype",
         "device",
@@ -130,9 +130,9 @@ METRICS = (
         "num_threads",
         "max_model_len",
     ),
-    _gauge("penstock:engine_up", "1 while the engine core lives."),
-    _counter("penstock:engine_restarts", "Engine cores that were started after one had died, and served."),
-    _gauge("penstock:seconds_without_progress", "How long the engine has had work and computed nothing."),
+    _gauge("penstock:engine_up", "1 while the engine core is alive."),
+    _counter("penstock:engine_restarts", "Successful restarts of an engine core after it had died."),
+    _gauge("penstock:seconds_without_progress", "How long the engine has had work without computing anything."),
     _counter("penstock:http_requests", "HTTP answers.", "route", "method", "status"),
-    _counter("penstock:client_disconnects", "Clients that hung up before their answer was complete."),
+    _counter("penstock:client_disconnects", "Clients that disconnected before their response was complete."),
 )

@@ -1,8 +1,8 @@
-"""One OpenTelemetry trace per completion, sent over OTLP/HTTP: how long it waited, prefilled and decoded.
+"""One OpenTelemetry trace per completion, sent over OTLP/HTTP, with its times in queue, prefill and decode.
 
-A span is made when a completion has ended, from its record. Spans wait in a queue of bounded size that a thread of its
-own sends off, so that a collector that is slow or away costs spans and never a request. OpenTelemetry is an optional
-extra, imported where it is used. No span carries any text of a prompt or an output.
+Spans are made from a completion's record when it has ended. They wait in a bounded queue that a separate thread sends,
+so that a slow or unreachable collector costs spans but never a request. OpenTelemetry is an optional extra, imported
+where it is used. No span contains text of a prompt or an output.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RequestTracer:
         self._model = model
         self._tracer = provider.get_tracer("penstock")
         self._propagator = TraceContextTextMapPropagator()
-        # Taken once: were it taken per span, a step of the wall clock would tear a trace apart.
+        # Determined once: with one offset per span, a jump of the wall clock would split a trace.
         self._epoch_offset = round((clock.wall() - clock.now()) * _NANOSECONDS)
 
     def on_step(self, report: StepReport) -> None:
@@ -54,7 +54,7 @@ class RequestTracer:
         from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
 
         assert record.ended is not None, record.request_id
-        # A traceparent that is malformed is passed over: the span then begins a trace of its own.
+        # A malformed traceparent is ignored: the span then begins a new trace.
         parent = self._propagator.extract({"traceparent": record.trace or ""}, Context())
         span = self._tracer.start_span(
             "llm_request", parent, SpanKind.SERVER, self._attributes(record), start_time=self._epoch(record.arrived)
@@ -72,8 +72,8 @@ class RequestTracer:
         span.end(self._epoch(record.ended))
 
     def shutdown(self) -> None:
-        """Sends what is queued, for a few seconds at most; what is left then is lost. Blocks; idempotent."""
-        # The provider's own shutdown may take half a minute when the collector does not answer.
+        """Sends queued spans for at most a few seconds; the rest is lost. Blocks; idempotent."""
+        # The provider's own shutdown may take half a minute if the collector does not respond.
         flushing = threading.Thread(target=self._provider.shutdown, name="trace-flush", daemon=True)
         flushing.start()
         flushing.join(_SHUTDOWN_SECONDS)
@@ -83,7 +83,7 @@ class RequestTracer:
         return round(time * _NANOSECONDS) + self._epoch_offset
 
     def _attributes(self, record: RequestRecord) -> Mapping[str, str | int | float | list[str]]:
-        """The GenAI semantic conventions' attributes, and those that vLLM sets beside them; times in seconds."""
+        """The GenAI semantic conventions' attributes, and additional ones of vLLM; times in seconds."""
         assert record.ended is not None and record.finish_reason is not None, record.request_id
         attributes: dict[str, str | int | float | list[str]] = {
             "gen_ai.response.model": self._model,
@@ -112,9 +112,8 @@ def make_tracer(endpoint: str, model: str, service_name: str = "penstock") -> Re
     """A tracer that sends to an OTLP/HTTP `endpoint`; `/v1/traces` is added to a URL without a path.
 
     The standard variables OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_TRACES_SAMPLER and
-    OTEL_EXPORTER_OTLP_HEADERS are the OpenTelemetry SDK's to read.
-
-    Raises ConfigError when the endpoint is no URL, or when OpenTelemetry is not installed.
+    OTEL_EXPORTER_OTLP_HEADERS are read by the OpenTelemetry SDK. Raises ConfigError if the endpoint is not a URL, or
+    OpenTelemetry is not installed.
     """
     url = urlsplit(endpoint)
     if url.scheme not in ("http", "https") or not url.netloc:
@@ -133,7 +132,7 @@ def make_tracer(endpoint: str, model: str, service_name: str = "penstock") -> Re
         raise ConfigError(
             f"otlp_traces_endpoint needs OpenTelemetry ({error}): pip install 'penstock[tracing]'"
         ) from None
-    # What the environment says of the service goes before the default.
+    # The environment's attributes of the service override the default.
     resource = Resource.create({SERVICE_NAME: service_name}).merge(OTELResourceDetector().detect())
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(
