@@ -1,4 +1,4 @@
-"""Builds an engine out of its arguments: the same calls whether its workers are here or in other processes."""
+"""Builds an engine from its arguments, with workers in this process or in other processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ logger = logging.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A complete engine and its connector's abilities. `limits` are the scheduler's as the memory allows them."""
+    """A complete engine and its connector's abilities. `limits` are the scheduler's limits, as the memory permits."""
 
     core: EngineCore
     connector: Abilities
@@ -41,7 +41,7 @@ class Engine:
 
 
 def build_engine(args: EngineArgs) -> Engine:
-    """Starts the workers, loads, plans, allocates and warms up. Raises ConfigError when the arguments cannot work."""
+    """Starts the workers, loads, plans, allocates and warms up. Raises ConfigError if the arguments cannot work."""
     logging.configure(env.log_level())
     started = SystemClock().now()
     check(args)
@@ -53,7 +53,7 @@ def build_engine(args: EngineArgs) -> Engine:
 
 def _build(args: EngineArgs, on_failure: ExitStack, started: float) -> Engine:
     if args.num_ranks > 1:
-        # What cannot be divided is refused before there are ranks; no such refusal depends on the device.
+        # Models that cannot be divided are refused before ranks are started; this does not depend on the device.
         resolve(args, "cpu")
     executor = make_executor(args)
     on_failure.callback(executor.shutdown)
@@ -70,7 +70,7 @@ def _build(args: EngineArgs, on_failure: ExitStack, started: float) -> Engine:
         transfer.abilities.set_xfer_handshake_metadata_pp_aware(handshakes)
     warm_up(executor, cache, limits)
     if config.speculative is not None and config.speculative.synthetic_acceptance_rates:
-        logger.warning("rejection_sample_method=synthetic takes drafts by chance: the outputs are not the model's")
+        logger.warning("rejection_sample_method=synthetic accepts drafts at random: the outputs are not the model's")
     recorder = StepKVEventRecorder(cache) if config.kv_events.is_active else NullKVEventRecorder()
     kv = KVCacheManager(cache, config.cache.enable_prefix_caching, recorder)
     scheduler = Scheduler(limits, kv, StructuredOutputs(make_grammar_backend(config)), transfer.transfer)

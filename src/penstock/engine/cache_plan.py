@@ -1,4 +1,4 @@
-"""From what the ranks have loaded and measured to one KV cache for all of them: arithmetic, and no device."""
+"""Plans one KV cache for all ranks from what they have loaded and measured, without access to a device."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ _MIN_BLOCKS = 2  # the null block, and one
 
 
 def plan_cache(config: EngineConfig, facts: Sequence[WorkerFacts]) -> tuple[SchedulerConfig, KVCacheConfig]:
-    """The scheduler's limits, and the whole engine's cache, of which every rank can hold its part.
+    """Returns the scheduler's limits and the whole engine's cache, of which every rank has room for its part.
 
-    That of a model which stores nothing has no groups and takes no memory. Raises ConfigError that says what to change.
+    The cache of a model that stores nothing has no groups and takes no memory. Raises ConfigError that says what to
+    change.
     """
     limits, block_size = config.scheduler, config.cache.block_size
     groups = group_layers(_whole_specs({each.shard: each.kv_cache_specs for each in facts}))
@@ -51,14 +52,14 @@ def plan_cache(config: EngineConfig, facts: Sequence[WorkerFacts]) -> tuple[Sche
 
 
 def bytes_per_block(cache: KVCacheConfig, facts: Sequence[WorkerFacts]) -> dict[ShardId, int]:
-    """What a block of the engine takes on each rank."""
+    """Returns the bytes of one of the engine's blocks on each rank."""
     return {
         each.shard: cache.part({**each.kv_cache_specs, **each.draft_kv_cache_specs}).bytes_per_block for each in facts
     }
 
 
 def _whole_specs(by_rank: Mapping[ShardId, Mapping[str, KVCacheSpec]]) -> dict[str, KVCacheSpec]:
-    """All layers, in the order of the stages, with all heads of the model."""
+    """Returns all layers, in the order of the stages, with all heads of the model."""
     whole: dict[str, KVCacheSpec] = {}
     ends: dict[str, int] = {}
     for shard in sorted(by_rank):
@@ -73,7 +74,7 @@ def _whole_specs(by_rank: Mapping[ShardId, Mapping[str, KVCacheSpec]]) -> dict[s
 
 
 def _num_blocks(config: CacheConfig, facts: Sequence[WorkerFacts], per_rank: Mapping[ShardId, int]) -> int:
-    """What the memory with the least room holds, each for the parts of all ranks that use it."""
+    """Returns the number of blocks that fit into the memory with the least room, counting all ranks that share it."""
     pools: dict[str, list[WorkerFacts]] = {}
     for each in facts:
         pools.setdefault(each.memory.pool or f"rank {each.shard}", []).append(each)
@@ -89,9 +90,8 @@ def _num_blocks(config: CacheConfig, facts: Sequence[WorkerFacts], per_rank: Map
 
 
 def num_blocks_in_budget(config: CacheConfig, budget: MemoryBudget, bytes_per_block: int) -> int:
-    """How many blocks the configuration pays for: an explicit number, else explicit bytes, else what is left.
-
-    Raises ConfigError that says what to raise, and how far.
+    """Returns the configured number of blocks: an explicit number, else explicit bytes, else the remaining memory.
+    Raises ConfigError that says which setting to raise, and to what value.
     """
     if config.num_blocks_override is not None:
         return config.num_blocks_override

@@ -1,8 +1,8 @@
-"""What the front end and the engine core's process say to each other.
+"""The messages between the front end and the engine core's process.
 
-The front end begins with its `EngineArgs`; the core answers `Ready` or `Failed`. From then on requests and aborts go
-one way and step reports the other. A call carries a number, which its `Reply` brings back. Either side takes the end of
-the stream for the other's death.
+The front end first sends its `EngineArgs`; the core replies with `Ready` or `Failed`. From then on the front end sends
+requests and aborts, and the core sends step reports. A call has a number, which its `Reply` repeats. Each side
+interprets the end of the stream as the other's death.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.utils.wire import Codec
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The model is loaded. `limits` are the scheduler's as the memory allows them."""
+    """The model is loaded. `limits` are the scheduler's limits, as the memory permits."""
 
     info: EngineInfo
     limits: SchedulerConfig
@@ -26,7 +26,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The core ends after this: its configuration cannot be (`is_config`), or it broke."""
+    """The core ends after this: its configuration is invalid (`is_config`), or it failed."""
 
     message: str
     is_config: bool
@@ -39,7 +39,7 @@ class AbortRequests:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The request was not taken, because of itself (`field`) or because there is no room (`is_overload`)."""
+    """The request was refused, because it is invalid (`field`) or because there is no room (`is_overload`)."""
 
     request_id: str
     message: str
@@ -66,7 +66,7 @@ class GetBlockMap:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The result of a call; `error` is set when it went wrong."""
+    """The result of a call; `error` is set if it failed."""
 
     call: int
     value: bool | BlockMap = True

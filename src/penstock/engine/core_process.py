@@ -1,10 +1,10 @@
-"""The engine core in a process of its own: messages in from a socket, steps, messages out.
+"""The engine core in a separate process, which receives and sends messages over a socket.
 
     python -m penstock.engine.core_process FD
 
 `FD` is an inherited stream socket to the front end. The process ends when that socket does, so it never outlives the
 front end; it ignores SIGINT and SIGTERM, which a terminal or a supervisor sends to both, because only the front end
-knows what is still to be finished. One thread reads; the main thread steps and writes.
+knows which requests must still finish. One thread reads; the main thread executes steps and writes.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ _CRASHED = 1
 
 
 class _Hangup:
-    """Stands in the inbox for the end of the stream."""
+    """In the inbox: the stream has ended."""
 
 
 class _WorkerDied:
-    """Stands in the inbox for the death of a worker, which may be noticed while no step runs."""
+    """In the inbox: a worker has died, which may be noticed while no step runs."""
 
 
 class _Waker:
-    """Stands in the inbox for news of a KV transfer, which may come while no step runs: at most once at a time."""
+    """In the inbox, at most once at a time: an event of a KV transfer, which may occur while no step runs."""
 
     def __init__(self, inbox: queue.SimpleQueue[Any]) -> None:
         self._inbox = inbox
@@ -69,12 +69,12 @@ class _Waker:
             self._inbox.put(self)
 
     def clear(self) -> None:
-        """It has been taken out: what comes from now on is news again."""
+        """Called when it has been taken out: later events are put into the inbox again."""
         self._is_waiting = False
 
 
 class CoreProcess:
-    """Drives one engine core from an inbox that another thread fills."""
+    """Runs one engine core with an inbox that another thread fills."""
 
     def __init__(self, core: EngineCore, connection: socket.socket, inbox: queue.SimpleQueue[Any]) -> None:
         self._core = core
@@ -82,17 +82,19 @@ class CoreProcess:
         self._inbox = inbox
 
     def run(self) -> None:
-        """Serves until the front end hangs up. Raises EngineDeadError when the core breaks."""
+        """Serves until the front end disconnects. Raises EngineDeadError if the core fails."""
         while self._take_messages():
             if self._core.has_work or self._core.has_transfers:
                 report = self._core.step()
-                # The last step before a rest tells what a KV connector has counted meanwhile.
+                # The last step before the engine idles reports the KV connector's latest counts.
                 is_last = not (self._core.has_work or self._core.has_transfers)
                 if report.num_tokens or report.outputs or report.events or is_last:
                     self._send(report)
 
     def _take_messages(self) -> bool:
-        """Handles what has come, waiting only when there is nothing else to do; False at the end of the stream."""
+        """Handles received messages, waiting only if there is nothing else to do; returns False at the end of the
+        stream.
+        """
         while not ((self._core.has_work or self._core.has_transfers) and self._inbox.empty()):
             message = self._inbox.get()
             if isinstance(message, _Hangup):
@@ -106,7 +108,7 @@ class CoreProcess:
                 self._add(message)
             case AbortRequests(request_ids):
                 self._core.abort_requests(request_ids)
-                # The requests are gone now, and no step need be left that would tell.
+                # The requests are gone now, and there may be no further step that would report them.
                 self._send(StepReport(outputs=(), events=(), num_tokens=0, stats=self._core.stats()))
             case ResetPrefixCache(call, reset_connector):
                 self._send(Reply(call, self._core.reset_prefix_cache(reset_connector)))
@@ -151,7 +153,7 @@ def read_into(inbox: queue.SimpleQueue[Any], connection: socket.socket, reader: 
 
 
 def _start(connection: socket.socket, inbox: queue.SimpleQueue[Any]) -> EngineCore | None:
-    """Builds the core and says so; None when the front end left, or when the core cannot be built as asked."""
+    """Builds the core and reports it; None if the front end disconnected, or the arguments cannot work."""
     args = inbox.get()
     if not isinstance(args, EngineArgs):
         return None
@@ -160,7 +162,8 @@ def _start(connection: socket.socket, inbox: queue.SimpleQueue[Any]) -> EngineCo
     except ConfigError as error:
         connection.sendall(CODEC.encode(Failed(str(error), is_config=True)))
         return None
-    # What stands now stays: collections need not walk over every block of the pool, which takes longer than a step.
+    # Objects that exist now are permanent: exclude them, such as the pool's blocks, from garbage collection, which
+    # would take longer than a step.
     gc.collect()
     gc.freeze()
     core = engine.core
@@ -171,20 +174,20 @@ def _start(connection: socket.socket, inbox: queue.SimpleQueue[Any]) -> EngineCo
 
 
 def _exit_with_front_end(ended: threading.Event, reading: threading.Thread, kill_workers: Callable[[], None]) -> None:
-    """Ends the process when the front end has gone and the step that was running does not end."""
+    """Ends the process if the front end has disconnected and the running step does not end."""
     reading.join()
     if not ended.wait(_GRACE_SECONDS):
-        # A worker that is stopped would not see that its connection has ended.
+        # A stopped worker would not notice the end of its connection.
         kill_workers()
         signal.raise_signal(signal.SIGKILL)
 
 
 def _crash(error: Exception, connection: socket.socket, core: EngineCore | None) -> NoReturn:
-    """Says why, and ends the process as it stands: torch aborts it where memory of a broken GPU is freed."""
+    """Reports the error and ends the process without cleanup: torch aborts when memory of a failed GPU is freed."""
     cause = error if isinstance(error, EngineDeadError) else f"{type(error).__name__}: {error}"
     with contextlib.suppress(OSError):
         connection.sendall(CODEC.encode(Failed(str(cause), is_config=False)))
-        # The front end does not wait for the rest, which must not take longer than the grace period.
+        # The front end does not wait for the following, which must not exceed the grace period.
         connection.shutdown(socket.SHUT_RDWR)
     if core is not None:
         with contextlib.suppress(Exception):
@@ -196,7 +199,7 @@ def _crash(error: Exception, connection: socket.socket, core: EngineCore | None)
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # What a library prints must not mix with what the front end prints.
+    # Output of libraries must not mix with that of the front end.
     sys.stdout = sys.stderr
     connection = socket.socket(fileno=int(sys.argv[1]))
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()

@@ -1,4 +1,6 @@
-"""The heart: schedule, execute, apply. Synchronous and overlapped steps run the same lines; only the depth differs."""
+"""The engine core: schedule, execute, apply. Synchronous and overlapped steps use the same code; only the depth
+differs.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,17 @@ from penstock.messages.stats import BlockMap, RequestEvent, RequestEventKind, Sc
 from penstock.utils.clock import Clock, SystemClock
 from penstock.utils.errors import EngineDeadError
 
-# How long a step without work waits for a grammar that is being compiled, or for KV that is on its way.
+# How long a step without work waits for a grammar that is being compiled, or for KV in transfer.
 _GRAMMAR_SECONDS = 0.05
 _TRANSFER_SECONDS = 0.005
 _FLUSH_SECONDS = 10.0
 
 _Processed = tuple[int, list[EngineOutput]]
-"""A step's result, applied: how many tokens it computed, and what the requests got."""
+"""A step's processed result: how many tokens it computed, and the requests' outputs."""
 
 
 class EngineCore:
-    """Owns the scheduler and the steps in flight, at most `max_num_in_flight`. One thread drives it."""
+    """Owns the scheduler and the steps in flight, at most `max_num_in_flight`. One thread calls it."""
 
     def __init__(
         self,
@@ -50,48 +52,49 @@ class EngineCore:
         self._events: list[RequestEvent] = []
 
     def add_request(self, request: EngineRequest) -> None:
-        """Queues a request. Raises RequestError or OverloadedError when it is refused, EngineDeadError when all are."""
+        """Queues a request. Raises RequestError or OverloadedError if it is refused, EngineDeadError if the engine is
+        dead.
+        """
         if self._failure is not None:
             raise EngineDeadError(f"the engine has stopped: {self._failure}") from self._failure
         self._scheduler.add_request(request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> list[EngineOutput]:
-        """Ends requests at once; what is in flight for them is dropped."""
+        """Ends requests at once; their results in flight are dropped."""
         return self._scheduler.abort_requests(request_ids)
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything to do; a dead engine has not."""
+        """Whether `step` has anything to do; False for a dead engine."""
         return self._failure is None and bool(self._in_flight or self._scheduler.has_unfinished_requests)
 
     @property
     def num_in_flight(self) -> int:
-        """Steps that were launched and whose results have not been applied."""
+        """Launched steps whose results have not been applied."""
         return len(self._in_flight)
 
     @property
     def has_rows_to_free(self) -> bool:
-        """Whether the worker has still to be told of requests that have ended."""
+        """Whether the worker must still be notified of ended requests."""
         return self._failure is None and self._scheduler.has_rows_to_free
 
     @property
     def has_transfers(self) -> bool:
-        """Whether KV is on its way that needs steps, with requests or without."""
+        """Whether KV transfers need steps, with or without requests."""
         return self._failure is None and self._scheduler.has_transfers
 
     @property
     def num_blocks(self) -> int:
-        """KV blocks that requests can have."""
+        """KV blocks available to requests."""
         return self._scheduler.num_blocks
 
     def stats(self) -> SchedulerStats:
         return self._scheduler.stats()
 
     def reset_prefix_cache(self, reset_connector: bool = False) -> bool:
-        """Forgets all cached prefixes, and what the KV connector keeps outside the engine if that is wanted too.
-
-        False while requests run, and when there is no connector that can forget although that is wanted; the engine's
-        own prefixes are forgotten even then.
+        """Clears the prefix cache and, if requested, the KV connector's storage outside the engine. Returns False while
+        requests run, or if the connector's storage was requested and cannot be cleared; the prefix cache is cleared
+        even then.
         """
         is_reset = self._scheduler.reset_prefix_cache(reset_connector)
         self._publish_kv_events()
@@ -104,7 +107,7 @@ class EngineCore:
     def step(self) -> StepReport:
         """Launches steps up to the depth, then waits for the oldest and applies its result.
 
-        Raises EngineDeadError, now and from then on, when a worker or the scheduler fails.
+        Raises EngineDeadError, now and from then on, if a worker or the scheduler fails.
         """
         if self._failure is not None:
             raise EngineDeadError(f"the engine has stopped: {self._failure}") from self._failure
@@ -113,11 +116,11 @@ class EngineCore:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """An exception inside is the end of the engine."""
+        """Marks the engine as dead if the body raises an exception."""
         try:
             yield
         except Exception as error:
-            # What is in flight stays: where memory is freed that a broken GPU was to write, torch aborts the process.
+            # Keep the steps in flight: torch aborts the process when memory that a failed GPU was to write is freed.
             self._failure = error
             what = str(error) if isinstance(error, EngineDeadError) else f"{type(error).__name__}: {error}"
             raise EngineDeadError(f"the engine core failed: {what}") from error
@@ -131,7 +134,7 @@ class EngineCore:
             self._note_events(plan)
             self._executor.execute_model(plan)
             while self._in_flight and self._in_flight[0][0].step <= plan.barrier_step:
-                # The forward pass runs meanwhile.
+                # The forward pass runs concurrently.
                 processed.append(self._process_oldest())
             self._in_flight.append((plan, self._executor.sample_tokens(self._scheduler.grammar_masks(plan))))
             if plan.is_empty or processed:
@@ -157,7 +160,7 @@ class EngineCore:
     def _make_report(self, processed: list[_Processed]) -> StepReport:
         num_tokens = sum(count for count, _ in processed)
         if not num_tokens and not self._in_flight:
-            # Nothing could run: what the requests wait for needs the processor more.
+            # Nothing could run: leave the processor to the work that the requests wait for.
             self._scheduler.wait(_GRAMMAR_SECONDS, _TRANSFER_SECONDS)
         events, self._events = tuple(self._events), []
         outputs = tuple(chain.from_iterable(outputs for _, outputs in processed))
@@ -171,13 +174,17 @@ class EngineCore:
             self._events.append(RequestEvent(new.request_id, RequestEventKind.SCHEDULED, now))
 
     def check_integrity(self) -> None:
-        """AssertionError when the scheduler's derived state does not agree with itself or with the steps in flight."""
+        """Raises AssertionError if the scheduler's derived state is inconsistent in itself or with the steps in
+        flight.
+        """
         steps = [plan.step for plan, _ in self._in_flight]
         assert self._scheduler.steps_in_flight == steps, (self._scheduler.steps_in_flight, steps)
         self._scheduler.check_integrity()
 
     def watch_workers(self, on_death: Callable[[], None]) -> None:
-        """Has `on_death` called, from another thread, when a worker dies; `check_workers` then says why."""
+        """Registers `on_death`, called from another thread when a worker dies; `check_workers` then raises the
+        reason.
+        """
         self._executor.watch(on_death)
 
     def check_workers(self) -> None:
@@ -186,11 +193,11 @@ class EngineCore:
             self._executor.check()
 
     def kill_workers(self) -> None:
-        """Ends their processes at once. From any thread; the engine is dead afterwards."""
+        """Kills the workers' processes. May be called from any thread; the engine is dead afterwards."""
         self._executor.kill()
 
     def shutdown(self) -> None:
-        """Waits for the steps in flight and for KV on its way, and frees the worker; the engine is dead afterwards.
+        """Waits for steps and KV transfers in flight, and frees the worker; the engine is dead afterwards.
 
         Idempotent.
         """
@@ -204,7 +211,9 @@ class EngineCore:
         self._publisher.shutdown()
 
     def _flush_transfers(self) -> None:
-        """Steps until no KV is on its way, or too long: what a tier does not get is computed again some day."""
+        """Executes steps until no KV transfer is in flight, with a time limit: KV that does not reach a tier can be
+        recomputed.
+        """
         deadline = self._clock.now() + _FLUSH_SECONDS
         while self.has_transfers and self._clock.now() < deadline:
             self.step()

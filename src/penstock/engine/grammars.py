@@ -13,7 +13,9 @@ from penstock.utils.math import cdiv
 
 
 class LazyGrammarBackend:
-    """Reading a large vocabulary takes a second that an engine without structured outputs need not spend."""
+    """Builds the backend on first use: reading a large vocabulary takes a second, unneeded without structured
+    outputs.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
@@ -31,5 +33,5 @@ class LazyGrammarBackend:
 
 
 def make_grammar_backend(config: EngineConfig) -> GrammarBackend | None:
-    """None where there is no tokenizer, and so no text to hold to a grammar."""
+    """Returns None if there is no tokenizer, and so no text to constrain."""
     return None if config.tokenizer_path is None else LazyGrammarBackend(config)

@@ -1,4 +1,4 @@
-"""What the ranks of an engine must have in common, whatever their number: one arithmetic and one set of weights."""
+"""Checks that all ranks of an engine have the same arithmetic and the same weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.worker.messages import WorkerFacts
 
 
 def check_arithmetic(facts: Sequence[WorkerFacts]) -> None:
-    """Raises ConfigError where ranks compute with other last bits than the first one."""
+    """Raises ConfigError if a rank's arithmetic gives other last bits than the first rank's."""
     first = facts[0]
     for each in facts:
         if (each.device, each.arithmetic) != (first.device, first.arithmetic):
@@ -25,9 +25,8 @@ def check_arithmetic(facts: Sequence[WorkerFacts]) -> None:
 
 
 def digest_weights(facts: Sequence[WorkerFacts]) -> bytes:
-    """[16 bytes] Of every tensor that any rank has read: the same however the ranks have divided them.
-
-    Raises ConfigError where two ranks have read different bytes.
+    """Returns the digest [16 bytes] of every tensor that any rank has read, independent of how the ranks divide them.
+    Raises ConfigError if two ranks have read different bytes.
     """
     tensors: dict[str, _Tensor] = {}
     for each in facts:
@@ -38,7 +37,7 @@ def digest_weights(facts: Sequence[WorkerFacts]) -> bytes:
 
 @dataclass(slots=True)
 class _Tensor:
-    """What the ranks have read of one tensor, each interval once."""
+    """The intervals of one tensor that the ranks have read, each once."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -52,16 +51,16 @@ class _Tensor:
             raise _differs(rows.name, (reader, shard))
 
     def identity(self, name: str) -> tuple[bytes, bytes]:
-        """The tensor's name, type and shape, and the digest of all its rows."""
+        """Returns the tensor's name, type and shape, and the digest of all its rows."""
         total = self._digests_before(name).get(self.shape[0])
         assert total is not None, f"{name}: {sorted(self.intervals)} are not all of its {self.shape[0]} rows"
         return repr((name, self.dtype, self.shape)).encode(), total
 
     def _digests_before(self, name: str) -> dict[int, bytes]:
-        """The digest of all rows before each row at which an interval begins or ends, 0 being the first.
+        """Returns the digest of all rows before each row at which an interval begins or ends, starting with row 0.
 
-        Every interval adds its digest from its first row to its end. Where several ways lead to a row, they must agree:
-        some ranks read all of a tensor and others parts of it.
+        Every interval adds its digest from its first row to its end. If several sequences of intervals lead to a row,
+        they must agree: some ranks read a whole tensor and others parts of it.
         """
         steps: dict[int, list[tuple[int, int]]] = {}
         for first, end in self.intervals:

@@ -23,7 +23,7 @@ _FORMAT = 3
 
 @dataclass(frozen=True, slots=True)
 class EngineTransfer:
-    """The scheduler side, and what the worker sides are built from; `context` is None where KV stays in the engine."""
+    """The scheduler side, and the data to build the worker sides; `context` is None if KV stays in the engine."""
 
     transfer: KVTransfer
     abilities: Abilities
@@ -32,7 +32,7 @@ class EngineTransfer:
 
 
 def make_transfer(config: EngineConfig, cache: KVCacheConfig, facts: Sequence[WorkerFacts]) -> EngineTransfer:
-    """The connector that the configuration asks for, or the one that moves nothing. Raises ConfigError."""
+    """Builds the configured connector, or the null connector. Raises ConfigError."""
     asked = config.kv_transfer
     if asked is None:
         return EngineTransfer(NO_TRANSFER, Abilities(NO_TRANSFER.connector))
@@ -58,10 +58,9 @@ def _heads_of(facts: WorkerFacts) -> dict[str, tuple[int, int]]:
 
 
 def fingerprint(config: EngineConfig, cache: KVCacheConfig, facts: Sequence[WorkerFacts]) -> bytes:
-    """[16 bytes] Equal where a block's bytes mean the same: weights, shapes, dtype, layout and arithmetic.
-
-    The kernels' instruction set is part of it, because sums in another order have other last bits. How the model is
-    divided among ranks is not: it changes no bit.
+    """Returns 16 bytes that are equal if a block's bytes have the same meaning: weights, shapes, dtype, layout and
+    arithmetic. The kernels' instruction set is included, because sums in another order have other last bits. The
+    division of the model among ranks is not, because it changes no bit.
     """
     layout = {
         "format": _FORMAT,
@@ -80,7 +79,7 @@ def fingerprint(config: EngineConfig, cache: KVCacheConfig, facts: Sequence[Work
 
 
 def meaning(config: EngineConfig, cache: KVCacheConfig, facts: Sequence[WorkerFacts]) -> dict[str, str]:
-    """What must be equal for KV to mean the same, by name, whatever its layout."""
+    """Returns by name everything that must be equal for KV to have the same meaning, except its layout."""
     configs = hashlib.blake2b(digest_size=8)
     for folder in _model_folders(config):
         configs.update((folder / "config.json").read_bytes())

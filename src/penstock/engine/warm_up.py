@@ -1,8 +1,8 @@
-"""The first request should not be the slow one: every path is executed once before the first request.
+"""Executes every path once before the first request, so that the first request is not slow.
 
 The steps are those of the real scheduler, on the real runner, with lookahead blocks reserved by the scheduler's own
 rule: prompts of 2 + K tokens are prefills even where K drafts make a decode row of 1 + K. The scheduler, its block pool
-and its counters are made for the purpose and thrown away, so that nothing of it stays but what is warm.
+and its counters are temporary, so that warming up leaves no other state.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ _MAX_BLOCKS = 256
 
 
 def warm_up(executor: Executor, cache: KVCacheConfig, limits: SchedulerConfig) -> None:
-    """Runs a few requests, each alone and then as many together as may be.
-
-    Raises ConfigError where a kernel refuses the model when it first sees it, and EngineDeadError for other failures.
+    """Runs a few requests, each alone and then as many together as possible. Raises ConfigError if a kernel refuses the
+    model on first use, and EngineDeadError for other failures.
     """
     try:
         _run(executor, cache, limits)
@@ -38,7 +37,7 @@ def warm_up(executor: Executor, cache: KVCacheConfig, limits: SchedulerConfig) -
 
 
 def _run(executor: Executor, cache: KVCacheConfig, limits: SchedulerConfig) -> None:
-    # A few blocks are enough, and a pool of all of them would take longer to make than the steps.
+    # A few blocks are enough, and a full pool would take longer to create than the steps.
     small = replace(cache, num_blocks=min(cache.num_blocks, _MAX_BLOCKS))
     scheduler = Scheduler(limits, KVCacheManager(small, False), is_warm_up=True)
     core = EngineCore(scheduler, executor, limits.max_num_in_flight)
@@ -54,7 +53,7 @@ def _run(executor: Executor, cache: KVCacheConfig, limits: SchedulerConfig) -> N
 
 def _requests(limits: SchedulerConfig) -> Iterator[EngineRequest]:
     num_prompt_tokens = min(2 + limits.max_num_drafts, limits.max_model_len - 1)
-    # A request that pools ends with its prompt.
+    # A pooling request ends with its prompt.
     max_tokens = 1 if limits.is_pooling else min(3 + limits.max_num_drafts, limits.max_model_len - num_prompt_tokens)
     for number, kind in enumerate(KINDS):
         yield EngineRequest(

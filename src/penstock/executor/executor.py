@@ -1,9 +1,9 @@
-"""Runs plans on all ranks of an engine, wherever they are.
+"""Runs plans on all ranks of an engine, local or remote.
 
 The engine core calls `execute_model` and `sample_tokens` in strict alternation and may be ahead of the workers by as
-many steps as it keeps in flight; results come back in order. Every rank answers every step, and one aggregation makes
-one result of the answers, for one rank and for many. An exception in a worker comes out of the step's result; the death
-of a worker does too, and is also reported to `watch` while no step runs.
+many steps as it keeps in flight; results come back in order. Every rank responds to every step, and the responses are
+aggregated into one result, for one rank and for many. The step's result raises an exception of a worker, and also
+reports the death of a worker, which is reported to `watch` while no step runs.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from penstock.worker.messages import CODEC, InitializeWorker, SampleTokens, Work
 _Value = TypeVar("_Value", covariant=True)
 _Answer = TypeVar("_Answer")
 
-# Ranks that are told of a death end within tenths of a second, unless they compute.
+# Ranks that are notified of a death end within tenths of a second, unless they are computing.
 _ABORT_SECONDS = 2.0
 _CAUSE_SECONDS = (0.0, 0.01, 0.05, 0.2, 0.5)
 
 
 class Pending(Protocol[_Value]):
-    """An answer that may still be on its way. A `concurrent.futures.Future` is one."""
+    """A response that may not have arrived yet, such as a `concurrent.futures.Future`."""
 
     def result(self) -> _Value:
-        """Waits for the answer, once. Raises what went wrong instead of it."""
+        """Waits for the response, once. Raises the error if there is one."""
         ...
 
 
 class Later(Generic[_Answer]):
-    """An answer that is worked out when it is asked for (`Pending`)."""
+    """A response that is computed on request (`Pending`)."""
 
     def __init__(self, result: Callable[[], _Answer]) -> None:
         self.result = result
 
 
 class WorkerHandle(Protocol):
-    """One rank as its executor sees it, which says what the methods do. Calls come in the order of a worker's life
+    """The executor's interface to one rank; `Executor` documents the methods. Calls follow the order of a worker's life
     (`worker.worker`).
     """
 
@@ -61,26 +61,27 @@ class WorkerHandle(Protocol):
     def watch(self, on_death: Callable[[], None]) -> None: ...
 
     def check(self) -> None:
-        """Raises what `result` would, if the rank is dead."""
+        """Raises the error that `result` would raise, if the rank is dead."""
         ...
 
     def kill(self) -> None:
-        """Ends the rank at once where it has a process; the driver need not be the caller. It then raises
-        RanksLostError, unless it had ended by itself.
+        """Kills the rank's process, if it has one; may be called from any thread.
+
+        Calls then raise RanksLostError, unless the rank had ended by itself.
         """
         ...
 
     def hang_up(self) -> None:
-        """Tells the rank that nothing follows. Idempotent; does not wait."""
+        """Notifies the rank that no further messages follow. Idempotent; does not wait."""
         ...
 
     def shutdown(self) -> None:
-        """Waits for what is running and frees the rank. Idempotent; must not raise or hang when the rank is dead."""
+        """Waits for running steps and frees the rank. Idempotent; must not raise or hang if the rank is dead."""
         ...
 
 
 class OverTheWire:
-    """A worker whose messages and answers are encoded and decoded, as if another process had it (`WorkerHandle`)."""
+    """A worker whose messages and responses are encoded and decoded, as between processes (`WorkerHandle`)."""
 
     def __init__(self, worker: WorkerHandle) -> None:
         self._worker = worker
@@ -120,8 +121,8 @@ def _decoded(pending: Pending[_Answer]) -> Pending[_Answer]:
 class Executor:
     """Drives ranks in lockstep. `workers` are in the order of the ranks; the last stage's first rank samples.
 
-    When one of several ranks dies, the others are told to give up, and those that do not are killed. The error that is
-    raised is the one of the rank that failed by itself.
+    When one of several ranks dies, the others are told to abort, and those that do not are killed. The error raised is
+    that of the rank that failed first by itself.
     """
 
     def __init__(
@@ -130,8 +131,8 @@ class Executor:
         abort: Callable[[], None] = lambda: None,
         release: Callable[[], None] = lambda: None,
     ) -> None:
-        """`abort` ends every wait of a rank for another one: they would wait for ever when one has failed. `release` is
-        called when the workers have been shut down, and may be called again.
+        """`abort` ends every wait of a rank for another one, which would otherwise wait forever for a failed rank.
+        `release` is called when the workers have been shut down, and may be called again.
         """
         assert workers, "an executor without workers"
         self._workers = tuple(workers)
@@ -145,7 +146,7 @@ class Executor:
             self.watch(_calls(weakref.WeakMethod(self._on_death)))
 
     def load(self) -> list[WorkerFacts]:
-        """Loads the weights on every rank at once. Raises ConfigError, or EngineDeadError when a rank breaks."""
+        """Loads the weights on all ranks concurrently. Raises ConfigError, or EngineDeadError if a rank fails."""
         try:
             facts = _results([worker.load() for worker in self._workers])
         except Exception as error:  # noqa: BLE001 - raised by `_fail`
@@ -156,7 +157,7 @@ class Executor:
         return facts
 
     def initialize(self, plan: InitializeWorker) -> dict[ShardId, HandshakePayload | None]:
-        """Allocates the KV cache on every rank; returns the handshakes of all ranks. Raises as `load`."""
+        """Allocates the KV cache on every rank; returns the handshakes of all ranks. Raises like `load`."""
         try:
             ready = _results([worker.initialize(plan) for worker in self._workers])
         except Exception as error:  # noqa: BLE001 - raised by `_fail`
@@ -174,7 +175,7 @@ class Executor:
             self._fail(error)
 
     def sample_tokens(self, grammars: GrammarOutput | None) -> Pending[ModelRunnerOutput]:
-        """Launches sampling for the plan launched last, within its grammars."""
+        """Launches sampling for the plan launched last, constrained by its grammars."""
         ranks = zip(self._workers, self._samplers, strict=True)
         try:
             parts = [worker.sample_tokens(grammars if samples else None) for worker, samples in ranks]
@@ -183,12 +184,14 @@ class Executor:
         return Later(lambda: self._united(parts))
 
     def watch(self, on_death: Callable[[], None]) -> None:
-        """Has `on_death` called, from another thread, when a rank dies by itself; `check` then says why."""
+        """Registers `on_death`, called from another thread when a rank dies by itself; `check` then raises the
+        reason.
+        """
         for worker in self._workers:
             worker.watch(on_death)
 
     def check(self) -> None:
-        """Raises EngineDeadError if a rank is dead. Only between steps."""
+        """Raises EngineDeadError if a rank is dead. Call it only between steps."""
         try:
             for worker in self._workers:
                 worker.check()
@@ -196,12 +199,12 @@ class Executor:
             self._fail(error)
 
     def kill(self) -> None:
-        """Ends the processes of all ranks at once, stopped ones too. From any thread."""
+        """Kills the processes of all ranks, including stopped ones. May be called from any thread."""
         for worker in self._workers:
             worker.kill()
 
     def shutdown(self) -> None:
-        """Waits for what is running and frees the workers. Idempotent."""
+        """Waits for running steps and frees the workers. Idempotent."""
         self._is_over.set()
         if self._is_broken:
             self._abort()
@@ -212,10 +215,10 @@ class Executor:
         self._release()
 
     def _on_death(self) -> None:
-        """On the thread that watches a rank, which has died."""
+        """Called on the thread that watches a rank, when the rank has died."""
         self._abort()
         if not self._is_over.wait(_ABORT_SECONDS):
-            # A rank that computes for long, is stopped, or waits where no abort is seen.
+            # A rank that computes for long, is stopped, or waits where an abort has no effect.
             self.kill()
 
     def _united(self, parts: Sequence[Pending[ModelRunnerOutput]]) -> ModelRunnerOutput:
@@ -226,13 +229,13 @@ class Executor:
         return aggregate_outputs(outputs, self._output_rank)
 
     def _fail(self, error: Exception) -> NoReturn:
-        """Raises the error of the rank that failed by itself, where one that missed it was noticed before."""
+        """Raises the error of the rank that failed by itself, also if a rank that depends on it was noticed first."""
         self._is_broken = True
         self._abort()
         raise (self._find_cause() if isinstance(error, RanksLostError) else None) or error
 
     def _find_cause(self) -> Exception | None:
-        """Its end may be noticed a moment after that of a rank that missed it."""
+        """Finds the rank that failed first; its end may be noticed shortly after that of a dependent rank."""
         for seconds in _CAUSE_SECONDS:
             for worker in self._workers:
                 try:
@@ -250,7 +253,7 @@ def _results(parts: Sequence[Pending[_Answer]]) -> list[_Answer]:
 
 
 def _calls(method: weakref.WeakMethod[Callable[[], None]]) -> Callable[[], None]:
-    """Calls a method of an object that this does not keep alive."""
+    """Returns a function that calls a method of an object without keeping the object alive."""
 
     def call() -> None:
         bound = method()
@@ -261,7 +264,7 @@ def _calls(method: weakref.WeakMethod[Callable[[], None]]) -> Callable[[], None]
 
 
 def aggregate_outputs(outputs: Sequence[ModelRunnerOutput], output_rank: int) -> ModelRunnerOutput:
-    """What the sampling rank sampled, with the connector's reports of all ranks."""
+    """Returns the sampling rank's output with the connector's reports of all ranks."""
     sampled = outputs[output_rank]
     moved = aggregate(output.kv_connector_output for output in outputs)
     return sampled if moved == sampled.kv_connector_output else replace(sampled, kv_connector_output=moved)

@@ -1,4 +1,4 @@
-"""The executor that the arguments ask for."""
+"""Chooses the executor by the arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.worker.messages import LoadWorker, Rendezvous
 def make_executor(args: EngineArgs) -> Executor:
     """Makes the workers of all ranks; nothing is loaded yet. The folders in `args` hold the models."""
     if args.executor_backend == "ray":
-        # Only now: Ray is optional, and large.
+        # Imported here: Ray is optional and large.
         from penstock.executor.ray import make_ray_executor
 
         return make_ray_executor(args)
@@ -36,7 +36,7 @@ def _make_workers(
         from penstock.executor.multiproc import start_worker
 
         return [start_worker(load) for load in ranks]
-    # Only now: it needs torch, which an engine core whose workers are elsewhere does not.
+    # Imported here: it needs torch, which an engine core with remote workers does not.
     from penstock.executor.uniproc import make_local_worker
 
     return [make_local_worker(load, abort_ranks) for load in ranks]

@@ -1,4 +1,4 @@
-"""A rank in a process of its own, on this host: started by command, never forked, and joined by a socket pair."""
+"""A rank in a separate process on this host: started by command, never forked, and connected by a socket pair."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PROGRAM = ("-m", "penstock.worker.worker_process")
 
 
 def start_worker(load: LoadWorker, program: Sequence[str] = _PROGRAM) -> RemoteWorker:
-    """Starts the process. `program` is what Python runs, with the socket's descriptor as its last argument."""
+    """Starts the process. `program` are Python's arguments, followed by the socket's descriptor."""
     ours, theirs = socket.socketpair()
     for each in (ours, theirs):
         each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)

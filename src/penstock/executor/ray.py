@@ -1,10 +1,10 @@
-"""Ranks on the hosts of a Ray cluster. Ray places them and tells how they ended; everything else goes past it.
+"""Ranks on the hosts of a Ray cluster. Ray is used only to place them and to report how they ended.
 
 A placement group reserves a bundle for each rank, and an actor in it becomes the rank's process. The actor connects
-back to the executor over TCP, both sides prove that they have the key which Ray has carried to the actor, and from then
-on the messages are those of any rank in another process (`executor.remote`). Ranks on the executor's own host, without
-a GPU, meet in shared memory, others through torch.distributed at an address of the first rank's host. Neither these
-connections nor the messages are encrypted: the network between the hosts must be private.
+back to the executor over TCP, both sides prove that they have the key that the actor received through Ray, and from
+then on the messages are the same as for any rank in another process (`executor.remote`). Ranks on the executor's own
+host without a GPU communicate through shared memory, others through torch.distributed at an address of the first rank's
+host. Neither these connections nor the messages are encrypted: the network between the hosts must be private.
 
 This is the only module that imports ray.
 """
@@ -54,15 +54,15 @@ _PLACEMENT_SECONDS = 60
 _ACTOR_SECONDS = 120.0
 _CONNECT_SECONDS = 120.0
 _HANDSHAKE_SECONDS = 5.0
-# Ranks do not use Ray's object store: the least that Ray accepts is enough.
+# Ranks do not use Ray's object store, so its minimum size is enough.
 _OBJECT_STORE_BYTES = 80 << 20
-# What Ray says of a dead actor goes on with a list of what may have been.
+# Ray's message about a dead actor ends with a list of possible causes.
 _ADVICE = "Some common causes"
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an actor runs. `port` was free there a moment ago."""
+    """The location of an actor. `port` was free there when it was chosen."""
 
     version: str
     node: str
@@ -72,7 +72,7 @@ class Place:
 
 
 def make_ray_executor(args: EngineArgs) -> Executor:
-    """Places the ranks and connects to them; nothing is loaded yet. Raises ConfigError where there is no room."""
+    """Places the ranks and connects to them; nothing is loaded yet. Raises ConfigError if there is no room."""
     cluster = _Cluster(args)
     try:
         return cluster.start(args)
@@ -111,7 +111,7 @@ class _Cluster:
         return Executor(workers, abort_ranks, self.release)
 
     def release(self) -> None:
-        """Ends the actors, frees what was reserved and, if it was opened here, the connection. Idempotent."""
+        """Ends the actors, frees the reservation and, if it was opened here, the connection. Idempotent."""
         actors, self._actors = self._actors, []
         for actor in actors:
             with contextlib.suppress(RayError):
@@ -152,7 +152,7 @@ class _Cluster:
 
 
 def _connect(num_cpus: int) -> None:
-    """To the cluster of RAY_ADDRESS or the one that runs on this host, else to a new one on this host alone."""
+    """Connects to the cluster of RAY_ADDRESS or the one on this host, else starts a new one on this host."""
     on_sigterm = signal.getsignal(signal.SIGTERM)
     with interrupts_blocked():
         try:
@@ -168,12 +168,12 @@ def _connect(num_cpus: int) -> None:
                 logging_level=WARNING,
             )
     if threading.current_thread() is threading.main_thread():
-        # Ray has set its own handler, but what SIGTERM means is not its business.
+        # Ray has installed its own handler for SIGTERM: restore ours.
         signal.signal(signal.SIGTERM, on_sigterm)
 
 
 def _bundle(args: EngineArgs) -> dict[str, float]:
-    """What each rank reserves: the CPUs of its threads, or a GPU."""
+    """Returns each rank's reservation: the CPUs of its threads, or a GPU."""
     has_gpus = ray.cluster_resources().get("GPU", 0) >= args.num_ranks
     if args.device == "cuda" or (args.device == "auto" and has_gpus):
         return {"CPU": 1, "GPU": 1}
@@ -186,7 +186,7 @@ def _are_all_here(places: list[Place]) -> bool:
 
 
 def _no_abort() -> None:
-    """Ranks that meet through torch.distributed see the connections of a dead one end."""
+    """Does nothing: with torch.distributed the connections of a dead rank end, which the others notice."""
 
 
 # ---- The two ends of a connection ----
@@ -197,7 +197,7 @@ def _purpose(shard: ShardId) -> bytes:
 
 
 def _start_rank(listener: socket.socket, shard: ShardId, actor: Any, place: Place) -> tuple[socket.socket, RayProcess]:
-    """Has the actor connect, and takes no other connection for it."""
+    """Makes the actor connect, and accepts no other connection for it."""
     key = os.urandom(_KEY_BYTES)
     host, port = listener.getsockname()[:2]
     life = actor.run.remote(host, port, key, shard)
@@ -244,8 +244,10 @@ class RankActor:
         return Place(__version__, ray.get_runtime_context().get_node_id(), ip, port, os.getpid())
 
     def run(self, host: str, port: int, key: bytes, shard: ShardId) -> None:
-        """Returns when the executor hangs up. A rank that breaks says why over the connection and ends the process."""
-        # Only now: the driver needs no torch.
+        """Returns when the executor disconnects. A rank that fails reports why over the connection and ends the
+        process.
+        """
+        # Imported here: the driver needs no torch.
         from penstock.worker.worker_process import live
 
         connection = socket.create_connection((host, port), _CONNECT_SECONDS)
@@ -282,7 +284,7 @@ class RayProcess:
         if not ray.is_initialized() or self.ended(0) is not None:
             return
         if _are_all_here([self._place]):
-            # Ray asks the process to end itself, which one that is stopped does not do.
+            # Ray asks the process to end itself, which a stopped process does not do.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._place.pid, signal.SIGKILL)
             return

@@ -1,9 +1,8 @@
-"""A rank in another process: the connection to it, its answers in order, and what is known when it fails.
+"""A rank in another process: the connection to it, its responses in order, and the reason if it fails.
 
-Answers come in the order of the questions and are read by the thread that waits for them, so that a step takes no
-detour through another thread. Another thread only watches for the end of the connection: a dead rank is reported at
-once, even while no answer is expected. How the process was started, how it ended and how it is killed is the business
-of its `RankProcess`.
+Responses arrive in the order of the requests and are read by the thread that waits for them, so that a step involves no
+other thread. Another thread only watches for the end of the connection: a dead rank is reported at once, even while no
+response is expected. Its `RankProcess` handles how the process was started, how it ended and how it is killed.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from penstock.worker.messages import (
 )
 
 SOCKET_BYTES = 4 << 20
-"""Room for a step's messages, so that sending them rarely blocks; the system may grant less."""
+"""Buffer size for a step's messages, so that sending them rarely blocks; the system may grant less."""
 
 _RECEIVE_BYTES = 1 << 16
 _EXIT_SECONDS = 10.0
@@ -43,14 +42,14 @@ _DEATH_SECONDS = 0.5
 
 
 class RankProcess(Protocol):
-    """The process of one rank, as the one that started it sees it."""
+    """The process of one rank, for the process that started it."""
 
     def ended(self, seconds: float) -> str | None:
-        """Waits so long for its end. Says how it ended, as in "was killed by signal 9"; None while it runs."""
+        """Waits this long for its end. Returns how it ended, such as "was killed by signal 9"; None while it runs."""
         ...
 
     def kill(self) -> None:
-        """Ends it at once, also one that is stopped or has ended. From any thread."""
+        """Kills it, also if it is stopped or has ended. May be called from any thread."""
         ...
 
 
@@ -66,7 +65,7 @@ class RemoteWorker:
         self._failure: Exception | None = None
         self._was_killed = False
         self._closed: float | None = None
-        # Ends the process and those who watch it when nothing refers to this object any more.
+        # Ends the process and its watchers when this object is no longer referenced.
         self._hang_up = weakref.finalize(self, _hang_up, connection)
 
     def load(self) -> Pending[WorkerFacts]:
@@ -90,7 +89,7 @@ class RemoteWorker:
             self._receive()
 
     def kill(self) -> None:
-        """One that has ended by itself still tells its own reason."""
+        """Kills the process; one that has ended by itself still reports its own reason."""
         with contextlib.suppress(OSError, ValueError):
             self._was_killed = self._was_killed or not _poll(self._connection, select.POLLRDHUP, timeout=0)
         self._process.kill()
@@ -113,7 +112,9 @@ class RemoteWorker:
         return Later(self._receive)
 
     def _send(self, message: Any) -> None:
-        """While there is no room, what the worker sends is read: one that waits for room to answer reads nothing."""
+        """Sends a message. While the buffer is full, reads the worker's messages: it may be blocked sending a
+        response.
+        """
         data = memoryview(CODEC.encode(message))
         try:
             while data:
@@ -123,12 +124,14 @@ class RemoteWorker:
                 if _poll(self._connection, select.POLLIN | select.POLLOUT) & select.POLLIN:
                     self._read()
         except OSError:
-            # Why it hung up may be among what it sent before.
+            # Its last messages may contain the reason for the disconnection.
             while True:
                 self._receive()
 
     def _receive(self) -> Any:
-        """The next answer. Raises ConfigError or EngineDeadError, now and from then on, when there will be none."""
+        """Returns the next response. Raises ConfigError or EngineDeadError, now and from then on, if there will be
+        none.
+        """
         if self._failure is not None:
             raise self._failure
         while not self._received:
@@ -142,7 +145,7 @@ class RemoteWorker:
         return message
 
     def _read(self) -> None:
-        """Waits for messages, or for the end in place of them."""
+        """Waits for messages or the end of the connection."""
         try:
             data = self._connection.recv(_RECEIVE_BYTES)
             self._received.extend(self._reader.feed(data) if data else [self._unexpected_end()])
@@ -157,7 +160,7 @@ class RemoteWorker:
         return f"worker {self._load.shard}"
 
     def _told(self, failed: WorkerFailed) -> Exception:
-        """The worker's own account of its end."""
+        """Returns the worker's own reason for its end."""
         kind = RanksLostError if failed.is_consequence else EngineDeadError
         error = ConfigError(failed.message) if failed.is_config else kind(f"{self._name}: {failed.message}")
         if failed.traceback:
@@ -177,7 +180,7 @@ def _hang_up(connection: socket.socket) -> None:
 
 
 def _watch(connection: socket.socket, hang_up: weakref.finalize[..., Any], on_death: Callable[[], None]) -> None:
-    # A connection that is closed by now was closed here.
+    # If the connection is closed by now, it was closed here.
     with contextlib.suppress(ValueError, OSError):
         _poll(connection, select.POLLRDHUP)
     if hang_up.alive:
@@ -185,7 +188,7 @@ def _watch(connection: socket.socket, hang_up: weakref.finalize[..., Any], on_de
 
 
 def _poll(connection: socket.socket, events: int, timeout: int | None = None) -> int:
-    """Which of these events of the connection have happened, within so many milliseconds."""
+    """Waits this many milliseconds and returns which of these events of the connection have occurred."""
     poll = select.poll()
     poll.register(connection, events)
     return next((mask for _, mask in poll.poll(timeout)), 0)

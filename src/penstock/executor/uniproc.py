@@ -1,7 +1,5 @@
-"""Ranks in this process.
-
-On a CPU a single rank runs inline when steps are synchronous, and on a thread of its own when they overlap; where a GPU
-computes, the caller only launches. Several ranks have a thread each.
+"""Ranks in this process. On a CPU a single rank runs inline if steps are synchronous, and on a separate thread if they
+overlap; on a GPU the caller only launches. With several ranks each has a thread.
 """
 
 from __future__ import annotations
@@ -21,9 +19,8 @@ _Answer = TypeVar("_Answer")
 
 
 def make_local_worker(load: LoadWorker, abort: Callable[[], None] | None = None) -> WorkerHandle:
-    """In debug mode every message is encoded and decoded on its way, as it would be between processes.
-
-    One of several ranks is told how to `abort` the waits of the others when it fails.
+    """In debug mode every message is encoded and decoded, as between processes. With several ranks, a failing rank
+    calls `abort` to end the waits of the others.
     """
     worker = LocalWorker(load) if abort is None else ThreadWorker(LocalWorker(load, is_direct=True), abort)
     return OverTheWire(worker) if env.debug() else worker
@@ -33,7 +30,7 @@ class LocalWorker:
     """Drives a worker on this process's device (`WorkerHandle`)."""
 
     def __init__(self, load: LoadWorker, is_direct: bool = False) -> None:
-        """`is_direct`: steps run where they are called, whether they overlap or not."""
+        """`is_direct`: steps run on the calling thread, whether they overlap or not."""
         self._load = load
         self._is_direct = is_direct
         self._loaded: LoadedWorker | None = None
@@ -57,7 +54,7 @@ class LocalWorker:
         return self._steps.sample_tokens(grammars)
 
     def watch(self, on_death: Callable[[], None]) -> None:
-        """It lives as long as this process."""
+        """Does nothing: the rank lives as long as this process."""
 
     def check(self) -> None: ...
 
@@ -70,7 +67,7 @@ class LocalWorker:
 
 
 class ThreadWorker:
-    """A worker whose whole life happens on a thread of its own (`WorkerHandle`), as one of several ranks."""
+    """A worker that runs on its own thread (`WorkerHandle`), as one of several ranks."""
 
     def __init__(self, worker: LocalWorker, abort: Callable[[], None]) -> None:
         self._worker = worker
@@ -99,7 +96,7 @@ class ThreadWorker:
         return self._submit(sample)
 
     def watch(self, on_death: Callable[[], None]) -> None:
-        """It lives as long as this process."""
+        """Does nothing: the rank lives as long as this process."""
 
     def check(self) -> None:
         if self._failure is not None:
@@ -126,7 +123,7 @@ class ThreadWorker:
 
 
 class Steps(Protocol):
-    """Where and when the steps of a local worker run. A worker itself runs or launches them where they are called."""
+    """Where and when the steps of a local worker run. A `Worker` runs or launches them on the calling thread."""
 
     def execute_model(self, plan: SchedulerOutput) -> None: ...
 
@@ -136,7 +133,7 @@ class Steps(Protocol):
 
 
 class NoSteps:
-    """Of a worker that is not initialized."""
+    """The steps of a worker that is not initialized: raises."""
 
     def execute_model(self, plan: SchedulerOutput) -> None:
         raise AssertionError("a step before initialize")
@@ -150,7 +147,7 @@ class NoSteps:
 class ThreadedSteps:
     """Runs the steps in order on one thread, while the caller schedules the next.
 
-    The kernels release the interpreter lock, so the two do overlap.
+    The kernels release the interpreter lock, so the two overlap.
     """
 
     def __init__(self, worker: Worker) -> None:

@@ -1,4 +1,4 @@
-"""Builds a runner out of finished parts."""
+"""Builds a runner from its parts."""
 
 from __future__ import annotations
 
@@ -41,19 +41,20 @@ def make_runner(
     connector: WorkerConnector = NullWorkerConnector(),  # noqa: B008 - it has no state
     debug: bool = False,
 ) -> ModelRunner:
-    """Raises ConfigError when the rows, the drafts' distributions or the graphs do not fit into memory, and where the
-    attention backend cannot run the model."""
+    """Raises ConfigError if the rows, the drafts' distributions or the graphs do not fit into memory, or if the
+    attention backend cannot run the model.
+    """
     device, limits, execution = loaded.device, config.scheduler, config.execution
     attention = parts.make_attention(limits, execution)
     poisoned = tuple(cache.tensors.values()) if debug and not attention.reads_unseen else ()
     for tensor in cache.tensors.values():
-        # A read of the null block shows in debug mode.
+        # In debug mode reads of the null block become visible.
         tensor[NULL_BLOCK] = torch.nan if poisoned else 0
     writer = parts.make_table_writer(limits.max_num_in_flight)
     links, is_last = loaded.links, loaded.links.downstream is None
     states = RequestStates(limits.max_num_seqs, limits.max_model_len, limits.max_num_drafts, device, writer)
     blocks = BlockTables(cache.config, limits.max_num_seqs, limits.max_model_len, device, writer)
-    # What a step waits for of other ranks is not captured, and a prompt is seldom as long as another.
+    # A step's waits for other ranks cannot be captured, and prompts rarely have the same length.
     is_eager = links.has_others or config.pooling is not None
     contexts = () if is_eager else parts.graph_contexts(attention, execution, connector)
     shapes = BatchShapes(limits, contexts, attention)

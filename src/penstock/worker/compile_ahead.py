@@ -1,10 +1,10 @@
-"""Compiles an engine's kernels while its weights load: processes without a GPU walk through its steps.
+"""Compiles an engine's kernels while its weights load, in processes without a GPU that run through its steps.
 
     python -m penstock.worker.compile_ahead < a Job
 
-Each walks through all of them, on tensors without memory, and compiles what no other has begun with, into Triton's own
-cache on disk (`penstock.runner.gpu.ahead`). When all have ended well the cache is marked as complete for these
-arguments, this code and this GPU, and the next start does without them.
+Each runs through all of them on tensors without memory, and compiles kernels that no other process has started on, into
+Triton's disk cache (`penstock.runner.gpu.ahead`). If all succeed, the cache is marked as complete for these arguments,
+this code and this GPU, and the next start skips them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ _CODEC = Codec(Job)
 
 @contextlib.contextmanager
 def compiling_ahead(config: EngineConfig) -> Iterator[Callable[[], None]]:
-    """Begins; what it yields waits until all is compiled. Whatever goes wrong, the engine compiles it by itself."""
+    """Starts compiling; yields a function that waits until it is done. After a failure the engine compiles by
+    itself.
+    """
     if config.device != "cuda":
         yield lambda: None
         return
@@ -68,7 +70,7 @@ def compiling_ahead(config: EngineConfig) -> Iterator[Callable[[], None]]:
 
 @contextlib.contextmanager
 def compiling(config: EngineConfig, capability: int, num_processes: int) -> Iterator[Callable[[], None]]:
-    """The same for any GPU, there or not."""
+    """The same for any GPU, whether present or not."""
     from triton.runtime.cache import get_cache_manager
 
     mark = get_cache_manager(_key(config, capability))
@@ -99,7 +101,7 @@ def _process(frame: bytes, log: int) -> Iterator[subprocess.Popen[bytes]]:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=log) as process:
         try:
             assert process.stdin is not None
-            # It may have died already, of which its log tells.
+            # It may already have died; its log has the reason.
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.write(frame)
                 process.stdin.close()
@@ -109,7 +111,7 @@ def _process(frame: bytes, log: int) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], claims: Path) -> bool:
-    """Whether all ended well."""
+    """Waits for the processes; returns whether all succeeded."""
     codes: list[int] = []
     with tqdm(desc="compiling kernels", unit="kernel", delay=_PROGRESS_DELAY_SECONDS) as progress:
         for process in processes:
@@ -122,7 +124,7 @@ def _wait(processes: list[subprocess.Popen[bytes]], claims: Path) -> bool:
 
 
 def _key(config: EngineConfig, capability: int) -> str:
-    """Of all that decides which variants there are, or more."""
+    """Returns a key of everything that determines the kernels' variants, and possibly more."""
     from triton import __version__ as triton_version
     from triton._C.libtriton import get_cache_invalidating_env_vars
 
@@ -135,12 +137,10 @@ def _key(config: EngineConfig, capability: int) -> str:
 
 
 def walk(config: EngineConfig, device: torch.device) -> None:
-    """Runs a step of every kind, and of every size and context that may be told apart. Nothing is read of its results.
-
-    On the device "meta" it needs no memory. What a step launches is what the engine launches: it is the engine's own
-    runner.
+    """Runs a step of every kind, and of every distinguishable size and context, without reading the results. On the
+    device "meta" it needs no memory. It uses the engine's own runner, so a step launches the engine's kernels.
     """
-    # A library brings its kernels compiled, and refuses to be there without a GPU.
+    # Libraries ship compiled kernels, and cannot be loaded without a GPU.
     config = replace(config, execution=replace(config.execution, attention_backend="auto"))
     parts = make_parts(device)
     loaded = load_model(replace(config, device=device.type), parts)
@@ -151,7 +151,7 @@ def walk(config: EngineConfig, device: torch.device) -> None:
         runner.execute_model(plan)
         runner.sample_tokens(NO_GRAMMARS)
     if config.kv_transfer is not None:
-        # Only now: a CPU needs no Triton.
+        # Imported here: a CPU needs no Triton.
         from penstock.runner.gpu.block_transfers import launch_all
 
         launch_all(device)
@@ -188,7 +188,7 @@ def _steps_up(first: int, last: int, factor: int) -> list[int]:
 
 
 def main() -> None:
-    # Only where there is something to compile: a CPU needs no Triton.
+    # Imported only if there is something to compile: a CPU needs no Triton.
     from penstock.runner.gpu.ahead import claim_in, dry_run
 
     (job,) = FrameReader(_CODEC).feed(sys.stdin.buffer.read())

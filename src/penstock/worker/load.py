@@ -1,4 +1,4 @@
-"""From a checkpoint to a `LoadedModel`."""
+"""Loads a checkpoint as a `LoadedModel`."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def load_model(
 ) -> LoadedModel:
     """Builds a rank's part of the model with its weights.
 
-    Raises ConfigError when checkpoint, memory or attention backend are unfit, or when the weights are checked and are
-    not what was read.
+    Raises ConfigError if checkpoint, memory or attention backend are unsuitable, or if a requested check of the weights
+    fails.
     """
     check_supported(config.model)
     parts.check_attention(config.execution)
@@ -56,7 +56,7 @@ def load_model(
 
     @contextmanager
     def weights_of(folder: Path) -> Iterator[Weights]:
-        # Nothing but the identity of KV that leaves the engine needs the bytes.
+        # Only the identity of KV that leaves the engine needs the digests.
         digests.append(WeightsDigest(has_bytes=is_read and config.kv_transfer is not None))
         opened = closing(open_weights(folder, config.load_format, device))
         with opened as source, parts.deliver_weights() as delivery, torch.inference_mode():
@@ -77,7 +77,7 @@ def load_model(
 def _read_head(
     config: EngineConfig, shard: ShardId, weights_of: Callable[[Path], AbstractContextManager[Weights]]
 ) -> PoolingHead | None:
-    """The classifier, on the ranks of the last stage. No KV depends on it, so that its weights are not identified."""
+    """Reads the classifier, on the ranks of the last stage. No KV depends on it, so its weights are not identified."""
     if config.pooling is None or config.pooling.head is None or shard[0] != config.parallel.pp - 1:
         return None
     encoder = None if config.model.encoder is None else encoder_architecture(config.model)

@@ -1,7 +1,7 @@
-"""Steps that no scheduler planned, on a runner that has no KV: for what depends on a step's size and not on its tokens.
+"""Synthetic steps on a runner without KV, for work that depends on a step's size and not on its tokens.
 
-All of a made-up request's blocks are the null block, so a cache of one block is enough for any context; what is written
-there and what comes out means nothing. A runner that has run such a step is to be thrown away.
+All blocks of a synthetic request are the null block, so a cache of one block is enough for any context; the written KV
+and the results are meaningless. Discard a runner that has run such a step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from penstock.messages.sampling_params import SamplingParams
 from penstock.messages.scheduler_output import NewRequestData, SchedulerOutput
 from penstock.utils.math import cdiv
 
-# The kinds of sampling that a warm-up and a profile walk through, as sampling parameters.
+# The kinds of sampling for warm-up and profiling, as sampling parameters.
 KINDS = (
     {"temperature": 0.0},
     {"temperature": 0.0, "logprobs": 2, "prompt_logprobs": 2},
@@ -27,7 +27,7 @@ KINDS = (
 
 
 class MadeUpSteps:
-    """Plans for one runner, in the order in which they are to run."""
+    """Makes plans for one runner, in execution order."""
 
     def __init__(self, limits: SchedulerConfig, num_groups: int, block_size: int) -> None:
         self._limits = limits
@@ -41,11 +41,11 @@ class MadeUpSteps:
         return self._start([(0, length) for length in lengths], kind)
 
     def decode(self, num_reqs: int, context: int, kind: dict[str, Any]) -> SchedulerOutput:
-        """So many requests with a context of so many tokens, the last of which is computed. Earlier requests end."""
+        """Decodes the last token of `num_reqs` requests with a context of `context` tokens. Earlier requests end."""
         return self._start([(context - 1, 1)] * num_reqs, kind)
 
     def verify(self, num_drafts: int) -> SchedulerOutput:
-        """As many of the requests of the step before as the budget allows check so many drafts each."""
+        """As many requests of the previous step as the budget allows verify `num_drafts` drafts each."""
         chosen = list(self._running)[: self._limits.max_num_batched_tokens // (1 + num_drafts)]
         plan = self._plan(
             dict.fromkeys(chosen, 1 + num_drafts),
@@ -68,7 +68,7 @@ class MadeUpSteps:
         )
 
     def _request(self, name: str, start: int, count: int, kind: dict[str, Any]) -> NewRequestData:
-        # Drafts behind the tokens have slots too.
+        # Drafts after the tokens have slots too.
         num_blocks = cdiv(start + count + self._limits.num_lookahead_tokens, self._block_size)
         request = RowRequest(request_id=name, num_prompt_tokens=count, sampling_params=SamplingParams(**kind), seed=0)
         return NewRequestData(
@@ -93,7 +93,9 @@ class MadeUpSteps:
 def largest_steps(
     steps: MadeUpSteps, limits: SchedulerConfig, kinds: Sequence[dict[str, Any]]
 ) -> Iterator[SchedulerOutput]:
-    """The whole budget of tokens in as many requests as there may be, all of a kind; and with drafts, all verified."""
+    """Yields steps with the whole token budget in the maximum number of requests, of each kind; and with all drafts
+    verified.
+    """
     longest = max(1, limits.max_model_len - 1 - limits.max_num_drafts)
     num_reqs = min(limits.max_num_seqs, limits.max_num_batched_tokens)
     share, rest = divmod(limits.max_num_batched_tokens, num_reqs)

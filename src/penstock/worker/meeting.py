@@ -1,4 +1,4 @@
-"""How a rank finds the others of its engine."""
+"""Connects a rank with the others of its engine."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from penstock.worker.messages import Rendezvous
 
 
 def meet(rendezvous: Rendezvous, parallel: ParallelConfig, shard: ShardId, device: str) -> RankLinks:
-    """The rank's connections to the others.
-
-    Raises EngineDeadError when their memory is gone, and ConfigError for memory that the device cannot use.
+    """Returns the rank's connections to the others. Raises EngineDeadError if their memory no longer exists, and
+    ConfigError for memory that the device cannot use.
     """
     if parallel.num_ranks == 1:
         return NO_LINKS
@@ -29,7 +28,7 @@ def meet(rendezvous: Rendezvous, parallel: ParallelConfig, shard: ShardId, devic
         except OSError as error:
             raise EngineDeadError(f"the memory that the ranks share cannot be mapped: {error}") from error
         return shared_links(memory, parallel.pp, parallel.tp, shard)
-    # Only now: what one host shares needs no torch.distributed.
+    # Imported here: ranks on one host need no torch.distributed.
     from penstock.parallel.distributed import distributed_links
 
     assert rendezvous.address is not None, f"{parallel} without a rendezvous"

@@ -1,4 +1,4 @@
-"""What a GPU's memory is to hold besides the KV cache, measured by running the largest step there can be."""
+"""Measures a GPU's memory needs besides the KV cache by running the largest possible step."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from penstock.runner.parts import DeviceParts
 from penstock.worker.build_runner import make_runner
 from penstock.worker.made_up_steps import KINDS, MadeUpSteps, largest_steps
 
-# Of graphs that are captured once the cache is there.
+# For graphs, which are captured after the cache is allocated.
 _GRAPH_BYTES = 512 << 20
 
 
 def memory_budget(config: EngineConfig, loaded: LoadedModel, cache: KVCacheConfig, parts: DeviceParts) -> MemoryBudget:
-    """`cache` is the planned one, of any size. Raises ConfigError when the largest step does not fit without it."""
+    """`cache` is a plan of any size. Raises ConfigError if the largest step does not fit even without it."""
     limits = config.scheduler
     with memory_for("the largest step's tensors", loaded.device, lambda: step_advice(limits)):
         return parts.memory.budget(lambda: run_largest_steps(config, loaded, cache, parts), _GRAPH_BYTES)
 
 
 def run_largest_steps(config: EngineConfig, loaded: LoadedModel, cache: KVCacheConfig, parts: DeviceParts) -> None:
-    """On a runner of its own, rows and all, which is gone afterwards."""
+    """Runs the largest steps on a temporary runner with all rows."""
     limits = config.scheduler
     tiny = allocate_kv_cache(replace(cache, num_blocks=1), parts.allocate)
     for tensor in tiny.tensors.values():
-        # The memory may hold NaN, which not every kernel of torch handles.
+        # The memory may contain NaN, which not every torch kernel handles.
         tensor.zero_()
-    # The graphs are those of the runner that stays.
+    # The permanent runner captures the graphs.
     eager = replace(config, execution=replace(config.execution, enforce_eager=True))
     runner = make_runner(parts, loaded, tiny, eager)
     steps = MadeUpSteps(limits, len(cache.groups), cache.block_size)
@@ -43,7 +43,7 @@ def run_largest_steps(config: EngineConfig, loaded: LoadedModel, cache: KVCacheC
 
 
 def step_advice(limits: SchedulerConfig) -> str:
-    """Which flags make a step smaller."""
+    """Returns which flags reduce the size of a step."""
     tokens, requests = limits.max_num_batched_tokens, limits.max_num_seqs
     return (
         f"lower max_num_batched_tokens from {tokens} to {max(1, tokens // 2)} or max_num_seqs from {requests} to "

@@ -1,12 +1,12 @@
-"""What the engine core and a worker say to each other.
+"""The messages between the engine core and a worker.
 
     core -> worker   LoadWorker         first, once
     worker -> core   WorkerFacts        the weights are loaded
     core -> worker   InitializeWorker   what was planned from the facts of all ranks
     worker -> core   WorkerReady        the KV cache is allocated and the connector's worker side is built
 
-Then follow the steps: each is a SchedulerOutput and a SampleTokens, answered by one ModelRunnerOutput. A WorkerFailed
-may take the place of any answer and is the last message of its worker.
+Then the steps follow: each is a SchedulerOutput and a SampleTokens, answered by one ModelRunnerOutput. A WorkerFailed
+may replace any answer and is the last message of its worker.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from penstock.utils.wire import Codec
 
 
 class Rendezvous(msgspec.Struct, frozen=True):
-    """Where the ranks of an engine meet: memory that those of one host share, by name, or an address as "host:port".
-
-    An engine of one rank has neither.
+    """How the ranks of an engine connect: the name of memory shared on one host, or an address as "host:port". An
+    engine with one rank has neither.
     """
 
     memory: str | None = None
@@ -44,12 +43,10 @@ class LoadWorker(msgspec.Struct, frozen=True):
 
 
 class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank knows of its device and of what it has loaded.
-
-    Specs are by layer name in the order of the layers, a drafter's under names of their own; its KV at a position
-    depends on `num_tokens_ahead` tokens behind it. `arithmetic` names the kernels: others have other last bits.
-    `read` is what was read of the checkpoints. `kernels`, `device_name` and `num_threads` are for people
-    (`EngineInfo`).
+    """One rank's facts about its device and its loaded model. Specs are by layer name in the order of the layers, a
+    drafter's under separate names; its KV at a position depends on the following `num_tokens_ahead` tokens.
+    `arithmetic` names the kernels: different kernels give different last bits. `read` lists what was read of the
+    checkpoints. `kernels`, `device_name` and `num_threads` are for display (`EngineInfo`).
     """
 
     shard: ShardId
@@ -66,7 +63,7 @@ class WorkerFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InitializeWorker(msgspec.Struct, frozen=True, kw_only=True):
-    """`connector` is None where KV stays in the engine, `connector_setup` where its worker sides need nothing else."""
+    """`connector` is None if KV stays in the engine, `connector_setup` if its worker sides need no further data."""
 
     cache: KVCacheConfig
     limits: SchedulerConfig
@@ -75,9 +72,8 @@ class InitializeWorker(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerReady(msgspec.Struct, frozen=True):
-    """`handshake` is what other engines must know of this rank, None where its connector has nothing to tell them.
-
-    `runs_ahead`: a step is launched here and computed elsewhere, so that its result comes later.
+    """`handshake` is this rank's information for other engines, None if its connector has none. `runs_ahead`: a step is
+    launched here and computed on a device, so that its result arrives later.
     """
 
     shard: ShardId
@@ -86,14 +82,14 @@ class WorkerReady(msgspec.Struct, frozen=True):
 
 
 class SampleTokens(msgspec.Struct, frozen=True):
-    """Samples for the step that was sent last, within its grammars."""
+    """Samples for the step that was sent last, constrained by its grammars."""
 
     grammars: GrammarOutput | None = None
 
 
 class WorkerFailed(msgspec.Struct, frozen=True):
-    """The worker ends after this: its configuration cannot work (`is_config`), another rank that it needs has ended
-    (`is_consequence`), or it broke.
+    """The worker ends after this: its configuration is invalid (`is_config`), another rank that it needs has ended
+    (`is_consequence`), or it failed.
     """
 
     message: str

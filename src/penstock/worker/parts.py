@@ -1,4 +1,4 @@
-"""Which device a worker has: the one place that asks."""
+"""Chooses a worker's device; the only module that does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def make_config(args: EngineArgs) -> EngineConfig:
 
 
 def choose_device(asked: str) -> str:
-    """ "cpu" or "cuda" for the argument `device`. Raises ConfigError where there is no such device."""
+    """Returns "cpu" or "cuda" for the argument `device`. Raises ConfigError if there is no such device."""
     if asked == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if asked == "cuda" and not torch.cuda.is_available():
@@ -27,10 +27,10 @@ def choose_device(asked: str) -> str:
 
 
 def make_parts(device: torch.device) -> DeviceParts:
-    """The makers of the device's parts. A CPU whose kernels are interpreted stands in for a GPU and gets a GPU's."""
+    """Returns the factories of the device's parts. A CPU with interpreted kernels is treated as a GPU."""
     if not has_gpu_kernels(device):
         return cpu_parts()
-    # Only now: a CPU needs no Triton.
+    # Imported here: a CPU needs no Triton.
     from penstock.runner.gpu.parts import gpu_parts
 
     return gpu_parts(device)

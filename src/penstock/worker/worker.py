@@ -1,11 +1,12 @@
-"""One rank's life: load, measure, allocate, hand over facts and handshake, step, shut down.
+"""The lifecycle of one rank: load, measure, allocate, return facts and handshake, step, shut down.
 
     loaded = load_worker(message)          # the weights are on the device; `loaded.facts` is what the core plans from
     worker = loaded.initialize(plan)       # the KV cache, the connector's worker side and the runner; `worker.ready`
     worker.execute_model(plan)             # then the steps
     worker.sample_tokens(grammars)
 
-A worker knows nothing of other processes: an executor drives it in this one, or `worker_process` in one of its own.
+A worker does not depend on other processes: an executor calls it in this process, or `worker_process` in a separate
+one.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ from penstock.worker.parts import make_config, make_parts
 
 
 def load_worker(message: LoadWorker) -> LoadedWorker:
-    """Meets the other ranks, loads the weights and measures the device.
+    """Connects to the other ranks, loads the weights and measures the device.
 
-    Raises ConfigError when the arguments cannot work here.
+    Raises ConfigError if the arguments cannot work here.
     """
     logging.configure(env.log_level())
     config, shard = make_config(message.args), message.shard
@@ -85,7 +86,7 @@ class LoadedWorker:
         )
 
     def initialize(self, plan: InitializeWorker) -> Worker:
-        """Raises ConfigError when the memory is too small, or when the connector refuses its configuration."""
+        """Raises ConfigError if the memory is too small, or if the connector refuses its configuration."""
         loaded, config, limits = self._loaded, self._config, plan.limits
         connector: WorkerConnector = NullWorkerConnector()
         if plan.connector is not None:
@@ -103,7 +104,7 @@ class LoadedWorker:
     def _allocate(self, planned: KVCacheConfig, *, is_shared: bool) -> KVCache:
         config, budget, memory = self._config.cache, self.facts.memory, self._parts.memory
         needed = planned.num_blocks * planned.bytes_per_block
-        # What is free may lie in pieces: less than was asked for in any case.
+        # Free memory may be fragmented: the advice is always less than was requested.
         fits = max(0, min(memory.available(), budget.room, needed * 99 // 100))
 
         def advice() -> str:
@@ -121,7 +122,7 @@ class LoadedWorker:
 
 
 class Worker:
-    """A complete rank. One thread drives it, in the order of the steps."""
+    """A complete rank. One thread calls it, in the order of the steps."""
 
     def __init__(
         self, runner: ModelRunner, ready: WorkerReady, device: torch.device, memory_advice: str, links: RankLinks
@@ -140,17 +141,17 @@ class Worker:
             self._runner.execute_model(plan)
 
     def sample_tokens(self, grammars: GrammarOutput | None) -> PendingOutput:
-        """Launches sampling for the step before."""
+        """Launches sampling for the previous step."""
         with self._enough_memory():
             return self._runner.sample_tokens(grammars or NO_GRAMMARS)
 
     def shutdown(self) -> None:
-        """No step will follow."""
+        """Frees the rank; no step may follow."""
         self._runner.shutdown()
         self._links.close()
 
     def _enough_memory(self) -> contextlib.AbstractContextManager[None]:
-        """The first steps take what was not measured; running out of memory then is the configuration's fault."""
+        """Converts running out of memory in the first steps, which use unmeasured memory, to a ConfigError."""
         if not self._is_warming_up:
             return contextlib.nullcontext()
         return memory_for("the first steps", self._device, lambda: self._memory_advice)

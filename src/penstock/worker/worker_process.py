@@ -1,10 +1,10 @@
-"""A worker in a process of its own: messages in from a socket, steps, answers out.
+"""A worker in a separate process, which receives messages from a socket and sends responses.
 
     python -m penstock.worker.worker_process FD
 
 `FD` is an inherited stream socket to the executor. The process ends when that socket does, so it never outlives the
-engine core; like the core it ignores SIGINT and SIGTERM. One thread reads, steps and answers; where a device computes
-while the next step is launched, another one waits for the results and answers.
+engine core; like the core it ignores SIGINT and SIGTERM. One thread reads, executes steps and responds; if a device
+computes while the next step is launched, another thread waits for the results and responds.
 """
 
 from __future__ import annotations
@@ -40,31 +40,32 @@ _CRASHED = 1
 
 
 class WorkerProcess:
-    """Lives one rank's life over a socket."""
+    """Runs one rank over a socket."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._messages = self._receive()
 
     def run(self) -> None:
-        """Raises EOFError when the executor hangs up before the first step, and returns when it does later."""
+        """Raises EOFError if the executor disconnects before the first step, and returns if it does so later."""
         loaded = load_worker(self._expect(LoadWorker))
         self._send(loaded.facts)
         worker = loaded.initialize(self._expect(InitializeWorker))
-        # What stands now stays: collections need not walk over it.
+        # Objects that exist now are permanent: exclude them from garbage collection.
         gc.collect()
         gc.freeze()
         self._send(worker.ready)
         try:
             self.serve(worker)
         except (BrokenPipeError, ConnectionResetError):
-            # The executor has hung up. After any other error the process must tell why before other ranks miss it.
+            # The executor has disconnected. After any other error the process must report why before other ranks notice
+            # its end.
             worker.shutdown()
             raise
         worker.shutdown()
 
     def serve(self, worker: Worker) -> None:
-        """Steps until the executor hangs up."""
+        """Executes steps until the executor disconnects."""
         with ThreadPoolExecutor(1, "penstock-answers") as answers:
             for message in self._messages:
                 match message:
@@ -102,7 +103,7 @@ class WorkerProcess:
 
 
 def crash(error: Exception, connection: socket.socket) -> NoReturn:
-    """Says why, and ends the process as it stands: torch aborts it where memory of a broken GPU is freed."""
+    """Reports the error and ends the process without cleanup: torch aborts when memory of a failed GPU is freed."""
     is_config, is_consequence = isinstance(error, ConfigError), isinstance(error, RanksLostError)
     message = str(error) if is_config else f"{type(error).__name__}: {error}"
     trace = "" if is_config else "".join(traceback.format_exception(error))
@@ -114,7 +115,7 @@ def crash(error: Exception, connection: socket.socket) -> NoReturn:
 
 
 def _exit_with_executor(connection: socket.socket, ended: threading.Event) -> None:
-    """Ends the process when the executor has gone and the step that was running does not end."""
+    """Ends the process if the executor has disconnected and the running step does not end."""
     poll = select.poll()
     poll.register(connection, select.POLLRDHUP)
     poll.poll()
@@ -123,8 +124,10 @@ def _exit_with_executor(connection: socket.socket, ended: threading.Event) -> No
 
 
 def live(connection: socket.socket) -> int:
-    """A rank's life, until the executor hangs up; one that breaks says why and ends the process. The exit code."""
-    # What a library prints must not mix with what the front end prints.
+    """Runs a rank until the executor disconnects; a rank that fails reports why and ends the process. Returns the exit
+    code.
+    """
+    # Output of libraries must not mix with that of the front end.
     sys.stdout = sys.stderr
     ended = threading.Event()
     threading.Thread(target=_exit_with_executor, args=(connection, ended), daemon=True).start()
