@@ -1,7 +1,7 @@
-"""Which implementation the wrappers of this folder take: by a tensor's device, native on a CPU and Triton on a GPU.
+"""Chooses the implementation for the wrappers of this folder by a tensor's device: native on a CPU, Triton on a GPU.
 
-`PENSTOCK_CPU_ISA=triton` takes Triton's kernels on a CPU too, where they run in Triton's interpreter: slow, and the way
-to try the path of a GPU without one.
+With `PENSTOCK_CPU_ISA=triton` a CPU runs the Triton kernels in Triton's interpreter: slow, but it allows testing the
+GPU's code path without a GPU.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ INTERPRETED = "triton"
 
 
 def uses_triton(tensor: torch.Tensor) -> bool:
-    """As `has_gpu_kernels`, of the tensor's device."""
+    """Like `has_gpu_kernels`, for the tensor's device."""
     return not tensor.is_cpu or is_interpreted()
 
 
 def has_gpu_kernels(device: torch.device) -> bool:
-    """Whether what runs on the device runs by Triton's kernels."""
+    """Whether the device uses the Triton kernels."""
     return device.type != "cpu" or is_interpreted()
 
 
 @functools.cache
 def is_interpreted() -> bool:
-    """Whether a CPU stands in for a GPU in this process. Raises ConfigError where it is asked to and cannot."""
+    """Whether this process treats a CPU as a GPU. Raises ConfigError if that is configured but impossible."""
     if env.cpu_isa() != INTERPRETED:
         return False
     if importlib.util.find_spec("triton") is None or not importlib.import_module("triton").knobs.runtime.interpret:

@@ -10,9 +10,9 @@ _HUGE_PAGE = 2 << 20
 
 
 def aligned_bytes(count: int) -> torch.Tensor:
-    """[count] uint8 at an address that suits vector loads, in huge pages where it fills some and the system has them.
+    """Returns [count] uint8, aligned for vector loads, in huge pages if it fills some and the system has them.
 
-    Large memory is mapped fresh: an allocator would hand out what was touched before, whose pages are small for good.
+    Large memory is newly mapped: an allocator would return memory that was touched before, whose pages stay small.
     """
     if count < _HUGE_PAGE:
         memory = torch.empty(count + 64, dtype=torch.uint8)

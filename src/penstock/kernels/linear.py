@@ -1,12 +1,12 @@
-"""A linear layer whose rows do not know each other: `y = x @ weight.T + bias` with the weight packed once.
+"""A linear layer whose rows are independent of one another: `y = x @ weight.T + bias` with the weight packed once.
 
 `torch.nn.functional.linear` picks its kernel by the number of rows, and a row's last bits change with it. Here every
-output element is one float32 accumulation over K in an order that K alone decides, rounded once: the same bits for one
-row and for four thousand, for any neighbours, any position in the batch and any number of threads. The bits do differ
-from one instruction set to the next (`native.library().isa`), by what rounding allows.
+output element is one float32 accumulation over K in an order that depends only on K, rounded once: the same bits for
+one row and for four thousand, for any other rows, any position in the batch and any number of threads. The bits do
+differ between instruction sets (`native.library().isa`), within rounding.
 
 The packed weight is the layer's own memory, of the weight's size with N padded to a multiple of 32 (and K too, for
-bfloat16 with AVX512 or AMX); the caller may drop the original. `native.set_num_threads` says on how many threads.
+bfloat16 with AVX512 or AMX); the caller may free the original. `native.set_num_threads` sets the number of threads.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _TILE_ROWS = 16
 class PackedLinear:
     """Multiplies by one weight, [out_features, in_features] in bfloat16, float16 or float32.
 
-    The output has the weight's dtype, or where it `is_wide` float32, which the sums are accumulated in: nothing is
-    rounded. Calls may come from several threads at a time. Raises `TypeError` at construction for any other dtype.
+    The output has the weight's dtype, or with `is_wide` float32, the dtype of the sums, without rounding. Calls may be
+    made from several threads concurrently. Raises `TypeError` at construction for any other dtype.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, is_wide: bool = False) -> None:
@@ -41,7 +41,7 @@ class PackedLinear:
         bias: torch.Tensor | None = None,
         is_wide: bool = False,
     ) -> PackedLinear:
-        """A layer on one instruction set, or on torch where `native` is None, whatever this process uses."""
+        """Returns a layer for one instruction set, or for torch if `native` is None, whatever this process uses."""
         layer = cls.__new__(cls)
         layer._set_up(weight, bias, is_wide, native)
         return layer
@@ -68,7 +68,7 @@ class PackedLinear:
         return out
 
     def dense_weight(self) -> torch.Tensor:
-        """[out_features, in_features]: a copy of what was packed, its denormal numbers perhaps as zeros."""
+        """Returns a copy [out_features, in_features] of the packed weight, in which denormal numbers may be zero."""
         identity = torch.eye(self.in_features, dtype=self.dtype)
         out = identity.new_empty((self.in_features, self.out_features), dtype=self.out_dtype)
         self._into.without_bias()(identity, out)
@@ -118,7 +118,7 @@ class _NativeLinear:
         self._run(self._address, x.data_ptr(), out.data_ptr(), x.shape[0], num_threads())
 
     def without_bias(self) -> _NativeLinear:
-        """The same weight, which is shared, and nothing added."""
+        """Returns a layer that shares the weight and adds no bias."""
         plain = copy.copy(self)
         plain._bias = None
         plain._descriptor = _Descriptor.from_buffer_copy(self._descriptor)
@@ -130,10 +130,10 @@ class _NativeLinear:
 class _TorchLinear:
     """The reference: `F.linear` on tiles of always the same shape, each at the same alignment.
 
-    One shape means one kernel, so what else is in the batch cannot change a row; a tile's rows may still be treated by
-    their place in it, so the tile is 16 rows high only if equal rows come out equal for this very weight, else one row.
-    In float32 the bits do depend on the number of threads, as torch's products do: leave it while tokens must agree.
-    Wide output has a float32 copy of the weight, because torch rounds to the dtype of its operands.
+    One shape means one kernel, so the rest of the batch cannot change a row; rows may still be computed differently by
+    their position in the tile, so the tile is 16 rows high only if equal rows give equal results for this weight, else
+    one row. In float32 the bits depend on the number of threads, as torch's products do: do not change it if tokens
+    must agree. Wide output has a float32 copy of the weight, because torch rounds to the dtype of its operands.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> None:

@@ -1,12 +1,12 @@
-"""Loads the native CPU kernels and picks the best instruction set that this processor has.
+"""Loads the native CPU kernels and selects the best instruction set that this processor has.
 
-The library is plain C, called through ctypes with addresses and sizes. `library()` is None where it was not built or
-where the processor has none of the compiled sets; every wrapper in this folder then takes its torch reference.
-`PENSTOCK_CPU_ISA` forces a set (or `torch` for the references): see `penstock.config.env`.
+The library is plain C, called through ctypes with addresses and sizes. `library()` is None if it was not built or the
+processor has none of the compiled sets; every wrapper in this folder then uses its torch reference. `PENSTOCK_CPU_ISA`
+forces a set (or `torch` for the references): see `penstock.config.env`.
 
     python -m penstock.kernels.native
 
-says which sets there are, and fails where a compiler could have built the library and did not.
+prints the available sets, and fails if a compiler is available but the library was not built.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ _UNSUPPORTED = "this processor has none of the native kernels' instruction sets:
 _LIBRARY_PATH = Path(__file__).with_name("libpenstock_native.so")
 
 
-# OMP_NUM_THREADS, or the cores that this process may run on: asked before anything changes it.
+# OMP_NUM_THREADS, or the cores that this process may run on: read before anything changes it.
 _TORCH_THREADS = torch.get_num_threads()
 _num_threads = 0
 
 
 def default_num_threads() -> int:
-    """OMP_NUM_THREADS, or the cores that this process may run on; never more than its cgroup gives time for."""
+    """Returns OMP_NUM_THREADS, or the number of cores of this process, limited by its cgroup's quota."""
     return min(_TORCH_THREADS, core_quota() or _TORCH_THREADS)
 
 
 def num_threads() -> int:
-    """On how many threads the kernels of this process compute, at most."""
+    """Returns the maximum number of threads of this process's kernels."""
     return _num_threads or set_num_threads(default_num_threads())
 
 
 def set_num_threads(count: int) -> int:
-    """Makes it so many, from the next call on. What is computed does not depend on it."""
+    """Sets the number of threads from the next call on. Results do not depend on it."""
     global _num_threads
     _num_threads = count
     return count
@@ -75,7 +75,7 @@ class NativeLibrary:
         return self._declare(f"penstock_{name}_{self.isa}", argtypes, restype)
 
     def common_function(self, name: str, argtypes: list[type], restype: type) -> Callable[..., int]:
-        """As `function`, for what is compiled once for all instruction sets: `penstock_<name>`."""
+        """Like `function`, for functions compiled once for all instruction sets: `penstock_<name>`."""
         return self._declare(f"penstock_{name}", argtypes, restype)
 
     def _declare(self, name: str, argtypes: list[type], restype: type | None) -> Callable[..., Any]:
@@ -87,9 +87,9 @@ class NativeLibrary:
 
 @functools.cache
 def library() -> NativeLibrary | None:
-    """The library with the set that this process uses, or None for the torch references.
+    """Returns the library with the set that this process uses, or None for the torch references.
 
-    Raises `ConfigError` where `PENSTOCK_CPU_ISA` forces a set that is not available.
+    Raises `ConfigError` if `PENSTOCK_CPU_ISA` forces a set that is not available.
     """
     forced = env.cpu_isa()
     if forced in ("torch", "triton"):
@@ -106,7 +106,7 @@ def library() -> NativeLibrary | None:
 
 
 def library_for(isa: str) -> NativeLibrary:
-    """The library with one of `instruction_sets()`, whatever this process uses."""
+    """Returns the library with one of `instruction_sets()`, whatever this process uses."""
     handle = _handle()
     assert handle is not None and isa in instruction_sets(), f"{isa} is not among {instruction_sets()}"
     return NativeLibrary(handle, isa)
@@ -114,7 +114,7 @@ def library_for(isa: str) -> NativeLibrary:
 
 @functools.cache
 def instruction_sets() -> tuple[str, ...]:
-    """The compiled sets that this processor can run, best first; empty where the library was not built."""
+    """Returns the compiled sets that this processor supports, best first; empty if the library was not built."""
     handle = _handle()
     if handle is None:
         return ()

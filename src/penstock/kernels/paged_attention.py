@@ -2,14 +2,12 @@
 
 It is causal, or every row sees all tokens of its request, as in an encoder.
 
-A query row's bits depend on its own q and on the keys and values at the positions it sees, and on nothing else: not
-on the other rows, the chunk it came in, the batch, the ids of the blocks, or the number of threads. On the CPU that
-holds because every row takes the same walk over tiles of 64 positions with the same instructions; instruction sets
-differ from each other in the last bits. Where another row of the call sees a value that this row does not, the value
-must be finite; everywhere else memory may hold anything, NaN included.
-
-The torch reference takes the same walk with elementwise products and sums of one shape, slowly: tests compare with it,
-and a machine without the native library falls back on it.
+A query row's bits depend only on its own q and on the keys and values at the positions it sees: not on the other rows,
+its chunk, the batch, the ids of the blocks, or the number of threads. On the CPU this holds because every row processes
+tiles of 64 positions in the same order with the same instructions; instruction sets differ in the last bits. A value
+that another row of the call sees and this row does not must be finite; all other memory may hold anything, including
+NaN. The torch reference processes tiles in the same order with elementwise products and sums of one shape, slowly:
+tests compare with it, and a machine without the native library uses it.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ def paged_attention(
     query_start_loc: torch.Tensor,  # [R + 1] int32: request r's queries are the rows from [r] to [r + 1]
     seq_lens: torch.Tensor,  # [R] int32, these queries included; 0 for padding, which has no queries
     scale: float,
-    sliding_window: int = 0,  # a query sees so many positions, its own included; 0 is all of them
+    sliding_window: int = 0,  # a query sees this many positions, including its own; 0 is all of them
 ) -> torch.Tensor:
     """Causal: [T, Hq * D]; rows that belong to no request, after query_start_loc[R], are zeros."""
     return _attend(q, kv_cache, (block_table, query_start_loc, seq_lens), scale, sliding_window, is_causal=True)
@@ -110,7 +108,7 @@ def _attend_reference(
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     starts = query_start_loc.tolist()
     for request, seq_len in enumerate(seq_lens.tolist()):
-        # A part of the rows at a time: the products before they are summed take rows x heads x tile x D numbers.
+        # Some rows at a time: the products before summation take rows x heads x tile x D numbers.
         for start in range(starts[request], starts[request + 1], _ROWS):
             end = min(start + _ROWS, starts[request + 1])
             position = seq_len - (starts[request + 1] - start)
@@ -137,7 +135,7 @@ def _attend_one(
     state = _SoftmaxState(grouped[..., 0, :])
     first = max(0, first_query - sliding_window + 1) if sliding_window else 0
     for tile in range(first // _TILE * _TILE, seq_len, _TILE):
-        # Every tile has the full width, whatever part of it is there, so that all sums have one shape.
+        # Every tile has the full width, however much of it is present, so that all sums have one shape.
         places = torch.arange(tile, tile + _TILE, device=q.device)
         is_there = (places >= first) & (places < seq_len)
         ids = torch.where(is_there, blocks[(places // block_size).clamp(max=blocks.shape[0] - 1)].long(), 0)
@@ -163,7 +161,7 @@ class _SoftmaxState:
     def add(self, scores: torch.Tensor, values: torch.Tensor) -> None:
         """Scores [..., tile], -inf where a row does not see; values [..., tile, D]."""
         best = torch.maximum(self._best, scores.amax(-1))
-        # A row that has seen nothing yet keeps weights of zero instead of inf - inf.
+        # For a row that has seen nothing yet, weights are zero instead of inf - inf.
         finite = best.masked_fill(best.isinf(), 0)
         weights = (scores - finite[..., None]).exp()
         kept = (self._best - finite).exp()

@@ -1,4 +1,4 @@
-"""From state rows to the flat inputs of a step, without a copy back to the CPU.
+"""Builds the flat inputs of a step from state rows, without a copy to the CPU.
 
 request r of the batch, state row s = idx_mapping[r], n = query_len[r] tokens:
 
@@ -50,10 +50,10 @@ def slot_mapping(block_table: torch.Tensor, inputs: TokenInputs, block_size: int
 def store_sampled(
     sampled: torch.Tensor,  # [num_sampling] int64
     rows: torch.Tensor,  # [num_sampling] int64: state rows
-    positions: torch.Tensor,  # [num_sampling] int64: where the sampled token will stand
+    positions: torch.Tensor,  # [num_sampling] int64: the positions of the sampled tokens
     token_ids: torch.Tensor,  # [max_num_reqs + 1, width] int32, written
 ) -> None:
-    """Appends the sampled tokens to their rows, where the next step finds them."""
+    """Appends the sampled tokens to their rows for the next step."""
     token_ids[rows, positions] = sampled.to(token_ids.dtype)
 
 
@@ -64,7 +64,7 @@ def store_drafts(
     drafts: torch.Tensor,  # [max_num_reqs + 1, at least K] int64, written
     token_ids: torch.Tensor,  # [max_num_reqs + 1, width] int32, written
 ) -> None:
-    """Puts drafts where they are judged, and behind the last known tokens, a gap as token 0."""
+    """Stores drafts for verification, and after the last known tokens, where a gap becomes token 0."""
     if uses_triton(proposed):
         _triton().store_drafts(proposed, rows, num_computed, drafts, token_ids)
         return

@@ -1,11 +1,11 @@
-"""What ranks exchange through shared memory: gathers of columns, barriers and byte streams. Waiting is in here.
+"""Exchange between ranks through shared memory: gathers of columns, barriers and byte streams, including the waiting.
 
-All functions work on addresses in one memory that every rank maps, which `penstock.parallel.rank_memory` lays out and
-which is all zero at first. They return a status and raise nothing. A wait ends after a tenth of a second at the latest
-with PENDING; `wait`, or the same call of `write` and `read` again, continues it. The GIL is released meanwhile.
+All functions work on addresses in one memory that every rank maps, whose layout `penstock.parallel.rank_memory` defines
+and which is initially zero. They return a status and raise nothing. A wait returns PENDING after at most a tenth of a
+second; `wait`, or repeating the call of `write` or `read`, continues it. The GIL is released meanwhile.
 
-The reference follows the same protocol with words of its own in the same memory, so all ranks of an engine take the
-same implementation: the native one and the reference do not understand each other.
+The reference follows the same protocol with separate words in the same memory, so all ranks of an engine must use the
+same implementation: the native one and the reference are not interoperable.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WRITTEN, _READ, _CHANNEL_LEFT = 0, 128, 512
 
 
 class GroupSeat(ctypes.Structure):
-    """One rank's place in a group. `calls` counts what it has taken part in; all ranks make the same calls."""
+    """One rank's place in a group. `calls` counts its calls; all ranks make the same calls."""
 
     _fields_ = (
         ("aborted", ctypes.c_void_p),
@@ -57,10 +57,10 @@ class ChannelEnd(ctypes.Structure):
 
 
 class Pieces:
-    """Bytes in several places that are written as one, and how many of them have been written."""
+    """Bytes of several tensors that are written as one stream, and how many of them have been written."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
-        """Contiguous tensors, which live as long as this."""
+        """`tensors` are contiguous, and are kept alive by this object."""
         count = len(tensors)
         self.tensors = tensors
         self.addresses = (ctypes.c_void_p * count)(*[tensor.data_ptr() for tensor in tensors])
@@ -71,7 +71,7 @@ class Pieces:
 def gather(seat: GroupSeat, part: torch.Tensor, out: torch.Tensor, first_column: int) -> int:
     """part [T, n] becomes columns [first_column, first_column + n) of `out` [T, N], which all ranks share.
 
-    DONE says that every rank has written its columns. DISAGREE says that the ranks' shapes differ, which is a bug.
+    DONE: every rank has written its columns. DISAGREE: the ranks' shapes differ, which is a bug.
     """
     assert part.dim() == 2 and out.dim() == 2 and part.dtype == out.dtype, f"{part.dtype} into {out.dtype}"
     assert part.is_cpu and out.is_contiguous() and part.shape[0] == out.shape[0], f"{part.shape} into {out.shape}"
@@ -89,7 +89,7 @@ def gather(seat: GroupSeat, part: torch.Tensor, out: torch.Tensor, first_column:
 
 
 def barrier(seat: GroupSeat) -> int:
-    """DONE says that every rank has called this."""
+    """Returns DONE when every rank has called this."""
     native = library()
     return _arrive(seat, 0) if native is None else _native_gather(native)(ctypes.byref(seat), None, 0, 0, 0, None, 0)
 
@@ -119,17 +119,17 @@ def read(end: ChannelEnd, data: torch.Tensor, done: ctypes.c_int64) -> int:
 
 
 def has_begun(end: ChannelEnd) -> bool:
-    """Whether there is anything to read."""
+    """Whether there is data to read."""
     return _word(end.control, _WRITTEN).value != _word(end.control, _READ).value
 
 
 def leave_group(seat: GroupSeat) -> None:
-    """Ranks that wait for this one from now on get LOST."""
+    """From now on, waits of other ranks for this one return LOST."""
     _word(seat.control, _GROUP_LEFT).value = 1
 
 
 def leave_channel(end: ChannelEnd) -> None:
-    """As `leave_group`; what has been written can still be read."""
+    """Like `leave_group`; data already written can still be read."""
     _word(end.control, _CHANNEL_LEFT).value = 1
 
 
@@ -141,7 +141,7 @@ _fences = threading.local()
 
 
 def _fence() -> None:
-    """Orders what this thread has written before what it writes next, on processors that would not by themselves."""
+    """Orders this thread's earlier writes before its later ones, on processors that do not do so by themselves."""
     lock = _fences.__dict__.setdefault("lock", threading.Lock())
     for _ in range(2):
         with lock:
@@ -165,7 +165,7 @@ def _wait_until(ready: Callable[[], bool], aborted: int, left: ctypes.c_uint32) 
 
 @functools.cache
 def _naps() -> threading.Event:
-    """Never set: to wait for it is to sleep."""
+    """Returns an event that is never set: waiting for it sleeps."""
     return threading.Event()
 
 
@@ -174,8 +174,9 @@ def _shape(out: torch.Tensor) -> int:
 
 
 def _arrival(seat: GroupSeat, rank: int) -> tuple[ctypes.c_uint32, ctypes.c_uint32]:
-    """A rank's number of calls, and the shape of the present one. The slots of two calls take turns: a rank is in call
-    k + 2 only when all have begun call k + 1, and so have compared the shapes of call k."""
+    """Returns a rank's number of calls, and the shape of the current one. Two slots alternate: a rank is in call k + 2
+    only if all have begun call k + 1, and so have compared the shapes of call k.
+    """
     start = _ARRIVALS + rank * _ARRIVAL_BYTES
     return _word(seat.control, start), _word(seat.control, start + 4 + seat.calls % 2 * 4)
 
@@ -193,7 +194,7 @@ def _arrive(seat: GroupSeat, shape: int) -> int:
 
 def _wait_for_arrivals(seat: GroupSeat) -> int:
     ranks = [_arrival(seat, rank) for rank in range(seat.count)]
-    # Numbers of calls are modulo 2^32: the others' are this one's, or one more, once they have arrived.
+    # Numbers of calls are modulo 2^32: ranks that have arrived have this rank's number, or one more.
     ready = lambda: all((calls.value - seat.calls) % 2**32 <= 1 for calls, _ in ranks)  # noqa: E731
     status = _wait_until(ready, seat.aborted, _word(seat.control, _GROUP_LEFT))
     if status == DONE and len({shape.value for _, shape in ranks}) > 1:
@@ -202,7 +203,7 @@ def _wait_for_arrivals(seat: GroupSeat) -> int:
 
 
 def _spans(end: ChannelEnd, position: int, count: int) -> list[tuple[int, int]]:
-    """Addresses and sizes of `count` bytes of the ring."""
+    """Returns addresses and sizes of `count` bytes of the ring."""
     start = position % end.size
     first = min(count, end.size - start)
     return [(end.ring + start, first), (end.ring, count - first)]

@@ -18,7 +18,7 @@ from penstock.kernels.native import DTYPE_CODES, NativeLibrary, library, num_thr
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """[T, 2I], gate and up side by side, -> [T, I]."""
+    """[T, 2I], gate then up, -> [T, I]."""
     assert gate_up.dtype in DTYPE_CODES, f"gate_up is {gate_up.dtype}"
     assert gate_up.dim() == 2 and gate_up.shape[1] % 2 == 0, f"gate_up is {tuple(gate_up.shape)}, not [T, 2I]"
     assert gate_up.is_contiguous(), f"gate_up has strides {gate_up.stride()}"

@@ -1,8 +1,8 @@
-"""Tensors of the host into a device's memory, at the speed of the bus.
+"""Copies host tensors to a device's memory at the speed of the bus.
 
-A copy from pageable memory goes as fast as the one thread that makes it, page faults included. Here a tensor is cut
-into chunks; threads copy chunks into pinned slots of their own, and while a thread fills one of its slots the device
-reads the other:
+A copy from pageable memory is limited by the speed of its one thread, including page faults. Here a tensor is divided
+into chunks; each thread copies chunks into its own pinned slots, and while it fills one slot the device reads the
+other:
 
     page cache -> slot -> device
 """
@@ -22,20 +22,21 @@ import torch
 
 _CHUNK_BYTES = 4 << 20
 _SLOTS = 2  # of a thread
-_NUM_THREADS = min(8, os.cpu_count() or 1)  # more do not fill a bus any faster
+_NUM_THREADS = min(8, os.cpu_count() or 1)  # more threads do not increase the speed
 
 
 class Passed(Protocol):
-    """A place in a queue."""
+    """A position in a queue."""
 
     def synchronize(self) -> None:
-        """Returns when everything before it has happened."""
+        """Returns when everything before it is done."""
         ...
 
 
 class CopyQueue(Protocol):
-    """In what order a device copies, and what it launches between copies. Threading: `copy` and `launch` from any
-    thread; the others from the one whose stream they speak of."""
+    """The order of a device's copies and of launches between them. Threading: `copy` and `launch` from any thread; the
+    others from the one whose stream they speak of.
+    """
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         """[num_bytes] uint8 of the host's memory that queued copies can reach."""

@@ -1,4 +1,4 @@
-"""What kernels may use of a GPU beyond what all have."""
+"""Optional features of GPUs that kernels may use."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Capabilities:
 
     @classmethod
     def of(cls, device: torch.device) -> Capabilities:
-        # Triton's word for it, because a kernel may be compiled where its device is not.
+        # Triton's target, because a kernel may be compiled without its device.
         is_new = device.type != "cpu" and triton.runtime.driver.active.get_current_target().arch >= _HOPPER
         return cls(is_new, is_new)
 
     @property
     def options(self) -> dict[str, bool]:
-        """Of every launch of a kernel that waits for its inputs itself."""
+        """Launch options of kernels that wait for their inputs themselves."""
         return {"launch_pdl": True} if self.pdl else {}

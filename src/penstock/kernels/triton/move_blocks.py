@@ -1,9 +1,10 @@
-"""Whole KV blocks out of the cache into one piece of memory, or back: all layers of all blocks in one launch.
+"""Gathers whole KV blocks from the cache into one buffer, or scatters them back: all layers of all blocks in one
+launch.
 
     packed[i] = layer 0's bytes of block ids[i], layer 1's, ...
 
-Layers are memory of their own, each with its own bytes per block: a table tells where. A program moves one block of one
-layer, as 8-byte words, so any bits arrive as they are.
+Layers have separate memory, each with its own bytes per block; a table has their addresses. A program moves one block
+of one layer as 8-byte words, which preserves all bits.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _WARPS = 4
 
 @dataclass(frozen=True, slots=True)
 class LayerTable:
-    """Where the blocks of some layers lie, and where in a packed block."""
+    """The locations of the blocks of some layers, in memory and within a packed block."""
 
     table: torch.Tensor  # [num_layers, 3] int64: address, words of a block, words in front of them in a packed block
     block_bytes: int  # of all layers
@@ -44,12 +45,12 @@ class LayerTable:
 
 
 def gather_blocks(layers: LayerTable, ids: torch.Tensor, packed: torch.Tensor) -> None:
-    """`packed` [n, block_bytes] uint8 becomes the blocks `ids`, [n] int64."""
+    """Copies the blocks `ids`, [n] int64, to `packed` [n, block_bytes] uint8."""
     _launch(layers, ids, packed, True)
 
 
 def scatter_blocks(layers: LayerTable, ids: torch.Tensor, packed: torch.Tensor) -> None:
-    """The blocks `ids`, [n] int64, become `packed`, [n, block_bytes] uint8. None may be named twice."""
+    """Copies `packed`, [n, block_bytes] uint8, to the blocks `ids`, [n] int64, which must be distinct."""
     _launch(layers, ids, packed, False)
 
 

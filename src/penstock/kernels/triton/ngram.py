@@ -1,12 +1,11 @@
 """Prompt lookup (Saxena 2023) on the device: `penstock.runner.cpu.ngram`, one program per request.
 
-Of every earlier place of the request's tokens a program counts how many tokens before it are those at the end, up to
-the longest match that is asked for; among places of the longest match it takes the latest. What stands there are the
-drafts:
+For every earlier position of the request's tokens a program counts how many preceding tokens match those at the end, up
+to the maximum match; among the longest matches it takes the latest. The tokens at that position are the drafts:
 
     score   int64: length of the match * 2^32 + its end; the largest one decides
 
-All is of integers and exact.
+All values are integers and exact.
 """
 
 from __future__ import annotations

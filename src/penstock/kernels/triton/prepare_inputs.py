@@ -1,4 +1,4 @@
-"""From state rows to the flat inputs of a step and back, without a word to the CPU.
+"""Builds the flat inputs of a step from state rows and writes the results back, without the CPU.
 
 `prepare_inputs` does in one launch what `penstock.kernels.prepare_inputs` and the gathering of block tables do, into
 buffers that the caller owns, `prepare_sampling` tells which of the tokens sample, `finish_step` leaves a step's tokens
@@ -33,7 +33,9 @@ _WINDOW_WARPS = 1
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """What a step's forward pass reads, with one row per padded request and token. Views of larger buffers will do."""
+    """The inputs of a step's forward pass, with one row per padded request and token. May be views of larger
+    buffers.
+    """
 
     rows: torch.Tensor  # [T] int64: the state row of each token
     positions: torch.Tensor  # [T] int64
@@ -45,7 +47,7 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class SamplingInputs:
-    """What is known of each row of logits before there are any, padding included."""
+    """The data of each row of logits known before they are computed, including padding."""
 
     rows: torch.Tensor  # [L] int64: state rows
     positions: torch.Tensor  # [L] int64: where the sampled token will stand
@@ -168,7 +170,7 @@ def store_drafts(
     drafts: torch.Tensor,  # [max_num_reqs + 1, at least K] int64, written
     token_ids: torch.Tensor,  # [max_num_reqs + 1, width] int32, written
 ) -> None:
-    """As `penstock.kernels.prepare_inputs.store_drafts`."""
+    """Like `penstock.kernels.prepare_inputs.store_drafts`."""
     count, num_drafts = proposed.shape
     assert rows.shape == (count,) and num_drafts <= drafts.shape[1], f"{rows.shape} {proposed.shape} {drafts.shape}"
     assert proposed.stride(1) == drafts.stride(1) == token_ids.stride(1) == 1, "strides"

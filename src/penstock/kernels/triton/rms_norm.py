@@ -3,8 +3,8 @@
     out = weight * round(x / sqrt(mean(x^2) + eps))
 
 x, residual and out are [T, H], weight is [H]. Roundings as in `penstock.kernels.rms_norm`; the sum of squares has its
-own order, so the last bit of the quotient may differ. A row's bits depend on that row, H and the dtype alone: neither
-T nor the other rows have a part in how it is added up.
+own order, so the last bit of the quotient may differ. A row's bits depend only on that row, H and the dtype, and not on
+T or the other rows.
 """
 
 from __future__ import annotations

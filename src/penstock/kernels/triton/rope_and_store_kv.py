@@ -1,8 +1,8 @@
 """Rotary position embedding of a step's queries and keys, and the store of keys and values into the paged cache.
 
-What is computed is told in `penstock.kernels.rope_and_store_kv`: norm of each head (optional), rotation of its first
-`rotary_dim` dimensions in half-split pairs, q back in place, k and v to their slots of
-[num_blocks, 2, Hkv, block_size, D].
+The computation is described in `penstock.kernels.rope_and_store_kv`: norm of each head (optional), rotation of its
+first `rotary_dim` dimensions in half-split pairs, q back in place, k and v to their slots of [num_blocks, 2, Hkv,
+block_size, D].
 
 A program takes one token and a few heads, q, k and v alike. A head is held as three tiles, the first and the second
 half of what is rotated and the rest, so that each element is written by the thread that has read it, and D need not be
@@ -131,7 +131,7 @@ def _rope_and_store_kv(
     plane = (slot // block_size) * 2 + is_v.to(tl.int64)
     target = cache_ptr + ((plane * num_kv_heads + kv_head) * block_size + slot % block_size) * head_dim
     is_stored = is_head & ~is_q & (slot >= 0)
-    # q is rotated in place: everyone must have read before anyone writes.
+    # q is rotated in place: all threads must have read before any thread writes.
     tl.debug_barrier()
     _store(first, source, target, place, in_half & is_q, in_half & is_stored)
     _store(second, source, target, half + place, in_half & is_q, in_half & is_stored)

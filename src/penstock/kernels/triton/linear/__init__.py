@@ -5,8 +5,8 @@
     prepare    the embedding at the head of the step
     matmul     y = x @ W.T for any number of rows, every row in one order
 
-A decode step has no kernel that normalises. The kernel that writes the residual stream x also writes x * gain, rounded,
-and the sums of squares of its part of the row (`Stream`); the product that reads it scales its sums by 1 / rms at the
-end, because that factor is the same for the whole row. Normalising inside of the product's loop would cost
-three times the product.
+A decode step has no separate normalisation kernel. The kernel that writes the residual stream x also writes x * gain,
+rounded, and the sums of squares of its part of the row (`Stream`); the product that reads it scales its sums by 1 / rms
+at the end, because that factor is the same for the whole row. Normalising inside of the product's loop would cost three
+times the product.
 """

@@ -3,8 +3,8 @@
     prepare -> [ linear -> attention -> linear_residual -> linear_silu -> linear_residual ] x layers -> (norm)
             -> linear
 
-A launch allocates its outputs by torch alone, so that it may be captured in a CUDA graph, and costs nothing else. What
-is chosen per weight, tiles and descriptors, is chosen when the weight is wrapped.
+A launch only allocates its outputs, through torch, so that it can be captured in a CUDA graph. Tiles and descriptors
+are chosen per weight when it is wrapped.
 
 With `Capabilities.pdl` a kernel starts while the one before it runs, reads weights and waits
 (`device.wait_for_inputs`). So weights must not change while a step runs. Sums of split products are counted in the
@@ -31,7 +31,7 @@ _ABSENT: dict[str, Any] = {**dict.fromkeys(_OPTIONAL), "eps": 0.0}
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """The residual stream between two sub-layers, with what the next norm needs of it."""
+    """The residual stream between two sub-layers, with the data for the next norm."""
 
     residual: torch.Tensor  # [T, H]
     scaled: torch.Tensor  # [T, H]: residual * the next norm's gain, rounded
@@ -48,7 +48,7 @@ class _Plan:
 
 
 class DecodeWeight:
-    """A weight [N, K], row-major, that the caller keeps as it is, and what its launches need beside it."""
+    """A weight [N, K], row-major, which the caller must not change, and the data for its launches."""
 
     def __init__(self, role: Role, weight: torch.Tensor, bias: torch.Tensor | None, device: Capabilities) -> None:
         assert weight.dim() == 2 and weight.is_contiguous(), f"{role}: {tuple(weight.shape)} {weight.stride()}"
@@ -67,7 +67,7 @@ class DecodeWeight:
         return self._plan_of(num_tokens).tile
 
     def launch(self, x: torch.Tensor, epilogue: str, operands: dict[str, Any]) -> None:
-        """Multiplies x, [T, K]. `operands`: by name, as the kernels have them; what is left out does not exist."""
+        """Multiplies x, [T, K]. `operands`: by the kernels' argument names; omitted ones do not exist."""
         num_tokens = x.shape[0]
         assert 0 < num_tokens <= MAX_TOKENS and x.shape[1] == self.k, f"{tuple(x.shape)} for K={self.k}"
         assert x.dtype == self.weight.dtype and x.is_contiguous(), f"x is {x.dtype} with strides {x.stride()}"

@@ -1,4 +1,4 @@
-"""What the products of a decode step share on the device: reads of weights and inputs, and what follows the sums.
+"""Device functions shared by the products of a decode step: reads of weights and inputs, and epilogues.
 
 Sums arrive as `acc` [tokens, rows] float32, rows being outputs of the weight. What follows, by `epilogue`:
 
@@ -6,8 +6,8 @@ Sums arrive as `acc` [tokens, rows] float32, rows being outputs of the weight. W
     residual    x = x + acc;  scaled = x * gain;  squares = sum over this tile's rows of x^2
     silu        y = silu(gate) * up, of two accumulators
 
-x is rounded before it is multiplied or squared, as a model that stores it and reads it again does. Whatever lies beyond
-the last token or the last row is computed and not stored.
+x is rounded before it is multiplied or squared, as a model that stores it and reads it again does. Results beyond the
+last token or the last row are computed and not stored.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ def begin_early(pdl: tl.constexpr):
 
 @triton.jit
 def wait_for_inputs(pdl: tl.constexpr):
-    """From here on everything that kernels before this one wrote is there. Every program must come here: a kernel is
-    over for those behind it when all its programs are, and that is how they know that its own inputs were there."""
+    """After this, all writes of earlier kernels are visible. Every program must call it: later kernels consider a
+    kernel complete when all its programs are, and rely on its own inputs having been complete.
+    """
     if pdl:
         tl.extra.cuda.gdc_wait()
 
@@ -111,7 +112,7 @@ def finish(
     tile_tokens: tl.constexpr,
     epilogue: tl.constexpr,
 ):
-    """What follows the sums `acc` (and `up`), [tile_tokens, tile_rows], of the outputs from `first_row` on.
+    """Applies the epilogue to the sums `acc` (and `up`), [tile_tokens, tile_rows], of the outputs from `first_row` on.
 
     `side` takes the squares of a tile's part of the residual stream.
     """

@@ -1,4 +1,4 @@
-"""y = x @ W.T + bias for any number of rows, every row in one order: what `--deterministic` multiplies by.
+"""y = x @ W.T + bias for any number of rows, every row in one order, for `--deterministic`.
 
 x is [T, K], W [N, K], both row-major and of one dtype, bfloat16, float16 or float32; sums are float32, rounded once.
 One tile, chosen by K and the dtype alone, walks K in steps of one depth from the first to the last: a row's bits depend
@@ -20,7 +20,7 @@ _GROUP = 16  # tiles of tokens that go together through the weight, so that cach
 
 
 class Matmul:
-    """One weight [N, K], which the caller keeps as it is; calls allocate their output and wait for nothing."""
+    """One weight [N, K], which the caller must not change; calls allocate their output and do not wait."""
 
     def __init__(
         self,

@@ -1,12 +1,12 @@
-"""The head of a decode step: embeds its tokens into a stream. One program per token.
+"""The first kernel of a decode step: embeds its tokens into a stream. One program per token.
 
     x = table[id];  scaled = x * gain, rounded;  squares = sum(x^2)
 
 An id outside of the table is a bug of the caller: it reads the nearest row rather than other memory. A row's
 bits depend on its own id alone.
 
-This is the one kernel of a step that starts when all before it is over, so that those behind it may read weights early:
-whatever wrote them, or anything else, before the step is over too.
+This is the only kernel of a step that starts after all earlier work is complete, so that the following kernels may read
+weights early.
 """
 
 from __future__ import annotations

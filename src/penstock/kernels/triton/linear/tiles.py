@@ -4,8 +4,8 @@ A tile of a product is `rows` of the weight by `tokens` of the input, walked alo
 into `split` parts whose sums are added up by the program that finishes last. `stages` is how many steps are on
 their way at a time.
 
-The values were found on an H200, on the shapes of Qwen3-0.6B and 8B in bfloat16, for other kernels of the same make;
-those marked with * were not, and are guesses.
+The values were measured on an H200, with the shapes of Qwen3-0.6B and 8B in bfloat16, for other kernels of the same
+design; those marked with * are unmeasured guesses.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def choose(role: Role, bucket: int, shape: tuple[int, int], itemsize: int) -> Ti
 
 
 def fixed(k: int, itemsize: int) -> Tile:
-    """The tile of `matmul` for a weight of K = `k`: nothing else may have a part in it."""
+    """Returns the tile of `matmul` for a weight of K = `k`; it must not depend on anything else."""
     return _fit(MATMUL, k, itemsize)
 
 

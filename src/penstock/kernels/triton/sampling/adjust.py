@@ -1,8 +1,7 @@
-"""What a request says about its logits, before tokens are drawn: biases, penalties, and what it may not say.
-
-Defined in `penstock.runner.sampling`: `logit_bias`, `penalties` and `bitmask`, in the order of `LOGITS_FEATURES`. One
-launch makes float32 logits of the model's, with all of it; a row that asks for nothing is only copied. Where a row has
-penalties, a launch before it counts the row's tokens, so that nothing is kept from step to step.
+"""A request's changes of logits before sampling: biases, penalties, and forbidden tokens. Defined in
+`penstock.runner.sampling`: `logit_bias`, `penalties` and `bitmask`, in the order of `LOGITS_FEATURES`. One launch
+writes float32 logits with all changes; a row without changes is only copied. If a row has penalties, a launch before it
+counts the row's tokens, so that no counts are kept between steps.
 
     counts    [n, vocab_size] int32: bit 0 tells that the prompt has the token, the others how often the output does.
               Added up by atomics on integers, in any order; the program that reads a count resets it to 0.
@@ -36,7 +35,7 @@ PENALTY_COLUMNS = 3
 
 @dataclass(frozen=True, slots=True)
 class AdjustTables:
-    """What the rows' requests ask for."""
+    """The changes that the rows' requests have."""
 
     rules: torch.Tensor  # [max_num_reqs, RULE_COLUMNS] int64: `PackedRules.columns`
     penalties: torch.Tensor  # [max_num_reqs, PENALTY_COLUMNS] float32: repetition (1 is none), presence, frequency (0)
