@@ -47,21 +47,22 @@ class CopyQueue(Protocol):
         ...
 
     def copy(self, source: torch.Tensor, out: torch.Tensor) -> Passed:
-        """Queues `out = source`, in out's dtype. One is the device's; the host's may be touched when the place behind
-        the copy has been passed."""
+        """Queues `out = source`, in out's dtype. One is on the device; the host's may be changed when the position
+        after the copy has been passed.
+        """
         ...
 
     def launch(self, launch: Callable[[], None]) -> Passed:
-        """Queues what the function launches."""
+        """Queues the launches of the function."""
         ...
 
     def join(self) -> None:
-        """What is launched from now on on the caller's stream happens behind all that was queued before."""
+        """Makes later launches on the caller's stream wait for everything queued before."""
         ...
 
 
 class CudaCopyQueue:
-    """A stream of its own (`CopyQueue`)."""
+    """A separate stream (`CopyQueue`)."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -82,7 +83,7 @@ class CudaCopyQueue:
         return self.launch(convert)
 
     def launch(self, launch: Callable[[], None]) -> Passed:
-        # Waiting threads sleep: those that copy want the processors.
+        # Waiting threads sleep, because copying threads need the processors.
         passed = torch.cuda.Event(blocking=True)
         with torch.cuda.stream(self._stream):
             launch()
@@ -94,7 +95,7 @@ class CudaCopyQueue:
 
 
 class NoQueue:
-    """Where a CPU stands in for the device: everything happens when it is queued (`CopyQueue`)."""
+    """For a CPU in place of the device: everything is executed when it is queued (`CopyQueue`)."""
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
@@ -113,7 +114,7 @@ class NoQueue:
 
 
 class _Start:
-    """The place before the first copy."""
+    """The position before the first copy."""
 
     def synchronize(self) -> None: ...
 
@@ -122,7 +123,7 @@ START = _Start()
 
 
 class Stager:
-    """Copies one tensor after the other, each by all threads. To be closed. Threading: one thread calls it."""
+    """Copies one tensor after the other, each with all threads. Must be closed. Threading: one thread calls it."""
 
     def __init__(self, queue: CopyQueue, chunk_bytes: int = _CHUNK_BYTES, num_threads: int = _NUM_THREADS) -> None:
         self._queue = queue
@@ -133,14 +134,14 @@ class Stager:
     def copy(self, source: torch.Tensor, out: torch.Tensor) -> None:
         """`out = source`, both contiguous and of one shape, `source` in the host's memory.
 
-        When it returns `source` has been read, and what is launched on the current stream finds `out` filled.
+        When it returns, `source` has been read, and later launches on the current stream see `out` filled.
         """
         assert source.is_contiguous() and out.is_contiguous() and source.shape == out.shape, (source.shape, out.shape)
         size = self._chunk_bytes // source.itemsize
         chunks = zip(source.view(-1).split(size), out.view(-1).split(size), strict=True)
         self._queue.follow()
         jobs = [self._threads.submit(self._stage, *chunk) for chunk in chunks]
-        # All of them, also where one has failed: they read `source` and write `out`.
+        # Wait for all, also if one has failed: they read `source` and write `out`.
         wait(jobs)
         self._queue.join()
         for job in jobs:
@@ -149,12 +150,12 @@ class Stager:
     def close(self) -> None:
         self._threads.shutdown()
 
-    @torch.inference_mode()  # which is a thread's own
+    @torch.inference_mode()  # of one thread
     def _stage(self, source: torch.Tensor, out: torch.Tensor) -> None:
         slot = next(self._slots.turns)
         slot.passed.synchronize()
         num_bytes = source.nbytes
-        # NumPy's copy is one thread's, and lets other threads run meanwhile; torch's would wake threads of its own.
+        # NumPy's copy uses one thread and lets other threads run meanwhile; torch's would wake its own threads.
         np.copyto(slot.memory.numpy()[:num_bytes], source.view(torch.uint8).numpy())
         slot.passed = self._queue.copy(slot.memory[:num_bytes].view(source.dtype), out)
 
@@ -162,11 +163,11 @@ class Stager:
 class _Slot:
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory  # [chunk_bytes] uint8
-        self.passed: Passed = START  # behind the copy that read it last
+        self.passed: Passed = START  # after the last copy that read it
 
 
 class _Slots(threading.local):
-    """Each thread's own."""
+    """Slots of each thread."""
 
     def __init__(self, queue: CopyQueue, chunk_bytes: int) -> None:
         self._queue = queue
@@ -174,5 +175,5 @@ class _Slots(threading.local):
 
     @functools.cached_property
     def turns(self) -> Iterator[_Slot]:
-        """One slot after the other, round and round; made when they are first wanted."""
+        """Yields the slots cyclically; creates them on first use."""
         return itertools.cycle([_Slot(self._queue.allocate(self._chunk_bytes)) for _ in range(_SLOTS)])

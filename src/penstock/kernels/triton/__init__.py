@@ -1,8 +1,8 @@
-"""The kernels of a GPU, in Triton: one file per kernel, beside it the function that launches it.
+"""The GPU kernels in Triton: one file per kernel, with the function that launches it.
 
-A launcher takes what the wrapper of its name in `penstock.kernels` takes, allocates what it returns and waits for
-nothing. Without a GPU the same code runs in Triton's interpreter (TRITON_INTERPRET=1), on CPU tensors and slowly, which
-is how the tests compare it with the torch reference; `tl.dot` of bfloat16 is wrong there, that of other types right.
+A launcher takes the arguments of the wrapper of the same name in `penstock.kernels`, allocates its results and does not
+wait. Without a GPU the same code runs in Triton's interpreter (TRITON_INTERPRET=1), on CPU tensors and slowly, which
+the tests use to compare it with the torch reference; there `tl.dot` is wrong for bfloat16 and correct for other types.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import importlib
 from triton import knobs
 
 if knobs.runtime.interpret:
-    # The interpreter makes integers of loop bounds, which are arrays of one element: NumPy 2.4 no longer allows that.
+    # The interpreter converts loop bounds, arrays of one element, to integers, which NumPy 2.4 no longer allows.
     _interpreter = importlib.import_module("triton.runtime.interpreter")
     _patch_lang_tensor = _interpreter._patch_lang_tensor
 

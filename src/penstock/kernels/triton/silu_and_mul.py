@@ -1,7 +1,7 @@
 """The gated activation of a feed-forward layer: out = silu(gate) * up, with silu(g) = g / (1 + exp(-g)).
 
-gate_up [T, 2I] holds gate and up side by side, out is [T, I]. float32 throughout, rounded to the dtype once, after the
-product. Every element stands alone: nothing else in the batch can change its bits.
+gate_up [T, 2I] holds gate, then up; out is [T, I]. float32 throughout, rounded to the dtype once, after the product.
+Elements are independent: nothing else in the batch can change their bits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _WARPS = 4
 
 
 def silu_and_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """[T, 2I], gate and up side by side, -> [T, I], in `out` where it is given."""
+    """[T, 2I], gate then up, -> [T, I], in `out` if given."""
     assert gate_up.dim() == 2 and gate_up.shape[1] % 2 == 0, f"gate_up is {tuple(gate_up.shape)}, not [T, 2I]"
     assert gate_up.is_contiguous(), f"gate_up has strides {gate_up.stride()}"
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2

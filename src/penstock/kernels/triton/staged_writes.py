@@ -1,12 +1,12 @@
-"""All that a step changes in tables on the device, in one copy and one launch, whatever the number of tables.
+"""Applies all of a step's changes of tables on the device in one copy and one launch, for any number of tables.
 
 `StagedWrites` packs writes into one int64 array of pairs on the CPU; `scatter_staged` applies a copy of it. A pair is
 
     key     address of the element, which is a multiple of its size; bit 0 tells 8 bytes from 4. 0: nothing to write
     value   the element's bits, those of a 4-byte one in the lower half
 
-so tables need no registration and their dtypes may be mixed, and a buffer that ends in zeros may be copied whole: with
-a buffer of a fixed length both steps can live in a CUDA graph.
+so tables need no registration, their dtypes may be mixed, and a buffer padded with zeros may be copied whole: with a
+buffer of a fixed length both steps can live in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BLOCK = 256
 _WARPS = 2
 _IS_WIDE = 1
 
-_PACKED = {  # dtype of a table -> how its values are made, and what their bits are read as
+_PACKED = {  # dtype of a table -> the dtype in which its values are made, and the one as which their bits are read
     torch.int64: (np.int64, np.int64),
     torch.int32: (np.int32, np.int32),
     torch.float32: (np.float32, np.int32),
@@ -30,7 +30,7 @@ _PACKED = {  # dtype of a table -> how its values are made, and what their bits 
 
 
 class StagedWrites:
-    """The pending writes of one step. Two writes to one element within a step may land in either order."""
+    """The pending writes of one step. Two writes to one element within a step may be applied in either order."""
 
     def __init__(self, capacity: int = 1024) -> None:
         self._pairs = np.zeros((capacity, 2), dtype=np.int64)

@@ -1,5 +1,5 @@
-"""Paged attention: `launcher` is what is called, `plan` says how, `tiles` what is computed.
+"""Paged attention: `launcher` has the entry points, `plan` chooses kernels and tiles, `tiles` has the arithmetic.
 
-Prefill, chunks and mixed batches go through `prefill`; requests of a few queries each through `decode`, or, from the
-raw projection, through `decode_fused`. All of them walk over tiles of keys in one order, by one function.
+Prefill, chunks and mixed batches use `prefill`; requests of a few queries each use `decode` or, from the raw
+projection, `decode_fused`. All of them process tiles of keys in one order, with one function.
 """

@@ -1,8 +1,9 @@
-"""Attention of decode and verify rows over splits of the context: few queries a request, however long its context.
+"""Attention of decode and verify rows over splits of the context: few queries per request, with a context of any
+length.
 
 Grid (R * row tiles, Hkv, max_splits): see `penstock.kernels.triton.attention.splits`. The queries of a request and the
-heads that share a KV head are packed into tiles of 16 or 32 rows, padded where there are fewer. Any request of up to
-`max_query_len` queries will do; one without queries writes nothing. Rows behind the last request become zeros.
+heads that share a KV head are packed into tiles of 16 or 32 rows, padded if there are fewer. Requests may have up to
+`max_query_len` queries; a request without queries writes nothing. Rows after the last request become zeros.
 
 A row's bits depend on its own q, on the keys and values that it sees, and on the plan's tile and split.
 """
@@ -90,7 +91,7 @@ def launch_merge(
     workspace: Workspace,
     out: torch.Tensor,  # [T, Hq * D], written
 ) -> None:
-    """What is left to do after the splits, where they do not merge themselves."""
+    """Merges the splits in a separate kernel, if the programs do not merge them."""
     if tile.merges or tile.max_splits == 1:
         return
     _merge[(seq_lens.shape[0] * tile.row_tiles, num_kv_heads)](

@@ -1,20 +1,20 @@
-"""`decode` with what stands before it fused in: norms of query and key heads, rotation, the store of keys and values.
+"""`decode` fused with the preceding operations: norms of query and key heads, rotation, the store of keys and values.
 
-The input is the row of the projection itself, [T, (Hq + 2 Hkv) * D]: what `rope_and_store_kv`, then `paged_attention`
-would be given. Every program norms and rotates its own queries; those whose split holds a new position also store its
-key and value, and read them back, as every other key, behind a barrier: no other program looks at that position, or it
-has stored the same bytes there. Requests have at most `max_query_len` queries each, at consecutive positions that end
-at seq_lens.
+The input is the projection's row itself, [T, (Hq + 2 Hkv) * D], the input of `rope_and_store_kv` followed by
+`paged_attention`. Every program norms and rotates its own queries; those whose split holds a new position also store
+its key and value, and read them back, like every other key, after a barrier: no other program reads that position
+unless it has stored the same bytes there. Requests have at most `max_query_len` queries each, at consecutive positions
+that end at seq_lens.
 
 Norm and rotation round where `rope_and_store_kv` does: the quotient of the norm, its product with the weight, and the
-rotated value, each to the dtype. Squares are added up in another order, so that the two agree within a rounding and
-not in their bits: a deterministic plan, whose prefill goes through `rope_and_store_kv`, has no place for this kernel.
-For any number of queries a request and any batch the bits are the same, as long as tile and split are.
+rotated value, each to the dtype. Squares are added up in another order, so that the two agree within a rounding and not
+in their bits: a deterministic plan, whose prefill goes through `rope_and_store_kv`, has no place for this kernel. The
+bits do not depend on the number of queries per request or on the batch, as long as tile and split are the same.
 
 With `pdl` the launch overlaps the end of the kernel before (programmatic dependent launch): before its wait a program
-reads the batch's metadata, block ids and angles, and has its first tile brought to the L2 cache. What writes these
-must not be one of the kernels that may still be running: the first kernel behind it is launched without PDL. Every
-program waits, the idle ones too, because kernels that wait for this one rely on that.
+reads the batch's metadata, block ids and angles, and has its first tile brought to the L2 cache. The kernel that writes
+these must not still be running: the first kernel after it is launched without PDL. Every program waits, including idle
+ones, because kernels that wait for this one rely on that.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _normed_and_rotated(
     rotary_dim: tl.constexpr,
     has_norm: tl.constexpr,
 ):
-    """[rows, dim_tile] in the dtype. An element's partner in the rotation is loaded a second time, at its own place."""
+    """[rows, dim_tile] in the dtype. An element's partner in the rotation is loaded separately."""
     column = tl.arange(0, cos.shape[1])
     half: tl.constexpr = rotary_dim // 2
     partner = tl.where(column < half, column + half, column - half)

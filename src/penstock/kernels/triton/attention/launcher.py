@@ -1,7 +1,7 @@
-"""Paged attention on a GPU: what is called, with a plan that says how (`penstock.kernels.triton.attention.plan`).
+"""Entry points of paged attention on a GPU, which take a plan (`penstock.kernels.triton.attention.plan`).
 
-`paged_attention` takes what the wrapper of its name in `penstock.kernels` takes. Nothing here waits for the device or
-reads from it, and grids depend on shapes and the plan alone: every call can be captured in a graph.
+`paged_attention` takes the arguments of the wrapper of the same name in `penstock.kernels`. Nothing here waits for the
+device or reads from it, and grids depend only on shapes and the plan: every call can be captured in a graph.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def paged_attention(
     query_start_loc: torch.Tensor,  # [R + 1] int32: request r's queries are the rows from [r] to [r + 1]
     seq_lens: torch.Tensor,  # [R] int32, these queries included; 0 for padding, which has no queries
     scale: float,
-    sliding_window: int,  # a query sees so many positions, its own included; 0 is all of them
+    sliding_window: int,  # a query sees this many positions, including its own; 0 is all of them
     plan: AttentionPlan,  # made for at least these query lengths and contexts, and this many requests
     out: torch.Tensor | None = None,  # [T, Hq * D]
 ) -> torch.Tensor:
-    """[T, Hq * D], in `out` where it is given; rows behind query_start_loc[R] are zeros."""
+    """Returns [T, Hq * D], in `out` if given; rows after query_start_loc[R] are zeros."""
     num_tokens, num_heads, head_dim = q.shape
     assert q.stride(2) == 1 and q.stride(1) == head_dim, f"q has strides {q.stride()}"
     assert q.dtype == kv_cache.dtype and num_heads % kv_cache.shape[2] == 0, f"{num_heads} heads of {q.dtype}"
@@ -97,7 +97,7 @@ def decode_attention_fused(
 
 
 def _box(kv_cache: torch.Tensor, tile: PrefillTile | DecodeTile) -> object:
-    """The rows of the cache as TMA sees them: [num_blocks * 2 * Hkv * block_size, D], `keys` of them a load."""
+    """The rows of the cache for TMA: [num_blocks * 2 * Hkv * block_size, D], `keys` of them a load."""
     if not tile.use_tma:
         return kv_cache
     head_dim = kv_cache.shape[4]

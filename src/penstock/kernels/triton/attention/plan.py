@@ -1,13 +1,12 @@
-"""Which attention kernel a step takes, in what tiles, and the memory that it needs.
+"""Chooses the attention kernel of a step, its tiles and its memory.
 
-An `AttentionPlanner` is made once for an engine: it holds the workspace of the largest step. It makes the plan of a
-step, or of a captured graph, from what the CPU knows: how many requests, at most how many queries and how long a
-context each. A plan is data: launches with one plan have one grid, whatever the device's lengths are.
-
-The constants are what to tune, and nothing else is. Fast plans choose tile and split by batch and context, so a row's
-bits may differ between batch sizes, and between prefill and decode. A deterministic planner has one tile, one number
-of warps and one split for everything that it plans: a row's bits are the same in prefill, chunks, decode and
-verification (`penstock.kernels.triton.attention.tiles` says why).
+An `AttentionPlanner` is created once per engine, with the workspace of the largest step. It makes the plan of a step,
+or of a captured graph, from data on the CPU: the number of requests, and the maximum number of queries and context
+length of each. A plan is data: launches with one plan have one grid, whatever the lengths on the device. The constants
+are the only tuning parameters. Fast plans choose tile and split by batch and context, so a row's bits may differ
+between batch sizes, and between prefill and decode. A deterministic planner has one tile, one number of warps and one
+split for all plans: a row's bits are the same in prefill, chunks, decode and verification
+(`penstock.kernels.triton.attention.tiles` explains why).
 
 Workspace: 4 * (head_dim + 2) bytes for every split of every row that decode can have, `workspace_bytes` in all.
 """
@@ -24,8 +23,8 @@ from penstock.utils.errors import ConfigError
 
 MAX_DECODE_QUERY_LEN = 8
 _MAX_HEAD_DIM, _MAX_GROUP, _MIN_BLOCK_SIZE = 256, 16, 16
-_MIN_TMA_BLOCK_SIZE = 64  # below, boxes are too small to be faster than copies of 16 bytes
-# More splits than this are not worth their merge: a deterministic split grows with max_model_len.
+_MIN_TMA_BLOCK_SIZE = 64  # below this, boxes are too small to be faster than copies of 16 bytes
+# More splits than this cost more to merge than they gain: a deterministic split grows with max_model_len.
 _MAX_DETERMINISTIC_SPLITS = 64
 
 
@@ -55,7 +54,7 @@ class PrefillTile:
     keys: int
     warps: int
     stages: int
-    split: int = 0  # 0: a row is one walk
+    split: int = 0  # 0: a row is computed without splits
     use_tma: bool = False
 
 
@@ -63,7 +62,7 @@ class PrefillTile:
 class DecodeTile:
     rows: int  # of a program, padding included
     row_tiles: int  # programs for the rows of one request and KV head
-    merge_rows: int  # rows of a program that can be there at all, rounded up to a power of two
+    merge_rows: int  # maximum number of a program's rows that exist, rounded up to a power of two
     max_query_len: int
     keys: int
     split: int
@@ -71,13 +70,13 @@ class DecodeTile:
     warps: int
     stages: int
     use_tma: bool = False
-    merges: bool = True  # the last program of a request merges; else a kernel behind
+    merges: bool = True  # the last program of a request merges; else a separate kernel
     pdl: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Of one stream: launches that overlap would share it."""
+    """The workspace of one stream: overlapping launches would share it."""
 
     parts: torch.Tensor  # [rows * max_splits * head_dim] float32
     stats: torch.Tensor  # [rows * max_splits * 2] float32: running maximum and sum
@@ -93,7 +92,7 @@ class AttentionPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """Of split and tile, for up to so many requests with up to so long contexts."""
+    """The choice of split and tile, up to a number of requests and a context length."""
 
     max_num_reqs: int
     max_seq_len: int
@@ -101,12 +100,12 @@ class _Choice:
     keys: int
     warps: int
     stages: int
-    use_tma: bool = False  # where a tile of keys lies in one block
+    use_tma: bool = False  # if a tile of keys lies in one block
 
 
 @dataclass(frozen=True, slots=True)
 class _Tuning:
-    """For heads of one size and dtype."""
+    """Tuning for heads of one size and dtype."""
 
     prefill: PrefillTile
     decode: tuple[_Choice, ...]  # the first that fits
@@ -140,7 +139,7 @@ _DETERMINISTIC_ROWS = 16
 
 
 class AttentionPlanner:
-    """Raises ConfigError for shapes that the kernels do not have."""
+    """Raises ConfigError for shapes that the kernels do not support."""
 
     def __init__(
         self,
@@ -169,9 +168,8 @@ class AttentionPlanner:
         return sum(tensor.nbytes for tensor in (self._workspace.parts, self._workspace.stats, self._workspace.counters))
 
     def plan(self, num_reqs: int, max_query_len: int, max_seq_len: int) -> AttentionPlan:
-        """The plan of a step of so many requests, with upper bounds of their numbers of queries and of their seq_lens.
-
-        Decode is what has at most `max_decode_query_len` queries a request.
+        """Returns the plan of a step with `num_reqs` requests and upper bounds of their numbers of queries and
+        seq_lens. A step with at most `max_decode_query_len` queries per request is planned as decode.
         """
         limits = self._limits
         assert 0 < max_seq_len <= limits.max_model_len, f"{max_seq_len} positions of {limits.max_model_len}"
@@ -223,14 +221,14 @@ class AttentionPlanner:
         return rows, triton.cdiv(needed, rows)
 
     def _has_boxes(self, keys: int) -> bool:
-        """Whether a tile of so many keys lies in one block, as a box that TMA can load."""
+        """Whether a tile of this many keys lies in one block, as a box that TMA can load."""
         head_dim = self._shape.head_dim
         return (
             self._capabilities.tma and self._shape.block_size >= keys and head_dim == triton.next_power_of_2(head_dim)
         )
 
     def _num_parts(self, choice: _Choice) -> int:
-        """States of rows that the workspace holds at most: one for every row and split."""
+        """Returns the maximum number of row states in the workspace: one for every row and split."""
         limits = self._limits
         requests = min(choice.max_num_reqs, limits.max_num_reqs)
         splits = triton.cdiv(min(choice.max_seq_len, limits.max_model_len), choice.split)
@@ -238,7 +236,7 @@ class AttentionPlanner:
 
 
 def _min_warps(rows: int) -> int:
-    """Rows that are normed and rotated in the registers of too few warps spill."""
+    """Returns the minimum number of warps: with fewer, normed and rotated rows spill registers."""
     if rows <= 4:
         return 1
     return 2 if rows <= 16 else 4

@@ -1,15 +1,14 @@
-"""Attention of whole prompts, chunks and mixed batches: a program takes a tile of queries of one KV head.
+"""Attention of whole prompts, chunks and mixed batches: a program computes a tile of queries of one KV head.
 
-The heads that share a KV head lie in the rows of a tile side by side: of `group` heads, row i is query i // group of
-the tile, head i % group, and a tile has tile_rows // group queries. The grid is (tiles, Hkv) with as many tiles as
-any split of `num_tokens` rows into `num_reqs` requests can need; a program finds its request by a binary search in
-query_start_loc, so the CPU knows shapes only. Rows behind the last request are the queries of a request of their own,
-which are written as zeros. Requests are taken from the last to the first, their tiles from the longest to the
-shortest.
+The heads that share a KV head are adjacent rows of a tile: with `group` heads, row i is query i // group of the tile,
+head i % group, and a tile has tile_rows // group queries. The grid is (tiles, Hkv) with as many tiles as any split of
+`num_tokens` rows into `num_reqs` requests can need; a program finds its request by a binary search in query_start_loc,
+so the CPU needs only shapes. Rows after the last request are treated as the queries of another request, and are written
+as zeros. Requests are taken from the last to the first, their tiles from the longest to the shortest.
 
-With split = 0 a row is one walk over its positions; else it is the merge, from first to last, of the walks over
-[0, split), [split, 2 split), ..., which is what the decode kernel computes: the same bits, where the tile is the same
-(`penstock.kernels.triton.attention.tiles` says why). A row's bits never depend on its chunk or batch.
+With split = 0 a row is one walk over its positions; else it is the merge, from first to last, of the walks over [0,
+split), [split, 2 split), ..., as the decode kernel computes: the same bits, if the tile is the same
+(`penstock.kernels.triton.attention.tiles` explains why). A row's bits never depend on its chunk or batch.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What the kernels of decode and verify rows share: who attends to what, and the merge of a request's splits.
+"""Functions shared by the kernels of decode and verify rows: the division of work, and the merge of a request's splits.
 
 A program takes up to `tile_rows` rows (queries x heads of one KV head) of one request and one split of its positions,
 [split * s, split * (s + 1)); programs of splits that no query sees end at once. The only program of a request writes
 its rows; of several, each leaves (acc, best, mass) in the workspace, and they are merged from the first split to the
-last: by the program that arrives last, as a counter tells, or by a kernel of its own. Who merges changes no bit.
+last, by the program that finishes last, determined by a counter, or by a separate kernel. Both give the same bits.
 
-The counter is added to with release and acquire at the scope of the GPU: what a program left before, behind a barrier
-of its warps, is seen by each program that counts after it. The last one sets it to zero again for the next launch or
+The counter is incremented with release and acquire semantics at GPU scope: what a program wrote before, after a barrier
+of its warps, is visible to each program that increments after it. The last one resets it to zero for the next launch or
 replay.
 """
 
@@ -20,7 +20,9 @@ from penstock.kernels.triton.attention.tiles import block_ids, fresh_state, id_o
 
 @triton.jit
 def seen_splits(seq_len, count, window: tl.constexpr, split: tl.constexpr):
-    """The first and the last split that the last `count` of seq_len positions see; the last is -1 for padding."""
+    """Returns the first and the last split seen by the last `count` of seq_len positions; the last is -1 for
+    padding.
+    """
     first = 0
     if window > 0:
         first = tl.maximum(seq_len - count - window + 1, 0) // split
@@ -30,7 +32,9 @@ def seen_splits(seq_len, count, window: tl.constexpr, split: tl.constexpr):
 
 @triton.jit
 def _bounds(count, seq_len, index, window: tl.constexpr, tile_keys: tl.constexpr, split: tl.constexpr):
-    """Of what the queries see of a split: where its first tile begins, its end, and the first position itself."""
+    """Returns, for the part of a split that the queries see, the start of its first tile, its end, and its first
+    position.
+    """
     low = index * split
     first = low
     if window > 0:
@@ -44,7 +48,7 @@ def first_ids(
     table_ptr, count, seq_len, index,
     window: tl.constexpr, tile_keys: tl.constexpr, split: tl.constexpr, block_size: tl.constexpr,
 ):  # fmt: skip
-    """The block ids of the first tile of a split."""
+    """Returns the block ids of the first tile of a split."""
     low, high, _ = _bounds(count, seq_len, index, window, tile_keys, split)
     return block_ids(table_ptr, low, high, tile_keys, block_size)
 
@@ -54,7 +58,7 @@ def prefetch_split(
     keys_ptr, ids, count, seq_len, index, num_kv_heads: tl.constexpr, head_dim: tl.constexpr,
     block_size: tl.constexpr, window: tl.constexpr, tile_keys: tl.constexpr, split: tl.constexpr,
 ):  # fmt: skip
-    """Asks for the first tile of a split, keys and values, to be brought to the L2 cache. Changes nothing else."""
+    """Prefetches the first tile of a split, keys and values, into the L2 cache. Changes nothing else."""
     low, high, _ = _bounds(count, seq_len, index, window, tile_keys, split)
     plane: tl.constexpr = num_kv_heads * block_size * head_dim
     line: tl.constexpr = 1024 // keys_ptr.dtype.element_ty.primitive_bitwidth  # elements in 128 bytes
@@ -91,7 +95,7 @@ def attend_split(
     use_tma: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """The state of the rows after one split."""
+    """Returns the state of the rows after one split."""
     acc, best, mass = fresh_state(q.shape[0], q.shape[1])
     low = index * split
     if use_tma:
@@ -100,7 +104,7 @@ def attend_split(
             whole, low, low + split, scale, num_kv_heads, head_dim, block_size, window, tile_keys, use_tma, precision,
         )  # fmt: skip
     else:
-        # One loop, masked throughout: it is the loads that take time, and one loop keeps them in flight to its end.
+        # One masked loop: the loads dominate, and a single loop keeps them in flight to its end.
         low, high, first = _bounds(count, seq_len, index, window, tile_keys, split)
         acc, best, mass = walk(
             acc, best, mass, q, position, keys_ptr, box, kv_head, table_ptr, ids, low, high, first, scale,
@@ -121,7 +125,7 @@ def rows_of_tile(count, tile, kv_head, rows: tl.constexpr, tile_rows: tl.constex
 def write_rows(out_ptr, place, is_row, acc, mass, head_dim: tl.constexpr):
     column = tl.arange(0, acc.shape[1])
     target = out_ptr + (place * head_dim)[:, None] + column[None, :]
-    # A row of the tile that is no query may have seen nothing.
+    # A row of the tile that is not a query may have seen nothing.
     values = (acc / tl.where(is_row, mass, 1.0)[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(target, values, mask=is_row[:, None] & (column < head_dim)[None, :])
 
@@ -177,10 +181,10 @@ def finish_split(
     group: tl.constexpr,
     num_kv_heads: tl.constexpr,
     head_dim: tl.constexpr,
-    merge_rows: tl.constexpr,  # rows of the tile that can be there at all
+    merge_rows: tl.constexpr,  # maximum number of rows of the tile that exist
     merges: tl.constexpr,
 ):
-    """Writes the rows, or leaves their state and merges the splits if this one is the last that was missing."""
+    """Writes the rows, or stores their state and merges the splits if this is the last one to finish."""
     num_heads: tl.constexpr = group * num_kv_heads
     query, head, is_row = rows_of_tile(count, tile, kv_head, acc.shape[0], acc.shape[0], group)
     place = (start + query).to(tl.int64) * num_heads + head

@@ -1,4 +1,4 @@
-"""The walk over tiles of keys that every attention kernel takes, and the arithmetic of a row.
+"""The loop over tiles of keys in every attention kernel, and the arithmetic of a row.
 
 A row is one query of one head. Over tiles of `tile_keys` positions, which begin at multiples of `tile_keys`, and with
 z = scale * log2(e) * (q . k) (Milakov and Gimelshein 2018, arXiv:1805.02867, in powers of two):
@@ -8,22 +8,21 @@ z = scale * log2(e) * (q . k) (Milakov and Gimelshein 2018, arXiv:1805.02867, in
 
 The result is acc / mass. Two such states of disjoint positions are merged by the same formula (`merge`).
 
-What a row's bits depend on. Every elementwise operation has the one rounding that the source tells: fused multiply-adds
-are written where they are wanted, and kernels are compiled without any other contraction (`enable_fp_fusion=False`). A
-maximum has no rounding. What is left are two sums in an order of the compiler's and the hardware's. The products of
-`tl.dot`: a tensor core instruction computes an element from its row, its column and what was there before, in the same
-way at every place of its tile, and the instructions of an element follow one another along the summed dimension. And
-`sum weights`: first over the registers of a thread, then over the threads and warps that share a row. Both are given
-by the shape of the tile, the number of warps and the dtype, which give the layout of the accumulator, and are the same
-for every row of it. A tile of which a row sees nothing changes nothing: its weights are exact zeros, and kept is
-exp2(0) = 1; a mask that hides nothing does not either.
+What a row's bits depend on. Every elementwise operation has the rounding given by the source: fused multiply-adds are
+explicit, and kernels are compiled without any other contraction (`enable_fp_fusion=False`). A maximum has no rounding.
+The rest are two sums whose order is determined by the compiler and the hardware. The products of `tl.dot`: a tensor
+core instruction computes an element from its row, its column and its previous value, in the same way at every position
+of its tile, and the instructions of an element are executed in the order of the summed dimension. And `sum weights`:
+first over the registers of a thread, then over the threads and warps that share a row. Both are given by the shape of
+the tile, the number of warps and the dtype, which give the layout of the accumulator, and are the same for every row of
+it. A tile of which a row sees nothing does not change the row: its weights are exact zeros, and kept is exp2(0) = 1;
+nor does a mask that hides nothing. So the bits of a row depend on what it sees, on tile rows and keys, on warps, and on
+where its states are merged; not on its position in the tile, the other rows, the batch, the chunk, or the location of
+blocks. For fast plans this holds within a plan. A deterministic plan has 16 rows, one `keys`, one number of warps and
+one `split` in prefill and decode, and so one result for a row, whichever kernel computes it.
+tests/kernels/test_triton_attention_gpu.py checks this on a GPU.
 
-So the bits of a row depend on what it sees, on tile rows and keys, on warps, and on where its states are merged; not on
-its place in the tile, nor on the other rows, the batch, the chunk, or where blocks lie. Fast plans keep this within a
-plan. A deterministic plan has 16 rows, one `keys`, one number of warps and one `split` in prefill and decode, and so
-one result for a row, whichever kernel computes it. tests/kernels/test_triton_attention_gpu.py holds this on a GPU.
-
-Masked keys and values are not loaded, their places are zeros: what no row sees may be NaN.
+Masked keys and values are not loaded but replaced by zeros: values that no row sees may be NaN.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ import triton
 import triton.language as tl
 
 BATCH = ["table_ptr", "starts_ptr", "seq_lens_ptr"]
-"""Arguments of kernels that may be views into larger buffers, of any alignment: no kernel is compiled for one."""
+"""Kernel arguments that may be views of larger buffers with any alignment; kernels are not specialised on it."""
 
 
 @triton.jit
 def fresh_state(rows: tl.constexpr, dim_tile: tl.constexpr):
-    """The state (acc, best, mass) of rows that have seen nothing."""
+    """Returns the state (acc, best, mass) of rows that have seen nothing."""
     acc = tl.zeros([rows, dim_tile], tl.float32)
     best = tl.full([rows], float("-inf"), tl.float32)
     mass = tl.zeros([rows], tl.float32)
@@ -46,9 +45,9 @@ def fresh_state(rows: tl.constexpr, dim_tile: tl.constexpr):
 
 @triton.jit
 def merge(acc, best, mass, part_acc, part_best, part_mass):
-    """The state of what either state has seen."""
+    """Merges two states of disjoint positions."""
     new_best = tl.maximum(best, part_best)
-    # A row that has seen nothing yet keeps weights of zero instead of inf - inf.
+    # For a row that has seen nothing yet, weights are zero instead of inf - inf.
     finite = tl.where(new_best == float("-inf"), 0.0, new_best)
     kept = tl.exp2(best - finite)
     added = tl.exp2(part_best - finite)
@@ -86,7 +85,9 @@ def _attend_tile(
 
 @triton.jit
 def block_ids(table_ptr, start, end, tile_keys: tl.constexpr, block_size: tl.constexpr):
-    """The ids of a tile's blocks, four at most; for places that are not in the tile, or from `end` on, some other's."""
+    """Returns the ids of a tile's blocks, at most four; arbitrary ids for positions outside the tile, or from `end`
+    on.
+    """
     tl.static_assert(tile_keys <= 4 * block_size)
     index = start // block_size
     last = tl.maximum(end - 1, 0) // block_size
@@ -102,7 +103,9 @@ def block_ids(table_ptr, start, end, tile_keys: tl.constexpr, block_size: tl.con
 
 @triton.jit
 def id_of_key(ids, place, tile_keys: tl.constexpr, block_size: tl.constexpr):
-    """The block of every place in a tile: scalars and selects, as a load of its own for each would cost registers."""
+    """Returns the block of every position in a tile, with scalars and selects, because separate loads would cost
+    registers.
+    """
     first_id, second_id, third_id, fourth_id = ids
     block = place // block_size
     own = first_id
@@ -119,7 +122,7 @@ def walk(
     best,
     mass,
     q,  # [rows, dim_tile]
-    position,  # [rows] int32: where each query stands
+    position,  # [rows] int32: the position of each query
     keys_ptr,  # the first key of this KV head in block 0
     box,  # descriptor of the cache's rows, read where use_tma
     kv_head,
@@ -134,16 +137,16 @@ def walk(
     block_size: tl.constexpr,
     window: tl.constexpr,
     tile_keys: tl.constexpr,
-    is_masked: tl.constexpr,  # else every row sees all positions in [low, high), whole tiles
+    is_masked: tl.constexpr,  # else every row sees all positions in [low, high), which are whole tiles
     use_tma: tl.constexpr,  # whole tiles of one block each
     precision: tl.constexpr,
 ):
-    """The state after the tiles of [low, high)."""
+    """Returns the state after the tiles of [low, high)."""
     plane: tl.constexpr = num_kv_heads * block_size * head_dim  # elements from a key to its value
     place = tl.arange(0, tile_keys)
     column = tl.arange(0, acc.shape[1])
     in_head = column < head_dim
-    # The ids of the next tile are on their way while this one is attended to: keys never wait for the table.
+    # The ids of the next tile are loaded while this one is computed, so that keys never wait for the table.
     for start in tl.range(low, high, tile_keys):
         next_ids = block_ids(table_ptr, start + tile_keys, high, tile_keys, block_size)
         keys = start + place
@@ -185,9 +188,9 @@ def walk_phases(
     kv_head,
     table_ptr,
     oldest,  # the position of the first query of the tile
-    end,  # behind that of the last one
+    end,  # one after that of the last query
     whole,  # tiles that end here are seen whole, at most oldest + 1; keys from here on are never read by TMA
-    low,  # what part of the positions to walk: multiples of tile_keys
+    low,  # the range of positions to process: multiples of tile_keys
     high,
     scale,
     num_kv_heads: tl.constexpr,

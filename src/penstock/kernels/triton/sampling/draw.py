@@ -1,15 +1,15 @@
-"""From logits to tokens, greedy and random rows in one launch.
+"""Samples tokens from logits, greedy and random rows in one launch.
 
     best      the first token of the largest logit
     random    inversion: the first token whose cumulative probability, in the order of the vocabulary, exceeds the
-              number that (seed, position, purpose) decides, as `penstock.runner.sampling.sampler.draw` does it
+              number determined by (seed, position, purpose), as in `penstock.runner.sampling.sampler.draw`
 
-`_reduce_tiles` reads the logits once, in their dtype, and leaves the maximum of each tile, its place, and the sum of
+`_reduce_tiles` reads the logits once, in their dtype, and stores the maximum of each tile, its position, and the sum of
 exp((logit - maximum) / temperature). `_pick_token`, one program per row, scales the sums to the row's maximum, finds
-the tile by their cumulative sum in float64 and the token within that tile alone. No probability is ever stored. Where
-rows are truncated, their tiles' sums are made again above the threshold that `truncation` has found.
+the tile by their cumulative sum in float64 and the token within that tile alone. No probability is ever stored. For
+truncated rows, the tiles' sums are recomputed above the threshold found by `truncation`.
 
-A row's token depends on that row alone: tiles are fixed, and they are merged in their order.
+A row's token depends only on that row: tiles are fixed, and they are merged in order.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ def sample(
     tables: SamplingTables,
     workspace: Workspace,
     purpose: int,
-    truncates: bool,  # whether any row may have top_k, top_p or min_p; else they are not looked at
+    truncates: bool,  # whether any row may have top_k, top_p or min_p; otherwise they are ignored
     token_ids: torch.Tensor,  # [n] int64, written
     verdicts: torch.Tensor,  # [n] int8, written: 0, or 1 and 2 as below
 ) -> None:
-    """One token per row. Where nothing can be drawn it is some token of the vocabulary, and the verdict says why: 1 the
-    logits are not finite, 2 they are minus infinity throughout."""
+    """One token per row. If nothing can be sampled it is an arbitrary token, and the verdict gives the reason: 1 the
+    logits are not finite, 2 all of them are minus infinity.
+    """
     check_logits(logits, rows, workspace)
     num_rows, vocab_size = logits.shape
     num_tiles = workspace.tile_max.shape[1]
@@ -176,7 +177,7 @@ def _pick_token(
             masses = sums.to(tl.float64) * scales
             cdf = tl.cumsum(masses, 0)
             total = tl.max(cdf, 0)
-            # Rounding must not push the target to the total, behind which there is no token.
+            # Rounding must not raise the target to the total, which no token exceeds.
             target = tl.minimum(noise * total, total * (1.0 - 1.0 / 9007199254740992.0))
             number = first_above(cdf, masses, target, all_tiles)
             before = tl.max(tl.where(numbers < number, cdf, 0.0), 0)
@@ -191,8 +192,9 @@ def _pick_token(
 
 @triton.jit
 def first_above(cdf, masses, target, count: tl.constexpr):
-    """The first place whose cumulative mass exceeds the target, or the last one with any mass: the sum that the target
-    was taken from may exceed that of its parts by a rounding."""
+    """Returns the first position whose cumulative mass exceeds the target, or the last one with any mass: by rounding,
+    the sum from which the target was computed may exceed the sum of its parts.
+    """
     place = tl.arange(0, count)
     has_mass = masses > 0
     first = tl.min(tl.where(has_mass & (cdf > target), place, count), 0)

@@ -1,17 +1,18 @@
-"""Log probabilities of chosen tokens, their ranks and the likeliest tokens, without a softmax of the vocabulary.
+"""Log probabilities of chosen tokens, their ranks and the most likely tokens, without a softmax of the vocabulary.
 
     logsumexp   max + log(sum over tiles of tile_sum * exp(tile_max - max)), merged in float64 in the order of the tiles
     logprob     logit - logsumexp
     rank        1 + the number of larger logits
 
-Of the model's own distribution: no temperature. `_measure_tiles` reads the logits once. The k likeliest tokens are in
-tiles whose maximum is among the k largest maxima, and none of them is below the smallest of these: `_collect_top`
-takes what is above it out of each tile, in descending order, which is little. `_merge_tiles` does the same to what all
-tiles of a row have left. Logits and tokens make one integer, so that of equal logits the first token comes first:
+The distribution is the model's own, without temperature. `_measure_tiles` reads the logits once. The k most likely
+tokens are in tiles whose maximum is among the k largest maxima, and none of them is below the smallest of these:
+`_collect_top` extracts the few logits above it from each tile, in descending order. `_merge_tiles` does the same with
+the results of all tiles of a row. Logit and token are combined into one integer, so that among equal logits the first
+token comes first:
 
     key   int64: the logit's bits in float32's order, then ones' complement of the token
 
-A row's bits depend on that row alone; a row that asks for nothing ends each of these programs at once.
+A row's bits depend only on that row; for a row without log probabilities each of these programs ends at once.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ from penstock.kernels.triton.sampling.tiles import TILE, TILE_WARPS, key_of, loa
 from penstock.messages.sampling_params import MAX_LOGPROBS
 
 _MERGE_WARPS = 4
-_SLOTS = triton.next_power_of_2(MAX_LOGPROBS)  # keys that a tile may leave
+_SLOTS = triton.next_power_of_2(MAX_LOGPROBS)  # maximum number of keys stored by a tile
 RECORD = 3 + 2 * MAX_LOGPROBS
-"""Numbers of 4 bytes that a row's record has: the chosen token's log probability (float32), its rank and the token,
-then MAX_LOGPROBS likeliest tokens, and their log probabilities (float32)."""
+"""The number of 4-byte values in a row's record: the chosen token's log probability (float32), its rank and the token,
+then the MAX_LOGPROBS most likely tokens, and their log probabilities (float32).
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobsWorkspace:
-    """Scratch of one scoring at a time."""
+    """Scratch memory of one scoring at a time."""
 
     tile_max: torch.Tensor  # [max_rows, num_tiles] float32
     tile_sum: torch.Tensor  # [max_rows, num_tiles] float32: of exponents
@@ -65,10 +67,10 @@ def score_tokens(
     num_top: torch.Tensor,  # [rows, 1] int32: likeliest tokens wanted, at most MAX_LOGPROBS; -1: no record
     chosen: torch.Tensor,  # [n] int64: tokens of the vocabulary
     workspace: LogprobsWorkspace,
-    has_top: bool,  # whether any of these rows wants likeliest tokens
+    has_top: bool,  # whether any of these rows needs the most likely tokens
     records: torch.Tensor,  # [n, RECORD] int32, written as far as a row's wishes go
 ) -> None:
-    """What `penstock.runner.sampling.logprobs` says of the chosen tokens."""
+    """Computes `penstock.runner.sampling.logprobs` of the chosen tokens."""
     num_rows, vocab_size = logits.shape
     max_rows, num_tiles = workspace.tile_max.shape
     assert rows.shape == chosen.shape == (num_rows,) and logits.stride(1) == 1, f"{chosen.shape} for {logits.shape}"
@@ -114,7 +116,7 @@ def _measure_tiles(
         logits = load_tile(logits_ptr, index, number, vocab, stride, tile)
         best = tl.max(logits, 0)
         target = index * tl.num_programs(1) + number
-        # A NaN must show in the sum: it is the model's, and no log probability of its row is a number.
+        # A NaN of the model must propagate to the sum: all log probabilities of its row are then NaN.
         has_nan = tl.max((logits != logits).to(tl.int32), 0) > 0
         total = tl.sum(mass_of(logits, best, -float("inf")), 0)
         tl.store(tile_max_ptr + target, best)

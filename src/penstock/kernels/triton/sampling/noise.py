@@ -28,7 +28,9 @@ def uniform(
 
 @triton.jit
 def uniform_of(seed, position, purpose):
-    """float64 in [0, 1) of int64 numbers: SplitMix64 (Steele, Lea and Flood 2014) over the three in turn."""
+    """Returns float64 in [0, 1) from int64 numbers: SplitMix64 (Steele, Lea and Flood 2014) applied to the three in
+    turn.
+    """
     state = _mix(seed.to(tl.uint64, bitcast=True))
     state = _mix(state ^ position.to(tl.uint64, bitcast=True))
     state = _mix(state ^ purpose)

@@ -1,16 +1,16 @@
-"""Drafts drawn from a drafter's distribution, kept, and judged by rejection sampling.
+"""Rejection sampling of drafts that were sampled from a drafter's distribution, and the storage of that distribution.
 
 As in `penstock.runner.speculation.rejection` (Leviathan et al. 2023, arXiv:2211.17192): a draft x is accepted with
-probability min(1, p(x) / q(x)), and otherwise a token drawn from max(0, p - q) takes its place. p is what `draw.sample`
-has drawn the row's token from, and q the drafter's logits over the request's temperature.
+probability min(1, p(x) / q(x)), and otherwise replaced by a token sampled from max(0, p - q). p is the distribution
+from which `draw.sample` has sampled the row's token, and q that of the drafter's logits at the request's temperature.
 
     probability   exp(logit / temperature - best / temperature) / total, of p nothing below the row's threshold
 
-where the total is merged from the sums of tiles that `draw.sample` leaves in its workspace; `keep_drafts` keeps those
-of the drafter beside its logits. Equal logits give equal bits on both sides, so a drafter that is its own target is
-always right. `_sum_residuals` sums, where a draft is rejected, what p has more than q in each tile; `_replace`, one
-program per draft, finds the tile by their cumulative sum in float64 and the token within that tile alone. Nothing is
-stored of a probability, and nothing of an accepted draft is read but its own logits.
+where the total is merged from the sums of tiles that `draw.sample` leaves in its workspace; `keep_drafts` stores those
+of the drafter with its logits. Equal logits give equal bits on both sides, so a drafter equal to its target is always
+accepted. For a rejected draft, `_sum_residuals` sums max(0, p - q) in each tile; `_replace`, one program per draft,
+finds the tile by their cumulative sum in float64 and the token within that tile alone. No probability is stored, and of
+an accepted draft only its own logits are read.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _WARPS = 8  # probabilities are float64
 
 @dataclass(frozen=True, slots=True)
 class KeptDrafts:
-    """What drafts were drawn from, by state row and place; a greedy request's is not kept."""
+    """The distributions of sampled drafts, by state row and position; a greedy request's is not stored."""
 
     logits: torch.Tensor  # [max_num_reqs, max_num_drafts, vocab_size], the drafter's
     tile_max: torch.Tensor  # [max_num_reqs, max_num_drafts, num_tiles] float32
@@ -50,7 +50,7 @@ class KeptDrafts:
 
 @dataclass(frozen=True, slots=True)
 class Residuals:
-    """Scratch of one judgement at a time."""
+    """Scratch memory of one verification at a time."""
 
     sums: torch.Tensor  # [max_num_reqs * max_num_drafts, num_tiles] float64: of max(0, p - q)
     whole: torch.Tensor  # the same of p
@@ -65,7 +65,7 @@ class Residuals:
 def keep_drafts(
     logits: torch.Tensor,  # [n, vocab_size], the drafter's, in the dtype of `kept`
     rows: torch.Tensor,  # [n] int64: state rows, -1 for padding
-    place: int,  # of the draft behind the last known token
+    place: int,  # of the draft after the last known token
     temperature: torch.Tensor,  # [max_num_reqs] or [max_num_reqs, 1] float32, by state row
     workspace: Workspace,  # as `draw.sample` has left it
     kept: KeptDrafts,
@@ -100,13 +100,13 @@ def accept_or_resample(
     tables: SamplingTables,
     workspace: Workspace,  # as `draw.sample` has left it
     truncates: bool,  # as in `draw.sample`
-    purposes: tuple[int, int],  # of the number that accepts a draft, and of the one that draws a token in its place
+    purposes: tuple[int, int],  # of the number that accepts a draft, and of the one that samples its replacement
     rows: torch.Tensor,  # [R] int64: state rows, -1 for padding
     logits_start_loc: torch.Tensor,  # [R + 1] int32: request r owns rows logits_start_loc[r] .. [r + 1] of the logits
     residuals: Residuals,
     token_ids: torch.Tensor,  # [num_logits] int64: of requests that are not greedy, written where there is a draft
 ) -> None:
-    """Each draft, or the token in its place."""
+    """Returns each draft, or the token that replaces it."""
     num_reqs, vocab_size = len(rows), logits.shape[1]
     max_num_drafts, num_tiles = kept.tile_max.shape[1:]
     assert logits_start_loc.shape == (num_reqs + 1,), f"{tuple(logits_start_loc.shape)} for {num_reqs} requests"
@@ -166,7 +166,9 @@ def _keep_drafts(
 
 @triton.jit
 def _find_draft(slot, drafts_ptr, rows_ptr, starts_ptr, temperature_ptr, max_num_drafts: tl.constexpr):
-    """(row of the logits that judges it, its state row, place among all drafts, token or -1 for none, temperature)."""
+    """Returns (row of the logits that verifies it, its state row, index among all drafts, token or -1 for none,
+    temperature).
+    """
     request, place = slot // max_num_drafts, slot % max_num_drafts
     row = tl.load(rows_ptr + request)
     start = tl.load(starts_ptr + request)
@@ -193,7 +195,7 @@ def _total_of(tile_max_ptr, tile_sum_ptr, index, temperature, num_tiles: tl.cons
 
 @triton.jit
 def _probability(logit, temperature, best, total, threshold):
-    """float64. Of an infinite logit it is not a number, and neither is its row."""
+    """Returns float64; NaN for an infinite logit, whose row is NaN too."""
     scaled = tl.div_rn(logit, temperature)
     probability = tl.exp(scaled - best).to(tl.float64) / total
     return tl.where((scaled < threshold) | (scaled == -float("inf")), 0.0, probability)
@@ -203,7 +205,7 @@ def _probability(logit, temperature, best, total, threshold):
 def _load_residual(
     logits, kept, place, temperature, best, total, kept_best, kept_total, threshold, vocab: tl.constexpr
 ):
-    """(what p has more than q, p), float64 and 0 behind the vocabulary."""
+    """Returns (max(0, p - q), p), float64 and 0 beyond the vocabulary."""
     target = tl.load(logits + place, mask=place < vocab, other=-float("inf")).to(tl.float32)
     draft = tl.load(kept + place, mask=place < vocab, other=-float("inf")).to(tl.float32)
     target = _probability(target, temperature, best, total, threshold)
@@ -312,7 +314,7 @@ def _replace(
             numbers = tl.arange(0, all_tiles)
             source, is_tile = slot * num_tiles + numbers, numbers < num_tiles
             sums = tl.load(residual_ptr + source, mask=is_tile, other=0.0)
-            # Nothing may be left of equal distributions but for a rounding, or where the drafter's is NaN.
+            # Except for rounding, nothing remains if the distributions are equal or the drafter's is NaN.
             has_residual = tl.sum(sums, 0) > 0
             sums = tl.where(has_residual, sums, tl.load(whole_ptr + source, mask=is_tile, other=0.0))
             cdf = tl.cumsum(sums, 0)

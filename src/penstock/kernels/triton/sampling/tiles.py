@@ -1,4 +1,4 @@
-"""How a row of logits is shared out, and what the programs of a row leave for one another."""
+"""The division of a row of logits among programs, and the data that they exchange."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
-TILE = 4096  # logits per program; part of the result, as a tile's sum is rounded
+TILE = 4096  # logits per program; it affects the result, because a tile's sum is rounded
 TILE_WARPS = 4
 CAPACITY = 8192  # candidates of a truncated row that one program can hold
-NUM_CUTS = 8  # places at which a truncated row's distribution is measured
+NUM_CUTS = 8  # points at which a truncated row's distribution is measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class SamplingTables:
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Scratch of one sampling at a time; holds nothing between launches of different steps."""
+    """Scratch memory of one sampling at a time; keeps no state between steps."""
 
     tile_max: torch.Tensor  # [max_rows, num_tiles] float32: NaN where the tile holds one
     tile_best: torch.Tensor  # [max_rows, num_tiles] int32: the first token of tile_max
@@ -61,7 +61,7 @@ class Workspace:
 
 
 def padded_tiles(num_tiles: int) -> int:
-    """How many tiles' results a program takes at once that takes those of a row."""
+    """Returns how many tiles' results a program that merges a row loads at once."""
     return max(triton.next_power_of_2(num_tiles), 16)
 
 
@@ -77,7 +77,7 @@ def check_logits(logits: torch.Tensor, rows: torch.Tensor, workspace: Workspace)
 
 @triton.jit
 def load_tile(logits_ptr, index, number, vocab: tl.constexpr, stride: tl.constexpr, tile: tl.constexpr):
-    """[tile] float32: a tile of logits, minus infinity behind the vocabulary."""
+    """Returns a tile of logits, [tile] float32, with minus infinity beyond the vocabulary."""
     place = number * tile + tl.arange(0, tile)
     return tl.load(logits_ptr + index.to(tl.int64) * stride + place, mask=place < vocab, other=-float("inf")).to(
         tl.float32
@@ -86,7 +86,7 @@ def load_tile(logits_ptr, index, number, vocab: tl.constexpr, stride: tl.constex
 
 @triton.jit
 def mass_of(scaled, scaled_max, threshold):
-    """exp(scaled - scaled_max), and nothing below the threshold, of NaN, or where all is forbidden."""
+    """Returns exp(scaled - scaled_max), and 0 below the threshold, for NaN, or if all tokens are forbidden."""
     is_kept = (scaled >= threshold) & (scaled > -float("inf"))
     return tl.where(is_kept, tl.exp(scaled - scaled_max), 0.0)
 

@@ -1,20 +1,20 @@
-"""top_k, top_p and min_p as a threshold per row: a logit / temperature below it is not drawn.
+"""top_k, top_p and min_p as a threshold per row: a logit / temperature below it is never sampled.
 
-The rules and their order are those of `penstock.runner.sampling.truncation`: min_p, then top_k of what that leaves,
-then top_p of what both leave, each keeping whatever equals its threshold.
+The rules and their order are those of `penstock.runner.sampling.truncation`: min_p, then top_k of the remaining tokens,
+then top_p of those, each keeping values equal to its threshold.
 
     min_p     the row's maximum + log(min_p)
     top_k     the largest value that at least k logits reach
     top_p     the largest value above which at least top_p of the remaining mass lies
 
 `_measure_cuts` counts, per tile, the logits above a few cuts below the row's maximum, and their mass. The highest cut
-that surely leaves enough of them bounds what has to be looked at. `_collect` packs that, in the vocabulary's order and
-without atomics, as the counts tell each tile its place. `_select`, one program per row, holds the candidates in
-registers and bisects over the bits of float32, which finds the thresholds exactly. Where candidates do not fit (a flat
-distribution), it bisects over the row itself: slower, and just as exact.
+that certainly leaves enough of them bounds the candidates. `_collect` packs these, in the vocabulary's order and
+without atomics, because the counts determine each tile's position. `_select`, one program per row, holds the candidates
+in registers and bisects over the bits of float32, which finds the thresholds exactly. If the candidates do not fit (a
+flat distribution), it bisects over the row itself, which is slower but equally exact.
 
-Counts are integers; masses are added in a fixed order. A row's threshold therefore depends on that row alone. Rows
-without top_k and top_p end each of these programs at once.
+Counts are integers; masses are added in a fixed order. A row's threshold therefore depends only on that row. For rows
+without top_k and top_p each of these programs ends at once.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from penstock.kernels.triton.sampling.tiles import (
     value_of,
 )
 
-_SMALL = 1024  # most rows have no more candidates than this
+_SMALL = 1024  # most rows have at most this many candidates
 _SELECT_WARPS = 8
 
 
@@ -74,9 +74,8 @@ def find_thresholds(logits: torch.Tensor, rows: torch.Tensor, tables: SamplingTa
 
 @triton.jit
 def _cut(number, scaled_max, floor, temperature, top_k):
-    """Distances are 1 to 18.5: of logits where top_k counts, of their exponents where mass counts.
-
-    Programs that compute a cut on their own must find the same one: the polynomial's values are exact.
+    """Distances are 1 to 18.5: of logits for top_k, of their exponents for mass. Programs that compute a cut separately
+    must get the same one: the polynomial's values are exact.
     """
     distance = 1.0 + 0.25 * number * (number + 3.0)
     distance = tl.where(top_k > 0, tl.div_rn(distance, temperature), distance)
@@ -174,7 +173,7 @@ def _collect(
             mass = tl.sum(tl.load(tile_sums, mask=is_tile, other=0.0).to(tl.float64), 0)
             total = _total_mass(cut_sum_ptr, index, num_tiles, all_tiles, num_cuts)
             cuts = _cut(cut_numbers.to(tl.float32), scaled_max, floor, temperature, top_k)
-            # The margin covers what rounding may do to either sum.
+            # The margin covers the rounding of either sum.
             has_mass = mass >= top_p.to(tl.float64) * total * 1.00001
             is_enough = tl.where(top_k > 0, count >= top_k, has_mass) | (cuts <= floor)
             chosen = tl.min(tl.where(is_enough & (count <= capacity), cut_numbers, num_cuts), 0)
@@ -297,7 +296,7 @@ def _bisect_row(logits, temperature, scaled_max, floor, top_k, top_p, total, voc
 
 @triton.jit
 def _measure_row(logits, temperature, scaled_max, value, vocab: tl.constexpr, tile: tl.constexpr):
-    """(count, mass) of what reaches `value`."""
+    """Returns (count, mass) of the logits that are at least `value`."""
     place = tl.arange(0, tile)
     count = tl.zeros([tile], tl.int32)
     mass = tl.zeros([tile], tl.float64)
@@ -311,5 +310,5 @@ def _measure_row(logits, temperature, scaled_max, value, vocab: tl.constexpr, ti
 
 @triton.jit
 def _search_range(floor, scaled_max):
-    """Keys (int64) between which a threshold lies: everything reaches the first, nothing the second."""
+    """Returns keys (int64) between which a threshold lies: every logit reaches the first, none the second."""
     return key_of(floor), key_of(scaled_max) + 1

@@ -1,8 +1,7 @@
-"""Which drafts stand.
-
-`verify` accepts, of each request's window, the run of drafts that are the tokens sampled in their places; a gap (-1) is
-never accepted. `toss` accepts by the toss of a coin, as `penstock.runner.speculation.synthetic` does: the number of
-(seed, position) is below the place's rate, and the request's grammar allows the draft. One program per request.
+"""Determines which drafts are accepted. `verify` accepts, in each request's window, the leading drafts that equal the
+sampled tokens; a gap (-1) is never accepted. `toss` accepts at random, like `penstock.runner.speculation.synthetic`: if
+the number of (seed, position) is below the position's rate and the request's grammar allows the draft. One program per
+request.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ def verify(
     num_accepted: torch.Tensor,  # [R] int64, written
     num_real_drafts: torch.Tensor,  # [R] int64, written: drafts before the first gap
 ) -> None:
-    """A window of n rows judges its request's first n - 1 drafts; where there is none, nothing is accepted."""
+    """A window of n rows verifies its request's first n - 1 drafts; without a window nothing is accepted."""
     num_reqs, max_num_drafts = len(rows), drafts.shape[1]
     assert logits_start_loc.shape == (num_reqs + 1,), f"{tuple(logits_start_loc.shape)} for {num_reqs} requests"
     assert num_accepted.shape == num_real_drafts.shape == (num_reqs,), f"{num_accepted.shape} {num_real_drafts.shape}"
