@@ -91,7 +91,7 @@ def test_a_wrong_packed_weight_is_named() -> None:
 def test_processes_that_fail(tmp_path: Path) -> None:
     before = children()
     dies = [sys.executable, "-c", "raise RuntimeError('planted')"]
-    with pytest.raises(ConfigError, match=r"the quiet process .* failed: exit code 1\n(.*\n)*RuntimeError: planted"):
+    with pytest.raises(ConfigError, match=r"the reference process failed: exit code 1\n(.*\n)*RuntimeError: planted"):
         soak(EngineArgs(), PROMPTS, 6, 1, lambda tally: None, child=dies)
     waits = [sys.executable, "-c", "import threading; threading.Event().wait()"]
     with pytest.raises(soak_module._ChildError, match="did not end within 0 seconds"):
@@ -117,7 +117,7 @@ def record(folder: Path, rows: list[tuple[int, int]], **changes: object) -> Reco
     return Recording(folder, plan, Start(**start), np.load(folder / "rows.npy"))
 
 
-def test_what_counts_as_the_first_difference(tmp_path: Path) -> None:
+def test_the_order_of_differences(tmp_path: Path) -> None:
     """Weights, then positions, then stages, then requests. The keys are not those of one position alone."""
     keys = [row_key(position, stage, request) for position in range(3) for stage in range(6) for request in range(2)]
     expected = record(tmp_path / "expected", [(key, 7) for key in keys])

@@ -51,7 +51,7 @@ def _table(result: SoakResult) -> str:
     line = "{:<38} {:>9} {:>7} {:>13} {:>12}".format
     rows = [
         line("fresh processes", "processes", "rounds", "rows compared", "preemptions"),
-        line("quiet, compared with", 1, 1, f"{result.num_reference_rows:,}", 0),
+        line("reference", 1, 1, f"{result.num_reference_rows:,}", 0),
     ]
     for name, tally in result.tallies.items():
         rows.append(line(name, tally.num_processes, tally.num_rounds, f"{tally.num_rows:,}", tally.num_preemptions))

@@ -120,7 +120,7 @@ def soak(
         try:
             _run(drawer.reference(), reference_folder, child, timeout=None)
         except _ChildError as error:
-            raise ConfigError(f"the quiet process that others are compared with failed: {error}") from None
+            raise ConfigError(f"the reference process failed: {error}") from None
         reference = Recording.load(reference_folder)
         seconds = _HANGS_SECONDS + _HANGS_FACTOR * (clock.now() - started)
         result = SoakResult(reference.start.num_rows, len(reference.start.tensors))
