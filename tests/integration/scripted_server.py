@@ -32,7 +32,7 @@ VOCAB_SIZE = 4096
 
 @dataclass
 class Script:
-    """What every request is answered with from now on: `text` comes in pieces of `step` characters."""
+    """Sets the answer to every request from now on: `text` is streamed in pieces of `step` characters."""
 
     text: str = ""
     step: int = 3
@@ -113,7 +113,7 @@ class ScriptedServer:
     service: Service
 
     def answers(self, text: str, **fields: Any) -> None:
-        """What requests are answered with from now on."""
+        """Sets the answers to requests from now on."""
         self.llm.script = Script(text, **fields)
 
 

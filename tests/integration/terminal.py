@@ -28,7 +28,7 @@ class Terminal:
         os.write(self._controller, keys)
 
     def read_until(self, wanted: bytes) -> bytes:
-        """What the terminal shows up to `wanted`, which is passed over."""
+        """Returns the terminal's output up to `wanted`, which is consumed."""
         while wanted not in self._unread:
             assert self._receive(PATIENCE_S), f"waited for {wanted!r} after {self._unread!r}"
         before, self._unread = self._unread.split(wanted, 1)

@@ -119,7 +119,7 @@ def test_tokens(group: Callable[[str], dict[str, dict[str, Any]]]) -> None:
     assert {line["text"] for line in found.values()} == {"equal"}
 
 
-def test_tokens_that_differ_are_told(group: Callable[[str], Any], tmp_path: Path) -> None:
+def test_differing_tokens_are_reported(group: Callable[[str], Any], tmp_path: Path) -> None:
     from gpu_parts.common import Job
     from gpu_parts.tokens import _compare
 

@@ -23,7 +23,7 @@ def run(*arguments: str, stdin: str | bytes = "") -> subprocess.CompletedProcess
 
 
 def assert_start_lines(text: str) -> None:
-    """What every command with an engine says before it works."""
+    """The lines that every command with an engine prints at the start."""
     assert text.startswith("Loading demo ...\n")
     assert re.search(r"^  model +demo, bfloat16$", text, re.MULTILINE)
     assert re.search(r"^  device +cpu, (amx|avx512|avx2|generic|torch) kernels, \d+ threads?$", text, re.MULTILINE)

@@ -63,7 +63,7 @@ def test_the_answers_are_those_of_one_engine_and_both_work(server: ServerProcess
     assert all(after[engine] > before[engine] for engine in ("0", "1")), (before, after)
 
 
-def test_a_request_runs_where_its_header_says(server: ServerProcess) -> None:
+def test_the_header_chooses_the_engine(server: ServerProcess) -> None:
     for rank in ("1", "0", "1", "1"):
         before = by_engine(server, "vllm:request_success_total")
         assert complete(server, "Once upon a time", rank).status == 200
@@ -90,7 +90,7 @@ def test_each_engine_has_its_dashboard(server: ServerProcess) -> None:
     assert call(server.url, "GET", "/dashboard/events?rank=2").status == 404
 
 
-def test_each_engine_says_what_it_is(server: ServerProcess) -> None:
+def test_each_engine_reports_its_configuration(server: ServerProcess) -> None:
     assert by_engine(server, "penstock:engine_info") == {"0": 1.0, "1": 1.0}
     assert by_engine(server, "vllm:cache_config_info") == {"0": 1.0, "1": 1.0}
 

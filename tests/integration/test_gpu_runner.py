@@ -296,7 +296,7 @@ def test_a_replayed_step_launches_nothing_beside_its_graphs(
     monkeypatch.setattr(Worker, "sample_tokens", sampled)
 
     def replayed(numbers: Sequence[int]) -> list[set[str]]:
-        """What was launched behind the forward passes of uniform steps."""
+        """Returns the launches after the forward passes of uniform steps."""
         by_step.clear()
         outputs_of(numbers, speculative_config=speculative, max_num_seqs=3)
         steps = [step for step in by_step if step[0]]

@@ -58,7 +58,9 @@ def test_the_tokens_of_the_cpu(overlap: bool, speculative: dict[str, Any] | None
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 @pytest.mark.parametrize("speculative", SPECULATIVE.values(), ids=SPECULATIVE)
-def test_nobody_waits(speculative: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_do_not_synchronise_with_the_device(
+    speculative: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """torch raises where it would. The first engine compiles, and may."""
     monkeypatch.setenv("PENSTOCK_DEBUG", "0")
     tokens_of(device="cuda", speculative_config=speculative)

@@ -180,7 +180,7 @@ def test_tiers(plain_tokens: list[list[int]], size: tuple[int, int], overlap: bo
 
 @pytest.mark.long
 @pytest.mark.parametrize(("writer", "reader"), [((2, 1), (1, 1)), ((1, 1), (1, 2)), ((1, 3), (4, 1)), ((2, 2), (3, 1))])
-def test_what_some_ranks_stored_others_load(
+def test_kv_stored_by_some_ranks_is_loaded_by_others(
     plain_tokens: list[list[int]], writer: tuple[int, int], reader: tuple[int, int], tmp_path: Path
 ) -> None:
     for size, loads in ((writer, False), (reader, True)):
@@ -211,6 +211,6 @@ def test_uneven_layers(plain_tokens: list[list[int]]) -> None:
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be at least 1"),
     ],
 )
-def test_what_cannot_be_divided_is_refused(arguments: dict[str, Any], message: str) -> None:
+def test_indivisible_models_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM(**arguments)

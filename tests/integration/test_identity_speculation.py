@@ -108,7 +108,7 @@ def test_the_built_in_head_guesses_right_at_every_position() -> None:
     assert all(count > 0 for count in accepted)
 
 
-def test_what_a_request_can_ask_for() -> None:
+def test_sampling_parameters_of_a_request() -> None:
     """Penalties, logprobs, min_tokens, stop tokens, n and an opt-out, inside the window."""
     prompt = "The key of Anna is in the red box. Where is the key of Anna? The key of Anna is in the"
     asked = [

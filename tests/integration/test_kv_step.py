@@ -71,7 +71,7 @@ def pairs(hooks: list[tuple[str, object]]) -> list[tuple[tuple[str, object], tup
 
 
 def test_saves_are_finalised_behind_the_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `wait_for_save` sees of a block must not change before the next step begins."""
+    """A block's content at `wait_for_save` must not change before the next step begins."""
     propose = EagerPasses.propose
 
     def recorded(self: EagerPasses, *args: Any) -> None:

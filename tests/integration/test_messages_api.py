@@ -274,7 +274,7 @@ def test_an_error_in_a_stream_is_an_event(scripted: ScriptedServer) -> None:
     assert answer["error"]["type"] == "api_error"
 
 
-def test_arguments_that_are_no_object_are_told_as_none(scripted: ScriptedServer) -> None:
+def test_arguments_that_are_not_an_object_become_an_empty_input(scripted: ScriptedServer) -> None:
     scripted.answers('<tool_call>{"name": "get_weather", "arguments": {"city": "Par', finish_reason="length")
     client = anthropic.Anthropic(base_url=scripted.url, api_key="x", max_retries=0)
     asked: Any = {"model": "demo", "max_tokens": 4, "messages": WEATHER, "tools": TOOLS}

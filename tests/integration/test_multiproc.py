@@ -81,7 +81,7 @@ def test_the_tokens_are_those_of_one_process(engine_args: dict[str, Any]) -> Non
         assert stats.speculation.num_accepted_tokens > 0
 
 
-def test_a_configuration_that_cannot_work_is_refused_in_its_own_words() -> None:
+def test_an_invalid_configuration_is_refused_with_its_own_message() -> None:
     with pytest.raises(ConfigError, match="lower kv_cache_memory to"):
         LLM(max_model_len=64, kv_cache_memory=1 << 62, distributed_executor_backend="mp")
 

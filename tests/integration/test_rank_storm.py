@@ -26,7 +26,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 
 
 def request(number: int, name: str) -> EngineRequest:
-    """Of 24 kinds, some of them greedy."""
+    """Requests of 24 kinds, some of them greedy."""
     kind = number % NUM_PROMPTS
     rng = random.Random(kind)
     prompt = tuple(rng.randrange(300, 4000) for _ in range(2 + kind * 2)) + (311, 312, 313) * (kind % 3)
@@ -42,7 +42,7 @@ def request(number: int, name: str) -> EngineRequest:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[int, list[int]]:
-    """What each kind of request gets by itself on one rank."""
+    """The output of each kind of request run alone on one rank."""
     core = build_engine(EngineArgs.from_kwargs(**ARGUMENTS)).core
     found: dict[int, list[int]] = {}
     for kind in range(NUM_PROMPTS):

@@ -77,7 +77,9 @@ def test_the_tokens_are_those_of_one_rank(
 
 @pytest.mark.alone
 @pytest.mark.parametrize("is_here", [True, False], ids=["shared memory", "gloo"])
-def test_a_killed_actor_is_told_within_a_second(cluster: None, monkeypatch: pytest.MonkeyPatch, is_here: bool) -> None:
+def test_a_killed_actor_is_reported_within_a_second(
+    cluster: None, monkeypatch: pytest.MonkeyPatch, is_here: bool
+) -> None:
     if not is_here:
         monkeypatch.setattr(ray_executor, "_are_all_here", lambda places: len(places) == 1)
     llm = LLM(distributed_executor_backend="ray", tensor_parallel_size=2, **SMALL)

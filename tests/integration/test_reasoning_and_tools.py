@@ -246,7 +246,7 @@ def test_text_between_calls_keeps_its_place(get: Get, api: str) -> None:
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("parser", ["qwen3", "deepseek_r1"])
 @pytest.mark.parametrize("step", [1, 3, 1000])
-def test_reasoning_is_told_apart(get: Get, parser: str, api: str, step: int) -> None:
+def test_reasoning_is_separated_from_the_answer(get: Get, parser: str, api: str, step: int) -> None:
     server = get(reasoning_parser=parser)
     ask, called, ended = APIS[api]
     server.answers(THOUGHT + "Sunny.", step=step)

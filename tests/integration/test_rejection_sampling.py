@@ -112,7 +112,9 @@ def plain_beginnings() -> Counter[tuple[int, ...]]:
 
 @pytest.mark.parametrize("overlap", [exhaustive(False), True])
 def test_the_engine_s_distribution_is_the_plain_one(plain_beginnings: Counter[tuple[int, ...]], overlap: bool) -> None:
-    """Of the first token, the first two and the first three, in two samples of equal size with other seeds."""
+    """Counts of the first token, the first two and the first three, in two samples of equal size with different
+    seeds.
+    """
     beginnings, stats = count_beginnings(NUM_SEEDS, speculative_config=config("mtp"), async_scheduling=overlap)
     assert NUM_SEEDS / 8 < stats.num_accepted_tokens < stats.num_draft_tokens - NUM_SEEDS / 8
     for length in (1, 2, 3):
@@ -133,7 +135,7 @@ def shortened(counts: Counter[tuple[int, ...]], length: int) -> Counter[tuple[in
     return found
 
 
-def test_what_a_request_can_ask_for() -> None:
+def test_sampling_parameters_of_a_request() -> None:
     """Logprobs are the model's of the tokens that came; opting out is the plain run; a grammar holds."""
     seeded: dict[str, Any] = {"temperature": 1.0, "max_tokens": 24, "ignore_eos": True}
     llm = LLM(**PLAIN)

@@ -252,7 +252,7 @@ def test_a_conversation_is_continued_without_its_instructions(scripted: Scripted
     client.responses.create(model="demo", input="Why?", previous_response_id=third.id)
 
 
-def test_what_must_not_be_stored_is_not(scripted: ScriptedServer) -> None:
+def test_responses_with_store_false_are_not_stored(scripted: ScriptedServer) -> None:
     scripted.answers("Five.")
     client = keyed(scripted)
     before = len(scripted.service.stored_responses)

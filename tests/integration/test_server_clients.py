@@ -26,7 +26,7 @@ def server() -> Iterator[ServerProcess]:
 
 
 def run(name: str, server: ServerProcess) -> dict[str, Any]:
-    """What a client got, from a process of its own."""
+    """The output of a client that runs in a separate process."""
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"{name} is not installed: pip install -c constraints.txt -e '.[dev]'")
     command = [sys.executable, "-m", "tests.integration.clients", name, server.url]

@@ -315,7 +315,7 @@ def test_echo(client: OpenAI, llm: LLM, stream: bool) -> None:
     assert only["logprobs"]["top_logprobs"][0] is None
 
 
-def test_echo_without_output_is_not_charged_and_has_no_end_of_its_own(client: OpenAI) -> None:
+def test_echo_without_output_counts_no_output_tokens_and_has_no_end(client: OpenAI) -> None:
     # The token that the engine makes, and that is not returned, is one that would stop.
     answer = complete(client, max_tokens=0, echo=True, extra={"stop_token_ids": [2], "allowed_token_ids": [2]})
     assert answer.usage.completion_tokens == 0

@@ -207,7 +207,7 @@ def test_tokenizing_wrongly(url: str) -> None:
         assert refused(*call(f"{url}/detokenize", {"tokens": tokens}))["param"] == "tokens"
 
 
-def test_the_client_raises_what_it_should(url: str) -> None:
+def test_the_client_raises_the_matching_exception(url: str) -> None:
     with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         with pytest.raises(openai.NotFoundError, match="gpt-4"):
             client.completions.create(model="gpt-4", prompt="x")
@@ -238,7 +238,7 @@ def test_more_prompts_than_the_queue_holds_are_a_bad_request() -> None:
             assert client.completions.create(model="demo", prompt=["a"] * 2, max_tokens=1).choices[1].index == 1
 
 
-def test_the_message_speaks_of_what_was_meant(url: str) -> None:
+def test_the_message_names_the_intended_field(url: str) -> None:
     """Where a field may have several types, the one that fits best is the one that is explained."""
     cases = [
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content: Input should be"),

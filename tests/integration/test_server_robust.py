@@ -166,7 +166,7 @@ def test_a_signal_lets_running_requests_finish(number: int) -> None:
 
 
 @pytest.mark.parametrize(("timeout", "again"), [("0.5", None), ("60", signal.SIGTERM), ("60", signal.SIGINT)])
-def test_who_runs_too_long_is_told_so(timeout: str, again: int | None) -> None:
+def test_a_request_that_runs_too_long_gets_an_error(timeout: str, again: int | None) -> None:
     with serve("--shutdown-timeout", timeout) as server, ThreadPoolExecutor(1) as pool:
         _, events = open_stream(server)
         whole = pool.submit(call, server.url, "POST", COMPLETIONS, endless(stream=False))
@@ -181,7 +181,7 @@ def test_who_runs_too_long_is_told_so(timeout: str, again: int | None) -> None:
         assert "Traceback" not in "".join(server.log)
 
 
-def test_an_idle_server_ends_quickly_whoever_is_connected() -> None:
+def test_an_idle_server_ends_quickly_with_open_connections() -> None:
     with (
         serve() as server,
         send_dashboard_request(server),
@@ -272,7 +272,7 @@ def _hang_up_before_the_body_is_there(server: ServerProcess) -> None:
 
 
 def _hang_up_after_half_a_chunk(server: ServerProcess) -> None:
-    """What came looks like a whole body, but the sender did not say so."""
+    """The received bytes look like a complete body, but the sender did not end it."""
     body = json.dumps(endless()).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with connect(server.url) as connection:
@@ -296,7 +296,9 @@ HANG_UPS = [
 
 
 @pytest.mark.parametrize("hang_up", HANG_UPS)
-def test_who_hangs_up_frees_everything(small: ServerProcess, hang_up: Callable[[ServerProcess], None]) -> None:
+def test_a_disconnected_client_frees_its_resources(
+    small: ServerProcess, hang_up: Callable[[ServerProcess], None]
+) -> None:
     hang_up(small)
     # Far sooner than the request would have ended by itself.
     wait_for(small, 0, 2)
@@ -330,7 +332,7 @@ async def _run_client(url: str, client: int, hang_up_after: int | None) -> list[
         writer.transport.abort()
 
 
-def test_hanging_up_changes_nobody_elses_tokens_and_costs_no_memory() -> None:
+def test_disconnecting_changes_no_other_tokens_and_leaks_no_memory() -> None:
     chance = random.Random(1)
 
     async def run_round(url: str) -> dict[int, list[int]]:
@@ -356,7 +358,7 @@ def test_hanging_up_changes_nobody_elses_tokens_and_costs_no_memory() -> None:
 # ---- Clients that dawdle ----
 
 
-def test_a_slow_reader_holds_up_nobody() -> None:
+def test_a_slow_reader_does_not_delay_others() -> None:
     with serve() as server:
         lazy = Stream(server.url, COMPLETIONS, endless(**BULKY | {"max_tokens": 100}), receive_buffer=4096)
         wait_for(server, 8)
@@ -463,7 +465,7 @@ def test_a_head_has_a_bound(small: ServerProcess) -> None:
     assert call(small.url, "GET", "/health").status == 200
 
 
-def test_a_huge_prompt_stops_nobody(small: ServerProcess) -> None:
+def test_a_huge_prompt_does_not_delay_others(small: ServerProcess) -> None:
     """Refusing what is far too long must not hold up everybody else meanwhile."""
     longest = 0.0
     is_over = threading.Event()

@@ -86,7 +86,7 @@ def _paths(routes: list[BaseRoute]) -> Iterator[tuple[str, str]]:
 
 
 async def _status(app: ASGIApp, method: str, path: str, headers: list[tuple[bytes, bytes]]) -> int:
-    """What an app answers, without a server."""
+    """Returns an app's response, without a server."""
     sent: list[Message] = []
     scope: Scope = {
         "type": "http", "http_version": "1.1", "method": method, "path": path, "raw_path": path.encode(),
@@ -127,7 +127,7 @@ SPELLINGS = [
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "POST", "BREW"])
-def test_odd_spellings_let_nobody_in(keyed: ServerProcess, method: str) -> None:
+def test_odd_spellings_do_not_bypass_authentication(keyed: ServerProcess, method: str) -> None:
     for target in SPELLINGS:
         data = f"{method} {target} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode()
         with connect(keyed.url) as connection:
@@ -136,7 +136,7 @@ def test_odd_spellings_let_nobody_in(keyed: ServerProcess, method: str) -> None:
         assert status in (b"401", b"400"), (target, status)
 
 
-def test_only_what_supervisors_ask_is_public(keyed: ServerProcess) -> None:
+def test_only_the_routes_of_supervisors_are_public(keyed: ServerProcess) -> None:
     assert call(keyed.url, "GET", "/health").json() == {"status": "ok", "reason": None}
     assert call(keyed.url, "GET", "/ready").json() == {"ready": True, "reason": None}
     assert call(keyed.url, "GET", "/metrics").body.startswith(b"# HELP")
@@ -158,7 +158,7 @@ def test_metrics_can_need_a_key() -> None:
         assert asyncio.run(_status(app, "GET", "/v1/models", [])) == 401
 
 
-def test_administration_has_a_key_of_its_own(keyed: ServerProcess) -> None:
+def test_administration_has_a_separate_key(keyed: ServerProcess) -> None:
     for method, path in ADMIN_ROUTES:
         for key in KEYS:
             check_refused(call(keyed.admin_url, method, path, headers=bearer(key)))
@@ -337,7 +337,7 @@ def test_a_body_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_two_lengths_are_refused(local: ServerProcess) -> None:
-    """What two servers in a row could read differently is refused by the first parser."""
+    """The parser refuses requests that two chained servers could interpret differently."""
     for head in (b"Content-Length: 2\r\nTransfer-Encoding: chunked", b"Content-Length: 2\r\nContent-Length: 3"):
         data = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n" + head + b"\r\n\r\n{}\r\n0\r\n\r\n"
         assert send_raw(local.url, data).status == 400
@@ -470,7 +470,7 @@ def test_templates_reach_nothing(source: str) -> None:
     assert not text.strip()
 
 
-def test_nobody_else_can_talk_to_the_core(local: ServerProcess) -> None:
+def test_other_processes_cannot_connect_to_the_core(local: ServerProcess) -> None:
     """Beside its ports a server listens nowhere; the core is reached through a socket pair without a name."""
     listening = [line.split() for line in Path("/proc/net/tcp").read_text(encoding="utf-8").splitlines()[1:]]
     inodes = {row[9] for row in listening if row[3] == "0A"}

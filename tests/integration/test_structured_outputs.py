@@ -175,7 +175,7 @@ def test_grammars_that_cannot_be(client: OpenAI, wanted: Any) -> None:
         ask(client, extra_body={"structured_outputs": wanted})
 
 
-def test_a_hostile_schema_costs_its_own_request_only(client: OpenAI, server: ServerProcess) -> None:
+def test_a_malicious_schema_fails_only_its_own_request(client: OpenAI, server: ServerProcess) -> None:
     """While it is being refused, others get what they get alone."""
     hostile = {"regex": "(((((a{1,100}){1,100}){1,100}){1,100})b?){1,100}"}
     alone = ask(client, temperature=0).message.content

@@ -109,7 +109,7 @@ def test_noise_that_depends_on_the_batch(monkeypatch: pytest.MonkeyPatch, capsys
 
 
 @pytest.mark.long
-def test_blocks_found_by_what_is_in_them_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hashes_without_the_prefix_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hash that forgets what stands before its block gives other prompts' KV."""
 
     def forgetful(chain: list[bytes], root: bytes, tokens: list[int], block_size: int, num_tokens_ahead: int) -> None:
@@ -158,7 +158,7 @@ def test_a_token_lost_at_a_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("one_process")
-def test_a_row_in_which_nothing_happened_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_row_without_its_event_is_marked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("x\ny\n\n", encoding="utf-8")
     assert main(["verify", "--prompts", str(prompts), "--max-tokens", "2", "--skip-tokenizer-init"]) == 2

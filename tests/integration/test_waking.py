@@ -222,7 +222,7 @@ def test_the_thread_keeps_no_engine_alive(tmp_path: Path) -> None:
     wait_until(lambda: not is_served(), "the thread stays")
 
 
-def test_a_step_that_fails_is_told_with_the_next_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_step_is_reported_by_the_next_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     working = make_working(tmp_path)
 
     def fail(plan: object) -> None:

@@ -43,7 +43,7 @@ def traffic() -> dict[str, list[str]]:
 
 
 def milliseconds_to_first_token() -> list[float]:
-    """Of single requests, each of which finds the processor's caches cold, as one that comes after a pause does."""
+    """Times of single requests, each with cold processor caches, like a request after a pause."""
     llm = LLM(max_model_len=600)
     params = SamplingParams(temperature=0.0, max_tokens=1)
     found: list[float] = []

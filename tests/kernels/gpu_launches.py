@@ -37,7 +37,7 @@ def launches_of(module: str, function: str) -> list[Launch]:
 
 
 class _Driver:
-    """What Triton asks of a driver before it runs anything."""
+    """The driver interface that Triton needs before it launches a kernel."""
 
     def get_current_device(self) -> int:
         return 0

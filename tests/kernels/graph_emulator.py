@@ -46,7 +46,7 @@ class _Operations(TorchDispatchMode):
 
 
 class Tape:
-    """What is being recorded, if anything is."""
+    """The current recording, if there is one."""
 
     def __init__(self) -> None:
         self._launches: list[Launch] | None = None

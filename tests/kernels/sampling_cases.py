@@ -124,7 +124,7 @@ class Case:
         return case
 
     def kept(self, logits: torch.Tensor) -> torch.Tensor:
-        """What the reference leaves of [n, vocab_size] logits."""
+        """Returns [n, vocab_size] logits as truncated by the reference."""
         scaled = logits.float() / self.batch.temperatures(range(len(logits)))
         sampler.truncate(scaled, self.batch)
         return scaled > -math.inf

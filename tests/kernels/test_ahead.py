@@ -31,7 +31,7 @@ def test_an_engine_asks_for_nothing_else(engine_args: dict[str, Any]) -> None:
         assert walked == in_a_new_process("walked", "cpu", {}), "memory makes a difference"
 
 
-def test_what_moves_blocks() -> None:
+def test_kernels_that_move_blocks_are_compiled() -> None:
     moves = [name for name in in_a_new_process("walked", "meta", OFFLOAD) if "_move_blocks" in name]
     assert len(moves) == 2
 
@@ -49,7 +49,7 @@ def test_the_fused_decoder() -> None:
     assert len(without_memory) >= 7
 
 
-def test_what_is_compiled_is_found(tmp_path: Path) -> None:
+def test_compiled_kernels_are_found(tmp_path: Path) -> None:
     cache = {"TRITON_CACHE_DIR": str(tmp_path)}
     assert in_a_new_process("compile_two", **cache) == {"compiled": 2, "found": 0}
     assert in_a_new_process("compile_two", **cache) == {"compiled": 0, "found": 2}
@@ -81,7 +81,7 @@ def test_a_cpu_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         wait()
 
 
-def test_a_failure_is_told_and_the_engine_goes_on(
+def test_a_failure_is_reported_and_the_engine_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -96,7 +96,7 @@ def test_a_failure_is_told_and_the_engine_goes_on(
         assert "kernels could not be compiled ahead: AssertionError: kernels that are interpreted" in caplog.text
 
 
-def test_what_is_complete_is_not_walked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_complete_cache_is_not_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compile_ahead, "_wait", lambda processes, claims: True)
     config = make_config(EngineArgs(device="cpu"))

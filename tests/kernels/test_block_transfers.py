@@ -74,7 +74,7 @@ def test_the_kernel_moves_bytes() -> None:
         assert all(torch.equal(layer[kept], other[kept]) for layer, other in zip(layers, others, strict=True))
 
 
-def test_what_is_read_is_what_lay_there(transfers: tuple[BlockTransfers, KVCache]) -> None:
+def test_reads_return_the_stored_bytes(transfers: tuple[BlockTransfers, KVCache]) -> None:
     """Later writes and the time of the read make no difference."""
     many, cache = transfers
     wanted = expected(cache, PLACES)
@@ -105,7 +105,7 @@ def cut(data: bytes) -> list[memoryview]:
     return [memoryview(data)[start:end] for start, end in itertools.pairwise(edges)]
 
 
-def test_what_is_written_is_there_and_is_shown(transfers: tuple[BlockTransfers, KVCache]) -> None:
+def test_writes_are_stored_and_reported(transfers: tuple[BlockTransfers, KVCache]) -> None:
     many, cache = transfers
     before = expected(cache, [(0, block) for block in range(NUM_BLOCKS)])
     data = [bytes([number + 1]) * len(each) for number, each in enumerate(expected(cache, PLACES))]
@@ -119,7 +119,7 @@ def test_what_is_written_is_there_and_is_shown(transfers: tuple[BlockTransfers, 
     assert expected(cache, [(0, block) for block in untouched]) == [before[block] for block in untouched]
 
 
-def test_what_fails_is_told_and_gives_its_room_back(transfers: tuple[BlockTransfers, KVCache]) -> None:
+def test_failures_are_reported_and_free_their_slots(transfers: tuple[BlockTransfers, KVCache]) -> None:
     many, _ = transfers
 
     def fails(number: int, parts: Sequence[memoryview]) -> None:

@@ -118,7 +118,7 @@ class Settings:
         return self.chain_of(self.cell, operands, setting, capabilities)
 
 
-def test_only_what_is_right_counts() -> None:
+def test_settings_with_wrong_results_are_excluded() -> None:
     from gpu_parts.tuning import measure
 
     calls: list[str] = []
@@ -168,7 +168,7 @@ def test_the_places_and_their_settings() -> None:
 
 
 def test_compiles_ahead_without_a_gpu(tmp_path: Path) -> None:
-    """What a GPU would be asked for, which the names in Triton's cache show."""
+    """Returns the kernels that a GPU would launch, from the names in Triton's cache."""
     pytest.importorskip("penstock.runner.gpu.ahead")
     code = """
 import gpu_tune

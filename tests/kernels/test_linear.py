@@ -55,7 +55,7 @@ def test_agrees_with_float64(isa: str, dtype: torch.dtype, k: int, n: int, with_
 
 @pytest.mark.parametrize(("isa", "dtype", "shape"), grid(ISAS, DTYPES, ((1024, 320), (321, 1000), (37, 5))))
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_wide_output_is_what_the_narrow_one_is_rounded_from(
+def test_rounded_wide_output_equals_narrow_output(
     isa: str, dtype: torch.dtype, shape: tuple[int, int], with_bias: bool
 ) -> None:
     k, n = shape

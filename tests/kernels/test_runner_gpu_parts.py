@@ -32,7 +32,7 @@ def test_tables_are_written_alike() -> None:
     assert written(StagedTableWriter(DEVICE, 2)) == written(HostTableWriter())
 
 
-def test_a_ring_keeps_what_may_still_be_copied() -> None:
+def test_a_ring_keeps_buffers_that_may_still_be_copied() -> None:
     ring, out = PinnedRing(4, 2, DEVICE), torch.zeros(4, dtype=torch.uint8, device=DEVICE)
     slots = []
     for step in range(3):

@@ -56,7 +56,7 @@ class LatePlace:
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.bool])
-def test_what_arrives_is_what_was_sent(num_threads: int, dtype: torch.dtype) -> None:
+def test_copies_are_exact(num_threads: int, dtype: torch.dtype) -> None:
     random = torch.Generator().manual_seed(num_threads)
     queue = LateQueue()
     with closing(Stager(queue, CHUNK, num_threads)) as stager, torch.inference_mode():

@@ -250,7 +250,7 @@ class TestFused:
         self.run(((2, 70), (0, 0), (1, 5)), padding=(2, 4), merges=False)
 
     @pytest.mark.parametrize("before", [62, 64])
-    def test_boxes_never_hold_what_was_just_stored(self, before: int) -> None:
+    def test_boxes_never_contain_keys_stored_in_the_same_launch(self, before: int) -> None:
         self.run(((3, before), (1, 200)), block_size=64, keys=32, use_tma=True)
 
     def test_has_no_place_in_a_deterministic_engine(self) -> None:
@@ -292,7 +292,7 @@ class TestDeterministic:
 class TestPlanner:
     SHAPE = AttentionShape(16, 8, 128, 16, torch.bfloat16)
 
-    def test_decode_takes_what_the_batch_and_the_context_ask_for(self) -> None:
+    def test_decode_plans_depend_on_batch_and_context(self) -> None:
         planner = AttentionPlanner(self.SHAPE, AttentionLimits(64, 16384, 4), "cpu")
         tiles = [planner.plan(*sizes).tile for sizes in ((1, 1, 256), (8, 4, 2000), (64, 1, 256), (9, 1, 16384))]
         assert [(tile.split, tile.max_splits, tile.warps) for tile in tiles] == [
@@ -334,7 +334,7 @@ class TestPlanner:
             ({"num_heads": 136}, "num_attention_heads is 136 for 8"),
         ],
     )
-    def test_names_what_it_does_not_have(self, change: dict[str, int], message: str) -> None:
+    def test_errors_name_the_unsupported_shape(self, change: dict[str, int], message: str) -> None:
         with pytest.raises(ConfigError, match=message):
             AttentionPlanner(replace(self.SHAPE, **change), AttentionLimits(1, 16), "cpu")
 

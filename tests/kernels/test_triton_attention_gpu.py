@@ -74,7 +74,7 @@ class TestSameBits:
         parts = [Part(own, 10 * i, 10 * i + 1) for i in range(batch - 1)]
         assert torch.equal(run([*parts, Part(own, 600, 601)], window)[-1:], alone)
 
-    def test_wherever_the_blocks_lie_and_whoever_merges(self, case: tuple[Sequence, int]) -> None:
+    def test_bits_do_not_depend_on_block_ids_or_the_merging_program(self, case: tuple[Sequence, int]) -> None:
         own, window = case
         parts = [Part(own, 650, 654)]
         outs = [run(parts, window, size, seed) for size in (16, 32, 64, 128) for seed in (0, 1)]

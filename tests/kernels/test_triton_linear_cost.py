@@ -127,7 +127,7 @@ def test_products(shape: tuple[str, int], role: Role) -> None:
 
 
 @pytest.mark.parametrize(("role", "bucket"), [(Role.DOWN, 1), (Role.GATE_UP, 32), (Role.DOWN, 16)])
-def test_products_without_what_came_with_hopper(role: Role, bucket: int) -> None:
+def test_products_without_hopper_features(role: Role, bucket: int) -> None:
     cost = compile_product("Qwen3-8B", role, bucket, tma=False, pdl=False)
     assert_fits(cost)
     assert not any(word in cost.ptx for word in ("griddepcontrol", "cp.async.bulk"))

@@ -39,7 +39,7 @@ def check(requests: Sequence[Sequence[int]], shortest: int, longest: int, num_dr
     assert drafts[-1].tolist() == [-1] * num_drafts
 
 
-def test_what_the_cpu_finds() -> None:
+def test_finds_the_same_drafts_as_the_cpu() -> None:
     random = Random(1)
     for _ in range(12):
         requests = [[random.randrange(3) for _ in range(random.randint(1, 40))] for _ in range(12)]

@@ -72,7 +72,7 @@ def garbage(num_reqs: int, num_tokens: int, num_groups: int) -> StepInputs:
     ahead=st.integers(0, 4),
     last_position=st.integers(100, 1600),
 )
-def test_prepares_what_the_torch_operations_do(
+def test_prepares_the_same_inputs_as_the_torch_operations(
     steps: list[tuple[int, int]],
     padding_reqs: int,
     padding_tokens: int,
@@ -205,7 +205,7 @@ def test_a_write_beyond_its_row_is_a_bug_of_the_caller() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 5])
 @pytest.mark.parametrize("num_drafts", [1, 3, 20])
-def test_drafts_stand_behind_what_is_known(count: int, num_drafts: int) -> None:
+def test_drafts_follow_the_known_tokens(count: int, num_drafts: int) -> None:
     proposed = torch.randint(-1, 1000, (count + 2, num_drafts))[:, :num_drafts]
     rows = torch.cat((torch.randperm(ROWS - 1)[:count], torch.full((2,), -1)))
     found = []

@@ -174,7 +174,7 @@ def test_a_drafter_that_is_the_target_is_always_right() -> None:
         assert torch.equal(found[is_drafted], windows.drafts[windows.logits_rows, place][is_drafted])
 
 
-def test_what_is_no_number_and_gaps() -> None:
+def test_nan_logits_and_gaps() -> None:
     drafter = torch.randn(MAX_REQS, NUM_DRAFTS, 300)
     windows = Windows([{"temperature": 1.0}] * MAX_REQS, drafter)
     target = torch.randn(len(windows.request), 300)

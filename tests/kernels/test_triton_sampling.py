@@ -138,7 +138,7 @@ def check_case(case: Case, logits: torch.Tensor) -> Workspace:
     ("dtype", "vocab_size", "spread"),
     [(torch.float16, 100, 2.0), (torch.bfloat16, 9001, 3.0), (torch.float32, 9001, 0.5)],
 )
-def test_truncation_keeps_what_the_reference_keeps(dtype: torch.dtype, vocab_size: int, spread: float) -> None:
+def test_truncation_agrees_with_the_reference(dtype: torch.dtype, vocab_size: int, spread: float) -> None:
     check_truncation((spread * torch.randn(len(TRUNCATIONS), vocab_size)).to(dtype), TRUNCATIONS)
 
 

@@ -1,4 +1,4 @@
-"""How a bug is planted: a piece of the real source is exchanged for a wrong one, as a change by hand would do it."""
+"""How a bug is planted: part of the real source is replaced by wrong code, like a change by hand."""
 
 from __future__ import annotations
 

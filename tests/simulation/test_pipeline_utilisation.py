@@ -52,7 +52,7 @@ def test_the_host_s_time_is_hidden_by_asynchronous_scheduling(num_stages: int) -
 
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_without_micro_batches_the_stages_take_turns(num_stages: int) -> None:
-    """What the model shows when every step takes all requests: it can tell."""
+    """If every step takes all requests, the model shows it: the measurement can detect the problem."""
     config = SchedulerConfig(
         max_num_batched_tokens=64, max_num_seqs=64, max_model_len=2048, max_num_in_flight=num_stages
     )

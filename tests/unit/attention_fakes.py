@@ -276,7 +276,7 @@ def _module(name: str, *members: Any) -> ModuleType:
 
 
 def modules(backend: str) -> Sequence[ModuleType]:
-    """What the library of this attention backend consists of."""
+    """Returns the modules of this attention backend's library."""
     if backend == "flash_attention":
         return (_module("flash_attn_interface", flash_attn_with_kvcache),)
     return (

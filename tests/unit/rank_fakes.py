@@ -89,6 +89,6 @@ def make_facts(
 
 
 def make_engine_config(**given: int) -> EngineConfig:
-    """Of the built-in model: what the planning takes from it is its limits."""
+    """The configuration of the built-in model; planning uses only its limits."""
     args = {"device": "cpu", "max_model_len": 64, "max_num_batched_tokens": 64, **given}
     return make_config(EngineArgs(**args))  # pyright: ignore[reportArgumentType]

@@ -59,7 +59,7 @@ class Ranks:
             thread.start()
 
     def finish(self, seconds: float = 120.0) -> dict[ShardId, Any]:
-        """What each rank's body returned. Raises the first error that is not a consequence of another rank's."""
+        """Returns each rank's result. Raises the first error that is not a consequence of another rank's."""
         end = time.monotonic() + seconds
         for shard, thread in self.threads.items():
             thread.join(max(0.0, end - time.monotonic()))
@@ -96,7 +96,7 @@ def own_part(whole: torch.Tensor, sizes: list[int], index: int) -> torch.Tensor:
 
 @contextmanager
 def raises_soon(seconds: float = 0.5) -> Iterator[None]:
-    """What is inside raises RanksLostError before the time is over."""
+    """Checks that the body raises RanksLostError within the time limit."""
     start = time.monotonic()
     try:
         yield

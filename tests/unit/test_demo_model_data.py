@@ -130,7 +130,7 @@ FACTS = (
 
 
 def values_in(text: str, question: str) -> set[str]:
-    """What the text says in answer to the question."""
+    """Returns the text's answer to the question."""
     found = set()
     for asked, told in FACTS:
         match = re.fullmatch(asked + r"[^?.]*[?.]?", question)

@@ -96,7 +96,7 @@ PEER_COUNTS = ("transfers", "tokens", "bytes", "seconds", "failed")
 
 
 def transfers(direction: str, peer: str, *counts: float) -> dict[str, float]:
-    """What a connector says of transfers between its engine and one peer."""
+    """A connector's counters of transfers between its engine and one peer."""
     return {f"p2p_{direction}/{peer}/{what}": count for what, count in zip(PEER_COUNTS, counts, strict=True)}
 
 

@@ -35,7 +35,7 @@ def write(region: OffloadRegion, key: OffloadKey, chunk_id: int) -> None:
 
 
 class Replay:
-    """What a reader of the events alone believes."""
+    """The state according to a reader of the events alone."""
 
     def __init__(self) -> None:
         self.keys: dict[str, set[OffloadKey]] = {"CPU": set(), "STORAGE": set(), "SLOW": set()}
@@ -91,7 +91,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(prompt=prompts, length=lengths)
     def store_and_settle(self, prompt: list[OffloadKey], length: int) -> None:
-        """What mostly happens, and what fills the tiers: the prompt is stored and cascades."""
+        """The usual case, which fills the tiers: the prompt is stored and cascades."""
         self.begin_store(prompt, length)
         while self.stores:
             self.end_store(0, True, True)
@@ -115,7 +115,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(prompt=prompts, length=st.integers(2, 4), polls=st.integers(0, 2))
     def bring_up(self, prompt: list[OffloadKey], length: int, polls: int) -> None:
-        """What a request does that waits for its prompt."""
+        """The actions of a request that waits for its prompt."""
         self.promote(prompt, length)
         for _ in range(polls):
             self.manager.poll()

@@ -126,7 +126,7 @@ def stored_by(split: Split, seed: int = 1) -> tuple[Engine, list[bytes]]:
 
 
 def payloads(engine: Engine) -> list[bytes]:
-    """What the chunks hold, up to the end of the table."""
+    """The content of the chunks, up to the end of the table."""
     found: list[bytes] = []
     for block in STORES:
         chunk = engine.region.chunk(block.chunk_id)

@@ -48,7 +48,7 @@ def layouts_of(split: Split) -> dict[ShardId, KVLayout]:
 
 @cache
 def values_of(name: str) -> np.ndarray:  # [tokens, planes, heads, head_size] int16
-    """What every token has in all of the model's heads."""
+    """The expected content of every token in all of the model's heads."""
     rng = np.random.default_rng(crc32(name.encode()))
     num_heads = NUM_HEADS // (2 if name in DRAFT else 1)
     return rng.integers(1, 1 << 15, (3 * BLOCK_SIZE, 2, num_heads, HEAD_SIZE), np.int16)

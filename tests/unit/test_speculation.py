@@ -47,7 +47,7 @@ def test_a_gap_is_never_accepted() -> None:
 
 @pytest.mark.parametrize("quality", [0.0, 0.5, 1.0], ids=["never", "sometimes", "always"])
 def test_drafts_change_no_distribution(quality: float) -> None:
-    """What comes out has the target's distribution, and drafts are accepted as often as rejection sampling would.
+    """The output has the target's distribution, and drafts are accepted as often as with rejection sampling.
 
     Leviathan et al. 2023: a draft x of a drafter that proposes x for certain is accepted with probability p(x).
     """
