@@ -10,9 +10,10 @@ import pytest
 
 from penstock.kv_transfer.events import encode_batch
 from penstock.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
-from penstock.router.kv_view import KVView, Prompt
+from penstock.router.kv_view import KVView
 from penstock.router.prompts import question_of, salts_of, tokens_of
 from penstock.utils.cache_salt import scoped_salt
+from penstock.utils.held_blocks import PromptKeys
 
 
 def stored(first: int, count: int, salt: str | None = None, *, group: int = 0, **more: Any) -> BlockStored:
@@ -43,14 +44,14 @@ def view(*events: KVEvent) -> KVView:
 
 
 def cached(made: KVView, num_tokens: int = 40, *salts: str) -> int:
-    return made.num_cached(Prompt(range(num_tokens), salts or ("",)))
+    return made.num_cached(PromptKeys(range(num_tokens), salts or ("",)))
 
 
 def test_the_beginning_of_a_prompt_that_is_held_counts_in_whole_blocks() -> None:
     made = view(stored(0, 3), stored(3, 2))
     assert [cached(made, count) for count in (3, 4, 19, 20, 40)] == [0, 4, 16, 20, 20]
-    assert made.num_cached(Prompt([9, *range(1, 40)], ("",))) == 0
-    assert made.num_cached(Prompt([*range(8), 9, *range(9, 40)], ("",))) == 8
+    assert made.num_cached(PromptKeys([9, *range(1, 40)], ("",))) == 0
+    assert made.num_cached(PromptKeys([*range(8), 9, *range(9, 40)], ("",))) == 8
 
 
 def test_what_is_removed_or_cleared_does_not_count() -> None:

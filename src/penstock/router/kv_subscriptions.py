@@ -10,8 +10,9 @@ import zmq
 import zmq.asyncio
 
 from penstock.router.instances import Instance
-from penstock.router.kv_view import KVView, Prompt
+from penstock.router.kv_view import KVView
 from penstock.router.pool import Pool
+from penstock.utils.held_blocks import PromptKeys
 from penstock.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -62,7 +63,7 @@ class KVSubscriptions:
         """By URL, of the instances that publish events."""
         return {url: view.num_blocks for url, view in self._views.items()}
 
-    def cached(self, prompt: Prompt) -> dict[str, int]:
+    def cached(self, prompt: PromptKeys) -> dict[str, int]:
         """By URL, how many of the prompt's tokens the instances hold."""
         found = ((url, view.num_cached(prompt)) for url, view in self._views.items())
         return {url: count for url, count in found if count}

@@ -13,10 +13,10 @@ from penstock.router import bodies
 from penstock.router.dispatcher import Dispatcher
 from penstock.router.exchange import Asked, Call, Upstream, content_of
 from penstock.router.instances import State
-from penstock.router.kv_view import Prompt
 from penstock.router.pool import Member
 from penstock.utils.cache_salt import scoped_salt
 from penstock.utils.errors import PeerError
+from penstock.utils.held_blocks import PromptKeys
 from penstock.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -35,7 +35,7 @@ class Views(Protocol):
     @property
     def num_blocks(self) -> Mapping[str, int]: ...
 
-    def cached(self, prompt: Prompt) -> Mapping[str, int]: ...
+    def cached(self, prompt: PromptKeys) -> Mapping[str, int]: ...
 
 
 class EstimatedPrompts:
@@ -66,7 +66,7 @@ class TokenizedPrompts:
         tokens = await self._tokens(asked, body, min(ready, key=lambda each: each.num_outstanding))
         if not tokens:
             return estimated
-        return len(tokens), self._views.cached(Prompt(tokens, salts_of(asked.headers, body)))
+        return len(tokens), self._views.cached(PromptKeys(tokens, salts_of(asked.headers, body)))
 
     async def _tokens(self, asked: Asked, body: Mapping[str, Any], member: Member) -> Sequence[int]:
         given = bodies.only_prompt(body) if asked.path != _CHAT else None
