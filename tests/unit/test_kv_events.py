@@ -15,10 +15,12 @@ import zmq
 
 from penstock.config.kv_events import KVEventsConfig, parse_kv_events_config
 from penstock.core.block_hash import root_hash
+from penstock.engine.core_messages import CODEC
 from penstock.engine.engine_core import EngineCore
 from penstock.kv_transfer import events
 from penstock.kv_transfer.events import ZmqEventPublisher, encode_batch
 from penstock.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from penstock.messages.stats import StepReport
 from penstock.utils.errors import ConfigError
 from tests.unit.test_scheduler_storm import make_core, run_storm
 
@@ -97,6 +99,41 @@ def test_replaying_the_events_of_a_storm_gives_what_is_held(windows: tuple[int, 
     assert num_stored > 1000
     assert num_removed > 500
     assert num_with_tokens_ahead > 100
+
+
+class Published:
+    """Keeps all events."""
+
+    def __init__(self) -> None:
+        self.events: list[KVEvent] = []
+
+    def publish(self, events: Sequence[KVEvent]) -> None:
+        self.events += events
+
+    def shutdown(self) -> None: ...
+
+
+@pytest.mark.parametrize("reports", [True, False])
+def test_the_reports_carry_the_events_that_are_published_only_where_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, reports: bool
+) -> None:
+    published, reported, frames = Published(), list[KVEvent](), list[bytes]()
+    rng = random.Random(1)
+    core, devices = make_core(rng, (0, 9), 2, publisher=published, reports_kv_events=reports)
+
+    def note(report: StepReport) -> StepReport:
+        frames.append(CODEC.encode(report))
+        reported.extend(report.kv_events)
+        return report
+
+    step = core.step
+    monkeypatch.setattr(core, "step", lambda: note(step()))
+    run_storm(rng, core, devices)
+    assert core.reset_prefix_cache()
+    note(core.report())
+    assert len(published.events) > 20
+    assert reported == (published.events if reports else [])
+    assert any(b"kv_events" in frame for frame in frames) is reports
 
 
 # ---- How it looks ----

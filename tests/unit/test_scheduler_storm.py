@@ -36,6 +36,7 @@ def make_core(
     drafts: int = 0,
     publisher: EventPublisher | None = None,
     num_stages: int = 1,
+    reports_kv_events: bool = False,
 ) -> tuple[EngineCore, Devices]:
     has_drafter = drafts > 0 and rng.random() < 0.5
     layers = make_layers(windows, 1, has_drafter)
@@ -67,7 +68,8 @@ def make_core(
     executor = make_executor(devices, {(0, 0): NullWorkerConnector()})
     executor.load()
     executor.initialize(InitializeWorker(cache=cache, limits=config))
-    return EngineCore(scheduler, executor, depth, publisher, debug=True), devices
+    core = EngineCore(scheduler, executor, depth, publisher, debug=True, reports_kv_events=reports_kv_events)
+    return core, devices
 
 
 def make_request(rng: random.Random, number: int, stems: list[list[int]], answers: Answers) -> EngineRequest:

@@ -35,7 +35,6 @@ from penstock.engine.core_messages import (
 )
 from penstock.engine.engine_core import EngineCore
 from penstock.messages.requests import EngineRequest
-from penstock.messages.stats import StepReport
 from penstock.utils import logging
 from penstock.utils.errors import ConfigError, EngineDeadError, OverloadedError, RequestError, WireError
 from penstock.utils.wire import FrameReader
@@ -88,7 +87,7 @@ class CoreProcess:
                 report = self._core.step()
                 # The last step before the engine idles reports the KV connector's latest counts.
                 is_last = not (self._core.has_work or self._core.has_transfers)
-                if report.num_tokens or report.outputs or report.events or is_last:
+                if report.num_tokens or report.outputs or report.events or report.kv_events or is_last:
                     self._send(report)
 
     def _take_messages(self) -> bool:
@@ -109,9 +108,12 @@ class CoreProcess:
             case AbortRequests(request_ids):
                 self._core.abort_requests(request_ids)
                 # The requests are gone now, and there may be no further step that would report them.
-                self._send(StepReport(outputs=(), events=(), num_tokens=0, stats=self._core.stats()))
+                self._send(self._core.report())
             case ResetPrefixCache(call, reset_connector):
-                self._send(Reply(call, self._core.reset_prefix_cache(reset_connector)))
+                reply = Reply(call, self._core.reset_prefix_cache(reset_connector))
+                # What the cache has lost is known before the caller goes on.
+                self._send(self._core.report())
+                self._send(reply)
             case GetBlockMap(call, max_cells):
                 self._send(Reply(call, self._core.block_map(max_cells)))
             case CheckIntegrity(call):

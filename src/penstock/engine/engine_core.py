@@ -12,6 +12,7 @@ from itertools import chain
 from penstock.core.scheduler import Scheduler
 from penstock.executor.executor import Executor, Pending
 from penstock.kv_transfer.events import EventPublisher, NullEventPublisher
+from penstock.messages.kv_events import KVEvent
 from penstock.messages.outputs import EngineOutput
 from penstock.messages.requests import EngineRequest
 from penstock.messages.runner_output import ModelRunnerOutput
@@ -39,6 +40,7 @@ class EngineCore:
         max_num_in_flight: int,
         publisher: EventPublisher | None = None,
         debug: bool = False,
+        reports_kv_events: bool = False,
         clock: Clock = SystemClock(),  # noqa: B008 - it has no state
     ) -> None:
         self._scheduler = scheduler
@@ -46,6 +48,8 @@ class EngineCore:
         self._max_num_in_flight = max_num_in_flight
         self._publisher = publisher or NullEventPublisher()
         self._debug = debug
+        self._reports_kv_events = reports_kv_events
+        self._unreported_kv_events: tuple[KVEvent, ...] = ()
         self._failure: Exception | None = None
         self._in_flight: deque[tuple[SchedulerOutput, Pending[ModelRunnerOutput]]] = deque()
         self._clock = clock
@@ -156,6 +160,8 @@ class EngineCore:
         events = self._scheduler.take_kv_events()
         if events:
             self._publisher.publish(events)
+            if self._reports_kv_events:
+                self._unreported_kv_events += events
 
     def _make_report(self, processed: list[_Processed]) -> StepReport:
         num_tokens = sum(count for count, _ in processed)
@@ -164,7 +170,19 @@ class EngineCore:
             self._scheduler.wait(_GRAMMAR_SECONDS, _TRANSFER_SECONDS)
         events, self._events = tuple(self._events), []
         outputs = tuple(chain.from_iterable(outputs for _, outputs in processed))
-        return StepReport(outputs=outputs, events=events, num_tokens=num_tokens, stats=self._scheduler.stats())
+        return self._report(outputs, events, num_tokens)
+
+    def report(self) -> StepReport:
+        """What there is to tell when no step follows."""
+        return self._report((), (), 0)
+
+    def _report(
+        self, outputs: tuple[EngineOutput, ...], events: tuple[RequestEvent, ...], num_tokens: int
+    ) -> StepReport:
+        kv_events, self._unreported_kv_events = self._unreported_kv_events, ()
+        return StepReport(
+            outputs=outputs, events=events, num_tokens=num_tokens, stats=self._scheduler.stats(), kv_events=kv_events
+        )
 
     def _note_events(self, plan: SchedulerOutput) -> None:
         now = self._clock.now()

@@ -21,7 +21,6 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any, Protocol
 
 import msgspec
@@ -90,7 +89,7 @@ def _short(block_hash: bytes) -> int:
     return int.from_bytes(block_hash[-_HASH_BYTES:], "big")
 
 
-_FIELDS = {kind: [field.name for field in fields(kind)] for kind in (BlockStored, BlockRemoved, AllBlocksCleared)}
+_FIELDS = {kind: kind.__struct_fields__ for kind in (BlockStored, BlockRemoved, AllBlocksCleared)}
 
 
 class ZmqEventPublisher:

@@ -6,7 +6,7 @@ KV group and medium. The hashes are complete here; `kv_transfer.events` shortens
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 MEDIUM_GPU = "GPU"
 """The memory in which the model computes, on any device."""
@@ -14,8 +14,7 @@ MEDIUM_CPU = "CPU"
 MEDIUM_STORAGE = "STORAGE"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockStored:
+class BlockStored(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
     """Consecutive blocks that entered the prefix cache. `token_ids` are the tokens of these blocks, `block_size` each;
     `parent_block_hash` is that of the block before the first, None at the start of a prompt. `extra_keys` has, for each
     block, what its hash covers in addition to these tokens: the cache salt in a prompt's first block, and then the
@@ -35,8 +34,7 @@ class BlockStored:
     kv_cache_spec_sliding_window: int | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockRemoved:
+class BlockRemoved(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
     """Blocks of one group that left the prefix cache."""
 
     block_hashes: tuple[bytes, ...]
@@ -44,8 +42,7 @@ class BlockRemoved:
     group_idx: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AllBlocksCleared:
+class AllBlocksCleared(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
     """No blocks are held on any medium: all earlier events are void."""
 
 

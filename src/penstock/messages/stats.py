@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from penstock.messages.kv_events import KVEvent
 from penstock.messages.outputs import EngineOutput
 
 
@@ -75,12 +76,14 @@ class RequestEvent:
     time: float
 
 
-class StepReport(msgspec.Struct, frozen=True, kw_only=True):
+class StepReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The result of one call of `EngineCore.step`: outputs and events of requests. `num_tokens` is how many tokens the
-    processed step computed, 0 if there was nothing to process.
+    processed step computed, 0 if there was nothing to process. `kv_events` are the KV events since the last report, if
+    the engine reports them.
     """
 
     outputs: tuple[EngineOutput, ...]
     events: tuple[RequestEvent, ...]
     num_tokens: int
     stats: SchedulerStats
+    kv_events: tuple[KVEvent, ...] = ()
