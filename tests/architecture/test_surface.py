@@ -51,7 +51,7 @@ LOAD_FLAGS = {
     "--top-p", "--trace-scale",
 }  # fmt: skip
 FLAGS = {
-    "serve": ENGINE_FLAGS | SERVER_FLAGS | {"--data-parallel-size"},
+    "serve": ENGINE_FLAGS | SERVER_FLAGS | {"--data-parallel-policy", "--data-parallel-size"},
     "route": ROUTER_FLAGS,
     "bench serve": LOAD_FLAGS,
     "generate": ENGINE_FLAGS | SAMPLING_FLAGS | {"--prompt", "--chat", "--json"},

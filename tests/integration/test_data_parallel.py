@@ -105,6 +105,27 @@ def test_the_administration_reaches_all_of_them(server: ServerProcess) -> None:
     assert call(server.admin_url, "POST", "/check_integrity").status == 200
 
 
+def cached(server: ServerProcess, prompt: str, rank: str | None = None) -> int:
+    """Tokens of the prompt that the engine which completes it has cached."""
+    usage = complete(server, prompt, rank).json()["usage"]
+    return usage["prompt_tokens_details"]["cached_tokens"]
+
+
+def test_a_second_turn_goes_where_the_first_one_ran() -> None:
+    first = "A long walk beside the river and over the hill to the mill. " * 3
+    with serve(*FLAGS, "--data-parallel-policy", "prefix-aware") as aware, serve(*FLAGS) as unaware:
+        # Without the policy the next idle engine has its turn, which is the other one.
+        for server, is_found in ((aware, True), (unaware, False)):
+            assert cached(server, first) == 0
+            assert (cached(server, f"{first} And then?") > 0) is is_found
+        assert call(aware.admin_url, "POST", "/reset_prefix_cache").status == 200
+        before = by_engine(aware, "vllm:request_success_total")
+        assert cached(aware, first, "1") == 0
+        assert [cached(aware, f"{first} {number}") > 0 for number in range(4)] == [True] * 4
+        after = by_engine(aware, "vllm:request_success_total")
+        assert {engine: after[engine] - before[engine] for engine in after} == {"0": 0.0, "1": 5.0}
+
+
 @pytest.mark.alone
 def test_the_others_go_on_when_one_dies() -> None:
     with serve(*FLAGS) as server, ExitStack() as stack:

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from penstock import LLM, ConfigError, RequestError
-from penstock.config.engine import EngineArgs, resolve
+from penstock import LLM, ConfigError, EngineDeadError, RequestError, SamplingParams
+from penstock.config.engine import EngineArgs, SchedulerConfig, resolve
 from penstock.config.model_path import localise
 from penstock.config.replicas import core_plans
+from penstock.engine.core_messages import Ready
+from penstock.frontend.core_restarts import RestartingCore
+from penstock.frontend.input_processor import InputProcessor, ProcessedRequest
 from penstock.frontend.placement import Placement
-from penstock.frontend.replica import Replica
+from penstock.frontend.replica import Replica, RequestStream
+from penstock.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+from penstock.messages.requests import EngineRequest
+from penstock.messages.stats import SchedulerStats, StepReport
 
 
 @dataclass(eq=False)
@@ -25,40 +35,192 @@ class Stand:
 
 
 def placement(*replicas: Stand) -> Placement:
-    return Placement(cast("tuple[Replica, ...]", replicas))
+    return Placement(cast("tuple[Replica, ...]", replicas), is_prefix_aware=False)
+
+
+def request(num_tokens: int = 4, cache_salt: str | None = None) -> ProcessedRequest:
+    prompt = {"prompt_token_ids": list(range(num_tokens)), "cache_salt": cache_salt}
+    processor = InputProcessor(tokenizer=None, vocab_size=5000, max_model_len=5000, eos_token_ids=frozenset(), seed=0)
+    return processor.process(secrets.token_hex(4), prompt, SamplingParams(max_tokens=1))
 
 
 def test_idle_replicas_take_turns() -> None:
     replicas = [Stand(), Stand(), Stand()]
     choice = placement(*replicas)
-    assert [choice.choose(None) for _ in range(6)] == 2 * replicas
+    assert [choice.choose(request(), None).replica for _ in range(6)] == 2 * replicas
 
 
 def test_the_one_with_the_least_work_is_chosen() -> None:
     replicas = [Stand(500), Stand(20), Stand(700)]
     choice = placement(*replicas)
-    assert [choice.choose(None) for _ in range(2)] == [replicas[1], replicas[1]]
+    assert [choice.choose(request(), None).replica for _ in range(2)] == [replicas[1], replicas[1]]
 
 
 def test_one_that_does_not_serve_is_left_out() -> None:
     replicas = [Stand(0, RuntimeError("restarting")), Stand(900)]
-    assert placement(*replicas).choose(None) is replicas[1]
+    assert placement(*replicas).choose(request(), None).replica is replicas[1]
 
 
 def test_where_none_serves_one_of_them_says_why() -> None:
     replicas = [Stand(0, RuntimeError("gone"))] * 2
-    assert placement(*replicas).choose(None) in replicas
+    assert placement(*replicas).choose(request(), None).replica in replicas
 
 
 def test_a_rank_that_is_asked_for_is_taken() -> None:
     replicas = [Stand(0), Stand(900)]
-    assert placement(*replicas).choose(1) is replicas[1]
+    assert placement(*replicas).choose(request(), 1).replica is replicas[1]
 
 
 @pytest.mark.parametrize("rank", [-1, 2])
 def test_an_unknown_rank_is_refused(rank: int) -> None:
     with pytest.raises(RequestError, match="from 0 to 1"):
-        placement(Stand(), Stand()).choose(rank)
+        placement(Stand(), Stand()).choose(request(), rank)
+
+
+# ---- By what the replicas have cached ----
+
+
+class SilentCore:
+    """Takes requests, and says what the test has it say."""
+
+    outage = None
+    death = None
+
+    def __init__(self) -> None:
+        self.died = asyncio.Event()
+        self.client = self
+        self.say: Callable[[Any], None] = lambda _: None
+
+    def set_handler(self, handler: Callable[[Any], None]) -> None:
+        self.say = handler
+
+    def add_request(self, request: EngineRequest) -> None: ...
+
+    def abort_requests(self, request_ids: tuple[str, ...]) -> None: ...
+
+
+def replica(core: SilentCore) -> Replica:
+    limits = SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=8, max_model_len=5000)
+    ready = SimpleNamespace(info=None, limits=limits)
+    return Replica(cast("RestartingCore", core), cast("Ready", ready), None, (), lambda: None)
+
+
+def report(*events: KVEvent) -> StepReport:
+    stats = SchedulerStats(0, 0, 0.0, 0, 0, 0)
+    return StepReport(outputs=(), events=(), num_tokens=0, stats=stats, kv_events=events)
+
+
+def stored(num_blocks: int, cache_salt: str | None = None, **more: Any) -> BlockStored:
+    """The beginning of `request`, in blocks of 16."""
+    return BlockStored(
+        block_hashes=tuple(number.to_bytes(32, "big") for number in range(num_blocks)),
+        parent_block_hash=None,
+        token_ids=tuple(range(16 * num_blocks)),
+        block_size=16,
+        extra_keys=((cache_salt,), *[None] * (num_blocks - 1)) if cache_salt else None,
+        **more,
+    )
+
+
+class Pair:
+    """Two replicas, whose cores have cached nothing."""
+
+    def __init__(self, is_prefix_aware: bool = True) -> None:
+        self.cores = (SilentCore(), SilentCore())
+        self.replicas = tuple(map(replica, self.cores))
+        self.placement = Placement(self.replicas, is_prefix_aware)
+
+    def choose(self, wanted: ProcessedRequest) -> tuple[int, int]:
+        """The rank, and how much it is expected to have cached."""
+        place = self.placement.choose(wanted, None)
+        return self.replicas.index(place.replica), place.num_cached
+
+    def ranks(self, wanted: ProcessedRequest) -> list[int]:
+        return [self.choose(wanted)[0] for _ in range(4)]
+
+    def occupy(self, rank: int, num_tokens: int) -> RequestStream:
+        return self.replicas[rank].submit(request(num_tokens), 0.0, None)
+
+
+def test_a_conversation_stays_with_the_replica_that_has_it_cached() -> None:
+    pair = Pair()
+    pair.cores[1].say(report(stored(50)))
+    assert [pair.choose(request(1000)) for _ in range(4)] == [(1, 800)] * 4
+    assert sorted(pair.ranks(request(10))) == [0, 0, 1, 1], "less than a block"
+
+
+def test_it_leaves_a_replica_that_has_much_more_to_do() -> None:
+    pair = Pair()
+    pair.cores[1].say(report(stored(50)))
+    stream = pair.occupy(1, 543)
+    assert pair.choose(request(1000)) == (1, 800), "799 of work are less than 800 of prompt"
+    stream.close()
+    pair.occupy(1, 545)
+    assert pair.choose(request(1000)) == (0, 0)
+
+
+def test_cached_tokens_are_no_work_for_their_replica() -> None:
+    pair = Pair()
+    pair.cores[1].say(report(stored(50)))
+    place = pair.placement.choose(request(1000), None)
+    stream = place.replica.submit(request(1000), 0.0, None, place.num_cached)
+    assert pair.replicas[1].load == 200 + 256
+    stream.close()
+    assert pair.replicas[1].load == 0
+
+
+def test_without_the_policy_only_the_load_counts() -> None:
+    pair = Pair(is_prefix_aware=False)
+    pair.cores[1].say(report(stored(50)))
+    assert pair.ranks(request(1000)) == [0, 1, 0, 1]
+
+
+def test_a_core_that_was_started_again_has_nothing_cached() -> None:
+    pair = Pair()
+    pair.cores[1].say(report(stored(50)))
+    pair.cores[1].say(EngineDeadError("it broke"))
+    assert pair.ranks(request(1000)) == [0, 1, 0, 1]
+    pair.cores[1].say(report(stored(2)))
+    assert pair.choose(request(1000)) == (1, 32)
+
+
+def test_what_is_removed_or_cleared_is_not_cached() -> None:
+    pair = Pair()
+    pair.cores[1].say(report(stored(50)))
+    pair.cores[1].say(report(BlockRemoved(block_hashes=stored(50).block_hashes[2:])))
+    assert pair.choose(request(1000)) == (1, 32)
+    pair.cores[1].say(report(AllBlocksCleared()))
+    assert pair.ranks(request(1000)) == [0, 1, 0, 1]
+
+
+def test_another_salt_another_memory_and_windows_do_not_count() -> None:
+    pair = Pair()
+    pair.cores[1].say(report(stored(50, medium="CPU"), stored(50, kv_cache_spec_sliding_window=64)))
+    assert pair.ranks(request(1000)) == [0, 1, 0, 1]
+    pair.cores[1].say(report(stored(50, "mine")))
+    assert [pair.choose(request(1000, salt))[1] for salt in ("mine", None, "yours", "mine")] == [800, 0, 0, 800]
+
+
+def test_a_policy_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(ConfigError, match="data_parallel_policy must be one of least-loaded, prefix-aware, got 'best'"):
+        core_plans(EngineArgs(data_parallel_policy="best"), None)
+
+
+def test_prefix_aware_needs_a_prefix_cache() -> None:
+    args = EngineArgs(data_parallel_size=2, data_parallel_policy="prefix-aware", enable_prefix_caching=False)
+    with pytest.raises(ConfigError, match="needs enable_prefix_caching"):
+        resolve(localise(args), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("policy", "size", "wanted"), [("least-loaded", 2, False), ("prefix-aware", 1, False), ("prefix-aware", 2, True)]
+)
+def test_cores_report_what_is_cached_only_where_that_decides(policy: str, size: int, wanted: bool) -> None:
+    args = EngineArgs(data_parallel_size=size, data_parallel_policy=policy)
+    assert resolve(localise(args), "cpu").is_prefix_aware is wanted
+
+
+# ---- What each core is told ----
 
 
 def test_one_core_keeps_its_arguments() -> None:

@@ -28,6 +28,8 @@ DEVICES = ("auto", "cpu", "cuda")
 POLICIES = ("fcfs", "priority")
 LOAD_FORMATS = ("auto", "dummy")
 EXECUTOR_BACKENDS = ("uniproc", "mp", "ray")
+PREFIX_AWARE = "prefix-aware"
+DATA_PARALLEL_POLICIES = ("least-loaded", PREFIX_AWARE)
 ATTENTION_BACKENDS = ("auto", "triton", "flashinfer", "flash_attention", "native")
 
 
@@ -65,6 +67,13 @@ class EngineArgs:
     )
     data_parallel_size: int = argument(
         RANKS, 1, "engines behind the server, each with the whole model", metavar="N", server_only=True
+    )
+    data_parallel_policy: str = argument(
+        RANKS,
+        "least-loaded",
+        "which engine gets a request: the one with the least work, or prefix-aware, where cached tokens are no work",
+        DATA_PARALLEL_POLICIES,
+        server_only=True,
     )
     distributed_executor_backend: str | None = argument(
         RANKS,
@@ -224,7 +233,8 @@ class CacheConfig:
 class EngineConfig:
     """Everything, resolved. `max_model_len_is_explicit` tells whether it may be shortened to fit the memory.
 
-    `pooling` is None in an engine that generates.
+    `pooling` is None in an engine that generates. With `is_prefix_aware` the engine core reports its KV events, by
+    which the front end chooses among data parallel ranks.
     """
 
     model: ModelConfig
@@ -241,6 +251,7 @@ class EngineConfig:
     max_model_len_is_explicit: bool
     speculative: SpeculativeConfig | None
     kv_events: KVEventsConfig
+    is_prefix_aware: bool
     kv_transfer: KVTransferConfig | None
 
 
@@ -311,6 +322,7 @@ def resolve(args: EngineArgs, device: str) -> EngineConfig:
         max_model_len_is_explicit=args.max_model_len is not None,
         speculative=speculative,
         kv_events=_kv_events(args),
+        is_prefix_aware=_is_prefix_aware(args),
         kv_transfer=None if args.kv_transfer_config is None else parse_kv_transfer_config(args.kv_transfer_config),
     )
 
@@ -320,6 +332,17 @@ def _kv_events(args: EngineArgs) -> KVEventsConfig:
     if config.is_active and not args.enable_prefix_caching:
         raise ConfigError("kv_events_config needs enable_prefix_caching: without it no block can be found again")
     return config
+
+
+def _is_prefix_aware(args: EngineArgs) -> bool:
+    """Whether what the ranks have cached decides; one rank has no choice."""
+    if args.data_parallel_policy != PREFIX_AWARE:
+        return False
+    if not args.enable_prefix_caching:
+        raise ConfigError(
+            f"data_parallel_policy={PREFIX_AWARE} needs enable_prefix_caching: without it no block can be found again"
+        )
+    return args.data_parallel_size > 1
 
 
 def _max_model_len(args: EngineArgs, model: ModelConfig, pooling: PoolingConfig | None) -> int:
@@ -348,6 +371,8 @@ def _check_pooling(args: EngineArgs, pooling: PoolingConfig, max_model_len: int)
     for name in ("kv_transfer_config", "kv_events_config"):
         if getattr(args, name) is not None:
             raise ConfigError(f"{name} cannot be used here: {why}, so that no KV is used again")
+    if args.data_parallel_policy == PREFIX_AWARE:
+        raise ConfigError(f"data_parallel_policy={PREFIX_AWARE} cannot be used here: {why}, so that no KV is cached")
 
 
 def _check_encoder(args: EngineArgs) -> None:
@@ -403,6 +428,7 @@ def check(args: EngineArgs) -> None:
         "device": DEVICES,
         "attention_backend": ATTENTION_BACKENDS,
         "distributed_executor_backend": EXECUTOR_BACKENDS,
+        "data_parallel_policy": DATA_PARALLEL_POLICIES,
     }
     for name, allowed in choices.items():
         value = getattr(args, name)

@@ -71,11 +71,19 @@ def _build(args: EngineArgs, on_failure: ExitStack, started: float) -> Engine:
     warm_up(executor, cache, limits)
     if config.speculative is not None and config.speculative.synthetic_acceptance_rates:
         logger.warning("rejection_sample_method=synthetic accepts drafts at random: the outputs are not the model's")
-    recorder = StepKVEventRecorder(cache) if config.kv_events.is_active else NullKVEventRecorder()
+    has_listeners = config.kv_events.is_active or config.is_prefix_aware
+    recorder = StepKVEventRecorder(cache) if has_listeners else NullKVEventRecorder()
     kv = KVCacheManager(cache, config.cache.enable_prefix_caching, recorder)
     scheduler = Scheduler(limits, kv, StructuredOutputs(make_grammar_backend(config)), transfer.transfer)
     publisher = make_event_publisher(config.kv_events)
-    core = EngineCore(scheduler, executor, limits.max_num_in_flight, publisher, debug=env.debug())
+    core = EngineCore(
+        scheduler,
+        executor,
+        limits.max_num_in_flight,
+        publisher,
+        debug=env.debug(),
+        reports_kv_events=config.is_prefix_aware,
+    )
     info = EngineInfo(
         dtype=config.model.dtype,
         device=facts[0].device,

@@ -69,7 +69,7 @@ class AsyncLLM:
             Replica(core, each, tokenizer, observers(rank), self._on_restart)
             for rank, (core, each) in enumerate(zip(cores, ready, strict=True))
         )
-        self._placement = Placement(self.replicas)
+        self._placement = Placement(self.replicas, config.is_prefix_aware)
 
     @classmethod
     async def start(
@@ -301,7 +301,8 @@ class AsyncLLM:
         """Raises as `submit`."""
         if any(replica.has(request) for replica in self.replicas):
             raise RequestError(f"request id {request.request_id!r} is already in use", "request_id")
-        return self._placement.choose(data_parallel_rank).submit(request, arrived, trace)
+        place = self._placement.choose(request, data_parallel_rank)
+        return place.replica.submit(request, arrived, trace, place.num_cached)
 
     async def reset_prefix_cache(self, reset_connector: bool = False) -> bool:
         """Forgets all cached prefixes, with `reset_connector` also what the KV connector keeps outside the engine.

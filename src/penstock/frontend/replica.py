@@ -10,12 +10,14 @@ from penstock.frontend.core_client import CoreClient
 from penstock.frontend.core_restarts import RestartingCore
 from penstock.frontend.input_processor import ProcessedRequest
 from penstock.frontend.output_processor import OutputProcessor
+from penstock.messages.kv_events import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, KVEvent
 from penstock.messages.outputs import FinishReason, RequestOutput
 from penstock.messages.stats import SchedulerStats, StepReport
 from penstock.metrics.request_log import EngineObserver, RequestLog, RequestRecord
 from penstock.tokenizer.tokenizer import Tokenizer
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import EngineDeadError, OverloadedError, PenstockError, RequestError
+from penstock.utils.held_blocks import HeldBlocks, PromptKeys
 from penstock.utils.load import load
 
 _IDLE = SchedulerStats(0, 0, 0.0, 0, 0, 0)
@@ -29,9 +31,14 @@ class RequestStream:
     """
 
     def __init__(
-        self, output: RequestOutput, child_ids: Sequence[str], abandon: Callable[[RequestStream], None]
+        self,
+        output: RequestOutput,
+        child_ids: Sequence[str],
+        abandon: Callable[[RequestStream], None],
+        load_of_child: int = 0,
     ) -> None:
         self.output = output
+        self.load_of_child = load_of_child
         self.running = set(child_ids)
         self.error: PenstockError | None = None
         self._abandon = abandon
@@ -92,6 +99,7 @@ class Replica:
         # Engine request -> the stream that it is a part of, while it runs.
         self._owners: dict[str, RequestStream] = {}
         self._load = 0
+        self._held = HeldBlocks()
         self._clock = SystemClock()
         self._last_progress = self._clock.now()
         core.set_handler(self._on_message)
@@ -126,6 +134,10 @@ class Replica:
         """How much work has been submitted and has not ended (`utils.load`)."""
         return self._load
 
+    def num_cached(self, prompt: PromptKeys) -> int:
+        """Tokens at the prompt's beginning that the core has cached, as far as it reports that."""
+        return self._held.num_cached(prompt)
+
     @property
     def seconds_without_progress(self) -> float:
         """How long it has had work and computed no token; 0 while it has none."""
@@ -136,8 +148,11 @@ class Replica:
         is_taken = any(child.request_id in self._owners for child in request.children)
         return is_taken or request.request_id in self._streams
 
-    def submit(self, request: ProcessedRequest, arrived: float, trace: str | None) -> RequestStream:
-        """Hands a request to the engine core. `trace` is a W3C traceparent, `arrived` on the monotonic clock.
+    def submit(
+        self, request: ProcessedRequest, arrived: float, trace: str | None, num_cached: int = 0
+    ) -> RequestStream:
+        """Hands a request to the engine core. `trace` is a W3C traceparent, `arrived` on the monotonic clock,
+        `num_cached` how many tokens of its prompt are no work.
 
         Raises OverloadedError when there is no room, and what `core` raises.
         """
@@ -149,11 +164,12 @@ class Replica:
             self._last_progress = arrived
         child_ids = [child.request_id for child in request.children]
         self.idle.clear()
-        stream = RequestStream(self._outputs.add_request(request), child_ids, self._abandon)
+        load_of_child = load(len(request.prompt_token_ids) - num_cached)
+        stream = RequestStream(self._outputs.add_request(request), child_ids, self._abandon, load_of_child)
         self._streams[request.request_id] = stream
         for child in request.children:
             self._owners[child.request_id] = stream
-            self._load += load(len(request.prompt_token_ids))
+            self._load += load_of_child
             self.log.add(
                 RequestRecord(
                     request_id=child.request_id,
@@ -190,7 +206,7 @@ class Replica:
 
     def _disown(self, child_id: str) -> RequestStream:
         stream = self._owners.pop(child_id)
-        self._load -= load(len(stream.output.prompt_token_ids))
+        self._load -= stream.load_of_child
         if not self._owners:
             self.idle.set()
         return stream
@@ -206,6 +222,7 @@ class Replica:
                     stream.wake(error or RequestError(message.message, message.field))
             case EngineDeadError():
                 self.stats = _IDLE
+                self._held.clear()
                 # What has ended is whole; its reader may be slow.
                 for stream in [stream for stream in self._streams.values() if stream.running]:
                     stream.wake(EngineDeadError(str(message)))
@@ -217,6 +234,8 @@ class Replica:
     def _on_report(self, report: StepReport) -> None:
         now = self._clock.now()
         self.stats = report.stats
+        for event in report.kv_events:
+            self._on_kv_event(event)
         if report.num_tokens:
             self._last_progress = now
         processed = self._outputs.process(report.outputs)
@@ -228,3 +247,21 @@ class Replica:
             self._core.abort_requests(tuple(processed.aborts))
         for output in processed.request_outputs:
             self._streams[output.request_id].wake()
+
+    def _on_kv_event(self, event: KVEvent) -> None:
+        if isinstance(event, AllBlocksCleared):
+            self._held.clear()
+        elif event.medium != MEDIUM_GPU:
+            return
+        elif isinstance(event, BlockRemoved):
+            self._held.remove(event.block_hashes, event.group_idx)
+        # A window's blocks are given away while those of the other layers stay, and say less.
+        elif not event.kv_cache_spec_sliding_window:
+            self._held.store(
+                event.block_hashes,
+                event.parent_block_hash,
+                event.token_ids,
+                event.block_size,
+                extra_keys=event.extra_keys,
+                group=event.group_idx,
+            )
