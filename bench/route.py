@@ -10,6 +10,8 @@ storm     All requests through `penstock route` while stub instances die, drain,
           token by token.
 prefix    Conversations of several turns with two engines of the built-in model that publish KV events: prefix-aware
           against round-robin. Cached tokens by the engines' usage, and time to the first token of the later turns.
+replicas  The same conversations with one server of two engines (--data-parallel-size 2): prefix-aware against
+          least-loaded.
 """
 
 from __future__ import annotations
@@ -26,10 +28,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
-from route_parts.processes import RouterProcess, engine, free_ports, penstock_route, stubs, vllm_router, wait_ready
+from route_parts.processes import (
+    RouterProcess,
+    engine,
+    free_ports,
+    penstock_route,
+    server,
+    stubs,
+    vllm_router,
+    wait_ready,
+)
 from route_parts.storm import storm
 
-PARTS = ("overhead", "storm", "prefix")
+PARTS = ("overhead", "storm", "prefix", "replicas")
+_HEAD_OF_POLICIES = "| policy | cached of prompt tokens | first token, median / p99 in ms |\n|---|---|---|"
 _TIMEOUT = aiohttp.ClientTimeout(600)
 
 
@@ -43,8 +55,9 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--only", choices=PARTS, action="append")
     args = parser.parse_args()
+    parts = {"overhead": overhead, "storm": under_storm, "prefix": prefix, "replicas": replicas}
     for name in args.only or PARTS:
-        asyncio.run({"overhead": overhead, "storm": under_storm, "prefix": prefix}[name](args))
+        asyncio.run(parts[name](args))
 
 
 @dataclass
@@ -150,7 +163,7 @@ async def under_storm(args: argparse.Namespace) -> None:
 
 async def prefix(args: argparse.Namespace) -> None:
     print(f"\n{args.conversations} conversations of {args.turns} turns, 2 engines, built-in model")
-    print("| policy | cached of prompt tokens | first token, median / p99 in ms |\n|---|---|---|")
+    print(_HEAD_OF_POLICIES)
     for policy in ("round-robin", "prefix-aware"):
         with contextlib.ExitStack() as stack:
             flags: list[str] = []
@@ -160,13 +173,20 @@ async def prefix(args: argparse.Namespace) -> None:
                 flags += ["--serve", f"{url},events={events},replay={replay}"]
             router = stack.enter_context(penstock_route("--policy", policy, *flags)).url
             await wait_ready(router)
-            cached, prompt, first = await talk(router, args.conversations, args.turns)
-        print(f"| {policy} | {cached} of {prompt} ({cached / prompt:.0%}) | {statistics.median(first):.0f} / ", end="")
-        print(f"{p99(first):.0f} |", flush=True)
+            print(f"| {policy} | {await talk(router, args.conversations, args.turns)} |", flush=True)
 
 
-async def talk(url: str, num_conversations: int, num_turns: int) -> tuple[int, int, list[float]]:
-    """Cached and all prompt tokens, and milliseconds to the first token, of all turns but the first."""
+async def replicas(args: argparse.Namespace) -> None:
+    print(f"\n{args.conversations} conversations of {args.turns} turns, 1 server of 2 engines, built-in model")
+    print(_HEAD_OF_POLICIES)
+    for policy in ("least-loaded", "prefix-aware"):
+        flags = ("--data-parallel-size", "2", "--data-parallel-policy", policy, "--kv-cache-memory", "64MB")
+        with server(*flags) as url:
+            print(f"| {policy} | {await talk(url, args.conversations, args.turns)} |", flush=True)
+
+
+async def talk(url: str, num_conversations: int, num_turns: int) -> str:
+    """Cached and all prompt tokens, and milliseconds to the first token, of all turns but the first: table cells."""
     cached = prompt = 0
     first: list[float] = []
     async with aiohttp.ClientSession(timeout=_TIMEOUT) as session:
@@ -192,7 +212,7 @@ async def talk(url: str, num_conversations: int, num_turns: int) -> tuple[int, i
                 await conversation(number)
 
         await asyncio.gather(*map(gated, range(num_conversations)))
-    return cached, prompt, first
+    return f"{cached} of {prompt} ({cached / prompt:.0%}) | {statistics.median(first):.0f} / {p99(first):.0f}"
 
 
 async def streamed(session: aiohttp.ClientSession, url: str, messages: list[Any]) -> tuple[str, Any, float]:

@@ -109,9 +109,14 @@ def vllm_router(urls: Sequence[str]) -> Iterator[RouterProcess | None]:
 def engine(events: str, replay: str, kv_cache_memory: str) -> Iterator[str]:
     """An engine of the built-in model that publishes KV events."""
     config = {"enable_kv_cache_events": True, "endpoint": events, "replay_endpoint": replay}
-    command = [sys.executable, "-m", "penstock.cli.main", "serve", "--port", "0"]
-    command += ["--kv-cache-memory", kv_cache_memory, "--kv-events-config", json.dumps(config)]
-    with _running(command) as (_, lines):
+    with server("--kv-cache-memory", kv_cache_memory, "--kv-events-config", json.dumps(config)) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def server(*flags: str) -> Iterator[str]:
+    """`penstock serve` with the built-in model."""
+    with _running([sys.executable, "-m", "penstock.cli.main", "serve", "--port", "0", *flags]) as (_, lines):
         for line in lines:
             if " serves " in line:
                 yield line.split(" at ")[1].split("/v1")[0]

@@ -42,7 +42,11 @@ QUICK = {
     "bench/collectives.py": Trial(("--rounds", "1", "--calls", "2"), "| gather [1, 151936] float32 |"),
     "bench/embeddings.py": Trial(("--count", "20", "--rounds", "1", "--pairs", "20"), "times as fast"),
     "bench/route.py": Trial(
-        ("--requests", "60", "--concurrency", "8", "--only", "overhead", "--only", "storm"), "Nothing was lost"
+        (
+            *("--requests", "60", "--concurrency", "8", "--conversations", "2", "--turns", "2"),
+            *("--only", "overhead", "--only", "replicas", "--only", "storm"),
+        ),
+        "Nothing was lost",
     ),
     "bench/transports.py": Trial(("--rounds", "1", "--megabytes", "4"), "sockets"),
 }
