@@ -10,9 +10,12 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
+import pytest
+
 PENSTOCK = [sys.executable, "-m", "penstock.cli.main"]
 CTRL_C, CTRL_D = b"\x03", b"\x04"
 PATIENCE_S = 120
+INTERRUPT_SECONDS = 5
 
 
 class Terminal:
@@ -38,6 +41,18 @@ class Terminal:
         """Types a line at the prompt of the chat."""
         self.read_until(b"> ")
         self.type(line + b"\n")
+
+    def discard_line(self) -> None:
+        """Types Ctrl-C at the prompt until there is a new prompt, which is left unread.
+
+        Python's input loses an interrupt that arrives between two of its waits for a key, until the next key.
+        """
+        for _ in range(PATIENCE_S // INTERRUPT_SECONDS):
+            self.type(CTRL_C)
+            while self._receive(INTERRUPT_SECONDS):
+                if b"> " in self._unread:
+                    return
+        pytest.fail(f"no prompt after Ctrl-C: {self._unread!r}")
 
     def wait(self, timeout: float = PATIENCE_S) -> int:
         """The exit code; everything that was shown is in `shown`."""

@@ -218,7 +218,7 @@ BAD: list[tuple[dict[str, Any], int, str, str]] = [
     ),
     ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, 400, "invalid_request_error", "type custom"),
     ({"tool_choice": {"type": "any"}}, 400, "invalid_request_error", "tool_choice needs tools"),
-    ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "f"}}, 400, "invalid_request_error", "none of the tools"),
+    ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "f"}}, 400, "invalid_request_error", "not in tools"),
     ({"no_such_field": 1}, 400, "invalid_request_error", "no_such_field"),
     ({"top_k": "many"}, 400, "invalid_request_error", "top_k"),
     ({"seed": "x"}, 400, "invalid_request_error", "seed"),
