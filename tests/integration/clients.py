@@ -5,13 +5,17 @@ A process of its own, because these libraries leave event loops and sockets open
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+DEMO_MODEL = Path(__file__).parents[2] / "src/penstock/demo"
 QUESTION = "What is 2 + 3?"
 WEATHER = "What is the weather in Oslo?"
 STORY = "Once upon a time"
@@ -97,7 +101,32 @@ def llm(url: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-CLIENTS: dict[str, Callable[[str], dict[str, Any]]] = {"langchain_openai": langchain, "litellm": litellm, "llm": llm}
+def guidellm(url: str) -> dict[str, Any]:
+    """GuideLLM's benchmark, which reports for each request what was answered."""
+    os.environ.update(HF_HUB_OFFLINE="1", COLUMNS="200")
+    command = importlib.import_module("guidellm.__main__").cli
+    prompts = [{"prompt": STORY, "output_tokens_count": 8}] * 4
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
+        data, report = Path(folder, "prompts.jsonl"), Path(folder, "report.json")
+        data.write_text("\n".join(map(json.dumps, prompts)))
+        load = [f"--target={url}", f"--data={data}", f"--processor={DEMO_MODEL}", "--rate-type=throughput"]
+        limits = ["--max-requests=4", "--disable-progress", f"--output-path={report}"]
+        command.main(["benchmark", *load, *limits], standalone_mode=False)
+        (benchmark,) = json.loads(report.read_text())["benchmarks"]
+    answers = benchmark["requests"]["successful"]
+    return {
+        "requests": benchmark["run_stats"]["requests_made"],
+        "texts": [each["output"] for each in answers],
+        "tokens": [each["output_tokens"] for each in answers],
+    }
+
+
+CLIENTS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "guidellm": guidellm,
+    "langchain_openai": langchain,
+    "litellm": litellm,
+    "llm": llm,
+}
 
 if __name__ == "__main__":
     sys.stdout.write(json.dumps(CLIENTS[sys.argv[1]](sys.argv[2])))

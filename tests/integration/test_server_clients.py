@@ -45,6 +45,12 @@ def story(server: ServerProcess) -> str:
 
 
 @pytest.mark.long
+def test_guidellm(server: ServerProcess) -> None:
+    made = {"successful": 4, "errored": 0, "incomplete": 0, "total": 4}
+    assert run("guidellm", server) == {"requests": made, "texts": [story(server)] * 4, "tokens": [8] * 4}
+
+
+@pytest.mark.long
 def test_langchain_openai(server: ServerProcess) -> None:
     found = run("langchain_openai", server)
     assert (found["whole"], found["streamed"], found["several"]) == ("5", "5", ["5", "5"])
