@@ -26,6 +26,7 @@ from penstock.worker.messages import LoadWorker
 from tests.integration.raw_http import Stream, call, eventually
 from tests.integration.server_probes import COMPLETIONS, endless, ends_with_error, is_gone, wait_for
 from tests.integration.server_process import ServerProcess, serve
+from tests.integration.timing import check_seconds, tried_again_when_slow
 
 SMALL: dict[str, Any] = {"max_model_len": 512, "num_gpu_blocks_override": 64, "num_threads": 1}
 
@@ -41,12 +42,14 @@ def rank_memory_mappings() -> int:
 # ---- Inside a program ----
 
 
+@pytest.mark.spread(1)
 @pytest.mark.alone
 @pytest.mark.parametrize(
     ("pp", "tp", "victim", "overlap", "waits"),
     [(1, 2, 0, False, True), (2, 1, 1, True, True), (2, 2, 2, True, False)],
     ids=["in a gather", "in a channel", "while stepping"],
 )
+@tried_again_when_slow
 def test_the_next_step_of_a_program_raises(pp: int, tp: int, victim: int, overlap: bool, waits: bool) -> None:
     """A rank that is stopped first makes the others wait for it before it dies."""
     before, mapped = set(children(os.getpid())), rank_memory_mappings()
@@ -67,7 +70,7 @@ def test_the_next_step_of_a_program_raises(pp: int, tp: int, victim: int, overla
     stage, tp_rank = shards(pp, tp)[victim]
     with pytest.raises(EngineDeadError, match=rf"worker \({stage}, {tp_rank}\) was killed by signal 9") as raised:
         llm.generate(["Once upon a time"] * 8, SamplingParams(max_tokens=480, ignore_eos=True), use_tqdm=False)
-    assert time.monotonic() - killed[0] < 1.0
+    told = time.monotonic() - killed[0]
     with pytest.raises(EngineDeadError, match="signal 9"):
         llm.generate("x", use_tqdm=False)
     llm.shutdown()
@@ -75,6 +78,7 @@ def test_the_next_step_of_a_program_raises(pp: int, tp: int, victim: int, overla
     del llm, raised
     gc.collect()
     assert rank_memory_mappings() == mapped
+    check_seconds(told, 1.0)
 
 
 def test_a_configuration_that_cannot_work_leaves_no_process() -> None:
@@ -99,6 +103,7 @@ def server_of_ranks(pp: int, tp: int, *flags: str) -> Iterator[tuple[ServerProce
 
 
 @pytest.mark.alone
+@tried_again_when_slow
 def test_every_client_has_its_error_within_a_second() -> None:
     with (
         server_of_ranks(2, 2, "--async-scheduling") as (server, core, pids),
@@ -113,11 +118,12 @@ def test_every_client_has_its_error_within_a_second() -> None:
         ends = pool.map(lambda stream: (ends_with_error(stream.events()), time.monotonic() - killed), streams)
         for error, seconds in ends:
             assert "worker (0, 1) was killed by signal 9" in error["message"]
-            assert seconds < 1.0
+            check_seconds(seconds, 1.0)
         assert server.process.wait(15) == 1
         eventually(lambda: all(is_gone(pid) for pid in (core, *pids)), 5)
 
 
+@pytest.mark.long
 @pytest.mark.alone
 def test_an_idle_server_notices_the_death_of_a_rank() -> None:
     with server_of_ranks(1, 2) as (server, core, pids):
@@ -128,6 +134,7 @@ def test_an_idle_server_notices_the_death_of_a_rank() -> None:
         eventually(lambda: all(is_gone(pid) for pid in (core, *pids)), 5)
 
 
+@pytest.mark.long
 @pytest.mark.alone
 def test_a_stopped_rank_fails_the_health_check_and_does_not_outlive_the_server() -> None:
     flags = ("--health-timeout", "0.5", "--shutdown-timeout", "0")

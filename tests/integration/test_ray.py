@@ -16,6 +16,7 @@ import pytest
 from penstock import LLM, ConfigError, EngineDeadError, SamplingParams
 from tests.integration.raw_http import eventually
 from tests.integration.server_probes import is_gone
+from tests.integration.timing import check_seconds, tried_again_when_slow
 
 ray = pytest.importorskip("ray", reason="Ray is an optional dependency: pip install penstock[ray]")
 
@@ -59,7 +60,7 @@ def nothing_is_reserved() -> bool:
     return all(group["state"] == "REMOVED" for group in groups)
 
 
-@pytest.mark.spread(1)
+@pytest.mark.long
 @pytest.mark.parametrize(("pp", "tp", "is_here"), [(1, 2, True), (1, 2, False), (2, 1, True), (2, 1, False)])
 def test_the_tokens_are_those_of_one_rank(
     cluster: None, of_one_rank: list[Any], monkeypatch: pytest.MonkeyPatch, pp: int, tp: int, is_here: bool
@@ -75,8 +76,10 @@ def test_the_tokens_are_those_of_one_rank(
     assert nothing_is_reserved()
 
 
+@pytest.mark.spread(1)
 @pytest.mark.alone
 @pytest.mark.parametrize("is_here", [True, False], ids=["shared memory", "gloo"])
+@tried_again_when_slow
 def test_a_killed_actor_is_reported_within_a_second(
     cluster: None, monkeypatch: pytest.MonkeyPatch, is_here: bool
 ) -> None:
@@ -94,12 +97,14 @@ def test_a_killed_actor_is_reported_within_a_second(
     endless = SamplingParams(max_tokens=200, ignore_eos=True)
     with pytest.raises(EngineDeadError, match=rf"worker \(0, 1\) \(process {pids[1]} on .*\) died: .*unexpectedly"):
         llm.generate(["Once upon a time"] * 32, endless, use_tqdm=False)
-    assert time.monotonic() - killed[0] < 1.0
+    told = time.monotonic() - killed[0]
     llm.shutdown()
     eventually(lambda: all(is_gone(pid) for pid in pids), 10)
     assert nothing_is_reserved()
+    check_seconds(told, 1.0)
 
 
+@pytest.mark.long
 def test_a_configuration_that_cannot_work_leaves_nothing(cluster: None) -> None:
     with pytest.raises(ConfigError, match="lower kv_cache_memory to"):
         LLM(distributed_executor_backend="ray", max_model_len=64, kv_cache_memory=1 << 62, num_threads=1)

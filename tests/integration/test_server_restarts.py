@@ -22,6 +22,7 @@ from tests.integration.server_probes import (
     wait_for,
 )
 from tests.integration.server_process import ServerProcess, serve
+from tests.integration.timing import check_seconds, tried_again_when_slow
 
 GREEDY: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 16, "temperature": 0}
 OFFLOADING = '{"kv_connector": "OffloadingConnector"}'
@@ -46,6 +47,7 @@ def health(server: ServerProcess) -> tuple[int, str]:
 
 
 @pytest.mark.alone
+@tried_again_when_slow
 def test_the_engine_is_started_again_and_the_server_stays() -> None:
     ranks = ("--tensor-parallel-size", "2", "--num-threads", "1")
     with serve("--restart-on-failure", "2", *ranks) as server, ThreadPoolExecutor(8) as pool, ExitStack() as stack:
@@ -62,7 +64,7 @@ def test_the_engine_is_started_again_and_the_server_stays() -> None:
         killed = time.monotonic()
         for error in pool.map(lambda stream: ends_with_error(stream.events()), streams):
             assert "worker (0, 1) was killed by signal 9" in error["message"]
-        assert time.monotonic() - killed < 1.0
+        check_seconds(time.monotonic() - killed, 1.0)
 
         assert health(server) == (200, "restarting")
         assert call(server.url, "GET", "/ready").status == 503
@@ -98,6 +100,7 @@ def _all_that_came(connection: Any) -> bytes:
     return b"".join(pieces)
 
 
+@pytest.mark.long
 @pytest.mark.alone
 def test_the_server_ends_when_no_restart_is_left() -> None:
     with serve("--restart-on-failure", "1", "--kv-transfer-config", OFFLOADING) as server:
@@ -111,6 +114,7 @@ def test_the_server_ends_when_no_restart_is_left() -> None:
         assert server.process.wait(15) == 1
 
 
+@pytest.mark.long
 @pytest.mark.alone
 def test_a_server_that_restarts_its_engine_still_ends_on_sigterm() -> None:
     with serve("--restart-on-failure", "5") as server:
