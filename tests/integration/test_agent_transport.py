@@ -157,6 +157,7 @@ def test_a_stopped_peer_that_goes_on_writes_nothing_and_serves_the_next_reader(
         assert (pair.array == 3).all(), "bytes landed in memory of another owner"
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("library", LIBRARY_KINDS)
 def test_an_engine_survives_the_death_of_its_helper_and_starts_another(library: str) -> None:
     with pair_of(library) as pair:
@@ -178,6 +179,7 @@ def _is_connected(pair: Pair) -> bool:
         return False
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("library", LIBRARY_KINDS)
 def test_a_write_that_was_given_up_settles_when_the_peer_has_ended_its_agent(library: str) -> None:
     with pair_of(library) as pair:
@@ -199,6 +201,7 @@ def _is_running(pair: Pair) -> bool:
     return pair.reader._peers[pair.name].running is not None
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("library", LIBRARY_KINDS)
 def test_helpers_do_not_outlive_their_engine(library: str) -> None:
     """Also one that waits for a peer in a call of the library."""

@@ -53,6 +53,7 @@ async def last(engine: AsyncLLM, prompt: Any = STORY, params: SamplingParams = G
     return states[-1]
 
 
+@pytest.mark.long
 def test_the_same_tokens_as_llm(engine: AsyncLLM, run: Run) -> None:
     params = [GREEDY, SamplingParams(temperature=1.0, seed=3, n=2, max_tokens=24, logprobs=2, prompt_logprobs=1)]
     llm = LLM(max_model_len=512)

@@ -91,6 +91,7 @@ def native_tokens() -> list[list[int]]:
     return tokens_of(PROMPTS)
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(
     ("engine_args", "overlap"),
     [

@@ -49,6 +49,7 @@ def test_generate_reads_standard_input_and_writes_json() -> None:
     assert len(result["outputs"][0]["token_ids"]) == 5
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(
     ("arguments", "stdin", "named"),
     [
@@ -89,6 +90,7 @@ def test_an_interrupt_ends_with_its_exit_code() -> None:
     assert b"Traceback" not in stderr
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("kind", "keys"),
     [

@@ -241,6 +241,7 @@ def test_request_details_by_pointer_and_by_keyboard(browser: Any, busy: FakeServ
     watched.close()
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("viewport", [LAPTOP, PHONE, {"width": 820, "height": 1180}], ids=["laptop", "phone", "tablet"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_fits_and_can_be_read(browser: Any, busy: FakeServer, viewport: dict[str, int], scheme: str) -> None:
@@ -400,6 +401,7 @@ def test_hours_leave_no_trace(browser: Any, busy: FakeServer) -> None:
 # ---- With a real engine behind it ----
 
 
+@pytest.mark.long
 def test_a_conversation_with_the_real_engine(browser: Any) -> None:
     with serve("--num-gpu-blocks-override", "200") as server:
         watched = Watched(browser, server.url)
@@ -423,6 +425,7 @@ def test_a_conversation_with_the_real_engine(browser: Any) -> None:
         watched.close()
 
 
+@pytest.mark.long
 def test_the_key_opens_the_real_server(browser: Any) -> None:
     with serve("--api-key", "open-sesame") as server:
         watched = Watched(browser, server.url)

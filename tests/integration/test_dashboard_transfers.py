@@ -179,7 +179,7 @@ def test_an_id_is_text_whatever_is_in_it(browser: Any, idle: FakeServer, child: 
     watched.close()
 
 
-@pytest.mark.spread(1)
+@pytest.mark.long
 @pytest.mark.parametrize("viewport", [LAPTOP, PHONE, {"width": 820, "height": 1180}], ids=["laptop", "phone", "tablet"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_fits_and_can_be_read(browser: Any, idle: FakeServer, viewport: dict[str, int], scheme: str) -> None:
@@ -206,6 +206,7 @@ def test_fits_and_can_be_read(browser: Any, idle: FakeServer, viewport: dict[str
     watched.close()
 
 
+@pytest.mark.long
 def test_hours_leave_no_trace(browser: Any, idle: FakeServer) -> None:
     idle.engine.connector = played().counters()
     watched = Watched(browser, idle.url)

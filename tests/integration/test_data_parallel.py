@@ -111,6 +111,7 @@ def cached(server: ServerProcess, prompt: str, rank: str | None = None) -> int:
     return usage["prompt_tokens_details"]["cached_tokens"]
 
 
+@pytest.mark.long
 def test_a_second_turn_goes_where_the_first_one_ran() -> None:
     first = "A long walk beside the river and over the hill to the mill. " * 3
     with serve(*FLAGS, "--data-parallel-policy", "prefix-aware") as aware, serve(*FLAGS) as unaware:
@@ -146,6 +147,7 @@ def test_the_others_go_on_when_one_dies() -> None:
         assert server.terminate() == 0
 
 
+@pytest.mark.long
 @pytest.mark.alone
 def test_the_server_ends_when_the_last_one_has_died() -> None:
     with serve(*FLAGS) as server:

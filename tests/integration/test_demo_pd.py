@@ -83,7 +83,7 @@ def demo(request: pytest.FixtureRequest) -> Iterator[Demo]:
     assert "Traceback" not in text + rest, rest
 
 
-@pytest.mark.spread(1)
+@pytest.mark.long
 def test_answers_errors_and_the_end_of_the_prefill_instance(demo: Demo, expected: list[Any]) -> None:
     assert answers(demo.url) == expected
     client = OpenAI(base_url=f"{demo.url}/v1", api_key="none", max_retries=0)

@@ -88,7 +88,7 @@ def test_any_ranks_to_any_ranks(
     check(expected[method], method, (p_size, d_size), block_sizes, transport, "uniproc")
 
 
-@pytest.mark.spread(1)
+@pytest.mark.long
 @pytest.mark.parametrize("transport", ["sockets", "shared_memory"])
 def test_ranks_in_processes(expected: dict[str, list[Any]], transport: str) -> None:
     check(expected["mtp"], "mtp", ((2, 1), (1, 2)), (16, 32), transport, "mp")

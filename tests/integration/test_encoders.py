@@ -106,6 +106,7 @@ def assert_as_transformers(path: Path, llm: LLM, dtype: torch.dtype, mode: str, 
         assert 1 - torch.cosine_similarity(found, wanted, dim=0) < tolerance
 
 
+@pytest.mark.spread(6)
 @pytest.mark.parametrize("name", ENCODERS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-3)])
 @pytest.mark.parametrize("mode", ["mean_tokens", "cls_token"])
@@ -231,6 +232,7 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.spread(6)
 @pytest.mark.parametrize("row", ROWS)
 def test_no_bit_changes(row: str, weights: Path, alone: list[bytes]) -> None:
     assert vectors(weights, **ROWS[row]) == alone
@@ -256,6 +258,7 @@ def test_a_step_takes_whole_prompts(checkpoint: Path, monkeypatch: pytest.Monkey
     assert len(steps) > 2
 
 
+@pytest.mark.spread(1)
 def test_requests_that_are_cancelled_leave_the_others_as_they_are(weights: Path, alone: list[bytes]) -> None:
     async def run() -> list[bytes]:
         llm = await AsyncLLM.start(str(weights), skip_tokenizer_init=True, max_num_seqs=4)

@@ -189,7 +189,7 @@ def test_the_same_outputs(
     check_outputs(found, [plain_outputs[number] for number in numbers])
 
 
-@pytest.mark.spread(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("speculative", "overlap"),
     [exhaustive(DRAWN, False), (DRAWN, True), (ITSELF, False), (TOSSED, True)],
@@ -256,6 +256,7 @@ def test_the_same_drafts_from_graphs(speculative: dict[str, Any], monkeypatch: p
     assert torch.equal(*found)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("speculative", [exhaustive(None), DRAWN], ids=["plain", "drawn"])
 @pytest.mark.usefixtures("graphs")
 def test_a_replayed_step_launches_nothing_beside_its_graphs(
@@ -338,7 +339,7 @@ def refuse_reading(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.Tensor, name, guarded)
 
 
-@pytest.mark.spread(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     "speculative",
     [exhaustive(None), NGRAM, DRAWN, exhaustive(TOSSED)],

@@ -82,6 +82,7 @@ def test_batch_of_64(plain_tokens: list[list[int]], overlap: bool, chunk: int) -
     assert tokens == plain_tokens
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("overlap", "chunk"), CELLS)
 def test_preemption(plain_tokens: list[list[int]], overlap: bool, chunk: int) -> None:
     tokens, llm = run(async_scheduling=overlap, max_num_batched_tokens=chunk, **SMALL_POOL)
@@ -89,6 +90,7 @@ def test_preemption(plain_tokens: list[list[int]], overlap: bool, chunk: int) ->
     assert tokens == plain_tokens
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("overlap", "chunk"), CELLS)
 def test_prefix_hits(plain_tokens: list[list[int]], overlap: bool, chunk: int) -> None:
     tokens, llm = run(repeat=2, async_scheduling=overlap, max_num_batched_tokens=chunk, enable_prefix_caching=True)
@@ -96,6 +98,7 @@ def test_prefix_hits(plain_tokens: list[list[int]], overlap: bool, chunk: int) -
     assert tokens == plain_tokens
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_prefix_hits_under_preemption(plain_tokens: list[list[int]], overlap: bool) -> None:
     tokens, llm = run(async_scheduling=overlap, max_num_batched_tokens=48, enable_prefix_caching=True, **SMALL_POOL)

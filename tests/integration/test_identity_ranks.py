@@ -38,14 +38,14 @@ def plain_tokens() -> list[list[int]]:
     return tokens
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("size", "overlap", "chunk"), grid(RANKS, (False, True), (16, 4096), strength=1))
 def test_a_batch(plain_tokens: list[list[int]], size: tuple[int, int], overlap: bool, chunk: int) -> None:
     tokens, _ = run(count=COUNT, async_scheduling=overlap, max_num_batched_tokens=chunk, **ranks(*size))
     assert tokens == plain_tokens
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("size", "overlap"), grid(RANKS, (False, True), strength=1))
 def test_prefix_hits_and_preemption(plain_tokens: list[list[int]], size: tuple[int, int], overlap: bool) -> None:
     tokens, llm = run(
@@ -62,7 +62,7 @@ def test_prefix_hits_and_preemption(plain_tokens: list[list[int]], size: tuple[i
     assert llm.stats().prefix_cache_hits > 0
 
 
-@pytest.mark.spread(4)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(("method", "size", "overlap"), grid(list(METHODS), RANKS, (False, True)))
 def test_drafts(plain_tokens: list[list[int]], method: str, size: tuple[int, int], overlap: bool) -> None:
     tokens, llm = run(
@@ -119,6 +119,7 @@ def plain_answers() -> list[RequestOutput]:
     return answers()
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("size", "arguments"),
     [

@@ -40,7 +40,7 @@ def plain_tokens() -> list[list[int]]:
     return tokens
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("method", "num_drafts", "overlap", "chunk"), CELLS)
 def test_prefix_hits_and_preemption(
     plain_tokens: list[list[int]], method: str, num_drafts: int, overlap: bool, chunk: int

@@ -149,6 +149,7 @@ def test_transfers_that_take_some_steps(plain_tokens: list[list[int]], monkeypat
     llm.shutdown()
 
 
+@pytest.mark.long
 def test_by_the_kernels_of_a_gpu(plain_tokens: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """In Triton's interpreter."""
     monkeypatch.setattr(parts, "HostKVCacheView", GpuKVCacheView)
@@ -161,6 +162,7 @@ def test_by_the_kernels_of_a_gpu(plain_tokens: list[list[int]], monkeypatch: pyt
     llm.shutdown()
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("speculator", ["none", "mtp"])
 def test_a_tier_too_small_for_all(plain_tokens: list[list[int]], speculator: str) -> None:
     """Blocks are evicted and computed again all the time."""
@@ -175,7 +177,7 @@ def test_a_tier_too_small_for_all(plain_tokens: list[list[int]], speculator: str
 FAILING = {"first": 0, "middle": 2, "last": -1}
 
 
-@pytest.mark.spread(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("speculator", "policy", "place"), grid(list(SPECULATORS), ("recompute", "fail"), list(FAILING))
 )
@@ -217,6 +219,7 @@ def test_a_block_that_does_not_come(
     llm.shutdown()
 
 
+@pytest.mark.long
 def test_checkpoints_that_differ_in_the_middle_share_no_kv(tmp_path: Path) -> None:
     """In one folder, of one shape and size, and with the same first and last megabytes."""
     tensors = load_file(DEMO_FOLDER / "model.safetensors")
@@ -245,6 +248,7 @@ def test_checkpoints_that_differ_in_the_middle_share_no_kv(tmp_path: Path) -> No
     assert found[2] == found[3] == found[4]
 
 
+@pytest.mark.long
 def test_corrupted_files_are_found_out(plain_tokens: list[list[int]], tmp_path: Path) -> None:
     """One file in a hundred, and at least three, loses a bit; none of them reaches a token."""
     connector = offloading(disk_path=str(tmp_path))
@@ -264,6 +268,7 @@ def test_corrupted_files_are_found_out(plain_tokens: list[list[int]], tmp_path: 
     llm.shutdown()
 
 
+@pytest.mark.long
 def test_bytes_that_change_in_memory_are_found_out(plain_tokens: list[list[int]]) -> None:
     """The digest is checked on what has landed in the engine's cache."""
     llm = make(offloading())
@@ -400,6 +405,7 @@ def test_several_connectors(plain_tokens: list[list[int]], tmp_path: Path) -> No
     llm.shutdown()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("overlap", [False, True])
 def test_what_has_been_answered_is_saved(overlap: bool) -> None:
     """Without waiting for another request to carry it."""
@@ -411,6 +417,7 @@ def test_what_has_been_answered_is_saved(overlap: bool) -> None:
     llm.shutdown()
 
 
+@pytest.mark.long
 def test_what_a_request_says() -> None:
     llm = make(offloading())
     prompt = [{"prompt_token_ids": [i % 90 + 5 for i in range(100)]}]

@@ -30,6 +30,7 @@ def replay(endpoint: str) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.long
 def test_events_follow_stored_and_removed_prompts() -> None:
     llm = LLM(max_model_len=256, num_gpu_blocks_override=64, kv_events_config=CONFIG)
     endpoint = llm._core._publisher.replay_endpoint

@@ -38,7 +38,7 @@ def steps() -> Iterator[list[tuple[str, object]]]:
         worker = worker[end:]
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("sync", [False, True])
 @pytest.mark.parametrize("speculative", [None, MTP], ids=["plain", "mtp"])
 @pytest.mark.parametrize("overlap", [False, True])

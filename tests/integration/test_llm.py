@@ -128,6 +128,7 @@ def test_a_stream_ends_as_generate_does_and_can_be_left(llm: LLM) -> None:
     llm.check_integrity()
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("overlap", "streams"), grid((False, True), (False, True), strength=1))
 def test_an_interrupt_leaves_the_engine_usable(overlap: bool, streams: bool) -> None:
     """Real signals at random moments, in whatever line they find the engine."""
@@ -245,6 +246,7 @@ def test_parameters_beyond_the_model_are_refused(llm: LLM, params: dict[str, Any
         llm.generate("x", SamplingParams(**params), use_tqdm=False)
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     "others", [{"temperature": 0.0}, {"temperature": 1.0}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}]
 )

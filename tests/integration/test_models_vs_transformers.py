@@ -41,6 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("checkpoints")
 
 
+@pytest.mark.spread(5)
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_logprobs_and_greedy_tokens(name: str, folder: Path) -> None:
     path = make_checkpoint(name, folder)

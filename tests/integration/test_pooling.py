@@ -109,7 +109,7 @@ def test_a_generating_checkpoint_pools_by_its_last_token(folder: Path) -> None:
     llm.shutdown()
 
 
-@pytest.mark.spread(1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["qwen2-tied", "mistral-window", "llama3-gqa4-tied"])
 def test_other_architectures(name: str, folder: Path) -> None:
     path = make_pooling_checkpoint(name, folder)
@@ -167,6 +167,7 @@ def test_prefix_hits(weights: Path | str, plain: bytes, overlap: bool) -> None:
     assert llm.stats().prefix_cache_hits > 1000
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("overlap", "size"), grid((False, True), ((1, 1), (2, 2))))
 def test_preemption(
     weights: Path | str, plain: bytes, overlap: bool, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
@@ -192,6 +193,7 @@ def ranks(tp: int, pp: int, backend: str | None = "uniproc") -> dict[str, Any]:
     return {"tensor_parallel_size": tp, "pipeline_parallel_size": pp, "distributed_executor_backend": backend}
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("size", "overlap", "chunk"), grid(RANKS[1:], (False, True), (16, 4096), strength=1))
 def test_ranks(weights: Path | str, plain: bytes, size: tuple[int, int], overlap: bool, chunk: int) -> None:
     found, _ = vectors(

@@ -66,7 +66,7 @@ def logits_of(path: Path, prompt: list[int], dtype: torch.dtype) -> torch.Tensor
 # ---- Right ----
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("name", "num_labels", "problem"),
     [
@@ -205,6 +205,7 @@ def test_truncation(embedder: Path) -> None:
 # ---- The same bits ----
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("kind", ["classifier", "tokens"])
 def test_bits(kind: str, folder: Path, reranker: Path) -> None:
     path, config = reranker, {"classifier_from_token": [3, 5]}

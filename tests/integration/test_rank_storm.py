@@ -104,7 +104,7 @@ CELLS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.spread(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("num_steps", "arguments"),
     [*((1000, cell) for cell in CELLS), *(exhaustive(10_000, cell) for cell in CELLS)],

@@ -43,6 +43,7 @@ def plain_tokens() -> list[list[int]]:
     return run(one_by_one=True, count=COUNT)[0]
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("method", "overlap"), grid(list(METHODS), (False, True), strength=1))
 def test_greedy_requests_are_those_of_the_plain_run(plain_tokens: list[list[int]], method: str, overlap: bool) -> None:
     """Under preemption and prefix hits; and the same run gives the same tokens, the drawn ones too."""
@@ -66,6 +67,7 @@ def test_greedy_requests_are_those_of_the_plain_run(plain_tokens: list[list[int]
     assert results[0] != plain_tokens, "drawn drafts give other tokens of the same distribution"
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("method", METHODS)
 def test_company_and_chunks_change_nothing_while_the_windows_are_the_same(method: str) -> None:
     alone, _ = run(one_by_one=True, count=COUNT, speculative_config=config(method))
@@ -75,6 +77,7 @@ def test_company_and_chunks_change_nothing_while_the_windows_are_the_same(method
     assert alone == together == cached == chunked
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_drafter_that_is_the_target_is_always_right(overlap: bool) -> None:
     """Equal distributions, bit for bit; a draft judged by another one's logits would show, rows change their owners."""
@@ -110,6 +113,7 @@ def plain_beginnings() -> Counter[tuple[int, ...]]:
     return count_beginnings(0)[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("overlap", [exhaustive(False), True])
 def test_the_engine_s_distribution_is_the_plain_one(plain_beginnings: Counter[tuple[int, ...]], overlap: bool) -> None:
     """Counts of the first token, the first two and the first three, in two samples of equal size with different
@@ -168,6 +172,7 @@ def test_sampling_parameters_of_a_request() -> None:
     llm.shutdown()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("overlap", [exhaustive(False), True])
 def test_synthetic_acceptance(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
     rates = [0.9, 0.5, 0.2]

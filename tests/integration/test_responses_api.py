@@ -142,6 +142,7 @@ def test_a_call_and_its_result(client: OpenAI) -> None:
     assert chat(client, turns, tools=tools).usage.prompt_tokens == sent.usage.input_tokens
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_schema(client: OpenAI, stream: bool) -> None:
     schema = {
@@ -159,6 +160,7 @@ def test_a_schema(client: OpenAI, stream: bool) -> None:
     assert client.responses.create(model="demo", input="JSON!", text=free, max_output_tokens=8).output_text[0] == "{"
 
 
+@pytest.mark.long
 def test_allowed_tools(client: OpenAI) -> None:
     other = {**TOOLS[0], "name": "get_time"}
     choice: Any = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "get_time"}]}
@@ -168,6 +170,7 @@ def test_allowed_tools(client: OpenAI) -> None:
         client.responses.create(model="demo", input=WEATHER, tools=TOOLS, tool_choice=choice)
 
 
+@pytest.mark.long
 def test_fields_of_vllm_are_passed_on(client: OpenAI) -> None:
     one = client.responses.create(model="demo", input="Story.", extra_body={"seed": 3, "top_k": 5}, temperature=1.0)
     two = client.responses.create(model="demo", input="Story.", extra_body={"seed": 3, "top_k": 5}, temperature=1.0)

@@ -97,6 +97,7 @@ def test_special_tokens_are_shown_as_they_are_spelled(server: ServerProcess) -> 
         assert text == "<|im_start|>" * 3
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(
     ("guided", "text"),
     [
@@ -268,6 +269,7 @@ def test_the_end_of_a_sequence_is_no_part_of_the_log_probabilities(server: Serve
     assert [entry["token"] for row in rows for entry in (row or {}).get("content", ())] == ["5"]
 
 
+@pytest.mark.long
 def test_unknown_fields_can_be_ignored() -> None:
     with serve("--ignore-unknown-fields") as server:
         body = {"prompt": STORY, "max_tokens": 2, "some_field": 1, "new\r\nline": 2, "x" * 1000: 3}

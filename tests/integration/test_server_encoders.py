@@ -81,6 +81,7 @@ def test_what_the_server_says_of_its_cache(embedding_server: ServerProcess) -> N
     assert call(f"{embedding_server.url}/dashboard")[0] == 200
 
 
+@pytest.mark.long
 def test_scores_and_ranks_of_a_cross_encoder(scoring_server: ServerProcess, cross_encoder: Path) -> None:
     llm = LLM(str(cross_encoder))
     wanted = [each.outputs.score for each in llm.score(QUERY, DOCUMENTS, use_tqdm=False)]

@@ -197,6 +197,7 @@ def test_tokenize_and_back(server: ServerProcess, client: OpenAI, llm: LLM) -> N
 # ---- Completions ----
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("stream", [False, True])
 def test_prompts_in_every_shape(client: OpenAI, llm: LLM, stream: bool) -> None:
     texts = [STORY, "The moon"]
@@ -252,6 +253,7 @@ def test_same_tokens_by_every_way_and_in_company(client: OpenAI, llm: LLM) -> No
     assert alone == crowded == [(output.text, output.token_ids) for output in wanted]
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("num_top", [0, 3])
 @pytest.mark.parametrize("extra", [{}, {"allowed_token_ids": BYTE_TOKENS}])
 def test_logprobs_are_the_engine_s(client: OpenAI, llm: LLM, num_top: int, extra: dict[str, Any]) -> None:
@@ -367,6 +369,7 @@ EXTRAS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.spread(5)
 @pytest.mark.parametrize("extra", EXTRAS, ids=lambda extra: next(iter(extra)))
 def test_sampling_fields_reach_the_engine(client: OpenAI, llm: LLM, extra: dict[str, Any]) -> None:
     params: dict[str, Any] = {"temperature": 1.0, "seed": 11, "max_tokens": 16}
@@ -447,6 +450,7 @@ def test_chat_template_variables(client: OpenAI) -> None:
         chat(client, extra={"chat_template_kwargs": {"messages": []}})
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("choice", ["auto", "none", "required", NAMED], ids=["auto", "none", "required", "named"])
 def test_tools(client: OpenAI, choice: Any) -> None:
     answer = chat(client, WEATHER, tools=[WEATHER_TOOL], tool_choice=choice)

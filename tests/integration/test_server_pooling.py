@@ -107,6 +107,7 @@ def vectors(llm: LLM, given: Any, **params: Any) -> list[list[float]]:
 # ---- Vectors ----
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("encoding_format", ["float", "base64", None])
 def test_embeddings_by_openai_s_client_are_the_engine_s(client: OpenAI, llm: LLM, encoding_format: Any) -> None:
     """Without a format the client asks for base64, and unpacks it."""
@@ -215,6 +216,7 @@ def scores(folder: Path, reranker: ServerProcess) -> list[float]:
     return found
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("path", ["/score", "/v1/score"])
 def test_score(path: str, reranker: ServerProcess, scores: list[float]) -> None:
     sides = (("queries", "documents"), ("queries", "items"), ("text_1", "text_2"), ("data_1", "data_2"))

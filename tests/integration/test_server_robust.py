@@ -145,6 +145,7 @@ def test_health_is_about_progress() -> None:
 # ---- Signals ----
 
 
+@pytest.mark.spread(1)
 @SIGNALS
 def test_a_signal_lets_running_requests_finish(number: int) -> None:
     with serve("--shutdown-timeout", "120") as server, send_dashboard_request(server):
@@ -165,6 +166,7 @@ def test_a_signal_lets_running_requests_finish(number: int) -> None:
         assert "Traceback" not in "".join(server.log)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(("timeout", "again"), [("0.5", None), ("60", signal.SIGTERM), ("60", signal.SIGINT)])
 def test_a_request_that_runs_too_long_gets_an_error(timeout: str, again: int | None) -> None:
     with serve("--shutdown-timeout", timeout) as server, ThreadPoolExecutor(1) as pool:
@@ -181,6 +183,7 @@ def test_a_request_that_runs_too_long_gets_an_error(timeout: str, again: int | N
         assert "Traceback" not in "".join(server.log)
 
 
+@pytest.mark.long
 def test_an_idle_server_ends_quickly_with_open_connections() -> None:
     with (
         serve() as server,
@@ -198,6 +201,7 @@ def test_an_idle_server_ends_quickly_with_open_connections() -> None:
         assert time.monotonic() - began < 8
 
 
+@pytest.mark.long
 def test_the_end_keeps_no_answer_from_a_slow_reader() -> None:
     with serve() as server:
         core = server.core_pid
@@ -358,6 +362,7 @@ def test_disconnecting_changes_no_other_tokens_and_leaks_no_memory() -> None:
 # ---- Clients that dawdle ----
 
 
+@pytest.mark.long
 def test_a_slow_reader_does_not_delay_others() -> None:
     with serve() as server:
         lazy = Stream(server.url, COMPLETIONS, endless(**BULKY | {"max_tokens": 100}), receive_buffer=4096)

@@ -69,6 +69,7 @@ def local() -> Iterator[ServerProcess]:
 # ---- Keys ----
 
 
+@pytest.mark.spread(2)
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "192.0.2.1", "localhost.example.com"])
 def test_the_network_is_not_served_without_a_key(host: str) -> None:
     command = [sys.executable, "-m", "penstock.cli.main", "serve", "--port", "0", "--host", host]
@@ -367,6 +368,7 @@ def test_request_ids_cannot_be_guessed(local: ServerProcess) -> None:
     assert len({name[:13] for name in ids}) == len(ids)
 
 
+@pytest.mark.long
 def test_clients_may_name_their_requests_alike(local: ServerProcess) -> None:
     """The name is in the answer and in its headers; the engine's own name of the request stays unique."""
     slow = {"prompt": "a", "max_tokens": 200, "ignore_eos": True}

@@ -97,7 +97,7 @@ def test_outputs_are_valid(plain: list[RequestOutput]) -> None:
     assert num_complete >= 9, "most outputs were meant to end by themselves"
 
 
-@pytest.mark.spread(4)
+@pytest.mark.spread(2)
 @pytest.mark.parametrize(("method", "overlap"), list(itertools.product([None, *METHODS], (False, True))))
 def test_same_tokens_with_drafts_and_overlap(plain: list[RequestOutput], method: str | None, overlap: bool) -> None:
     drafts = None if method is None else config(method, 3)
@@ -124,6 +124,7 @@ def ask(client: OpenAI, **extra: Any) -> Any:
     return client.chat.completions.create(model="demo", messages=MESSAGES, max_tokens=120, **extra).choices[0]
 
 
+@pytest.mark.long
 def test_response_format(client: OpenAI) -> None:
     wanted: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON, "strict": True}}
     choice = ask(client, response_format=wanted)
@@ -141,6 +142,7 @@ def test_vllm_s_field(client: OpenAI) -> None:
         assert re.fullmatch(pattern, choice.message.content), choice
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("tool_choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 def test_forced_tool_calls_fit_their_schema(client: OpenAI, tool_choice: Any) -> None:
     tools: Any = [WEATHER, {"type": "function", "function": {"name": "get_time"}}]

@@ -92,6 +92,7 @@ def post(server: ServerProcess, body: dict[str, Any], **fields: Any) -> httpx.Re
     return httpx.post(server.url + body["path"], json=sent, timeout=60)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("body", [COMPLETION, CHAT], ids=["completion", "chat"])
 def test_in_an_answer(server: ServerProcess, body: dict[str, Any]) -> None:
     answer = post(server, body).raise_for_status().json()

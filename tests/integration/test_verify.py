@@ -141,6 +141,7 @@ def test_an_off_by_one_in_later_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert difference.expected != difference.got
 
 
+@pytest.mark.long
 def test_a_token_lost_at_a_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
     rewind = Scheduler._rewind
 

@@ -49,6 +49,7 @@ def send(folder: Path, message: bytes) -> None:
         sender.sendto(message, str(folder / "control"))
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("is_child", [False, True], ids=["alone", "one of several"])
 def test_an_idle_core_wakes_up(tmp_path: Path, is_child: bool) -> None:
     prefix = "WakingConnector." if is_child else ""

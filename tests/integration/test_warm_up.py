@@ -68,6 +68,7 @@ def test_nothing_compiles_and_nothing_is_imported_behind_the_warm_up() -> None:
     assert in_a_new_process("traffic") == {"imported": [], "compiled": []}
 
 
+@pytest.mark.long
 @pytest.mark.alone
 def test_the_first_request_is_not_the_slow_one() -> None:
     ratios: list[float] = []

@@ -31,11 +31,13 @@ def test_an_engine_asks_for_nothing_else(engine_args: dict[str, Any]) -> None:
         assert walked == in_a_new_process("walked", "cpu", {}), "memory makes a difference"
 
 
+@pytest.mark.long
 def test_kernels_that_move_blocks_are_compiled() -> None:
     moves = [name for name in in_a_new_process("walked", "meta", OFFLOAD) if "_move_blocks" in name]
     assert len(moves) == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["flash_attention", exhaustive("flashinfer")])
 def test_with_a_librarys_attention_all_else_is_walked(backend: str) -> None:
     names = in_a_new_process("walked", "meta", {"attention_backend": backend})
@@ -55,6 +57,7 @@ def test_compiled_kernels_are_found(tmp_path: Path) -> None:
     assert in_a_new_process("compile_two", **cache) == {"compiled": 0, "found": 2}
 
 
+@pytest.mark.long
 def test_tensors_without_memory_tell_ones() -> None:
     expected = [[[1.0] * 3] * 2, 1.0, True, 6.0, 0, [1.0] * 3, True, True, 6, True]
     assert in_a_new_process("reads") == {"False": expected, "True": expected}
@@ -81,6 +84,7 @@ def test_a_cpu_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         wait()
 
 
+@pytest.mark.long
 def test_a_failure_is_reported_and_the_engine_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -152,6 +152,7 @@ def test_the_view_is_the_same_for_both(is_remote: bool) -> None:
     assert expected(cache, PLACES[2:3]) == [wanted[2][::-1]]
 
 
+@pytest.mark.long
 def test_the_kernel_compiles_without_spills() -> None:
     kinds = {"table_ptr": "*i64:16", "ids_ptr": "*i64", "packed_ptr": "*i64:16", "packed_words": "i32"}
     for gathers in (False, True):

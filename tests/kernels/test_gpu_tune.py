@@ -84,6 +84,7 @@ def test_a_setting_of_a_product_is_used_and_checked(
         assert cell.error(operands, tuple(wrong)) > cell.tolerance()
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("kind", "case"),
     [("DecodeCell", (2, 70, 1)), ("PrefillCell", (2, 40, 40)), ("DeterministicCell", (2, 70, 1)),
@@ -167,6 +168,7 @@ def test_the_places_and_their_settings() -> None:
     assert Tile(128, 128, 64, 8, 3) in by_name["deterministic qwen3-0.6b qkv 2048 tokens"]
 
 
+@pytest.mark.long
 def test_compiles_ahead_without_a_gpu(tmp_path: Path) -> None:
     """Returns the kernels that a GPU would launch, from the names in Triton's cache."""
     pytest.importorskip("penstock.runner.gpu.ahead")

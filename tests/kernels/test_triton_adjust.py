@@ -133,6 +133,7 @@ def test_min_tokens_end_in_time() -> None:
     assert case.check(torch.randn(3, 100)).isinf().sum(1).tolist() == [3, 3, 0]
 
 
+@pytest.mark.long
 def test_bad_words() -> None:
     vocab_size = 6000
     case = AdjustCase([{}, {}, {"repetition_penalty": 1.5}, {}], vocab_size)

@@ -174,6 +174,7 @@ def test_a_drafter_that_is_the_target_is_always_right() -> None:
         assert torch.equal(found[is_drafted], windows.drafts[windows.logits_rows, place][is_drafted])
 
 
+@pytest.mark.long
 def test_nan_logits_and_gaps() -> None:
     drafter = torch.randn(MAX_REQS, NUM_DRAFTS, 300)
     windows = Windows([{"temperature": 1.0}] * MAX_REQS, drafter)
@@ -191,6 +192,7 @@ def test_nan_logits_and_gaps() -> None:
     assert torch.equal(windows.judge(target), sampler.sample(target, windows.batch).token_ids)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("rates", [(0.8, 0.5, 0.3), (0.0, 1.0, 1.0), (1.0, 1.0, 1.0)])
 def test_coins(rates: tuple[float, ...]) -> None:
     vocab_size = 70

@@ -50,6 +50,7 @@ def test_noise_is_that_of_the_cpu(seeds: list[int], purpose: Purpose, data: st.D
     assert device_noise.uniform(table, rows, positions, int(purpose))[0] == 0
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab_size", [7, 4096, 9001])
 def test_greedy_and_random_rows_get_the_tokens_of_the_reference(dtype: torch.dtype, vocab_size: int) -> None:
@@ -142,6 +143,7 @@ def test_truncation_agrees_with_the_reference(dtype: torch.dtype, vocab_size: in
     check_truncation((spread * torch.randn(len(TRUNCATIONS), vocab_size)).to(dtype), TRUNCATIONS)
 
 
+@pytest.mark.long
 def test_truncation_of_all_sorts_of_rows() -> None:
     random = Random(0)
     for _ in range(6):
@@ -161,6 +163,7 @@ def test_truncation_of_all_sorts_of_rows() -> None:
         check_truncation(logits, params)
 
 
+@pytest.mark.long
 def test_flat_rows_do_not_fit_and_are_exact_all_the_same() -> None:
     params = ({"top_p": 0.9}, {"top_k": 9000}, {"top_k": 8500, "top_p": 0.97}, {"top_p": 0.999, "min_p": 0.9})
     logits = torch.arange(9001).repeat(4, 1) * 1e-5
@@ -168,6 +171,7 @@ def test_flat_rows_do_not_fit_and_are_exact_all_the_same() -> None:
     assert (workspace.num_candidates < 0).all()
 
 
+@pytest.mark.long
 def test_candidates_of_many_tiles_are_packed_in_order() -> None:
     logits = torch.randn(2, 20_000)
     case = Case(({"top_k": 3}, {"top_k": 1500, "top_p": 0.9}))

@@ -23,7 +23,7 @@ def test_the_store_conforms(scenario: str) -> None:
     check_connector(StoreBacking, (scenario,), num_seeds=4, same_split=scenario != "other_split")
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("scenario", [name for name in SCENARIOS if name.startswith("offload")])
 def test_the_tiers_conform(scenario: str) -> None:
     check_connector(OffloadBacking, (scenario,), num_seeds=6)

@@ -143,6 +143,7 @@ def test_a_seed_decides_everything() -> None:
     assert run_scenario("everything", 0).digest != run_scenario("everything", 1).digest
 
 
+@pytest.mark.long
 @pytest.mark.alone
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(got, expected, atol=3e-5, rtol=3e-5)
 
 
-@pytest.mark.spread(3)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("num_requests", [1, 2, 17])
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_of_a_few_steps(name: str, num_requests: int) -> None:

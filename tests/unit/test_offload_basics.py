@@ -64,6 +64,7 @@ def test_chunks_of_a_region_are_apart() -> None:
             region.chunk(outside)
 
 
+@pytest.mark.long
 @pytest.mark.alone
 def test_memory_is_ready_ahead_of_use_and_not_far_ahead() -> None:
     """In a process of its own: others' memory comes and goes."""

@@ -144,6 +144,7 @@ def test_a_file_under_another_keys_name_is_not_believed(tmp_path: Path) -> None:
     assert disk.load([1, 2]) == keys(2)
 
 
+@pytest.mark.long
 def test_every_damaged_file_is_found_counted_and_deleted(tmp_path: Path) -> None:
     chance = random.Random(7)
     numbers = range(600)

@@ -171,6 +171,7 @@ def test_the_features_of_the_request_shape_the_target() -> None:
     assert torch.allclose(observed.float(), q, atol=0.02)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize(
     ("shared", "with_"),
     [("RESAMPLE", "DRAFT"), ("ACCEPT", "DRAFT"), ("RESAMPLE", "ACCEPT")],

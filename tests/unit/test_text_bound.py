@@ -62,6 +62,7 @@ TEXTS = st.lists(
 ).map("".join)
 
 
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("kind", SOUND)
 @given(text=TEXTS | st.text(st.characters(exclude_categories=("Cs",)), max_size=60))
 @settings(max_examples=150, deadline=None)

@@ -245,7 +245,7 @@ def test_calls_beyond_the_limit_are_content(name: str) -> None:
     assert got.content == (", ns.g-1()" * 2 + "]" if name == "pythonic" else "".join(calls[-2:]))
 
 
-@pytest.mark.spread(2)
+@pytest.mark.spread(1)
 @pytest.mark.parametrize("name", sorted(FORMATS))
 def test_depth_and_length_cost_no_more_than_their_characters(name: str) -> None:
     size = 20_000
