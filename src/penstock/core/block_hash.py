@@ -1,9 +1,9 @@
 """Chained block hashes: equal hashes mean equal tokens from the start of the prompt to the end of the block.
 
 `hash_i = SHA-256(hash_{i-1} || tokens of block i || tokens ahead)`; the chain starts from the request's `cache_salt`,
-so prompts under different salts never share a block. A speculator that computes the KV of a position from the token
-behind it (MTP, EAGLE) makes the last slot of a block depend on the next block's first token: such tokens ahead are
-hashed with the block, so that its hash decides all that it holds. Only blocks whose tokens are all known have a hash.
+so prompts with different salts never share a block. With a speculator that computes the KV of a position from the next
+token (MTP, EAGLE), the last slot of a block depends on the next block's first token: such tokens ahead are hashed with
+the block, so that its hash identifies its whole content. Only blocks whose tokens are all known have a hash.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ BlockHash = bytes
 
 
 def root_hash(cache_salt: str | None) -> BlockHash:
-    """Where the chain of a request starts."""
+    """Returns the start of a request's hash chain."""
     return hashlib.sha256(b"penstock block chain\0" + (cache_salt or "").encode()).digest()
 
 
 def extend_chain(
     chain: list[BlockHash], root: BlockHash, tokens: Sequence[int], block_size: int, num_tokens_ahead: int = 0
 ) -> None:
-    """Appends the hashes of those blocks of `tokens` that `chain` does not have yet."""
+    """Appends the hashes of the blocks of `tokens` that `chain` does not have yet."""
     parent = chain[-1] if chain else root
     length = block_size + num_tokens_ahead
     for start in range(len(chain) * block_size, len(tokens) - length + 1, block_size):

@@ -1,18 +1,18 @@
-"""Who owns block 17: the one place where KV blocks change hands.
+"""The block pool: the only place where the ownership of KV blocks changes.
 
 Every block is in one state:
 
-    FREE      no owner, and its content means nothing
+    FREE      no owner, and its content has no meaning
     CACHED    no owner, and its content can be found by its hash until it is evicted
-    OWNED     the block table of one or more requests names it
+    OWNED     it is in the block tables of one or more requests
     LOADING   a holder outside the forward pass is writing into it
 
-Beside its owners a block may have *holders*: transfers that read or write it, and steps in flight that may still write
-it (the fence). A block is handed out again only when it has neither owner nor holder. Owners leave through `release`,
-holders through `drop`, on their own terminal event and never because time has passed. Each hand-out increments the
-block's generation, by which a holder knows the block that it came for.
+Besides its owners a block may have *holders*: transfers that read or write it, and steps in flight that may still write
+it (the fence). A block is reallocated only when it has neither owner nor holder. Owners leave through `release`,
+holders through `drop`, on their own terminal event and never because time has passed. Each allocation increments the
+block's generation, by which a holder can check that the block has not been reallocated.
 
-Block 0 is the null block: it has no owner and is never handed out.
+Block 0 is the null block: it has no owner and is never allocated.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from penstock.messages.stats import BlockMap
 from penstock.utils.math import cdiv
 
 BlockKey = tuple[int, bytes]
-"""(KV group, block hash): what a cached block is found by."""
+"""(KV group, block hash): the lookup key of a cached block."""
 
 _BUSY = "fcpol"
-"""The letters of `BlockMap`, from idle to busy."""
+"""The letters of `BlockMap`, ordered from idle to busy."""
 
 Holder = str
-"""Names a transfer. Fences have numbers of their own."""
+"""The id of a transfer. Fences are numbered separately."""
 
 
 class BlockState(enum.Enum):
@@ -54,7 +54,7 @@ class Block:
 
 @dataclass(slots=True)
 class _Hold:
-    """Blocks with the generation that they had when the holder came."""
+    """Blocks with their generations at the time of the hold."""
 
     writes: bool
     blocks: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
@@ -64,9 +64,9 @@ def _tell_nobody(_: BlockKey) -> None: ...
 
 
 class BlockPool:
-    """`num_blocks` blocks including the null block, so `num_blocks - 1` can be handed out, which may be none.
+    """`num_blocks` blocks including the null block, so `num_blocks - 1` can be allocated, which may be zero.
 
-    `on_removed` is told of content that no block holds any more.
+    `on_removed` is called with the key of content that no block holds any more.
     """
 
     def __init__(self, num_blocks: int, on_removed: Callable[[BlockKey], None] = _tell_nobody) -> None:
@@ -74,7 +74,7 @@ class BlockPool:
         self._on_removed = on_removed
         self.num_usable = num_blocks - 1
         self._blocks = [Block() for _ in range(num_blocks)]
-        # What can be handed out: first blocks without content, the last freed first, then cached ones by last use.
+        # Available blocks: first those without content, the last freed first, then cached ones by last use.
         self._free = list(range(num_blocks - 1, 0, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._cached: dict[BlockKey, dict[int, None]] = {}
@@ -84,12 +84,12 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be handed out now."""
+        """Returns the number of blocks that can be allocated now."""
         return len(self._free) + len(self._evictable)
 
     @property
     def num_fenced(self) -> int:
-        """Blocks without an owner that become available once the steps in flight are processed."""
+        """Returns the number of unowned blocks that become available once the steps in flight are processed."""
         return sum(self._blocks[i].num_owners == 0 for ids in self._fences.values() for i in ids)
 
     def state(self, block_id: int) -> BlockState:
@@ -101,14 +101,14 @@ class BlockPool:
         return BlockState.CACHED if block.key is not None else BlockState.FREE
 
     def counts(self) -> dict[BlockState, int]:
-        """How many blocks are in each state, the null block left out."""
+        """Returns the number of blocks in each state, without the null block."""
         counts = dict.fromkeys(BlockState, 0)
         for block_id in range(1, len(self._blocks)):
             counts[self.state(block_id)] += 1
         return counts
 
     def map(self, max_cells: int) -> BlockMap:
-        """The pool, without the null block, as a picture of at most `max_cells` letters."""
+        """Returns the states of the pool's blocks, without the null block, as at most `max_cells` letters."""
         letters = [self._letter(block) for block in self._blocks[1:]]
         per_cell = max(1, cdiv(len(letters), max_cells))
         cells = (max(letters[start : start + per_cell], key=_BUSY.index) for start in range(0, len(letters), per_cell))
@@ -126,7 +126,7 @@ class BlockPool:
         return "f" if block.key is None else "c"
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Hands out blocks with one owner each, evicting cached content from the oldest on."""
+        """Allocates blocks with one owner each, evicting the oldest cached content first."""
         assert num_blocks <= self.num_available, (num_blocks, self.num_available)
         block_ids = [self._free.pop() for _ in range(min(num_blocks, len(self._free)))]
         block_ids += [self._evictable.popitem(last=False)[0] for _ in range(num_blocks - len(block_ids))]
@@ -138,7 +138,7 @@ class BlockPool:
         return block_ids
 
     def find(self, key: BlockKey) -> int | None:
-        """A block that holds this content, or None."""
+        """Returns a block that holds this content, or None."""
         ids = self._cached.get(key)
         return next(iter(ids)) if ids else None
 
@@ -151,11 +151,11 @@ class BlockPool:
             self._evictable.pop(block_id, None)
 
     def num_to_take(self, block_ids: Iterable[int]) -> int:
-        """How many of these blocks `acquire` would take out of the available ones."""
+        """Returns how many of these blocks `acquire` would remove from the available ones."""
         return sum(block_id in self._evictable for block_id in block_ids)
 
     def publish(self, block_id: int, key: BlockKey) -> bool:
-        """Makes an owned, complete block findable; True when no other has this content.
+        """Adds an owned, complete block to the prefix cache; returns True when no other block has this content.
 
         Its content must never change from now on.
         """
@@ -168,10 +168,10 @@ class BlockPool:
         return len(ids) == 1
 
     def release(self, block_ids: Sequence[int], fence: int = 0) -> None:
-        """One owner leaves these blocks, given from the head of its prompt to the tail.
+        """Removes one owner from these blocks, which are ordered from the head of its prompt to the tail.
 
-        Blocks that lose their last owner wait until step `fence` has been processed; then they become available, the
-        tail first to be evicted, because a head without its tail is still worth a hit and the reverse is not.
+        Blocks that lose their last owner wait until step `fence` has been processed; then they become available. The
+        tail is evicted first, because a head without its tail can still give a prefix hit, but not the reverse.
         """
         orphans: list[int] = []
         for block_id in reversed(block_ids):
@@ -190,7 +190,7 @@ class BlockPool:
             self._make_available(orphans)
 
     def on_step_processed(self, step: int) -> None:
-        """The device has finished `step`: what waited for it becomes available."""
+        """Called when the device has finished `step`: blocks that waited for it become available."""
         assert step >= self._processed_step, (step, self._processed_step)
         self._processed_step = step
         for fence in [fence for fence in self._fences if fence <= step]:
@@ -210,7 +210,7 @@ class BlockPool:
             self._evictable.pop(block_id, None)
 
     def drop(self, holder: Holder) -> None:
-        """The holder's transfer has ended, one way or the other."""
+        """Ends the hold of a transfer that has ended, with success or failure."""
         hold = self._holds.pop(holder)
         for block_id, generation in hold.blocks:
             block = self._blocks[block_id]
@@ -219,7 +219,7 @@ class BlockPool:
         self._unhold(block_id for block_id, _ in hold.blocks)
 
     def clear_cache(self) -> bool:
-        """Forgets all cached content. Refused (False) while any block has an owner or a holder."""
+        """Removes all cached content. Returns False, and does nothing, while any block has an owner or a holder."""
         if self.num_available != self.num_usable:
             return False
         self._free.extend(self._evictable)

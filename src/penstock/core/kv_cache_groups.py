@@ -1,4 +1,4 @@
-"""What each kind of attention needs of the prefix: one small class per kind.
+"""Which blocks of the prefix each kind of attention needs: one small class per kind.
 
 A group works on block *indices* along the request (0 is its first block), never on block ids.
 """
@@ -14,11 +14,11 @@ from penstock.messages.kv_cache_spec import KVCacheSpec
 
 class AttentionGroup(Protocol):
     def longest_hit(self, is_cached: Callable[[int], bool], num_blocks: int) -> int:
-        """The largest length of at most `num_blocks` blocks at which the cache holds all that a query needs."""
+        """Returns the largest length, at most `num_blocks`, at which the cache holds all blocks that a query needs."""
         ...
 
     def first_needed_block(self, num_computed_tokens: int) -> int:
-        """The first block that the query at position `num_computed_tokens` still reads."""
+        """Returns the first block that the query at position `num_computed_tokens` still reads."""
         ...
 
 
@@ -45,7 +45,7 @@ class SlidingWindowGroup:
 
     def longest_hit(self, is_cached: Callable[[int], bool], num_blocks: int) -> int:
         length, index = num_blocks, num_blocks - 1
-        # Walks from the tail; `length` is on trial, and [index + 1, length) are cached.
+        # Walks from the tail; `length` is the candidate, and [index + 1, length) are cached.
         while length > 0 and index >= self.first_needed_block(length * self.block_size):
             if not is_cached(index):
                 length = index

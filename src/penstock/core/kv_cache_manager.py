@@ -1,8 +1,8 @@
-"""The KV blocks of every request, in all groups: what is found in the prefix cache, allocated, published, released.
+"""Manages the KV blocks of requests in all groups: prefix cache lookup, allocation, publication and release.
 
 A request's block table has one entry per block from the start of its prompt, in every group; entries that its group
-no longer needs (behind a sliding window) are the null block. Of a model that stores nothing there are no groups:
-requests have no tables and need no blocks.
+no longer needs (before a sliding window) are the null block. A model that stores no KV has no groups: its requests
+have no tables and need no blocks.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class KVCacheManager:
 
     @property
     def usage(self) -> float:
-        """Part of the blocks that cannot be handed out, 0 to 1."""
+        """Returns the share of blocks that cannot be allocated, 0 to 1."""
         return 1.0 - self.pool.num_available / self.pool.num_usable if self.pool.num_usable else 0.0
 
     def find_prefix(self, request: Request) -> PrefixHit:
-        """The longest prefix of the request whose KV every group still has. Changes nothing.
+        """Returns the longest prefix of the request whose KV every group still has. Changes nothing.
 
         The last known token is never part of it: its logits are needed, so it has to be computed.
         """
@@ -78,17 +78,17 @@ class KVCacheManager:
         return PrefixHit(tuple(block_ids), length, num_tokens)
 
     def is_being_computed(self, request: Request, hit: PrefixHit) -> bool:
-        """Whether a running request is about to publish the block that follows this hit: then it pays to wait."""
+        """Returns whether a running request is about to publish the block that follows this hit, so waiting pays."""
         if not self._enable_prefix_caching or not request.uses_prefix_cache:
             return False
         within_prompt = hit.num_blocks < (request.num_tokens - 1) // self.block_size
         return within_prompt and self._being_computed[request.block_hashes[hit.num_blocks]] > 0
 
     def admit(self, request: Request, hit: PrefixHit, num_tokens: int, num_external: int = 0) -> BlockIds | None:
-        """Gives a request its hit and room for `num_tokens` tokens in all; None when there are not enough blocks.
+        """Assigns a request its hit and blocks for `num_tokens` tokens in total; None when there are too few blocks.
 
-        The `num_external` tokens behind the hit will be loaded: groups get no blocks for those that they do not need,
-        and of the hit only what is still needed behind them.
+        The `num_external` tokens after the hit will be loaded: a group gets no blocks for those that it does not need,
+        and only the part of the hit that is still needed after them.
         """
         num_present = hit.num_tokens + num_external
         needed = [group.first_needed_block(num_present) for group in self._groups]
@@ -101,7 +101,7 @@ class KVCacheManager:
         hit_ids = [i for ids in hits for i in ids if i != NULL_BLOCK]
         if num_new + self.pool.num_to_take(hit_ids) > self.pool.num_available:
             return None
-        # The hits of all groups are taken before anything is allocated, or one group would evict another's.
+        # The hits of all groups are acquired before any allocation, or one group would evict another's hit.
         self.pool.acquire(hit_ids)
         skipped = [[NULL_BLOCK] * (start - hit.num_blocks) for start in starts]
         tables = tuple([*ids, *gap] for ids, gap in zip(hits, skipped, strict=True))
@@ -113,13 +113,13 @@ class KVCacheManager:
         return self.block_ids(request)
 
     def count_hit(self, request: Request, hit: PrefixHit) -> None:
-        """Notes for the statistics that a request enters the runner with this hit."""
+        """Records in the statistics that a request enters the runner with this hit."""
         if self._enable_prefix_caching:
             self.num_hit_tokens += hit.num_tokens
             self.num_queried_tokens += request.num_tokens
 
     def grow(self, request: Request, num_tokens: int) -> BlockIds | None:
-        """Room for `num_tokens` tokens in all; returns the new blocks, None when there are not enough."""
+        """Allocates blocks for `num_tokens` tokens in total; returns the new ones, None when there are too few."""
         tables = self._tables[request.request_id]
         if self._has_windows:
             self._release_behind_window(request, tables)
@@ -131,18 +131,18 @@ class KVCacheManager:
         return self._extend(tables, num_tokens)
 
     def could_grow_after_steps_in_flight(self, request: Request, num_tokens: int) -> bool:
-        """Whether the blocks that wait for steps in flight would be enough for `grow`."""
+        """Returns whether `grow` would succeed once the blocks that wait for steps in flight are available."""
         num_new = max(0, self._num_new_blocks(self._tables[request.request_id], num_tokens))
         return num_new * len(self._groups) <= self.pool.num_available + self.pool.num_fenced
 
     def publish(self, request: Request) -> tuple[int, int]:
-        """Makes those full blocks findable whose KV is in place: on processed counts, so never on a guess.
+        """Adds full blocks whose KV is in place to the prefix cache, based on processed (exact) counts.
 
-        Returns the first of them and the end.
+        Returns the range [first, end) of these blocks.
         """
         first, end = self._num_published[request.request_id], request.num_processed_tokens // self.block_size
         if end > first:
-            # What was computed behind a request's end has no hash.
+            # Tokens computed after a request's end have no hash.
             end = min(end, len(request.block_hashes))
         if end <= first or not self._enable_prefix_caching:
             return first, first
@@ -150,9 +150,9 @@ class KVCacheManager:
         return first, end
 
     def publish_loaded(self, request: Request, first: int, end: int, bad: Set[tuple[int, int]]) -> int:
-        """Makes blocks [first, end) findable that a load has brought, but for the bad ones, (group, index).
+        """Adds the loaded blocks [first, end) to the prefix cache, except the bad ones, (group, index).
 
-        Returns how many tokens at their head are whole in all groups.
+        Returns how many tokens at their head are complete in all groups.
         """
         self._publish(request, first, end, bad)
         bad_indices = [index for _, index in bad if index >= first]
@@ -169,20 +169,20 @@ class KVCacheManager:
         self._num_published[request.request_id] = end
 
     def hold(self, transfer_id: TransferId, block_ids: BlockIds, first: int, end: int | None, writes: bool) -> None:
-        """Keeps blocks [first, end) of a request's table (None: to the last) for a transfer, until `drop_hold`."""
+        """Holds blocks [first, end) of a request's table (None: to the last) for a transfer, until `drop_hold`."""
         ids = [i for table in block_ids for i in table[first:end] if i != NULL_BLOCK]
         self.pool.hold(transfer_id, ids, writes)
 
     def drop_hold(self, transfer_id: TransferId) -> None:
-        """The transfer has ended."""
+        """Ends the hold of a transfer."""
         self.pool.drop(transfer_id)
 
     def block_ids(self, request: Request) -> BlockIds:
-        """The request's block table in every group."""
+        """Returns the request's block table in every group."""
         return tuple(tuple(table) for table in self._tables[request.request_id])
 
     def block_table(self, request: Request) -> BlockTable:
-        """The same, without a copy."""
+        """Returns the same as `block_ids`, without a copy."""
         return self._tables[request.request_id]
 
     def release(self, request: Request, fence: int) -> None:
@@ -196,15 +196,15 @@ class KVCacheManager:
             self.pool.release(table, fence)
 
     def take_events(self) -> tuple[KVEvent, ...]:
-        """What has been stored and removed since the last call, in its order; nothing without a recorder."""
+        """Returns the blocks stored and removed since the last call, in order; empty without a recorder."""
         return self._recorder.take()
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes; refused (False) while any request holds blocks."""
+        """Removes all cached prefixes; returns False, and does nothing, while any request holds blocks."""
         return self.pool.clear_cache()
 
     def _num_new_blocks(self, tables: tuple[list[int], ...], num_tokens: int) -> int:
-        """How many blocks every group lacks for `num_tokens` tokens; negative where it has more than enough."""
+        """Returns how many blocks each group lacks for `num_tokens` tokens; negative if it has more than enough."""
         return cdiv(num_tokens, self.block_size) - len(tables[0]) if tables else 0
 
     def _extend(self, tables: Iterable[list[int]], num_tokens: int) -> BlockIds:
@@ -216,7 +216,7 @@ class KVCacheManager:
         return tuple(new_ids)
 
     def _release_behind_window(self, request: Request, tables: tuple[list[int], ...]) -> None:
-        # On the processed count: a step in flight still reads the window of its own, earlier position.
+        # Uses the processed count: a step in flight still reads the window of its own, earlier position.
         for group, table in zip(self._groups, tables, strict=True):
             index = group.first_needed_block(request.num_processed_tokens) - 1
             gone: list[int] = []

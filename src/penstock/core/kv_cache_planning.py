@@ -1,4 +1,4 @@
-"""From groups of layers and a memory budget to a planned KV cache."""
+"""Plans the KV cache from groups of layers and a memory budget."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from penstock.utils.math import cdiv
 def blocks_for_one_request(
     groups: tuple[KVCacheGroup, ...], block_size: int, num_tokens: int, max_in_flight: int
 ) -> int:
-    """Most blocks that one request of `num_tokens` holds at once, with at most `max_in_flight` tokens unprocessed.
+    """Returns the maximum blocks that a request of `num_tokens` holds at once, with `max_in_flight` unprocessed tokens.
 
-    A sliding-window group holds its window and what the steps in flight add to it.
+    A sliding-window group holds its window and the tokens that the steps in flight add to it.
     """
     total = 0
     for group in groups:
@@ -34,8 +34,8 @@ def plan_kv_cache(
 ) -> KVCacheConfig:
     """Checks that a request of `max_model_len` fits into `num_blocks` blocks (the null block included).
 
-    `bytes_per_block` is what a block takes on all ranks together. Raises ConfigError that names the flags to turn when
-    the request does not fit.
+    `bytes_per_block` is the size of a block on all ranks together. Raises ConfigError, which names the flags to change,
+    when the request does not fit.
     """
     needed = 1 + blocks_for_one_request(groups, block_size, max_model_len, max_in_flight)
     if needed > num_blocks:
@@ -50,7 +50,7 @@ def plan_kv_cache(
 
 
 def longest_request(groups: tuple[KVCacheGroup, ...], block_size: int, num_blocks: int, max_in_flight: int) -> int:
-    """The longest request, in tokens, that fits into `num_blocks` blocks."""
+    """Returns the length of the longest request, in tokens, that fits into `num_blocks` blocks."""
     low, high = 0, num_blocks * block_size
     if all(group.spec.sliding_window for group in groups):
         high = 1 << 40

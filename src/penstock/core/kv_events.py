@@ -1,4 +1,4 @@
-"""Notes which blocks enter the prefix cache and which leave it, in the order in which they do."""
+"""Records which blocks enter the prefix cache and which leave it, in order."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from penstock.messages.kv_events import BlockRemoved, BlockStored, KVEvent
 
 
 class KVEventRecorder(Protocol):
-    """Belongs to the KV cache manager, which tells it of every change; `take` empties it once per step."""
+    """Belongs to the KV cache manager, which reports every change to it; `take` empties it once per step."""
 
     def on_stored(self, request: Request, group: int, indices: Sequence[int]) -> None:
-        """Blocks of the request, by ascending index, whose content no other block of the group had."""
+        """Records blocks of the request, by ascending index, whose content no other block of the group had."""
         ...
 
     def on_removed(self, key: BlockKey) -> None:
-        """The last block with this content is being overwritten."""
+        """Records that the last block with this content is being overwritten."""
         ...
 
     def take(self) -> tuple[KVEvent, ...]:
-        """What has happened since the last call, oldest first."""
+        """Returns the events since the last call, oldest first."""
         ...
 
 
@@ -39,7 +39,7 @@ class NullKVEventRecorder:
 
 
 class StepKVEventRecorder:
-    """Keeps the events of a step: one per run of blocks that are stored, one per group for removals in a row."""
+    """Keeps the events of a step: one per run of stored blocks, one per group for consecutive removals."""
 
     def __init__(self, config: KVCacheConfig) -> None:
         self._block_size = config.block_size
@@ -62,7 +62,7 @@ class StepKVEventRecorder:
         return events
 
     def _flush_removed(self) -> None:
-        """Ends a row of removals: a block stored next may be one of them again."""
+        """Ends a run of removals, because a block that is stored next may be one of them."""
         for group, hashes in self._removed.items():
             self._events.append(BlockRemoved(block_hashes=tuple(hashes), group_idx=group))
         self._removed.clear()
@@ -82,7 +82,7 @@ class StepKVEventRecorder:
         )
 
     def _extra_keys(self, request: Request, first: int, end: int) -> tuple[tuple[str, ...] | None, ...] | None:
-        """What each block's hash is made of beside its tokens; None where that is nothing for all of them."""
+        """Returns the inputs of each block's hash besides its tokens, or None if no block has any."""
         salt = request.data.cache_salt
         keys = [
             (*((salt,) if salt is not None and index == 0 else ()), *map(str, self._tokens_ahead(request, index)))
@@ -96,12 +96,12 @@ class StepKVEventRecorder:
 
 
 def _kind(spec: KVCacheSpec) -> str:
-    """vLLM's name for a group's attention."""
+    """Returns vLLM's name for a group's attention."""
     return "sliding_window" if spec.sliding_window else "full_attention"
 
 
 def _runs(indices: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Ascending numbers as ranges [first, end) without gaps."""
+    """Groups ascending numbers into ranges [first, end) without gaps."""
     first = 0
     for place in range(1, len(indices) + 1):
         if place == len(indices) or indices[place] != indices[place - 1] + 1:

@@ -1,11 +1,12 @@
-"""Divides the running requests into micro-batches, so that the stages of a pipeline have different ones to compute.
+"""Divides the running requests into micro-batches, so that pipeline stages compute different ones at the same time.
 
 A request whose sampled token is not known yet cannot be computed by the first stage. A step therefore takes one
 micro-batch and the next step another, and while the last stage samples for the first, earlier stages compute the
-second. There are as many as steps may be in flight, in turn. With one stage there is one, and every step takes all.
+second. Their number is the number of steps that may be in flight, and steps take them in turn. With one stage there is
+one, and every step takes all requests.
 
 They are balanced by the tokens that their requests take per step while they decode. A request stays where it is unless
-the imbalance is considerable, and it never moves while a token of it is in flight. Inside its prompt, where nothing is
+the imbalance is large, and it never moves while one of its tokens is in flight. During its prompt, when nothing is
 sampled, a request may run in any step, so that one long prompt keeps all stages busy; it joins the micro-batch of the
 step that samples its first token.
 """
@@ -18,7 +19,7 @@ from penstock.config.engine import SchedulerConfig
 from penstock.core.request import Request
 from penstock.core.request_queue import RequestQueue
 
-# The lightest micro-batch may have this share of the heaviest one's tokens, or less, before requests move.
+# Requests move when the lightest micro-batch has less than this share of the heaviest one's tokens.
 _BALANCED = 0.75
 
 
@@ -36,25 +37,25 @@ class MicroBatches(RequestQueue):
         self._last = self._count - 1
 
     def add(self, request: Request, batch: int = 0) -> None:
-        """A request begins to run."""
+        """Adds a request that begins to run."""
         super().add(request)
         self._put(request, batch)
 
     def remove(self, request: Request) -> None:
-        """A request runs no longer."""
+        """Removes a request that no longer runs."""
         super().remove(request)
         self._take(request)
 
     def turns(self) -> Iterator[int]:
-        """All micro-batches, the one whose turn it is first."""
+        """Yields all micro-batches, starting with the next in turn."""
         return ((self._last + offset) % self._count for offset in range(1, self._count + 1))
 
     def end_turn(self, batch: int) -> None:
-        """A step has taken this micro-batch."""
+        """Called when a step has taken this micro-batch."""
         self._last = batch
 
     def candidates(self, batch: int) -> list[Request]:
-        """The requests that a step of this micro-batch may compute, in their order."""
+        """Returns the requests that a step of this micro-batch may compute, in their order."""
         members = self.snapshot()
         if self._count > 1:
             members = [each for each in members if self._batch_of[each] == batch or each.is_prefilling]
@@ -62,9 +63,10 @@ class MicroBatches(RequestQueue):
         return [each for each in members if each.num_samples_in_flight < limit and each not in self._leaving]
 
     def has_room(self, batch: int, num_waiting: int) -> bool:
-        """Whether a step of this micro-batch may admit a request, while so many could be admitted.
+        """Returns whether a step of this micro-batch may admit one of `num_waiting` admissible requests.
 
-        It may until it has its part of all of them: a burst of short prompts is divided. The lightest always may.
+        It may until it has its share of all requests, so that a burst of short prompts is divided. The lightest
+        micro-batch always may.
         """
         tokens_per_step = 1 + self._max_num_drafts
         num_tokens = sum(self._num_tokens) + num_waiting * tokens_per_step
@@ -72,15 +74,15 @@ class MicroBatches(RequestQueue):
         return mine == min(self._num_tokens) or (mine + tokens_per_step) * self._count <= num_tokens
 
     def on_scheduled(self, request: Request, batch: int) -> None:
-        """A step of this micro-batch computes the request. At the end of its prompt, it stays with this step."""
+        """Called when a step of this micro-batch computes the request, which joins it at the end of its prompt."""
         if self._batch_of[request] != batch and not request.is_prefilling:
             self._take(request)
             self._put(request, batch)
 
     def balance(self) -> None:
-        """Moves requests from the heaviest to the lightest micro-batch when these differ much, the last in line first.
+        """Moves requests from the heaviest to the lightest micro-batch when these differ much, last in line first.
 
-        One with a token in flight moves in a later step, and runs in none before.
+        A request with a token in flight moves in a later step, and does not run before.
         """
         self._leaving.clear()
         light, heavy = min(self._num_tokens), max(self._num_tokens)
@@ -100,7 +102,7 @@ class MicroBatches(RequestQueue):
                 self._put(request, target)
 
     def _tokens_per_step(self, request: Request) -> int:
-        """While it decodes: one, and its drafts."""
+        """Returns the tokens per step of a decoding request: one, and its drafts."""
         return 1 + min(self._max_num_drafts, request.max_drafts)
 
     def _put(self, request: Request, batch: int) -> None:
@@ -111,7 +113,7 @@ class MicroBatches(RequestQueue):
         self._num_tokens[self._batch_of.pop(request)] -= self._tokens_per_step(request)
 
     def check_integrity(self) -> None:
-        """Recomputes what the micro-batches hold from the requests that run."""
+        """Recomputes the contents of the micro-batches from the running requests."""
         num_tokens = [0] * self._count
         for request in self:
             num_tokens[self._batch_of[request]] += self._tokens_per_step(request)

@@ -1,9 +1,9 @@
-"""Requests whose KV comes from outside the engine: what is asked for, what is on its way, and what became of it.
+"""Requests whose KV comes from outside the engine: the state of their loads, and the results.
 
-A load that requests wait for ends in the prefix cache: its blocks are published when every shard has reported, the
-request lets go of them and waits for its turn like any other, and finds them as it would find its own. So a loaded
-block is nothing special, a request that waits holds nothing that another could starve for, and a failed load is a
-shorter hit. A request that loads synchronously runs in the very step that loads; when that fails, it is rewound like a
+A load that requests wait for ends in the prefix cache: when every shard has reported, its blocks are published, the
+request releases them and is scheduled like any other, and finds them like any cached prefix. So a loaded block needs no
+special treatment, a waiting request holds nothing that could starve another, and a failed load is only a shorter hit. A
+request that loads synchronously runs in the same step that loads; if the load fails, the request is rewound like a
 preempted one.
 
 Blocks under a load are held by it (LOADING) until its terminal event, whatever happens to the request meanwhile: an
@@ -28,15 +28,15 @@ from penstock.messages.stats import RemoteKVStats
 from penstock.utils.clock import Clock, SystemClock
 from penstock.utils.math import cdiv
 
-# After so many failed loads a request is computed here: what failed twice will fail again.
+# After this many failed loads a request is computed here, because further loads are likely to fail too.
 MAX_FAILED_LOADS = 2
-# While abandoned loads hold more than this part of the pool, no other load begins: requests need room to run.
+# While abandoned loads hold more than this share of the pool, no other load begins: requests need blocks to run.
 MAX_QUARANTINE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class KVTransfer:
-    """What the scheduler needs to move KV. `load_timeout` is in seconds, the policy "recompute" or "fail"."""
+    """What the scheduler needs to move KV. `load_timeout` is in seconds; the policy is "recompute" or "fail"."""
 
     connector: SchedulerConnector
     load_failure_policy: str = "recompute"
@@ -68,7 +68,7 @@ class RemoteKV:
         self._clock = transfer.clock
         self._loads: dict[TransferId, _Load] = {}
         self._loads_of: dict[Request, dict[TransferId, _Load]] = {}
-        # Of asynchronous loads: requests that wait for one, and blocks under those that have none waiting.
+        # Asynchronous loads only: requests that wait for one, and blocks held by detached ones.
         self._num_waiting = 0
         self._num_quarantined = 0
         self._held: set[TransferId] = set()
@@ -81,21 +81,21 @@ class RemoteKV:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that hold blocks and wait for their KV."""
+        """Returns the number of requests that hold blocks and wait for their KV."""
         return self._num_waiting
 
     @property
     def num_holds(self) -> int:
-        """Requests that have ended and whose blocks another engine may still read."""
+        """Returns the number of ended requests whose blocks another engine may still read."""
         return len(self._held)
 
     @property
     def is_idle(self) -> bool:
-        """No transfer reads or writes a block."""
+        """Returns whether no transfer reads or writes a block."""
         return not self._loads and not self._held and not self._connector.has_pending_work
 
     def match(self, request: Request, hit: PrefixHit) -> Match:
-        """What the connector can bring behind a hit; nothing to a request that has waited or failed too often."""
+        """Returns what the connector can load after a hit; nothing if the request has waited or failed too often."""
         if not request.uses_prefix_cache or request.num_failed_loads >= MAX_FAILED_LOADS:
             return NO_MATCH
         if self._is_quarantine_full or self._is_someone_starving:
@@ -116,9 +116,9 @@ class RemoteKV:
         return Match(num_tokens, match.is_async) if num_tokens > 0 else NO_MATCH
 
     def on_starved(self, request: Request) -> None:
-        """The request was alone and had to be preempted: while loads hold what it needed, they must not take turns.
+        """Called when a request was preempted although it ran alone, because loads held the blocks that it needed.
 
-        Until it has got on by a token, no other load begins.
+        Until the request has gained a token, no other load begins.
         """
         if self._loads:
             self._starving[request] = request.num_tokens
@@ -138,7 +138,7 @@ class RemoteKV:
         return self._num_quarantined > MAX_QUARANTINE * self._kv.pool.num_usable
 
     def begin(self, request: Request, block_ids: BlockIds, hit: PrefixHit, match: Match) -> None:
-        """The connector takes over the blocks behind the hit."""
+        """Hands the blocks after the hit to the connector, which loads them."""
         self._num_loads += 1
         transfer_id = f"{request.request_id}/load-{self._num_loads}"
         end, block_size = hit.num_tokens + match.num_tokens, self._kv.block_size
@@ -159,7 +159,7 @@ class RemoteKV:
         self._connector.update_state_after_alloc(request, transfer_id, block_ids, hit.num_tokens, end)
 
     def on_ended(self, event: LoadEnded) -> Request | None:
-        """Takes over what a load has brought; returns the request if something is missing that it still wants."""
+        """Applies the result of a load; returns the request if KV is missing that it still wants."""
         load = self._loads.pop(event.transfer_id, None)
         if load is None:
             return None
@@ -186,7 +186,7 @@ class RemoteKV:
         return request if event.bad_ranges else None
 
     def finish(self, request: Request, block_ids: BlockIds, reason: FinishReason) -> Mapping[str, Any] | None:
-        """The request has ended; the connector may go on reading its blocks. Returns the answer's parameters."""
+        """Ends a request, whose blocks the connector may continue to read. Returns the parameters for the response."""
         result = self._connector.request_finished(request, block_ids, reason)
         if result.action is FinishAction.HOLD and block_ids:
             self._held.add(request.hold_id)
@@ -194,13 +194,13 @@ class RemoteKV:
         return result.kv_transfer_params
 
     def on_released(self, event: Released) -> None:
-        """They are no longer read. A repeated or unknown release has no effect."""
+        """Releases blocks that are no longer read. A repeated or unknown release has no effect."""
         if event.transfer_id in self._held:
             self._held.remove(event.transfer_id)
             self._kv.drop_hold(event.transfer_id)
 
     def detach(self, request: Request) -> None:
-        """The request ends or rewinds: what is still on its way is abandoned."""
+        """Abandons the loads of a request that ends or is rewound."""
         self._asked_since.pop(request.request_id, None)
         for load in self._loads_of.pop(request, {}).values():
             load.is_detached = True
@@ -209,7 +209,7 @@ class RemoteKV:
                 self._num_quarantined += load.num_held
 
     def give_up_overdue(self) -> None:
-        """Detaches requests from loads that have missed their deadline; they are computed here, whatever the policy."""
+        """Detaches requests from loads that have missed their deadline; they are computed here under either policy."""
         if not self._num_waiting:
             return
         now = self._clock.now()

@@ -1,4 +1,4 @@
-"""A request inside the scheduler: its status, its tokens and the counts that everything else follows from."""
+"""A request inside the scheduler: its status, its tokens and the counts from which all else is derived."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RequestStatus(enum.Enum):
     FINISHED = "finished"
 
 
-# The whole life of a request. Nothing else may happen to it, and `set_status` is the only place where it does.
+# All allowed transitions of a request's status. `set_status` is the only place that changes it.
 TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
     RequestStatus.WAITING: frozenset(
         {RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KV, RequestStatus.FINISHED}
@@ -36,7 +36,7 @@ TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
 
 
 class GrammarProgress(Protocol):
-    """What a request's tokens are told to when they become final."""
+    """Receives a request's tokens when they become final."""
 
     def advance(self, request_id: str, token_id: int) -> bool:
         """Returns whether the output is complete. Raises GrammarError."""
@@ -46,16 +46,16 @@ class GrammarProgress(Protocol):
 class Request:
     """One request and its token counts.
 
-    There is one view of progress, without phases: `num_computed_tokens` of `num_tokens` known tokens have their KV.
-    With steps in flight the count is optimistic: it includes what they will compute, and `num_output_placeholders`
-    counts the tokens that they will sample. While decoding,
+    There is one measure of progress, without phases: `num_computed_tokens` of `num_tokens` known tokens have their KV.
+    With steps in flight the count is optimistic: it includes the tokens that they will compute, and
+    `num_output_placeholders` counts the tokens that they will sample. While decoding,
 
         num_tokens + num_output_placeholders - 1 == num_computed_tokens
 
-    Drafts in flight count as accepted, in both; rejected ones are taken back when their step is processed. `num_drafts`
-    is how many the device will hold for the next step.
+    In both, drafts in flight count as accepted; rejected ones are subtracted when their step is processed. `num_drafts`
+    is the number of drafts that the device will hold for the next step.
 
-    `num_samples_in_flight` counts those steps in flight that sample for it, `last_sampling_step` is the newest of them.
+    `num_samples_in_flight` counts the steps in flight that sample for it, `last_sampling_step` is the newest of them.
     `admission` numbers its latest entry into the runner; results of an earlier admission are dropped.
     """
 
@@ -88,7 +88,7 @@ class Request:
 
     @property
     def hold_id(self) -> TransferId:
-        """Names its blocks where they outlive it: its id may be in use again by then."""
+        """The name of its blocks if they outlive it, because its request id may be reused by then."""
         return f"{self.request_id}/hold-{self.arrival_index}"
 
     @property
@@ -102,22 +102,22 @@ class Request:
 
     @property
     def num_processed_tokens(self) -> int:
-        """Tokens whose KV is known to be in place: what steps in flight compute is left out."""
+        """Tokens whose KV is known to be in place, without those that steps in flight compute."""
         return self.num_computed_tokens - self.num_in_flight_tokens
 
     @property
     def num_tokens_to_compute(self) -> int:
-        """What a step could compute now, if it had no limits."""
+        """Tokens that a step without limits could compute now."""
         return len(self.token_ids) + self.num_output_placeholders - self.num_computed_tokens
 
     @property
     def is_prefilling(self) -> bool:
-        """Its next step starts inside the tokens that were known when it entered the runner."""
+        """Whether its next step starts within the tokens that were known when it entered the runner."""
         return self.num_computed_tokens < self.num_tokens_at_admission
 
     @property
     def has_all_tokens_in_flight(self) -> bool:
-        """The steps in flight will bring the last token that this request may have."""
+        """Whether the steps in flight will sample the last token that this request may have."""
         return len(self.token_ids) + self.num_output_placeholders >= self.max_num_tokens
 
     @property
@@ -128,7 +128,7 @@ class Request:
 
     @property
     def num_useful_drafts(self) -> int:
-        """The drafts that the device holds, as far as they stay within `max_tokens` if all are accepted."""
+        """The drafts on the device, limited so that `max_tokens` is not exceeded if all are accepted."""
         room = self.max_num_tokens - len(self.token_ids) - self.num_output_placeholders - 1
         return max(0, min(self.num_drafts, room))
 
@@ -146,7 +146,7 @@ class Request:
 
     @property
     def uses_prefix_cache(self) -> bool:
-        """Prompt log probabilities need every position computed."""
+        """False with prompt log probabilities, which need every position computed."""
         return self.data.sampling_params.prompt_logprobs is None
 
     def set_status(self, status: RequestStatus) -> None:
@@ -163,7 +163,7 @@ class Request:
         self.num_tokens_at_admission = len(self.token_ids)
 
     def preempt(self) -> None:
-        """Loses its KV, and with it whatever is in flight; the tokens that it has stay."""
+        """Drops its KV and all results in flight, and keeps its tokens."""
         self.set_status(RequestStatus.PREEMPTED)
         self.num_computed_tokens = 0
         self.num_in_flight_tokens = 0
@@ -173,10 +173,10 @@ class Request:
         self.prompt_logprobs.clear()
 
     def on_scheduled(self, step: int, num_tokens: int, num_drafts: int, num_new_drafts: int) -> bool:
-        """A step will compute `num_tokens`, the last `num_drafts` of them drafts.
+        """Counts a scheduled step that computes `num_tokens`, the last `num_drafts` of them drafts.
 
-        If they reach the last known one it samples one token more than there are drafts, and the device will then hold
-        `num_new_drafts`. Returns whether it samples.
+        If they reach the last known token, the step samples one token more than there are drafts, and the device will
+        then hold `num_new_drafts`. Returns whether it samples.
         """
         self.num_computed_tokens += num_tokens
         self.num_in_flight_tokens += num_tokens
@@ -189,7 +189,7 @@ class Request:
         return True
 
     def on_processed(self, num_tokens: int, num_drafts: int, num_sampled: int) -> None:
-        """A step that computed `num_tokens` has come back with `num_sampled` tokens: one, and the accepted drafts."""
+        """Counts a processed step of `num_tokens` that sampled `num_sampled` tokens: one, and the accepted drafts."""
         self.num_in_flight_tokens -= num_tokens
         if num_sampled:
             self.num_output_placeholders -= 1 + num_drafts
@@ -201,7 +201,7 @@ class Request:
     def append_until_stop(
         self, sampled: tuple[int, ...], grammars: GrammarProgress
     ) -> tuple[tuple[int, ...], int | None]:
-        """Takes the tokens over up to one that ends the request, if any; returns them and the stop token.
+        """Appends the tokens up to one that ends the request, if any; returns them and the stop token.
 
         Raises GrammarError.
         """
@@ -212,7 +212,7 @@ class Request:
                 self.finish_reason = FinishReason.STOP
                 return sampled[:count], None if token_id in data.eos_token_ids else token_id
             if data.grammar is not None and grammars.advance(self.request_id, token_id):
-                # Nothing may follow but an end of sequence, which would say nothing.
+                # Only an end of sequence, which adds no text, may follow.
                 self.finish_reason = FinishReason.STOP
                 return sampled[:count], None
             if self.num_tokens >= self.max_num_tokens:

@@ -1,8 +1,8 @@
 """Requests in the order in which they are served: `fcfs` by arrival, `priority` by priority (low first), then arrival.
 
 The waiting requests are admitted from the front of such a queue, and the running ones are preempted from the back of
-another, so that the first request in line is the last to lose its place. A preempted request keeps its arrival and
-thereby returns to where it stood.
+another, so that the first request in line is the last to be preempted. A preempted request keeps its arrival time and
+therefore returns to its former position.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RequestQueue:
         return iter(self._requests)
 
     def snapshot(self) -> list[Request]:
-        """A copy to iterate over while the queue changes."""
+        """Returns a copy to iterate over while the queue changes."""
         return self._requests.copy()
 
     def __getitem__(self, index: int) -> Request:

@@ -1,4 +1,4 @@
-"""Decides what each step runs, and applies what came back.
+"""Decides what each step runs, and applies its result.
 
 `schedule()` is a pure decision over counts: it never sees a tensor, and it may be called again before the results of
 the last step are known (`SchedulerConfig.max_num_in_flight`). `update_from_output()` applies one result. Every rewind
@@ -33,8 +33,8 @@ from penstock.messages.scheduler_output import BlockIds, GrammarOutput, Schedule
 from penstock.messages.stats import BlockMap, SchedulerStats
 from penstock.utils.errors import GrammarError, OverloadedError, RequestError
 
-# Requests passed over in one step because another is computing their prefix: beyond so many, the step goes without
-# looking further, because each look costs as much as a prompt has blocks.
+# The most requests skipped in one step because another is computing their prefix: after that the step admits no more,
+# because the time of each lookup is proportional to the blocks of the prompt.
 _MAX_DEFERRED = 64
 
 _LOST_KV = "KV that the request was promised could not be loaded (kv_load_failure_policy is fail)"
@@ -51,7 +51,7 @@ class Scheduler:
         transfer: KVTransfer = NO_TRANSFER,
         is_warm_up: bool = False,
     ) -> None:
-        """`is_warm_up`: its steps are marked as such, and no connector on any rank takes part in them."""
+        """With `is_warm_up`, steps are marked as such, and no connector on any rank takes part in them."""
         self._kv = kv
         self._grammars = grammars or StructuredOutputs(None)
         self._connector = transfer.connector
@@ -65,7 +65,7 @@ class Scheduler:
         self._running = MicroBatches(config)
         self._finished_request_ids: set[str] = set()
         self._rewound_request_ids: set[str] = set()
-        # By step in flight, the latest admission when it was scheduled: what was admitted later is not a part of it.
+        # By step in flight, the latest admission when it was scheduled: later admissions are not a part of it.
         self._last_admissions: dict[int, int] = {}
         self._step = 0
         self._num_arrivals = 0
@@ -74,10 +74,10 @@ class Scheduler:
         self._num_graph_replays = 0
         self._speculation = SpeculationCounter(config.max_num_drafts)
 
-    # ---- Requests come and go ----
+    # ---- Adding and aborting requests ----
 
     def add_request(self, data: EngineRequest) -> None:
-        """Queues a request. Raises RequestError when its id is in use or its connector refuses, OverloadedError."""
+        """Queues a request. Raises RequestError if its id is in use or a connector refuses it, or OverloadedError."""
         if data.request_id in self._requests:
             raise RequestError(f"request id {data.request_id!r} is already in use", "request_id")
         if len(self._requests) >= self._config.max_num_queued_requests:
@@ -95,7 +95,7 @@ class Scheduler:
         self._waiting.add(request)
 
     def abort_requests(self, request_ids: Iterable[str]) -> list[EngineOutput]:
-        """Ends requests at once; unknown ones (already finished) are passed over."""
+        """Ends requests at once; unknown ones (already finished) are ignored."""
         outputs: list[EngineOutput] = []
         for request_id in request_ids:
             request = self._requests.get(request_id)
@@ -105,7 +105,7 @@ class Scheduler:
 
     @property
     def steps_in_flight(self) -> list[int]:
-        """Steps that were scheduled and whose results have not come back, oldest first."""
+        """Returns the scheduled steps whose results have not been processed, oldest first."""
         return list(self._last_admissions)
 
     @property
@@ -114,46 +114,46 @@ class Scheduler:
 
     @property
     def has_rows_to_free(self) -> bool:
-        """The runner still has to be told of requests that it holds no longer."""
+        """Returns whether the runner has yet to free the rows of ended requests."""
         return bool(self._finished_request_ids or self._rewound_request_ids)
 
     @property
     def has_transfers(self) -> bool:
-        """KV is being moved, which takes steps, with requests or without."""
+        """Returns whether KV transfers are in progress, which need steps, with requests or without."""
         return self._connector.has_pending_work
 
     @property
     def needs_step(self) -> bool:
-        """Whether there is any reason to schedule one."""
+        """Returns whether there is any reason to schedule a step."""
         return self.has_unfinished_requests or self.has_rows_to_free or self.has_transfers
 
     def wait(self, grammar_seconds: float, transfer_seconds: float) -> None:
-        """Waits for what lets the next step compute something: a grammar that is being compiled, KV that is loaded."""
+        """Waits until a grammar is compiled or KV is loaded, so that the next step can compute something."""
         self._grammars.wait(grammar_seconds)
         self._connector_abilities.wait(transfer_seconds)
 
     def shutdown(self) -> None:
-        """No step will follow."""
+        """Shuts down; no step follows."""
         self._grammars.shutdown()
         self._connector.shutdown()
 
-    # ---- What others want to know of it ----
+    # ---- Status and cache control ----
 
     @property
     def num_blocks(self) -> int:
-        """KV blocks that requests can have."""
+        """Returns the number of KV blocks that requests can use."""
         return self._kv.pool.num_usable
 
     def block_map(self, max_cells: int) -> BlockMap:
-        """The block pool as at most `max_cells` letters (`BlockPool.map`)."""
+        """Returns the block pool as at most `max_cells` letters (`BlockPool.map`)."""
         return self._kv.pool.map(max_cells)
 
     def take_kv_events(self) -> tuple[KVEvent, ...]:
-        """What the prefix cache and the connector's media have come to hold and have lost since the last call."""
+        """Returns what the prefix cache and the connector's media have stored and removed since the last call."""
         return (*self._kv.take_events(), *self._connector_abilities.take_events())
 
     def reset_prefix_cache(self, reset_connector: bool) -> bool:
-        """Forgets all cached prefixes, and what the connector keeps if that is wanted too; False if it cannot."""
+        """Removes all cached prefixes, and with `reset_connector` also the connector's KV; returns False on failure."""
         is_reset = not self._last_admissions and self._kv.reset_prefix_cache()
         return is_reset and (not reset_connector or self._connector_abilities.reset_cache())
 
@@ -175,9 +175,9 @@ class Scheduler:
     # ---- Decide ----
 
     def schedule(self) -> SchedulerOutput | None:
-        """One step: running requests first, then as many waiting ones as fit.
+        """Plans one step: running requests first, then as many waiting ones as fit.
 
-        None when nothing can be computed before a step in flight has come back. What else there is to tell the runner
+        Returns None when nothing can be computed before a step in flight is processed. Other messages to the runner
         can wait until then.
         """
         num_drafts = self._config.num_drafts(len(self._running))
@@ -196,11 +196,11 @@ class Scheduler:
         return output.with_metadata(self._connector.build_connector_meta(output))
 
     def grammar_masks(self, plan: SchedulerOutput) -> GrammarOutput | None:
-        """The masks of the plan's requests, None where it has none. Steps up to its `barrier_step` are processed."""
+        """Returns the masks of the plan's requests, or None. Steps up to its `barrier_step` must be processed."""
         return self._grammars.masks(plan)
 
     def _fill(self, plan: StepPlan) -> None:
-        """Takes the next micro-batch that has something to compute, and what is admitted to it."""
+        """Plans the next micro-batch that has something to compute, with the requests admitted to it."""
         may_admit = True
         for batch in self._running.turns():
             self._schedule_running(plan, batch)
@@ -216,7 +216,7 @@ class Scheduler:
         for request in self._running.candidates(batch):
             if plan.token_budget == 0:
                 return
-            # A request may have been preempted earlier in this loop, and one at its end only waits for its last token.
+            # A request may have been preempted earlier in this loop, or only wait for its last token.
             if request.status is not RequestStatus.RUNNING or request.has_all_tokens_in_flight:
                 continue
             num_tokens = min(request.num_tokens_to_compute, plan.token_budget)
@@ -232,12 +232,12 @@ class Scheduler:
                 self._running.on_scheduled(request, batch)
 
     def _num_slots(self, request: Request, num_tokens: int) -> int:
-        """Slots that a request needs to compute `num_tokens` more, the speculator's lookahead included."""
+        """Returns the slots needed to compute `num_tokens` more, including the speculator's lookahead."""
         wanted = request.num_computed_tokens + num_tokens + self._config.num_lookahead_tokens
         return min(wanted, self._config.max_model_len)
 
     def _preempt_for(self, request: Request, num_slots: int, plan: StepPlan) -> BlockIds | None:
-        """Finds blocks by preempting from the back of the line; None when the request cannot run in this step."""
+        """Frees blocks by preempting requests, last in line first; None when the request cannot run in this step."""
         while not self._kv.could_grow_after_steps_in_flight(request, num_slots):
             victim = self._running.last()
             self._rewind(victim)
@@ -250,12 +250,12 @@ class Scheduler:
             block_ids = self._kv.grow(request, num_slots)
             if block_ids is not None:
                 return block_ids
-        # Enough blocks are on their way back: taking more from others would not help this step.
+        # Steps in flight will free enough blocks; preempting more requests would not help this step.
         plan.is_blocked = True
         return None
 
     def _rewind(self, request: Request) -> None:
-        """Back to the queue with its tokens and without its KV, which steps in flight may still write."""
+        """Returns a request to the queue with its tokens but without its KV, which steps in flight may still write."""
         self._running.remove(request)
         self._remote.detach(request)
         self._kv.release(request, self._step)
@@ -263,7 +263,7 @@ class Scheduler:
         self._waiting.add(request)
 
     def _has_room(self, batch: int) -> bool:
-        """Whether a step of this micro-batch may admit a request."""
+        """Returns whether a step of this micro-batch may admit a request."""
         num_places = self._config.max_num_seqs - len(self._running) - self._remote.num_waiting
         num_waiting = len(self._waiting) - self._remote.num_waiting - self._grammars.num_compiling
         return num_places > 0 and self._running.has_room(batch, min(num_waiting, num_places))
@@ -278,7 +278,7 @@ class Scheduler:
             if request.status is RequestStatus.WAITING_FOR_REMOTE_KV or self._grammars.is_compiling(request.request_id):
                 continue
             hit = self._kv.find_prefix(request)
-            # A running request is about to publish what this one needs. With priorities, it may have the lower one.
+            # A running request is about to publish the next block. With priorities, its priority may be lower.
             if self._config.policy == "fcfs" and self._kv.is_being_computed(request, hit):
                 num_deferred += 1
                 if num_deferred == _MAX_DEFERRED:
@@ -289,11 +289,11 @@ class Scheduler:
                 continue
             if not self._admit(request, hit, match, plan, batch):
                 return
-            # One that runs now has left the queue.
+            # A request that runs now has left the queue.
             index -= not match.is_async
 
     def _admit(self, request: Request, hit: PrefixHit, match: Match, plan: StepPlan, batch: int) -> bool:
-        """Lets a request run, or wait for its KV with the blocks that it comes to; False when there are too few."""
+        """Lets a request run, or wait with its blocks for its KV to load; returns False when blocks are too few."""
         num_present = hit.num_tokens + match.num_tokens
         num_tokens = 0 if match.is_async else min(request.num_tokens - num_present, plan.token_budget)
         num_slots = num_present if match.is_async else self._num_slots(request, num_present + num_tokens)
@@ -323,8 +323,8 @@ class Scheduler:
         self._grammars.set_drafts(result.draft_token_ids)
         for request_id, num_tokens in plan.num_scheduled_tokens.items():
             request = self._requests.get(request_id)
-            # What was in flight for a request that has ended, or has been preempted since, is dropped here; the
-            # preempted one will compute the same tokens again.
+            # Results for a request that has ended, or has been preempted since, are dropped here; the preempted one
+            # will compute the same tokens again.
             if request is None or request.status is not RequestStatus.RUNNING or request.admission > last_admission:
                 continue
             output = self._update_request(request, num_tokens, plan.num_draft_tokens.get(request_id, 0), result)
@@ -333,7 +333,7 @@ class Scheduler:
         return outputs
 
     def _apply_transfers(self, output: KVConnectorOutput) -> list[EngineOutput]:
-        """Takes over what transfers have brought, and deals with what they have not."""
+        """Applies the results of transfers, loaded and missing KV."""
         outputs: list[EngineOutput] = []
         for event in self._connector.update_connector_output(output):
             if isinstance(event, Released):
@@ -345,20 +345,20 @@ class Scheduler:
         return outputs
 
     def _on_lost_kv(self, request: Request, reason: str) -> list[EngineOutput]:
-        """KV that the request was promised has not come: by policy it ends, or computes what is missing.
+        """Handles KV that could not be loaded: by policy the request fails, or computes the missing KV.
 
-        One that has begun to answer (and was preempted since) goes on in any case, so that no answer is cut in half.
+        A request that has begun its answer (and was preempted since) always continues, so that no answer is cut off.
         """
         if self._fails_on_lost_kv and not request.num_output_tokens:
             return [self._end(request, FinishReason.ERROR, f"{_LOST_KV}: {reason}" if reason else _LOST_KV)]
         if request.status is RequestStatus.RUNNING:
-            # What it has sampled since rests on KV that is not there.
+            # The tokens sampled since are based on missing KV.
             self._rewind(request)
             self._rewound_request_ids.add(request.request_id)
         return []
 
     def _fail_without_grammar(self) -> list[EngineOutput]:
-        """Ends the requests whose grammar turned out to be none."""
+        """Ends the requests whose grammar turned out to be invalid."""
         invalid = [(self._requests[request_id], error) for request_id, error in self._grammars.collect().items()]
         return [self._end(request, FinishReason.ERROR, error, is_request_error=True) for request, error in invalid]
 
@@ -399,7 +399,7 @@ class Scheduler:
         )
 
     def _finish(self, request: Request, reason: FinishReason) -> Mapping[str, Any] | None:
-        """The one way out: takes the request from its queue and its blocks from it; returns its transfer parameters."""
+        """Ends every request: removes it from its queue and releases its blocks; returns its transfer parameters."""
         self._remote.detach(request)
         if request.status is RequestStatus.RUNNING:
             self._running.remove(request)
@@ -414,7 +414,7 @@ class Scheduler:
         return params
 
     def _free(self, request: Request, reason: FinishReason) -> Mapping[str, Any] | None:
-        """Takes its blocks from a request that ends, unless the connector still reads them; returns its parameters."""
+        """Releases an ended request's blocks unless the connector still reads them; returns its parameters."""
         holds_blocks = request.status in (RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KV)
         block_ids = self._kv.block_ids(request) if holds_blocks else ()
         params = self._remote.finish(request, block_ids, reason)
@@ -425,7 +425,7 @@ class Scheduler:
     # ---- Check ----
 
     def check_integrity(self) -> None:
-        """Recomputes what must agree between the queues, the requests and the blocks."""
+        """Recomputes and compares the state of the queues, the requests and the blocks."""
         running, waiting = set(self._running), set(self._waiting)
         assert not running & waiting, "a request is in two queues"
         assert running | waiting == set(self._requests.values()), "a request is in no queue"

@@ -1,4 +1,4 @@
-"""How good the drafts are: counted where the scheduler learns of it."""
+"""Counts proposed and accepted drafts when the scheduler processes a step's result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class SpeculationCounter:
         self._num_accepted_per_position = [0] * max_num_drafts
 
     def count(self, num_draft_tokens: int, num_accepted: int) -> None:
-        """One request's drafts were verified, and the first `num_accepted` of them were right."""
+        """Records the verification of one request's drafts, the first `num_accepted` of which were accepted."""
         assert 0 <= num_accepted <= num_draft_tokens, (num_accepted, num_draft_tokens)
         self._num_drafts += num_draft_tokens > 0
         self._num_draft_tokens += num_draft_tokens

@@ -1,4 +1,4 @@
-"""The step under construction: the token budget that is left and what has been chosen so far."""
+"""The step under construction: the remaining token budget and the requests chosen so far."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class StepPlan:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing has been chosen to be computed."""
+        """Returns whether the step computes nothing so far."""
         return not self._num_scheduled
 
     def add_new(self, request: Request, block_ids: BlockIds, num_tokens: int) -> None:
-        """A request enters (or re-enters) the runner and computes `num_tokens`."""
+        """Adds a request that enters (or re-enters) the runner and computes `num_tokens`."""
         self._new.append(
             NewRequestData(
                 request=_row_request(request.data),
@@ -45,7 +45,7 @@ class StepPlan:
         self._schedule(request, num_tokens, 0)
 
     def add_running(self, request: Request, new_block_ids: BlockIds, num_tokens: int, num_drafts: int) -> None:
-        """A request that the runner knows computes `num_tokens` more, the last `num_drafts` of them drafts."""
+        """Adds a request in the runner that computes `num_tokens` more, the last `num_drafts` of them drafts."""
         if any(new_block_ids):
             self._new_block_ids[request.request_id] = new_block_ids
         self._schedule(request, num_tokens, num_drafts)
@@ -67,7 +67,7 @@ class StepPlan:
             self._barrier_step = max(self._barrier_step, unknown_since)
 
     def finish(self, finished_request_ids: frozenset[str], rewound_request_ids: frozenset[str]) -> SchedulerOutput:
-        """Freezes the plan. Requests that were rewound between two steps leave their rows like preempted ones."""
+        """Freezes the plan. Requests rewound between two steps leave their rows like preempted ones."""
         return SchedulerOutput(
             step=self.step,
             new_requests=tuple(self._new),

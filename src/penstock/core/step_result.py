@@ -1,4 +1,4 @@
-"""What a step's result says of one request: its counts, and its next output."""
+"""Applies a step's result to one request: its counts and its next output."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from penstock.messages.runner_output import ModelRunnerOutput
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """How many drafts of a request a step has verified, and how many were right."""
+    """The number of a request's drafts that a step has verified, and how many of them were accepted."""
 
     num_drafts: int = 0
     num_accepted: int = 0
 
 
 def apply_counts(request: Request, num_tokens: int, num_drafts: int, result: ModelRunnerOutput) -> Verified:
-    """A step that computed `num_tokens` of the request, the last `num_drafts` of them drafts, has come back."""
+    """Applies the counts of a step that computed `num_tokens` of the request, the last `num_drafts` of them drafts."""
     request_id = request.request_id
     num_sampled = len(result.sampled_token_ids[request_id])
     if request_id in result.pooled:
-        # The vector stands for the one token that the request may have.
+        # The vector counts as the single token that the request may have.
         num_sampled, request.finish_reason = 1, FinishReason.STOP
     request.on_processed(num_tokens, num_drafts, num_sampled)
     if request.num_drafts and not request.num_in_flight_tokens:
-        # No later step has been scheduled on the assumption that all drafts are there: gaps can be left out.
+        # No later step was scheduled on the assumption that all drafts exist, so gaps can be removed.
         request.num_drafts = min(request.num_drafts, result.num_proposed_tokens.get(request_id, request.num_drafts))
     if request_id in result.prompt_logprobs and not request.num_output_tokens:
         request.prompt_logprobs.extend(result.prompt_logprobs[request_id])
@@ -43,7 +43,7 @@ def make_output(
     result: ModelRunnerOutput,
     params: Mapping[str, Any] | None,
 ) -> EngineOutput:
-    """The tokens that the request has just taken over, with all that belongs to them; or its vector."""
+    """Returns the output with the request's new tokens and their data, or its vector."""
     request_id = request.request_id
     return EngineOutput(
         request_id=request_id,

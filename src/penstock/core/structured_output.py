@@ -1,4 +1,4 @@
-"""The grammars of the requests that have one: compiled beside the steps, advanced by final tokens, asked for masks."""
+"""The requests' grammars: compiled in parallel with steps, advanced by final tokens, and asked for masks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _COMPILE_THREADS = 1
 
 
 class StructuredOutputs:
-    """Belongs to the scheduler; only compilation leaves its thread. `backend` is None where there is no tokenizer."""
+    """Belongs to the scheduler; only compilation runs on other threads. `backend` is None if there is no tokenizer."""
 
     def __init__(self, backend: GrammarBackend | None) -> None:
         self._backend = backend
@@ -27,7 +27,7 @@ class StructuredOutputs:
         self._threads = ThreadPoolExecutor(_COMPILE_THREADS, thread_name_prefix="penstock-grammar")
 
     def add(self, request_id: str, spec: GrammarSpec) -> None:
-        """Begins to compile; until `collect` names it the request must not run."""
+        """Starts compilation; the request must not run until it is compiled (`collect`)."""
         if self._backend is None:
             raise RequestError("structured outputs need a tokenizer, and the engine has none", "structured_outputs")
         self._compiling[request_id] = self._threads.submit(self._backend.compile, spec)
@@ -36,7 +36,7 @@ class StructuredOutputs:
         return request_id in self._compiling
 
     def collect(self) -> dict[str, str]:
-        """Takes over what has been compiled; returns requests whose grammar cannot be, or has hit a bound, with why."""
+        """Collects compiled grammars; returns the errors of requests whose grammar is invalid or exceeds a limit."""
         if not self._compiling and not self._failed:
             return {}
         failed, self._failed = self._failed, {}
@@ -49,33 +49,33 @@ class StructuredOutputs:
 
     @property
     def num_compiling(self) -> int:
-        """Requests that cannot run yet."""
+        """Returns the number of requests that cannot run yet."""
         return len(self._compiling)
 
     def wait(self, seconds: float) -> None:
-        """Waits until a grammar is compiled, if any is being."""
+        """Waits until a grammar is compiled, if any is being compiled."""
         if self._compiling:
             wait(self._compiling.values(), seconds, FIRST_COMPLETED)
 
     def advance(self, request_id: str, token_id: int) -> bool:
-        """A token has become final; returns whether the output is complete. Raises GrammarError."""
+        """Advances the grammar by a final token; returns whether the output is complete. Raises GrammarError."""
         grammar = self._grammars[request_id]
         grammar.accept((token_id,))
         return grammar.is_finished
 
     def set_drafts(self, drafts: Mapping[str, Sequence[int]]) -> None:
-        """What the device will verify in the next step of these requests."""
+        """Stores the drafts that the device will verify in the next step of these requests."""
         if self._grammars:
             self._drafts.update((request_id, ids) for request_id, ids in drafts.items() if request_id in self._grammars)
 
     def masks(self, plan: SchedulerOutput) -> GrammarOutput | None:
-        """The masks of the plan's requests, None where it has none; steps up to its `barrier_step` are processed."""
+        """Returns the masks of the plan's requests, or None. Steps up to its `barrier_step` must be processed."""
         if not plan.grammar_request_ids:
             return None
         masks: dict[str, np.ndarray] = {}
         for request_id in plan.grammar_request_ids:
             grammar = self._grammars.get(request_id)
-            # A request that has ended since it was scheduled has none any more.
+            # A request that has ended since it was scheduled has no grammar any more.
             if grammar is not None:
                 num_drafts = plan.num_draft_tokens.get(request_id, 0)
                 drafts = list(self._drafts.get(request_id, ()))[:num_drafts]
@@ -83,7 +83,7 @@ class StructuredOutputs:
                 try:
                     masks[request_id] = self._fill(grammar, drafts)
                 except GrammarError as error:
-                    # What is sampled without a mask is never taken: the request ends before.
+                    # A token sampled without a mask is never used, because the request ends first.
                     self._failed[request_id] = str(error)
         return GrammarOutput(masks)
 
