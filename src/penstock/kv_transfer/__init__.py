@@ -1,1 +1,1 @@
-"""How KV leaves an engine and enters it: one small interface, and the parts that implement it."""
+"""KV connectors, which move KV into and out of an engine: their interface and the parts that implement it."""

@@ -1,4 +1,4 @@
-"""What a connector's scheduler part may be able to do beyond its protocol: it is, if it has the method of that name."""
+"""Optional abilities of a connector's scheduler part: it has an ability if it has the method of that name."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from penstock.messages.kv_transfer import ConnectorSetup, HandshakePayload, Shar
 
 
 class Abilities:
-    """Each ability as a function, with what stands in for it where the part lacks it. Resolved once."""
+    """Each ability as a function, with a default if the part lacks it. Resolved once."""
 
     worker_setup: Callable[[], ConnectorSetup | None]
-    """What the workers' parts are told before they are built."""
+    """Returns the data that the workers' parts are built with."""
     set_xfer_handshake_metadata_pp_aware: Callable[[Mapping[ShardId, HandshakePayload | None]], None]
     """Takes the payloads of all ranks, pp * tp of them, exactly once and before the first request. Raises ConfigError
-    where there are pipeline ranks above 0 and the part does not know how to move their KV."""
+    if there are pipeline ranks above 0 and the part cannot move their KV."""
     takes_waker: bool
-    """Whether threads of the part may give it work while the engine is idle: it has `set_waker`, unless it says no."""
+    """Whether threads of the part may give it work while the engine is idle: by default, whether it has `set_waker`."""
     set_waker: Callable[[Callable[[], None]], None]
-    """Takes, once and before the first request, what the part calls whenever `has_pending_work` may have become True.
-    It may be called from any thread and at any time; it never blocks, and many calls cost no more than one. An engine
-    without requests takes no step unless it is called: a part that only waits, as for a peer that will fetch blocks,
-    has no pending work."""
+    """Takes, once and before the first request, the function that the part calls whenever `has_pending_work` may have
+    become True. It may be called from any thread and at any time; it never blocks, and repeated calls are merged. An
+    engine without requests takes no step unless it is called: a part that only waits, as for a peer that will fetch
+    blocks, has no pending work."""
     wait: Callable[[float], None]
-    """Returns as soon as the part has news, at the latest after so many seconds. Called between steps that can compute
-    nothing, while requests wait for KV or transfers are under way; it must also see news that came before the call, and
-    it returns at once where no news can come. Without it such steps follow one another without a pause."""
+    """Returns as soon as the part has an event, at the latest after this many seconds. Called between steps that cannot
+    compute, while requests wait for KV or transfers are in flight; it must also notice events before the call, and it
+    returns at once if no event can occur. Without it such steps follow one another without a pause."""
     take_events: Callable[[], Sequence[KVEvent]]
-    """Which blocks its media have come to hold and have lost since the last call, oldest first."""
+    """Returns which blocks its media have stored and removed since the last call, oldest first."""
     counters: Callable[[], Mapping[str, float]]
-    """Names to numbers."""
+    """Returns counters by name."""
     reset_cache: Callable[[], bool]
-    """False when it cannot forget, or not now."""
+    """Returns False if the cache cannot be cleared, or not now."""
 
     def __init__(self, part: SchedulerConnector) -> None:
         self.worker_setup = getattr(part, "worker_setup", lambda: None)

@@ -1,4 +1,4 @@
-"""The results of one step from all its ranks: a union by identity, the same for one rank and for many."""
+"""Merges the results of one step from all its ranks: a union by identity, the same for one rank and for many."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from penstock.messages.kv_transfer import KVConnectorOutput, TransferReport
 
 
 def aggregate(outputs: Iterable[KVConnectorOutput]) -> KVConnectorOutput:
-    """Commutative in the ranks; a report that comes twice counts once."""
+    """Commutative in the ranks; a duplicate report counts once."""
     reports: dict[TransferReport, None] = {}
     for output in outputs:
         reports.update(dict.fromkeys(output.reports))

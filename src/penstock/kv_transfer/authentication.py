@@ -2,21 +2,21 @@
 
     both       greeting: magic, version, nonce (32 random bytes)
     client     proof: HMAC-SHA256(key, version, purpose, "client", the client's nonce, the server's nonce)
-    server     verifies it, then proves the same with the role "server"
+    server     verifies it, then sends the same proof with the role "server"
 
-Both nonces, the role and the purpose of the connection are part of every proof. So a proof is of no use on another
+Both nonces, the role and the purpose of the connection are part of every proof. So a proof is invalid on another
 connection, in the other direction, or for another purpose, and a server proves nothing to a client without the key.
 
-Both sides then derive the same session key, and from it one key for each direction. A `Sealer` makes frames of payloads
-for the `Opener` of the other side: length, payload, and an HMAC-SHA256 of the frame's number, its length and the
-payload. A frame that was changed, repeated, left out, reordered or sent back is a `PeerError`. Payloads are not
-encrypted: the key protects integrity, not secrecy.
+Both sides then derive the same session key, and from it one key for each direction. A `Sealer` frames payloads for the
+`Opener` of the other side: length, payload, and an HMAC-SHA256 of the frame's number, its length and the payload. A
+frame that was changed, repeated, dropped, reordered or reflected is a `PeerError`. Payloads are not encrypted: the key
+protects integrity, not secrecy.
 
-Lifecycle: send `greeting()`; pass what arrives to `receive` and send what it returns, until `is_done`; then `sealer()`
-and `opener()`, and pass `rest` to the opener first. Failure: everything that a peer can send and that is not valid
-raises PeerError, the same one again on each later call; the connection must then be closed. Memory: before
-authentication at most one message of the handshake is kept, afterwards at most one frame of the length that the caller
-allows. Give `receive` the bytes of one read from the socket at a time, of at most `MAX_READ_BYTES`.
+Lifecycle: send `greeting()`; pass received bytes to `receive` and send what it returns, until `is_done`; then call
+`sealer()` and `opener()`, and pass `rest` to the opener first. Failure: all invalid input from a peer raises PeerError,
+the same one again on each later call; the connection must then be closed. Memory: before authentication at most one
+message of the handshake is kept, afterwards at most one frame of the length that the caller allows. Give `receive` the
+bytes of one read from the socket at a time, of at most `MAX_READ_BYTES`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _prove(key: bytes, label: bytes, purpose: bytes, client_nonce: bytes, server
 
 
 class Authentication:
-    """One side of one connection. `purpose` names what the connection is for; both sides must say the same.
+    """One side of one connection. `purpose` names what the connection is for and must be equal on both sides.
 
     An empty key is allowed and proves nothing. `nonce` is for tests: it must be random and used once.
     """
@@ -60,19 +60,19 @@ class Authentication:
         self._error: PeerError | None = None
         self.is_done = False
         self.rest = b""
-        """What came behind the handshake: the beginning of the first frames."""
+        """The bytes after the handshake: the beginning of the first frames."""
 
     def greeting(self) -> bytes:
-        """What either side sends first."""
+        """Returns the first message of either side."""
         return _MAGIC + bytes([VERSION]) + self._nonce
 
     @property
     def num_missing(self) -> int:
-        """How many bytes complete the next message of the peer: who reads no more leaves `rest` empty."""
+        """Returns how many bytes complete the peer's next message; a caller that reads no more leaves `rest` empty."""
         return (_TAG_BYTES if self._peer_nonce else _GREETING_BYTES) - len(self._buffer)
 
     def receive(self, data: bytes) -> bytes:
-        """Takes what arrived and returns what to send, maybe nothing. Raises PeerError."""
+        """Takes received bytes and returns the bytes to send, which may be empty. Raises PeerError."""
         if self._error is not None:
             raise self._error
         assert not self.is_done, "what comes behind the handshake belongs to the opener"
@@ -113,7 +113,7 @@ class Authentication:
         return answer
 
     def _check_greeting(self) -> None:
-        """As soon as the first bytes are there: something else may never send the rest."""
+        """Checks the greeting as soon as its first bytes are received: another program may never send the rest."""
         if self._buffer[: len(_MAGIC)] != _MAGIC[: len(self._buffer)]:
             raise PeerError("the peer does not speak this protocol: check the address and the port")
         version = self._buffer[len(_MAGIC) : len(_MAGIC) + 1]
@@ -126,11 +126,11 @@ class Authentication:
         return _prove(self._key, label, self._purpose, *nonces)
 
     def sealer(self) -> Sealer:
-        """Makes the frames that this side sends."""
+        """Returns the object that makes the frames to send."""
         return Sealer(self._direction_key(from_client=self._is_client))
 
     def opener(self, max_bytes: int) -> Opener:
-        """Takes the frames that the other side sends, with payloads of at most `max_bytes`."""
+        """Returns the object that verifies received frames, with payloads of at most `max_bytes`."""
         return Opener(self._direction_key(from_client=not self._is_client), max_bytes)
 
     def _direction_key(self, *, from_client: bool) -> bytes:
@@ -145,7 +145,7 @@ def _tag(key: bytes, number: int, length: bytes, payload: bytes | memoryview) ->
 
 
 class Sealer:
-    """Frames for one direction of one connection, to be sent in the order in which they were made."""
+    """Makes frames for one direction of one connection, to be sent in the order in which they were made."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -159,7 +159,7 @@ class Sealer:
 
 
 class Opener:
-    """Payloads out of the frames of one direction. A payload is returned only after its MAC has been verified."""
+    """Extracts payloads from the frames of one direction, each only after its MAC has been verified."""
 
     def __init__(self, key: bytes, max_bytes: int) -> None:
         self._key = key
@@ -170,13 +170,13 @@ class Opener:
 
     @property
     def num_missing(self) -> int:
-        """How many bytes are certain to follow: the rest of the next length, or of the frame that it announces."""
+        """Returns how many bytes are certain to follow: the rest of the next length or of the announced frame."""
         if len(self._buffer) < _LENGTH.size:
             return _LENGTH.size - len(self._buffer)
         return _LENGTH.size + _LENGTH.unpack_from(self._buffer)[0] + _TAG_BYTES - len(self._buffer)
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The payloads that `data` completes. Raises PeerError, also when an earlier frame of `data` was valid."""
+        """Returns the payloads that `data` completes. Raises PeerError, even after a valid frame in `data`."""
         if self._error is not None:
             raise self._error
         try:

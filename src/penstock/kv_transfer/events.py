@@ -1,17 +1,17 @@
-"""Tells routers which blocks the engine holds: vLLM's KV events over ZeroMQ.
+"""Publishes to routers which blocks the engine holds: vLLM's KV events over ZeroMQ.
 
 Every step that changed something is one batch. The PUB socket sends it as three frames: the topic, a sequence number (8
 bytes, big-endian, from 0), and the batch in msgpack,
 
     [time in seconds since the epoch, [event, ...], data parallel rank]
 
-with each event a map whose "type" is its name, and each block hash the last 8 bytes of the whole one as a number. The
-ROUTER socket answers a number with every batch from that number on that it still has, in the same three frames, and
-then with one whose number is -1.
+where each event is a map whose "type" is its name, and each block hash is the last 8 bytes of the full hash as a
+number. The ROUTER socket answers a number with every batch from that number on that it still has, in the same three
+frames, and then with one whose number is -1.
 
-The first batch of an engine says AllBlocksCleared: what an earlier one at this address held is gone. Nothing here can
-block the engine or end it: batches wait in a bounded queue for a thread that sends them; when that is full the oldest
-is dropped, and when a subscriber is slow ZeroMQ drops what is for it. Either way the numbers tell.
+The first batch of an engine is AllBlocksCleared: blocks of an earlier engine at this address are gone. The publisher
+never blocks or ends the engine: batches wait in a bounded queue for a thread that sends them; if it is full the oldest
+is dropped, and if a subscriber is slow ZeroMQ drops its messages. In both cases the numbers show the gap.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ _JOIN_SECONDS = 5.0
 
 
 class EventPublisher(Protocol):
-    """The engine core calls it from its own thread. Nothing may block or raise."""
+    """The engine core calls it from its own thread. No method may block or raise."""
 
     def publish(self, events: Sequence[KVEvent]) -> None:
-        """What one step did to the blocks, in its order; never empty."""
+        """Publishes how one step changed the blocks, in order; never empty."""
         ...
 
     def shutdown(self) -> None:
-        """Sends what is still to be sent. Idempotent."""
+        """Sends the waiting batches. Idempotent."""
         ...
 
 
@@ -65,11 +65,11 @@ class NullEventPublisher:
 
 
 def encode_batch(timestamp: float, events: Sequence[KVEvent]) -> bytes:
-    """The payload of a batch."""
+    """Returns the payload of a batch."""
     return msgspec.msgpack.encode((timestamp, [_as_map(event) for event in events], _DATA_PARALLEL_RANK))
 
 
-# vLLM always sends these fields, and the others when they say something.
+# vLLM always sends these fields, and the others only if they are set.
 _ALWAYS = frozenset(
     {"block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name", "group_idx"}
 )
@@ -93,10 +93,10 @@ _FIELDS = {kind: kind.__struct_fields__ for kind in (BlockStored, BlockRemoved, 
 
 
 class ZmqEventPublisher:
-    """Binds the endpoints and starts a thread, which has the sockets for itself from then on.
+    """Binds the endpoints and starts a thread, which then owns the sockets.
 
-    Raises ConfigError when an endpoint cannot be bound. `endpoint` and `replay_endpoint` are as they were bound, the
-    latter empty without replay.
+    Raises ConfigError if an endpoint cannot be bound. `endpoint` and `replay_endpoint` are the bound addresses; the
+    latter is empty without replay.
     """
 
     def __init__(self, config: KVEventsConfig) -> None:
@@ -115,7 +115,7 @@ class ZmqEventPublisher:
         self._num_published = 0
         self._num_taken = 0
         self._is_closing = False
-        # Sockets of ZeroMQ belong to one thread: through this pair the engine's thread wakes the other one.
+        # ZeroMQ sockets belong to one thread: the engine's thread wakes it through this pair.
         self._alarm, self._bell = socket.socketpair()
         self._alarm.setblocking(False)
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
@@ -136,7 +136,7 @@ class ZmqEventPublisher:
         self._alarm.close()
 
     def _wake(self) -> None:
-        # When no byte fits any more, or after the end, no reader needs waking.
+        # If the buffer is full, or after shutdown, the reader needs no waking.
         with contextlib.suppress(OSError):
             self._alarm.send(b"\0")
 
@@ -183,7 +183,7 @@ class _NoReplay:
 
 
 class _Replay:
-    """The latest batches, and the socket on which subscribers ask for them."""
+    """The latest batches, and the socket on which subscribers request them."""
 
     def __init__(self, router: zmq.Socket[bytes], buffer_steps: int) -> None:
         self.endpoint = _bound_endpoint(router)
@@ -206,7 +206,7 @@ class _Replay:
             self._send_from(int.from_bytes(frames[2], "big"), frames[:2], topic)
 
     def _send_from(self, number: int, route: list[bytes], topic: bytes) -> None:
-        """Sends what is there to a client; one that has left, or does not read, asks again if it likes."""
+        """Sends the buffered batches to a client; one that has left, or does not read, has to ask again."""
         try:
             for batch in self._buffer:
                 if batch[0] >= number:
@@ -217,14 +217,14 @@ class _Replay:
 
 
 def make_event_publisher(config: KVEventsConfig) -> EventPublisher:
-    """Raises ConfigError when an endpoint cannot be bound."""
+    """Builds the configured publisher. Raises ConfigError if an endpoint cannot be bound."""
     return ZmqEventPublisher(config) if config.is_active else NullEventPublisher()
 
 
 def _make_replay(context: zmq.Context[zmq.Socket[bytes]], config: KVEventsConfig) -> _Replay | _NoReplay:
     if config.replay_endpoint is None:
         return _NoReplay()
-    # A whole replay has to fit: what a ROUTER cannot queue for a client it would drop.
+    # A whole replay must fit into the queue, because a ROUTER drops messages beyond it.
     router = _bind(context, zmq.ROUTER, "replay_endpoint", config.replay_endpoint, config.buffer_steps + 1)
     return _Replay(router, config.buffer_steps)
 

@@ -1,4 +1,4 @@
-"""The connector to read first: KV as safetensors files in a folder, one per block.
+"""The connector to read first: it stores KV as safetensors files in a folder, one per block.
 
 An engine that finds a prompt's first blocks in the folder loads them instead of computing them. Loads are synchronous
 and layer by layer: the step that needs them waits for each layer's bytes right before that layer attends. Saves happen
@@ -45,11 +45,11 @@ from penstock.utils.wire import register_kind
 logger = get_logger(__name__)
 
 Placed = tuple[int, str]
-"""(block id, name of the file that has or shall have its KV)."""
+"""(block id, name of its KV file, which may not exist yet)."""
 
 
 class ExampleLoad(msgspec.Struct, frozen=True):
-    """Blocks from `first` on along a request, in order."""
+    """Consecutive blocks of a request, starting with block `first`."""
 
     transfer_id: TransferId
     first: int
@@ -71,7 +71,7 @@ class ExampleConnector:
 
     @staticmethod
     def make_scheduler_connector(context: ConnectorContext) -> ExampleScheduler:
-        """Raises ConfigError for an invalid option, a folder that cannot be made, and sliding windows."""
+        """Raises ConfigError for an invalid option, a folder that cannot be created, and sliding windows."""
         groups = context.cache.groups
         if len(groups) > 1 or any(group.spec.sliding_window for group in groups):
             raise ConfigError("ExampleConnector takes models without sliding windows only: use OffloadingConnector")
@@ -88,7 +88,7 @@ class ExampleConnector:
 
 
 def _folder(context: ConnectorContext) -> Path:
-    """KV of other weights, of another arithmetic or of ranks with other parts of it lies in another folder."""
+    """Returns a folder that is specific to the weights, the arithmetic and the rank's part of the KV."""
     given = context.config.kv_connector_extra_config
     options = read_options("ExampleConnector", given, {}, shared_storage_path=(is_text, "a folder"))
     num_stages, num_ranks = (1 + max(numbers) for numbers in zip(*context.shards, strict=True))
@@ -97,7 +97,7 @@ def _folder(context: ConnectorContext) -> Path:
 
 
 class ExampleScheduler(NullSchedulerConnector):
-    """Decides what is loaded and saved, by the block's hash, which stands for its whole prefix."""
+    """Decides what is loaded and saved by block hash, which identifies a block's whole prefix."""
 
     def __init__(self, folder: Path, context: ConnectorContext) -> None:
         self._folder = folder
@@ -182,7 +182,7 @@ class ExampleWorker(NullWorkerConnector):
             self._save(block_id, name)
 
     def start_load_kv(self) -> None:
-        """Opens the files; their layers are copied one by one, but for those that the model itself does not run."""
+        """Opens the files; their layers are copied one by one, except for layers that the model itself does not run."""
         for placed in self._placed():
             try:
                 tensors = load_file(self._folder / _of_shard(placed[1], self._shard))
@@ -224,7 +224,7 @@ class ExampleWorker(NullWorkerConnector):
         self._lost.clear()
 
     def _save(self, block_id: int, name: str) -> None:
-        """Visible by an atomic rename only, so that half a file is never read."""
+        """The file becomes visible only by an atomic rename, so that no partial file is ever read."""
         tensors: dict[str, np.ndarray] = {}
         for layer_name, num_bytes in self._bytes_of.items():
             tensors[layer_name] = np.empty(num_bytes, dtype=np.uint8)

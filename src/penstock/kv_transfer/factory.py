@@ -1,4 +1,4 @@
-"""From `--kv-transfer-config` to a connector: one of Penstock's, or one from a module that the user names."""
+"""Builds a connector from `--kv-transfer-config`: one of Penstock's, or one from a module that the user names."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _ONE_WAY = {"kv_producer": SavesOnly, "kv_consumer": LoadsOnly}
 
 
 class ConnectorContext(msgspec.Struct, frozen=True, kw_only=True):
-    """What both sides of a connector are built from: plain data, the same in every process.
+    """The data from which both sides of a connector are built: the same in every process.
 
-    `fingerprint` stands for everything that must be equal for KV to mean the same: weights, shapes, dtype, layout,
-    arithmetic. KV of another fingerprint must not be loaded. `meaning` names the parts of it that engines with other
-    layouts have in common, so that a refusal can say which of them differs. `cache` is the whole engine's;
-    `rank_heads` is the interval of KV heads that each rank has of each of its layers.
+    `fingerprint` is a digest of everything that must be equal for KV to have the same meaning: weights, shapes, dtype,
+    layout, arithmetic. KV with another fingerprint must not be loaded. `meaning` names its parts except the layout, so
+    that a refusal can say which of them differs. `cache` is the whole engine's; `rank_heads` is the interval of KV
+    heads that each rank has of each of its layers.
     """
 
     config: KVTransferConfig
@@ -51,8 +51,8 @@ class Connector(Protocol):
     """A connector's class: two builders that run in different processes and share no object.
 
     The scheduler side is built first, in the engine core. It checks `context.config.kv_connector_extra_config` and
-    raises ConfigError for what it does not know. Then every worker builds its side; `setup` is what the scheduler
-    side's `worker_setup` returned, None if it has no such method.
+    raises ConfigError for unknown options. Then every worker builds its side; `setup` is the return value of the
+    scheduler side's `worker_setup`, None if it has no such method.
     """
 
     @staticmethod
@@ -65,7 +65,7 @@ class Connector(Protocol):
 
 
 def make_scheduler_connector(context: ConnectorContext) -> SchedulerConnector:
-    """The side that decides, within its `kv_role`. Raises ConfigError for an unknown connector or invalid options."""
+    """Builds the side that decides, limited by `kv_role`. Raises ConfigError if connector or options are invalid."""
     if context.config.keys_without_effect:
         logger.info("kv_transfer_config: %s have no effect here", ", ".join(context.config.keys_without_effect))
     part = _find(context.config).make_scheduler_connector(context)
@@ -74,14 +74,14 @@ def make_scheduler_connector(context: ConnectorContext) -> SchedulerConnector:
 
 
 def make_worker_connector(context: ConnectorContext, shard: ShardId, setup: ConnectorSetup | None) -> WorkerConnector:
-    """One rank's side, which moves bytes. Raises ConfigError for an unknown connector."""
+    """Builds one rank's side, which moves bytes. Raises ConfigError for an unknown connector."""
     return _find(context.config).make_worker_connector(context, shard, setup)
 
 
 def import_connector(config: KVTransferConfig) -> None:
-    """Imports the connector and those that it is made of (`children`, where it has such a builder).
+    """Imports the connector and its children (`children`, if it has such a function).
 
-    A process must have done so before it decodes their kinds of messages. Raises ConfigError for an unknown connector.
+    A process must call this before it decodes their kinds of messages. Raises ConfigError for an unknown connector.
     """
     children = getattr(_find(config), "children", None)
     for child in children(config).values() if children is not None else ():

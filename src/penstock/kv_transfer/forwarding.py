@@ -1,4 +1,4 @@
-"""A part in front of another part of a connector, and the two that enforce `kv_role`."""
+"""A part that forwards to another part of a connector, and the two that enforce `kv_role`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from penstock.messages.scheduler_output import BlockTable
 
 
 class Forwarding:
-    """What it does not say itself, `inner` says: exactly the optional abilities that `inner` has."""
+    """Forwards all other attributes to `inner`, so that it has exactly the optional abilities of `inner`."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -26,6 +26,6 @@ class SavesOnly(Forwarding):
 
 
 class LoadsOnly(Forwarding):
-    """`kv_consumer`: a scheduler's part that is never told of blocks to save."""
+    """`kv_consumer`: a scheduler's part that never receives blocks to save."""
 
     def on_blocks_complete(self, request: RequestView, block_ids: BlockTable, first: int, end: int) -> None: ...

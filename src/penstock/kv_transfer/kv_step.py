@@ -1,10 +1,10 @@
-"""One step of a rank's connector, from binding its metadata to forgetting it: the only place that calls the hooks.
+"""One step of a rank's connector, from binding its metadata to dropping it: the only place that calls the hooks.
 
     IDLE -> BOUND -> FORWARD -> COLLECTED -> FINALIZED -> IDLE
 
 Every rank runs every step through the two halves here, the production runner and a simulated rank alike. Results are
-collected before the drafter runs and saves are finalised after it, so what `wait_for_save` completes is reported with
-the next step, with a drafter or without. The step ends on every path, also on that of an exception.
+collected before the drafter runs and saves are finalised after it, so the saves that `wait_for_save` completes are
+reported with the next step, with or without a drafter. The step ends on every path, including exceptions.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NEXT = {
 
 
 class KVStep:
-    """Drives one rank's connector. A warm-up step does not reach it; every other step does, whatever its plan says."""
+    """Drives one rank's connector. A warm-up step does not reach it; every other step does, whatever its plan."""
 
     def __init__(self, connector: WorkerConnector) -> None:
         self._connector = connector
@@ -51,11 +51,11 @@ class KVStep:
 
     @property
     def hooks(self) -> LayerHooks:
-        """What this step's forward pass calls around its layers."""
+        """Returns the hooks that this step's forward pass calls around its layers."""
         return self._active.layer_hooks or self._no_hooks
 
     def run_forward(self, plan: SchedulerOutput, forward: Callable[[], _Result]) -> _Result:
-        """The first half. `forward` updates the rows and launches the target's forward pass, if the step has one."""
+        """Runs the first half. `forward` updates the rows and launches the target's forward pass, if there is one."""
         try:
             self._begin(plan)
             result = forward()
@@ -66,7 +66,10 @@ class KVStep:
         return result
 
     def run_sampling(self, sample_and_draft: Callable[[], _Result]) -> tuple[_Result, KVConnectorOutput]:
-        """The second half, with what has ended by its start. Nothing of the step writes KV after `sample_and_draft`."""
+        """Runs the second half, and returns also the transfers that had ended at its start.
+
+        Nothing of the step writes KV after `sample_and_draft`.
+        """
         try:
             self._advance(KVStepState.COLLECTED)
             finished = self._active.get_finished(self._finished_request_ids)
@@ -78,11 +81,11 @@ class KVStep:
         return result, finished
 
     def shutdown(self) -> None:
-        """No step will follow."""
+        """Shuts down the connector; no step follows."""
         self._connector.shutdown()
 
     def _begin(self, plan: SchedulerOutput) -> None:
-        """Before the step writes anything; loads that its own tokens need have begun when this returns."""
+        """Starts a step before it writes anything; loads that its own tokens need have begun on return."""
         self._advance(KVStepState.BOUND)
         self._metadata = plan.kv_connector_metadata
         self._finished_request_ids = plan.finished_request_ids
@@ -92,7 +95,7 @@ class KVStep:
             self._active.start_load_kv()
 
     def _on_forward_launched(self) -> None:
-        """Asynchronous loads begin beside the forward pass."""
+        """Starts asynchronous loads, which run in parallel with the forward pass."""
         self._advance(KVStepState.FORWARD)
         if not self._has_sync_loads:
             self._active.start_load_kv()
@@ -102,7 +105,7 @@ class KVStep:
         return self._metadata is not None and self._metadata.has_sync_loads
 
     def _end(self) -> None:
-        """Forgets the step, complete or not."""
+        """Ends the step, complete or not."""
         if self.state is not KVStepState.IDLE:
             self._active.end_step()
             self.state = KVStepState.IDLE

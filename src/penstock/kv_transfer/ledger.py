@@ -1,4 +1,4 @@
-"""Which transfers are open, and which shards have reported: completion by identity, never by count."""
+"""Records which transfers are open and which shards have reported: completion by identity, never by count."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class _Open:
 
 
 class TransferLedger:
-    """Knows every transfer from `open` to the report of its last expected shard.
+    """Tracks every transfer from `open` to the report of its last expected shard.
 
-    Reports may come in any order, twice, late, or about an unknown transfer: those are counted and have no
-    other effect. Where a shard contradicts itself while the transfer is open, its failure counts.
+    Reports may be out of order, repeated, late, or about an unknown transfer: such reports are counted and have no
+    other effect. If a shard contradicts itself while the transfer is open, its failure counts.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class TransferLedger:
         self._open[transfer_id] = _Open(shards)
 
     def apply(self, report: TransferReport) -> tuple[TransferReport, ...]:
-        """Notes a report; the reports of all shards when it was the last one that was missing, else none."""
+        """Records a report; returns the reports of all shards if this was the last missing one, else none."""
         entry = self._open.get(report.transfer_id)
         if entry is None or report.shard not in entry.expected:
             self.num_unknown += 1
@@ -61,7 +61,7 @@ class TransferLedger:
 
 
 def bad_ranges(reports: Iterable[TransferReport], num_groups: int, first: int, end: int) -> tuple[BadRange, ...]:
-    """What is missing of a load of tokens [first, end), by the reports of all shards; empty when nothing is."""
+    """Returns the missing ranges of a load of tokens [first, end), by the reports of all shards; empty if complete."""
     bad: dict[BadRange, None] = {}
     for report in reports:
         if report.status is TransferStatus.FAILED:

@@ -1,9 +1,9 @@
-"""`MultiConnector`: several connectors on one engine. The first that has a prompt loads it, and all of them save.
+"""`MultiConnector`: several connectors on one engine. The first that has a prompt's KV loads it, and all of them save.
 
 Option: `connectors`, a list of objects such as `{"name": "disk", "kv_connector": "OffloadingConnector",
-"kv_connector_extra_config": {...}}`; a name is the connector's own where it is left out, and no two may be alike.
+"kv_connector_extra_config": {...}}`; the name defaults to the connector's own, and must be unique.
 
-Everything that names a transfer is prefixed with its child's name on the way up, so no child ever sees another's.
+All transfer ids are prefixed with the child's name towards the engine, so no child ever sees another's.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from penstock.utils.errors import ConfigError, RequestError
 from penstock.utils.wire import register_kind
 
 _SEPARATOR = "\n"
-"""Between a child's name and its transfer id: no name can hold it."""
+"""Separates a child's name from its transfer id: no name can contain it."""
 
 
 @register_kind
@@ -75,7 +75,7 @@ class MultiConnector:
 
     @staticmethod
     def children(config: KVTransferConfig) -> dict[str, KVTransferConfig]:
-        """By name. Raises ConfigError when a child's configuration is invalid, or two have one name."""
+        """Returns them by name. Raises ConfigError if a child's configuration is invalid or a name is repeated."""
         given = config.kv_connector_extra_config
         options = read_options("MultiConnector", given, {}, connectors=(_is_list_of_objects, "a list of objects"))
         shared = {name: getattr(config, name) for name in ("engine_id", "kv_role", "kv_ip", "kv_port")}
@@ -90,7 +90,7 @@ class MultiConnector:
 
     @staticmethod
     def make_scheduler_connector(context: ConnectorContext) -> MultiScheduler:
-        """Raises ConfigError as `children`."""
+        """Builds the children's parts. Raises ConfigError as `children`."""
         contexts = _contexts_of_children(context)
         return MultiScheduler({name: make_scheduler_connector(child) for name, child in contexts.items()})
 
@@ -113,7 +113,7 @@ def _is_list_of_objects(value: Any) -> bool:
 
 
 class MultiScheduler:
-    """Asks the children in their order."""
+    """Asks the children in order."""
 
     def __init__(self, children: Mapping[str, SchedulerConnector]) -> None:
         self._children = children
@@ -144,7 +144,7 @@ class MultiScheduler:
     def update_state_after_alloc(
         self, request: RequestView, transfer_id: TransferId, block_ids: BlockIds, num_computed_tokens: int, end: int
     ) -> None:
-        # The connector that was chosen then loads now: another answer would be about other KV.
+        # The connector chosen earlier loads now, because another connector's match would refer to other KV.
         child = self._children[self._chosen.pop(request.request_id)]
         child.update_state_after_alloc(request, transfer_id, block_ids, num_computed_tokens, end)
 
@@ -159,7 +159,7 @@ class MultiScheduler:
         reports: dict[str, list[TransferReport]] = {name: [] for name in self._children}
         for report in output.reports:
             name, _, transfer_id = report.transfer_id.partition(_SEPARATOR)
-            # One that names no child is about an unknown transfer.
+            # A report that names no child is about an unknown transfer and is dropped.
             reports.get(name, []).append(msgspec.structs.replace(report, transfer_id=transfer_id))
         events: list[ConnectorEvent] = []
         for name, child in self._children.items():
@@ -212,7 +212,7 @@ class MultiScheduler:
 
     def wait(self, seconds: float) -> None:
         busy = [self._abilities[name] for name, child in self._children.items() if child.has_pending_work]
-        # Where no transfer is under way, a request waits for the answer of any of them.
+        # If no transfer is in flight, a request waits for a lookup by any of them.
         waiting = busy or list(self._abilities.values())
         for abilities in waiting:
             abilities.wait(seconds / len(waiting))
@@ -241,7 +241,7 @@ class MultiScheduler:
 
 
 def _merged(results: Mapping[str, FinishResult]) -> dict[str, Any] | None:
-    """What all children answer together; None where no child answers."""
+    """Merges the parameters of all children; returns None if no child has any."""
     params: dict[str, Any] = {}
     for name, result in results.items():
         given = result.kv_transfer_params or {}
@@ -264,7 +264,7 @@ class _HooksOfAll:
 
 
 class MultiWorker:
-    """Drives the children's parts side by side."""
+    """Drives the children's parts in parallel."""
 
     def __init__(self, children: Mapping[str, WorkerConnector]) -> None:
         self._children = children

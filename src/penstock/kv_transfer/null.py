@@ -1,4 +1,4 @@
-"""The parts of an engine whose KV stays where it is."""
+"""The connector parts of an engine whose KV never leaves it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from penstock.utils.errors import ConfigError
 
 
 class NullSchedulerConnector:
-    """Moves nothing. Also the base of parts that have no use for every method."""
+    """Moves nothing. Also the base class of parts that do not use every method."""
 
     has_pending_work = False
 
@@ -47,11 +47,11 @@ class NullSchedulerConnector:
         return FREED
 
     def set_xfer_handshake_metadata_pp_aware(self, payloads: Mapping[ShardId, HandshakePayload | None]) -> None:
-        """For connectors that know tensor ranks alone. Raises ConfigError when there are pipeline ranks above 0."""
+        """For connectors that know only tensor ranks. Raises ConfigError if there are pipeline ranks above 0."""
         set_handshakes_of_one_stage(self, payloads)
 
     def set_xfer_handshake_metadata(self, payloads: Mapping[int, HandshakePayload | None]) -> None:
-        """The payloads of an engine without pipeline stages, by tensor rank."""
+        """Takes the payloads of an engine without pipeline stages, by tensor rank."""
 
     def check_integrity(self) -> None: ...
 
@@ -59,7 +59,7 @@ class NullSchedulerConnector:
 
 
 def set_handshakes_of_one_stage(part: Any, payloads: Mapping[ShardId, HandshakePayload | None]) -> None:
-    """Gives the payloads by tensor rank to a part that knows no pipeline ranks, if it takes any. Raises ConfigError."""
+    """Gives the payloads by tensor rank to a part without pipeline ranks, if it takes any. Raises ConfigError."""
     if any(pp_rank > 0 for pp_rank, _ in payloads):
         raise ConfigError(
             f"{type(part).__name__} does not know pipeline ranks: set pipeline_parallel_size to 1, or choose another "
@@ -71,7 +71,7 @@ def set_handshakes_of_one_stage(part: Any, payloads: Mapping[ShardId, HandshakeP
 
 
 class NullLayerHooks:
-    """Called for nothing."""
+    """Does nothing."""
 
     def wait_for_layer_load(self, layer_name: str) -> None: ...
 
@@ -79,7 +79,7 @@ class NullLayerHooks:
 
 
 class NullWorkerConnector:
-    """Moves nothing. Also the base of parts that have no use for every method."""
+    """Moves nothing. Also the base class of parts that do not use every method."""
 
     needs_shared_memory = False
     layer_hooks: LayerHooks | None = None

@@ -9,13 +9,13 @@ from penstock.utils.errors import ConfigError
 from penstock.utils.names import did_you_mean
 
 Check = tuple[Callable[[Any], bool], str]
-"""What is right, and how to say it."""
+"""The condition for a valid value, and its description for error messages."""
 
 
 def read_options(
     connector: str, given: Mapping[str, Any], defaults: Mapping[str, Any], **checks: Check
 ) -> dict[str, Any]:
-    """The given options over the defaults. Raises ConfigError naming an unknown or unfit one."""
+    """Merges the given options into the defaults. Raises ConfigError naming an unknown or invalid one."""
     for key, value in given.items():
         if key not in checks:
             raise ConfigError(f"{connector} has no option {key!r}{did_you_mean(key, tuple(checks))}")

@@ -1,4 +1,4 @@
-"""The engine's KV memory as a connector sees it: its layout, and bytes of blocks by group or by layer."""
+"""The engine's KV memory as a connector sees it: its layout, and access to bytes of blocks by group or by layer."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ Place = tuple[int, int]
 """(group, block id)."""
 
 Parts = Sequence[memoryview]
-"""A block's bytes, a layer's after the other's."""
+"""A block's bytes, layer after layer."""
 
 Take = Callable[[int, Parts], None]
-"""Is given the number of a block among those that were asked for, and its parts, which are good during the call."""
+"""Is called with a block's index in `places` and its parts, which are valid only during the call."""
 
 
 class Transfer(Protocol):
-    """Blocks on their way."""
+    """A transfer of blocks in progress."""
 
     def done(self) -> bool: ...
 
     def result(self) -> None:
-        """Waits for its end; raises what ended it before its time."""
+        """Waits for its end; raises the error if it failed."""
         ...
 
 
 class KVCacheView(Protocol):
-    """One rank's cache. `layout` says where everything lies; the methods move bytes of blocks.
+    """One rank's cache. `layout` gives the location of all KV; the methods move bytes of blocks.
 
     A block's bytes are those of every layer of its group one after the other, in the layout's order.
     """
@@ -36,28 +36,28 @@ class KVCacheView(Protocol):
     layout: KVLayout
 
     def region_memory(self) -> Sequence[memoryview]:
-        """The bytes of the layout's regions, in its order. Raises ConfigError where the host cannot see them."""
+        """Returns the bytes of the layout's regions, in order. Raises ConfigError if the host cannot access them."""
         ...
 
     def block_parts(self, group: int, block_id: int) -> Sequence[memoryview]:
-        """The block's bytes, a layer's after the other's, as they lie in the cache now, to be used at once.
+        """Returns the block's current bytes, layer after layer, for immediate use.
 
-        They are the cache itself where the host can see it, and may be written; elsewhere they are a copy.
+        They are the cache itself if the host can access it, and may then be written; otherwise they are a copy.
         """
         ...
 
     def read_blocks(self, places: Sequence[Place], take: Take) -> Transfer:
-        """Has `take` called for each block in order, with its bytes as the steps launched so far leave them.
+        """Calls `take` for each block in order, with its bytes as the steps launched so far leave them.
 
-        What is launched afterwards changes nothing. The calls may come from another thread, until the transfer is done.
+        Steps launched later have no effect. The calls may come from another thread, until the transfer is done.
         """
         ...
 
     def write_blocks(self, places: Sequence[Place], data: Sequence[Parts], take: Take) -> Transfer:
-        """Overwrites the blocks, behind the steps launched so far, and shows `take` what each holds afterwards.
+        """Overwrites the blocks, after the steps launched so far, and calls `take` with each block's new content.
 
-        `data` is each block's bytes, in pieces of any sizes one after the other, to be left alone until the transfer is
-        done. Steps that are launched by then find the blocks written.
+        `data` is each block's bytes, as consecutive pieces of any sizes, which must not change until the transfer is
+        done. Steps launched after that find the blocks written.
         """
         ...
 
@@ -83,7 +83,7 @@ DONE = Done()
 
 
 def gather(parts: Parts, into: memoryview) -> None:
-    """Copies the parts one after the other."""
+    """Copies the parts into `into`, one after the other."""
     start = 0
     for part in parts:
         into[start : start + len(part)] = part
@@ -91,14 +91,14 @@ def gather(parts: Parts, into: memoryview) -> None:
 
 
 def read_now(view: KVCacheView, places: Sequence[Place], take: Take) -> Transfer:
-    """`read_blocks` of memory that the host can see."""
+    """Implements `read_blocks` for memory that the host can access."""
     for number, place in enumerate(places):
         take(number, view.block_parts(*place))
     return DONE
 
 
 def copy(pieces: Parts, parts: Parts) -> None:
-    """Copies the bytes of the pieces, one after the other, over those of the parts, which are as many."""
+    """Copies the bytes of the pieces, one after the other, over those of the parts, which have the same total size."""
     rest, open_parts = memoryview(b""), iter(parts)
     for piece in pieces:
         while piece:
@@ -110,7 +110,7 @@ def copy(pieces: Parts, parts: Parts) -> None:
 
 
 def write_now(view: KVCacheView, places: Sequence[Place], data: Sequence[Parts], take: Take) -> Transfer:
-    """`write_blocks` of memory that the host can see."""
+    """Implements `write_blocks` for memory that the host can access."""
     for number, (place, pieces) in enumerate(zip(places, data, strict=True)):
         parts = view.block_parts(*place)
         copy(pieces, parts)

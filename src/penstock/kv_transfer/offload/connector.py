@@ -4,11 +4,11 @@ Options, in `kv_connector_extra_config`:
 
     cpu_bytes_to_use    bytes of host memory, 1 GiB by default
     eviction_policy     "lru" or "arc"
-    disk_path           folder of the disk tier; without it there is none
-    disk_bytes_to_use   its bound, 16 GiB by default
-    attestation         "all", "sampled" or "off": which blocks travel with a digest
-    offload_policy      "chunk", "request" or "none" for requests that do not say
-    load_policy         "measured": load where that has been quicker than computing; "always"
+    disk_path           folder of the disk tier; there is none without it
+    disk_bytes_to_use   its limit, 16 GiB by default
+    attestation         "all", "sampled" or "off": which blocks have a digest
+    offload_policy      "chunk", "request" or "none" for requests without a policy
+    load_policy         "measured": load if that has been faster than computing; "always"
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class OffloadingConnector:
 
     @staticmethod
     def make_scheduler_connector(context: ConnectorContext) -> OffloadingScheduler:
-        """Raises ConfigError for invalid options."""
+        """Builds the scheduler's part. Raises ConfigError for invalid options."""
         options = _read_options(context)
         chunk_bytes = ChunkFormat(context.cache).chunk_bytes
         region = OffloadRegion(options["cpu_bytes_to_use"] // chunk_bytes, chunk_bytes)
@@ -87,7 +87,7 @@ class OffloadingConnector:
     def make_worker_connector(
         context: ConnectorContext, shard: ShardId, setup: ConnectorSetup | None
     ) -> OffloadingWorker:
-        """Raises ConfigError when the rank is not on the host of the tiers."""
+        """Builds a rank's part. Raises ConfigError if the rank is not on the host of the tiers."""
         assert isinstance(setup, OffloadSetup), setup
         try:
             region = OffloadRegion.attach(setup.memory, setup.chunk_bytes)

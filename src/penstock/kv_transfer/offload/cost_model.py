@@ -1,16 +1,16 @@
-"""Load or compute again: decided by what either has taken lately."""
+"""Decides between loading and recomputing, from recent measurements of both."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# What the next measurement leaves of the weight of the earlier ones.
+# Each measurement multiplies the weight of the earlier ones by this factor.
 _KEPT_WEIGHT = 0.8
 
 
 @dataclass(slots=True)
 class _Line:
-    """seconds = fixed + per_byte * bytes, by least squares over measurements whose weight fades."""
+    """seconds = fixed + per_byte * bytes, by least squares over measurements with decaying weights."""
 
     weight: float = 0.0
     x: float = 0.0
@@ -26,7 +26,7 @@ class _Line:
         self.xy = self.xy * kept_weight + x * y
 
     def at(self, x: float) -> float:
-        """Neither part is ever negative; sizes that are all alike tell nothing of the fixed part, which is then 0."""
+        """Neither part is ever negative; if all sizes are equal, the fixed part is unknown and taken as 0."""
         spread = self.xx * self.weight - self.x * self.x
         if spread <= 1e-9 * self.xx * self.weight:
             return self.y / self.x * x if self.x else self.y / self.weight
@@ -46,11 +46,11 @@ class _Medium:
 
 
 class LoadCostModel:
-    """Keeps seconds per token of computing, and per medium the fixed seconds and the seconds per byte of loading.
+    """Keeps the seconds per token of computing, and per medium the fixed seconds and the seconds per byte of loading.
 
-    What has not been measured is loaded, so that it is. Computing is measured all the time; a medium that loses is not,
-    so after `retry_seconds` of computing without a load from it, it is tried again, and what was measured before then
-    counts half. All durations are arguments: the model reads no clock, and `should_load` changes nothing.
+    A medium that has not been measured is loaded from, so that it is. Computing is measured all the time, but a medium
+    that loses is not: after `retry_seconds` of computing without a load from it, it is tried again, and its earlier
+    measurements count half. All durations are arguments: the model reads no clock, and `should_load` changes nothing.
     """
 
     def __init__(self, retry_seconds: float = 10.0) -> None:
@@ -61,21 +61,21 @@ class LoadCostModel:
         self._media: dict[str, _Medium] = {}
 
     def on_computed(self, num_tokens: int, seconds: float) -> None:
-        """`num_tokens` prompt tokens took that long to compute."""
+        """Records the time to compute `num_tokens` prompt tokens."""
         self._tokens = self._tokens * _KEPT_WEIGHT + num_tokens
         self._seconds = self._seconds * _KEPT_WEIGHT + seconds
         for medium in self._media.values():
             medium.computed_seconds += seconds
 
     def on_loaded(self, medium: str, num_bytes: int, seconds: float) -> None:
-        """A load of `num_bytes` from the medium took that long, from its request to its landing."""
+        """Records the time of a load of `num_bytes` from the medium, from its request to its completion."""
         known = self._media.setdefault(medium, _Medium(_Line()))
         aged = 0.5 ** (known.computed_seconds / self._retry_seconds)
         known.line.add(num_bytes, seconds, _KEPT_WEIGHT * aged)
         known.computed_seconds = 0.0
 
     def should_load(self, medium: str, num_tokens: int, num_bytes: int) -> bool:
-        """Whether `num_tokens` tokens, `num_bytes` on the medium, are to be loaded rather than computed."""
+        """Returns whether to load `num_tokens` tokens, `num_bytes` on the medium, rather than compute them."""
         known = self._media.get(medium)
         if known is None or self._tokens == 0 or known.computed_seconds >= self._retry_seconds:
             return True

@@ -1,18 +1,18 @@
-"""The index of the CPU tier, in front of the tiers below it.
+"""The index of the CPU tier and of the tiers below it.
 
-The manager owns chunks of a region whose bytes others move: the engine's workers between engine blocks and chunks, the
-tiers between chunks and their media. Every chunk is free, or belongs to one key and is in one state:
+The manager owns the chunks of a region but does not move their bytes: the engine's workers do so between engine blocks
+and chunks, the tiers between chunks and their media. Every chunk is free, or belongs to one key and is in one state:
 
     WRITING     the engine is storing into it; not found yet
     PROMOTING   a tier is loading into it; not found yet
     READY       complete, and found
     DOOMED      no longer found, but still being read or written
 
-and has one pin for each of its users: its writer, each load out of it, each store into a tier below. A chunk is handed
-out again only when it has none. A key has one chunk at most, a doomed one included: until its last user has ended the
-key is a miss that cannot be stored, so that a late completion always finds the chunk that it is about.
+and has one pin for each of its users: its writer, each load from it, each store into a tier below. A chunk is
+reallocated only when it has no pin. A key has one chunk at most, a doomed one included: until its last user has ended
+the key is a miss that cannot be stored, so that a late completion always finds its chunk.
 
-Threading: one thread, the scheduler's. No method blocks but `shutdown`.
+Threading: one thread, the scheduler's. Only `shutdown` blocks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from penstock.messages.kv_events import MEDIUM_CPU
 
 
 class LookupResult(enum.Enum):
-    """PENDING: ask again, the key is being stored or on its way up from a tier."""
+    """PENDING: ask again, because the key is being stored or promoted from a tier."""
 
     HIT = "hit"
     PENDING = "pending"
@@ -50,7 +50,7 @@ class ChunkState(enum.Enum):
     DOOMED = "doomed"
 
 
-# A chunk may also become free in any state, once it has no pin.
+# A chunk may also become free in any state if it has no pin.
 TRANSITIONS: dict[ChunkState, frozenset[ChunkState]] = {
     ChunkState.WRITING: frozenset({ChunkState.READY, ChunkState.DOOMED}),
     ChunkState.PROMOTING: frozenset({ChunkState.READY, ChunkState.DOOMED}),
@@ -66,13 +66,13 @@ _LOOKUP = {
 }
 
 
-# While a tier evicts, a prompt that grows is made the youngest again after an eighth as many evictions as it has keys.
+# While a tier evicts, a growing prompt becomes the youngest again after an eighth as many evictions as it has keys.
 _REFRESH_PART = 8
 
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
-    """Where a key's bytes lie, and their expected digest, None where there is no attestation."""
+    """The chunk with a key's bytes, and their expected digest, None without attestation."""
 
     chunk_id: int
     digest: bytes | None
@@ -80,7 +80,7 @@ class StoredChunk:
 
 @dataclass(frozen=True, slots=True)
 class OffloadStats:
-    """In chunks. The gauges add up: free + stored + being written + pinned == chunks; the rest only grows."""
+    """In chunks. The gauges add up: free + stored + being written + pinned == chunks; all others are counters."""
 
     num_chunks: int
     num_free: int
@@ -115,11 +115,11 @@ class _Chunk:
 
 @dataclass(slots=True)
 class Prompt:
-    """One request's keys, from the head, with their places. They were last made the youngest at `moment`.
+    """One request's keys, head first, with their places. They last became the youngest at `moment`.
 
-    What is stored of it later counts as equally old, never as younger. So a tail does not outlive its head, and the
-    work per completed block does not depend on the prompt's length. The moment is renewed when the tier has evicted
-    `refresh_at` keys in all.
+    Keys of it that are stored later have the same age, and are never younger. So a tail does not outlive its head, and
+    the work per completed block does not depend on the prompt's length. The moment is renewed when the tier's total of
+    evictions reaches `refresh_at`.
     """
 
     places: dict[OffloadKey, int] = field(default_factory=dict[OffloadKey, int])
@@ -134,7 +134,7 @@ class _InFlight:
 
 
 class OffloadingManager:
-    """`tiers` from the fastest to the slowest; a limit counts chunks in jobs that have not ended."""
+    """`tiers` are ordered from the fastest to the slowest; a limit counts chunks in jobs that have not ended."""
 
     def __init__(
         self,
@@ -162,28 +162,28 @@ class OffloadingManager:
         self._counts: Counter[str] = Counter()
 
     def lookup(self, key: OffloadKey) -> LookupResult:
-        """Whether the CPU tier has the key; for the tiers below see `medium_of`. Changes nothing."""
+        """Returns whether the CPU tier has the key; for the tiers below see `medium_of`. Changes nothing."""
         chunk = self._chunks.get(key)
         return LookupResult.MISS if chunk is None else _LOOKUP[chunk.state]
 
     def medium_of(self, key: OffloadKey) -> str | None:
-        """The fastest medium that has the key now, None if none has. Changes nothing."""
+        """Returns the fastest medium that has the key now, or None. Changes nothing."""
         if self.lookup(key) is LookupResult.HIT:
             return MEDIUM_CPU
         return next((tier.medium for tier in self._tiers if tier.lookup(key)), None)
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """A prompt, head to tail, has been used, and the tiers keep it longer. Unknown keys are passed over."""
+        """Marks a prompt, head to tail, as used, so that the tiers keep it longer. Unknown keys are ignored."""
         self._policy.touch([key for key in keys if self.lookup(key) is LookupResult.HIT])
         for tier in self._tiers:
             tier.touch(keys)
 
     def promote(self, keys: Sequence[OffloadKey], first_place: int = 0) -> int:
-        """Starts to bring keys up, each from the first tier that has it.
+        """Starts to promote keys, each from the first tier that has it.
 
-        `keys` follow one another in one prompt, and the first is its block number `first_place`. Returns how many of
-        them, from the head, are now here or on their way; it ends where no tier has the key, where no room can be made
-        or where enough is on its way already.
+        `keys` are consecutive blocks of one prompt, the first with block number `first_place`. Returns how many of
+        them, from the head, are now here or being promoted; it stops where no tier has the key, where no chunk can be
+        freed, or at the limit of concurrent promotions.
         """
         wanted: dict[OffloadKey, tuple[int, SecondaryTierManager]] = {}
         for place, key in enumerate(keys, first_place):
@@ -207,7 +207,7 @@ class OffloadingManager:
         return next(missing, len(keys))
 
     def prepare_load(self, keys: Sequence[OffloadKey]) -> list[StoredChunk]:
-        """Pins chunks that `lookup` just found, given from the head of their prompt, until `complete_load`."""
+        """Pins chunks that `lookup` just found, ordered from the head of their prompt, until `complete_load`."""
         chunks = [self._chunks[key] for key in keys]
         self.touch(keys)
         for key, chunk in zip(keys, chunks, strict=True):
@@ -218,7 +218,7 @@ class OffloadingManager:
         return [StoredChunk(chunk.chunk_id, chunk.digest) for chunk in chunks]
 
     def complete_load(self, keys: Sequence[OffloadKey]) -> None:
-        """One `prepare_load` has ended, successfully or not, and no longer reads these chunks."""
+        """Ends one `prepare_load`, successful or not, which no longer reads these chunks."""
         for key in keys:
             assert self._loads[key] > 0, f"no load of {key} is running"
             self._loads[key] -= 1
@@ -229,10 +229,10 @@ class OffloadingManager:
     def prepare_store(
         self, keys: Sequence[tuple[OffloadKey, int]], prompt: Prompt | None = None
     ) -> list[tuple[OffloadKey, int]]:
-        """Chunks to write for those of a prompt's keys that are not here, as many from the head as have room.
+        """Returns chunks to write for a prompt's keys that are not here, as many from the head as there is room for.
 
-        Each key comes with its place, its block's number in the prompt. They are stored as old as the `prompt` was when
-        it was refreshed; without one the keys are the whole prompt. Each returned (key, chunk id) must be given to
+        Each key comes with its place, its block's number in the prompt. They get the age that the `prompt` had when it
+        was refreshed; without a `prompt` the keys are the whole prompt. Each returned (key, chunk id) must be given to
         `complete_store`.
         """
         prompt = prompt or Prompt(dict(keys))
@@ -248,7 +248,7 @@ class OffloadingManager:
         return stores
 
     def _refresh(self, prompt: Prompt, keys: Iterable[OffloadKey]) -> None:
-        """Keeps `keys` as young as their prompt; makes the whole prompt the youngest after so many evictions."""
+        """Keeps `keys` as young as their prompt; after enough evictions, makes the whole prompt the youngest."""
         num_evicted = self._counts["num_evicted"]
         if num_evicted >= prompt.refresh_at:
             here = [key for key in prompt.places if self.lookup(key) is LookupResult.HIT]
@@ -266,7 +266,7 @@ class OffloadingManager:
                 self._policy.keep_with(key, prompt.moment)
 
     def complete_store(self, key: OffloadKey, digest: bytes | None, success: bool) -> None:
-        """The engine has ended writing the key's chunk. Only now, and only if it was a success, the key is found."""
+        """Called when the engine has written the key's chunk. Only now, and only on success, the key is found."""
         assert key in self._writers, f"no store of {key} is running"
         self._writers.remove(key)
         chunk = self._chunks[key]
@@ -279,7 +279,7 @@ class OffloadingManager:
         self._unpin(key, chunk)
 
     def mark_bad(self, key: OffloadKey) -> None:
-        """The key's bytes were not what they should be: it is forgotten here and in every tier."""
+        """Forgets a key with wrong bytes, here and in every tier."""
         self._counts["num_bad"] += 1
         chunk = self._chunks.get(key)
         if chunk is not None and chunk.state is not ChunkState.DOOMED:
@@ -288,7 +288,7 @@ class OffloadingManager:
             tier.forget(key)
 
     def poll(self) -> None:
-        """Takes in what the tiers have finished."""
+        """Processes the jobs that the tiers have finished."""
         for tier in self._tiers:
             for result in tier.get_finished_jobs():
                 in_flight = self._jobs.pop(result.job_id, None)
@@ -300,13 +300,13 @@ class OffloadingManager:
                     self._on_cascaded(in_flight.job, result)
 
     def wait(self, seconds: float) -> None:
-        """Returns when `poll` may have something to take in, at the latest after so many seconds."""
+        """Returns when `poll` may have a job to process, at the latest after this many seconds."""
         busy = [tier for tier in self._tiers if tier.has_pending_work()]
         for tier in busy:
             tier.wait(seconds / len(busy))
 
     def reset(self) -> None:
-        """Forgets everything, here and in the tiers; chunks in use become free as their users end."""
+        """Forgets everything, here and in the tiers; chunks in use become free when their users end."""
         self._policy.clear()
         for key, chunk in list(self._chunks.items()):
             if chunk.state is ChunkState.READY:
@@ -318,7 +318,7 @@ class OffloadingManager:
             tier.reset()
 
     def take_events(self) -> list[OffloadEvent]:
-        """What came and went on each medium since the last call; replaying all gives what is there."""
+        """Returns what each medium stored and removed since the last call; replaying all gives its content."""
         events = self._events.take()
         for tier in self._tiers:
             events += tier.take_events()
@@ -326,7 +326,7 @@ class OffloadingManager:
 
     @property
     def has_pending_work(self) -> bool:
-        """`poll` has something to wait for."""
+        """Returns whether `poll` has a job to wait for."""
         return bool(self._jobs) or any(tier.has_pending_work() for tier in self._tiers)
 
     @property
@@ -344,12 +344,12 @@ class OffloadingManager:
         )
 
     def shutdown(self) -> None:
-        """Waits for what the tiers are in the middle of. Nothing may be called afterwards."""
+        """Waits for the tiers' running jobs. Nothing may be called afterwards."""
         for tier in self._tiers:
             tier.shutdown()
 
     def _allocate(self, num_wanted: int, protected: Collection[OffloadKey]) -> list[int]:
-        """Free chunks, as many of the wanted ones as there are when all that may be evicted is."""
+        """Returns free chunks, evicting as needed: `num_wanted`, or as many as can be had."""
         num_missing = max(0, num_wanted - len(self._free))
         num_victims = min(num_missing, self._policy.num_evictable(protected, num_missing))
         num_chunks = num_wanted - num_missing + num_victims
@@ -399,7 +399,7 @@ class OffloadingManager:
             chunk = self._chunks[key]
             if key not in digests:
                 self._counts["num_promotions_failed"] += 1
-                # Whatever the tier thinks of it: the next lookup must be a miss, or a request would ask for ever.
+                # Even if the tier disagrees, the next lookup must be a miss, or a request would ask for ever.
                 in_flight.tier.forget(key)
             if chunk.state is ChunkState.PROMOTING and key in digests:
                 self._counts["num_promoted"] += 1
@@ -419,7 +419,7 @@ class OffloadingManager:
         self._set_state(chunk, ChunkState.READY)
         chunk.digest = digest
         self._policy.insert(key, chunk.moment, chunk.place)
-        # Its writer still has its pin.
+        # Its writer still holds a pin.
         self._policy.pin(key)
         self._events.stored(key)
 
@@ -454,7 +454,7 @@ class OffloadingManager:
             self._free.append(chunk.chunk_id)
 
     def check_integrity(self) -> None:
-        """Recomputes every pin from its users, and asserts that each chunk is in one place and the policy agrees."""
+        """Recomputes every pin from its users; asserts that each chunk is in one place and the policy agrees."""
         chunk_ids = sorted(self._free + [chunk.chunk_id for chunk in self._chunks.values()])
         assert chunk_ids == list(range(self._num_chunks)), chunk_ids
         pins = Counter(self._writers) + self._loads

@@ -1,4 +1,4 @@
-"""What the scheduler side of the `OffloadingConnector` tells the worker sides."""
+"""The messages from the scheduler side of the `OffloadingConnector` to the worker sides."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.utils.wire import register_kind
 
 
 class StoreBlock(msgspec.Struct, frozen=True):
-    """Engine block -> chunk; `is_attested` asks for the digest of its bytes."""
+    """Engine block -> chunk; `is_attested` requests the digest of its bytes."""
 
     group: int
     block_id: int
@@ -19,7 +19,7 @@ class StoreBlock(msgspec.Struct, frozen=True):
 
 
 class LoadBlock(msgspec.Struct, frozen=True):
-    """Chunk -> engine block, which is block `index` of its request; checked against the digest where there is one."""
+    """Chunk -> engine block, which is block `index` of its request; checked against the digest if there is one."""
 
     group: int
     block_id: int
@@ -40,7 +40,7 @@ class OffloadLoad(msgspec.Struct, frozen=True):
 
 @register_kind
 class OffloadMetadata(KVConnectorMetadata, msgspec.Struct, frozen=True, tag=True):
-    """Stores are read before the step writes anything, loads are written beside it."""
+    """Stores are read before the step writes anything; loads are written in parallel with it."""
 
     stores: tuple[OffloadStore, ...] = ()
     loads: tuple[OffloadLoad, ...] = ()

@@ -1,9 +1,9 @@
-"""Which chunks leave the CPU tier when it is full.
+"""Policies that choose which chunks leave the CPU tier when it is full.
 
-A policy knows the keys that are stored and nothing of chunks. Every key has the *moment* of its last use and its
-*place* in its prompt. Of keys that were used at the same moment the one with the highest place is the oldest, so a tail
-goes before its head: a head without its tail is still worth a hit, and the reverse is not. A pinned key stays a member,
-ages like the others, and cannot be evicted. Every operation takes O(log n) per key.
+A policy knows the stored keys, but not their chunks. Every key has the *moment* of its last use and its *place* in its
+prompt. Of keys used at the same moment the one with the highest place is the oldest, so a tail is evicted before its
+head: a head without its tail can still give a hit, but not the reverse. A pinned key stays a member, ages like the
+others, and cannot be evicted. Every operation takes O(log n) per key.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Member:
 
 
 class _ByAge:
-    """Members from the oldest to the youngest. Changing one leaves its old place in the heap to be skipped later."""
+    """Members from the oldest to the youngest. A changed member's old heap entry stays, and is skipped later."""
 
     def __init__(self) -> None:
         self._members: dict[OffloadKey, _Member] = {}
@@ -76,7 +76,7 @@ class _ByAge:
         return num_unpinned - sum(key in self._members and not self._members[key].is_pinned for key in protected)
 
     def pop_oldest(self, num_keys: int, protected: Collection[OffloadKey]) -> list[OffloadKey]:
-        """There must be that many that are neither pinned nor protected."""
+        """Requires that at least `num_keys` members are neither pinned nor protected."""
         popped: list[OffloadKey] = []
         kept: list[tuple[int, int, OffloadKey]] = []
         while len(popped) < num_keys:
@@ -107,27 +107,27 @@ class _ByAge:
 
 
 class CachePolicy:
-    """Belongs to one thread. Members come by `insert`, and leave by `evict`, `remove` or `clear`."""
+    """Belongs to one thread. Members are added by `insert`, and removed by `evict`, `remove` or `clear`."""
 
     _moment = 0
 
     def insert(self, key: OffloadKey, moment: int, place: int) -> None:
-        """A key has been stored; `moment` is what `refresh` returned when its room was made."""
+        """Adds a stored key; `moment` is the value that `refresh` returned when its room was made."""
         raise NotImplementedError
 
     def touch(self, keys: Iterable[OffloadKey]) -> None:
-        """These members have been used again, all at one moment."""
+        """Marks these members as used again, all at one moment."""
         self.refresh(keys)
 
     def refresh(self, keys: Iterable[OffloadKey]) -> int:
-        """These members become as young as what will be inserted with the returned moment. It is no use of them."""
+        """Makes these members as young as keys inserted with the returned moment. It does not count as a use."""
         self._moment += 1
         for key in keys:
             self._home(key).set_moment(key, self._moment)
         return self._moment
 
     def keep_with(self, key: OffloadKey, moment: int) -> None:
-        """The member becomes at least as young as what is inserted with that moment. It is no use of it."""
+        """Makes the member at least as young as keys inserted with that moment. It does not count as a use."""
         self._home(key).keep_with(key, moment)
 
     def pin(self, key: OffloadKey) -> None:
@@ -137,33 +137,35 @@ class CachePolicy:
         self._home(key).set_pinned(key, False)
 
     def remove(self, key: OffloadKey) -> None:
-        """The key's content is gone; nothing of it is remembered."""
+        """Removes the key, whose content is gone, and its history."""
         self._home(key).remove(key)
 
     def num_evictable(self, protected: Collection[OffloadKey], enough: int = sys.maxsize) -> int:
-        """Members that are neither pinned nor in `protected`, which holds no key twice; or any number from `enough`
-        on, if there are so many."""
+        """Counts members neither pinned nor in `protected`, which has no duplicates; returns any number of `enough` or
+        more if there are that many.
+        """
         raise NotImplementedError
 
     def evict(self, num_keys: int, protected: Collection[OffloadKey]) -> list[OffloadKey] | None:
-        """Takes exactly `num_keys` members out that are neither pinned nor protected; None, and no change, if there
-        are fewer."""
+        """Removes exactly `num_keys` members that are neither pinned nor protected; None, without a change, if there
+        are fewer.
+        """
         raise NotImplementedError
 
     def clear(self) -> None:
         raise NotImplementedError
 
     def members(self) -> dict[OffloadKey, bool]:
-        """Every member, and whether it is pinned: for `check_integrity`."""
+        """Returns every member, and whether it is pinned: for `check_integrity`."""
         raise NotImplementedError
 
     def _home(self, key: OffloadKey) -> _ByAge:
-        """Where the member is."""
+        """Returns the list that has the member."""
         raise NotImplementedError
 
 
 class LRUPolicy(CachePolicy):
-    """The least recently used goes first."""
+    """Evicts the least recently used key first."""
 
     def __init__(self) -> None:
         self._keys = _ByAge()
@@ -193,11 +195,11 @@ class ARCPolicy(CachePolicy):
     """Adaptive replacement (Megiddo and Modha, "ARC: a self-tuning, low overhead replacement cache", FAST 2003).
 
     T1 holds keys used once, T2 keys used again; B1 and B2 remember keys that were evicted from them. A key that comes
-    back moves `target`, the size that T1 should have, towards the list that evicted it too early. With c chunks
+    back moves `target`, the desired size of T1, towards the list that evicted it too early. With c chunks
 
         |T1| + |T2| <= c,  |T1| + |B1| <= c,  |T1| + |T2| + |B1| + |B2| <= 2c,  0 <= target <= c
 
-    As room is made before it is known what comes, the paper's tie rule of REPLACE for a key in B2 is left out.
+    The paper's tie rule of REPLACE for a key in B2 is omitted, because room is made before the new key is known.
     """
 
     def __init__(self, num_chunks: int) -> None:
@@ -236,7 +238,7 @@ class ARCPolicy(CachePolicy):
         num_t1, num_t2 = (each.num_evictable(protected, num_keys) for each in (self._t1, self._t2))
         if num_keys > num_t1 + num_t2:
             return None
-        # REPLACE, key by key: from T1 while it is above its target, and from the other list where one has none to give.
+        # REPLACE, key by key: from T1 while it is above its target, and from the other list if one is exhausted.
         num_above_target = max(0, min(num_t1, num_keys, math.ceil(len(self._t1) - self._target)))
         num_from_t1 = max(num_above_target, num_keys - num_t2)
         evicted: list[OffloadKey] = []

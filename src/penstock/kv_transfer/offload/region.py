@@ -1,4 +1,4 @@
-"""The memory of the CPU tier: one mapping, cut into chunks, which the engine core and its workers share by name."""
+"""The memory of the CPU tier: one mapping, divided into chunks, which the engine core and its workers share by name."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ _PIECE_BYTES = 2 << 20
 
 
 class OffloadRegion:
-    """`num_chunks` chunks of `chunk_bytes` bytes in a row. The engine core makes one, and workers `attach` it.
+    """`num_chunks` consecutive chunks of `chunk_bytes` bytes. The engine core makes the region, and workers `attach`
+    it.
 
-    Pages get memory shortly before they are used: while a thread of its own has time, so many bytes ahead of the last
-    chunk that was asked for are made ready. Memory that a copy has to wait for makes it many times as long.
+    A thread populates pages shortly before they are used, a fixed number of bytes beyond the last requested chunk. A
+    copy that has to wait for memory takes many times as long.
 
     Raises:
-        ConfigError: not even one chunk fits, or the system does not give that much memory.
+        ConfigError: not even one chunk fits, or the system does not provide that much memory.
     """
 
     def __init__(self, num_chunks: int, chunk_bytes: int, memory: SharedMemory | None = None) -> None:
@@ -35,25 +36,25 @@ class OffloadRegion:
         except (OSError, OverflowError) as error:
             raise ConfigError(f"cpu_bytes_to_use is too much: the system does not give {num_bytes} bytes") from error
         self.memory = MemoryRegion("offload", num_bytes, address=self._memory.address, path=self._memory.name)
-        self._ready = 0  # bytes from the start that have been asked for
+        self._ready = 0  # bytes from the start whose population has been requested
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-region", initializer=give_way)
         self._make_ready(0)
 
     @classmethod
     def attach(cls, memory: MemoryRegion, chunk_bytes: int) -> OffloadRegion:
-        """The region that another process has made. Raises OSError when that process has ended."""
+        """Attaches the region of another process. Raises OSError if that process has ended."""
         assert memory.path is not None, memory
         return cls(memory.num_bytes // chunk_bytes, chunk_bytes, attach_memory(memory.path, memory.num_bytes))
 
     def chunk(self, chunk_id: int) -> memoryview:
-        """`[chunk_bytes] uint8`, writable; it stays valid as long as anyone holds it."""
+        """Returns `[chunk_bytes] uint8`, writable; it stays valid as long as it is referenced."""
         assert 0 <= chunk_id < self.num_chunks, (chunk_id, self.num_chunks)
         start = chunk_id * self.chunk_bytes
         self._make_ready(start + self.chunk_bytes)
         return self._memory.view[start : start + self.chunk_bytes]
 
     def _make_ready(self, used: int) -> None:
-        """Asks for memory behind the first `used` bytes, if half of what was asked for before is used up."""
+        """Requests memory beyond the first `used` bytes, if half of the memory requested earlier is used up."""
         if used + _AHEAD_BYTES // 2 <= self._ready:
             return
         end = used + _AHEAD_BYTES

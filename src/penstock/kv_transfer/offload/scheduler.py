@@ -1,8 +1,8 @@
-"""The scheduler's part of the `OffloadingConnector`: what is kept, what is brought back, and whether that is worth it.
+"""The scheduler's part of the `OffloadingConnector`: decides what to store, what to load, and whether loading pays.
 
-Blocks are offered to the CPU tier when their KV is final and copied with the next step, before anything of that step is
-written; no engine block is ever held for a store. A prompt that a tier has is loaded into blocks of its own if that is
-quicker than computing it; what lies on a slower tier comes up to the CPU tier first, and the request waits meanwhile.
+Blocks are offered to the CPU tier when their KV is final and copied with the next step, before that step writes
+anything; no engine block is ever held for a store. A prompt in a tier is loaded into newly allocated blocks if that is
+faster than computing it; chunks on a slower tier are promoted to the CPU tier first, while the request waits.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from penstock.utils.digest import add_digests
 from penstock.utils.errors import RequestError
 from penstock.utils.math import cdiv
 
-# Steps with fewer tokens tell nothing of what a prefill costs.
+# Steps with fewer tokens do not measure the cost of a prefill.
 _PREFILL_TOKENS = 64
 _PARAMS = "kv_transfer_params"
 _COUNTERS = tuple(each.name for each in fields(OffloadStats) if each.name != "tiers")
@@ -66,7 +66,7 @@ _TIER_COUNTERS = tuple(each.name for each in fields(TierStats) if each.name != "
 
 
 class OffloadPolicy(enum.StrEnum):
-    """What of a request is offered to the tiers: the blocks that it computed, or also those that it found cached."""
+    """Which of a request's blocks are offered to the tiers: those that it computed, or also cached ones."""
 
     CHUNK_LEVEL = "chunk"
     REQUEST_LEVEL = "request"
@@ -75,7 +75,7 @@ class OffloadPolicy(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class OffloadRules:
-    """`policy` is for requests that bring none; `costs` is None to load whatever can be."""
+    """`policy` is for requests without one; `costs` is None to load all that can be loaded."""
 
     attestation: Attestation
     policy: OffloadPolicy
@@ -112,7 +112,7 @@ class _Load:
 
 
 class OffloadingScheduler(NullSchedulerConnector):
-    """`epoch` names this life of the engine: reports of another are about unknown transfers."""
+    """`epoch` identifies this run of the engine: reports of another run are about unknown transfers."""
 
     def __init__(
         self,
@@ -138,19 +138,19 @@ class OffloadingScheduler(NullSchedulerConnector):
         self._clock = clock
         self._ledger = TransferLedger()
         self._requests: dict[str, _Request] = {}
-        # What the next step's metadata will say.
+        # The content of the next step's metadata.
         self._new_loads: list[OffloadLoad] = []
         self._offers: list[_Offer] = []
         self._loads: dict[TransferId, _Load] = {}
         self._stores: dict[TransferId, list[OffloadKey]] = {}
         self._num_stores = 0
         self._num_corrupted = 0
-        # Tokens and times of the steps in flight, and when the last one ended.
+        # Tokens and start times of the steps in flight, and the end of the last one.
         self._steps: deque[tuple[int, float]] = deque()
         self._last_end = 0.0
 
     def set_xfer_handshake_metadata_pp_aware(self, payloads: Mapping[ShardId, HandshakePayload | None]) -> None:
-        """Ranks tell one another nothing: the context says which layers and heads each has."""
+        """Not needed: the context gives the layers and heads of each rank."""
 
     def worker_setup(self) -> OffloadSetup:
         return OffloadSetup(self._region.memory, self._region.chunk_bytes)
@@ -171,7 +171,7 @@ class OffloadingScheduler(NullSchedulerConnector):
         )
 
     def _limit(self, asked: Mapping[str, Any], name: str) -> int | None:
-        """In blocks, None where the request sets none."""
+        """Returns the limit in blocks, or None if the request sets none."""
         value = asked.get(name)
         if value is None:
             return None
@@ -202,7 +202,7 @@ class OffloadingScheduler(NullSchedulerConnector):
             if state.promoting_since is None:
                 state.promoting_since = self._clock.now()
             return PENDING
-        # Where the CPU tier has no room for all of it, a shorter prefix may be there.
+        # If the CPU tier has no room for all of it, a shorter prefix may be loadable.
         length = self._longest(request.block_hashes, first, length, self._is_here)
         if length == first:
             state.promoting_since = None
@@ -216,7 +216,7 @@ class OffloadingScheduler(NullSchedulerConnector):
         return self._manager.lookup(key) is LookupResult.PENDING or self._manager.medium_of(key) is not None
 
     def _longest(self, hashes: Sequence[bytes], first: int, most: int, has: Callable[[OffloadKey], bool]) -> int:
-        """The largest number of blocks, `first` at least, for which every group can have what it needs."""
+        """Returns the largest number of blocks, at least `first`, for which every group has the blocks it needs."""
         length = most
         for group in self._full_groups:
             missing = (index for index in range(first, length) if not has((group, hashes[index])))
@@ -238,7 +238,7 @@ class OffloadingScheduler(NullSchedulerConnector):
         return self._cache.groups[group].spec.first_needed_block(num_blocks * size, size)
 
     def _needed(self, hashes: Sequence[bytes], first: int, length: int) -> Iterator[tuple[int, list[OffloadKey]]]:
-        """Per group the first block that is to be loaded, and the keys from there on."""
+        """Yields per group the first block to load, and the keys from there on."""
         for group in self._groups:
             start = min(length, max(first, self._first_needed(group, length)))
             yield start, [(group, block_hash) for block_hash in hashes[start:length]]
@@ -294,7 +294,7 @@ class OffloadingScheduler(NullSchedulerConnector):
         for index, block_hash in enumerate(request.block_hashes[num_known:end], num_known):
             places.update(((group, block_hash), index) for group in self._groups)
         if state.policy is OffloadPolicy.REQUEST_LEVEL:
-            # With what it found in the engine's cache.
+            # Includes the blocks that it found in the engine's cache.
             first = min(first, state.num_offered_blocks)
         blocks = {
             (group, block_hash): (table[index], index)
@@ -380,7 +380,7 @@ class OffloadingScheduler(NullSchedulerConnector):
         self._manager.wait(seconds)
 
     def take_events(self) -> Sequence[KVEvent]:
-        """Tiers know hashes alone: who wants a block's tokens has them from the engine's own event."""
+        """Tiers know only hashes: the tokens of a block are in the engine's own event."""
         return [self._event(event) for event in self._manager.take_events()]
 
     def _event(self, event: OffloadEvent) -> KVEvent:

@@ -1,7 +1,7 @@
 """The workers' part of the `OffloadingConnector`: each copies the rank's part between engine blocks and chunks.
 
-A digest is made from the bytes in the engine's cache and checked on the bytes that have landed there, so that whatever
-happens on the way, in memory, on a disk or by a wrong chunk id, shows.
+A digest is computed from the bytes in the engine's cache and checked against the bytes loaded into it, so that errors
+on the way, in memory, on a disk or by a wrong chunk id, are detected.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from penstock.messages.kv_transfer import (
 )
 from penstock.utils.digest import DIGEST_BYTES
 
-# Where the host itself copies and digests a load, other requests wait meanwhile: so many bytes take some milliseconds,
-# and what is left continues in the following steps.
+# If the host itself copies and digests a load, other requests wait meanwhile: this many bytes take some milliseconds,
+# and the rest continues in the following steps.
 _LOAD_BYTES_PER_STEP = 8 << 20
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A store or a load under way. `waiting` holds those of a load's blocks that no step has begun to copy."""
+    """A store or load in progress. `waiting` holds those of a load's blocks that no step has begun to copy."""
 
     report: Callable[[], TransferReport]
     transfers: list[Transfer] = field(default_factory=list[Transfer])
@@ -49,11 +49,12 @@ class _Job:
 
 
 class OffloadingWorker(NullWorkerConnector):
-    """Transfers begin in the order of the steps, so that no block is overwritten before it was read. They end when they
-    end, which is at once where the host sees the cache, and are reported with the step that finds them ended."""
+    """Transfers begin in the order of the steps, so that no block is overwritten before it was read. They are reported
+    with the step that finds them ended, which is the same one if the host can access the cache.
+    """
 
     def __init__(self, region: OffloadRegion, shard: ShardId, chunks: ChunkFormat, heads: RankHeads) -> None:
-        """`heads` is of all ranks, or empty for one alone."""
+        """`heads` covers all ranks, or is empty for a single rank."""
         self._region = region
         self._shard = shard
         self._format = chunks
@@ -67,7 +68,7 @@ class OffloadingWorker(NullWorkerConnector):
         self._chunks = RankChunks(self._format, view.layout, self._shard, self._heads)
         groups = {layer.group for layer in view.layout.layers}
         self._block_bytes = {group: view.layout.block_bytes(group) for group in groups}
-        # A device copies beside the steps, and needs no pieces.
+        # A device copies in parallel with the steps, so the load is not divided.
         most = _LOAD_BYTES_PER_STEP if view.layout.is_host_visible else sys.maxsize
         self._bytes_per_step = max(most, *self._block_bytes.values())
 
@@ -97,7 +98,7 @@ class OffloadingWorker(NullWorkerConnector):
             job.wait()
 
     def _store(self, store: OffloadStore) -> _Job:
-        # A rank that writes nothing of a block adds nothing to its digest; without attestation there is none.
+        # A rank that writes no part of a block adds nothing to its digest; without attestation there is none.
         digests = [bytes(DIGEST_BYTES) if block.is_attested else b"" for block in store.blocks]
         own = [number for number, block in enumerate(store.blocks) if self._chunks.has(block.group)]
         blocks = [store.blocks[number] for number in own]
@@ -126,7 +127,7 @@ class OffloadingWorker(NullWorkerConnector):
         return _Job(report, waiting=deque(block for block in load.blocks if self._chunks.has(block.group)), take=take)
 
     def _copy(self, job: _Job, room: int) -> int:
-        """Begins to copy those next blocks of a load that fit into `room` bytes. Returns what later loads may have."""
+        """Begins to copy the next blocks of a load, up to `room` bytes. Returns the room left for later loads."""
         blocks: list[LoadBlock] = []
         while job.waiting and (num_bytes := self._block_bytes[job.waiting[0].group]) <= room:
             blocks.append(job.waiting.popleft())

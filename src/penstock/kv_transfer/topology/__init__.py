@@ -1,11 +1,12 @@
-"""Which bytes of one engine belong where in another: pure functions over declared layouts, for every kind of transfer.
+"""Which bytes of one engine correspond to which of another: pure functions over declared layouts, for all transfers.
 
-`planner` decides who sends what (`sources`) and where its bytes lie on both sides (`plan_runs`); `pieces` says in which
-order both sides digest them (`piece_runs`, `unit_runs`); `tables` keeps the engines that are known, by (engine id,
-pipeline rank).
+`planner` decides which shard sends what (`sources`) and where its bytes are on both sides (`plan_runs`); `pieces`
+defines the order in which both sides digest them (`piece_runs`, `unit_runs`); `tables` keeps the known engines, by
+(engine id, pipeline rank).
 
 Layers are matched by name, heads by interval, tokens by runs that are contiguous on both sides. Pipeline and tensor
-parallelism, block sizes and orders of axes may therefore differ in any way, without a case of their own. Nothing here
-has threads, reads time or touches KV. What a peer declares is checked when it is registered (`layouts.check_layout`);
-what does not fit raises PeerError and leaves no trace. Block ids that a peer sends are checked in every plan.
+parallelism, block sizes and orders of axes may therefore differ in any way, without special cases. This package has no
+threads, reads no clock and touches no KV. A peer's declarations are checked when it is registered
+(`layouts.check_layout`); an incompatible one raises PeerError and changes nothing. A peer's block ids are checked in
+every plan.
 """

@@ -1,12 +1,12 @@
-"""Where the parts of ranks lie in a chunk, which holds a block of all layers and heads of the model.
+"""Where the parts of ranks are in a chunk, which holds a block of all layers and heads of the model.
 
-    layers      of the block's KV group, a speculator's last; each as the engine's memory has it, with all KV heads
-    table       the digest of every unit: one head's bytes of one layer that lie together, its keys or its values
+    layers      of the block's KV group, a speculator's last; each as in the engine's memory, with all KV heads
+    table       the digest of every unit: one head's contiguous bytes of one layer, its keys or its values
     zeros       to the end of the chunk
 
-None of it depends on the number of stages and ranks: an engine divided in another way finds its parts in the same
-chunk. A rank copies the heads that it has, and digests unit by unit. Where ranks have the same heads, the first of them
-writes. The sum of a block's digests travels apart from the chunk, so that the table itself can be checked.
+None of it depends on the number of stages and ranks: an engine that is divided differently finds its parts in the same
+chunk. A rank copies its heads, and digests unit by unit. If several ranks have the same heads, the first of them
+writes. The sum of a block's digests is sent separately from the chunk, so that the table itself can be checked.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ RankHeads = Mapping[ShardId, Mapping[str, tuple[int, int]]]
 """The interval of KV heads that each rank has of each of its layers."""
 
 _PAGE = 4096
-# From here on a chunk is made of whole pages, so that a disk can do without the system's cache.
+# Chunks of this size and more consist of whole pages, so that a disk can bypass the page cache.
 _LARGE = 16 * _PAGE
 
 
@@ -46,7 +46,7 @@ class LayerPlace:
 class ChunkFormat:
     """The chunks of an engine: `cache` is the whole engine's.
 
-    `is_head_first`: the axis of heads comes first within a block, so that a head's keys and values lie together.
+    `is_head_first`: the axis of heads comes first within a block, so that a head's keys and values are contiguous.
     """
 
     def __init__(self, cache: KVCacheConfig, is_head_first: bool = False) -> None:
@@ -77,7 +77,7 @@ class ChunkFormat:
         return np.frombuffer(chunk[start:end], np.uint8).reshape(-1, DIGEST_BYTES)
 
     def digest(self, group: int, chunk: memoryview) -> bytes:
-        """[16 bytes] Of the whole block, by the table of its chunk: the sum of what its writers returned."""
+        """Returns the [16 bytes] digest of a whole block from its chunk's table: the sum of its writers' digests."""
         return sum_digests(self.table(group, chunk))
 
 
@@ -85,7 +85,7 @@ class ChunkFormat:
 class _LayerPart:
     """A rank's heads [first, end) of a layer that is [outer, num_heads, unit_bytes] in a chunk.
 
-    It writes the heads from `first_written` on: ranks before it write the others.
+    The rank writes the heads from `first_written` on; ranks before it write the others.
     """
 
     place: LayerPlace
@@ -110,12 +110,12 @@ class _LayerPart:
         return np.frombuffer(part, np.uint8).reshape(self.outer, self.end - self.first, self.unit_bytes)
 
     def units(self, first: int) -> tuple[int, ...]:
-        """The numbers of the units of the heads from `first` on."""
+        """Returns the numbers of the units of the heads from `first` on."""
         starts = (self.place.first_unit + outer * self.place.num_heads for outer in range(self.outer))
         return tuple(start + head for start in starts for head in range(first, self.end))
 
     def pieces(self, chunk: memoryview) -> list[memoryview]:
-        """Its bytes in the chunk, in the order in which the rank has them."""
+        """Returns its bytes in the chunk, in the rank's order."""
         step = self.place.num_heads * self.unit_bytes
         starts = [self.place.start + outer * step + self.first * self.unit_bytes for outer in range(self.outer)]
         num_bytes = (self.end - self.first) * self.unit_bytes
@@ -125,9 +125,9 @@ class _LayerPart:
 
 
 class RankChunks:
-    """One rank's copies between its blocks, by `layout`, and chunks.
+    """Copies one rank's parts between its blocks, by `layout`, and chunks.
 
-    `heads` is of all ranks, or empty for one alone.
+    `heads` covers all ranks, or is empty for a single rank.
     """
 
     def __init__(self, chunks: ChunkFormat, layout: KVLayout, shard: ShardId, heads: RankHeads) -> None:
@@ -141,11 +141,11 @@ class RankChunks:
         self._written = [np.array([u for layer in each for u in layer.written_units], np.int64) for each in self._parts]
 
     def has(self, group: int) -> bool:
-        """Whether the rank has layers of the group."""
+        """Returns whether the rank has layers of the group."""
         return bool(self._parts[group])
 
     def store(self, group: int, parts: Sequence[memoryview], chunk: memoryview, is_attested: bool) -> bytes:
-        """Copies what the rank writes of a block. Returns the sum of its units' digests, or nothing."""
+        """Copies the parts of a block that the rank writes. Returns the sum of its units' digests, or no bytes."""
         digests = [np.empty((0, DIGEST_BYTES), np.uint8)]
         for layer, part in zip(self._parts[group], parts, strict=True):
             skipped = layer.first_written - layer.first
@@ -162,11 +162,11 @@ class RankChunks:
         return sum_digests(found)
 
     def pieces(self, group: int, chunk: memoryview) -> list[memoryview]:
-        """The rank's part of the block in the chunk, in the order of its layers."""
+        """Returns the rank's part of the block in the chunk, in the order of its layers."""
         return [piece for layer in self._parts[group] for piece in layer.pieces(chunk)]
 
     def is_right(self, group: int, parts: Sequence[memoryview], chunk: memoryview, digest: bytes) -> bool:
-        """Whether what has landed is what was stored under this `digest` of the whole block."""
+        """Returns whether the loaded bytes match those stored under this `digest` of the whole block."""
         if self._format.digest(group, chunk) != digest:
             return False
         found = [
@@ -188,5 +188,5 @@ def _part(layer: LayerLayout, place: LayerPlace, end_before: int) -> _LayerPart:
 
 
 def _end_before(name: str, shard: ShardId, heads: RankHeads) -> int:
-    """Behind the last head of this layer that ranks before this one have."""
+    """Returns the end of the last head of this layer that ranks before this one have."""
     return max((heads[other][name][1] for other in heads if other < shard and name in heads[other]), default=0)

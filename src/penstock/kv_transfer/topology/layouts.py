@@ -1,4 +1,4 @@
-"""What the planner asks a layout, and the checks of layouts that a peer declares."""
+"""Properties of layouts that the planner needs, and the checks of layouts that a peer declares."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from penstock.utils.errors import PeerError
 AXES = frozenset({"block", "kv", "head", "token", "dim"})
 
 _MAX_BYTES = 1 << 60
-"""Of all regions, and from one element to the next: within it no offset overflows 64 bits."""
+"""Limits the total of all regions, and every stride: within it no offset overflows 64 bits."""
 
 
 def extent(layer: LayerLayout, axis: str) -> tuple[int, int]:
-    """(elements, bytes from one to the next) of an axis; one that the layer lacks has a single element."""
+    """Returns (elements, stride in bytes) of an axis; an axis that the layer lacks has a single element."""
     if axis not in layer.axes:
         return 1, 0
     index = layer.axes.index(axis)
@@ -23,7 +23,7 @@ def extent(layer: LayerLayout, axis: str) -> tuple[int, int]:
 
 
 class Placement:
-    """A layout's layers by name, and where they begin in the flat space of its regions one after the other."""
+    """A layout's layers by name, and their offsets in the concatenation of its regions."""
 
     def __init__(self, layout: KVLayout) -> None:
         self.block_size = layout.block_size
@@ -41,7 +41,7 @@ class Placement:
 
 
 def check_fit(local: LayerLayout, remote: LayerLayout) -> None:
-    """Whether a token's KV in one head has the same bytes in both. Raises PeerError that names the difference."""
+    """Checks that a token's KV in one head has the same bytes in both. Raises PeerError that names the difference."""
     pairs = {
         "data type": (local.dtype, remote.dtype),
         "head size": (extent(local, "dim")[0], extent(remote, "dim")[0]),

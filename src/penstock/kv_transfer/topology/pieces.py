@@ -1,4 +1,4 @@
-"""Where KV lies in the order in which both sides of a transfer digest it."""
+"""The locations of KV in the order in which both sides of a transfer digest it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from penstock.utils.errors import PeerError
 
 
 def digest_unit(a: int, b: int) -> int:
-    """Tokens of the largest piece that lies within one block on both sides, for these block sizes."""
+    """Returns the tokens of the largest piece that is within one block on both sides, for these block sizes."""
     return math.gcd(a, b)
 
 
 def digest_edges(first: int, end: int, unit: int) -> np.ndarray:  # [num_units + 1] int64
-    """Tokens [first, end) cut at the multiples of `unit`: the first and the last unit may be smaller."""
+    """Cuts tokens [first, end) at the multiples of `unit`: the first and the last unit may be smaller."""
     return cut_tokens(first, end, unit)
 
 
@@ -33,10 +33,10 @@ def piece_runs(
     first: int,
     end: int,
 ) -> np.ndarray:  # [n, 2] int64: offset, bytes
-    """Where the bytes of the slices' tokens [first, end) in one group are, in an order that only `order` decides.
+    """Returns the location of the slices' tokens [first, end) in one group, in an order that only `order` determines.
 
-    `order` is the order of the sender's axes, so that its bytes are contiguous as far as the range stays in one block.
-    Read in this order, shards that have the same KV have the same bytes. Tokens in a NULL_BLOCK are left out.
+    `order` is the order of the sender's axes, so that its bytes are contiguous as long as the range is in one block.
+    Read in this order, shards that have the same KV have the same bytes. Tokens in a NULL_BLOCK are omitted.
     """
     place = Placement(layout)
     assert 0 <= first <= end, (first, end)
@@ -61,10 +61,10 @@ def unit_runs(
     group: int,
     edges: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:  # [n, 2] int64, [num_units + 1] int64
-    """The pieces of many units at once: `runs` and `bounds`.
+    """Returns the pieces of many units at once: `runs` and `bounds`.
 
-    Unit i is the tokens [edges[i], edges[i + 1]), which lie in one block: `digest_edges` of the `digest_unit`.
-    Its pieces are runs[bounds[i]:bounds[i + 1]], in the order of `piece_runs`. A unit in a NULL_BLOCK has none.
+    Unit i is the tokens [edges[i], edges[i + 1]), which are in one block: `digest_edges` of the `digest_unit`. Its
+    pieces are runs[bounds[i]:bounds[i + 1]], in the order of `piece_runs`. A unit in a NULL_BLOCK has none.
     """
     place = Placement(layout)
     starts, lengths = edges[:-1], np.diff(edges)
@@ -105,7 +105,7 @@ def _pieces_of_units(
     starts: np.ndarray,
     length: int,
 ) -> np.ndarray:  # [units, pieces of each, 2]
-    """The pieces of units of equal length, slice by slice."""
+    """Returns the pieces of units of equal length, slice by slice."""
     known: dict[SliceShape, np.ndarray] = {}
     parts = [np.empty((len(starts), 0, 2), np.int64)]
     for shape, start in shapes:
@@ -119,7 +119,7 @@ def _pieces_of_units(
 
 
 def _ordered(shape: SliceShape, order: tuple[str, ...], tokens: np.ndarray) -> np.ndarray:  # [n, 2]
-    """The pieces of the tokens that are at these offsets."""
+    """Returns the pieces of the tokens at these offsets."""
     axes = [axis for axis in order if axis != "block"]
     num_bytes = shape.itemsize
     while axes and axes[-1] != "token":

@@ -1,4 +1,4 @@
-"""Who sends which layers and heads, and where their bytes lie on both sides."""
+"""Plans which shard sends which layers and heads, and where their bytes are on both sides."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class LayerSlice:
 
 
 def sources(local: KVLayout, remote: ShardTable, local_shard: ShardId) -> dict[ShardId, tuple[LayerSlice, ...]]:
-    """Which remote shards send which layers and heads, so that each of the local ones is sent exactly once.
+    """Returns which remote shards send which layers and heads, so that each of the local ones is sent exactly once.
 
-    Where several shards hold a head, the local shard's ranks choose one, so that different shards read from different
+    If several shards hold a head, the local shard's ranks choose one, so that different shards read from different
     replicas. Raises PeerError if a layer or head is missing or has another type.
     """
     holders: dict[str, list[tuple[ShardId, LayerLayout]]] = {}
@@ -76,11 +76,11 @@ def plan_runs(
     first: int,
     end: int,
 ) -> np.ndarray:  # [n, 3] int64: local offset, remote offset, bytes
-    """The copies that bring the slices' tokens [first, end) from one shard to another, by ascending local offset.
+    """Plans the copies of the slices' tokens [first, end) from one shard to another, by ascending local offset.
 
     `tables` has, for each group, the request's local and remote block ids. Tokens in a NULL_BLOCK of either side are
-    not copied. Offsets are flat, as if the regions of a layout lay one after the other. Runs that are contiguous on
-    both sides are one run. Raises PeerError if the shards or the tables do not fit.
+    not copied. Offsets are flat, as if the regions of a layout were concatenated. Runs that are contiguous on both
+    sides are merged. Raises PeerError if the shards or the tables do not fit.
     """
     here, there = Placement(local), Placement(remote)
     starts: dict[_Pair, list[tuple[int, int, int]]] = {}
@@ -101,7 +101,7 @@ def plan_runs(
 
 @dataclass(frozen=True, slots=True)
 class SliceShape:
-    """What the places of a slice's bytes depend on, apart from where its layer begins. (elements, stride) by axis."""
+    """What the offsets of a slice's bytes depend on, besides the start of its layer. (elements, stride) by axis."""
 
     block: tuple[int, int]
     token: tuple[int, int]
@@ -129,7 +129,7 @@ class SliceShape:
         )
 
     def token_offsets(self, block_ids: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Where the slice's first bytes of the tokens are, relative to the layer, in the blocks of these ids."""
+        """Returns the offsets of the slice's first bytes of the tokens in these blocks, relative to the layer."""
         if block_ids.size and not 0 <= block_ids.min() <= block_ids.max() < self.block[0]:
             raise PeerError(f"a block table has ids outside of [0, {self.block[0]}), the blocks of its shard")
         size, stride = self.token
@@ -137,7 +137,7 @@ class SliceShape:
 
 
 class _Spans:
-    """Tokens [first, end) cut where a block ends on either side, without what lies in a NULL_BLOCK."""
+    """Tokens [first, end) cut where a block ends on either side, without those in a NULL_BLOCK."""
 
     def __init__(
         self, table: tuple[BlockIdList, BlockIdList], local_size: int, remote_size: int, first: int, end: int
@@ -152,7 +152,7 @@ class _Spans:
 
 
 def cut_tokens(first: int, end: int, *sizes: int) -> np.ndarray:  # [n + 1] int64
-    """Tokens [first, end) cut at the multiples of these sizes: both ends, and the cuts between them."""
+    """Cuts tokens [first, end) at the multiples of these sizes; returns both ends and the cuts between them."""
     assert 0 <= first <= end, (first, end)
     inner = [np.arange(round_up(first + 1, size), end, size, dtype=np.int64) for size in sizes]
     cuts = np.sort(np.concatenate([np.array([first, end], np.int64), *inner]))
@@ -160,7 +160,7 @@ def cut_tokens(first: int, end: int, *sizes: int) -> np.ndarray:  # [n + 1] int6
 
 
 def blocks_of(table: BlockIdList, block_size: int, tokens: np.ndarray) -> np.ndarray:
-    """The ids of the blocks that these tokens are in, which ascend. Raises PeerError if the table is too short."""
+    """Returns the block ids of these ascending tokens. Raises PeerError if the table is too short."""
     if not len(tokens):
         return np.empty(0, np.int64)
     indices = tokens // block_size
@@ -171,7 +171,7 @@ def blocks_of(table: BlockIdList, block_size: int, tokens: np.ndarray) -> np.nda
 
 
 def id_array(block_ids: BlockIdList) -> np.ndarray:
-    """Block ids as int64. Raises PeerError if one does not fit."""
+    """Returns block ids as int64. Raises PeerError if one does not fit."""
     try:
         return np.asarray(block_ids, np.int64)
     except OverflowError:
@@ -187,7 +187,7 @@ class _Pair:
     remote: SliceShape
 
     def runs(self, spans: _Spans) -> np.ndarray:  # [n, 3]
-        """The copies, relative to where the layer begins on either side."""
+        """Returns the copies, relative to the start of the layer on either side."""
         parts = [np.empty((0, 3), np.int64)]
         for length in np.unique(spans.lengths):
             chosen = spans.lengths == length
@@ -205,7 +205,7 @@ class _Pair:
         return _sort_and_merge(parts)
 
     def _inside(self, num_tokens: int) -> tuple[np.ndarray, int]:
-        """The pieces of so many tokens of one block: [n, 2] offsets, and the bytes of each."""
+        """Returns the pieces of `num_tokens` tokens of one block: [n, 2] offsets, and the bytes of each."""
         local, remote = self.local, self.remote
         axes = [(num_tokens, local.token[1], remote.token[1])]
         for mine, theirs in ((local.head, remote.head), (local.kv, remote.kv), (local.dim, remote.dim)):
@@ -231,8 +231,8 @@ def _sort_and_merge(parts: Sequence[np.ndarray]) -> np.ndarray:
 def merge(runs: np.ndarray) -> np.ndarray:
     """Joins neighbours that are contiguous by every column of offsets; the last column is bytes.
 
-    No run crosses from one region into the next: what lies at the start of a region is in the NULL_BLOCK of a layer or
-    in none, and is never in a run.
+    No run crosses from one region into the next: the bytes at the start of a region are in a layer's NULL_BLOCK or in
+    no block, and are never in a run.
     """
     joins = np.ones(max(0, len(runs) - 1), np.bool_)
     for column in range(runs.shape[1] - 1):

@@ -1,4 +1,4 @@
-"""The engines that are known, their stages and layouts, and who reads from whom among their shards."""
+"""The known engines, their stages and layouts, and which of their shards read from which."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from penstock.utils.errors import PeerError
 class EngineTransferInfo(msgspec.Struct, frozen=True):
     """One pipeline stage of an engine, as the engine declares it to its peers.
 
-    `pp_size` is how many stages the engine has: it can be read from when all are known. `block_size` is the number of
+    `pp_size` is the engine's number of stages: it can be read from when all are known. `block_size` is the number of
     tokens of a block in its block tables; memory may be cut into smaller blocks, all of one size. `start_layer` numbers
-    the stage's first layer among all of the engine's layers, draft layers included: each stage must begin where the one
-    before it ends, so that a missing or a doubled layer is found when stages are registered. `layouts` are those of the
-    stage's shards by tensor rank.
+    the stage's first layer among all of the engine's layers, including draft layers: each stage must begin where the
+    one before it ends, so that a missing or duplicate layer is found when stages are registered. `layouts` are those of
+    the stage's shards by tensor rank.
     """
 
     engine_id: str
@@ -46,7 +46,7 @@ class EngineTransferInfo(msgspec.Struct, frozen=True):
         return self.block_size // self.layouts[0].block_size
 
     def check(self) -> None:
-        """Raises PeerError unless the stage is possible, whatever a peer may have sent."""
+        """Raises PeerError unless the stage is valid; a peer may have sent anything."""
         if (
             not self.engine_id
             or not 0 <= self.remote_pp_rank < self.pp_size
@@ -66,7 +66,7 @@ class EngineTransferInfo(msgspec.Struct, frozen=True):
 
 
 def engine_infos(engine_id: str, block_size: int, shards: ShardTable) -> tuple[EngineTransferInfo, ...]:
-    """An engine's stages. `block_size` is in tokens, as its block tables count."""
+    """Returns an engine's stages. `block_size` is in tokens, as in its block tables."""
     stages: dict[int, list[KVLayout]] = {}
     for (pp_rank, tp_rank), layout in sorted(shards.items()):
         stage = stages.setdefault(pp_rank, [])
@@ -80,7 +80,7 @@ def engine_infos(engine_id: str, block_size: int, shards: ShardTable) -> tuple[E
 
 
 def physical_block_ids(block_ids: BlockIdList, per_logical_block: int) -> np.ndarray:
-    """The blocks of memory of a block table, int64. Those of the NULL_BLOCK are all NULL_BLOCK."""
+    """Returns the memory blocks of a block table, int64. Those of the NULL_BLOCK are all NULL_BLOCK."""
     logical = id_array(block_ids)[:, None]
     physical = logical * per_logical_block + np.arange(per_logical_block)
     return np.where(logical == NULL_BLOCK, NULL_BLOCK, physical).reshape(-1)
@@ -89,8 +89,8 @@ def physical_block_ids(block_ids: BlockIdList, per_logical_block: int) -> np.nda
 class TransferTopology:
     """An engine's own shards and those of the engines it knows, by (engine id, pipeline rank).
 
-    An engine is known when all its stages are registered. Until then, and for engines that were never registered or
-    are forgotten, questions raise PeerError.
+    An engine is known when all its stages are registered. For other engines, and after `forget`, queries raise
+    PeerError.
     """
 
     def __init__(self, engine_id: str, block_size: int, shards: ShardTable) -> None:
@@ -103,7 +103,7 @@ class TransferTopology:
     # ---- Who is known ----
 
     def register(self, info: EngineTransferInfo) -> None:
-        """Adds a stage; the same one again changes nothing. Raises PeerError, and adds nothing, if it does not fit."""
+        """Adds a stage; repeating it has no effect. Raises PeerError, and adds nothing, if it does not fit."""
         key = info.engine_id, info.remote_pp_rank
         if key in self._stages:
             if self._stages[key] != info:
@@ -132,7 +132,7 @@ class TransferTopology:
         return info
 
     def shards(self, engine_id: str) -> ShardTable:
-        """The layouts of all shards of an engine."""
+        """Returns the layouts of all shards of an engine."""
         return {
             (info.remote_pp_rank, tp_rank): layout
             for info in self._all_stages(engine_id)
@@ -142,7 +142,7 @@ class TransferTopology:
     # ---- Replicas ----
 
     def is_kv_replicated(self, engine_id: str) -> bool:
-        """Whether several ranks of a stage hold the same head, as where there are more ranks than KV heads."""
+        """Returns whether several ranks of a stage hold the same head, as with more ranks than KV heads."""
         return any(
             sum(_num_heads(layers)) > max(layer.heads[1] for layer in layers) - min(layer.heads[0] for layer in layers)
             for info in self._all_stages(engine_id)
@@ -150,7 +150,7 @@ class TransferTopology:
         )
 
     def replicates_kv_cache(self, engine_id: str) -> bool:
-        """Whether there are several ranks in a stage and all hold the same KV, as with MLA: any one can send it."""
+        """Returns whether a stage has several ranks and all hold the same KV, as with MLA: any one can send it."""
         return all(
             info.tp_size > 1 and len({layer.heads for layer in layers}) == 1
             for info in self._all_stages(engine_id)
@@ -160,7 +160,7 @@ class TransferTopology:
     # ---- Who reads from whom ----
 
     def sources(self, engine_id: str, local_shard: ShardId) -> Mapping[ShardId, tuple[LayerSlice, ...]]:
-        """What a shard of this engine reads from which shards of that one (`planner.sources`)."""
+        """Returns what a shard of this engine reads from which shards of that one (`planner.sources`)."""
         key = engine_id, local_shard
         if key not in self._sources:
             own = self.shards(self.engine_id)
@@ -168,15 +168,15 @@ class TransferTopology:
         return self._sources[key]
 
     def target_remote_ranks(self, engine_id: str, local_shard: ShardId) -> tuple[ShardId, ...]:
-        """The shards of that engine that a shard of this one reads from."""
+        """Returns the shards of that engine that a shard of this one reads from."""
         return tuple(self.sources(engine_id, local_shard))
 
     def reading_shards(self, engine_id: str) -> frozenset[ShardId]:
-        """The shards of this engine that report when it has read from that one: those that have layers."""
+        """Returns the shards of this engine that report when it has read from that one: those that have layers."""
         return frozenset(shard for shard in self.shards(self.engine_id) if self.sources(engine_id, shard))
 
     def readers(self, engine_id: str) -> Mapping[ShardId, frozenset[ShardId]]:
-        """For every shard of this engine, the shards of that one that read from it: computed as that engine does."""
+        """Returns for every shard of this engine the shards of that one that read from it, as it computes them."""
         own, theirs = self.shards(self.engine_id), self.shards(engine_id)
         targets = {shard: frozenset(sources(layout, own, shard)) for shard, layout in theirs.items()}
         return {mine: frozenset(shard for shard in theirs if mine in targets[shard]) for mine in own}
@@ -192,7 +192,7 @@ class TransferTopology:
         return [first, *(self.get_engine_info(engine_id, pp_rank) for pp_rank in range(1, first.pp_size))]
 
     def _check_beside_stages(self, info: EngineTransferInfo) -> None:
-        """That all stages are of one engine, and that each begins where the one before it ends."""
+        """Checks that all stages are of one engine, and that each begins where the one before it ends."""
         others = [stage for (engine_id, _), stage in self._stages.items() if engine_id == info.engine_id]
         for other in others:
             if (other.pp_size, other.block_size) != (info.pp_size, info.block_size):
@@ -209,7 +209,7 @@ class TransferTopology:
                 )
 
     def _check_against_own(self, info: EngineTransferInfo) -> None:
-        """That layers of both engines store alike and have the same number of KV heads in total."""
+        """Checks that layers of both engines store alike and have the same total number of KV heads."""
         own = {
             layers[0].name: layers
             for (engine_id, _), stage in self._stages.items()
@@ -235,7 +235,7 @@ def _names(layout: KVLayout) -> list[str]:
 
 
 def _layers_by_rank(info: EngineTransferInfo) -> list[tuple[LayerLayout, ...]]:
-    """Each layer of the stage, as its tensor ranks hold it."""
+    """Returns each layer of the stage, as its tensor ranks hold it."""
     return list(zip(*(layout.layers for layout in info.layouts), strict=True))
 
 

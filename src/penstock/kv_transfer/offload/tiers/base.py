@@ -1,23 +1,21 @@
-"""What a tier below the CPU tier must do, and what it is told and tells.
+"""The interface of a tier below the CPU tier.
 
-Purpose: to keep copies of chunks on a slower medium. A tier is best-effort: it may refuse or forget anything at any
-time, and the worst that follows is that tokens are computed again.
+Purpose: to keep copies of chunks on a slower medium. A tier is best-effort: it may refuse or drop anything at any time,
+and the worst consequence is that tokens are recomputed.
 
-Lifecycle: built whole; then `submit_store`, `submit_load` and `get_finished_jobs` for as long as the engine lives; then
-`shutdown`, after which nothing is called. A job that was accepted ends exactly once, in `get_finished_jobs`. Until it
-does, the tier may read the chunks of a store and write the chunks of a load; after it has ended the tier never touches
-them again. A key is successful only if the tier has verified every byte; what lies in the chunks of other keys means
-nothing.
+Lifecycle: fully built; then `submit_store`, `submit_load` and `get_finished_jobs` for as long as the engine lives; then
+`shutdown`, after which nothing is called. An accepted job ends exactly once, in `get_finished_jobs`. Until then the
+tier may read the chunks of a store and write the chunks of a load; afterwards it never touches them again. A key is
+successful only if the tier has verified every byte; the chunks of other keys have undefined content.
 
-Threading: every method is called on the scheduler's thread and none may block, but for `drain_jobs` and `shutdown`. A
-tier moves bytes on threads of its own and lets nothing of them be seen.
+Threading: every method is called on the scheduler's thread, and only `drain_jobs` and `shutdown` may block. A tier
+moves bytes on its own threads, which are not visible outside.
 
-Failure: no method raises for what the world does (a full disk, a lost peer, a damaged file). It is counted in `stats`,
-logged once per kind, and the keys are reported as not successful. A key whose load failed must not be found by the
-next `lookup`, or a request would ask for it for ever.
+Failure: no method raises for external errors (a full disk, a lost peer, a damaged file). The error is counted in
+`stats`, logged once per kind, and the keys are reported as not successful. A key whose load failed must not be found by
+the next `lookup`, or a request would ask for it for ever.
 
-Implementors must not keep a submitted job's chunks beyond its end, call back into the manager, or hold queues without
-a bound.
+Implementors must not use a job's chunks after its end, call back into the manager, or have unbounded queues.
 """
 
 from __future__ import annotations
@@ -31,10 +29,10 @@ from penstock.kv_transfer.offload import OffloadKey
 
 @dataclass(frozen=True, slots=True)
 class TransferJob:
-    """Chunks on their way between the CPU tier and another: `keys[i]` lies, or will lie, in `chunk_ids[i]`.
+    """A transfer of chunks between the CPU tier and another: `keys[i]` is stored, or to be stored, in `chunk_ids[i]`.
 
-    `digests[i]` was made by the producer of the bytes, None where its attestation does not cover the key. A tier keeps
-    it with the bytes and gives it back, and it checks the bytes it keeps by means of its own. A load has only None.
+    `digests[i]` was made by the producer of the bytes, None if its attestation does not cover the key. A tier stores it
+    with the bytes and returns it, and verifies its stored bytes by its own means. A load has only None.
     """
 
     job_id: int
@@ -49,10 +47,10 @@ class TransferJob:
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """How a job ended. Some of its keys may be successful and others not.
+    """The result of a job. Some of its keys may be successful and others not.
 
-    `digests[i]` is what the job that stored `successful_keys[i]` brought along. `seconds` is the time from the job's
-    submission to its end, and `num_bytes` the payload of the successful keys.
+    `digests[i]` is the digest submitted by the job that stored `successful_keys[i]`. `seconds` is the time from the
+    job's submission to its end, and `num_bytes` the payload of the successful keys.
     """
 
     job_id: int
@@ -65,7 +63,7 @@ class JobResult:
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """Counters in chunks but for the bytes; `num_chunks` and `num_queued` are as they are now."""
+    """Counters in chunks, except the bytes; `num_chunks` and `num_queued` are current values."""
 
     medium: str
     num_chunks: int = 0
@@ -91,10 +89,10 @@ class OffloadEvent:
 
 
 class EventLog:
-    """What became of one medium's keys since it was last asked.
+    """Keys added to and removed from one medium since the last call.
 
-    Only the difference is kept, so a log without a reader stays as small as the set of keys: one that came and went in
-    between has no event. Replaying all events gives exactly the keys that are there.
+    Only the net change is kept, so an unread log stays as small as the set of keys: a key that was added and removed in
+    between has no event. Replaying all events gives exactly the current keys.
     """
 
     def __init__(self, medium: str) -> None:
@@ -121,19 +119,19 @@ class EventLog:
 
 
 class SecondaryTierManager(Protocol):
-    """See the module's docstring for what holds for all methods."""
+    """See the module's docstring for the rules of all methods."""
 
     @property
     def medium(self) -> str:
-        """What events and cost measurements call it, such as "STORAGE"."""
+        """The medium's name in events and cost measurements, such as "STORAGE"."""
         ...
 
     def lookup(self, key: OffloadKey) -> bool:
-        """Whether a load of the key is worth a try. Changes nothing."""
+        """Returns whether a load of the key is worth trying. Changes nothing."""
         ...
 
     def submit_store(self, job: TransferJob) -> bool:
-        """Takes over the job, or refuses it as a whole (False): then nothing has happened and it has no result."""
+        """Accepts the job, or refuses it as a whole (False): then it has no effect and no result."""
         ...
 
     def submit_load(self, job: TransferJob) -> bool:
@@ -141,39 +139,39 @@ class SecondaryTierManager(Protocol):
         ...
 
     def get_finished_jobs(self) -> list[JobResult]:
-        """The jobs that have ended since the last call."""
+        """Returns the jobs that have ended since the last call."""
         ...
 
     def wait(self, seconds: float) -> None:
-        """Returns when a job may have ended, at once when there is none, at the latest after so many seconds."""
+        """Returns when a job may have ended, at once if there is none, at the latest after this many seconds."""
         ...
 
     def drain_jobs(self) -> None:
-        """Blocks until every accepted job has ended; their results are still to be collected."""
+        """Blocks until every accepted job has ended; the results must still be collected."""
         ...
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """A prompt, from its head to its tail, has been used again; unknown keys are passed over."""
+        """Marks a prompt, from its head to its tail, as used again; unknown keys are ignored."""
         ...
 
     def forget(self, key: OffloadKey) -> None:
-        """The key's bytes are bad: it is not found any more, and neither is what a store in flight brings."""
+        """Drops a key with bad bytes: it is no longer found, even if a store in flight writes it."""
         ...
 
     def reset(self) -> None:
-        """Forgets every key, those of stores in flight included."""
+        """Forgets every key, including those of stores in flight."""
         ...
 
     def take_events(self) -> list[OffloadEvent]:
-        """What came and went since the last call; what was there at the start has come."""
+        """Returns additions and removals since the last call; keys present at the start count as added."""
         ...
 
     def has_pending_work(self) -> bool:
-        """There are jobs whose results have not been collected."""
+        """Returns whether there are jobs whose results have not been collected."""
         ...
 
     def stats(self) -> TierStats: ...
 
     def shutdown(self) -> None:
-        """Ends the threads. Stores that have not begun are dropped; nothing half-done can be found later."""
+        """Ends the threads. Stores that have not begun are dropped; no partial chunk can be found later."""
         ...

@@ -1,15 +1,15 @@
-"""One chunk in one file, which is either whole or not there.
+"""One chunk in one file, which is either complete or absent.
 
-    head      magic, version, fingerprint of the model, key, bytes of payload, digest that came with the payload
+    head      magic, version, fingerprint of the model, key, bytes of payload, digest submitted with the payload
     seal      digest of head and payload
     zeros     to the end of the first page
     payload   the chunk
 
-A file is written under a name of its own, flushed to the medium and then renamed, so a crash at any byte leaves a
-temporary file and nothing else. A reader believes a file only if its head is the one it expects and the seal fits.
+A file is written under a temporary name, flushed to the medium and then renamed, so a crash at any byte leaves at most
+a temporary file. A reader accepts a file only if its head is the expected one and its seal is correct.
 
-Where the file system can and the chunk is made of pages, bytes go between memory and medium without the system's cache
-(O_DIRECT): the tier above is the cache, and filling another takes the processor from the model.
+If the file system can do it and the chunk consists of whole pages, bytes move between memory and medium without the
+page cache (O_DIRECT): the tier above is the cache, and filling another would take processor time from the model.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MAGIC = b"PNSTK-KV"
 _VERSION = 2
 _MAX_FINGERPRINT_BYTES = 64
 _MAX_HASH_BYTES = 32
-# Magic, version; then with their lengths the fingerprint and the hash; group, bytes of payload, the payload's digest.
+# Magic, version; fingerprint and hash, each with its length; group, bytes of payload, the payload's digest.
 _HEAD = struct.Struct(f"<8sIB{_MAX_FINGERPRINT_BYTES}sB{_MAX_HASH_BYTES}sIQB{DIGEST_BYTES}s")
 _PAGE = 4096
 assert _HEAD.size + DIGEST_BYTES <= _PAGE
@@ -51,7 +51,7 @@ class ChunkOnDisk:
 
 @dataclass(frozen=True, slots=True)
 class VerifiedChunk:
-    """The payload is in place and right; `attached_digest` is the one that it was written with."""
+    """The payload is in place and verified; `attached_digest` is the one that it was written with."""
 
     attached_digest: bytes | None
 
@@ -60,10 +60,10 @@ class ChunkFolder:
     """The files of one model: `fingerprint` and `chunk_bytes` name the folder inside `root`.
 
     The methods may be called on any thread and for the same key at the same time, also by several processes: the last
-    writer's file stays. They raise OSError for what the file system does.
+    writer's file stays. They raise OSError for errors of the file system.
 
     Raises:
-        ConfigError: the folder cannot be made or listed.
+        ConfigError: the folder cannot be created or listed.
     """
 
     def __init__(self, root: Path, fingerprint: bytes, chunk_bytes: int) -> None:
@@ -80,14 +80,14 @@ class ChunkFolder:
             raise ConfigError(f"the folder of the disk tier cannot be used: {error}; name one in 'path'") from error
 
     def take_found(self) -> list[ChunkOnDisk]:
-        """What was there at the start, the least recently used first."""
+        """Returns the files present at the start, least recently used first."""
         found, self._found = self._found, []
         return found
 
     def write(self, key: OffloadKey, payload: memoryview, attached_digest: bytes | None) -> None:
-        """Blocks until the file is on the medium; if it raises, the key's earlier file, if any, is untouched.
+        """Blocks until the file is on the medium; if it raises, the key's earlier file, if any, is unchanged.
 
-        A payload of whole pages has to start at one.
+        A payload of whole pages must be page-aligned.
         """
         head = self._head(key, attached_digest)
         temporary = self._folder / f"{uuid.uuid4().hex}{_TEMPORARY_SUFFIX}"
@@ -105,7 +105,7 @@ class ChunkFolder:
             raise
 
     def read(self, key: OffloadKey, payload: memoryview) -> VerifiedChunk | None:
-        """Fills `payload`; None if the file is not what `write` made for this key, and then `payload` means nothing."""
+        """Fills `payload`; None, with an undefined `payload`, unless the file is what `write` made for this key."""
         with mmap.mmap(-1, _PAGE) as page, self._open(self._path(key), os.O_RDONLY) as file:
             if os.fstat(file.fileno()).st_size != self.file_bytes:
                 return None
@@ -117,13 +117,13 @@ class ChunkFolder:
             head = self._head(key, attached_digest)
             if page[:] != _first_page(head, digest(head, payload)):
                 return None
-            # Only the order after a restart depends on it.
+            # Only the order after a restart depends on the file's time.
             with contextlib.suppress(OSError):
                 os.utime(file.fileno())
             return VerifiedChunk(attached_digest)
 
     def remove(self, key: OffloadKey) -> None:
-        """Whether or not it is there."""
+        """Removes the key's file if it exists."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._path(key))
 
@@ -144,7 +144,7 @@ class ChunkFolder:
         return self._folder / _name(key)
 
     def _scan(self) -> list[ChunkOnDisk]:
-        """Deletes what is no whole file of ours: temporaries of an engine that died, and what has the wrong size.
+        """Deletes invalid files: temporary ones of an engine that died, and those of the wrong size.
 
         A live engine that shares the folder loses the store that it is writing, and counts it.
         """
@@ -165,7 +165,7 @@ def _first_page(head: bytes, seal: bytes) -> bytes:
 
 
 def _direct_flag(folder: Path) -> int:
-    """O_DIRECT if files in this folder can be opened with it."""
+    """Returns O_DIRECT if files in this folder can be opened with it."""
     flag = getattr(os, "O_DIRECT", 0)
     probe = folder / f"{uuid.uuid4().hex}{_TEMPORARY_SUFFIX}"
     try:
@@ -196,7 +196,7 @@ def _key_of(name: str) -> OffloadKey | None:
         key = (int(group), bytes.fromhex(block_hash))
     except ValueError:
         return None
-    # Only the one spelling that `write` uses: one with capitals, say, would be the same key a second time.
+    # Only the exact spelling that `write` uses: with capitals, say, the same key would be found a second time.
     return key if name == _name(key) and key[0] >= 0 and len(key[1]) <= _MAX_HASH_BYTES else None
 
 
@@ -206,7 +206,7 @@ def _write_all(descriptor: int, data: memoryview) -> None:
 
 
 def _read_all(descriptor: int, data: memoryview) -> bool:
-    """False if the file ends before `data` is full."""
+    """Returns False if the file ends before `data` is full."""
     while data:
         count = os.readv(descriptor, [data])
         if count == 0:

@@ -1,12 +1,12 @@
 """The disk tier: one file per chunk, in a folder that outlives the engine.
 
-The index, its order and the places that are taken belong to the scheduler's thread; two small pools of threads, so
-that loads need not wait behind stores, do nothing but read, write and delete files. While a file is being written or
-deleted its key is *busy*, and no second change of it begins. The bound on bytes holds for what lies on the disk at any
-moment: a store that needs room deletes its victim before it writes.
+The index, its order and the occupied places belong to the scheduler's thread; two small thread pools, separate so that
+loads do not wait for stores, only read, write and delete files. While a file is being written or deleted its key is
+*busy*, and no second change of it begins. The limit on bytes holds at every moment: a store that needs room deletes its
+victim before it writes.
 
-Several engines may share a folder. Each has an index of its own, so each sees the files that were there when it started
-and those that it wrote, and keeps to its own bound; a file that another one deleted is a miss.
+Several engines may share a folder. Each has its own index, so each sees the files that were there when it started and
+those that it wrote, and keeps its own limit; a file that another engine deleted is a miss.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DiskTierConfig:
-    """`num_threads` load and as many store; a job that would make more than `max_queued_chunks` wait is refused."""
+    """`num_threads` load and as many store; a job that would exceed `max_queued_chunks` waiting chunks is refused."""
 
     path: Path
     capacity_bytes: int
@@ -65,7 +65,7 @@ class _Delete:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What a thread reports. Keys in `undeleted` still have their files."""
+    """A thread's report. Keys in `undeleted` still have their files."""
 
     is_successful: bool
     time: float
@@ -84,7 +84,7 @@ class _Job:
 
 
 class DiskTier:
-    """A `SecondaryTierManager` over files. `fingerprint` is of everything that a KV block's bytes depend on.
+    """A `SecondaryTierManager` over files. `fingerprint` covers everything that a KV block's bytes depend on.
 
     Raises:
         ConfigError: the folder cannot be used, or not even one chunk fits.
@@ -107,13 +107,13 @@ class DiskTier:
         self._num_queued = 0
         self._jobs: dict[int, _Job] = {}
         self._finished: list[JobResult] = []
-        # From the least to the most recently used.
+        # Ordered from the least to the most recently used.
         self._index: OrderedDict[OffloadKey, None] = OrderedDict()
         self._loading: Counter[OffloadKey] = Counter()
         self._busy: set[OffloadKey] = set()
         # Busy keys that must not be found when their change has ended.
         self._doomed: set[OffloadKey] = set()
-        # Busy victims, whose places their stores have already taken over.
+        # Busy victims, whose places already belong to their stores.
         self._num_victims = 0
         self._events = EventLog(self.medium)
         self._counts: Counter[str] = Counter()
@@ -171,7 +171,7 @@ class DiskTier:
             self._collect(self._done.get())
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        # The head last, so that it is the youngest.
+        # The head is touched last, so that it is the youngest.
         for key in reversed(keys):
             if key in self._index:
                 self._index.move_to_end(key)
@@ -206,11 +206,11 @@ class DiskTier:
         excess = list(self._index)[: max(0, len(self._index) - self._max_files)]
         self._counts["num_evicted"] += len(excess)
         self._delete(excess)
-        # Nothing else runs yet, and the bound is to hold from the first moment.
+        # Nothing else runs yet, and the limit must hold from the start.
         self.drain_jobs()
 
     def _accept(self, job: TransferJob) -> _Job | None:
-        """A job that finds the queue empty is always taken, or one that is too long would be refused for ever."""
+        """Accepts any job if the queue is empty, because one that is too long would otherwise be refused for ever."""
         if self._num_queued and self._num_queued + len(job.keys) > self._max_queued:
             self._counts["num_refused"] += len(job.keys)
             return None
@@ -219,7 +219,7 @@ class DiskTier:
         return record
 
     def _take_place(self) -> tuple[OffloadKey, ...] | None:
-        """Reserves the place of one file and returns what has to be deleted for it; None if there is no room."""
+        """Reserves the place of one file and returns the keys to delete for it; None if there is no room."""
         if len(self._index) + len(self._busy) - self._num_victims < self._max_files:
             return ()
         for victim in self._index:
@@ -239,7 +239,7 @@ class DiskTier:
         self._events.stored(key)
 
     def _delete(self, keys: Iterable[OffloadKey]) -> None:
-        """Keys of the index, or busy ones whose file is theirs alone now."""
+        """Deletes the files of keys in the index, or of busy keys that have exclusive use of their file now."""
         task = _Delete(tuple(keys))
         for key in task.keys:
             if key in self._index:
@@ -254,7 +254,7 @@ class DiskTier:
         self._num_queued += not isinstance(task, _Delete)
         future.add_done_callback(self._done.put)
 
-    # On the pools' threads.
+    # The following runs on the pools' threads.
 
     def _store(self, task: _Store) -> _Outcome:
         removal = self._remove_files(task.victims)
@@ -286,7 +286,7 @@ class DiskTier:
                 first_error = first_error or error
         return _Outcome(not undeleted, self._clock.now(), error=first_error, undeleted=tuple(undeleted))
 
-    # On the scheduler's thread again.
+    # The following runs on the scheduler's thread.
 
     def _collect(self, future: Future[_Outcome]) -> None:
         task = self._tasks.pop(future)
@@ -397,7 +397,7 @@ class DiskTier:
         )
 
     def check_integrity(self) -> None:
-        """Asserts that each key and each place is in one list, and that the bound holds."""
+        """Asserts that each key and each place is in one list, and that the limit holds."""
         assert not self._busy & self._index.keys(), self._busy & self._index.keys()
         assert self._doomed <= self._busy, self._doomed - self._busy
         victims = [victim for task in self._tasks.values() if isinstance(task, _Store) for victim in task.victims]
