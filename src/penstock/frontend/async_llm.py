@@ -1,4 +1,4 @@
-"""The engine for programs with an event loop: the server's front end, and anyone's who embeds it."""
+"""The engine for programs with an event loop: used by the server, and by programs that embed it."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ ReplicaObservers = Callable[[int], Sequence[EngineObserver]]
 
 
 class AsyncLLM:
-    """An engine whose core runs in a process of its own; any number of `generate` at once.
+    """An engine whose core runs in a separate process; any number of `generate` calls may run at once.
 
         llm = await AsyncLLM.start("path/or/model-id", max_model_len=4096)
         async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=32)):
             print(output.outputs[0].text)
         await llm.shutdown()
 
-    With `restart_on_failure=N` a core that dies is started again, at most N times in a row; what ran on it has failed,
-    and until the new one serves, `submit` raises OverloadedError. With `data_parallel_size=N` there are N such engines,
-    the `replicas`, and each request runs on one of them.
+    With `restart_on_failure=N` a core that dies is restarted, at most N times in a row; its requests fail, and until
+    the new core serves, `submit` raises OverloadedError. With `data_parallel_size=N` there are N such engines, the
+    `replicas`, and each request runs on one of them.
 
     The same front end serves HTTP (`penstock serve`). Belongs to the event loop on which it was started.
     """
@@ -57,7 +57,7 @@ class AsyncLLM:
         ready: Sequence[Ready],
         observers: ReplicaObservers,
     ) -> None:
-        """`cores` have said `ready`, in the order of their ranks."""
+        """`cores` have reported `ready`, in the order of their ranks."""
         self.config = config
         self._limits = _narrowest(each.limits for each in ready)
         self._front_end: FrontEnd = build_front_end(config, self._limits)
@@ -81,8 +81,8 @@ class AsyncLLM:
     ) -> AsyncLLM:
         """Starts the engine cores and waits until they are ready. The arguments are `LLM`'s.
 
-        `observers` makes those of each data parallel rank. Raises ConfigError when the engine cannot be built as asked,
-        EngineDeadError when a core's process breaks.
+        `observers` makes those of each data parallel rank. Raises ConfigError if the arguments cannot work, and
+        EngineDeadError if a core's process fails.
         """
         args = EngineArgs.from_kwargs(**engine_args, **({} if model is None else {"model": model}))
         args = await asyncio.to_thread(localise, args)
@@ -102,34 +102,34 @@ class AsyncLLM:
 
     @property
     def info(self) -> EngineInfo:
-        """What the first replica is and runs on; the others are alike but for the size of the KV cache."""
+        """The first replica's model and hardware; the others differ only in the size of the KV cache."""
         return self.replicas[0].info
 
     @property
     def max_model_len(self) -> int:
-        """The longest prompt plus output, in tokens, that this engine takes."""
+        """The maximum length of prompt plus output, in tokens."""
         return self._limits.max_model_len
 
     @property
     def death(self) -> EngineDeadError | None:
-        """Why all engine cores are gone for good; None while one serves or is being started again."""
+        """The reason why all engine cores are dead for good; None while one serves or is being restarted."""
         deaths = [replica.death for replica in self.replicas]
         return deaths[0] if all(deaths) else None
 
     @property
     def outage(self) -> EngineDeadError | None:
-        """Why there is no engine core now; None while one serves."""
+        """The reason why no engine core serves now; None while one serves."""
         outages = [replica.outage for replica in self.replicas]
         return outages[0] if all(outages) else None
 
     @property
     def num_unfinished(self) -> int:
-        """Completions that have not ended."""
+        """The number of completions that have not ended."""
         return sum(replica.num_unfinished for replica in self.replicas)
 
     @property
     def seconds_without_progress(self) -> float:
-        """How long a replica has had work and computed no token, of all of them the longest; 0 while none has."""
+        """The longest time for which a replica has had work without computing a token; 0 while none has work."""
         return max(replica.seconds_without_progress for replica in self.replicas)
 
     @property
@@ -142,11 +142,11 @@ class AsyncLLM:
             await asyncio.gather(*(replica.idle.wait() for replica in self.replicas))
 
     async def wait_until_dead(self) -> None:
-        """Returns when no engine core serves, nor will."""
+        """Returns when no engine core serves or will be restarted."""
         await asyncio.gather(*(replica.died.wait() for replica in self.replicas))
 
     def get_tokenizer(self) -> Tokenizer:
-        """Raises RequestError when the engine was built with skip_tokenizer_init."""
+        """Returns the tokenizer. Raises RequestError if the engine was built with skip_tokenizer_init."""
         return self._front_end.get_tokenizer()
 
     @property
@@ -159,13 +159,13 @@ class AsyncLLM:
         self._front_end.input_processor.check_prompt(token_ids)
 
     def check_count(self, count: int, data_parallel_rank: int | None = None) -> None:
-        """Raises RequestError when so many completions or inputs of one caller can never be here together."""
+        """Raises RequestError if the engine can never hold `count` completions or inputs of one caller at once."""
         limit = self._limits.max_num_queued_requests
         if count > limit * (len(self.replicas) if data_parallel_rank is None else 1):
             raise RequestError(f"{count} inputs exceed max_num_queued_requests={limit}: send fewer at a time")
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint's generation_config.json recommends."""
+        """Returns the recommendations of the checkpoint's generation_config.json."""
         return self._front_end.default_sampling_params
 
     async def generate(
@@ -202,10 +202,9 @@ class AsyncLLM:
         trace: str | None = None,
         data_parallel_rank: int | None = None,
     ) -> RequestStream:
-        """Hands a request to an engine core, to that of `data_parallel_rank` if there is one. `trace` is a W3C
-        traceparent.
+        """Submits a request to an engine core, that of `data_parallel_rank` if given. `trace` is a W3C traceparent.
 
-        Raises RequestError when it is invalid, OverloadedError when there is no room, EngineDeadError.
+        Raises RequestError if it is invalid, OverloadedError if there is no room, EngineDeadError.
         """
         arrived = self._clock.now()
         params = sampling_params or self.get_default_sampling_params()
@@ -216,7 +215,7 @@ class AsyncLLM:
 
     @property
     def pooling(self) -> PoolingProcessor:
-        """What the engine can make of prompts beside tokens, and in which forms."""
+        """Which results besides tokens the engine can make of prompts, and in which forms."""
         return self._front_end.pooling
 
     async def encode(
@@ -229,10 +228,10 @@ class AsyncLLM:
         trace: str | None = None,
         data_parallel_rank: int | None = None,
     ) -> PoolingRequestOutput[PoolingOutput]:
-        """What the engine makes of a prompt, as an array `outputs.data`: a vector, or a number per label.
+        """Returns the result for a prompt as an array `outputs.data`: a vector, or a number per label.
 
-        Cancelling the call aborts the request. Raises what `submit` and its stream raise, and RequestError in an engine
-        that generates.
+        Cancelling the call aborts the request. Raises the errors of `submit` and its stream, and RequestError if the
+        engine generates.
         """
         arrived, params = self._clock.now(), pooling_params or PoolingParams()
         self.pooling.check(Task.ENCODE, params)
@@ -255,7 +254,7 @@ class AsyncLLM:
         trace: str | None = None,
         data_parallel_rank: int | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """As `encode`, of many prompts, in their order. When one of them fails, so does the call."""
+        """Does the same as `encode` for many prompts, in order. If one of them fails, so does the call."""
         self.check_count(len(prompts), data_parallel_rank)
         name = request_id or secrets.token_hex(16)
         try:
@@ -278,7 +277,7 @@ class AsyncLLM:
         return [task.result() for task in tasks]
 
     async def plan_scores(self, queries: Texts, documents: Texts, pooling_params: PoolingParams) -> ScorePlan:
-        """The prompts that must be encoded to score how well the texts belong together."""
+        """Returns the prompts that must be encoded to score the similarity or relevance of the texts."""
         size = sum(len(text) for texts in (queries, documents) for text in texts)
         return await self.text_work.run(size, plan_scores, self._front_end, queries, documents, pooling_params)
 
@@ -291,33 +290,33 @@ class AsyncLLM:
         *,
         priority: int = 0,
     ) -> list[ScoringRequestOutput]:
-        """As `LLM.score`. Cancelling the call aborts its requests."""
+        """See `LLM.score`. Cancelling the call aborts its requests."""
         plan = await self.plan_scores(queries, documents, pooling_params or PoolingParams())
         return plan.results(await self.encode_all(plan.prompts, request_id, priority=priority))
 
     def _take(
         self, request: ProcessedRequest, arrived: float, trace: str | None, data_parallel_rank: int | None
     ) -> RequestStream:
-        """Raises as `submit`."""
+        """Raises the errors of `submit`."""
         if any(replica.has(request) for replica in self.replicas):
             raise RequestError(f"request id {request.request_id!r} is already in use", "request_id")
         place = self._placement.choose(request, data_parallel_rank)
         return place.replica.submit(request, arrived, trace, place.num_cached)
 
     async def reset_prefix_cache(self, reset_connector: bool = False) -> bool:
-        """Forgets all cached prefixes, with `reset_connector` also what the KV connector keeps outside the engine.
+        """Removes all cached prefixes; with `reset_connector` also the KV that the connector keeps elsewhere.
 
-        False while requests run, and when there is no connector that can forget although that is wanted.
+        Returns False while requests run, and with `reset_connector` if no connector can be reset.
         """
         cores = [replica.core for replica in self.replicas]
         return all(await asyncio.gather(*(core.reset_prefix_cache(reset_connector) for core in cores)))
 
     async def check_integrity(self) -> None:
-        """Recomputes all derived state of the schedulers and the block pools; AssertionError when they disagree."""
+        """Recomputes all derived state of the schedulers and block pools; AssertionError if it is inconsistent."""
         await asyncio.gather(*(replica.core.check_integrity() for replica in self.replicas))
 
     async def shutdown(self) -> None:
-        """Ends the engine cores; requests that still wait for tokens raise EngineDeadError. Idempotent."""
+        """Stops the engine cores; requests that still wait for tokens raise EngineDeadError. Idempotent."""
         await asyncio.gather(*(replica.shutdown() for replica in self.replicas))
         await self._grammars.shutdown()
 
@@ -328,7 +327,7 @@ class AsyncLLM:
         return await self.text_work.run(_num_characters(prompt), process, request_id, prompt, params, priority)
 
     def _on_restart(self) -> None:
-        """Another core serves. Its KV cache may have another size than the first one's."""
+        """Called when a new core serves. Its KV cache may have another size than the first one's."""
         limits = _narrowest(replica.limits for replica in self.replicas)
         if limits != self._limits:
             self._limits = limits
@@ -336,11 +335,11 @@ class AsyncLLM:
 
 
 def _narrowest(limits: Iterable[SchedulerConfig]) -> SchedulerConfig:
-    """Those of the replica that takes the shortest requests: every replica takes what it does."""
+    """Returns the limits of the replica that accepts the shortest requests: every replica accepts such requests."""
     return min(limits, key=lambda each: each.max_model_len)
 
 
 def _num_characters(prompt: Prompt) -> int:
-    """The length of the prompt's text; 0 where it is token ids."""
+    """Returns the length of the prompt's text; 0 if it is token ids."""
     text = prompt if isinstance(prompt, str) else prompt.get("prompt") if isinstance(prompt, dict) else None
     return len(text) if isinstance(text, str) else 0

@@ -1,4 +1,4 @@
-"""The front end's end of the engine core's process: starts it, talks to it, and notices at once when it is gone."""
+"""The front end's connection to the engine core's process: starts it, talks to it, and detects its death at once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from penstock.utils.wire import FrameReader
 _EXIT_SECONDS = 15.0
 
 Handler = Callable[[StepReport | Refused | EngineDeadError], None]
-"""Takes what the core says, on the event loop; an EngineDeadError comes last and once."""
+"""Receives the core's messages, on the event loop; an EngineDeadError comes last and once."""
 
 
 class CoreClient(asyncio.Protocol):
@@ -52,7 +52,7 @@ class CoreClient(asyncio.Protocol):
 
     @classmethod
     async def start(cls, plan: CorePlan) -> CoreClient:
-        """Starts the process. `ready` resolves when its model is loaded; ConfigError there says why it cannot be."""
+        """Starts the process. `ready` resolves when its model is loaded, or raises ConfigError if it cannot be."""
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "penstock.engine.core_process", str(theirs.fileno())]
         with theirs, interrupts_blocked():
@@ -67,11 +67,11 @@ class CoreClient(asyncio.Protocol):
         self._handler = handler
 
     def add_request(self, request: EngineRequest) -> None:
-        """A request that the core does not take comes back as `Refused`. Raises EngineDeadError."""
+        """Submits a request; a refusal arrives as `Refused`. Raises EngineDeadError."""
         self._send(request)
 
     def abort_requests(self, request_ids: tuple[str, ...]) -> None:
-        """Unknown ones are passed over, and so is a core that is dead."""
+        """Aborts requests. Unknown ones are ignored, and so is a dead core."""
         if self.death is None:
             self._send(AbortRequests(request_ids))
 
@@ -80,17 +80,17 @@ class CoreClient(asyncio.Protocol):
         return bool(await self._call(lambda number: ResetPrefixCache(number, reset_connector)))
 
     async def block_map(self, max_cells: int) -> BlockMap:
-        """The block pool as letters (`BlockPool.map`)."""
+        """Returns the block pool as letters (`BlockPool.map`)."""
         found = await self._call(lambda number: GetBlockMap(number, max_cells))
         assert isinstance(found, BlockMap), found
         return found
 
     async def check_integrity(self) -> None:
-        """AssertionError when the core's derived state does not agree with itself."""
+        """Raises AssertionError if the core's derived state is inconsistent."""
         await self._call(CheckIntegrity)
 
     async def shutdown(self) -> None:
-        """Hangs up and waits for the process to end. Idempotent."""
+        """Disconnects and waits for the process to end. Idempotent."""
         self._is_closing = True
         if self._transport is not None:
             self._transport.close()
@@ -146,7 +146,7 @@ class CoreClient(asyncio.Protocol):
                 raise AssertionError(f"the engine core sends no {type(message).__name__}")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The core is gone: everybody who waits for it is told now."""
+        """Called when the core is gone: all that wait for it are notified."""
         error = self._cause_of_death()
         self.death = error if isinstance(error, EngineDeadError) else EngineDeadError(str(error))
         if not self.ready.done():
@@ -179,4 +179,4 @@ def _resolve(future: asyncio.Future[bool | BlockMap], reply: Reply) -> None:
 
 
 def _ignore(_: object) -> None:
-    """There is no listener before the front end is built."""
+    """The default handler before the front end is built."""

@@ -1,8 +1,8 @@
-"""The engine core's process and, where restarts are allowed, its successors.
+"""The engine core's process and, if restarts are allowed, its successors.
 
-A core that was ready once and dies by itself is started again with the same arguments, after a wait that grows from
-attempt to attempt. Attempts in a row are limited; a core that has served for a while ends the row. While there is no
-core, `client` refuses. What runs when a core dies is lost: the handler is told, and fails it.
+A core that was ready once and dies unexpectedly is restarted with the same arguments, after a delay that grows with
+each attempt. Consecutive attempts are limited; a core that has served for a while resets their number. While there is
+no core, `client` raises. Requests in progress when a core dies are lost: the handler is notified, and fails them.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ RECOVERED_SECONDS = 60.0
 _MAX_WAIT_SECONDS = 30.0
 
 Handler = Callable[[StepReport | Refused | EngineDeadError | Ready], None]
-"""Takes what the core says, on the event loop: EngineDeadError when a core dies, Ready when the next one serves."""
+"""Receives the core's messages, on the event loop: EngineDeadError when a core dies, Ready when the next one serves."""
 
 
 class RestartingCore:
     """Owns one core at a time. Belongs to the event loop on which it was started.
 
-    `died` is set when a core has died and no other one will follow.
+    `died` is set when a core has died and will not be restarted.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class RestartingCore:
         max_restarts: int,
         clock: Clock = SystemClock(),  # noqa: B008
     ) -> None:
-        """`client` must be ready. `max_restarts` in a row; with 0 the first death is the end."""
+        """`client` must be ready. `max_restarts` limits consecutive restarts; 0 allows none."""
         self.died = asyncio.Event()
         self.num_restarts = 0
         self._plan = plan
@@ -61,7 +61,7 @@ class RestartingCore:
 
     @property
     def client(self) -> CoreClient:
-        """The core that serves. Raises OverloadedError during a restart and EngineDeadError after the end."""
+        """The core that serves. Raises OverloadedError during a restart and EngineDeadError after the last death."""
         if self._outage is None:
             return self._client
         if self._restarting is None:
@@ -70,21 +70,21 @@ class RestartingCore:
 
     @property
     def death(self) -> EngineDeadError | None:
-        """Why the last core is gone; None while one serves or is being started."""
+        """The reason for the last core's death; None while one serves or is being started."""
         return self._outage if self._restarting is None else None
 
     @property
     def outage(self) -> EngineDeadError | None:
-        """Why there is no core now; None while one serves."""
+        """The reason why there is no core now; None while one serves."""
         return self._outage
 
     def abort_requests(self, request_ids: tuple[str, ...]) -> None:
-        """Unknown ones are passed over, and so is a core that is not there."""
+        """Aborts requests. Unknown ones are ignored, and so is a missing core."""
         if self._outage is None:
             self._client.abort_requests(request_ids)
 
     async def shutdown(self) -> None:
-        """Ends the core, or the start of one. Idempotent."""
+        """Stops the core, or the start of one. Idempotent."""
         self._closing.set()
         await self._client.shutdown()
         if self._restarting is not None:
@@ -93,7 +93,7 @@ class RestartingCore:
     def _listen(self) -> None:
         self._client.set_handler(self._on_message)
         if self._client.death is not None:
-            # It was ready, and died before anything could listen.
+            # The core was ready, and died before anything could listen.
             self._on_message(self._client.death)
 
     def _on_message(self, message: StepReport | Refused | EngineDeadError) -> None:
@@ -112,7 +112,7 @@ class RestartingCore:
         self._restarting = asyncio.create_task(self._restart())
 
     async def _restart(self) -> None:
-        """Until a core serves, no attempt is left, or `shutdown` is called."""
+        """Repeats until a core serves, no attempt is left, or `shutdown` is called."""
         while self._attempts < self._max_restarts and not self._closing.is_set():
             seconds = min(_MAX_WAIT_SECONDS, 2.0**self._attempts)
             self._attempts += 1
@@ -138,7 +138,7 @@ class RestartingCore:
                 await self._client.shutdown()
             ready = await self._client.ready
         except (PenstockError, OSError) as error:
-            # Also a ConfigError: the arguments worked before, so what does not is the machine, and that may pass.
+            # Includes ConfigError: the arguments worked before, so the cause is the machine, and may be temporary.
             self._outage = error if isinstance(error, EngineDeadError) else EngineDeadError(str(error))
             logger.error("the engine could not be started again: %s", error)
             return False

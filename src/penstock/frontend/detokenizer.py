@@ -1,7 +1,7 @@
-"""Tokens to text as they come, and the strings that end a request.
+"""Converts tokens to text incrementally, and detects the strings that end a request.
 
-Text grows by whole characters: the bytes of a character that is not complete yet are held back, and dropped if the
-request ends on them.
+Text grows by whole characters: the bytes of an incomplete character are held back, and dropped if the request ends on
+them.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from tokenizers.decoders import DecodeStream
 from penstock.messages.sampling_params import SamplingParams
 from penstock.tokenizer.tokenizer import Tokenizer
 
-# As much of the prompt as a decoder may need to know whether the first output token continues a word.
+# As many tokens of the prompt as a decoder may need to know whether the first output token continues a word.
 _NUM_CONTEXT_TOKENS = 8
 
 
 class Detokenizer:
-    """The text of one completion. `stable_text` may be shown: no stop string can still take it back."""
+    """The text of one completion. `stable_text` may be shown: no stop string can still remove it."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         self.text = ""
         self._backend = tokenizer.backend
         context = list(prompt_token_ids[-_NUM_CONTEXT_TOKENS:])
-        # A prompt that ends inside a character would be taken for output that is still incomplete, and repeated.
+        # A prompt that ends inside a character would be treated as incomplete output, and repeated.
         if tokenizer.decode(context, params.skip_special_tokens).endswith("\ufffd"):
             context = []
         self._stream = DecodeStream(ids=context, skip_special_tokens=params.skip_special_tokens)
         self._skip_special_tokens = params.skip_special_tokens
         joins = not params.skip_special_tokens and not params.spaces_between_special_tokens
-        # Of two special tokens in a row the second is shown as it is spelled, without the decoder's space.
+        # The second of two consecutive special tokens is shown as it is spelled, without the decoder's space.
         self._joined = tokenizer.special_tokens if joins else {}
         self._follows_special = False
         self._stop = params.stop_strings
@@ -46,7 +46,7 @@ class Detokenizer:
         return self.text[: max(0, len(self.text) - self._held_back)]
 
     def append(self, token_id: int) -> str | None:
-        """Adds one token; returns the stop string that it completed, at which the text is then cut."""
+        """Adds one token; returns the stop string that it completed, before which the text is then cut."""
         self._num_tokens += 1
         before = len(self.text)
         self.text += self._decode(token_id)
@@ -62,7 +62,7 @@ class Detokenizer:
         self._num_tokens += 1
 
     def _cut_at_stop(self, before: int) -> str | None:
-        """Cuts at the stop string that begins first."""
+        """Cuts the text before the stop string that begins first."""
         found: tuple[int, str] | None = None
         for stop in self._stop:
             # A match may have begun in earlier text, but it cannot have ended there.

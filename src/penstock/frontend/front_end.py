@@ -1,4 +1,4 @@
-"""Builds what stands before the engine core: tokenizer, request checks, recommended sampling. Needs no torch."""
+"""Builds the parts before the engine core: tokenizer, request checks, recommended sampling. Needs no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.utils.errors import ConfigError, RequestError
 
 @dataclass(frozen=True, slots=True)
 class FrontEnd:
-    """What turns a caller's words into engine requests, and the sampling that the checkpoint recommends."""
+    """Converts prompts to engine requests, and knows the sampling that the checkpoint recommends."""
 
     tokenizer: Tokenizer | None
     input_processor: InputProcessor
@@ -26,14 +26,14 @@ class FrontEnd:
     pooling: PoolingProcessor
 
     def get_tokenizer(self) -> Tokenizer:
-        """Raises RequestError when the engine was built with skip_tokenizer_init."""
+        """Returns the tokenizer. Raises RequestError if the engine was built with skip_tokenizer_init."""
         if self.tokenizer is None:
             raise RequestError("the engine was built without a tokenizer")
         return self.tokenizer
 
 
 def build_front_end(config: EngineConfig, limits: SchedulerConfig) -> FrontEnd:
-    """The tokenizer and the request checks for a built engine core."""
+    """Builds the tokenizer and the request checks for a built engine core."""
     tokenizer = load_tokenizer(config, limits.max_model_len)
     generation = read_json(config.model.path / "generation_config.json") or {}
     processor = InputProcessor(
@@ -57,14 +57,14 @@ def build_front_end(config: EngineConfig, limits: SchedulerConfig) -> FrontEnd:
 
 
 def make_grammar_checker(config: EngineConfig, tokenizer: Tokenizer | None) -> GrammarChecker | NoGrammars:
-    """What tells, before a request is taken, whether its grammar can be."""
+    """Builds the check of a request's grammar before the request is accepted."""
     if tokenizer is None:
         return NoGrammars()
     return GrammarChecker(tokenizer.backend.to_str(), config.model.vocab_size, eos_token_ids(config, tokenizer))
 
 
 class NoGrammars:
-    """The checker of an engine without a tokenizer."""
+    """The grammar checker of an engine without a tokenizer."""
 
     async def check(self, spec: GrammarSpec) -> None:
         raise RequestError("structured outputs need a tokenizer, and the engine has none", "structured_outputs")

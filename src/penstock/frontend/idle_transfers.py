@@ -1,10 +1,10 @@
-"""KV transfers between the calls of an `LLM`: other engines may want its KV while its program does something else.
+"""KV transfers between the calls of an `LLM`, when other engines may request its KV while its program does other work.
 
 While the connector has work and no call uses the engine core, a thread steps it. The connector's waker starts this
-thread, and it ends with the work. A call pauses it first, and waits for no more than the step that runs.
+thread, and it ends with the work. A call pauses it first, and waits at most for the current step.
 
-Nothing here keeps an `LLM` alive. The connector, whose own threads may live on, knows this object by a weak reference,
-and `close` is called when the `LLM` is collected.
+This object does not keep an `LLM` alive. The connector, whose threads may outlive the `LLM`, has only a weak reference
+to it, and `close` is called when the `LLM` is collected.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class IdleTransfers:
     def __init__(self, engine: Engine) -> None:
         self._core = engine.core
         self._takes_waker = engine.connector.takes_waker
-        # Held during a step. Reentrant, because a step's thread may collect the LLM, which closes this.
+        # Held during a step. Reentrant, because a step's thread may collect the LLM, which calls `close`.
         self._stepping = threading.RLock()
         self._is_paused = False
         self._is_closed = False
-        # The thread, and whether there is news that it has not looked at.
+        # Guards the thread, and the flag of a wake-up that it has not processed.
         self._state = threading.Lock()
         self._is_serving = False
         self._has_news = False
@@ -40,7 +40,7 @@ class IdleTransfers:
             engine.connector.set_waker(lambda: _wake(reference))
 
     def wake(self) -> None:
-        """The connector may have work. May be called from any thread."""
+        """Called when the connector may have work. May be called from any thread."""
         with self._state:
             self._has_news = True
             if self._is_serving or self._is_closed or _is_exiting():
@@ -55,7 +55,7 @@ class IdleTransfers:
             pass
 
     def resume(self) -> None:
-        """The caller is done with the core; transfers that are still under way go on."""
+        """The caller no longer uses the core; unfinished transfers continue."""
         goes_on = self._takes_waker and self._core.has_transfers
         self._is_paused = False
         if goes_on or self._has_news:
@@ -63,7 +63,7 @@ class IdleTransfers:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """No step runs meanwhile. Within `pause` and `resume` nothing changes."""
+        """No step runs within this context. Has no effect between `pause` and `resume`."""
         if self._is_paused:
             yield
             return
@@ -74,7 +74,7 @@ class IdleTransfers:
             self.resume()
 
     def close(self) -> None:
-        """No step runs any more. Idempotent."""
+        """Ends all steps. Idempotent."""
         self._is_closed = True
         with self._stepping:
             pass
@@ -85,21 +85,21 @@ class IdleTransfers:
                 pass
 
     def _take_news(self) -> bool:
-        """False when there is none, and the thread ends."""
+        """Returns False if there is no wake-up, and the thread ends."""
         with self._state:
             self._is_serving = self._has_news and not self._is_paused and not self._is_closed
             self._has_news = self._has_news and not self._is_serving
             return self._is_serving
 
     def _step(self) -> bool:
-        """False when there is nothing to do, or others use the core."""
+        """Returns False if there is no work, or the core is in use."""
         with self._stepping:
             if self._is_paused or self._is_closed or _is_exiting() or not self._core.has_transfers:
                 return False
             try:
                 self._core.step()
             except EngineDeadError as error:
-                # The next call raises it. While the interpreter exits, its thread pools take no step.
+                # The next call raises it. While the interpreter exits, its thread pools execute no step.
                 if not _is_exiting():
                     logger.error("a step for KV transfers failed: %s", error)
                 return False
@@ -113,5 +113,5 @@ def _wake(reference: weakref.ref[IdleTransfers]) -> None:
 
 
 def _is_exiting() -> bool:
-    """Whether the interpreter has begun to exit. A thread that waits for the interpreter lock may not get it again."""
+    """Returns whether the interpreter is exiting. A thread that waits for the interpreter lock may not get it again."""
     return not threading.main_thread().is_alive()

@@ -1,4 +1,4 @@
-"""From what a caller asks to what the engine core runs: tokens, checked against the model, with every default set."""
+"""Converts a caller's request to engine requests: tokens, checked against the model, with every default set."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from penstock.utils.names import did_you_mean, is_unicode
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or `{"prompt": ...}` / `{"prompt_token_ids": [...]}` with an optional `cache_salt`.
 
-With token ids of two texts, `second_text_start` may say where the second one begins, for models that tell them apart.
+With token ids of two texts, `second_text_start` may give the start of the second one, for models that distinguish them.
 """
 
 _SEED_MASK = 2**64 - 1
-# Of a request that pools: nothing is sampled, and its vector stands for one token.
+# For pooling requests: nothing is sampled, and the vector counts as one token.
 _NO_SAMPLING = SamplingParams(max_tokens=1, detokenize=False)
 _PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "second_text_start")
 
@@ -51,7 +51,7 @@ class InputProcessor:
         has_connector: bool = False,
         pooling: PoolingConfig | None = None,
     ) -> None:
-        """`pooling` is None in an engine that generates."""
+        """`pooling` is None if the engine generates."""
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
@@ -62,7 +62,7 @@ class InputProcessor:
         self._counter = itertools.count()
 
     def process(self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0) -> ProcessedRequest:
-        """Raises RequestError naming the field and its bound."""
+        """Raises RequestError naming the field and its limit."""
         if self._pooling is not None:
             raise RequestError(
                 "this engine pools and generates no tokens: use embed, classify or score, or start it with "
@@ -82,7 +82,7 @@ class InputProcessor:
                 f"leaves after a prompt of {len(token_ids)}",
                 "min_tokens",
             )
-        # Requests that bring no seed get one from the engine's, so that preemption cannot change their tokens.
+        # Requests without a seed get one from the engine's, so that preemption cannot change their tokens.
         seed = (self._seed << 32) + next(self._counter) if params.seed is None else int(params.seed)
         # 64 bits are what the noise is made of; with more the request would not fit a message.
         eos = frozenset[int]() if params.ignore_eos else self.eos_token_ids
@@ -108,7 +108,7 @@ class InputProcessor:
     def process_pooling(
         self, request_id: str, prompt: Prompt, params: PoolingParams, priority: int = 0
     ) -> ProcessedRequest:
-        """The same for an engine that pools: its tokens, behind the prompt that `params` names, and cut as they say."""
+        """Does the same for a pooling engine: adds the prompt that `params` names, and truncates as they specify."""
         assert self._pooling is not None, "a request that pools in an engine that generates"
         prompt = self._with_prompt(prompt, params)
         text, token_ids, cache_salt = self._check(prompt, priority, self.truncation(params))
@@ -125,7 +125,7 @@ class InputProcessor:
         return ProcessedRequest(request_id, text, token_ids, _NO_SAMPLING, (child,))
 
     def _with_prompt(self, prompt: Prompt, params: PoolingParams) -> Prompt:
-        """The text behind the one that is to stand before it. Tokens are taken as they are, and have no name of one."""
+        """Puts the named prompt before a text. Tokens stay unchanged, and naming a prompt for them is an error."""
         assert self._pooling is not None
         prefix = prompt_text(self._pooling.prompts, params.prompt_name)
         fields = prompt if isinstance(prompt, Mapping) else _as_fields(prompt)
@@ -136,7 +136,7 @@ class InputProcessor:
         return prompt
 
     def truncation(self, params: PoolingParams) -> Truncation | None:
-        """How prompts are cut. Raises RequestError when more tokens are wanted than the model takes."""
+        """Returns how prompts are truncated. Raises RequestError if `params` exceed the model's length."""
         length = params.truncate_prompt_tokens
         if length is None:
             return None
@@ -150,7 +150,7 @@ class InputProcessor:
     def _check(
         self, prompt: Prompt, priority: int, truncation: Truncation | None = None
     ) -> tuple[str | None, tuple[int, ...], str | None]:
-        """As `_tokenize`, when all is as it must be."""
+        """Returns what `_tokenize` does, after all checks."""
         if not isinstance(priority, int) or abs(priority) > MAX_COUNT:
             raise RequestError(f"priority must be an integer within +-{MAX_COUNT}, got {priority!r}", "priority")
         text, token_ids, cache_salt = self._tokenize(prompt, truncation)
@@ -160,7 +160,7 @@ class InputProcessor:
     def _tokenize(
         self, prompt: Prompt, truncation: Truncation | None
     ) -> tuple[str | None, tuple[int, ...], str | None]:
-        """The prompt's text where it has one, its tokens, and its cache salt."""
+        """Returns the prompt's text if it has one, its tokens, and its cache salt."""
         fields = prompt if isinstance(prompt, Mapping) else _as_fields(prompt)
         for key in fields:
             if key not in _PROMPT_KEYS:
@@ -184,7 +184,7 @@ class InputProcessor:
         return text, tuple(self._tokenizer.encode(text, truncation=truncation)), salt
 
     def check_prompt(self, token_ids: Sequence[int]) -> None:
-        """Raises RequestError when a prompt is empty or too long, or holds what is no token."""
+        """Raises RequestError if a prompt is empty or too long, or has invalid token ids."""
         if not token_ids:
             raise RequestError("prompt_token_ids must not be empty", "prompt_token_ids")
         longest = self._max_model_len - (self._pooling is None)
@@ -220,7 +220,7 @@ class InputProcessor:
             raise RequestError(f"{field} needs a tokenizer, and the engine was started without one", field)
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-        """Each word as it begins a text and as it follows one, which many tokenizers spell differently."""
+        """Returns each word as it begins a text and as it follows a word, which many tokenizers encode differently."""
         if self._tokenizer is None:
             return ()
         spelled: dict[tuple[int, ...], None] = {}
@@ -233,7 +233,7 @@ class InputProcessor:
 
 
 def _second_text_start(prompt: Prompt, num_tokens: int) -> int:
-    """Where a prompt says that the second text of its tokens begins, 0 where it does not. Raises RequestError."""
+    """Returns where the prompt says that its second text begins, 0 if it does not. Raises RequestError."""
     start = prompt.get("second_text_start") if isinstance(prompt, Mapping) else None
     if start is None:
         return 0
@@ -246,7 +246,7 @@ def _second_text_start(prompt: Prompt, num_tokens: int) -> int:
 
 
 def _as_fields(prompt: Any) -> Mapping[str, Any]:
-    """Text or token ids in the form of a dictionary."""
+    """Returns text or token ids as a dictionary."""
     if isinstance(prompt, str):
         return {"prompt": prompt}
     if isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray):

@@ -1,4 +1,4 @@
-"""The engine inside a program: prompts in, completions or vectors out."""
+"""The engine inside a program: converts prompts to completions or vectors."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from penstock.utils.interrupts import interrupts_held
 
 
 class LLM:
-    """An engine for offline use, in the argument and result shapes that vLLM's users know.
+    """An engine for offline use, with the arguments and results of vLLM's `LLM`.
 
         llm = LLM("path/or/model-id", max_model_len=4096)
         llm.generate(["Once upon a time"], SamplingParams(temperature=0, max_tokens=32))[0].outputs[0].text
 
-    Without a model the built-in one answers. Keyword arguments are the engine arguments (`config.engine.EngineArgs`).
-    Not thread-safe, and one `generate`, `chat` or `stream` at a time. Raises ConfigError when the engine cannot be
-    built as asked, and EngineDeadError from every call after a worker has failed.
+    Without a model the built-in one is used. Keyword arguments are the engine arguments (`config.engine.EngineArgs`).
+    Not thread-safe, and one `generate`, `chat` or `stream` at a time. Raises ConfigError if the arguments cannot work,
+    and EngineDeadError from every call after a worker has failed.
 
-    Where the KV connector serves other engines, it does so between the calls too, on a thread of its own.
+    If the KV connector serves other engines, it does so between the calls too, on a separate thread.
     """
 
     def __init__(self, model: str | None = None, **engine_args: Any) -> None:
@@ -61,21 +61,21 @@ class LLM:
         self._outputs = OutputProcessor(self._front_end.tokenizer)
         self._is_running = False
         self._transfers = IdleTransfers(engine)
-        # Also when the program exits: by then no step may run. Once it is called it keeps nothing alive.
+        # Also called when the program exits, because no step may run then. Afterwards it keeps nothing alive.
         self._close_transfers = weakref.finalize(self, self._transfers.close)
         self._request_counter = itertools.count()
 
     @property
     def max_model_len(self) -> int:
-        """The longest prompt plus output, in tokens, that this engine takes."""
+        """The maximum length of prompt plus output, in tokens."""
         return self._limits.max_model_len
 
     def get_tokenizer(self) -> Tokenizer:
-        """Raises RequestError when the engine was built with skip_tokenizer_init."""
+        """Returns the tokenizer. Raises RequestError if the engine was built with skip_tokenizer_init."""
         return self._front_end.get_tokenizer()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint's generation_config.json recommends."""
+        """Returns the recommendations of the checkpoint's generation_config.json."""
         return self._front_end.default_sampling_params
 
     def generate(
@@ -86,10 +86,10 @@ class LLM:
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Completes one prompt or many; results stand in the order of the prompts.
+        """Completes one prompt or many; results are in the order of the prompts.
 
         A prompt is text, token ids, or a dictionary with `prompt` or `prompt_token_ids` (and `cache_salt`). Raises
-        RequestError, before anything runs, when one of them is invalid. An interrupt aborts what is running and
+        RequestError, before anything runs, if one of them is invalid. An interrupt aborts the running requests and
         leaves the engine usable.
         """
         return self._finish(self._process(prompts, sampling_params, priority), use_tqdm)
@@ -102,9 +102,9 @@ class LLM:
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """What the engine makes of one prompt or many, as arrays `outputs.data`: vectors, or numbers per label.
+        """Returns the results for one prompt or many, as arrays `outputs.data`: vectors, or numbers per label.
 
-        Else as `generate`. Raises RequestError in an engine that generates.
+        Otherwise like `generate`. Raises RequestError if the engine generates.
         """
         return self._encode(Task.ENCODE, prompts, pooling_params, use_tqdm, priority)
 
@@ -116,7 +116,7 @@ class LLM:
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """As `encode`, with vectors as lists `outputs.embedding`. Raises RequestError for a classifier."""
+        """Like `encode`, with vectors as lists `outputs.embedding`. Raises RequestError for a classifier."""
         return [as_embedding(each) for each in self._encode(Task.EMBED, prompts, pooling_params, use_tqdm, priority)]
 
     def classify(
@@ -127,7 +127,7 @@ class LLM:
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
     ) -> list[ClassificationRequestOutput]:
-        """As `encode`, with probabilities `outputs.probs`. Raises RequestError for a model without a classifier."""
+        """Like `encode`, with probabilities `outputs.probs`. Raises RequestError for a model without a classifier."""
         encoded = self._encode(Task.CLASSIFY, prompts, pooling_params, use_tqdm, priority)
         return [self._front_end.pooling.as_classification(each) for each in encoded]
 
@@ -139,9 +139,9 @@ class LLM:
         *,
         use_tqdm: bool = True,
     ) -> list[ScoringRequestOutput]:
-        """How well a query belongs to each document, or each of several queries to its own one: `outputs.score`.
+        """Scores the match of a query with each document, or of queries with documents pair by pair: `outputs.score`.
 
-        A classifier with one label reads each pair; a model that makes vectors is asked for their cosine. Raises
+        A classifier with one label reads each pair; with a model that makes vectors the score is their cosine. Raises
         RequestError for other engines.
         """
         plan = plan_scores(self._front_end, queries, documents, pooling_params or PoolingParams())
@@ -172,11 +172,11 @@ class LLM:
         return [self._front_end.pooling.make(output, params) for output, (_, params) in outputs]
 
     def _finish(self, requests: Sequence[ProcessedRequest], use_tqdm: bool) -> list[RequestOutput]:
-        """Runs the requests to their end; results stand in their order."""
+        """Runs the requests to their end; results are in the same order."""
         results: dict[str, RequestOutput] = {}
         progress = tqdm(total=len(requests), desc="prompts", unit="prompt", delay=2.0, disable=not use_tqdm)
-        # Closed here and now: a traceback that somebody keeps would otherwise keep the run open. Interrupts are held
-        # back once for all steps: to do so in each takes as long as to schedule it.
+        # Closed explicitly, because a traceback that is kept would keep the run open. Interrupts are held back once for
+        # all steps: doing so in each step takes as long as scheduling it.
         with progress, interrupts_held() as let_interrupts_through, closing(self._run(requests)) as run:
             for changed in run:
                 results.update((output.request_id, output) for output in changed if output.finished)
@@ -222,15 +222,15 @@ class LLM:
             return self._core.stats()
 
     def reset_prefix_cache(self, reset_connector: bool = False) -> bool:
-        """Forgets all cached prefixes, with `reset_connector` also what the KV connector keeps outside the engine.
+        """Removes all cached prefixes; with `reset_connector` also the KV that the connector keeps elsewhere.
 
-        False while requests run, and when there is no connector that can forget although that is wanted.
+        Returns False while requests run, and with `reset_connector` if no connector can be reset.
         """
         with self._transfers.paused():
             return self._core.reset_prefix_cache(reset_connector)
 
     def check_integrity(self) -> None:
-        """Recomputes all derived state of the scheduler and the block pool; AssertionError when they disagree."""
+        """Recomputes all derived state of the scheduler and block pool; AssertionError if it is inconsistent."""
         with self._transfers.paused():
             self._core.check_integrity()
 
@@ -262,9 +262,9 @@ class LLM:
         return requests
 
     def _run(self, requests: Sequence[ProcessedRequest]) -> Generator[list[RequestOutput], None, None]:
-        """Steps until everything has ended; whatever interrupts it, the requests do not stay behind.
+        """Executes steps until all requests have ended; if it is interrupted, it aborts them.
 
-        The caller holds interrupts back meanwhile: in the middle of a step one would leave the engine half changed.
+        The caller holds interrupts back meanwhile: an interrupt within a step would leave the engine inconsistent.
         """
         if self._is_running:
             raise RequestError("this LLM is still running another generate or stream: finish or close that first")
@@ -282,7 +282,7 @@ class LLM:
                 self._transfers.resume()
 
     def _submit(self, pending: deque[ProcessedRequest]) -> None:
-        """Hands over as many requests as the engine's queue holds; the rest wait here, in their order."""
+        """Submits as many requests as fit into the engine's queue; the rest wait here, in order."""
         limit = self._limits.max_num_queued_requests
         while pending and self._outputs.num_unfinished + pending[0].params.n <= limit:
             request = pending.popleft()
@@ -297,18 +297,18 @@ class LLM:
         return processed.request_outputs
 
     def _abandon(self, request_ids: list[str]) -> None:
-        """Takes back what has not ended, and waits for the steps in flight."""
+        """Aborts unfinished requests, and waits for the steps in flight."""
         self._outputs.discard(request_ids)
         self._core.abort_requests(request_ids)
         while self._core.has_work:
             self._core.step()
         if self._core.has_transfers:
-            # What a connector is to save rides with a step, and the next one may be long in coming.
+            # The connector's saves are sent with a step, and the next one may be far off.
             self._core.step()
 
 
 def _aligned(prompts: Prompt | Sequence[Prompt], priority: Sequence[int] | None) -> tuple[list[Any], list[int]]:
-    """All prompts, and a priority for each."""
+    """Returns all prompts, and a priority for each."""
     each_prompt: list[Any] = [prompts] if _is_one_prompt(prompts) else list(prompts)
     each_priority = [0] * len(each_prompt) if priority is None else list(priority)
     if len(each_priority) != len(each_prompt):

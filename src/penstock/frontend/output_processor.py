@@ -1,4 +1,4 @@
-"""From the engine core's tokens to what a caller receives: text, stop strings, log probabilities, `n` put together."""
+"""Converts the engine core's tokens to request outputs: text, stop strings, log probabilities, `n` completions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.tokenizer.tokenizer import Tokenizer
 class ProcessedOutputs:
     """Requests that changed, in the order of their first change, and engine requests that have ended or must.
 
-    `ended` holds the engine requests that have ended with why; `aborts` those of them that the engine core still runs.
+    `ended` gives the reason for each ended engine request; `aborts` those that the engine core still runs.
     """
 
     request_outputs: list[RequestOutput]
@@ -27,7 +27,7 @@ class ProcessedOutputs:
 
 @dataclass(slots=True)
 class _Child:
-    """One completion in the making."""
+    """One completion in progress."""
 
     parent: RequestOutput
     completion: CompletionOutput
@@ -37,7 +37,7 @@ class _Child:
 
 
 class OutputProcessor:
-    """Keeps a `RequestOutput` per request and brings it up to date; the object handed out is updated in place."""
+    """Keeps a `RequestOutput` per request and updates it; the returned object is updated in place."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -45,11 +45,11 @@ class OutputProcessor:
 
     @property
     def num_unfinished(self) -> int:
-        """Completions that have not ended."""
+        """The number of completions that have not ended."""
         return len(self._children)
 
     def add_request(self, request: ProcessedRequest) -> RequestOutput:
-        """Returns the request's output, empty as yet, which `process` brings up to date."""
+        """Returns the request's output, still empty, which `process` updates."""
         params = request.params
         output = RequestOutput(
             request_id=request.request_id,
@@ -69,12 +69,12 @@ class OutputProcessor:
         return output
 
     def discard(self, request_ids: Iterable[str]) -> None:
-        """Forgets completions that have no reader any more."""
+        """Forgets completions that no longer have a reader."""
         for request_id in request_ids:
             self._children.pop(request_id, None)
 
     def process(self, outputs: Sequence[EngineOutput]) -> ProcessedOutputs:
-        """Applies one step's outputs; those of requests that have ended here already are dropped."""
+        """Applies one step's outputs; those of requests that have already ended here are dropped."""
         changed: dict[str, RequestOutput] = {}
         ended: list[tuple[str, str]] = []
         aborts: list[str] = []
@@ -94,7 +94,7 @@ class OutputProcessor:
         return ProcessedOutputs(list(changed.values()), ended, aborts)
 
     def _update(self, child: _Child, output: EngineOutput) -> str | None:
-        """Brings one completion up to date; returns the stop string that ended it."""
+        """Updates one completion; returns the stop string that ended it."""
         completion, detokenizer = child.completion, child.detokenizer
         self._update_request(child.parent, child.params, output)
         new_token_ids, stop = output.new_token_ids, None
@@ -115,7 +115,7 @@ class OutputProcessor:
         return stop
 
     def _update_request(self, request: RequestOutput, params: SamplingParams, output: EngineOutput) -> None:
-        """Brings up to date what a request has beside its completions."""
+        """Updates the fields that a request has besides its completions."""
         if params.prompt_logprobs is not None and request.prompt_logprobs is None and output.new_token_ids:
             request.prompt_logprobs = [None, *map(self._logprob_dict, output.prompt_logprobs)]
         if output.num_cached_tokens > request.num_cached_tokens:
@@ -133,8 +133,8 @@ class OutputProcessor:
 
     @staticmethod
     def _detokenize(child: _Child, detokenizer: Detokenizer, output: EngineOutput) -> tuple[str | None, int]:
-        """Feeds the new tokens; returns the stop string that ended them and how many tokens were taken."""
-        # The end of a grammar is a stop as well, but its last token is text.
+        """Adds the new tokens; returns the stop string that ended them and how many tokens were used."""
+        # A completed grammar is a stop as well, but its last token is text.
         ended = output.finish_reason is FinishReason.STOP and output.new_token_ids[-1] in child.ending_token_ids
         last = len(output.new_token_ids) - 1
         for index, token_id in enumerate(output.new_token_ids):
@@ -147,7 +147,7 @@ class OutputProcessor:
         return None, len(output.new_token_ids)
 
     def _logprob_dict(self, row: TokenLogprobs) -> dict[int, Logprob]:
-        """The chosen token first, then the likeliest; a token that is both keeps its place and its rank."""
+        """Orders the chosen token first, then the likeliest; a token that is both keeps its place and its rank."""
         entries: dict[int, Logprob] = {}
         for place, (token_id, logprob) in enumerate(zip(row.token_ids, row.logprobs, strict=True)):
             if token_id not in entries:

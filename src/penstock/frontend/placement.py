@@ -1,4 +1,4 @@
-"""Which replica a request runs on."""
+"""Chooses the replica that a request runs on."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Place:
 
 
 class Placement:
-    """Chooses the replica that has the least work of those that serve; of equal ones, the one chosen longest ago.
+    """Chooses the serving replica with the least work; among equals, the one chosen least recently.
 
-    With `is_prefix_aware` the prompt's tokens that a replica has cached are taken off its work.
+    With `is_prefix_aware` the prompt's tokens that a replica has cached are subtracted from its work.
     """
 
     def __init__(self, replicas: Sequence[Replica], is_prefix_aware: bool) -> None:
@@ -33,9 +33,9 @@ class Placement:
         self._last_turn = [0] * len(replicas)
 
     def choose(self, request: ProcessedRequest, rank: int | None) -> Place:
-        """The replica `rank` if it is given. Where none serves, a replica that says why.
+        """Returns the replica `rank` if given, or the best one. If none serves, returns one that raises the reason.
 
-        Raises RequestError when there is no such rank.
+        Raises RequestError if there is no such rank.
         """
         count = len(self._replicas)
         if rank is not None and not 0 <= rank < count:
@@ -55,7 +55,7 @@ class Placement:
         return Place(self._replicas[rank], cached[rank])
 
     def _num_cached(self, request: ProcessedRequest) -> Sequence[int]:
-        """By rank; 0 where the policy does not ask."""
+        """Returns the cached tokens by rank; 0 unless the policy uses them."""
         if not self._is_prefix_aware:
             return [0] * len(self._replicas)
         prompt = PromptKeys(request.prompt_token_ids, (request.children[0].cache_salt or "",))

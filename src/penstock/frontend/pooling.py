@@ -1,4 +1,4 @@
-"""From what a pooling engine answers to what its caller asked for: vectors cut and normalised, probabilities."""
+"""Converts a pooling engine's results to the requested form: truncated and normalised vectors, probabilities."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from penstock.utils.errors import PenstockError, RequestError
 
 
 class Task(enum.StrEnum):
-    """What a caller wants: a vector, probabilities, how well two texts belong together, or whatever there is."""
+    """The requested result: a vector, probabilities, the score of two texts, or whatever the model produces."""
 
     EMBED = "embed"
     CLASSIFY = "classify"
@@ -31,7 +31,7 @@ class Task(enum.StrEnum):
 
 
 class PoolingProcessor:
-    """`config` is None in an engine that generates, which refuses to pool."""
+    """`config` is None if the engine generates; it then refuses pooling requests."""
 
     def __init__(self, config: PoolingConfig | None, hidden_size: int) -> None:
         self._config = config
@@ -39,7 +39,7 @@ class PoolingProcessor:
 
     @property
     def config(self) -> PoolingConfig:
-        """Raises RequestError in an engine that generates."""
+        """Raises RequestError if the engine generates."""
         if self._config is None:
             raise RequestError(
                 "this engine generates tokens and does not pool: start it with runner=pooling, or use generate"
@@ -47,7 +47,7 @@ class PoolingProcessor:
         return self._config
 
     def check(self, task: Task, params: PoolingParams) -> None:
-        """Raises RequestError when this engine cannot do what is asked."""
+        """Raises RequestError if this engine does not support the task with these parameters."""
         head = self.config.head
         if head is None and task is Task.CLASSIFY:
             raise RequestError("this model makes vectors and has no classes: ask it for embeddings or scores")
@@ -75,7 +75,7 @@ class PoolingProcessor:
         prompt_text(self.config.prompts, params.prompt_name)
 
     def make(self, output: RequestOutput, params: PoolingParams) -> PoolingRequestOutput[PoolingOutput]:
-        """Of a request that has ended. Raises RequestError or PenstockError when it has failed."""
+        """Returns the result of an ended request. Raises RequestError or PenstockError if it has failed."""
         if output.pooled is None:
             kind = RequestError if output.is_request_error else PenstockError
             raise kind(output.error or "the engine failed on this request")
@@ -96,7 +96,7 @@ class PoolingProcessor:
         return _normalised(vector) if normalize else vector
 
     def as_classification(self, output: PoolingRequestOutput[PoolingOutput]) -> ClassificationRequestOutput:
-        """What a classifier has answered, with its labels."""
+        """Returns a classifier's result, with its labels."""
         head = self.config.head
         assert head is not None, "classes of an engine that makes vectors"
         probs = output.outputs.data
@@ -107,7 +107,7 @@ class PoolingProcessor:
 
 
 def as_embedding(output: PoolingRequestOutput[PoolingOutput]) -> EmbeddingRequestOutput:
-    """The same, with the vector as a list."""
+    """Returns the same, with the vector as a list."""
     answer = EmbeddingOutput(output.outputs.data.tolist())
     return EmbeddingRequestOutput(
         output.request_id, output.prompt, output.prompt_token_ids, answer, output.num_cached_tokens
@@ -115,7 +115,7 @@ def as_embedding(output: PoolingRequestOutput[PoolingOutput]) -> EmbeddingReques
 
 
 def prompt_text(prompts: Prompts, name: str | None) -> str:
-    """What stands before an input: the prompt of this name, or without one the default. Raises RequestError."""
+    """Returns the prompt of this name to put before an input, by default the default one. Raises RequestError."""
     name = prompts.default if name is None else name
     if name is None:
         return ""

@@ -24,10 +24,10 @@ _IDLE = SchedulerStats(0, 0, 0.0, 0, 0, 0)
 
 
 class RequestStream:
-    """A submitted request: iterate over its output, then `close` it, whatever has happened in between.
+    """A submitted request: iterate over its output, then always `close` it.
 
-    The output is brought up to date in place, so that nothing piles up: a slow reader skips states, never tokens.
-    Iterating raises EngineDeadError when the core goes, RequestError or OverloadedError when it refuses the request.
+    The output is updated in place, so that nothing accumulates: a slow reader skips states, never tokens. Iterating
+    raises EngineDeadError if the core dies, RequestError or OverloadedError if it refuses the request.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class RequestStream:
         self._is_over = False
 
     def wake(self, error: PenstockError | None = None) -> None:
-        """The output has changed, or there will be none."""
+        """Called when the output has changed, or has ended with an error."""
         self.error = error or self.error
         self._changed.set()
 
@@ -64,16 +64,16 @@ class RequestStream:
         return self.output
 
     def close(self) -> None:
-        """Aborts what has not ended. Idempotent."""
+        """Aborts the request if it has not ended. Idempotent."""
         self._is_over = True
         self._abandon(self)
 
 
 class Replica:
-    """An engine core and its successors, what runs on it, and what it reports.
+    """An engine core and its successors, their requests, and their reports.
 
-    The front end has one for every rank of data parallelism: each has the whole model and a KV cache of its own.
-    Belongs to the event loop on which it was started. `died` is set when no core will follow the last one.
+    The front end has one for every rank of data parallelism: each has the whole model and its own KV cache. Belongs to
+    the event loop on which it was started. `died` is set when the last core will not be restarted.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Replica:
         observers: Sequence[EngineObserver],
         on_restart: Callable[[], None],
     ) -> None:
-        """`on_restart` is called when another core serves: its `limits` may be others."""
+        """`on_restart` is called when a new core serves: its `limits` may differ."""
         self.info = ready.info
         self.limits = ready.limits
         self.log = RequestLog(observers)
@@ -96,7 +96,7 @@ class Replica:
         self._on_restart = on_restart
         self._outputs = OutputProcessor(tokenizer)
         self._streams: dict[str, RequestStream] = {}
-        # Engine request -> the stream that it is a part of, while it runs.
+        # Running engine request -> its stream.
         self._owners: dict[str, RequestStream] = {}
         self._load = 0
         self._held = HeldBlocks()
@@ -106,55 +106,55 @@ class Replica:
 
     @property
     def core(self) -> CoreClient:
-        """The core that serves. Raises OverloadedError during a restart and EngineDeadError after the end."""
+        """The core that serves. Raises OverloadedError during a restart and EngineDeadError after the last death."""
         return self._core.client
 
     @property
     def death(self) -> EngineDeadError | None:
-        """Why the engine core is gone for good; None while one serves or is being started again."""
+        """The reason why the engine core is dead for good; None while one serves or is being restarted."""
         return self._core.death
 
     @property
     def outage(self) -> EngineDeadError | None:
-        """Why there is no engine core now; None while one serves."""
+        """The reason why there is no engine core now; None while one serves."""
         return self._core.outage
 
     @property
     def num_restarts(self) -> int:
-        """How often an engine core has replaced one that died."""
+        """The number of engine cores that have replaced dead ones."""
         return self._core.num_restarts
 
     @property
     def num_unfinished(self) -> int:
-        """Completions that have not ended."""
+        """The number of completions that have not ended."""
         return len(self._owners)
 
     @property
     def load(self) -> int:
-        """How much work has been submitted and has not ended (`utils.load`)."""
+        """The amount of work that has been submitted and has not ended (`utils.load`)."""
         return self._load
 
     def num_cached(self, prompt: PromptKeys) -> int:
-        """Tokens at the prompt's beginning that the core has cached, as far as it reports that."""
+        """Returns how many tokens at the prompt's beginning the core has cached, as far as it reports that."""
         return self._held.num_cached(prompt)
 
     @property
     def seconds_without_progress(self) -> float:
-        """How long it has had work and computed no token; 0 while it has none."""
+        """The time since it last computed a token, while it has work; 0 otherwise."""
         return self._clock.now() - self._last_progress if self._owners else 0.0
 
     def has(self, request: ProcessedRequest) -> bool:
-        """Whether a request with this id, or of a completion with one of its ids, is here."""
+        """Returns whether a request with this id, or with one of its completions' ids, is here."""
         is_taken = any(child.request_id in self._owners for child in request.children)
         return is_taken or request.request_id in self._streams
 
     def submit(
         self, request: ProcessedRequest, arrived: float, trace: str | None, num_cached: int = 0
     ) -> RequestStream:
-        """Hands a request to the engine core. `trace` is a W3C traceparent, `arrived` on the monotonic clock,
-        `num_cached` how many tokens of its prompt are no work.
+        """Submits a request to the engine core. `trace` is a W3C traceparent, `arrived` on the monotonic clock; the
+        `num_cached` first tokens of its prompt do not count as work.
 
-        Raises OverloadedError when there is no room, and what `core` raises.
+        Raises OverloadedError if there is no room, and the errors of `core`.
         """
         core, limit = self.core, self.limits.max_num_queued_requests
         if len(self._owners) + len(request.children) > limit:
@@ -184,17 +184,17 @@ class Replica:
         return stream
 
     async def shutdown(self) -> None:
-        """Ends the engine core; requests that still wait for tokens raise EngineDeadError. Idempotent."""
+        """Stops the engine core; requests that still wait for tokens raise EngineDeadError. Idempotent."""
         await self._core.shutdown()
 
     def _abandon(self, stream: RequestStream) -> None:
-        """Forgets a request; what has not ended of it is aborted."""
+        """Forgets a request, and aborts its unfinished completions."""
         self._streams.pop(stream.output.request_id, None)
         if stream.running:
             self._core.abort_requests(self._end(stream))
 
     def _end(self, stream: RequestStream) -> tuple[str, ...]:
-        """Ends here what is running of a request, which the core may still have."""
+        """Ends the running completions of a request here; the core may still have them."""
         running = tuple(stream.running)
         stream.running.clear()
         for child_id in running:
@@ -223,7 +223,7 @@ class Replica:
             case EngineDeadError():
                 self.stats = _IDLE
                 self._held.clear()
-                # What has ended is whole; its reader may be slow.
+                # Ended requests are complete, even if their reader is slow.
                 for stream in [stream for stream in self._streams.values() if stream.running]:
                     stream.wake(EngineDeadError(str(message)))
                     self._end(stream)
@@ -255,7 +255,7 @@ class Replica:
             return
         elif isinstance(event, BlockRemoved):
             self._held.remove(event.block_hashes, event.group_idx)
-        # A window's blocks are given away while those of the other layers stay, and say less.
+        # A window's blocks are freed while those of the other layers stay, and say less about the prefix.
         elif not event.kv_cache_spec_sliding_window:
             self._held.store(
                 event.block_hashes,

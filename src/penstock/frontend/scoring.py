@@ -1,7 +1,7 @@
-"""How well texts belong together: which prompts a pooling engine is given for it, and what is made of its answers.
+"""Scores pairs of texts: the prompts that a pooling engine has to encode, and the scores computed from its results.
 
-A classifier reads each pair as one prompt and answers with one number. A model that makes vectors reads every text
-once, and the score is the cosine of two vectors.
+A classifier reads each pair as one prompt and returns one number. A model that makes vectors reads every text once, and
+the score is the cosine of two vectors.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ Texts = str | Sequence[str]
 
 @dataclass(frozen=True, slots=True)
 class ScorePlan:
-    """`prompts` are to be encoded, each with its parameters; `pairs` names for every score those it is made of."""
+    """`prompts` are to be encoded, each with its parameters; `pairs` gives the prompts of every score."""
 
     prompts: list[tuple[Prompt, PoolingParams]]
     pairs: list[tuple[int, ...]]
 
     def results(self, outputs: Sequence[PoolingRequestOutput[PoolingOutput]]) -> list[ScoringRequestOutput]:
-        """From the answers to all prompts, in their order."""
+        """Computes the scores from the results of all prompts, in order."""
         return [_score([outputs[number] for number in pair]) for pair in self.pairs]
 
 
 def plan_scores(front_end: FrontEnd, queries: Texts, documents: Texts, params: PoolingParams) -> ScorePlan:
-    """Of one query with each document, or of as many queries as documents, pair by pair.
+    """Plans one query with each document, or as many queries as documents, pair by pair.
 
-    `params.prompt_name` names what stands before the queries. Raises RequestError naming `queries` or `documents`.
+    `params.prompt_name` names the prompt before the queries. Raises RequestError naming `queries` or `documents`.
     """
     front_end.pooling.check(Task.SCORE, params)
     firsts, seconds = _texts(queries, "queries"), _texts(documents, "documents")
@@ -56,7 +56,7 @@ def plan_scores(front_end: FrontEnd, queries: Texts, documents: Texts, params: P
 
 
 def _plan_vectors(pairs: list[tuple[str, str]], params: PoolingParams) -> ScorePlan:
-    """Each text once, as a query or as a document."""
+    """Plans each text once, as a query or as a document."""
     plain = replace(params, prompt_name=None)
     numbers: dict[tuple[str, PoolingParams], int] = {}
     for query, document in pairs:
@@ -92,7 +92,7 @@ def _pair_tokens(tokenizer: Tokenizer, query: str, document: str, truncation: Tr
 
 
 def _filled(template: str, query: str, document: str) -> str:
-    """In one go, so that braces in a text stay text."""
+    """Substitutes both in one pass, so that braces in a text stay text."""
     texts = {"{query}": query, "{document}": document}
     for name, text in sorted(texts.items(), key=lambda item: template.index(item[0]), reverse=True):
         place = template.index(name)
@@ -123,7 +123,7 @@ def _score(outputs: list[PoolingRequestOutput[PoolingOutput]]) -> ScoringRequest
 
 
 def _cosine(first: np.ndarray, second: np.ndarray) -> float:
-    """Of two vectors of one size; 0 where one of them has no direction."""
+    """Returns the cosine of two vectors of one size; 0 if one of them is zero."""
     a, b = first.astype(np.float64), second.astype(np.float64)
     lengths = np.sqrt(np.square(a).sum()) * np.sqrt(np.square(b).sum())
     return float((a * b).sum() / lengths) if lengths else 0.0

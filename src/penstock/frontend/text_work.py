@@ -1,4 +1,4 @@
-"""Where texts are rendered and tokenized: short ones at once, long ones on a thread, large ones one after the other."""
+"""Runs the rendering and tokenization of texts: short ones at once, long ones on a thread, large ones one at a time."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from penstock.utils.errors import OverloadedError
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-# Handing a shorter text to a thread would take longer than the work.
+# Passing a shorter text to a thread would take longer than the work.
 _LONG_CHARACTERS = 4096
 _MAX_WAITING = 16
 
 
 class TextWork:
-    """Keeps the event loop free, and bounds the memory that tokenizing takes: a hundred times the size of a text."""
+    """Keeps the event loop free, and limits the memory that tokenizing takes: a hundred times the size of a text."""
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
         self._num_waiting = 0
 
     async def run(self, num_characters: int, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """What `work` returns or raises. Raises OverloadedError when too many large texts wait already."""
+        """Returns or raises the result of `work`. Raises OverloadedError if too many large texts already wait."""
         if num_characters < _LONG_CHARACTERS:
             return work(*args, **kwargs)
         if num_characters < LARGE_CHARACTERS:
@@ -42,7 +42,7 @@ class TextWork:
 
     @staticmethod
     async def _to_the_end(work: Callable[[], _T]) -> _T:
-        """Waits for the thread also when the caller is cancelled: its memory is in use until then."""
+        """Waits for the thread even if the caller is cancelled, because its memory is in use until then."""
         running = asyncio.ensure_future(asyncio.to_thread(work))
         try:
             return await asyncio.shield(running)
