@@ -1,9 +1,9 @@
 """The results that an earlier pipeline stage has not received yet.
 
-The last stage samples. Each earlier one needs a request's tokens, its drafts and its exact count before it computes the
+The last stage samples. Each earlier stage needs a request's tokens, drafts and exact count before it computes the
 request again, and receives them as one message per step that samples, in the order of the steps. It receives as late as
-it can: before it builds a step that contains a request of the result, or when the step of the result is so old that it
-can no longer be in flight. In a step's order:
+possible: before it builds a step that contains a request of the result, or when the step of the result is so old that
+it can no longer be in flight. The calls of one step, in order:
 
     rows.remove(...), rows.add(...)             # the plan's changes
     for _ in range(awaited.num_due(plan.step, host.rows)):
@@ -13,8 +13,8 @@ can no longer be in flight. In a step's order:
     ...                                         # build the step's inputs, run the stage
     awaited.expect(plan.step, host)
 
-A request may have left its row since, and another may have it: the row's generation tells. What is left out of `owned`
-must not be written anywhere. It needs no torch, so that a simulated rank can drive it as a real one does.
+A request may have left its row since, and another may have it: the row's generation shows this. Results that `owned`
+omits must not be written anywhere. This module needs no torch, so that a simulated rank can use it as a real one does.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from penstock.runner.rows import Rows
 class OwnedRows:
     """The part of a result whose rows have had no other owner since."""
 
-    positions: np.ndarray  # [num_owned] int64: among the requests that sampled in the step, in their order
+    positions: np.ndarray  # [num_owned] int64: indices into the requests that sampled in the step, in their order
     rows: np.ndarray  # [num_owned] int64: the state row of each
 
 
@@ -44,7 +44,7 @@ class _Awaited:
 
 
 class AwaitedResults:
-    """Threading: the runner's thread. It remembers at most `max_num_in_flight` results."""
+    """Threading: the runner's thread. Keeps at most `max_num_in_flight` results."""
 
     def __init__(self, state_rows: Rows, max_num_in_flight: int) -> None:
         self._state_rows = state_rows
@@ -52,7 +52,7 @@ class AwaitedResults:
         self._results: deque[_Awaited] = deque()
         self._num_expected = 0
         max_num_reqs = len(state_rows.generation)
-        # By row, which result was the last to be expected for it, counted from 1, and for which generation.
+        # By row, the number of the last result expected for it, counted from 1, and its generation.
         self._newest = np.zeros(max_num_reqs, dtype=np.int64)
         self._generation = np.zeros(max_num_reqs, dtype=np.int64)
 
@@ -60,7 +60,7 @@ class AwaitedResults:
         return len(self._results)
 
     def expect(self, step: int, host: HostBatch) -> None:
-        """This stage has run its part of a step; if that samples, a result of it will come."""
+        """Called when this stage has run its part of a step; if the step samples, a result of it will arrive."""
         rows = host.sampling_rows
         if not len(rows):
             return
@@ -73,20 +73,21 @@ class AwaitedResults:
         self._generation[rows] = generations
 
     def num_due(self, step: int, rows: np.ndarray) -> int:
-        """How many of the oldest results must be received before this step, which computes `rows`, can be built.
+        """Returns how many of the oldest results must be received before this step can be built.
 
-        These are all up to the newest that concerns one of the rows, and those of steps that the engine has processed.
+        These are all up to the newest that concerns one of the step's `rows`, and those of steps that the engine has
+        processed.
         """
         awaited = rows[self._generation[rows] == self._state_rows.generation[rows]]
         num_taken = self._num_expected - len(self._results)
         num_due = int(self._newest[awaited].max(initial=num_taken)) - num_taken
-        # Behind those of a warm-up, whose steps have numbers of their own, there may be older ones.
+        # After the results of a warm-up, whose steps are numbered separately, there may be older ones.
         last = step - self._max_num_in_flight
         processed = (number for number, result in enumerate(self._results, 1) if result.step <= last)
         return max(num_due, max(processed, default=0))
 
     def take(self) -> OwnedRows:
-        """The oldest result has been received; returns which parts of it are still for their requests."""
+        """Called when the oldest result has been received; returns the parts that still belong to their requests."""
         result = self._results.popleft()
         positions = np.nonzero(self._state_rows.generation[result.rows] == result.generations)[0]
         return OwnedRows(positions, result.rows[positions])

@@ -1,4 +1,4 @@
-"""The shapes of steps: what a captured step and one that may replay it have in common."""
+"""The shapes of steps, by which a captured step is matched to one that may replay it."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from penstock.attention.backend import AttentionBackend
 from penstock.config.engine import SchedulerConfig
 from penstock.runner.host_batch import HostBatch
 
-# Graphs are captured for so many requests, and beyond them for every quarter of a power of two.
+# Graphs are captured for these numbers of requests, and beyond them for every quarter of a power of two.
 _SMALL_SIZES = (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)
-# Mixed steps are captured for so many tokens. To launch a larger one takes less time than to compute it.
+# Mixed steps are captured for these numbers of tokens. A larger step takes longer to compute than to launch.
 _MIXED_SIZES = (16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchDescriptor:
-    """What decides which kernels a step's forward pass and its drafts launch, and on what grids."""
+    """Determines which kernels a step's forward pass and its drafts launch, and on what grids."""
 
     num_reqs: int  # with padding
     num_tokens: int  # with padding
     max_query_len: int  # of a request, an upper bound
-    max_seq_len: int  # of a request and of the drafts behind it, an upper bound
+    max_seq_len: int  # of a request including its drafts, an upper bound
 
 
 class BatchShapes:
     """Chosen once with the runner: which shapes are captured, and the shape of every step.
 
     A captured step is uniform (each request decodes, or verifies its drafts, and all tokens are sampled from) or mixed:
-    any tokens of as many requests as there may be, in contexts of any length.
+    any tokens of up to the maximum number of requests, in contexts of any length.
     """
 
     def __init__(self, config: SchedulerConfig, contexts: Sequence[int], attention: AttentionBackend) -> None:
-        """`contexts`: ascending lengths up to which a graph may serve, the last of them for all; none: no graphs."""
+        """`contexts`: ascending maximum lengths of the graphs, the last covering all contexts; empty: no graphs."""
         self._config = config
         self._num_drafts = config.max_num_drafts
         self._captures_ragged = attention.captures_ragged
@@ -46,7 +46,7 @@ class BatchShapes:
 
     @property
     def captured(self) -> list[BatchDescriptor]:
-        """The largest first, so that smaller ones find memory that is free again."""
+        """The captured shapes, largest first, so that smaller ones can reuse freed memory."""
         mixed = [self._mixed(size) for size in reversed(self._mixed_sizes)]
         uniform = [
             BatchDescriptor(size, size * query_len, query_len, context)
@@ -58,12 +58,12 @@ class BatchShapes:
 
     @property
     def max_num_tokens(self) -> int:
-        """Of any step, with padding."""
+        """The maximum of any step, with padding."""
         captured = self._config.max_num_seqs * self._query_lens[-1] if self._contexts else 0
         return max(self._config.max_num_batched_tokens, captured)
 
     def of(self, host: HostBatch) -> BatchDescriptor:
-        """The captured shape that fits a step best, else the step's own."""
+        """Returns the captured shape that fits a step best, else the step's own."""
         num_reqs, query_len = len(host.rows), host.max_query_len
         seq_len = min(host.max_seq_len + self._num_drafts, self._config.max_model_len)
         if self._contexts and query_len <= self._query_lens[-1] and host.num_logits == host.num_tokens:
@@ -76,7 +76,7 @@ class BatchShapes:
         return BatchDescriptor(num_reqs, host.num_tokens, host.max_query_len, seq_len)
 
     def is_mixed(self, shape: BatchDescriptor) -> bool:
-        """Of a captured shape."""
+        """Returns whether a captured shape is mixed."""
         return shape.max_query_len > self._query_lens[-1]
 
     def _mixed(self, num_tokens: int) -> BatchDescriptor:
@@ -85,12 +85,12 @@ class BatchShapes:
 
 
 def _smallest(ascending: Sequence[int], least: int) -> int:
-    """The first that is not below `least`."""
+    """Returns the first that is not below `least`."""
     return ascending[bisect.bisect_left(ascending, least)]
 
 
 def graph_sizes(max_num_reqs: int) -> list[int]:
-    """Numbers of requests for which steps are captured, ascending up to `max_num_reqs`."""
+    """Returns the numbers of requests for which steps are captured, ascending up to `max_num_reqs`."""
     sizes = [size for size in _SMALL_SIZES if size < max_num_reqs]
     size = _SMALL_SIZES[-1]
     while (size := size + (1 << size.bit_length() - 3)) < max_num_reqs:

@@ -23,7 +23,7 @@ class BlockTables:
         self._writer = writer
 
     def clear(self, row: int) -> None:
-        """Forgets a row's blocks; what the table still holds beyond the new ones is never read."""
+        """Forgets a row's blocks; old entries of the table after the new ones are never read."""
         self._num_blocks[:, row] = 0
 
     def append(self, row: int, block_ids: BlockIds) -> None:

@@ -1,7 +1,7 @@
 """Copies between the CPU and the device.
 
-The CPU publishes snapshots, the device owns results. A `TableWriter` collects what one step changes in tables that live
-on the device; `apply()` makes it visible to all that is launched afterwards.
+The CPU publishes snapshots, the device owns results. A `TableWriter` collects the changes of one step to tables on the
+device; `apply()` makes them visible to everything launched afterwards.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import torch
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A snapshot of a CPU array on the device; the array may change as soon as this returns."""
+    """Returns a snapshot of a CPU array on the device; the array may change when this returns."""
     return torch.from_numpy(array).to(device, copy=True)
 
 
 HostCopy = Callable[[], np.ndarray]
-"""A tensor on its way to the CPU: waits for it and returns it."""
+"""A copy of a tensor to the CPU: waits for it and returns it."""
 
 
 class TableWriter(Protocol):
-    """Lifecycle: one per runner, of all its tables. Threading: the runner's thread. It waits for nothing."""
+    """Lifecycle: one per runner, for all its tables. Threading: the runner's thread. It never waits."""
 
     def write(self, table: torch.Tensor, row: int, start: int, values: Sequence[int] | Sequence[float]) -> None:
         """Stages `table[row, start : start + len(values)] = values`.
@@ -33,5 +33,5 @@ class TableWriter(Protocol):
         ...
 
     def apply(self) -> None:
-        """Makes what was staged visible."""
+        """Makes the staged changes visible."""
         ...

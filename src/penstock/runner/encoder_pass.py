@@ -1,7 +1,7 @@
-"""The model's pass of an engine whose model is an encoder: whole prompts, and nothing is kept of them.
+"""The model's pass of an engine whose model is an encoder: whole prompts, of which no KV is kept.
 
-The keys and values of a step's prompts are laid out in blocks of a workspace, prompt after prompt. Every layer writes
-them there anew and reads them back in the same call, so that the scheduler has no blocks to give.
+The keys and values of a step's prompts are written to consecutive blocks of a workspace. Every layer overwrites them
+and reads them back in the same call, so that the scheduler allocates no blocks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BLOCK_SIZE = 16
 
 
 class EncoderPass:
-    """The part of `Passes` that every stage has. Raises ConfigError where the attention backend has no encoders."""
+    """The part of `Passes` that every stage has. Raises ConfigError if the attention backend has no encoders."""
 
     def __init__(
         self, model: Encoder, attention: AttentionBackend, inputs: InputBuilder, rows: Rows, limits: SchedulerConfig
@@ -38,7 +38,7 @@ class EncoderPass:
         self._rows = rows
         plane, *_ = model.workspace_spec.planes
         weight = model.embeddings.positions
-        # Every prompt may leave its last block with a single token.
+        # The last block of every prompt may hold a single token.
         num_blocks = limits.max_num_batched_tokens // _BLOCK_SIZE + limits.max_num_seqs
         shape = (num_blocks, len(model.workspace_spec.planes), plane.num_heads, _BLOCK_SIZE, plane.head_size)
         self._workspace = torch.empty(shape, dtype=weight.dtype, device=weight.device)
@@ -53,7 +53,7 @@ class EncoderPass:
         return self._model.encode(tokens.input_ids, types, tokens.positions, context)
 
     def _lay_out(self, batch: InputBatch) -> AttentionMetadata:
-        """Gives each prompt the blocks behind those of the prompt before it."""
+        """Assigns each prompt the blocks after those of the previous prompt."""
         host, tensors = batch.host, batch.tensors
         num_blocks = -(-host.query_lens // _BLOCK_SIZE)
         firsts = num_blocks.cumsum() - num_blocks
@@ -63,7 +63,7 @@ class EncoderPass:
         return AttentionMetadata(
             query_start_loc=tensors.query_start_loc,
             seq_lens=tensors.seq_lens,
-            # What stands behind a prompt's own blocks is never followed.
+            # Entries after a prompt's own blocks are never used.
             block_table=to_device(table.astype(np.int32), device),
             slot_mapping=to_device(first_of_token, device) * _BLOCK_SIZE + tensors.tokens.positions,
             max_query_len=host.max_query_len,
@@ -71,7 +71,7 @@ class EncoderPass:
         )
 
     def _token_types(self, host: HostBatch, positions: torch.Tensor) -> torch.Tensor:
-        """[num_tokens] int64: 1 in the second text of a pair."""
+        """Returns [num_tokens] int64: 1 in the second text of a pair."""
         starts = self._rows.second_text_start[host.rows]
         if not starts.any():
             return torch.zeros_like(positions)

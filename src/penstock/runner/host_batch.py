@@ -1,4 +1,4 @@
-"""What the CPU knows of a step: which rows run, how many tokens each, and which of them sample. It needs no torch."""
+"""The CPU's data of a step: which rows run, how many tokens each, and which of them sample. Needs no torch."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from penstock.runner.rows import Rows
 
 @dataclass(frozen=True)
 class HostBatch:
-    """Requests stand in the scheduler's order."""
+    """Requests are in the scheduler's order."""
 
     request_ids: tuple[str, ...]
     rows: np.ndarray  # [num_reqs] int64: state row of each request
     query_lens: np.ndarray  # [num_reqs] int64: tokens computed in this step
     num_computed_upper_bound: np.ndarray  # [num_reqs] int64: the scheduler's count before this step
     sampling: np.ndarray  # [num_sampling] int64: batch rows whose step reaches the last known token
-    num_drafts: np.ndarray  # [num_sampling] int64: drafts verified behind it
+    num_drafts: np.ndarray  # [num_sampling] int64: drafts verified after it
     num_tokens: int  # of all requests
 
     @cached_property
     def max_seq_len(self) -> int:
-        """Of any request, an upper bound."""
+        """The maximum of all requests, an upper bound."""
         return int((self.num_computed_upper_bound + self.query_lens).max())
 
     @cached_property
     def max_query_len(self) -> int:
-        """Of any request."""
+        """The maximum of all requests."""
         return 1 if self.num_tokens == len(self.rows) else int(self.query_lens.max())
 
     @cached_property
@@ -40,7 +40,7 @@ class HostBatch:
 
     @cached_property
     def num_logits(self) -> int:
-        """Tokens that are sampled from."""
+        """The number of tokens that are sampled from."""
         return len(self.sampling) + (int(self.num_drafts.sum()) if self.has_drafts else 0)
 
     @property
@@ -84,13 +84,13 @@ class HostBatch:
 
 
 def read_plan(plan: SchedulerOutput, state_rows: Rows) -> HostBatch:
-    """The plan's counts by batch row, once `state_rows` have been brought up to date with it."""
+    """Returns the plan's counts by batch row; `state_rows` must already reflect the plan."""
     request_ids, num_tokens = tuple(plan.num_scheduled_tokens), plan.total_num_scheduled_tokens
     count = len(request_ids)
     rows = state_rows.rows(request_ids)
     query_lens = np.fromiter(plan.num_scheduled_tokens.values(), np.int64, count)
     num_computed = np.fromiter(plan.num_computed_tokens, np.int64, count)
-    # A row samples when it has computed all tokens known at its admission: a chunk in the middle of them does not.
+    # A row samples if it computes the last token known at its admission: an earlier chunk of a prompt does not.
     sampling = np.nonzero(num_computed + query_lens >= state_rows.prefill_len[rows])[0]
     num_drafts = np.zeros(len(sampling), dtype=np.int64)
     if plan.num_draft_tokens:
@@ -99,7 +99,7 @@ def read_plan(plan: SchedulerOutput, state_rows: Rows) -> HostBatch:
 
 
 def blank_batch(num_reqs: int, num_tokens: int, query_len: int) -> HostBatch:
-    """Padding only: requests without a state row, each of which verifies `query_len - 1` drafts."""
+    """Returns padding only: requests without a state row, each of which verifies `query_len - 1` drafts."""
     nothing = np.zeros(num_reqs, dtype=np.int64)
     drafts = nothing + (query_len - 1)
     return HostBatch(("",) * num_reqs, nothing - 1, drafts + 1, nothing, np.arange(num_reqs), drafts, num_tokens)

@@ -18,7 +18,7 @@ from penstock.runner.host_batch import HostBatch
 
 @dataclass(frozen=True, slots=True)
 class StepTensors:
-    """A step on the device. Another step may write them anew."""
+    """A step's tensors on the device. Another step may overwrite them."""
 
     idx_mapping: torch.Tensor  # [num_reqs] int64: state rows
     query_start_loc: torch.Tensor  # [num_reqs + 1] int32
@@ -29,12 +29,12 @@ class StepTensors:
     windows: torch.Tensor  # [num_reqs + 1] int32: as HostBatch.windows
     logits_indices: torch.Tensor  # [num_logits] int64: each sampling request's last known token, then its drafts
     logits_rows: torch.Tensor  # [num_logits] int64: their state rows
-    logits_positions: torch.Tensor  # [num_logits] int64: where what they sample will stand, exact
+    logits_positions: torch.Tensor  # [num_logits] int64: positions of the tokens to be sampled, exact
     attention: tuple[AttentionMetadata, ...]  # per KV group
 
 
 class InputBatch:
-    """A step: what the CPU knows of it, and its inputs on the device."""
+    """A step: the CPU's data, and its inputs on the device."""
 
     def __init__(self, host: HostBatch, shape: BatchDescriptor, make_tensors: Callable[[], StepTensors]) -> None:
         self.host = host
@@ -43,35 +43,35 @@ class InputBatch:
 
     @cached_property
     def tensors(self) -> StepTensors:
-        """Made when they are first asked for: a graph knows where its own are."""
+        """Built on first use: a graph has its own."""
         return self._make_tensors()
 
 
 @dataclass(frozen=True, slots=True)
 class NextTokens:
-    """One token for each request that sampled in a step, behind those that the step computed."""
+    """One token for each request that sampled in a step, after those that the step computed."""
 
     positions: torch.Tensor  # [num_sampling] int64
     attention: tuple[AttentionMetadata, ...]  # per KV group
 
 
 class InputBuilder(Protocol):
-    """Lifecycle: one is chosen and built with the runner. Threading: the runner's thread. It waits for nothing."""
+    """Lifecycle: one is chosen and built with the runner. Threading: the runner's thread. It never waits."""
 
     def build(self, plan: SchedulerOutput) -> InputBatch:
-        """Takes the plan's counts over to the device, until the next call."""
+        """Copies the plan's counts to the device, valid until the next call."""
         ...
 
     def prepare(self, batch: InputBatch) -> None:
-        """Lets the batch's tensors be written, from the rows' state as it is when this is reached on the device.
+        """Launches the writing of the batch's tensors, from the rows' state at this point of the stream.
 
-        A CUDA graph may hold it.
+        A CUDA graph may contain it.
         """
         ...
 
     def follow(self, batch: InputBatch, ahead: int) -> NextTokens:
-        """The tokens `ahead` behind the first that is not computed, in the exact counts that the step has left.
+        """Returns the tokens `ahead` positions after the first uncomputed one, by the exact counts after the step.
 
-        Positions are held inside the longest request, behind which no draft is ever used. Valid until the next call.
+        Positions are clamped to the longest request, after which no draft is ever used. Valid until the next call.
         """
         ...

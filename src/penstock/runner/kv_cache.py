@@ -16,9 +16,9 @@ TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in D
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
-    """One rank's allocated cache: one tensor per layer name, those of one position in their groups sharing memory.
+    """One rank's allocated cache: one tensor per layer name; layers at the same position in their groups share memory.
 
-    `shared` is memory with a name that tensors lie in, by the address of their storage.
+    `shared` is the named memory that contains tensors, by the address of their storage.
     """
 
     config: KVCacheConfig
@@ -27,7 +27,7 @@ class KVCache:
 
 
 def allocate_kv_cache(config: KVCacheConfig, allocate: Callable[[int], torch.Tensor]) -> KVCache:
-    """Makes the cache of memory from `allocate` (`DeviceParts`), uninitialised: only what was written may be read."""
+    """Builds the cache from memory of `allocate` (`DeviceParts`), uninitialised: only written KV may be read."""
 
     def tensor(spec: KVCacheSpec) -> torch.Tensor:
         shape, dtype = _shape(config, spec), TORCH_DTYPES[spec.dtype]
@@ -44,7 +44,7 @@ def allocate_kv_cache(config: KVCacheConfig, allocate: Callable[[int], torch.Ten
 
 
 def allocate_shared_kv_cache(config: KVCacheConfig, allocate: Callable[[int], SharedMemory]) -> KVCache:
-    """The same of memory that other processes can map (`DeviceParts.allocate_shared`)."""
+    """Does the same with memory that other processes can map (`DeviceParts.allocate_shared`)."""
     shared: dict[int, SharedMemory] = {}
 
     def allocate_bytes(num_bytes: int) -> torch.Tensor:

@@ -8,13 +8,14 @@ from penstock.messages.kv_layout import KVLayout, LayerLayout, MemoryRegion
 from penstock.runner.kv_cache import KVCache
 from penstock.utils.errors import ConfigError
 
-# Of the tensors that `allocate_kv_cache` makes.
+# The axes of the tensors that `allocate_kv_cache` makes.
 _AXES = ("block", "kv", "head", "token", "dim")
 
 
 class TensorKVCacheView:
-    """What views of every device have in common. A view reads and writes one layer's part of a block, and moves many
-    blocks at once; the rest follows from that."""
+    """The common part of the views of all devices. A view reads and writes one layer's part of a block, and moves many
+    blocks at once; the rest is derived from these.
+    """
 
     def __init__(self, cache: KVCache) -> None:
         self.layout = layout_of(cache)
@@ -37,12 +38,12 @@ class TensorKVCacheView:
         into[:] = self._row(layer_name, block_id)
 
     def _row(self, layer_name: str, block_id: int) -> memoryview:
-        """A block's bytes in one layer: themselves where the host can see them, else a copy."""
+        """Returns a block's bytes in one layer: the memory itself if the host can access it, else a copy."""
         raise NotImplementedError
 
 
 def layout_of(cache: KVCache) -> KVLayout:
-    """Describes the tensors as they are; those of one storage lie in one region."""
+    """Describes the tensors; those of one storage are in one region."""
     places = [(name, n, group.spec) for n, group in enumerate(cache.config.groups) for name in group.layer_names]
     places += [(layer.name, layer.group, layer.spec) for layer in cache.config.attached]
     regions: dict[int, MemoryRegion] = {}

@@ -1,4 +1,4 @@
-"""A complete model on its device, as a worker hands it to its runner."""
+"""A complete model on its device, which a worker passes to its runner."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Drafter = Model | MultiTokenPredictor | Eagle3Head
 class LoadedModel:
     """A model, or a rank's part of it, before it has any KV cache; `drafter` is the speculator's, if it has one.
 
-    `read` is what was read of the checkpoints for both, with digests of the bytes where a KV connector needs them.
+    `read` lists what was read of the checkpoints for both, with digests of the bytes if a KV connector needs them.
     """
 
     model: Model
@@ -37,11 +37,11 @@ class LoadedModel:
 
     @property
     def draft_kv_cache_specs(self) -> dict[str, KVCacheSpec]:
-        """The drafter's layers under names of their own: the two models may call theirs the same."""
+        """The drafter's layers under separate names, because both models may use the same ones."""
         specs = {} if self.drafter is None else self.drafter.kv_cache_specs
         return {f"{DRAFT_PREFIX}{name}": spec for name, spec in specs.items()}
 
     @property
     def num_tokens_ahead(self) -> int:
-        """How many tokens behind a position decide what the drafter's layers store there."""
+        """The number of following tokens on which the drafter's KV at a position depends."""
         return 1 if isinstance(self.drafter, MultiTokenPredictor | Eagle3Head) else 0

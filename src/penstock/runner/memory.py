@@ -1,8 +1,8 @@
-"""How much memory a device has, where it goes, and what is left of it for the KV cache.
+"""A device's total memory, its uses, and the remaining part for the KV cache.
 
-expandable_segments is left as torch has it, off: such memory is mapped in pieces, which a network card that shall read
-the KV cache by itself cannot register as one, and that CUDA graphs may use it is news. What fragments memory is avoided
-instead: weights are allocated once (`penstock.models.weights`), and what a profile leaves is given back.
+expandable_segments keeps torch's default, off: such memory is mapped in pieces, which a network card that reads the KV
+cache directly cannot register as one region, and CUDA graphs have supported it only recently. Fragmentation is avoided
+instead: weights are allocated once (`penstock.models.weights`), and memory left over from profiling is freed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from penstock.messages.memory_budget import MemoryBudget
 from penstock.utils.errors import ConfigError
 
-# On a CPU the memory is shared with everything else, so the default budget stays modest.
+# On a CPU the memory is shared with all other processes, so the default budget is modest.
 CPU_DEFAULT_KV_BYTES = 4 << 30
 _OUT_OF_MEMORY = ("out of memory", "allocate memory", "not enough memory", "size calculation overflowed")
 
@@ -28,15 +28,15 @@ class DeviceMemory(Protocol):
     """The memory that a device allocates from."""
 
     def total(self) -> int:
-        """All of it, in bytes."""
+        """Returns the total size in bytes."""
         ...
 
     def available(self) -> int:
-        """Bytes that can be allocated without taking them from another process."""
+        """Returns the bytes that can be allocated without taking them from another process."""
         ...
 
     def budget(self, largest_step: Callable[[], None], graph_bytes: int) -> MemoryBudget:
-        """Where the memory goes before there is a KV cache; may run the largest step to find out."""
+        """Returns the uses of memory before there is a KV cache; may run the largest step to measure them."""
         ...
 
 
@@ -50,25 +50,25 @@ class HostMemory:
         return _linux_available_bytes() or self.total() // 2
 
     def budget(self, largest_step: Callable[[], None], graph_bytes: int) -> MemoryBudget:
-        """Nothing is measured: other processes use the same memory."""
+        """Nothing is measured, because other processes use the same memory."""
         total = self.total()
         return MemoryBudget(total, total - self.available(), most=CPU_DEFAULT_KV_BYTES, pool=_this_machine())
 
 
 class MemoryMeter(Protocol):
-    """What a device tells of its memory."""
+    """A device's measurements of its memory."""
 
     def settle(self) -> tuple[int, int, int]:
-        """(total, free, held by torch) bytes, when all has been given back that nothing uses. Starts `peak` anew."""
+        """Frees all unused memory, resets `peak`, and returns (total, free, held by torch) bytes."""
         ...
 
     def peak(self) -> int:
-        """Most bytes that torch has held at once since then, what it could not use included."""
+        """Returns the maximum of bytes that torch has held since then, including unusable fragments."""
         ...
 
 
 def measure(meter: MemoryMeter, largest_step: Callable[[], None], graph_bytes: int) -> MemoryBudget:
-    """Runs the largest step, and reads what is in use behind it: kernels and libraries are loaded by then."""
+    """Runs the largest step, and reads the memory in use after it, when kernels and libraries are loaded."""
     meter.settle()
     largest_step()
     peak = meter.peak()
@@ -78,7 +78,7 @@ def measure(meter: MemoryMeter, largest_step: Callable[[], None], graph_bytes: i
 
 @contextmanager
 def memory_for(what: str, device: torch.device, advice: Callable[[], str]) -> Iterator[None]:
-    """Running out of memory inside becomes a ConfigError: `what` does not fit, do as `advice` says."""
+    """Converts running out of memory inside to a ConfigError: `what` does not fit, follow `advice`."""
     try:
         yield
     except (RuntimeError, MemoryError, OSError) as error:
@@ -89,7 +89,7 @@ def memory_for(what: str, device: torch.device, advice: Callable[[], str]) -> It
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether torch, a driver or the system had none left; only torch's own has a type for that."""
+    """Returns whether torch, a driver or the system was out of memory; only torch has an error type for it."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     text = str(error).lower()
@@ -97,13 +97,13 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def _this_machine() -> str:
-    """A name that no other machine has, and that all processes here agree on."""
+    """Returns a name that is unique to this machine, and equal in all its processes."""
     boot_id = Path("/proc/sys/kernel/random/boot_id")
     return boot_id.read_text().strip() if boot_id.exists() else platform.node()
 
 
 def _linux_available_bytes() -> int:
-    """MemAvailable from /proc, the kernel's own estimate; 0 where there is none."""
+    """Returns MemAvailable from /proc, the kernel's own estimate; 0 if there is none."""
     meminfo = Path("/proc/meminfo")
     if not meminfo.exists():
         return 0

@@ -1,10 +1,10 @@
 """One device's step, in two calls that alternate strictly:
 
     execute_model(plan)   free rows, add rows, refresh rows, build the batch, run the model; parks an ExecuteModelState
-    sample_tokens()       end the step as the rank's place in the pipeline asks (`step_end`), return what the scheduler
-                          needs
+    sample_tokens()       end the step as the rank's place in the pipeline requires (`step_end`), return what the
+                          scheduler needs
 
-They are two so that the CPU can work out which tokens a grammar allows while the model runs.
+They are separate so that the CPU can compute the tokens that a grammar allows while the model runs.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ class Forward(Protocol):
 
 
 def _no_output() -> None:
-    """Of a step without tokens."""
+    """The output of a step without tokens."""
 
 
 @dataclass(eq=False)
 class ModelRunner:
-    """Owns the rows and drives its parts, which it receives finished. Not thread-safe: one thread drives it."""
+    """Owns the rows and drives its parts, which are passed to it. Not thread-safe: one thread drives it."""
 
     states: RequestStates
     blocks: BlockTables
-    writer: TableWriter  # of all tables of the two above
+    writer: TableWriter  # of the tables of both
     inputs: InputBuilder
     passes: Forward
     end: StepEnd
     kv_step: KVStep
-    poisoned: tuple[torch.Tensor, ...]  # the cache where new blocks are filled with NaN, so that early reads show
-    max_drafts_in_flight: int | None  # with it every step checks the two counts of computed tokens
+    poisoned: tuple[torch.Tensor, ...]  # the cache if new blocks are filled with NaN, so that early reads show
+    max_drafts_in_flight: int | None  # if set, every step checks the two counts of computed tokens
     _parked: ExecuteModelState | None = field(default=None, init=False)
 
     @torch.inference_mode()
@@ -73,7 +73,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def sample_tokens(self, grammars: GrammarOutput) -> PendingOutput:
-        """Samples for the step that `execute_model` ran last, within its grammars."""
+        """Samples for the step that `execute_model` ran last, constrained by its grammars."""
         state, self._parked = self._parked, None
         end = partial(self.end.finish, state, grammars) if state is not None else _no_output
         output, finished = self.kv_step.run_sampling(end)
@@ -83,11 +83,11 @@ class ModelRunner:
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether a step is launched here and computed elsewhere, so that its result comes later."""
+        """Whether a step is launched here and computed on a device, so that its result arrives later."""
         return self.end.runs_ahead
 
     def shutdown(self) -> None:
-        """No step will come any more."""
+        """Shuts down; no step follows."""
         self.kv_step.shutdown()
 
     def _update_rows(self, plan: SchedulerOutput) -> None:
@@ -104,7 +104,7 @@ class ModelRunner:
     def _append_blocks(self, row: int, block_ids: BlockIds, num_kept: int = 0) -> None:
         self.blocks.append(row, block_ids)
         if self.poisoned:
-            # Blocks beyond the cached prefix hold nothing yet: a read before they are written must show.
+            # Blocks after the cached prefix have no content yet: a read before they are written must show.
             fresh = [i for ids in block_ids for i in ids[num_kept // self.blocks.block_size :]]
             for tensor in self.poisoned:
                 tensor[fresh] = torch.nan

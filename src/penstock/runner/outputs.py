@@ -1,4 +1,4 @@
-"""From what a step sampled to what the scheduler is told, at once or when the result is asked for."""
+"""Converts a step's samples to the scheduler's output, at once or when the result is requested."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NOTHING_ALLOWED = (
 
 
 class PendingOutput(Protocol):
-    """A step that was launched. It needs nothing of the runner any more."""
+    """The result of a launched step. It is independent of the runner."""
 
     def result(self) -> ModelRunnerOutput:
         """Waits for the step. Called once, from any thread."""
@@ -38,16 +38,16 @@ class ReadyOutput:
 
 
 PendingPart = Callable[[ModelRunnerOutput], ModelRunnerOutput]
-"""What a step leaves beside its tokens: waits for it, and adds it. It needs nothing of the runner any more."""
+"""A part of a step's result besides its tokens: waits for it, and adds it. It is independent of the runner."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopiedDrafts:
-    """What the scheduler must know of a step's new drafts, which is as little as possible (`PendingPart`)."""
+    """The scheduler's data of a step's new drafts, reduced to the minimum (`PendingPart`)."""
 
     request_ids: list[str]
-    with_ids: list[int]  # the requests whose drafts are named, as indices
-    with_counts: bool  # whether gaps are told
+    with_ids: list[int]  # the requests whose draft ids are reported, as indices
+    with_counts: bool  # whether gaps are reported
     drafts: HostCopy  # [len(request_ids), num_drafts] int64, -1 for gaps
 
     def __call__(self, output: ModelRunnerOutput) -> ModelRunnerOutput:
@@ -62,7 +62,7 @@ class CopiedDrafts:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What was sampled, with all that came of the step beside it."""
+    """The sampled tokens, with the other parts of the step's result."""
 
     sampled: PendingOutput
     parts: tuple[PendingPart, ...] = ()
@@ -77,7 +77,7 @@ class StepOutput:
 
 
 class Verdict(enum.IntEnum):
-    """Why no token can be drawn."""
+    """The reason why no token can be drawn."""
 
     FINE = 0
     NOT_FINITE = 1
@@ -86,7 +86,7 @@ class Verdict(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SampledArrays:
-    """What was sampled, on the CPU. Of each window the tokens up to the one behind the accepted drafts are meant."""
+    """The samples, on the CPU. In each window, the tokens up to the one after the accepted drafts count."""
 
     token_ids: np.ndarray  # [at least num_logits] int64
     verdicts: np.ndarray  # [at least num_logits] int8: `Verdict`
@@ -95,9 +95,9 @@ class SampledArrays:
 
 
 def make_output(host: HostBatch, sampled: SampledArrays) -> ModelRunnerOutput:
-    """Of each request's window, the accepted drafts and the token behind them; none where nothing was sampled.
+    """Returns the accepted drafts and the token after them of each request's window; none if nothing was sampled.
 
-    Tells a model that produced no numbers from a request that allows no token.
+    Distinguishes a model that produced NaN from a request that allows no token.
     """
     names, num_logits = host.sampling_request_ids, host.num_logits
     tokens: dict[str, tuple[int, ...]] = dict.fromkeys(host.request_ids, ())
@@ -130,5 +130,5 @@ def make_output(host: HostBatch, sampled: SampledArrays) -> ModelRunnerOutput:
 
 
 def make_empty_output(host: HostBatch) -> ModelRunnerOutput:
-    """Of a step in which no request samples."""
+    """Returns the output of a step in which no request samples."""
     return ModelRunnerOutput(sampled_token_ids=dict.fromkeys(host.request_ids, ()))

@@ -1,7 +1,7 @@
 """The parts of a runner that differ between devices.
 
-A worker asks once which device it has and gets that device's `DeviceParts` (`penstock.worker.parts`). Everything else
-in this folder is the same on every device.
+A worker determines its device once and gets that device's `DeviceParts` (`penstock.worker.parts`). Everything else in
+this folder is the same on every device.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from penstock.utils.shared_memory import SharedMemory
 
 @dataclass(frozen=True, slots=True)
 class SamplingContext:
-    """What sampling and speculation are built from."""
+    """The objects from which sampling and speculation are built."""
 
     loaded: LoadedModel
     config: SchedulerConfig
@@ -50,70 +50,69 @@ class SamplingContext:
 
 @dataclass(frozen=True, slots=True)
 class DeviceParts:
-    """One device's makers. Those of a runner's parts are called once per runner."""
+    """One device's factories. Those of a runner's parts are called once per runner."""
 
     memory: DeviceMemory
 
     runs_ahead: bool
-    """Whether a step is launched on the CPU and computed elsewhere."""
+    """Whether a step is launched on the CPU and computed on a device."""
 
     kernels: str
-    """The kernels in use, for people: an instruction set of the native library, `torch`, or `triton`."""
+    """The kernels in use, for display: an instruction set of the native library, `torch`, or `triton`."""
 
     device_name: str
     """A GPU's product name; empty for a CPU."""
 
     set_up: Callable[[ExecutionConfig, int], None]
-    """Prepares the process, before anything is loaded, as one of so many ranks on this host."""
+    """Prepares the process before loading, as one of this number of ranks on the host."""
 
     has_memory: bool
-    """Whether tensors hold anything; those of the meta device have shapes alone."""
+    """Whether tensors have memory; those of the meta device only have shapes."""
 
     arithmetic: Callable[[ExecutionConfig], str]
-    """Names the kernels that compute: with others, sums have other last bits."""
+    """Names the computing kernels: with others, sums have other last bits."""
 
     deliver_weights: Callable[[], AbstractContextManager[Delivery]]
-    """How weights get to the device, until the context ends."""
+    """Copies weights to the device, until the context ends."""
 
     for_small_steps: Callable[[Model, ExecutionConfig], Model]
-    """The model with kernels of its own for steps of few tokens, where there are such and their sums may differ."""
+    """Returns the model with special kernels for steps of few tokens, if there are any and their sums may differ."""
 
     allocate: Callable[[int], torch.Tensor]
-    """[bytes] uint8 for the KV cache, uninitialised and aligned as its kernels want it."""
+    """Allocates [bytes] uint8 for the KV cache, uninitialised and aligned for its kernels."""
 
     allocate_shared: Callable[[int], SharedMemory]
-    """The same as memory that other processes can map by its name. Raises ConfigError where they cannot."""
+    """Allocates the same as memory that other processes can map by its name. Raises ConfigError if they cannot."""
 
     check_attention: Callable[[ExecutionConfig], None]
-    """Raises ConfigError where the attention backend that was asked for cannot run."""
+    """Raises ConfigError if the requested attention backend cannot run."""
 
     make_attention: Callable[[SchedulerConfig, ExecutionConfig], AttentionBackend]
-    """The attention backend. Raises ConfigError as `check_attention` does."""
+    """Builds the attention backend. Raises ConfigError as `check_attention` does."""
 
     make_table_writer: Callable[[int], TableWriter]
-    """Of how many steps the CPU may have launched whose results it does not know."""
+    """Takes the maximum number of launched steps whose results the CPU does not know."""
 
     make_input_builder: Callable[[SchedulerConfig, BatchShapes, RequestStates, BlockTables], InputBuilder]
 
     make_sampling: Callable[[SamplingContext, DeviceMemory], tuple[StepSampler, Picker]]
-    """What samples tokens and verifies drafts, and what picks these drafts: the two belong together.
+    """Builds the sampler, which also verifies drafts, and the picker of these drafts: the two belong together.
 
-    Raises ConfigError when the drafts' distributions do not fit into memory.
-    """
+    Raises ConfigError if the drafts' distributions do not fit into memory."""
 
     score: Score
 
     make_ngram_speculator: Callable[[int, int], Speculator]
-    """Of the fewest and the most tokens that are looked up."""
+    """Takes the minimum and the maximum number of tokens to look up."""
 
     graph_contexts: Callable[[AttentionBackend, ExecutionConfig, WorkerConnector], tuple[int, ...]]
-    """The context lengths for which steps are captured as graphs; none where graphs are not used."""
+    """Returns the context lengths for which steps are captured as graphs; empty without graphs."""
 
     make_passes: Callable[[EagerPasses, InputBuilder, StepSampler, BatchShapes], Passes]
-    """Captures the graphs that the shapes list. Raises ConfigError when they do not fit into memory."""
+    """Captures the graphs that the shapes list. Raises ConfigError if they do not fit into memory."""
 
     make_kv_cache_view: Callable[[KVCache], KVCacheView]
-    """The cache as connectors see it."""
+    """Returns the cache as connectors see it."""
 
     copy_to_host: Callable[[torch.Tensor], HostCopy]
-    """The tensor as it is when the device reaches this."""
+    """Copies the tensor's content at this point of the device's stream."""

@@ -1,4 +1,4 @@
-"""What a step computes: the model's pass over its tokens, the sampling, and behind it the speculator's passes."""
+"""The computations of a step: the model's pass over its tokens, the sampling, and then the speculator's passes."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from penstock.runner.step_sampler import StepSampler
 
 
 class Passes(Protocol):
-    """Lifecycle: one is chosen and built with the runner. Threading: the runner's thread. They wait for nothing."""
+    """Lifecycle: one is chosen and built with the runner. Threading: the runner's thread. No method waits."""
 
     def replays(self, batch: InputBatch) -> bool:
-        """Whether `forward` takes a graph."""
+        """Returns whether `forward` replays a graph."""
         ...
 
     def forward(self, batch: InputBatch) -> ModelOutput:
-        """The model over the step's tokens. What it returns is valid until the next step's pass.
+        """Runs the model over the step's tokens. The output is valid until the next step's pass.
 
-        There may be padding behind the tokens.
+        There may be padding after the tokens.
         """
         ...
 
     def sample(self, batch: InputBatch, output: ModelOutput, grammars: GrammarOutput) -> PendingOutput:
-        """Ends the step but for its drafts: tokens and exact counts are in the rows' tables."""
+        """Ends the step except for its drafts: tokens and exact counts are in the rows' tables."""
         ...
 
     def propose(self, batch: InputBatch, output: ModelOutput, num_drafts: int) -> None:
-        """Lets the speculator follow the step, and stores its drafts behind the last known tokens."""
+        """Lets the speculator process the step, and stores its drafts after the last known tokens."""
         ...
 
 
 class ForwardPasses:
-    """The model's pass alone, launched anew each time."""
+    """The model's pass alone, launched in every step."""
 
     def __init__(self, model: Model, cache: LayerCaches, inputs: InputBuilder) -> None:
         self._model = model
@@ -56,7 +56,7 @@ class ForwardPasses:
 
 
 class EagerPasses(ForwardPasses):
-    """Launches every kernel anew (`Passes`)."""
+    """Launches all kernels in every step (`Passes`)."""
 
     def __init__(
         self,
@@ -74,19 +74,19 @@ class EagerPasses(ForwardPasses):
 
     @property
     def has_drafts(self) -> bool:
-        """Whether any step proposes some."""
+        """Whether steps propose drafts."""
         return self._states.drafts.shape[1] > 0
 
     @property
     def is_capturable(self) -> bool:
-        """Whether there are drafts, and a CUDA graph may hold what proposes them."""
+        """Whether there are drafts, and a CUDA graph may contain their proposal."""
         return self._speculator.is_capturable
 
     def replays(self, batch: InputBatch) -> bool:
         return False
 
     def logits(self, batch: InputBatch, output: ModelOutput) -> torch.Tensor:
-        """[num_logits, vocab_size]: of the tokens that are sampled from."""
+        """Returns [num_logits, vocab_size]: the logits of the tokens that are sampled from."""
         samples_all = batch.host.num_logits == batch.host.num_tokens
         return self._model.compute_logits(output.hidden if samples_all else output.hidden[batch.tensors.logits_indices])
 

@@ -1,11 +1,11 @@
-"""What a rank does behind the model's pass in an engine that pools: a vector for every prompt that the step completes.
+"""The work of a rank after the model's pass in a pooling engine: a vector for every prompt that the step completes.
 
-    last stage       copy the hidden states that a vector is made of; one of its ranks answers with the vectors, or with
-                     what a classifier makes of them
-    earlier stages   nothing: no later step needs what the last stage makes
+    last stage       copy the hidden states that the vectors need; one of its ranks returns the vectors, or a
+                     classifier's results for them
+    earlier stages   nothing: no later step needs the last stage's results
 
 Every rank answers every step with its connector's report. A vector is float32 and a function of its request's own
-hidden states alone, in a fixed order on the CPU: neither the batch nor the device's way to add numbers changes a bit.
+hidden states alone, in a fixed order on the CPU: neither the batch nor the device's order of additions changes a bit.
 The state of a last token is the same however its prompt was divided into chunks. A mean over all tokens, and the state
 of the first one, are taken only of prompts that one step computes whole (`PoolingConfig.needs_whole_prompts`).
 """
@@ -34,7 +34,7 @@ NOT_FINITE = "no vector can be made: the hidden states are not finite"
 
 @dataclass(frozen=True, eq=False)
 class PoolingEnd:
-    """Of every stage (`StepEnd`). `is_reported` is true of the one rank that tells the vectors."""
+    """Used by every stage (`StepEnd`). `is_reported` is true on the single rank that reports the vectors."""
 
     method: str  # one of `METHODS` in `penstock.config.sentence_transformers`
     head: PoolingHead | None
@@ -44,12 +44,12 @@ class PoolingEnd:
     runs_ahead: bool
 
     def add(self, row: int, request: RowRequest) -> None:
-        """It keeps no parameters: what a caller wants of its vector concerns the front end."""
+        """No parameters are kept here: the front end applies the caller's options to the vector."""
 
     def remove(self, rows: Iterable[int]) -> None: ...
 
     def prepare(self, plan: SchedulerOutput) -> None:
-        """Prompts hold all that a step reads."""
+        """Nothing to prepare: a step reads only prompts."""
 
     def finish(self, state: ExecuteModelState, grammars: GrammarOutput) -> StepOutput | None:
         tensors = state.batch.tensors
@@ -59,17 +59,17 @@ class PoolingEnd:
         return StepOutput(self.pool(state))
 
     def pool(self, state: ExecuteModelState) -> PooledOutput:
-        """Copies what the vectors are made of; [0, hidden_size] in a step that completes no prompt."""
+        """Copies the hidden states that the vectors need; [0, hidden_size] in a step that completes no prompt."""
         host, hidden = state.batch.host, state.output.hidden
         if self.method == "last":
             places, lengths = state.batch.tensors.logits_indices, np.ones(len(host.sampling), np.int64)
         else:
             places, lengths = self._places(host)
-        # Every narrower type is a part of float32.
+        # Every narrower type converts to float32 exactly.
         return PooledOutput(host, lengths, self.copy_to_host(hidden[places].float()), self.head)
 
     def _places(self, host: HostBatch) -> tuple[torch.Tensor, np.ndarray]:
-        """Which hidden states are needed of prompts that this step computes whole, and how many of each prompt."""
+        """Returns which hidden states are needed of prompts that this step computes whole, and how many of each."""
         starts = host.query_start_loc.astype(np.int64)
         firsts, ends = starts[:-1][host.sampling], starts[1:][host.sampling]
         if self.method == "cls":
@@ -80,7 +80,7 @@ class PoolingEnd:
 
 @dataclass(frozen=True, slots=True)
 class PooledOutput:
-    """Vectors on their way to the CPU (`PendingOutput`). The step's KV is in place when they are there."""
+    """A copy of vectors to the CPU (`PendingOutput`). The step's KV is in place when it is complete."""
 
     host: HostBatch
     lengths: np.ndarray  # [num_sampling] int64: rows of `hidden` that belong to each request
@@ -105,5 +105,5 @@ class PooledOutput:
 
 
 def mean(rows: np.ndarray) -> np.ndarray:
-    """[n, width] float32 -> [width] float32, added up in float64: a function of these rows alone."""
+    """[n, width] float32 -> [width] float32, summed in float64: a function of these rows alone."""
     return rows[0].copy() if len(rows) == 1 else rows.mean(0, dtype=np.float64).astype(np.float32)

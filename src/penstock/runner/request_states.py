@@ -1,11 +1,11 @@
-"""The requests' state on the device, one row per request for as long as it runs.
+"""The state of running requests on the device, one row per request.
 
 Rows never move; each step maps batch rows to them (`idx_mapping`). Token ids and exact counts live on the device and
 are written by its own kernels, so that a step can be prepared before the tokens of the last one are known on the CPU.
-What the CPU knows of the rows is in `Rows`.
+The CPU's data of the rows is in `Rows`.
 
-The tables end with a spare row for padding, whose row number is -1, which torch takes for the last row. A captured step
-writes there for its padding.
+The tables end with a spare row for padding, whose row number is -1, which torch interprets as the last row. A captured
+step writes its padding there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class RequestStates:
         self, max_num_reqs: int, max_model_len: int, max_num_drafts: int, device: torch.device, writer: TableWriter
     ) -> None:
         # One more than the longest request: the token sampled at its last position is stored and never computed. Drafts
-        # stand behind it, a gap as token 0; `drafts` tells the gaps.
+        # follow it, a gap as token 0; `drafts` marks the gaps.
         width = max_model_len + 1 + max_num_drafts
         num_rows = max_num_reqs + 1
         self.token_ids = torch.zeros((num_rows, width), dtype=torch.int32, device=device)
@@ -32,7 +32,7 @@ class RequestStates:
         self._writer = writer
 
     def add(self, new: NewRequestData) -> int:
-        """Takes a row for a request and returns it; the device sees it once the writer has applied it."""
+        """Assigns a row to a request and returns it; visible on the device once the writer has applied it."""
         row = self.rows.add(new.request_id, len(new.token_ids), new.request.second_text_start)
         self._writer.write(self.token_ids, row, 0, new.token_ids)
         self._writer.write(self.num_computed_exact, row, 0, (new.num_computed_tokens,))

@@ -1,7 +1,7 @@
-"""Which state row each request has. A request keeps its row for as long as it runs.
+"""The assignment of state rows to requests. A request keeps its row for as long as it runs.
 
-`Rows` counts nothing: the scheduler's counts come with every step. It needs no torch, so that a simulated rank can
-drive it as a real one does.
+`Rows` keeps no counts: the scheduler's counts come with every step. It needs no torch, so that a simulated rank can use
+it as a real one does.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class Rows:
 
     def __init__(self, max_num_reqs: int) -> None:
         self.prefill_len = np.zeros(max_num_reqs, dtype=np.int64)  # tokens known at admission
-        self.generation = np.zeros(max_num_reqs, dtype=np.int64)  # how many requests the row has had
-        self.second_text_start = np.zeros(max_num_reqs, dtype=np.int64)  # of a pair of texts, else 0
+        self.generation = np.zeros(max_num_reqs, dtype=np.int64)  # number of requests that the row has had
+        self.second_text_start = np.zeros(max_num_reqs, dtype=np.int64)  # in a pair of texts, else 0
         self._rows: dict[str, int] = {}
         self._free_rows = list(range(max_num_reqs))
 
@@ -30,7 +30,7 @@ class Rows:
         return np.fromiter(map(self._rows.__getitem__, request_ids), np.int64, len(request_ids))
 
     def remove(self, request_ids: Iterable[str]) -> list[int]:
-        """Frees rows and returns them; unknown requests are ignored. Sorted, so that every rank frees alike."""
+        """Frees rows and returns them, sorted, so that all ranks free alike; unknown requests are ignored."""
         rows: list[int] = []
         for request_id in sorted(request_ids):
             row = self._rows.pop(request_id, None)
@@ -40,7 +40,7 @@ class Rows:
         return rows
 
     def add(self, request_id: str, num_known_tokens: int, second_text_start: int = 0) -> int:
-        """Gives the lowest free row to a request and returns it."""
+        """Assigns the lowest free row to a request and returns it."""
         assert request_id not in self._rows, request_id
         row = self._rows[request_id] = heapq.heappop(self._free_rows)
         self.prefill_len[row] = num_known_tokens

@@ -1,10 +1,10 @@
-"""What a rank does behind the model's pass, by its place in the pipeline.
+"""The work of a rank after the model's pass, by its place in the pipeline.
 
     last stage       sample, verify drafts, store the tokens where the next step reads them, propose new drafts, and
                      send all of it to the earlier stages
-    earlier stages   take over what the last stage sent, before a step that needs it
+    earlier stages   apply what the last stage sent, before a step that needs it
 
-All ranks derive what they send and receive from the plans alone, which are the same everywhere.
+All ranks derive what they send and receive from the plans alone, which are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from penstock.runner.step_sampler import StepSampler
 
 @dataclass(frozen=True, slots=True)
 class ExecuteModelState:
-    """What `sample_tokens` needs of the forward pass before it."""
+    """The data of the forward pass that `sample_tokens` needs."""
 
     step: int
     batch: InputBatch
@@ -47,29 +47,29 @@ class StepEnd(Protocol):
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether a step is launched here and computed elsewhere, so that its result comes later."""
+        """Whether a step is launched here and computed on a device, so that its result arrives later."""
         ...
 
     def add(self, row: int, request: RowRequest) -> None:
-        """A request gets its row; staged as the rows themselves are."""
+        """Called when a request gets its row; staged like the rows themselves."""
         ...
 
     def remove(self, rows: Iterable[int]) -> None:
-        """Rows become free."""
+        """Called when rows become free."""
         ...
 
     def prepare(self, plan: SchedulerOutput) -> None:
-        """Before the batch of a step with tokens is built: what it needs to know of its rows is in their tables."""
+        """Called before the batch of a step with tokens is built: updates the tables of its rows."""
         ...
 
     def finish(self, state: ExecuteModelState, grammars: GrammarOutput) -> StepOutput | None:
-        """Ends the step; None on a rank whose samples nothing asks for."""
+        """Ends the step; returns None on a rank whose samples are not reported."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class SamplingEnd:
-    """The last stage's (`StepEnd`). All its ranks sample the same; `is_reported` is true of the one that tells."""
+    """Used by the last stage (`StepEnd`). All its ranks sample the same; `is_reported` is true on one of them."""
 
     sampling: SamplingStates
     prompt_scorer: PromptScorer
@@ -92,7 +92,7 @@ class SamplingEnd:
         self.sampling.remove(rows)
 
     def prepare(self, plan: SchedulerOutput) -> None:
-        """Its own sampler has written the tables."""
+        """Nothing to prepare: its own sampler has written the tables."""
 
     def finish(self, state: ExecuteModelState, grammars: GrammarOutput) -> StepOutput | None:
         batch, output, num_drafts = state.batch, state.output, state.num_drafts_to_propose
@@ -118,7 +118,7 @@ class SamplingEnd:
 
 @dataclass(frozen=True, eq=False)
 class EarlierStageEnd:
-    """Of a stage behind which others follow (`StepEnd`). It samples nothing and hears of the tokens later."""
+    """Used by all earlier stages (`StepEnd`). It samples nothing and receives the tokens later."""
 
     states: RequestStates
     awaited: AwaitedResults
@@ -126,7 +126,7 @@ class EarlierStageEnd:
     runs_ahead: bool
 
     def add(self, row: int, request: RowRequest) -> None:
-        """It keeps no sampling parameters."""
+        """No sampling parameters are kept here."""
 
     def remove(self, rows: Iterable[int]) -> None: ...
 

@@ -1,6 +1,6 @@
-"""What the last stage tells the earlier ones of a step: tokens, drafts and exact counts of the rows that sampled.
+"""A step's results sent by the last stage to the earlier ones: tokens, drafts and exact counts of rows that sampled.
 
-A step in which no row samples sends nothing. The messages follow each other in the order of the steps.
+A step in which no row samples sends nothing. The messages are sent in the order of the steps.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from penstock.runner.request_states import RequestStates
 
 
 class ResultsSender:
-    """The last stage's end."""
+    """The last stage's side."""
 
     def __init__(self, states: RequestStates, channels: Sequence[TensorChannel]) -> None:
-        """`channels`: one for each earlier stage; none where there is no pipeline."""
+        """`channels`: one for each earlier stage; none without a pipeline."""
         self._states = states
         self._channels = channels
 
     def send(self, batch: InputBatch) -> None:
-        """Tells of a step whose tokens and drafts are in the rows' tables."""
+        """Sends the results of a step, whose tokens and drafts are in the rows' tables."""
         if not self._channels or not len(batch.host.sampling):
             return
         states, rows = self._states, batch.tensors.sampling_rows
@@ -36,14 +36,14 @@ class ResultsSender:
 
 
 class ResultsReceiver:
-    """An earlier stage's end."""
+    """An earlier stage's side."""
 
     def __init__(self, states: RequestStates, channel: TensorChannel) -> None:
         self._states = states
         self._channel = channel
 
     def receive(self, owned: OwnedRows) -> None:
-        """Waits for the next result, and takes over the part of it that is `owned`."""
+        """Waits for the next result, and applies the part of it that is `owned`."""
         states, device = self._states, self._states.token_ids.device
         positions, rows = to_device(owned.positions, device), to_device(owned.rows, device)
         counts, tokens, drafts = (part[positions] for part in self._channel.receive())
@@ -53,9 +53,9 @@ class ResultsReceiver:
 
 
 def _columns(states: RequestStates, counts: torch.Tensor) -> torch.Tensor:
-    """[n, width] int64: the places of the tokens that a step may have written, and of the drafts behind them.
+    """Returns [n, width] int64: the places of the tokens that a step may have written, and of the drafts after them.
 
-    `counts` [n, 1] int64 are the exact counts after the step; the last known token stands there.
+    `counts` [n, 1] int64 are the exact counts after the step, which are also the places of the last known tokens.
     """
     num_drafts = states.drafts.shape[1]
     width = min(1 + 2 * num_drafts, states.token_ids.shape[1])

@@ -8,7 +8,7 @@ import torch
 
 
 class HostTableWriter:
-    """Writes tables where they are (`TableWriter`)."""
+    """Writes tables directly (`TableWriter`)."""
 
     def write(self, table: torch.Tensor, row: int, start: int, values: Sequence[int] | Sequence[float]) -> None:
         assert 0 <= start <= start + len(values) <= table.shape[1], (start, len(values), table.shape)

@@ -1,4 +1,4 @@
-"""Drafts drawn and verified by torch (`penstock.runner.speculation.verifier` says what the verifiers do)."""
+"""Drafts drawn and verified by torch (`penstock.runner.speculation.verifier` defines the verifiers)."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _REJECTED = -2  # neither a token nor a gap
 
 
 class DraftDistributions:
-    """What the drafts were drawn from: for each state row and place the drafter's logits, in their dtype.
+    """The drafts' distributions: for each state row and place the drafter's logits, in their dtype.
 
-    A row's logits are written together with the draft that was drawn from them and overwritten together with it, so
-    the verifier of a draft finds its own. The distribution is made from the logits twice, by the same operations.
+    A row's logits are written and overwritten together with the draft that was drawn from them, so the verifier of a
+    draft finds its own. The distribution is computed from the logits twice, by the same operations.
     """
 
     def __init__(self, logits: torch.Tensor) -> None:
-        """`logits` [max_num_reqs, max_num_drafts, vocab_size], of any content."""
+        """`logits` [max_num_reqs, max_num_drafts, vocab_size], uninitialised."""
         self._logits = logits
 
     def write(self, rows: torch.Tensor, place: int, logits: torch.Tensor) -> None:
@@ -42,7 +42,7 @@ class DraftDistributions:
 
 
 class SamplingPicker:
-    """The likeliest token for a greedy request, and for others one drawn at the request's temperature."""
+    """Picks the likeliest token for greedy requests, and draws one at the request's temperature for others."""
 
     is_capturable = False
 
@@ -52,7 +52,7 @@ class SamplingPicker:
 
     def of_step(self, step: StepResult) -> Pick:
         requests = self._states.at(step.batch.host.rows[step.batch.host.sampling])
-        # Exact positions are known on the device alone, and noise is made on the CPU.
+        # Exact positions are known only on the device, but noise is made on the CPU.
         first = step.num_computed_exact.cpu().numpy() + 1
         batch = SamplingBatch(requests, first, step.rows, step.num_computed_exact + 1, step.token_ids, {})
         random_rows = batch.where(lambda request: not request.sampling_params.is_greedy)
@@ -73,7 +73,7 @@ class SamplingPicker:
 
 @dataclass(frozen=True, slots=True)
 class TorchSampledStep(SampledStep):
-    """With what the tokens were drawn from."""
+    """Includes the distributions that the tokens were drawn from."""
 
     sampling: SamplingBatch
     distributions: Distributions
@@ -111,8 +111,8 @@ class RejectionVerifier:
                 sampling.noise(drafted, Purpose.ACCEPT),
                 sampling.noise(drafted, Purpose.RESAMPLE),
             )
-        # The token at a draft's place has its distribution however it came about, so a draft counts as accepted where
-        # it is that token.
+        # The token at a draft's place has its distribution however it was obtained, so a draft counts as accepted if it
+        # is that token.
         _count(step, step.token_ids, self._drafts)
 
 
@@ -134,7 +134,7 @@ class SyntheticVerifier:
         if sampling.bitmasks:
             masks = [sampling.bitmasks.get(i) for i in drafted.tolist()]
             is_accepted &= [mask is None or allows(mask, i) for mask, i in zip(masks, drafts.tolist(), strict=True)]
-        # A rejected draft stays rejected even where the target samples the same token.
+        # A rejected draft stays rejected even if the target samples the same token.
         accepted = torch.full_like(step.token_ids, _REJECTED)
         accepted[index] = drafts.where(to_device(is_accepted, device), _REJECTED)
         step.token_ids.copy_(accepted.where(accepted >= 0, step.token_ids))
@@ -150,7 +150,7 @@ def _count(step: TorchSampledStep, token_ids: torch.Tensor, drafts: torch.Tensor
 def count_accepted(
     token_ids: torch.Tensor, all_drafts: torch.Tensor, rows: torch.Tensor, num_drafts_np: np.ndarray
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """([num_sampling] int64 accepted drafts, [num_sampling] int64 drafts before the first gap).
+    """Returns ([num_sampling] int64 accepted drafts, [num_sampling] int64 drafts before the first gap).
 
     `token_ids` [num_logits] int64, window after window; `all_drafts` [max_num_reqs, max_num_drafts] int64, -1 a gap;
     `rows` [num_sampling] int64 are the requests' rows of it, and `num_drafts_np` [num_sampling] how many each verifies.
@@ -160,7 +160,7 @@ def count_accepted(
     num_drafts = to_device(num_drafts_np, token_ids.device)
     starts = (num_drafts + 1).cumsum(0) - num_drafts - 1
     place = torch.arange(longest, device=token_ids.device)
-    # Beyond a request's own window the index is held inside the tensor and the comparison is masked.
+    # Beyond a request's own window the index is clamped to the tensor and the comparison is masked.
     index = (starts[:, None] + place).clamp(max=len(token_ids) - 1)
     is_real = (place < num_drafts[:, None]) & (drafts >= 0)
     is_right = is_real & (token_ids[index] == drafts)
@@ -168,7 +168,7 @@ def count_accepted(
 
 
 def draft_places(num_drafts_np: np.ndarray) -> np.ndarray:
-    """[num_logits] int64: which of its request's drafts each logits row verifies, -1 for the row after the last."""
+    """Returns [num_logits] int64: which draft each logits row verifies, -1 for the row after the last."""
     counts = num_drafts_np + 1
     places = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
     return np.where(places < np.repeat(num_drafts_np, counts), places, -1)
@@ -177,16 +177,16 @@ def draft_places(num_drafts_np: np.ndarray) -> np.ndarray:
 def accept_or_resample(
     target: torch.Tensor, draft: torch.Tensor, drafts: torch.Tensor, accept: torch.Tensor, resample: torch.Tensor
 ) -> torch.Tensor:
-    """[n] int64: each draft, or the token in its place.
+    """Returns [n] int64: each draft, or the token in its place.
 
     `target` and `draft` are [n, vocab_size] float32 probabilities, `drafts` [n] int64, `accept` and `resample` [n]
-    float64 in [0, 1). A draft that its distribution cannot have given (NaN, or without mass) is never accepted.
+    float64 in [0, 1). A draft that its distribution cannot have produced (NaN, or zero mass) is never accepted.
     """
     of_target = target.gather(1, drafts[:, None])[:, 0].double()
     of_draft = draft.gather(1, drafts[:, None])[:, 0].double()
     is_accepted = (of_draft > 0) & (accept * of_draft < of_target)
     residual = (target - draft).clamp_(min=0)
-    # Equal distributions may leave nothing but a rounding error, and so may a drafter's that is NaN.
+    # Equal distributions may leave only a rounding error, and so may a drafter's distribution that is NaN.
     is_empty = ~(residual.sum(-1) > 0)
     if bool(is_empty.any()):
         residual[is_empty] = target[is_empty]

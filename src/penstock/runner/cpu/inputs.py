@@ -1,4 +1,4 @@
-"""A step's inputs by torch, in fresh tensors."""
+"""Builds a step's inputs with torch, in new tensors."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class TorchInputBuilder:
         tokens: TokenInputs,
         shape: BatchDescriptor,
     ) -> tuple[AttentionMetadata, ...]:
-        """One view of the requests per KV group; the tables are cut to the longest request."""
+        """Returns one view of the requests per KV group; the tables are cut to the longest request."""
         block_size = self._blocks.block_size
         width = cdiv(shape.max_seq_len, block_size)
         return tuple(
@@ -96,7 +96,7 @@ class TorchInputBuilder:
 
 
 def _last_tokens(ends: np.ndarray, num_drafts: np.ndarray) -> np.ndarray:
-    """[num_logits] int64: of each request whose tokens end at `ends`, the last `1 + num_drafts`."""
+    """Returns [num_logits] int64: the last `1 + num_drafts` tokens of each request, whose tokens end at `ends`."""
     if not num_drafts.any():
         return ends.astype(np.int64) - 1
     counts = num_drafts + 1

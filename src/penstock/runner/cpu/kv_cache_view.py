@@ -12,7 +12,7 @@ from penstock.runner.kv_cache_view import TensorKVCacheView
 class HostKVCacheView(TensorKVCacheView):
     """Plain memory copies (`KVCacheView`).
 
-    Torch's own would wake its threads for each of them, which takes longer than copying a block of a layer; so would
+    Torch's copies would wake its threads each time, which takes longer than copying a block of a layer; so would
     indexing a tensor.
     """
 
@@ -25,7 +25,7 @@ class HostKVCacheView(TensorKVCacheView):
             torch.empty(0, dtype=torch.uint8).set_(storages[region.address]).numpy().data
             for region in self.layout.regions
         ]
-        # All blocks of a layer one after the other.
+        # All blocks of a layer, one after the other.
         self._host = {name: rows.view(-1).numpy().data for name, rows in self._rows.items()}
 
     def region_memory(self) -> list[memoryview]:

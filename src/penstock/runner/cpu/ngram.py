@@ -1,4 +1,4 @@
-"""Prompt lookup (Saxena 2023): what followed the last few tokens where they stood before."""
+"""Prompt lookup (Saxena 2023): proposes the tokens that followed an earlier occurrence of the last few tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.runner.speculation.speculator import StepResult
 
 
 class NgramSpeculator:
-    """Looks for the longest suffix of `shortest` to `longest` tokens, and takes its latest earlier occurrence."""
+    """Finds the longest suffix of `shortest` to `longest` tokens, and its latest earlier occurrence."""
 
     leaves_gaps = True
     is_capturable = False
@@ -29,8 +29,8 @@ class NgramSpeculator:
         return to_device(drafts, step.rows.device)
 
     def _lookup(self, tokens: np.ndarray, num_drafts: int) -> np.ndarray:
-        """[at most num_drafts]: the tokens behind the match."""
-        # Ends of earlier occurrences of ever longer suffixes: a match of n + 1 tokens is one of n that goes on.
+        """Returns the tokens after the match [at most num_drafts]."""
+        # Ends of earlier occurrences of ever longer suffixes: a match of n + 1 tokens extends one of n.
         ends = np.nonzero(tokens[:-1] == tokens[-1])[0] + 1
         best = ends[:0]
         for length in range(1, self._longest + 1):

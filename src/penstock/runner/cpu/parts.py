@@ -1,4 +1,4 @@
-"""A CPU's parts of the runner."""
+"""The runner's parts for a CPU."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def cpu_parts() -> DeviceParts:
 def _set_up(execution: ExecutionConfig, num_ranks: int) -> None:
     count = execution.num_threads or max(1, native.default_num_threads() // num_ranks)
     native.set_num_threads(count)
-    # Torch is left with what is small: waiting for a thread that lost its core would take longer.
+    # Torch only has small operations left, for which waiting for a descheduled thread would take longer.
     torch.set_num_threads(count if native.library() is None else 1)
 
 

@@ -1,7 +1,7 @@
-"""From logits to tokens.
+"""Samples tokens from logits.
 
-Greedy rows take the first token of the highest logit. Others draw by inversion: the token at which the cumulative
-probability, in the order of the vocabulary, first exceeds a number that (seed, position) decides. Every stage works
+Greedy rows take the first token with the highest logit. Others draw by inversion: the token at which the cumulative
+probability, in the order of the vocabulary, first exceeds a number determined by (seed, position). Every stage works
 row by row, so a row's token depends on that row alone.
 """
 
@@ -25,22 +25,22 @@ _CDF_BLOCK = 128
 
 @dataclass(frozen=True, slots=True)
 class Distributions:
-    """What the rows may become once every sampling feature has been applied."""
+    """The rows' distributions after all sampling features."""
 
     best: torch.Tensor  # [num_sampling] int64: the greedy token
-    is_valid: torch.Tensor  # [num_sampling] bool: false where the model produced NaN, or nothing may be drawn
+    is_valid: torch.Tensor  # [num_sampling] bool: false if the model produced NaN, or no token may be drawn
     random_rows: list[int]  # the rows that draw
-    probs: torch.Tensor  # [len(random_rows), vocab_size] float32: what they draw from
+    probs: torch.Tensor  # [len(random_rows), vocab_size] float32: their distributions
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
     token_ids: torch.Tensor  # [num_sampling] int64
-    distributions: Distributions  # what they were drawn from
+    distributions: Distributions  # the distributions they were drawn from
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
-    """One token per row of `logits`, [num_sampling, vocab_size] in the model's dtype, which is left as it is."""
+    """Samples one token per row of `logits`, [num_sampling, vocab_size] in the model's dtype, which stay unchanged."""
     found = distributions(logits, batch)
     token_ids = found.best
     if found.random_rows:
@@ -65,7 +65,7 @@ def distributions(logits: torch.Tensor, batch: SamplingBatch) -> Distributions:
 
 
 def adjusted(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """A copy in float32 with everything that changes the logits of greedy and random rows alike."""
+    """Returns a copy in float32 with all features that change the logits of greedy and random rows alike."""
     logits = logits.to(torch.float32, copy=True)
     _apply(_LOGITS, logits, batch)
     apply_bitmask(logits, batch)
@@ -73,7 +73,7 @@ def adjusted(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
 
 
 def truncate(logits: torch.Tensor, batch: SamplingBatch) -> None:
-    """Forbids what top_k, top_p and min_p exclude, in place; the temperature has been applied."""
+    """Forbids the tokens that top_k, top_p and min_p exclude, in place; the temperature has been applied."""
     _apply(_TRUNCATIONS, logits, batch)
 
 
@@ -86,22 +86,22 @@ def _apply(features: Sequence[tuple[Feature, int]], logits: torch.Tensor, batch:
 
 
 def draw(probs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-    """[n, vocab_size] float32 probabilities, of any sum, and [n] float64 numbers in [0, 1) -> [n] int64 tokens.
+    """[n, vocab_size] float32 probabilities, not normalised, and [n] float64 numbers in [0, 1) -> [n] int64 tokens.
 
     Inversion in two levels, sums of blocks and then within a block, so that a long vocabulary costs one pass.
     """
     padded = torch.nn.functional.pad(probs, (0, -probs.shape[1] % _CDF_BLOCK)).unflatten(1, (-1, _CDF_BLOCK))
     block_cdf = padded.sum(-1).cumsum(-1, dtype=torch.float64)
     target = noise[:, None] * block_cdf[:, -1:]
-    # Rounding must not push the target to the total, behind which there is no token.
+    # Rounding must not raise the target to the total, after which there is no token.
     target = torch.minimum(target, block_cdf[:, -1:].nextafter(torch.zeros_like(target)))
-    # A row without a total (NaN, or nothing to draw) finds no block; it has been reported as not valid.
+    # A row without a total (NaN, or no mass) finds no block; it has been reported as not valid.
     block = torch.searchsorted(block_cdf, target, right=True).clamp_(max=block_cdf.shape[1] - 1)
     before = torch.where(block > 0, block_cdf.gather(1, (block - 1).clamp(min=0)), 0.0)
     inner = padded.gather(1, block[:, :, None].expand(-1, -1, _CDF_BLOCK))[:, 0]
     inner_cdf = inner.cumsum(-1, dtype=torch.float64)
     offset = torch.searchsorted(inner_cdf, target - before, right=True)
-    # The block's own sum may exceed its elements' by a rounding: then the last token that has any mass is meant.
+    # The block's sum may exceed that of its elements by a rounding error: then take the last token that has any mass.
     places = torch.arange(_CDF_BLOCK, device=probs.device)
     last = torch.where(inner > 0, places, 0).amax(-1, keepdim=True)
     return (block * _CDF_BLOCK + torch.minimum(offset, last))[:, 0]

@@ -1,4 +1,4 @@
-"""The end of a step by torch, on a CPU."""
+"""Samples and stores a step's tokens with torch, on a CPU."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from penstock.runner.speculation.verifier import Verifier
 
 
 class TorchStepSampler:
-    """`StepSampler`. `knows_positions`: there are no drafts, after which the CPU knows no exact position."""
+    """`StepSampler`. `knows_positions`: there are no drafts; with drafts the CPU does not know the exact positions."""
 
     runs_ahead = False
 
@@ -82,7 +82,7 @@ class TorchStepSampler:
         return ReadyOutput(output)
 
     def _store(self, batch: InputBatch, token_ids: torch.Tensor, num_accepted: torch.Tensor) -> None:
-        """Stores the tokens where the next step reads them; counts what was computed, without rejected drafts."""
+        """Stores the tokens where the next step reads them; updates the counts, without rejected drafts."""
         states, step = self._states, batch.tensors
         states.num_computed_exact[step.idx_mapping, 0] = step.seq_lens.long()
         store_sampled(token_ids, step.logits_rows, step.logits_positions, states.token_ids)
@@ -123,7 +123,7 @@ def _logprobs(
 
 
 def _verdicts(is_valid: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """[num_logits] int8: `Verdict` on each row of `logits`, [num_logits, vocab_size]."""
+    """Returns [num_logits] int8: the `Verdict` on each row of `logits`, [num_logits, vocab_size]."""
     if bool(is_valid.all()):
         return torch.zeros_like(is_valid, dtype=torch.int8)
     is_finite = ~(logits.isnan() | (logits == torch.inf)).any(-1)
@@ -131,7 +131,7 @@ def _verdicts(is_valid: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
 
 
 def _arrange_bitmasks(host: HostBatch, grammars: GrammarOutput) -> dict[int, np.ndarray]:
-    """Each logits row's bitmask, where it has one."""
+    """Returns the bitmasks by logits row, for rows that have one."""
     if not grammars.bitmasks:
         return {}
     found: dict[int, np.ndarray] = {}

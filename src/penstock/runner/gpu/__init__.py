@@ -1,5 +1,5 @@
-"""The runner's parts that work by the kernels of a GPU, or in Triton's interpreter on a CPU that stands in for one.
+"""The runner's parts that use GPU kernels, or Triton's interpreter on a CPU that emulates a GPU.
 
-Each has a form for the CPU with the same interface, and the runner gets one or the other when it is built. Nothing here
-waits for the device but a result that is asked for, and a ring that laps what has not been copied yet.
+Each has a CPU version with the same interface, and the runner gets one or the other when it is built. Only two things
+here wait for the device: a result that is requested, and a ring whose next slot has not been copied yet.
 """

@@ -1,11 +1,11 @@
-"""Compiles what a program is going to launch before it does, in other processes and without a GPU.
+"""Compiles the kernels of a program before it launches them, in other processes and without a GPU.
 
-Triton compiles a kernel when it is first launched, for a second or so, and keeps the result on disk, under a name that
-the source, the arguments' types and the target decide. A process that does inside a `dry_run` what
-the program will do, on tensors of torch's meta device, asks for the same variants, and nothing has to list them:
-launchers run as they are, launches do not happen, and tensors have no memory.
+Triton compiles a kernel at its first launch, which takes about a second, and keeps the result on disk, under a name
+derived from the source, the arguments' types and the target. A process that executes the program inside a `dry_run`, on
+tensors of torch's meta device, requests the same variants, so no list of them is needed: launchers run unchanged,
+launches do not happen, and tensors have no memory.
 
-Several processes may do the same side by side: each variant is compiled by the one that claims it first.
+Several processes may do the same in parallel: each variant is compiled by the process that claims it first.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _ELSEWHERE = object()  # a kernel that another process compiles
 _ATEN = torch.ops.aten
 
 Wants = Callable[[str], bool]
-"""Whether this process shall compile a variant, which is asked once for each; its name stands for all that it is."""
+"""Whether this process compiles a variant, asked once for each; the name identifies the variant."""
 
 
 def claim_in(folder: Path) -> Wants:
-    """For processes that share an empty folder: yes to one of them."""
+    """For processes that share an empty folder: returns True in exactly one of them."""
 
     def claim(variant: str) -> bool:
         try:
@@ -49,14 +49,14 @@ def claim_in(folder: Path) -> Wants:
 
 @contextlib.contextmanager
 def dry_run(capability: int, wants: Wants) -> Iterator[None]:
-    """For a process that does nothing else with Triton. `capability` is the target's, 90 for 9.0."""
+    """For a process that uses Triton for nothing else. `capability` is the target's, 90 for 9.0."""
     assert not knobs.runtime.interpret, "kernels that are interpreted have nothing to compile"
     done: set[Any] = {None, _ELSEWHERE}
 
     def skips(*, key: str, fn: Any, **_: Any) -> bool:
         if wants(f"{fn.name} {key}"):
             return False
-        # As if it had been compiled, so that it is asked for once.
+        # Recorded as compiled, so that it is requested once.
         kernels, *_rest = fn.jit_function.device_caches[_DEVICE]
         kernels[key] = _ELSEWHERE
         return True
@@ -82,16 +82,16 @@ def dry_run(capability: int, wants: Wants) -> Iterator[None]:
 
 
 def _build_launcher(kernel: Any) -> None:
-    """The little C module that launches kernels with such arguments, which a first launch would build too."""
+    """Builds the C module that launches kernels with such arguments, which a first launch would build too."""
     from triton.backends.nvidia.driver import CudaLauncher
 
-    # It links to the driver's library, which need not be there. What is missing is built when it is launched.
+    # It links to the driver's library, which may be missing. A failed module is built at the first launch.
     with contextlib.suppress(AssertionError, RuntimeError, OSError, ImportError, subprocess.SubprocessError):
         CudaLauncher(kernel.src, kernel.metadata)
 
 
 class _TargetAlone:
-    """As much of a GPU's driver as it takes to choose a variant and compile it."""
+    """The part of a GPU's driver that is needed to choose a variant and compile it."""
 
     def __init__(self, capability: int) -> None:
         self._target = GPUTarget("cuda", capability, _WARP_SIZE)
@@ -107,7 +107,7 @@ class _TargetAlone:
 
 
 class _NoData(TorchDispatchMode):
-    """Reads of a tensor without memory find ones: valid tokens, and no count of 0."""
+    """Reads of a tensor without memory return ones: valid tokens, and no count of 0."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -117,7 +117,7 @@ class _NoData(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """torch's compiler need not be told to keep out."""
+        """torch's compiler need not skip this mode."""
         return False
 
 
@@ -147,11 +147,11 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool | None:
 
 
 def _unique(source: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...] | None:
-    """All are different."""
+    """Treats all elements as different."""
     return (torch.arange(source.numel()),) * 3 if source.is_meta else None
 
 
-# Some come whole in inference mode, and in parts otherwise.
+# Some appear as one operation in inference mode, and as several otherwise.
 _ANSWERS: dict[Any, Callable[..., Any]] = {
     _ATEN.to: _moved,
     _ATEN._to_copy: _moved,

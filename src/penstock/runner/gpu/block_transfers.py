@@ -1,15 +1,15 @@
-"""KV blocks between the cache of a GPU and the host, while steps run.
+"""Copies KV blocks between the cache of a GPU and the host, while steps run.
 
                      the steps' stream          the queue's own stream          a thread
     read_blocks      gather                  -> copy to the host             -> take
     write_blocks                                copy from the host           <- data
                                                 scatter, gather, copy back   -> take
 
-Blocks are gathered where the steps are launched, so that what is launched later may overwrite them, into memory beside
-the cache; from there on only the thread waits. Blocks are written behind all that was launched before: no step
-that was reads or writes what they become, and one that may read them is launched when the transfer is done.
+Blocks are gathered on the steps' stream into memory outside the cache, so that later launches may overwrite them; from
+there on only the thread waits. Blocks are written after everything launched before: no earlier step reads or writes the
+new content, and a step that may read it is launched when the transfer is done.
 
-Pieces are of a bounded size, and so many bytes at most wait beside the cache; a call that reads more waits.
+Pieces have a limited size, and the bytes outside the cache are limited; a call that would exceed the limit waits.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Piece:
 
 
 class _Room:
-    """Bytes that may still be taken; taking more waits."""
+    """A limited number of bytes; reserving more waits."""
 
     def __init__(self, num_bytes: int) -> None:
         self._most = self._free = num_bytes
@@ -51,7 +51,7 @@ class _Room:
 
     def take(self, num_bytes: int) -> None:
         with self._changed:
-            # One that is larger than all there is has it for itself.
+            # A reservation larger than the limit is alone.
             self._changed.wait_for(lambda: self._free >= min(num_bytes, self._most))
             self._free -= num_bytes
 
@@ -76,8 +76,9 @@ class _Jobs:
 
 
 class BlockTransfers:
-    """`layers` are the tensors of each group, [num_blocks, bytes of a block] uint8; a group without any has no blocks
-    to move. Threading: the runner's thread calls, `take` is called on a thread of its own."""
+    """`layers` are the tensors of each group, [num_blocks, bytes of a block] uint8; a group may have none. Threading:
+    the runner's thread calls the methods, a separate thread calls `take`.
+    """
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class BlockTransfers:
         self._waits = waits
         self._piece_bytes = max(piece_bytes, *(table.block_bytes for table in self._tables.values()))
         self._room = _Room(max_waiting_bytes)
-        self._host = queue.allocate(self._piece_bytes)  # for the thread alone
+        self._host = queue.allocate(self._piece_bytes)  # used only by the thread
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-blocks")
 
     def read_blocks(self, places: Sequence[Place], take: Take) -> Transfer:
@@ -117,7 +118,7 @@ class BlockTransfers:
             packed = torch.empty(shape, dtype=torch.uint8, device=self._device)
             piece = _Piece(first, group, upload(np.array(ids, dtype=np.int64), self._device), packed)
             launch(piece)
-            # Also where nothing was launched: `packed` may be memory that an earlier step still uses.
+            # Also if nothing was launched: `packed` may be memory that an earlier step still uses.
             self._queue.follow()
             jobs.append(self._thread.submit(self._run, piece, run))
             if self._waits:
@@ -125,7 +126,7 @@ class BlockTransfers:
         return _Jobs(jobs)
 
     def _cut(self, places: Sequence[Place]) -> list[tuple[int, int, list[int]]]:
-        """(number of its first block, group, block ids) of each piece."""
+        """Returns (index of its first block, group, block ids) of each piece."""
         cut: list[tuple[int, int, list[int]]] = []
         for number, (group, block_id) in enumerate(places):
             most = self._piece_bytes // self._tables[group].block_bytes
@@ -134,7 +135,7 @@ class BlockTransfers:
             cut[-1][2].append(block_id)
         return cut
 
-    @torch.inference_mode()  # which is a thread's own
+    @torch.inference_mode()  # the mode is per thread
     def _run(self, piece: _Piece, run: Callable[[_Piece], None]) -> None:
         try:
             run(piece)
@@ -157,7 +158,7 @@ class BlockTransfers:
         for number in range(len(rows)):
             start = 0
             for part in data[piece.first + number]:
-                # NumPy's copy lets other threads run meanwhile.
+                # NumPy's copy releases the interpreter lock.
                 np.copyto(rows[number][start : start + len(part)], np.frombuffer(part, dtype=np.uint8))
                 start += len(part)
             assert start == len(rows[number]), f"{start} bytes for a block of {len(rows[number])}"

@@ -1,4 +1,4 @@
-"""Pinned memory, and what is copied from it to the device and back once a step."""
+"""Pinned memory, and the copies between it and the device in each step."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ import torch
 
 from penstock.kernels.triton.staged_writes import StagedWrites, scatter_staged
 
-# Of the changes that a step makes in tables: 262,144 tokens of new requests, without making a slot larger on the way.
+# Initial size for a step's changes to tables: 262,144 tokens of new requests before a slot must grow.
 _WRITES_BYTES = 4 << 20
 
 
 def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A snapshot of a CPU array on the device, as `to_device` and without waiting for the copy."""
+    """Returns a snapshot of a CPU array on the device, like `to_device`, without waiting for the copy."""
     tensor = torch.from_numpy(array)
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True, copy=True)
 
 
 @cache
 def launch_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which a runner launches its steps. Asking torch for the current one takes longer than a launch."""
+    """Returns the stream on which a runner launches its steps. Torch's own query is slower than a launch."""
     return torch.cuda.default_stream(device)
 
 
 class Fence:
-    """A place on the runner's stream that the CPU can wait for; a CPU that stands in for a GPU has always passed it."""
+    """A point on the runner's stream that the CPU can wait for; on a CPU that emulates a GPU it is always passed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._events = [torch.cuda.Event()] if device.type == "cuda" else []
 
     def record(self, stream: torch.cuda.Stream | None = None) -> None:
-        """`stream`: another one."""
+        """`stream`: a stream other than the runner's."""
         for event in self._events:
             event.record(stream or launch_stream(self._device))
 
@@ -46,22 +46,22 @@ class Fence:
             event.synchronize()
 
     def hold(self, stream: torch.cuda.Stream) -> None:
-        """What is launched there next begins when the fence has been passed."""
+        """Makes later launches on `stream` wait for the fence."""
         for event in self._events:
             stream.wait_event(event)
 
 
 @dataclass(frozen=True, slots=True)
 class FencedCopy:
-    """A tensor on its way to the CPU (`HostCopy`)."""
+    """A copy of a tensor to the CPU (`HostCopy`)."""
 
     memory: torch.Tensor
-    fence: Fence  # behind the copy
+    fence: Fence  # after the copy
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> FencedCopy:
-        """As it is when this is reached on the device."""
-        # Torch's pool of pinned memory gives none away that a copy may still write to.
+        """Copies the tensor's content at this point of the stream."""
+        # Torch's pool of pinned memory does not reuse memory that a copy may still write to.
         memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
         memory.copy_(tensor, non_blocking=True)
         fence = Fence(tensor.device)
@@ -77,7 +77,7 @@ class FencedCopy:
 class _Slot:
     memory: torch.Tensor  # [size] uint8, pinned
     array: np.ndarray  # the same memory
-    fence: Fence  # behind the copy from it or to it
+    fence: Fence  # after the copy from it or to it
 
     @classmethod
     def of(cls, num_bytes: int, device: torch.device) -> _Slot:
@@ -86,10 +86,10 @@ class _Slot:
 
 
 class PinnedRing:
-    """Pinned memory for what the CPU writes and a copy reads some time later. One is written at a time.
+    """Pinned memory that the CPU writes and a later copy reads. One slot is written at a time.
 
-    With a slot more than there are steps in flight its fences are passed when it laps, unless steps came whose results
-    were not waited for.
+    With one slot more than there are steps in flight, fences are already passed when the ring wraps around, unless the
+    results of some steps were not waited for.
     """
 
     def __init__(self, num_bytes: int, num_slots: int, device: torch.device) -> None:
@@ -99,7 +99,7 @@ class PinnedRing:
         self._is_open = False
 
     def open(self, num_bytes: int) -> np.ndarray:
-        """[at least num_bytes] uint8 to be filled, then copied."""
+        """Returns [at least num_bytes] uint8 to be filled, then copied."""
         assert not self._is_open, "a slot was opened before the last one was copied"
         self._is_open = True
         self._index = (self._index + 1) % len(self._slots)
@@ -110,7 +110,7 @@ class PinnedRing:
         return slot.array
 
     def copy(self, num_bytes: int, out: torch.Tensor) -> None:
-        """Copies the open slot's beginning into `out`, [num_bytes] uint8 on the device."""
+        """Copies the beginning of the open slot into `out`, [num_bytes] uint8 on the device."""
         assert self._is_open, "no slot is open"
         self._is_open = False
         slot = self._slots[self._index]
@@ -119,9 +119,9 @@ class PinnedRing:
 
 
 class FetchRing:
-    """Copies one piece of memory to the CPU in every step, beside what the runner's stream goes on with.
+    """Copies one piece of memory to the CPU in every step, in parallel with the runner's stream.
 
-    With a slot more than there are steps in flight a copy has been read when the ring laps.
+    With one slot more than there are steps in flight, a copy has been read when the ring wraps around.
     """
 
     def __init__(self, source: torch.Tensor, num_slots: int) -> None:
@@ -132,7 +132,7 @@ class FetchRing:
         self._ready = self._copied = Fence(source.device)
 
     def fetch(self, num_bytes: int) -> FencedCopy:
-        """The beginning, as all that was launched before leaves it."""
+        """Copies the first `num_bytes`, as all earlier launches leave them."""
         slot = next(self._slots)
         memory = slot.memory[:num_bytes]
         with self._stream_beside():
@@ -142,13 +142,13 @@ class FetchRing:
         return FencedCopy(memory, slot.fence)
 
     def join(self) -> None:
-        """What is launched next may write to the source."""
+        """Makes later launches wait for the copy, so that they may write to the source."""
         if self._beside is not None:
             self._copied.hold(launch_stream(self._source.device))
 
     @contextmanager
     def _stream_beside(self) -> Iterator[None]:
-        """As `torch.cuda.stream`, which takes many times as long."""
+        """Does what `torch.cuda.stream` does, which takes many times as long."""
         if self._beside is None:
             yield
             return
@@ -162,7 +162,7 @@ class FetchRing:
 
 
 class StagedTableWriter:
-    """One copy and one launch for all that a step changes (`TableWriter`)."""
+    """Uses one copy and one launch for all changes of a step (`TableWriter`)."""
 
     def __init__(self, device: torch.device, depth: int) -> None:
         self._device = device
@@ -177,7 +177,7 @@ class StagedTableWriter:
         if not len(pairs):
             return
         self._ring.open(pairs.nbytes)[: pairs.nbytes] = pairs.view(np.uint8).reshape(-1)
-        # Fresh memory of torch's own pool: what still reads that of the last step lies before this on the stream.
+        # New memory from torch's own pool: kernels that still read the last step's are earlier on the stream.
         writes = torch.empty(pairs.shape, dtype=torch.int64, device=self._device)
         self._ring.copy(pairs.nbytes, writes.view(torch.uint8).view(-1))
         scatter_staged(writes)

@@ -1,10 +1,10 @@
-"""Steps that are recorded once and replayed: where a step is short, launching its kernels takes longer than they do.
+"""Steps that are recorded once and replayed, because launching the kernels of a short step takes longer than they run.
 
-A graph belongs to a shape (`BatchDescriptor`). It is recorded over a step that is padding throughout, whose inputs lie
-in the buffers of all steps; to replay it, the input builder has published the step's counts, and padding behind them.
-Padding reads no state row, writes no KV, and its results are not used.
+A graph belongs to a shape (`BatchDescriptor`). It is recorded over a step of padding only, whose inputs are in the
+buffers of all steps; before a replay the input builder has published the step's counts, and padding after them. Padding
+reads no state row, writes no KV, and its results are not used.
 
-All graphs share one pool of memory: what one leaves is gone when another one, or the same one again, is replayed.
+All graphs share one pool of memory: the outputs of one are lost when any graph is replayed.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class RecordedGraph(Generic[T]):
-    replay: Callable[[], None]  # launches all of it on the current stream
-    outputs: T  # what the recorded function returned: tensors that every replay writes anew
+    replay: Callable[[], None]  # launches the whole graph on the current stream
+    outputs: T  # the return value of the recorded function: tensors that every replay overwrites
 
 
 class GraphRecorder(Protocol):
     def record(self, run: Callable[[], T]) -> RecordedGraph[T]:
-        """Calls `run`, possibly more than once, and keeps what it launches."""
+        """Calls `run`, possibly more than once, and records its launches."""
         ...
 
 
 class CudaGraphRecorder:
-    """`torch.cuda.CUDAGraph`, without the collection of garbage that `torch.cuda.graph` adds to each."""
+    """`torch.cuda.CUDAGraph`, without the garbage collection that `torch.cuda.graph` adds to each capture."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -59,15 +59,15 @@ class CudaGraphRecorder:
         self._stream.wait_stream(caller)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
-            # Compiles kernels, and lets libraries allocate what they keep.
+            # Compiles kernels, and lets libraries allocate their permanent memory.
             run()
             self._stream.synchronize()
-            # Other threads, a connector's for instance, may go on with what a capture forbids.
+            # Other threads, such as a connector's, may continue with operations that a capture forbids.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 outputs = run()
             except BaseException:
-                # Ending a capture that has failed fails too, and says less.
+                # Ending a failed capture fails too, with a less specific error.
                 with contextlib.suppress(RuntimeError):
                     graph.capture_end()
                 raise
@@ -79,8 +79,8 @@ class CudaGraphRecorder:
 class GraphedPasses:
     """Replays the steps whose shapes were captured; all others are launched (`Passes`).
 
-    A step is up to three graphs: its inputs and the forward pass; and if it is uniform, logits and sampling, where
-    requests ask for nothing that is rare, and the drafts.
+    A step is up to three graphs: its inputs and the forward pass; and if it is uniform, logits and sampling, provided
+    that requests only use common features, and the drafts.
     """
 
     def __init__(self, eager: EagerPasses, sampler: GpuStepSampler) -> None:
@@ -91,12 +91,12 @@ class GraphedPasses:
         self._propose: dict[BatchDescriptor, RecordedGraph[None]] = {}
 
     def capture_forward(self, batch: InputBatch, recorder: GraphRecorder) -> ModelOutput:
-        """`batch` is padding throughout. Returns what `capture_behind` needs."""
+        """`batch` is padding only. Returns the input of `capture_behind`."""
         graph = self._forward[batch.shape] = recorder.record(lambda: self._eager.forward(batch))
         return graph.outputs
 
     def capture_behind(self, batch: InputBatch, output: ModelOutput, recorder: GraphRecorder) -> None:
-        """What follows a uniform step's forward pass. One that verifies some drafts is taken to propose as many."""
+        """Captures what follows a uniform step's forward pass; assumes as many new drafts as it verifies."""
         eager, shape = self._eager, batch.shape
         for kind in CommonSampling:
             self._sample[shape, kind] = recorder.record(
@@ -134,7 +134,7 @@ class GraphedPasses:
 
 
 def _cut(output: ModelOutput, batch: InputBatch) -> ModelOutput:
-    """Without padding."""
+    """Returns the output without padding."""
     count = batch.host.num_tokens
     return ModelOutput(output.hidden[:count], output.aux_hidden[:count])
 
@@ -142,7 +142,7 @@ def _cut(output: ModelOutput, batch: InputBatch) -> ModelOutput:
 def make_passes(
     memory: DeviceMemory, eager: EagerPasses, inputs: InputBuilder, sampler: StepSampler, shapes: BatchShapes
 ) -> Passes:
-    """Records every shape that is to be captured, which shows as progress. See `DeviceParts`."""
+    """Records every shape that is to be captured, and shows the progress. See `DeviceParts`."""
     if not shapes.captured:
         return eager
     assert isinstance(inputs, GpuInputBuilder), type(inputs)
@@ -156,7 +156,7 @@ def make_passes(
             output = passes.capture_forward(batch, recorder)
             if not shapes.is_mixed(shape):
                 passes.capture_behind(batch, output, recorder)
-    # What the first calls needed belongs to the recorder's stream and would never be used again.
+    # The memory of the first calls belongs to the recorder's stream and would never be reused.
     torch.cuda.empty_cache()
     logger.info("CUDA graphs take %.2f GiB", (free - memory.available()) / 2**30)
     return passes

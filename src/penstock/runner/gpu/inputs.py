@@ -1,4 +1,4 @@
-"""A step's inputs in buffers of fixed addresses: one copy from the CPU and two launches, whatever the batch."""
+"""A step's inputs in buffers of fixed addresses: one copy from the CPU and two launches for every batch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NARROW = ("query_start_loc", "sampling_start_loc", "windows")  # [max_num_reqs 
 
 
 class Snapshot:
-    """What the CPU tells the device of a step: arrays in one piece of memory, named as in `StepTensors`."""
+    """The CPU's data of a step for the device: arrays in one piece of memory, named as in `StepTensors`."""
 
     def __init__(self, max_num_reqs: int, depth: int, device: torch.device) -> None:
         wide, narrow = round_up(8 * max_num_reqs, _ALIGNMENT), round_up(4 * (max_num_reqs + 1), _ALIGNMENT)
@@ -47,7 +47,7 @@ class Snapshot:
         }
 
     def publish(self, arrays: Mapping[str, np.ndarray], paddings: Mapping[str, int]) -> None:
-        """The arrays at the beginnings of `tensors`, until the next call, and behind them each one's padding."""
+        """Copies the arrays to the beginnings of `tensors`, until the next call, each followed by its padding."""
         for name, padding in paddings.items():
             target, array = self._arrays[name], arrays.get(name, ())
             target[: len(array)] = array
@@ -58,9 +58,9 @@ class Snapshot:
 
 
 class GpuInputBuilder:
-    """By Triton, into views of buffers that are as large as any step (`InputBuilder`).
+    """Builds inputs with Triton, into views of buffers of the maximum step size (`InputBuilder`).
 
-    A step of a captured shape finds its padding behind its own inputs in the same buffers.
+    The padding of a step of a captured shape is after its own inputs in the same buffers.
     """
 
     def __init__(
@@ -90,14 +90,14 @@ class GpuInputBuilder:
             "windows": host.windows,
         }
         ends = {"query_start_loc": host.num_tokens, "sampling_start_loc": num_sampling, "windows": host.num_logits}
-        # Padding samples too: a request without tokens, behind all others.
+        # Padding samples too: as a request without tokens, after all others.
         self._snapshot.publish(arrays, {**ends, **_PADDING, "sampling": len(host.rows)})
         return self._batch(host, self._shapes.of(host))
 
     def blank(self, shape: BatchDescriptor) -> InputBatch:
-        """A step of this shape that is padding throughout: it reads no row and writes none."""
+        """Returns a step of this shape with only padding: it reads no row and writes none."""
         self._snapshot.publish({}, dict.fromkeys((*_WIDE, *_NARROW), 0) | _PADDING)
-        # In a mixed step any tokens may be sampled from; as many requests as there are do.
+        # In a mixed step any tokens may be sampled from, and every request samples.
         query_len = 1 if self._shapes.is_mixed(shape) else shape.max_query_len
         return self._batch(blank_batch(shape.num_reqs, shape.num_tokens, query_len), shape)
 
@@ -120,7 +120,7 @@ class GpuInputBuilder:
         return InputBatch(host, shape, lambda: self._tensors(host, shape))
 
     def _tensors(self, host: HostBatch, shape: BatchDescriptor) -> StepTensors:
-        """The beginnings of the buffers; padding up to `shape` lies behind them."""
+        """Returns the beginnings of the buffers; padding up to `shape` follows them."""
         known = self._snapshot.tensors
         num_reqs, num_sampling, num_logits = len(host.rows), len(host.sampling), host.num_logits
         step, query_start_loc = _cut(self._step, num_reqs, host.num_tokens), known["query_start_loc"][: num_reqs + 1]
@@ -164,7 +164,7 @@ def _allocate(num_tokens: int, num_reqs: int, blocks: BlockTables) -> StepInputs
 
 
 def _cut(whole: StepInputs, num_reqs: int, num_tokens: int) -> StepInputs:
-    """Views of the beginnings."""
+    """Returns views of the beginnings."""
     assert num_tokens <= len(whole.rows), f"{num_tokens} tokens in buffers for {len(whole.rows)}"
     return StepInputs(
         rows=whole.rows[:num_tokens],

@@ -14,7 +14,7 @@ from penstock.runner.kv_cache_view import TensorKVCacheView
 
 
 class GpuKVCacheView(TensorKVCacheView):
-    """`read_blocks` and `write_blocks` run beside the steps; everything else waits (`KVCacheView`)."""
+    """`read_blocks` and `write_blocks` run in parallel with the steps; everything else waits (`KVCacheView`)."""
 
     def read_blocks(self, places: Sequence[Place], take: Take) -> Transfer:
         return self._transfers.read_blocks(places, take)
@@ -24,17 +24,17 @@ class GpuKVCacheView(TensorKVCacheView):
 
     @functools.cached_property
     def _transfers(self) -> BlockTransfers:
-        """Made when it is first used, which in most engines is never: it has a thread and memory of its own."""
+        """Created on first use, because it has its own thread and memory and most engines never use it."""
         layers = [[self._rows[name] for name in names] for names in self._names]
         device = next(iter(self._rows.values())).device
         if device.type == "cuda":
             return BlockTransfers(layers, CudaCopyQueue(device))
-        # Triton's interpreter is for one thread at a time.
+        # Triton's interpreter is not thread-safe.
         return BlockTransfers(layers, NoQueue(), waits=True)
 
     def write_layer(self, layer_name: str, block_id: int, data: memoryview) -> None:
         self._rows[layer_name][block_id].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
     def _row(self, layer_name: str, block_id: int) -> memoryview:
-        """A copy, except where the tensor is in the CPU's memory."""
+        """Returns a copy, unless the tensor is in the CPU's memory."""
         return self._rows[layer_name][block_id].cpu().numpy().data

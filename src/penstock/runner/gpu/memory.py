@@ -1,4 +1,4 @@
-"""A GPU's memory, and what torch's allocator holds of it."""
+"""A GPU's memory, and the share that torch's allocator holds."""
 
 from __future__ import annotations
 

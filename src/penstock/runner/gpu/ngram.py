@@ -1,4 +1,4 @@
-"""Prompt lookup on the device (`Speculator`): the CPU does not learn where it found nothing."""
+"""Prompt lookup on the device (`Speculator`): the CPU does not learn which lookups found nothing."""
 
 from __future__ import annotations
 

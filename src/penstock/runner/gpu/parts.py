@@ -1,4 +1,4 @@
-"""A GPU's parts of the runner, also for a CPU that stands in for one and for the meta device."""
+"""The runner's parts for a GPU, also for a CPU that emulates one and for the meta device."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def arithmetic(device: torch.device, execution: ExecutionConfig) -> str:
 
 @contextmanager
 def stage_weights(device: torch.device) -> Iterator[Delivery]:
-    """Through pinned memory that threads fill (`DeviceParts`)."""
+    """Copies weights through pinned memory that threads fill (`DeviceParts`)."""
     with closing(Stager(CudaCopyQueue(device))) as stager:
         yield partial(staged, stager)
 

@@ -1,4 +1,4 @@
-"""Grammars: what may be sampled next, a bit per token."""
+"""Grammar bitmasks: which tokens may be sampled next, a bit per token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.runner.sampling.batch import SamplingBatch
 
 
 def apply_bitmask(logits: torch.Tensor, batch: SamplingBatch) -> None:
-    """Forbids what the rows' grammars do not allow, in place. `logits` is [num_sampling, vocab_size] float32."""
+    """Forbids the tokens that the rows' grammars exclude, in place. `logits` is [num_sampling, vocab_size] float32."""
     if not batch.bitmasks:
         return
     rows = batch.indices(batch.bitmasks)
@@ -21,5 +21,5 @@ def apply_bitmask(logits: torch.Tensor, batch: SamplingBatch) -> None:
 
 
 def allows(bitmask: np.ndarray, token_id: int) -> bool:
-    """Whether one row's grammar allows a token."""
+    """Returns whether one row's grammar allows a token."""
     return bool(bitmask[token_id // 32] >> (token_id % 32) & 1)

@@ -1,8 +1,8 @@
-"""What a sampling feature is.
+"""The definition of a sampling feature.
 
-A feature lies in one module of this folder, with everything that it says about itself: which requests it concerns, so
-that a step without one of them spends nothing on it; the columns that a device with tables by state row keeps for it;
-and, as a reference for every device and for the CPU to run, what it does. `features` lists all of them in order.
+A feature is one module of this folder, which contains all its definitions: which requests use it, so that a step
+without such a request spends no time on it; the columns that a device with tables by state row keeps for it; and its
+computation, as a reference for every device and for use on the CPU. `features` lists all of them in order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Column:
 
     name: str
     dtype: torch.dtype
-    of: Callable[[RowRequest, int], Sequence[float]]  # [width] of a request and a vocabulary's size
+    of: Callable[[RowRequest, int], Sequence[float]]  # [width] for a request and the vocabulary's size
     width: int = 1
 
 
@@ -44,7 +44,7 @@ class Feature:
     columns: tuple[Column, ...] = ()
 
     token_lists: Callable[[RowRequest], dict[str, Any]] = _no_lists
-    """What it says about single tokens: arguments of `penstock.kernels.triton.sampling.adjust.pack_rules`."""
+    """Its rules for single tokens: arguments of `penstock.kernels.triton.sampling.adjust.pack_rules`."""
 
     apply: Callable[[torch.Tensor, SamplingBatch, Sequence[int]], None] = _changes_nothing
-    """Changes the `chosen` rows of [num_sampling, vocab_size] float32 logits in place: those that it concerns."""
+    """Changes the `chosen` rows of [num_sampling, vocab_size] float32 logits in place, those that use the feature."""

@@ -1,6 +1,6 @@
 """All sampling features, in the order in which they are applied.
 
-A step's needs are the features that concern any of its rows, a bit for each.
+A step's needs are the features that any of its rows uses, a bit for each.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from penstock.runner.sampling.penalties import PENALTIES
 from penstock.runner.sampling.token_rules import ALLOWED_TOKEN_IDS, BAD_WORDS, LOGIT_BIAS, MIN_TOKENS
 from penstock.runner.sampling.truncation import MIN_P, TEMPERATURE, TOP_K, TOP_P
 
-# These change the logits of greedy and random rows alike. Hard constraints come last, so that nothing after them can
-# bring a forbidden token back; after all of them comes the step's grammar (`bitmask`).
+# These change the logits of greedy and random rows alike. Hard constraints come last, so that no later feature can
+# allow a forbidden token again; after all of them comes the step's grammar (`bitmask`).
 LOGITS = (LOGIT_BIAS, PENALTIES, ALLOWED_TOKEN_IDS, BAD_WORDS, MIN_TOKENS)
 # These narrow the distribution that a random row draws from, after the temperature.
 TRUNCATIONS = (MIN_P, TOP_K, TOP_P)
@@ -26,7 +26,7 @@ def bits(*features: Feature) -> int:
 
 
 def needs_of(request: RowRequest, vocab_size: int) -> int:
-    """The features that concern a request, as bits."""
+    """Returns the features that a request uses, as bits."""
     return sum(1 << place for place, feature in enumerate(FEATURES) if feature.concerns(request, vocab_size))
 
 

@@ -1,4 +1,4 @@
-"""Log probabilities of the model's own distribution, before any sampling parameter changed it."""
+"""Log probabilities of the model's own distribution, before any sampling parameter is applied."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from penstock.messages.runner_output import TokenLogprobs
 from penstock.runner.sampling.feature import Column, Feature
 
 PendingLogprobs = Callable[[], list[TokenLogprobs]]
-"""One entry per row; waits for them."""
+"""Waits for them and returns one entry per row."""
 
 Score = Callable[[torch.Tensor, torch.Tensor, int], PendingLogprobs]
-"""As `token_logprobs`, with as many of the likeliest tokens for every row. It waits for nothing."""
+"""Like `token_logprobs`, with the same number of likeliest tokens for every row. It never waits."""
 
 
 def token_logprobs(logits: torch.Tensor, chosen: torch.Tensor, num_top: list[int]) -> list[TokenLogprobs]:
-    """For each row: the chosen token with its rank, then the `num_top[row]` likeliest tokens.
+    """Returns for each row the chosen token with its rank, then the `num_top[row]` likeliest tokens.
 
     `logits` is [num_rows, vocab_size], `chosen` [num_rows] int64.
     """
@@ -42,7 +42,7 @@ def token_logprobs(logits: torch.Tensor, chosen: torch.Tensor, num_top: list[int
 
 
 def num_top(request: RowRequest, vocab_size: int) -> tuple[int]:
-    """How many of the likeliest tokens a request asks for, -1 without log probabilities."""
+    """Returns the number of likeliest tokens that a request asks for, -1 without log probabilities."""
     count = request.sampling_params.logprobs
     return (-1 if count is None else min(count, vocab_size),)
 

@@ -1,4 +1,4 @@
-"""Random numbers that are a function of (seed, position, purpose) and nothing else.
+"""Random numbers that are a function of only (seed, position, purpose).
 
 A request's draws therefore depend neither on its neighbours nor on how often it was preempted. The generator is
 SplitMix64 (Steele, Lea and Flood 2014) applied to the three numbers in turn.
@@ -19,12 +19,12 @@ _MULTIPLIERS = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), 
 
 
 class Purpose(enum.IntEnum):
-    """What a number is drawn for; two purposes never share one."""
+    """The use of a number; two purposes never share one."""
 
     SAMPLE = 0  # a token, from the model's distribution
     DRAFT = 1  # a draft, from the drafter's
-    ACCEPT = 2  # whether a draft is taken
-    RESAMPLE = 3  # the token in place of a draft that was not
+    ACCEPT = 2  # whether a draft is accepted
+    RESAMPLE = 3  # the token in place of a rejected draft
 
 
 def uniform(seeds: Sequence[int], positions: np.ndarray, purpose: Purpose) -> np.ndarray:

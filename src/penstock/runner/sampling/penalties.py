@@ -1,7 +1,7 @@
 """Repetition, presence and frequency penalties.
 
-The tokens so far are read on the device, where those of a step in flight already are; nothing is counted from step to
-step.
+The previous tokens are read on the device, where those of a step in flight already are; no counts are kept between
+steps.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def _values(request: RowRequest, vocab_size: int) -> tuple[float, float, float]:
 
 
 def _apply(logits: torch.Tensor, batch: SamplingBatch, chosen: Sequence[int]) -> None:
-    """Repetition (Keskar et al. 2019, arXiv:1909.05858) divides positive and multiplies negative logits of tokens that
-    the prompt or the output has; frequency and presence (the OpenAI API's definition) subtract per and for any
+    """Repetition (Keskar et al. 2019, arXiv:1909.05858) divides positive and multiplies negative logits of tokens in
+    the prompt or the output; frequency and presence (the OpenAI API's definition) subtract per occurrence and for any
     occurrence in the output.
     """
     index = batch.indices(chosen)

@@ -26,7 +26,7 @@ class PromptScorer:
         self._score_tokens = score
 
     def of_step(self, batch: InputBatch, hidden: torch.Tensor) -> tuple[PendingPart, ...]:
-        """Of the prompt tokens that the step computed; `hidden` is [num_tokens, hidden_size]."""
+        """Scores the prompt tokens that the step computed; `hidden` is [num_tokens, hidden_size]."""
         host = batch.host
         chosen = self._sampling.with_prompt_logprobs(host.rows)
         if not len(chosen):
@@ -34,7 +34,7 @@ class PromptScorer:
         found: dict[str, list[PendingLogprobs]] = {}
         for index, request in zip(chosen, self._sampling.at(host.rows[chosen]), strict=True):
             first, start = int(host.num_computed_upper_bound[index]), int(host.query_start_loc[index])
-            # The logits at position p speak of the token at p + 1, so the prompt's last position asks for nothing.
+            # The logits at position p predict the token at p + 1, so the prompt's last position is not scored.
             count = min(int(host.query_lens[index]), request.num_prompt_tokens - 1 - first)
             if count > 0:
                 targets = self._token_ids[int(host.rows[index]), first + 1 :][:count].long()

@@ -13,13 +13,13 @@ _NO_ROWS = np.zeros(0, dtype=np.int64)
 
 
 class SamplingStates:
-    """Requests by state row, and which features concern them."""
+    """Requests by state row, and the features that they use."""
 
     def __init__(self, max_num_reqs: int, vocab_size: int) -> None:
         self._requests: list[RowRequest | None] = [None] * max_num_reqs
         self._vocab_size = vocab_size
         self._needs = np.zeros(max_num_reqs, dtype=np.int64)
-        self._num_scored_prompts = 0  # requests with `prompt_logprobs`, so that most steps need not look for them
+        self._num_scored_prompts = 0  # requests with `prompt_logprobs`; if 0, a step need not search
 
     def add(self, row: int, request: RowRequest) -> None:
         self._requests[row] = request
@@ -32,11 +32,11 @@ class SamplingStates:
             self._num_scored_prompts -= bool(self._needs[row] & WITH_PROMPT_LOGPROBS)
 
     def needs(self, rows: np.ndarray) -> int:
-        """The features that concern any of these rows, as bits."""
+        """Returns the features that any of these rows uses, as bits."""
         return int(np.bitwise_or.reduce(self._needs[rows]))
 
     def with_prompt_logprobs(self, rows: np.ndarray) -> np.ndarray:
-        """Which of these rows' requests ask for the log probabilities of their prompts, as indices into `rows`."""
+        """Returns which of these rows' requests have `prompt_logprobs`, as indices into `rows`."""
         return np.nonzero(self._needs[rows] & WITH_PROMPT_LOGPROBS)[0] if self._num_scored_prompts else _NO_ROWS
 
     def at(self, rows: np.ndarray) -> list[RowRequest]:

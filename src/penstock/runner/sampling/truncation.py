@@ -1,7 +1,7 @@
 """The temperature, and top_k, top_p and min_p: which tokens may be drawn at all.
 
-Each of the last three keeps the tokens whose logit reaches a threshold that the row alone decides, so ties are kept
-together and neither the neighbours nor the order in which equal logits are sorted can change what is kept.
+Each of the last three keeps the tokens whose logit reaches a threshold that depends only on the row, so ties are kept
+together and neither the neighbours nor the order in which equal logits are sorted affect what is kept.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from penstock.messages.requests import RowRequest
 from penstock.runner.sampling.batch import SMALLEST_TEMPERATURE, SamplingBatch
 from penstock.runner.sampling.feature import Column, Feature
 
-# Most distributions have their mass in few tokens: look at these many before sorting a whole vocabulary.
+# Most distributions have their mass in few tokens: try this many before sorting a whole vocabulary.
 _NUM_CANDIDATES = 1024
 
 
@@ -48,7 +48,7 @@ def _keep_top_p(logits: torch.Tensor, batch: SamplingBatch, chosen: Sequence[int
     if num_candidates < values.shape[1] and bool((mass[:, -1:] < top_p).any()):
         best, order = values.sort(descending=True)
         mass = probs.gather(1, order).cumsum(-1, dtype=torch.float64)
-    # The first place at which the mass is reached; rounding may keep a whole row's mass just below 1.
+    # The first index at which the mass is reached; rounding may keep a whole row's mass just below 1.
     last = (mass < top_p).sum(-1, keepdim=True).clamp_(max=best.shape[1] - 1)
     _keep(logits, index, values, best.gather(1, last))
 
@@ -58,13 +58,13 @@ def _keep(logits: torch.Tensor, index: torch.Tensor, values: torch.Tensor, thres
 
 
 def _top_k(request: RowRequest, vocab_size: int) -> int:
-    """0 where all tokens are kept."""
+    """Returns 0 if all tokens are kept."""
     top_k = request.sampling_params.top_k
     return top_k if 0 < top_k < vocab_size else 0
 
 
 def _temperature(request: RowRequest, vocab_size: int) -> tuple[float]:
-    """0 of greedy requests."""
+    """Returns 0 for greedy requests."""
     params = request.sampling_params
     return (0.0 if params.is_greedy else max(params.temperature, SMALLEST_TEMPERATURE),)
 

@@ -1,1 +1,1 @@
-"""Drafts: who proposes them, and how they are verified."""
+"""Speculative decoding: proposing and verifying drafts."""

@@ -1,7 +1,7 @@
-"""Speculators with a model and KV of their own: a smaller model, or a head on the target's hidden states.
+"""Speculators with their own model and KV: a smaller model, or a head on the target's hidden states.
 
-Both follow the target over every step's tokens, so that their KV is complete, and then go on one token at a time. Slots
-of rejected drafts are never read: the next pass over these positions overwrites them first.
+Both process every step's tokens after the target, so that their KV is complete, and then continue one token at a time.
+Slots of rejected drafts are never read: the next pass over these positions overwrites them first.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class DraftModelSpeculator:
 
 
 class HeadSpeculator:
-    """Multi-token prediction and EAGLE: fed with the target's hidden states and then with its own."""
+    """Multi-token prediction and EAGLE: its inputs are the target's hidden states and then its own."""
 
     leaves_gaps = False
 

@@ -1,6 +1,6 @@
-"""From a drafter's logits to drafts.
+"""Picks drafts from a drafter's logits.
 
-A drafter asks `of_step` once a step and then picks one draft after the other. Lifecycle: a picker is built with the
+A drafter calls `of_step` once a step and then picks one draft after the other. Lifecycle: a picker is built with the
 runner. Threading: the runner's thread.
 """
 
@@ -17,20 +17,20 @@ from penstock.runner.speculation.speculator import StepResult
 from penstock.utils.errors import ConfigError
 
 Pick = Callable[[torch.Tensor, int], torch.Tensor]
-"""(logits [num_sampling, vocab_size], place of the draft behind the last known token) -> [num_sampling] int64."""
+"""(logits [num_sampling, vocab_size], place of the draft after the last known token) -> [num_sampling] int64."""
 
 
 class Picker(Protocol):
     is_capturable: bool
-    """As `Speculator.is_capturable`."""
+    """See `Speculator.is_capturable`."""
 
     def of_step(self, step: StepResult) -> Pick:
-        """What picks the drafts of the step's sampling requests."""
+        """Returns the function that picks the drafts of the step's sampling requests."""
         ...
 
 
 class BestPicker:
-    """The likeliest token."""
+    """Picks the likeliest token."""
 
     is_capturable = True
 
@@ -41,7 +41,7 @@ class BestPicker:
 def allocate_draft_logits(
     loaded: LoadedModel, max_num_reqs: int, max_num_drafts: int, memory: DeviceMemory
 ) -> torch.Tensor:
-    """[max_num_reqs, max_num_drafts, vocab_size] as the model makes them. Raises ConfigError when it does not fit."""
+    """Allocates [max_num_reqs, max_num_drafts, vocab_size] in the model's dtype. ConfigError if it does not fit."""
     device, dtype, vocab_size = loaded.device, loaded.model.logits_dtype, loaded.config.vocab_size
     needed = max_num_reqs * max_num_drafts * vocab_size * dtype.itemsize
     available = memory.available()

@@ -1,4 +1,4 @@
-"""The speculator that a configuration asks for."""
+"""Builds the configured speculator."""
 
 from __future__ import annotations
 

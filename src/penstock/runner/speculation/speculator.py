@@ -1,8 +1,8 @@
-"""What proposes drafts.
+"""The interface of speculators, which propose drafts.
 
 Lifecycle: built once with the runner; `propose` is called after every forward pass that computed tokens, whether or not
-a request sampled in it, so that a speculator with KV of its own can follow. Threading: the runner's thread. Failure: an
-exception is the engine's. A speculator reads the rows' tokens and writes nothing but the KV of its own layers.
+a request sampled in it, so that a speculator with its own KV can process all tokens. Threading: the runner's thread.
+Failure: an exception ends the engine. A speculator reads the rows' tokens and writes only the KV of its own layers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.runner.input_batch import InputBatch
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """A step as the speculator sees it: what was computed, and what is known now."""
+    """The speculator's view of a step: the computed tokens, and the tokens known now."""
 
     batch: InputBatch
     output: ModelOutput  # of the target model
@@ -30,15 +30,15 @@ class StepResult:
 
 class Speculator(Protocol):
     leaves_gaps: bool
-    """Whether it may find nothing to propose, and knows that on the CPU."""
+    """Whether it may find nothing to propose, and the CPU knows it."""
 
     is_capturable: bool
-    """Whether a CUDA graph may hold its work: all that differs from one step to the next is on the device."""
+    """Whether a CUDA graph may contain its work: all data that differ between steps are on the device."""
 
     def propose(self, step: StepResult, num_drafts: int) -> torch.Tensor:
-        """[num_sampling, num_drafts] int64: what may follow each request's last known token.
+        """Returns [num_sampling, num_drafts] int64: likely tokens after each request's last known token.
 
-        -1 is a gap, behind which there is no draft.
+        -1 is a gap, after which there is no draft.
         """
         ...
 

@@ -1,2 +1,3 @@
-"""Sampling by the kernels of a GPU: every feature of `penstock.runner.sampling`, and drafts drawn and verified, without
-waiting for the device before the step's result is asked for."""
+"""Sampling by GPU kernels: every feature of `penstock.runner.sampling`, and drawing and verifying drafts, without
+waiting for the device before the step's result is requested.
+"""

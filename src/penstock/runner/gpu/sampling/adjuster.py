@@ -1,4 +1,4 @@
-"""Logits as the requests of a step want them, grammars included."""
+"""Adjusts a step's logits to its requests' parameters and grammars."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True)
 class Bitmasks:
-    """What the grammars of a step allow, on the device."""
+    """The grammar bitmasks of a step, on the device."""
 
-    mask_of_row: torch.Tensor  # [num_logits] int32: which mask, -1 for none; empty where no row has one
+    mask_of_row: torch.Tensor  # [num_logits] int32: index of its mask, -1 for none; empty if no row has one
     masks: torch.Tensor  # [num_masks, words] int32
 
 
 class BitmaskUploader:
-    """One copy for all masks of a step."""
+    """Uploads all masks of a step in one copy."""
 
     def __init__(self, device: torch.device, depth: int) -> None:
         self._device = device
@@ -54,7 +54,7 @@ class BitmaskUploader:
             mask_of_row[start : start + len(mask)] = np.arange(count, end)
             words[count:end] = mask
             count = end
-        # Fresh memory of torch's own pool: what still reads that of the last step lies before this on the stream.
+        # New memory from torch's own pool: kernels that still read the last step's are earlier on the stream.
         copied = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         self._ring.copy(num_bytes, copied)
         whole = copied.view(torch.int32)
@@ -62,24 +62,24 @@ class BitmaskUploader:
 
 
 class LogitsAdjuster:
-    """Makes what is drawn from of what the model says; launches nothing where no row needs it."""
+    """Computes adjusted logits from the model's; launches nothing if no row needs it."""
 
     def __init__(self, rows: SamplingRows, token_ids: torch.Tensor, max_num_logits: int) -> None:
         self._rows = rows
         self._max_num_logits = max_num_logits
         self._token_ids = token_ids
-        # [rows, vocab_size], all 0 between steps; made when the first request with a penalty comes.
+        # [rows, vocab_size], all 0 between steps; allocated for the first request with a penalty.
         self._counts = torch.zeros((0, 1), dtype=torch.int32, device=token_ids.device)
 
     def adjust(self, logits: torch.Tensor, batch: InputBatch, needs: int, bitmasks: Bitmasks) -> torch.Tensor:
-        """`logits` themselves, or a copy in float32: [num_logits, vocab_size]. `needs` are the step's."""
+        """Returns `logits` themselves, or a copy in float32: [num_logits, vocab_size]. `needs` are the step's."""
         if not needs & CHANGED_LOGITS and not len(bitmasks.mask_of_row):
             return logits
         tables = self._rows.adjust_tables
         where = (batch.tensors.logits_rows, batch.tensors.logits_positions, self._token_ids)
         if needs & COUNTED_TOKENS:
             if not len(self._counts):
-                # For any step: growing with them would leave memory behind that fits no other step.
+                # Allocated for the largest step: growing in steps would leave memory that fits no later one.
                 self._counts = logits.new_zeros((self._max_num_logits, logits.shape[1]), dtype=torch.int32)
             count_tokens(*where, batch.host.max_seq_len, tables, self._counts)
         adjusted = logits.new_empty(logits.shape, dtype=torch.float32)

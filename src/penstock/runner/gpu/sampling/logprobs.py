@@ -1,4 +1,4 @@
-"""Log probabilities by the kernels of a GPU, and what their records say."""
+"""Log probabilities by GPU kernels, and the decoding of their records."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def score(logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> PendingLo
     """See `Score`."""
     num_rows, vocab_size = logits.shape
     num_top = min(num_top, vocab_size)
-    # Every row uses the only row of the table.
+    # Every row uses the single row of the table.
     rows, wanted = torch.zeros_like(chosen), torch.full((1, 1), num_top, dtype=torch.int32, device=logits.device)
     workspace = LogprobsWorkspace.allocate(num_rows, vocab_size, logits.device)
     records = torch.empty((num_rows, RECORD), dtype=torch.int32, device=logits.device)
@@ -28,7 +28,7 @@ def score(logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> PendingLo
 
 
 def read_records(records: np.ndarray, num_top: Sequence[int]) -> list[TokenLogprobs]:
-    """`records` [n, RECORD] int32 as `score_tokens` writes them, with `num_top` [n] likeliest tokens each."""
+    """Decodes `records` [n, RECORD] int32, as written by `score_tokens`, with `num_top` [n] likeliest tokens each."""
     numbers = records.view(np.float32)
     first, last = 3, 3 + MAX_LOGPROBS
     rows = zip(

@@ -1,4 +1,4 @@
-"""What comes back of a step, in one piece of memory and one copy."""
+"""A step's results, in one piece of memory and one copy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ALIGNMENT = 8
 
 
 class Packed:
-    """`SampledArrays` with room and counts by request, then the log probabilities' records, which few steps have."""
+    """`SampledArrays` with space and counts by request, then the log probabilities' records, which few steps have."""
 
     def __init__(self, num_logits: int, num_reqs: int, device: torch.device) -> None:
         sizes = (8 * num_logits, 8 * num_reqs, 8 * num_reqs, round_up(num_logits, _ALIGNMENT), 4 * RECORD * num_logits)
@@ -36,16 +36,16 @@ class Packed:
         self.records = parts[4].view(torch.int32).view(num_logits, RECORD)
 
     def num_bytes(self, num_records: int) -> int:
-        """With the first `num_records` records."""
+        """Returns the size with the first `num_records` records."""
         return self.places[-1].start + 4 * RECORD * num_records
 
 
 @dataclass(frozen=True, slots=True)
 class CopiedOutput:
-    """Tokens on their way to the CPU (`PendingOutput`)."""
+    """A copy of sampled tokens to the CPU (`PendingOutput`)."""
 
     host: HostBatch
-    num_top: np.ndarray  # [num_sampling] int64: likeliest tokens that a request wants to know, -1: no logprobs at all
+    num_top: np.ndarray  # [num_sampling] int64: number of likeliest tokens requested, -1: no logprobs at all
     copied: FencedCopy
     packed: Packed
 
@@ -72,7 +72,7 @@ class CopiedOutput:
 
 @dataclass(frozen=True, slots=True)
 class EmptyOutput:
-    """Of a step without tokens to copy (`PendingOutput`): its KV is in place when its result is there."""
+    """The output of a step without tokens to copy (`PendingOutput`): its KV is in place when its result is returned."""
 
     host: HostBatch
     fence: Fence

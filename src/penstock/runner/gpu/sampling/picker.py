@@ -1,4 +1,4 @@
-"""Drafts drawn on the device (`Picker`): nothing that a step launches here depends on what the CPU knows of it."""
+"""Drafts drawn on the device (`Picker`): the launches here do not depend on the CPU's knowledge of the step."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from penstock.runner.speculation.speculator import StepResult
 
 
 class DrawingPicker:
-    """`SamplingPicker`: whether a row is greedy, its table of temperatures tells.
+    """`SamplingPicker`: the table of temperatures says whether a row is greedy.
 
-    `workspace` may be the step sampler's, which is done with it when drafts are picked.
+    `workspace` may be the step sampler's, which no longer uses it when drafts are picked.
     """
 
     is_capturable = True

@@ -20,7 +20,7 @@ _COLUMNS = [column for feature in FEATURES for column in feature.columns]
 
 
 class SamplingRows:
-    """Written when a request gets its row. Lists of tokens lie in memory of their own, whose address the table has."""
+    """Written when a request gets its row. Lists of tokens have their own memory, whose address is in the table."""
 
     def __init__(self, max_num_reqs: int, vocab_size: int, device: torch.device, writer: TableWriter) -> None:
         self._vocab_size = vocab_size
@@ -36,7 +36,7 @@ class SamplingRows:
         self.adjust_tables = AdjustTables(table(torch.int64, RULE_COLUMNS), tables["penalties"])
         self.num_top = tables["num_top"]
         self._num_top_np = np.zeros(max_num_reqs, dtype=np.int64)
-        # Until the row is given to another request: what still reads a list then lies before it on the stream.
+        # Kept until the row is given to another request: kernels that read a list are then earlier on the stream.
         self._lists: dict[int, torch.Tensor] = {}
 
     def add(self, row: int, request: RowRequest) -> None:
@@ -46,7 +46,7 @@ class SamplingRows:
         (self._num_top_np[row],) = num_top(request, self._vocab_size)
 
     def num_top_logprobs(self, rows: np.ndarray) -> np.ndarray:
-        """[len(rows)] int64: how many of the likeliest tokens each row's request asks for, -1: no logprobs."""
+        """Returns [len(rows)] int64: how many of the likeliest tokens each row's request asks for, -1: no logprobs."""
         return self._num_top_np[rows]
 
     def _store_rules(self, row: int, request: RowRequest) -> tuple[int, int, int, int, int]:

@@ -1,14 +1,14 @@
-"""The end of a step without waiting for the device: Triton's kernels draw, verify and store tokens, which are
-copied back while the CPU goes on.
+"""Ends a step without waiting for the device: Triton kernels draw, verify and store tokens, which are copied back
+asynchronously.
 
-What a step launches follows from the features that concern its rows and from whether it has a grammar:
+A step's launches depend on the features that its rows use and on whether it has a grammar:
 
     always          the maxima and sums of the logits' tiles, a token per row, counts and tokens into the rows' tables
     truncation      four launches between the two, for top_k, top_p and min_p
     adjustment      one before them, for everything that changes logits; one more that counts tokens, for penalties;
                     one copy to the device, for grammars
-    log probabilities   two launches behind them; one more for likeliest tokens
-    drafts          what the verifier does, which is one launch, or three where drafts were drawn
+    log probabilities   two launches after them; one more for likeliest tokens
+    drafts          the verifier's: one launch, or three if drafts were drawn
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ _RARE = CHANGED_LOGITS | WITH_LOGPROBS
 
 
 class CommonSampling(enum.Enum):
-    """What most steps ask of the sampling; all else is rare."""
+    """The common kinds of sampling; all others are rare."""
 
-    WHOLE = enum.auto()  # of any temperature, from the whole vocabulary
-    TRUNCATED = enum.auto()  # some rows by top_k, top_p or min_p
+    WHOLE = enum.auto()  # any temperature, from the whole vocabulary
+    TRUNCATED = enum.auto()  # some rows with top_k, top_p or min_p
 
 
 class GpuStepSampler:
@@ -118,22 +118,22 @@ class GpuStepSampler:
         return self.fetch(batch, len(logits) if needs & WITH_LOGPROBS else 0)
 
     def common_kind(self, batch: InputBatch, grammars: GrammarOutput) -> CommonSampling | None:
-        """What a step asks for, if it is nothing but `draw`."""
+        """Returns the kind of a step that needs only `draw`, else None."""
         needs = self._sampling.needs(batch.host.sampling_rows)
         if needs & _RARE or grammars.bitmasks:
             return None
         return CommonSampling.TRUNCATED if needs & TRUNCATED else CommonSampling.WHOLE
 
     def begin(self) -> None:
-        """Before anything is drawn: what the last step has drawn must have been copied."""
+        """Called before drawing: the last step's results must have been copied."""
         self._copies.join()
 
     def draw(self, logits: torch.Tensor, batch: InputBatch, kind: CommonSampling) -> None:
-        """All that most steps do with their logits. A CUDA graph may hold it."""
+        """Does all that most steps need. A CUDA graph may contain it."""
         self._draw(logits, batch, kind is CommonSampling.TRUNCATED, self._bitmasks.none)
 
     def fetch(self, batch: InputBatch, num_records: int = 0) -> PendingOutput:
-        """What was drawn, on its way to the CPU, with so many records of log probabilities."""
+        """Starts the copy of the drawn tokens to the CPU, with `num_records` records of log probabilities."""
         num_top = self._rows.num_top_logprobs(batch.host.sampling_rows)
         copied = self._copies.fetch(self._sampled.num_bytes(num_records))
         return CopiedOutput(batch.host, num_top, copied, self._sampled)
@@ -159,7 +159,7 @@ class GpuStepSampler:
         self._finish(batch)
 
     def _score(self, logits: torch.Tensor, batch: InputBatch, with_top: bool) -> None:
-        """Log probabilities are the model's own, before anything was adjusted."""
+        """Log probabilities are computed from the model's logits before any adjustment."""
         score_tokens(
             logits,
             batch.tensors.logits_rows,

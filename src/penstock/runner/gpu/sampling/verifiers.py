@@ -17,7 +17,7 @@ from penstock.runner.speculation.verifier import SampledStep
 
 @dataclass(frozen=True, slots=True)
 class GpuSampledStep(SampledStep):
-    """With what the tokens were drawn from."""
+    """Includes the logits that the tokens were drawn from."""
 
     logits: torch.Tensor  # [num_logits, vocab_size], adjusted
     truncates: bool  # as in `draw.sample`
@@ -36,7 +36,7 @@ class ExactVerifier:
 
 
 class RejectionVerifier:
-    """`workspace` is that of the sampling."""
+    """`workspace` is the sampler's."""
 
     def __init__(self, drafts: torch.Tensor, kept: KeptDrafts, tables: SamplingTables, workspace: Workspace) -> None:
         self._exact = ExactVerifier(drafts)
