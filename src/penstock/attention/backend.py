@@ -1,8 +1,8 @@
-"""What computes attention on the paged KV cache: one backend per engine, chosen when it is built.
+"""The interface of attention on the paged KV cache: one backend per engine, chosen when it is built.
 
-Contract: a call rotates the queries and keys of its tokens, stores their keys and values, and then attends; it waits
-for nothing (but for what a backend says in its docstring). Threading: the runner's thread. A row's result must not
-depend on the other rows of the call, but for its last bits where a backend chooses tiles by the batch.
+Contract: a call rotates the queries and keys of its tokens, stores their keys and values, and then attends; it never
+waits, except as a backend's docstring says. Threading: the runner's thread. A row's result must not depend on the other
+rows of the call, except for its last bits if a backend chooses tiles by the batch.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from penstock.messages.kv_cache_spec import KVCacheSpec, KVPlane
 
 @dataclass(frozen=True, slots=True)
 class AttentionHeads:
-    """What does not change of a layer: heads, rotation, and the norms that some models have on queries and keys.
-    Its cache has two planes of one shape, keys and values."""
+    """A layer's constants: heads, rotation, and the norms that some models have on queries and keys. Its cache has two
+    planes of one shape, keys and values.
+    """
 
     spec: KVCacheSpec
     num_heads: int
     scale: float
-    rotary: torch.Tensor  # [max_position, head_size] float32: cos, sin; of width 0 nothing is rotated
+    rotary: torch.Tensor  # [max_position, head_size] float32: cos, sin; width 0: no rotation
     q_norm: torch.Tensor | None = None  # [head_size]
     k_norm: torch.Tensor | None = None  # [head_size]
     eps: float = 1e-6
-    is_causal: bool = True  # else a token sees all tokens of its request, as in an encoder
+    is_causal: bool = True  # else a token attends to all tokens of its request, as in an encoder
 
     @property
     def keys(self) -> KVPlane:
@@ -37,18 +38,18 @@ class AttentionHeads:
 
 class AttentionBackend(Protocol):
     graph_contexts: tuple[int, ...]
-    """Ascending lengths of contexts, the last one the longest: a step whose queries are few is launched alike for all
-    up to one of them, and may be captured in a CUDA graph for each. None: nothing can be captured."""
+    """Ascending context lengths, the last one the maximum: steps with few queries are launched identically for all
+    contexts up to one of them, and may be captured in a CUDA graph for each. Empty: nothing can be captured."""
     captures_ragged: bool
-    """Whether a captured step may be replayed for requests with fewer queries than its most, one behind the other."""
+    """Whether a captured step may be replayed for requests with fewer queries than its maximum, in sequence."""
     captures_mixed: bool
-    """Whether a captured step of more queries a request than drafts are verified may be replayed for any division of as
-    many tokens into as many requests, each of any context."""
+    """Whether a captured step with more queries per request than drafts are verified may be replayed for any division
+    of as many tokens into as many requests, each with any context."""
     reads_unseen: bool
-    """Whether it multiplies by zero what a sliding window has left behind: it must be finite then, whosever it is."""
+    """Whether it multiplies values before a sliding window by zero: all of them must then be finite."""
 
     runs_encoders: bool
-    """Whether it has attention that is not causal and heads that are not rotated (`AttentionHeads`)."""
+    """Whether it supports attention that is not causal and heads without rotation (`AttentionHeads`)."""
 
     def attend(
         self,

@@ -1,7 +1,7 @@
 """Attention on a Hopper GPU by FlashAttention 3 (Shah et al. 2024, arXiv:2407.08608), package flash-attn-3.
 
 Its function takes the exact lengths and the block table from the device and pages of any strides whose last dimension
-is contiguous, so the cache stays as it is: the two middle dimensions only change places in a view.
+is contiguous, so the cache is not copied: a view exchanges the two middle dimensions.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from penstock.attention.metadata import AttentionMetadata
 from penstock.attention.native import queries_of, rotate_and_store
 from penstock.messages.kv_cache_spec import KVCacheSpec
 
-# Pages that hold a whole tile of keys, which is 64 or more, are loaded by TMA with what no request has written behind
-# its last token, and NaN times zero is NaN (flash-attention's issues 1745 and 2374). Smaller ones are loaded by token.
+# Pages with a whole tile of keys (64 or more) are loaded by TMA, including uninitialised slots after the last token,
+# and NaN times zero is NaN (flash-attention's issues 1745 and 2374). Smaller pages are loaded by token.
 LIMITS = LibraryLimits(
     backend="flash_attention",
     head_sizes=(64, 80, 96, 128, 192, 256),
@@ -26,7 +26,7 @@ LIMITS = LibraryLimits(
 
 
 class FlashAttention:
-    """It waits for nothing. How it splits long contexts, and so a row's last bits, depends on the batch."""
+    """Never waits. How it splits long contexts, and so a row's last bits, depends on the batch."""
 
     captures_ragged = True
     captures_mixed = False
@@ -34,7 +34,7 @@ class FlashAttention:
     runs_encoders = False
 
     def __init__(self, max_model_len: int) -> None:
-        # What is launched depends on the block table's width and not on lengths.
+        # The launches depend on the block table's width and not on lengths.
         self.graph_contexts: tuple[int, ...] = (max_model_len,)
         self._served: set[tuple[int, KVCacheSpec]] = set()
 
@@ -46,9 +46,9 @@ class FlashAttention:
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """See `AttentionBackend.attend`. Rows that belong to no request hold anything.
+        """See `AttentionBackend.attend`. Rows that belong to no request have undefined content.
 
-        Raises ConfigError for a layer that FlashAttention does not serve.
+        Raises ConfigError for a layer that FlashAttention does not support.
         """
         layer = (heads.num_heads, heads.spec)
         if layer not in self._served:
@@ -56,7 +56,7 @@ class FlashAttention:
             self._served.add(layer)
         rotate_and_store(qkv, positions, heads, kv_cache, metadata)
         keys, values = kv_cache.transpose(2, 3).unbind(1)  # each [num_blocks, block_size, num_kv_heads, head_size]
-        # Both bounds count the neighbours of a query's own position; -1 is all of them.
+        # Both bounds count the neighbours of a query's own position; -1 means all.
         window = (heads.spec.sliding_window - 1, 0 if heads.spec.sliding_window else -1)
         out = flash_attn_with_kvcache(
             queries_of(qkv, heads),

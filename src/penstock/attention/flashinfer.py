@@ -1,7 +1,7 @@
 """Attention on a GPU by FlashInfer (Ye et al. 2025, arXiv:2501.01005), package flashinfer-python from 0.6.16 on.
 
-Two of its functions share the work. XQA's decode takes exact lengths and block table from the device, for requests that
-all bring one query, or all bring the most that a verification of drafts has. Everything else is a paged prefill, which
+Two of its functions are used. XQA's decode takes exact lengths and block table from the device, for requests that all
+have one query, or all have the maximum number of a verification of drafts. Everything else is a paged prefill, which
 must be planned on the CPU from the exact lengths.
 """
 
@@ -21,7 +21,7 @@ from penstock.attention.native import queries_of, rotate_and_store
 from penstock.messages.kv_cache_spec import KVCacheSpec
 
 if "q_cu_seq_lens" not in inspect.signature(xqa_batch_decode_with_kv_cache).parameters:
-    # Before this parameter came, the queries of a verification all had the sliding window of the last one.
+    # Without this parameter, the queries of a verification all had the sliding window of the last one.
     raise ImportError("the FlashInfer here is older")
 
 LIMITS = LibraryLimits(
@@ -31,16 +31,16 @@ LIMITS = LibraryLimits(
     max_group=16,
 )
 _LAYOUT = "HND"  # FlashInfer's name for a cache [num_blocks, 2, num_kv_heads, block_size, head_size]
-# FlashInfer recommends 128 MiB; a prefill of many heads that splits its contexts wants more, and refuses with less.
+# FlashInfer recommends 128 MiB; a prefill of many heads that splits its contexts needs more, and fails with less.
 _DECODE_BYTES, _PREFILL_BYTES = 128 << 20, 384 << 20
 
-_Layer = tuple[int, float, KVCacheSpec]  # heads, scale, and the rest of what a plan depends on
+_Layer = tuple[int, float, KVCacheSpec]  # heads, scale, and other inputs of a plan
 
 
 class FlashInferAttention:
-    """Waits for the device in every step but those of decode, and of verification where all bring the most drafts.
+    """Waits for the device in every step except decode, and verification if all requests have the most drafts.
 
-    These two wait for nothing and can be captured. Layers share workspaces, so all run on one stream. A row's last bits
+    These two never wait and can be captured. Layers share workspaces, so all run on one stream. A row's last bits
     depend on the batch.
     """
 
@@ -50,12 +50,12 @@ class FlashInferAttention:
     runs_encoders = False
 
     def __init__(self, max_num_reqs: int, max_model_len: int, max_decode_query_len: int, device: torch.device) -> None:
-        # What is launched depends on the block table's width and not on lengths.
+        # The launches depend on the block table's width and not on lengths.
         self.graph_contexts: tuple[int, ...] = (max_model_len,)
         self._max_model_len = max_model_len
-        # Other numbers of queries would compile a kernel each.
+        # Each other number of queries would compile another kernel.
         self._masks = {1: None, max_decode_query_len: _causal_mask(max_num_reqs, max_decode_query_len, device)}
-        # XQA keeps its semaphores here, which must be zero at first; so the two cannot share.
+        # XQA keeps its semaphores here, which must be zero at first; so the workspaces cannot be shared.
         self._decode_workspace = torch.zeros(_DECODE_BYTES, dtype=torch.uint8, device=device)
         self._prefill_workspace = torch.empty(_PREFILL_BYTES, dtype=torch.uint8, device=device)
         self._wrappers: dict[_Layer, BatchPrefillWithPagedKVCacheWrapper] = {}
@@ -69,16 +69,16 @@ class FlashInferAttention:
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """See `AttentionBackend.attend`. Rows that belong to no request hold anything.
+        """See `AttentionBackend.attend`. Rows that belong to no request have undefined content.
 
-        Raises ConfigError for a layer that FlashInfer does not serve.
+        Raises ConfigError for a layer that FlashInfer does not support.
         """
         layer = (heads.num_heads, heads.scale, heads.spec)
         if layer not in self._wrappers:
             LIMITS.check(heads, kv_cache.shape[3])
             self._wrappers[layer] = BatchPrefillWithPagedKVCacheWrapper(self._prefill_workspace, kv_layout=_LAYOUT)
         rotate_and_store(qkv, positions, heads, kv_cache, metadata)
-        # XQA reads no strides of the queries.
+        # XQA ignores the strides of the queries.
         queries = queries_of(qkv, heads).contiguous()
         is_uniform = len(queries) == len(metadata.seq_lens) * metadata.max_query_len
         if is_uniform and metadata.max_query_len in self._masks:
@@ -132,7 +132,7 @@ class FlashInferAttention:
 
 
 def _causal_mask(num_reqs: int, query_len: int, device: torch.device) -> torch.Tensor | None:
-    """[num_reqs, query_len, words] uint16: bit j of row i says whether query i of a request sees its query j.
+    """Returns [num_reqs, query_len, words] uint16: bit j of row i says whether query i of a request sees query j.
 
     A row takes whole words of 32 bits. One query needs no mask.
     """

@@ -1,4 +1,4 @@
-"""What a third-party library's attention kernels serve, and the refusal of anything else."""
+"""The layers that a third-party library's attention kernels support, and the check for them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class LibraryLimits:
     backend: str
     head_sizes: Collection[int]
     block_sizes: Collection[int]
-    max_group: int  # query heads of a KV head
+    max_group: int  # query heads per KV head
     dtypes: Collection[str] = ("bfloat16", "float16")
 
     def check(self, heads: AttentionHeads, block_size: int) -> None:
-        """Raises ConfigError for a layer that the kernels do not serve."""
+        """Raises ConfigError for a layer that the kernels do not support."""
         if heads.spec.dtype not in self.dtypes:
             raise self._refusal("dtype", heads.spec.dtype, self.dtypes)
         if block_size not in self.block_sizes:

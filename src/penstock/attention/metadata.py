@@ -1,4 +1,4 @@
-"""What attention needs to know of a step, beside the queries themselves."""
+"""The data of a step that attention needs, besides the queries themselves."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class AttentionMetadata:
     """One KV group's view of the batch. Padding: query length 0, `seq_lens` 0, block row 0, slot -1.
 
-    A step has a new one, also where it is written into the tensors of the last: a backend may keep what it has worked
-    out of one until it sees another.
+    Every step has a new one, even if it is written into the tensors of the last: a backend may cache what it derives
+    from one until it gets another.
     """
 
     query_start_loc: torch.Tensor  # [num_reqs + 1] int32: request r owns rows query_start_loc[r] .. [r + 1]
@@ -29,7 +29,7 @@ class AttentionMetadata:
 
 
 class LayerHooks(Protocol):
-    """What is told of every attention layer of the target model, before and behind it."""
+    """Hooks called before and after every attention layer of the target model."""
 
     def wait_for_layer_load(self, layer_name: str) -> None: ...
 
@@ -47,7 +47,7 @@ NO_HOOKS = NoHooks()
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """Handed through the model to its attention layers; keyed by layer name."""
+    """Passed through the model to its attention layers; keyed by layer name."""
 
     metadata: dict[str, AttentionMetadata]
     kv_caches: dict[str, torch.Tensor]  # each [num_blocks, 2, num_kv_heads, block_size, head_size]
@@ -57,7 +57,7 @@ class ForwardContext:
 
 @dataclass(frozen=True, slots=True)
 class LayerCaches:
-    """A model's layers by name, and what they are read and written by. `hooks` tells whom to tell of a step's."""
+    """A model's layers by name, and their caches and backend. `hooks` returns a step's hooks."""
 
     kv_caches: dict[str, torch.Tensor]
     group_of: Mapping[str, int]

@@ -34,7 +34,7 @@ class NativeAttention:
 
 
 def queries_of(qkv: torch.Tensor, heads: AttentionHeads) -> torch.Tensor:
-    """[num_tokens, num_heads, head_size]: a view of `qkv`."""
+    """Returns [num_tokens, num_heads, head_size]: a view of `qkv`."""
     size = heads.keys.head_size
     return qkv[:, : heads.num_heads * size].unflatten(1, (heads.num_heads, size))
 

@@ -1,4 +1,4 @@
-"""Which attention backend an engine gets on a GPU, or where Triton's interpreter stands in for one."""
+"""Chooses an engine's attention backend on a GPU, or on Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.utils.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class _Library:
-    """What a backend needs that Penstock does not."""
+    """The requirements of a backend that are not Penstock's own."""
 
     name: str
     install: str
@@ -36,7 +36,7 @@ _LIBRARIES = {
 
 
 def check_gpu_attention(device: torch.device, execution: ExecutionConfig) -> None:
-    """Raises ConfigError where the backend that was asked for cannot run."""
+    """Raises ConfigError if the requested backend cannot run."""
     name = execution.attention_backend
     if name == "native":
         raise ConfigError(f"attention_backend=native does not run on {device}: choose auto or triton")
@@ -57,14 +57,14 @@ def _check_library(name: str, library: _Library, device: torch.device) -> None:
 
 
 def _capability(device: torch.device) -> int:
-    """The major one."""
+    """Returns the major one."""
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
 
 
 def make_gpu_attention(device: torch.device, config: SchedulerConfig, execution: ExecutionConfig) -> AttentionBackend:
-    """Triton's by default. Raises ConfigError as `check_gpu_attention` does."""
+    """Builds the backend, by default Triton's. Raises ConfigError as `check_gpu_attention` does."""
     check_gpu_attention(device, execution)
-    # Imported only when chosen: no installation needs all libraries.
+    # Imported only if chosen: no installation needs all libraries.
     if execution.attention_backend == "flash_attention":
         from penstock.attention.flash_attention import FlashAttention
 
@@ -76,7 +76,7 @@ def make_gpu_attention(device: torch.device, config: SchedulerConfig, execution:
     from penstock.attention.triton import TritonAttention
     from penstock.kernels.triton.attention.plan import MAX_DECODE_QUERY_LEN, AttentionLimits
 
-    # Longer windows of drafts are verified as a prefill is computed.
+    # Longer windows of drafts are verified like a prefill.
     max_query_len = min(1 + config.max_num_drafts, MAX_DECODE_QUERY_LEN)
     limits = AttentionLimits(config.max_num_seqs, config.max_model_len, max_query_len)
     return TritonAttention(limits, device, execution.deterministic)

@@ -1,4 +1,4 @@
-"""Attention on a GPU, by the kernels in Triton: few queries a request in one fused kernel, others in two."""
+"""Attention on a GPU by Triton kernels: few queries per request in one fused kernel, others in two."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from penstock.kernels.triton.attention.plan import (
 )
 from penstock.kernels.triton.capabilities import Capabilities
 
-# Contexts up to so many tokens share a plan, and then up to so many times as many: a plan is a grid, and programs that
-# find nothing to do end at once.
+# Contexts up to the first number share a plan, and then up to each multiple by the factor: a plan is a grid, and
+# programs without work end at once.
 _SHORTEST_CONTEXT, _CONTEXT_FACTOR = 1024, 4
 
 
@@ -57,7 +57,7 @@ class TritonAttention:
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """See `AttentionBackend.attend`. Raises ConfigError for a shape of heads that the kernels do not have."""
+        """See `AttentionBackend.attend`. Raises ConfigError for a shape of heads that the kernels do not support."""
         plan = self._plan(heads, kv_cache, metadata)
         batch = (metadata.block_table, metadata.query_start_loc, metadata.seq_lens)
         if isinstance(plan.tile, DecodeTile) and not plan.deterministic:

@@ -1,8 +1,7 @@
-"""An EAGLE-3 head's `config.json`: the shape of its layer, and what it reads of its target.
+"""An EAGLE-3 head's `config.json`: the shape of its layer, and its inputs from the target.
 
-Two layouts are understood: that of the paper's checkpoints, where everything stands at the top level, and that of
-`speculators`, where the layer's shape is in `transformer_layer_config`. In the former the layer ids may be inside
-`eagle_config`.
+Two layouts are supported: that of the paper's checkpoints, with all fields at the top level, and that of `speculators`,
+with the layer's shape in `transformer_layer_config`. In the former the layer ids may be inside `eagle_config`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from penstock.utils.errors import ConfigError
 
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _NESTED = "transformer_layer_config"
-# Later layouts that put norms where these weights have none.
+# Options of later layouts that add norms, which these weights do not have.
 _VARIANTS = ("norm_before_fc", "fc_norm", "norm_output")
 
 
@@ -26,7 +25,7 @@ class Eagle3Config:
     """`shape` is that of the head's one layer, with the target's vocabulary, dtype and number of positions.
 
     `aux_layers` are the target's layers, ascending, at whose inputs its residual stream is read; the target's number of
-    layers stands for what is behind the last.
+    layers means the output of the last.
     """
 
     shape: ModelConfig
@@ -37,13 +36,13 @@ class Eagle3Config:
 
 
 def is_eagle3(path: Path) -> bool:
-    """Whether the folder's config.json names an EAGLE-3 head. Raises ConfigError when it is not JSON."""
+    """Returns whether the folder's config.json names an EAGLE-3 head. Raises ConfigError if it is not JSON."""
     raw = read_json(path / "config.json") or {}
     return "eagle3" in f"{raw.get('architectures')} {raw.get('speculators_model_type')}".lower()
 
 
 def load_eagle3_config(path: Path, target: ModelConfig) -> Eagle3Config:
-    """Reads `path/config.json`. Raises ConfigError naming the field that is unfit, for itself or for the target."""
+    """Reads `path/config.json`. Raises ConfigError naming the field that is invalid, or does not fit the target."""
     raw = read_model_json(path)
     file = path / "config.json"
     shape = parse_model_config(path, raw.get(_NESTED) or raw, target.dtype)
@@ -72,13 +71,13 @@ def load_eagle3_config(path: Path, target: ModelConfig) -> Eagle3Config:
         aux_layers=_parse_layer_ids(file, raw, target.num_hidden_layers),
         target_hidden_size=target.hidden_size,
         draft_vocab_size=draft_vocab_size,
-        # What the layouts mean where they do not say it.
+        # The defaults of the two layouts.
         norm_before_residual=bool(raw.get("norm_before_residual", _NESTED in raw)),
     )
 
 
 def _parse_layer_ids(file: Path, raw: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """The named layers, else the paper's choice of an early, a middle and a late one."""
+    """Returns the named layers, by default the paper's choice of an early, a middle and a late one."""
     inner: Mapping[str, Any] = raw["eagle_config"] if isinstance(raw.get("eagle_config"), dict) else {}
     named: Any = raw.get(_LAYER_IDS) or inner.get(_LAYER_IDS)
     ids: Any = named or [2, num_layers // 2, num_layers - 3]

@@ -1,7 +1,7 @@
-"""What an encoder has beside the fields of every transformer, read from `config.json`.
+"""The fields that an encoder has besides those of every transformer, read from `config.json`.
 
-An encoder reads a prompt in both directions: every token attends to all of the prompt, so that a step computes a prompt
-whole and nothing is kept of it. Which model types are encoders is decided here and nowhere else.
+An encoder reads a prompt in both directions: every token attends to all of the prompt, so that a step computes a whole
+prompt and no KV of it is kept. Only this module decides which model types are encoders.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from penstock.utils.errors import ConfigError
 
 _MODEL_TYPES = ("bert", "roberta", "xlm-roberta")
-# Their positions are counted from the one behind the padding token's id.
+# Their positions start one after the padding token's id.
 _COUNTED_FROM_PADDING = ("roberta", "xlm-roberta")
 _DEFAULT_PADDING = 1
 _HEAD_STEP = 8
@@ -22,7 +22,7 @@ _IS_TANH_OF_ACTIVATION = {"gelu": False, "gelu_new": True, "gelu_fast": True, "g
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderConfig:
-    """The embedding tables' sizes, what a layer norm adds to the variance, and which form of GELU there is.
+    """The sizes of the embedding tables, the epsilon of layer norms, and the form of GELU.
 
     A prompt's first token has the position `first_position` of the table.
     """
@@ -35,7 +35,7 @@ class EncoderConfig:
 
 
 def read_encoder(raw: Mapping[str, Any]) -> EncoderConfig | None:
-    """From the contents of a `config.json`; None where it describes a decoder. Raises ConfigError for variants."""
+    """Reads the contents of a `config.json`; None if it describes a decoder. Raises ConfigError for variants."""
     model_type = raw.get("model_type")
     if model_type not in _MODEL_TYPES:
         return None

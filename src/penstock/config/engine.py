@@ -1,7 +1,7 @@
-"""The engine's configuration: frozen data, cross-checked once, handed to each part in its own small piece.
+"""The engine's configuration: frozen data, cross-checked once, of which each part receives its own small section.
 
-`EngineArgs` is what a user types, in vLLM's names; `resolve()` turns it into an `EngineConfig`. A nested argument
-is a dictionary or its JSON text.
+`EngineArgs` is the user's input, in vLLM's names; `resolve()` turns it into an `EngineConfig`. A nested argument is a
+dictionary or its JSON text.
 """
 
 from __future__ import annotations
@@ -135,12 +135,12 @@ class EngineArgs:
 
     @property
     def executor_backend(self) -> str:
-        """The one that was asked for, or the one for so many ranks."""
+        """The requested one, or the default for the number of ranks."""
         return self.distributed_executor_backend or ("uniproc" if self.num_ranks == 1 else "mp")
 
     @classmethod
     def from_kwargs(cls, **kwargs: Any) -> EngineArgs:
-        """Builds the arguments. Raises ConfigError for a wrong type, and for an unknown name with the nearest one."""
+        """Builds the arguments. Raises ConfigError for a wrong type, and for an unknown name with the closest one."""
         known = [f.name for f in fields(cls)]
         for name in kwargs:
             if name not in known:
@@ -156,9 +156,9 @@ class SchedulerConfig:
     """Limits of a step. `max_num_in_flight` steps may be scheduled and not yet processed: one for each of `num_stages`,
     and one more with asynchronous scheduling.
 
-    `drafts` says how many drafts per request are proposed while how many requests run: pairs (requests up to, drafts)
-    in ascending order; beyond the last pair there are none. `num_lookahead_tokens` is how many positions behind a
-    request's last token the speculator may write KV for.
+    `drafts` gives the number of drafts per request by the number of running requests: pairs (requests up to, drafts) in
+    ascending order; beyond the last pair there are none. `num_lookahead_tokens` is how many positions after a request's
+    last token the speculator may write KV for.
 
     With `is_pooling` a request ends when its prompt is computed. With `needs_whole_prompts` a step computes all tokens
     of a prompt or none.
@@ -178,25 +178,25 @@ class SchedulerConfig:
 
     @property
     def num_micro_batches(self) -> int:
-        """Into how many the running requests are divided: with one stage, every step takes them all."""
+        """The number of micro-batches of running requests: with one stage, every step takes all of them."""
         return 1 if self.num_stages == 1 else self.max_num_in_flight
 
     @property
     def max_steps_ahead(self) -> int:
-        """Steps that may sample for a request before the token of an earlier one is known."""
+        """The number of steps that may sample for a request before the token of an earlier one is known."""
         return self.max_num_in_flight - self.num_stages
 
     @property
     def max_num_drafts(self) -> int:
-        """Most drafts that any step proposes for a request."""
+        """The maximum number of drafts that any step proposes for a request."""
         return max((count for _, count in self.drafts), default=0)
 
     def least_tokens(self, num_tokens: int) -> int:
-        """How many tokens a step must have room for to begin with a request of so many."""
+        """Returns how many tokens a step must have room for to begin a request with `num_tokens` tokens."""
         return num_tokens if self.needs_whole_prompts else 1
 
     def num_drafts(self, num_running: int) -> int:
-        """Drafts per request while so many requests run."""
+        """Returns the drafts per request while `num_running` requests run."""
         for limit, count in self.drafts:
             if num_running <= limit:
                 return count
@@ -205,8 +205,9 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutionConfig:
-    """How the steps are computed: `num_threads` on a CPU, the rest on a GPU, as a CPU has no graphs and is always
-    deterministic."""
+    """How the steps are computed: `num_threads` applies to a CPU, the rest to a GPU, as a CPU has no graphs and is
+    always deterministic.
+    """
 
     num_threads: int | None = None
     attention_backend: str = "auto"
@@ -216,9 +217,9 @@ class ExecutionConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """The KV cache's budget: a number of blocks, or bytes, or a part of the device's memory, in that order.
+    """The KV cache's budget: a number of blocks, or bytes, or a share of the device's memory, in that order.
 
-    Of the last, `num_sharers` engines take equal parts.
+    `num_sharers` engines divide that share equally.
     """
 
     block_size: int
@@ -231,10 +232,10 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Everything, resolved. `max_model_len_is_explicit` tells whether it may be shortened to fit the memory.
+    """The whole resolved configuration. `max_model_len_is_explicit`: it must not be shortened to fit the memory.
 
-    `pooling` is None in an engine that generates. With `is_prefix_aware` the engine core reports its KV events, by
-    which the front end chooses among data parallel ranks.
+    `pooling` is None if the engine generates. With `is_prefix_aware` the engine core reports its KV events, which the
+    front end uses to choose among data parallel ranks.
     """
 
     model: ModelConfig
@@ -258,14 +259,14 @@ class EngineConfig:
 def resolve(args: EngineArgs, device: str) -> EngineConfig:
     """Checks the arguments against each other and against the checkpoint in the folder `args.model`.
 
-    `device` is the one chosen ("cpu" or "cuda"). Raises ConfigError naming the argument and its bound.
+    `device` is the one chosen ("cpu" or "cuda"). Raises ConfigError naming the argument and its limit.
     """
     check(args)
     model_path = Path(args.model)
     model = load_model_config(model_path, args.dtype)
     pooling = find_pooling(args.runner, args.pooler_config, model)
     max_model_len = _max_model_len(args, model, pooling)
-    # On a CPU the scheduler competes with the kernels for the same cores, and overlapping costs more than it hides.
+    # On a CPU the scheduler competes with the kernels for the same cores, and overlapping costs more than it saves.
     is_async = device != "cpu" if args.async_scheduling is None else args.async_scheduling
     if pooling is not None:
         _check_pooling(args, pooling, max_model_len)
@@ -277,7 +278,7 @@ def resolve(args: EngineArgs, device: str) -> EngineConfig:
     if args.speculative_config is not None:
         speculative = parse_speculative_config(args.speculative_config, model)
     shapes = [model] if speculative is None else [model, *speculative.shapes]
-    # Each has GPUs of its own.
+    # On GPUs, each engine has its own.
     num_sharers = args.data_parallel_size if device == "cpu" else 1
     tokenizer_path = None if args.skip_tokenizer_init else Path(args.tokenizer) if args.tokenizer else model_path
     return EngineConfig(
@@ -335,7 +336,7 @@ def _kv_events(args: EngineArgs) -> KVEventsConfig:
 
 
 def _is_prefix_aware(args: EngineArgs) -> bool:
-    """Whether what the ranks have cached decides; one rank has no choice."""
+    """Returns whether placement considers the ranks' caches; one rank has no choice."""
     if args.data_parallel_policy != PREFIX_AWARE:
         return False
     if not args.enable_prefix_caching:
@@ -346,7 +347,7 @@ def _is_prefix_aware(args: EngineArgs) -> bool:
 
 
 def _max_model_len(args: EngineArgs, model: ModelConfig, pooling: PoolingConfig | None) -> int:
-    """The one asked for, or what the model and its pooling were made for. Raises ConfigError beyond the context."""
+    """Returns the requested length, or that of the model and its pooling. Raises ConfigError beyond the context."""
     longest = model.max_position_embeddings
     if args.max_model_len is not None and args.max_model_len > longest:
         raise ConfigError(f"max_model_len={args.max_model_len} is beyond the model's context of {longest} tokens")
@@ -355,7 +356,7 @@ def _max_model_len(args: EngineArgs, model: ModelConfig, pooling: PoolingConfig 
 
 
 def _check_pooling(args: EngineArgs, pooling: PoolingConfig, max_model_len: int) -> None:
-    """What an engine that pools cannot have. Raises ConfigError naming the argument."""
+    """Raises ConfigError naming an argument that a pooling engine does not support."""
     if args.speculative_config is not None:
         raise ConfigError("speculative_config needs an engine that generates: this one pools (runner=pooling)")
     if not pooling.needs_whole_prompts:
@@ -376,7 +377,7 @@ def _check_pooling(args: EngineArgs, pooling: PoolingConfig, max_model_len: int)
 
 
 def _check_encoder(args: EngineArgs) -> None:
-    """What else an engine of an encoder cannot have. Raises ConfigError naming the argument."""
+    """Raises ConfigError naming an argument that an engine with an encoder does not support either."""
     if args.pipeline_parallel_size > 1:
         raise ConfigError(
             f"pipeline_parallel_size={args.pipeline_parallel_size} is not supported with an encoder: divide its layers "
@@ -399,7 +400,7 @@ def _check_types(args: EngineArgs) -> None:
 
 
 def check(args: EngineArgs) -> None:
-    """What can be checked without a device and a checkpoint. Raises ConfigError naming the argument and its bound."""
+    """Checks what needs no device and no checkpoint. Raises ConfigError naming the argument and its limit."""
     at_least = {
         "max_num_batched_tokens": 1,
         "max_num_seqs": 1,

@@ -1,17 +1,17 @@
 """Every environment variable that Penstock reads: this is the only file that touches `os.environ`.
 
 PENSTOCK_CPU_ISA     force a CPU instruction set: amx, avx512, avx2, generic, torch for the reference kernels, or
-                     triton for the kernels of a GPU in Triton's interpreter
-PENSTOCK_LOG_LEVEL   DEBUG, INFO, WARNING (default) or ERROR
-PENSTOCK_API_KEY     keys that `penstock serve` asks its clients for, separated by commas; `penstock chat --url` sends
-                     the first
+                     triton for the GPU kernels in Triton's interpreter
+PENSTOCK_LOG_LEVEL   DEBUG, INFO, WARNING (default) or ERROR PENSTOCK_API_KEY     keys that `penstock serve` requires of
+its clients, separated by commas; `penstock chat --url`
+                     sends the first
 PENSTOCK_ADMIN_API_KEY
                      keys for the administration port, separated by commas
 PENSTOCK_DEBUG       1 poisons KV blocks, checks the integrity of all derived state after every step, and encodes and
                      decodes every message between the engine core and a worker in the same process
-RAY_ADDRESS          the Ray cluster for distributed_executor_backend=ray; Ray reads it itself
-CUDA_VISIBLE_DEVICES the GPUs that data_parallel_size divides among its engines; CUDA reads it itself
-GOMP_SPINCOUNT       how long torch's OpenMP threads spin before they sleep; Penstock sets it unless it is set
+RAY_ADDRESS          the Ray cluster for distributed_executor_backend=ray; Ray reads it itself CUDA_VISIBLE_DEVICES the
+GPUs that data_parallel_size divides among its engines; CUDA reads it itself GOMP_SPINCOUNT       how long torch's
+OpenMP threads spin before they sleep; Penstock sets it unless it is set
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ NAMES = (
     "GOMP_SPINCOUNT", "RAY_ADDRESS", "CUDA_VISIBLE_DEVICES",
 )  # fmt: skip
 
-# Short enough that a thread waiting for one that lost its core sleeps and lets it back; long enough to stay awake from
-# one kernel to the next. On two busy cores a step of the 0.6B shape took 130 ms instead of 380 to 900, and on idle
-# ones the same (bench/kernels/linear.py).
+# Short enough that a thread waiting for a descheduled one sleeps and frees its core; long enough to stay awake from one
+# kernel to the next. On two busy cores a step of the 0.6B shape took 130 ms instead of 380 to 900, and on idle ones the
+# same (bench/kernels/linear.py).
 _SPIN_COUNT = "10000"
 
 
@@ -59,12 +59,12 @@ def visible_gpus() -> str | None:
 
 
 def for_child(own: Mapping[str, str] | None = None, defaults: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of a child process: this one's, with `own` in it, and `defaults` for what is not set."""
+    """Returns a child process's environment: this one's, overridden by `own`, and `defaults` for unset variables."""
     return {**(defaults or {}), **os.environ, **(own or {})}
 
 
 def for_ranks() -> dict[str, str]:
-    """What ranks on other hosts must find in their environment, too."""
+    """Returns the variables that ranks on other hosts need, too."""
     names = ("PENSTOCK_CPU_ISA", "PENSTOCK_LOG_LEVEL", "PENSTOCK_DEBUG")
     return {name: os.environ[name] for name in names if name in os.environ}
 

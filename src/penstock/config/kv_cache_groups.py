@@ -1,4 +1,4 @@
-"""Which layers share a block table."""
+"""Decides which layers share a block table."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def group_layers(specs: Mapping[str, KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
 def attach_layers(
     specs: Mapping[str, KVCacheSpec], groups: tuple[KVCacheGroup, ...], num_tokens_ahead: int = 0
 ) -> tuple[AttachedLayer, ...]:
-    """Puts a speculator's layers under the block tables of groups that keep the same tokens. Raises ConfigError.
+    """Assigns a speculator's layers to the block tables of groups that keep the same tokens. Raises ConfigError.
 
     `num_tokens_ahead` is as in `AttachedLayer`.
     """
@@ -45,7 +45,7 @@ def cache_of_one_rank(
     num_tokens_ahead: int,
     block_size: int,
 ) -> KVCacheConfig:
-    """The smallest cache that holds a rank's layers, to run steps on before the engine's cache is planned.
+    """Returns the smallest cache with a rank's layers, to run steps on before the engine's cache is planned.
 
     The groups are numbered among this rank's layers alone.
     """

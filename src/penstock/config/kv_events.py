@@ -1,4 +1,4 @@
-"""`--kv-events-config`: whom the engine tells which KV blocks it holds. The keys are vLLM's, but for `allow_remote`."""
+"""`--kv-events-config`: where the engine publishes which KV blocks it holds. vLLM's keys, plus `allow_remote`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ _IPC = re.compile(r"ipc://\S+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVEventsConfig:
-    """Both endpoints are bound, never connected to; a TCP port 0 takes a free one. `buffer_steps` batches are kept for
-    replay, at most `max_queue_size` wait to be sent, and `hwm` for each slow subscriber."""
+    """Both endpoints are bound, never connected to; TCP port 0 means a free one. `buffer_steps` batches are kept for
+    replay, at most `max_queue_size` wait to be sent, and `hwm` for each slow subscriber.
+    """
 
     enable_kv_cache_events: bool = False
     publisher: str = "zmq"
@@ -39,7 +40,7 @@ class KVEventsConfig:
 
 
 def parse_kv_events_config(value: str | Mapping[str, Any] | None) -> KVEventsConfig:
-    """Reads the object or its JSON text; None is an engine without events. Raises ConfigError naming the key."""
+    """Reads the object or its JSON text; None disables events. Raises ConfigError naming the key."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -66,7 +67,7 @@ def parse_kv_events_config(value: str | Mapping[str, Any] | None) -> KVEventsCon
 
 
 def _is_local(endpoint: str) -> bool:
-    """Whether only this machine can connect."""
+    """Returns whether only this machine can connect."""
     match = _TCP.fullmatch(endpoint)
     if match is None:
         return True

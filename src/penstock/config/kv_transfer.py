@@ -1,4 +1,4 @@
-"""`--kv-transfer-config`: which connector moves KV in and out of the engine. The keys are the field's."""
+"""`--kv-transfer-config`: the connector that moves KV into and out of the engine. Most keys are vLLM's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_ID_LENGTH = 128
 _MAX_PORT = 65535
 
 _WITHOUT_EFFECT = ("kv_rank", "kv_parallel_size", "kv_buffer_device", "kv_buffer_size", "enable_permute_local_kv")
-"""Keys of the field that describe what Penstock does without: ranks of connectors, and buffers of their own."""
+"""vLLM's keys that do not apply to Penstock: ranks of connectors, and separate buffers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,12 +29,12 @@ class KVTransferConfig:
 
     `kv_load_timeout` is in seconds: a request waits no longer for KV, and is computed here instead.
 
-    `kv_ip` and `kv_port` are where a connector that talks to other engines is reached, and where it listens: with an
-    IP address there, with a host name on all interfaces. Port 0 is any free one.
+    `kv_ip` and `kv_port` are the address at which other engines reach a connector, and on which it listens: with an IP
+    address on that one, with a host name on all interfaces. Port 0 means a free one.
 
-    `kv_connector_module_path` is the Python module of a connector that Penstock does not bring.
-    `kv_connector_extra_config` is the connector's own; it refuses what it does not know.
-    `keys_without_effect` are the keys that were given and mean nothing here.
+    `kv_connector_module_path` is the Python module of a connector that is not part of Penstock.
+    `kv_connector_extra_config` has the connector's own options; it refuses unknown ones. `keys_without_effect` are the
+    given keys that have no meaning here.
     """
 
     kv_connector: str
@@ -50,7 +50,7 @@ class KVTransferConfig:
 
 
 def parse_kv_transfer_config(value: str | Mapping[str, Any]) -> KVTransferConfig:
-    """Reads the object or its JSON text. Raises ConfigError naming the key and what it may be."""
+    """Reads the object or its JSON text. Raises ConfigError naming the key and its valid values."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

@@ -1,8 +1,8 @@
 """The model's shape, read from `config.json` of a Hugging Face checkpoint folder.
 
-Only facts are read here, in the field names of the model files; whether Penstock has the architecture is the
-registry's business (`models/registry.py`). Both spellings of transformers are understood: `rope_theta` with
-`rope_scaling`, and `rope_parameters`; `torch_dtype` and `dtype`.
+Only facts are read here, in the field names of the model files; the registry (`models/registry.py`) decides whether
+Penstock supports the architecture. Both spellings of transformers are accepted: `rope_theta` with `rope_scaling`, and
+`rope_parameters`; `torch_dtype` and `dtype`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ _DTYPE_ALIASES = {"half": "float16", "float": "float32", "fp16": "float16", "bf1
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding: the base and, where the checkpoint stretches its context, how.
+    """Rotary embedding: the base and, if the checkpoint extends its context, how.
 
-    `scaling` holds the checkpoint's own parameters; `rope_type` names the rule ("default", "linear", "llama3",
-    "yarn").
+    `scaling` holds the checkpoint's own parameters; `rope_type` names the rule ("default", "linear", "llama3", "yarn").
     """
 
     theta: float
@@ -66,14 +65,14 @@ class ModelConfig:
 def load_model_config(path: Path, dtype: str = "auto") -> ModelConfig:
     """Reads `path/config.json`.
 
-    `dtype` "auto" keeps the checkpoint's. Raises ConfigError when the file is missing, is not JSON, lacks a field or
-    holds numbers that cannot belong together.
+    `dtype` "auto" keeps the checkpoint's. Raises ConfigError if the file is missing, is not JSON, lacks a field or
+    contains inconsistent numbers.
     """
     return parse_model_config(path, read_model_json(path), dtype)
 
 
 def read_model_json(path: Path) -> dict[str, Any]:
-    """The contents of `path/config.json`. Raises ConfigError when there is no such file or it is not JSON."""
+    """Returns the contents of `path/config.json`. Raises ConfigError if there is no such file or it is not JSON."""
     raw = read_json(path / "config.json")
     if raw is None:
         raise ConfigError(f"{path} holds no config.json: pass a folder with a Hugging Face checkpoint as `model`")
@@ -81,7 +80,7 @@ def read_model_json(path: Path) -> dict[str, Any]:
 
 
 def parse_model_config(path: Path, raw: dict[str, Any], dtype: str) -> ModelConfig:
-    """The shape that `raw`, from `path/config.json`, describes. Raises ConfigError as `load_model_config` does."""
+    """Returns the shape in `raw`, read from `path/config.json`. Raises ConfigError as `load_model_config` does."""
     file = path / "config.json"
     if not isinstance(raw.get("model_type"), str):
         raise ConfigError(f"{file} names no model_type")
@@ -94,7 +93,7 @@ def parse_model_config(path: Path, raw: dict[str, Any], dtype: str) -> ModelConf
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
-    """A JSON object from a file; None when there is no such file. Raises ConfigError when it is not a JSON object."""
+    """Returns a JSON object from a file; None if there is no file. Raises ConfigError if it is not a JSON object."""
     if not file.is_file():
         return None
     try:
@@ -145,7 +144,7 @@ def _parse(path: Path, raw: dict[str, Any], dtype: str) -> ModelConfig:
 
 
 def _refuse_variants(path: Path, raw: dict[str, Any], encoder: EncoderConfig | None) -> None:
-    """Checkpoints that would load and compute something else than they mean."""
+    """Refuses checkpoints that would load but compute something else than intended."""
     if raw.get("quantization_config"):
         raise ConfigError(f"{path} is quantized, which is not supported: use a bfloat16, float16 or float32 checkpoint")
     if encoder is None and raw.get("hidden_act", "silu") != "silu":
@@ -155,7 +154,7 @@ def _refuse_variants(path: Path, raw: dict[str, Any], encoder: EncoderConfig | N
 
 
 def _positive(raw: dict[str, Any], name: str, default: int | None = None) -> int:
-    """An integer field of at least 1; `default` stands in for a missing or null one."""
+    """Returns an integer field of at least 1; `default` replaces a missing or null one."""
     value = raw[name] if default is None else raw.get(name)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -180,7 +179,7 @@ def _parse_rope(raw: dict[str, Any]) -> RopeConfig:
 
 
 def _parse_windows(raw: dict[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Each layer's window. `layer_types` decides where given; else Qwen2's switch and first sliding layer."""
+    """Returns each layer's window, from `layer_types` if given, else from Qwen2's switch and first sliding layer."""
     window = int(raw.get("sliding_window") or 0)
     if window < 0:
         raise ConfigError(f"sliding_window must not be negative, got {window}")

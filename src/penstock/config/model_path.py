@@ -1,4 +1,4 @@
-"""Where a model's files are: the built-in model, a local folder, or a Hugging Face model id."""
+"""Finds a model's files: the built-in model, a local folder, or a Hugging Face model id."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _BUILT_IN = {BUILT_IN_MODEL: _DEMO_FOLDER, f"{BUILT_IN_MODEL}/eagle3": _DEMO_FOL
 
 
 def resolve_model_path(model: str, revision: str | None = None) -> Path:
-    """The folder that holds the checkpoint. A model id is downloaded through huggingface_hub, or found in its cache.
+    """Returns the checkpoint's folder. A model id is downloaded through huggingface_hub, or found in its cache.
 
-    Raises ConfigError when there is no such folder and the id cannot be had.
+    Raises ConfigError if there is no such folder and the id cannot be downloaded.
     """
     if model in _BUILT_IN:
         return _BUILT_IN[model]
@@ -31,7 +31,7 @@ def resolve_model_path(model: str, revision: str | None = None) -> Path:
 
 
 def localise(args: EngineArgs) -> EngineArgs:
-    """The same arguments with folders for all models. Raises ConfigError as `resolve_model_path` does."""
+    """Returns the arguments with folders for all models. Raises ConfigError as `resolve_model_path` does."""
     local = replace(args, model=str(resolve_model_path(args.model, args.revision)))
     if args.speculative_config is None:
         return local
@@ -42,7 +42,7 @@ def localise(args: EngineArgs) -> EngineArgs:
 
 
 def _download(model: str, revision: str | None) -> Path:
-    # Imported here because it costs every start of the built-in model more than the model itself does.
+    # Imported here because it takes longer than loading the built-in model.
     from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 

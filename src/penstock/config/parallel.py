@@ -1,4 +1,4 @@
-"""How the model is divided among ranks."""
+"""The division of the model among ranks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from penstock.utils.errors import ConfigError
 class ParallelConfig:
     """`tp` ranks hold a share of every layer of each of `pp` stages.
 
-    `layer_counts` are the stages' layers, empty where they are to be as equal as may be. `num_replicas` engines share
-    this machine's cores and main memory.
+    `layer_counts` are the stages' layers; if empty, they are as equal as possible. `num_replicas` engines share this
+    machine's cores and main memory.
     """
 
     tp: int = 1
@@ -28,7 +28,7 @@ class ParallelConfig:
 
 
 def divide(tp: int, pp: int, layers: str | None, shapes: Sequence[ModelConfig]) -> ParallelConfig:
-    """`shapes` are the model's and those of its drafters. Raises ConfigError for what cannot be divided so."""
+    """`shapes` are the model's and those of its drafters. Raises ConfigError if they cannot be divided in this way."""
     model = shapes[0]
     for shape in shapes:
         if tp > shape.num_attention_heads:
@@ -50,7 +50,7 @@ def divide(tp: int, pp: int, layers: str | None, shapes: Sequence[ModelConfig]) 
 
 
 def layer_counts(layers: str | None, num_stages: int) -> tuple[int, ...]:
-    """The argument `pipeline_layers`. Raises ConfigError when it is no list of that many numbers."""
+    """Parses the argument `pipeline_layers`. Raises ConfigError if it is not a list of `num_stages` numbers."""
     if layers is None:
         return ()
     parts = [part.strip() for part in layers.split(",")]

@@ -1,7 +1,7 @@
 """Whether an engine generates or pools, and how it pools: read from the checkpoint and from `pooler_config`.
 
-A pooling engine answers a prompt with one vector made of the model's last hidden states, or with what a classifier
-makes of that vector.
+A pooling engine answers a prompt with one vector made of the model's last hidden states, or with a classifier's result
+for that vector.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _PLACEHOLDERS = ("{query}", "{document}")
 
 @dataclass(frozen=True, slots=True)
 class HeadConfig:
-    """A classifier behind the pooled vector. `activation` is sigmoid, softmax or identity.
+    """A classifier of the pooled vector. `activation` is sigmoid, softmax or identity.
 
-    With `token_ids`, of a rejecting and an accepting token, it has one label: the logarithm of how much likelier the
-    second one is to come next.
+    With `token_ids`, of a rejecting and an accepting token, it has one label: the logarithm of the second one's
+    probability as the next token relative to the first one's.
     """
 
     labels: tuple[str, ...]
@@ -61,20 +61,21 @@ class PoolingConfig:
 
     @property
     def needs_whole_prompts(self) -> bool:
-        """Whether a step must compute all tokens of a prompt: in a decoder the last token alone needs nothing of other
-        steps."""
+        """Whether a step must compute all tokens of a prompt: in a decoder only the last token's state needs no other
+        token of the same step.
+        """
         return self.is_encoder or self.method != "last"
 
     @property
     def reason_for_whole_prompts(self) -> str:
-        """Why it does, for people."""
+        """The reason why it does, for display."""
         if self.is_encoder:
             return "the model is an encoder, whose tokens attend to the whole prompt"
         return f"the checkpoint's {self.method} pooling needs all tokens of a prompt in one step"
 
     @property
     def summary(self) -> str:
-        """What the engine answers with, for people."""
+        """The engine's kind of result, for display."""
         if self.head is not None:
             count = len(self.head.labels)
             return "scores" if count == 1 else f"probabilities of {count} labels"
@@ -85,10 +86,10 @@ class PoolingConfig:
 
 
 def find_pooling(runner: str, asked: str | Mapping[str, Any] | None, model: ModelConfig) -> PoolingConfig | None:
-    """How an engine of this model pools; None when it generates.
+    """Returns how an engine of this model pools; None if it generates.
 
-    `runner` is one of RUNNERS, `asked` the engine argument `pooler_config`. Raises ConfigError when the checkpoint
-    cannot be used like that.
+    `runner` is one of RUNNERS, `asked` the engine argument `pooler_config`. Raises ConfigError if the checkpoint does
+    not support it.
     """
     given = _parse(asked)
     path, architecture = model.path, model.architecture
@@ -133,7 +134,7 @@ def find_pooling(runner: str, asked: str | Mapping[str, Any] | None, model: Mode
 
 
 def _check_no_other_head(path: Path, architecture: str, is_encoder: bool) -> None:
-    """Raises ConfigError for an architecture whose answers come from a head that Penstock does not have."""
+    """Raises ConfigError for an architecture with a head that Penstock does not support."""
     if "Classification" in architecture:
         raise ConfigError(f"{path} holds a {architecture}; the only classifiers supported are *{_CLASSIFIER}")
     if is_encoder and not architecture.endswith(("Model", _MASKED_LM)):
@@ -143,7 +144,7 @@ def _check_no_other_head(path: Path, architecture: str, is_encoder: bool) -> Non
 
 
 def _parse(asked: str | Mapping[str, Any] | None) -> dict[str, Any]:
-    """The engine argument's object, checked, with `pooling_type` in small letters. Raises ConfigError."""
+    """Returns the engine argument's object, checked, with `pooling_type` in lower case. Raises ConfigError."""
     if isinstance(asked, str):
         try:
             asked = json.loads(asked)
@@ -172,7 +173,7 @@ def _parse(asked: str | Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _read_head(path: Path, raw: Mapping[str, Any]) -> HeadConfig:
-    """The classifier of a `*ForSequenceClassification`; two labels where `config.json` names none."""
+    """Reads the classifier of a `*ForSequenceClassification`; two labels if `config.json` names none."""
     names = _object(raw.get("id2label"))
     count = len(names) or raw.get("num_labels") or 2
     if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MAX_LABELS:
@@ -182,7 +183,7 @@ def _read_head(path: Path, raw: Mapping[str, Any]) -> HeadConfig:
 
 
 def _read_activation(path: Path, raw: Mapping[str, Any], count: int) -> str:
-    """What makes numbers of logits. A cross encoder of sentence-transformers names a class of PyTorch."""
+    """Reads the activation on the logits. A cross encoder of sentence-transformers names a class of PyTorch."""
     named = _object(raw.get("sentence_transformers")).get("activation_fn")
     named = named or raw.get("sbert_ce_default_activation_function")
     if named is not None:
@@ -196,12 +197,12 @@ def _read_activation(path: Path, raw: Mapping[str, Any], count: int) -> str:
     if activation is None:
         known = ", ".join(_ACTIVATION_OF_PROBLEM)
         raise ConfigError(f"{path / 'config.json'} has problem_type {problem!r}; supported: {known}")
-    # Of one number a softmax would always make 1.
+    # The softmax of a single number is always 1.
     return "sigmoid" if activation == "softmax" and count == 1 else activation
 
 
 def _token_ids(model: ModelConfig, tokens: Any) -> tuple[int, int]:
-    """The ids of two tokens, which are given as ids or as their spelling in `tokenizer.json`. Raises ConfigError."""
+    """Returns the ids of two tokens, given as ids or as their spelling in `tokenizer.json`. Raises ConfigError."""
     pair: list[Any] = list(tokens) if isinstance(tokens, list | tuple) else []  # pyright: ignore[reportUnknownArgumentType]
     if len(pair) != 2:
         raise ConfigError(f'classifier_from_token must be two tokens, such as ["no", "yes"], got {tokens!r}')
@@ -217,7 +218,7 @@ def _token_ids(model: ModelConfig, tokens: Any) -> tuple[int, int]:
 
 
 def _read_vocabulary(path: Path) -> dict[str, int]:
-    """Spelling -> id of the tokens in `tokenizer.json`, as far as it spells them one by one."""
+    """Returns spelling -> id of the tokens in `tokenizer.json`, as far as it lists them one by one."""
     raw = read_json(path / "tokenizer.json") or {}
     vocabulary = _object(_object(raw.get("model")).get("vocab"))
     added: list[Any] = raw.get("added_tokens") or []
@@ -225,5 +226,5 @@ def _read_vocabulary(path: Path) -> dict[str, int]:
 
 
 def _object(value: Any) -> dict[str, Any]:
-    """A JSON object, or an empty one in place of anything else."""
+    """Returns a JSON object, or an empty one in place of anything else."""
     return value if isinstance(value, dict) else {}  # pyright: ignore[reportUnknownVariableType]

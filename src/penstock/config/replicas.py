@@ -1,4 +1,4 @@
-"""Data parallelism: the engine cores that share the requests of one front end, each with arguments of its own."""
+"""Data parallelism: the engine cores that share the requests of one front end, each with its own arguments."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _TCP_PORT = re.compile(r"(tcp://.*:)([0-9]+)")
 
 @dataclass(frozen=True, slots=True)
 class CorePlan:
-    """How to start an engine core: its arguments, and what its process finds in its environment beside this one's."""
+    """How to start an engine core: its arguments, and additions to its process's environment."""
 
     args: EngineArgs
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 def core_plans(args: EngineArgs, visible_gpus: str | None) -> list[CorePlan]:
-    """The cores of all data parallel ranks, in order.
+    """Plans the cores of all data parallel ranks, in order.
 
-    Each has GPUs of its own; on a CPU they divide its cores and its memory among them. Ports that are named in
-    kv_transfer_config and kv_events_config are those of rank 0; rank r listens r ports above them.
-    `visible_gpus` is CUDA_VISIBLE_DEVICES. Raises ConfigError when it has too few.
+    Each has its own GPUs; on a CPU they divide its cores and its memory. Ports in kv_transfer_config and
+    kv_events_config are those of rank 0; rank r listens r ports above them. `visible_gpus` is CUDA_VISIBLE_DEVICES.
+    Raises ConfigError if it has too few.
     """
     check(args)
     size = args.data_parallel_size
@@ -68,7 +68,7 @@ def _args_of(args: EngineArgs, rank: int) -> EngineArgs:
 
 
 def _as_object(value: str | Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """A copy; None also for what is no object, which the engine will refuse in its own words."""
+    """Returns a copy; None also for other types, which the engine refuses later."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -78,7 +78,7 @@ def _as_object(value: str | Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _move_port(values: dict[str, Any], name: str, rank: int) -> None:
-    """Port 0 is any free one."""
+    """Leaves port 0, which means a free one."""
     if isinstance(values.get(name), int) and values[name]:
         values[name] += rank
 

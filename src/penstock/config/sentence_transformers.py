@@ -1,6 +1,6 @@
-"""What sentence-transformers keeps beside a checkpoint: how it pools, the prompts by name, the longest input.
+"""sentence-transformers' files beside a checkpoint: how it pools, the prompts by name, the longest input.
 
-`modules.json` lists the modules that a text passes; the pooling module has a `config.json` of its own.
+`modules.json` lists the modules that process a text; the pooling module has a separate `config.json`.
 `config_sentence_transformers.json` holds texts to put in front of inputs, by name.
 """
 
@@ -37,15 +37,16 @@ class Modules:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Texts to put in front of an input, by name; `default` is the name of the one that is used unless asked."""
+    """Texts to put in front of an input, by name; `default` names the one that is used unless another is requested."""
 
     texts: Mapping[str, str]
     default: str | None = None
 
 
 def read_modules(path: Path) -> Modules | None:
-    """From the checkpoint folder `path`; None where there is no `modules.json`. Raises ConfigError for what is not
-    supported."""
+    """Reads the checkpoint folder `path`; None if there is no `modules.json`. Raises ConfigError for unsupported
+    modules.
+    """
     file = path / "modules.json"
     if not file.is_file():
         return None
@@ -70,7 +71,7 @@ def read_modules(path: Path) -> Modules | None:
 
 
 def _read_method(file: Path) -> str:
-    """The method that a pooling module's `config.json` names. Raises ConfigError for all that are not in METHODS."""
+    """Returns the method in a pooling module's `config.json`. Raises ConfigError if it is not in METHODS."""
     raw = read_json(file)
     if raw is None:
         raise ConfigError(f"{file} is missing: modules.json refers to it")
@@ -90,7 +91,7 @@ def _read_method(file: Path) -> str:
 
 
 def read_prompts(path: Path) -> Prompts:
-    """Of the checkpoint in `path`; empty texts are no prompts. Raises ConfigError when the file is malformed."""
+    """Reads the checkpoint's prompts; empty texts are no prompts. Raises ConfigError if the file is malformed."""
     file = path / "config_sentence_transformers.json"
     raw = read_json(file) or {}
     texts: Any = raw.get("prompts") or {}
@@ -103,7 +104,7 @@ def read_prompts(path: Path) -> Prompts:
 
 
 def read_max_tokens(path: Path) -> int | None:
-    """The longest input in tokens for which the checkpoint was trained; None where it does not say."""
+    """Returns the longest input in tokens for which the checkpoint was trained; None if it does not say."""
     for name in _LENGTH_FILES:
         length = (read_json(path / name) or {}).get("max_seq_length")
         if isinstance(length, int) and not isinstance(length, bool) and length >= 1:

@@ -1,4 +1,4 @@
-"""The server's configuration: what `penstock serve` takes beside the engine arguments."""
+"""The server's configuration: the arguments of `penstock serve` besides the engine arguments."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class ServerArgs:
             return False
 
     def check(self) -> None:
-        """Raises ConfigError for what cannot be, and for what would let strangers in."""
+        """Raises ConfigError for invalid arguments, and for those that would allow unauthenticated access."""
         for name in ("port", "admin_port"):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 65535:

@@ -1,9 +1,9 @@
-"""Speculative decoding: which drafts, and how many.
+"""The configuration of speculative decoding: the kind and the number of drafts.
 
-The keys are the field's: `method`, `model`, `num_speculative_tokens`, `prompt_lookup_min`, `prompt_lookup_max`, and
+Most keys are vLLM's: `method`, `model`, `num_speculative_tokens`, `prompt_lookup_min`, `prompt_lookup_max`, and
 `num_speculative_tokens_per_batch_size`, a table such as `{"4": 5, "16": 2}`: five drafts while at most 4 requests run,
 two up to 16, none beyond. `draft_sample_method` and `rejection_sample_method` with `synthetic_acceptance_rates` say how
-drafts are chosen and judged.
+drafts are chosen and verified.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class SpeculativeConfig:
     """`drafts` as in `SchedulerConfig`. `draft_model` and `eagle3` are set for the methods of their names.
 
     `samples_drafts` is the probabilistic method: drafts are drawn, and verified by rejection sampling.
-    `synthetic_acceptance_rates`, where there are any, accept each draft by chance, once those before it are accepted.
+    `synthetic_acceptance_rates`, if not empty, accept each draft at random, once those before it are accepted.
     """
 
     method: str
@@ -58,23 +58,23 @@ class SpeculativeConfig:
 
     @property
     def shapes(self) -> list[ModelConfig]:
-        """Of the drafter's model, if it has one of its own."""
+        """The shape of the drafter's own model, if it has one."""
         shapes = (self.draft_model, None if self.eagle3 is None else self.eagle3.shape)
         return [shape for shape in shapes if shape is not None]
 
     @property
     def model_paths(self) -> list[Path]:
-        """Folders of the drafter's own weights."""
+        """The folders of the drafter's own weights."""
         return [shape.path for shape in self.shapes]
 
     @property
     def num_lookahead_tokens(self) -> int:
-        """Positions behind a request's last computed token that the speculator writes KV for."""
+        """The number of positions after a request's last computed token that the speculator writes KV for."""
         return 0 if self.method == "ngram" else self.num_speculative_tokens
 
 
 def read_speculative_config(value: str | Mapping[str, Any]) -> Mapping[str, Any]:
-    """The object that `value` is, or is the JSON text of. Raises ConfigError."""
+    """Returns the object, or parses its JSON text. Raises ConfigError."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -89,7 +89,7 @@ def read_speculative_config(value: str | Mapping[str, Any]) -> Mapping[str, Any]
 
 
 def parse_speculative_config(value: str | Mapping[str, Any], target: ModelConfig) -> SpeculativeConfig:
-    """Checks the configuration against the target model. Raises ConfigError naming the key and its bound."""
+    """Checks the configuration against the target model. Raises ConfigError naming the key and its limit."""
     given = read_speculative_config(value)
     model = Path(str(given.get("model", "")))
     method = given.get("method", _method_of(model) if "model" in given else None)

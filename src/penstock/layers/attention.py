@@ -1,4 +1,4 @@
-"""One attention layer's heads: a decoder's on the paged KV cache, and an encoder's."""
+"""The heads of one attention layer: a decoder's on the paged KV cache, and an encoder's."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from penstock.messages.kv_cache_spec import KVCacheSpec
 from penstock.parallel.topology import HeadShare
 
 WORKSPACE = "workspace"
-"""What `ForwardContext` calls the memory in which an encoder's layers, one after the other, store a step's prompts."""
+"""`ForwardContext`'s name for the memory in which an encoder's layers, one after the other, store a step's prompts."""
 
 
 class PagedAttention:
-    """A rank's `own` heads. It holds no weights but the optional per-head norms of queries and keys (Qwen3)."""
+    """A rank's `own` heads. Its only weights are the optional per-head norms of queries and keys (Qwen3)."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class PagedAttention:
 class EncoderAttention:
     """A rank's `own` heads. Every token attends to all tokens of its prompt, which must be in the step as a whole.
 
-    Keys and values are stored for the length of the call: the next layer uses the same memory.
+    Keys and values are stored only during the call: the next layer uses the same memory.
     """
 
     def __init__(self, config: ModelConfig, own: HeadShare, device: torch.device) -> None:
@@ -75,7 +75,7 @@ class EncoderAttention:
             spec=self.spec,
             num_heads=len(own.queries),
             scale=config.head_dim**-0.5,
-            # A table of width 0 rotates nothing: the positions are in the embeddings.
+            # A table of width 0 means no rotation: the positions are in the embeddings.
             rotary=torch.empty((config.max_position_embeddings, 0), dtype=torch.float32, device=device),
             is_causal=False,
         )

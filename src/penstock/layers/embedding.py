@@ -13,12 +13,12 @@ class Embedding:
     """Every rank of a group holds the vectors of a share of the vocabulary."""
 
     def __init__(self, weight: torch.Tensor, group: TensorGroup = ALONE, vocab_size: int | None = None) -> None:
-        """`vocab_size` is that of the whole group, by default of one rank."""
+        """`vocab_size` is that of the whole group, by default that of one rank."""
         self.weight = weight  # [own vocabulary, hidden_size]
         self._group = group
         share = Share(group.index, group.count)
         self._own = share.part(vocab_size or len(weight))
-        # Ids from each bound on belong to the next rank.
+        # The next rank's ids start at each bound.
         bounds = [each.part(vocab_size or len(weight)).stop for each in share.all[:-1]]
         self._bounds = torch.tensor(bounds, device=weight.device)
 
@@ -31,5 +31,5 @@ class Embedding:
         vectors = F.embedding(held, self.weight)
         all_vectors = self._group.gather_columns(vectors, [self.weight.shape[1]] * count)
         owners = torch.bucketize(input_ids, self._bounds, right=True)
-        # Chosen, not added up: no bit changes.
+        # Selected, not added, so that no bit changes.
         return all_vectors.unflatten(1, (count, -1))[torch.arange(len(owners), device=owners.device), owners]

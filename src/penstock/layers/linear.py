@@ -17,9 +17,9 @@ from penstock.parallel.topology import Share
 class Linear:
     """`x @ weight.T + bias`, [num_tokens, in_features] -> [num_tokens, out_features].
 
-    On a CPU the weight is packed for kernels whose rows are independent of each other, and the given tensor is free to
-    go. On a GPU it is used as it is: by cuBLAS, whose last bits depend on how many rows there are, or `deterministic`.
-    The output has the dtype of `x`; where the CPU's kernels compute and the layer `is_wide`, float32, as accumulated.
+    On a CPU the weight is packed for kernels whose rows are independent of each other, and the given tensor may be
+    freed. On a GPU it is used unchanged: by cuBLAS, whose last bits depend on the number of rows, or `deterministic`.
+    The output has the dtype of `x`, or the accumulators' float32 if the CPU's kernels compute and the layer `is_wide`.
     """
 
     def __init__(
@@ -38,16 +38,17 @@ class Linear:
         return self._apply(x)
 
     def dense_weight(self) -> torch.Tensor:
-        """[out_features, in_features]: the layer's own tensor where it is used as it is; on the CPU, where it is
-        packed, a copy."""
+        """Returns [out_features, in_features]: the layer's own tensor if it is used unchanged; on the CPU, where it is
+        packed, a copy.
+        """
         return self._apply.dense_weight()
 
 
 class GatheredLinear:
     """A layer of which every rank of a group holds a share of the output features: [T, in_features] -> [T, size].
 
-    Each output is computed by one rank as it would be by a single one, so the group's size changes no bit. The result
-    of more than one rank is valid as `TensorGroup.gather_columns` says.
+    One rank computes each output exactly as a single rank would, so the group's size changes no bit. The result of more
+    than one rank is valid as `TensorGroup.gather_columns` says.
     """
 
     def __init__(self, own: Linear, group: TensorGroup, size: int) -> None:
@@ -60,17 +61,17 @@ class GatheredLinear:
         return self._gather(self.own(x))
 
     def kept(self, x: torch.Tensor) -> torch.Tensor:
-        """The same as a tensor that no other layer writes."""
+        """Returns the same as a tensor that no other layer overwrites."""
         part = self.own(x)
         gathered = self._gather(part)
         return gathered if gathered is part else gathered.clone()
 
 
 class Gather:
-    """Puts the shares of `size` features side by side: [T, own features] -> [T, size]."""
+    """Concatenates the shares of `size` features: [T, own features] -> [T, size]."""
 
     def __init__(self, group: TensorGroup, size: int, sizes: Sequence[int] | None = None) -> None:
-        """`sizes` are those of the ranks, by default as equal as may be."""
+        """`sizes` are those of the ranks, by default as equal as possible."""
         self._group = group
         self._sizes = sizes or [len(share.part(size)) for share in Share(group.index, group.count).all]
         assert sum(self._sizes) == size, f"{self._sizes} features are not {size}"
@@ -99,7 +100,7 @@ class _DenseLinear:
 
 def _choose(weight: torch.Tensor, bias: torch.Tensor | None, deterministic: bool, is_wide: bool) -> _Product:
     if deterministic and uses_triton(weight):
-        # Only now: a CPU needs no Triton.
+        # Imported here: a CPU needs no Triton.
         from penstock.kernels.triton.capabilities import Capabilities
         from penstock.kernels.triton.linear.matmul import Matmul
 

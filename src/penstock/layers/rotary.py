@@ -1,7 +1,7 @@
-"""Rotary position embeddings (Su et al. 2021, arXiv:2104.09864) and the ways checkpoints stretch them.
+"""Rotary position embeddings (Su et al. 2021, arXiv:2104.09864) and the methods by which checkpoints extend them.
 
-The angles are computed as transformers' `modeling_rope_utils` defines them, in float32. Whatever is wrong in the table
-is wrong in every token of the process, so every table is checked before it is used (`rotary_check`).
+The angles are computed as transformers' `modeling_rope_utils` defines them, in float32. An error in the table would
+affect every token of the process, so every table is checked before it is used (`rotary_check`).
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from penstock.config.model import RopeConfig
 from penstock.layers.rotary_check import check_frequencies, check_table
 from penstock.utils.errors import ConfigError
 
-# Angles whose cos and sin are computed in one call. The vector library behind torch divides longer calls among threads;
-# of these the table is the same for any number of threads.
+# Angles whose cos and sin are computed in one call. Torch's vector library divides longer calls among threads; with
+# this size the table is the same for any number of threads.
 _BLOCK_ANGLES = 2048
 
 
 def rotary_table(rope: RopeConfig, head_dim: int, num_positions: int) -> torch.Tensor:
-    """[num_positions, head_dim] float32: the first half holds cos, the second half sin of every angle.
+    """Returns [num_positions, head_dim] float32: the first half holds cos, the second half sin of every angle.
 
-    Raises ConfigError for a rope type that Penstock does not have, and for a table that fails its check.
+    Raises ConfigError for an unsupported rope type, and for a table that fails its check.
     """
     scale = _SCALINGS.get(rope.rope_type)
     if scale is None:
@@ -53,7 +53,7 @@ def _block_rows(inv_freq: torch.Tensor) -> int:
 
 
 def _rows(positions: torch.Tensor, inv_freq: torch.Tensor, amplitude: float) -> torch.Tensor:
-    """The table's rows of these positions."""
+    """Returns the table's rows for these positions."""
     blocks = (positions[:, None] * inv_freq).split(_block_rows(inv_freq))
     cos, sin = torch.cat([each.cos() for each in blocks]), torch.cat([each.sin() for each in blocks])
     return torch.cat((cos * amplitude, sin * amplitude), dim=-1)

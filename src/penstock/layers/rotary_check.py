@@ -1,9 +1,9 @@
 """Checks of a rotary table, at every start: a fault in it would change every token of the process and raise no error.
 
-The table is compared with two others. Rows that are computed again as they were made must agree in every bit: all rows
-of a short table, and of a long one blocks of rows from its beginning to its end. The whole table must agree, within
-what float32 angles allow, with one that numpy and Python's own functions give: each row is the first row of its stretch
-turned by the angles of a distance. The two share neither the functions nor the memory nor the threads.
+The table is compared with two others. Rows that are recomputed in the same way must agree in every bit: all rows of a
+short table, and blocks of rows from the beginning to the end of a long one. The whole table must agree, within the
+accuracy of float32 angles, with one computed by numpy and Python's own functions: each row is the first row of its
+stretch rotated by the angles of a distance. The two share neither functions nor memory nor threads.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 
 from penstock.utils.errors import ConfigError
 
-# Of angles that are computed twice, and of rows that are turned together.
+# The number of angles that are recomputed, and of those that are rotated together.
 _MAX_ANGLES_AGAIN, _STRETCH_ANGLES = 1 << 16, 1 << 15
-# Roundings of a sum of products of float32 numbers; and, for each unit of an angle, of the angles themselves.
+# Rounding errors of a sum of products of float32 numbers; and, for each unit of an angle, of the angles themselves.
 _TOLERANCE, _ANGLE_TOLERANCE = 2.0**-21, 2.0**-22
 _FREQUENCY_TOLERANCE = 2.0**-16
 
 
 def check_frequencies(inv_freq: torch.Tensor, expected: torch.Tensor) -> None:
-    """[head_dim / 2] float32 each. Raises ConfigError where they are further apart than rounding allows."""
+    """[head_dim / 2] float32 each. Raises ConfigError if they differ by more than rounding allows."""
     is_wrong = (inv_freq - expected).abs() > expected.abs() * _FREQUENCY_TOLERANCE
     # A comparison with NaN is false.
     is_wrong |= ~inv_freq.isfinite()
@@ -38,7 +38,7 @@ def check_table(
     num_rows: int,
     make_block: Callable[[int], torch.Tensor],
 ) -> None:
-    """`make_block` computes a block of `num_rows` rows of the table again. Raises ConfigError naming a row at fault."""
+    """`make_block` recomputes a block of `num_rows` rows of the table. Raises ConfigError naming a wrong row."""
     _check_again(table, num_rows, make_block)
     _check_by_turning(table.numpy(), inv_freq.numpy(), amplitude)
 
@@ -73,13 +73,13 @@ def _check_by_turning(table: np.ndarray, inv_freq: np.ndarray, amplitude: float)
         ):
             add(np.multiply(by_cos[:count], cos, out), np.multiply(by_sin[:count], sin, term), out)
             np.abs(np.subtract(out, found, out), out)
-            # Written so that NaN is wrong.
+            # Written so that NaN counts as wrong.
             if not (out.max(axis=0) <= allowed).all():
                 raise _wrong(f"a row from {start} to {start + count - 1} does not follow from row {start}")
 
 
 def _cos_sin(positions: np.ndarray, inv_freq: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """[len(positions), len(inv_freq)] float32 each, of float32 angles by functions of float64."""
+    """Returns [len(positions), len(inv_freq)] float32 each, of float32 angles by functions of float64."""
     angles = np.multiply.outer(positions.astype(np.float32), inv_freq).astype(np.float64)
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 

@@ -1,9 +1,9 @@
-"""The decoder that an `Architecture` fills with its parts.
+"""The decoder, whose parts an `Architecture` provides.
 
         ids -> embedding -> [ norm -> attention -> + -> norm -> feed-forward -> + ] x layers -> norm -> logits
 
-The residual stream is one tensor, updated in place by the fused add-and-normalise at the head of every sub-layer.
-A stage of a pipeline has a range of the layers, the first stage the embedding and the last one the norm and the head.
+The residual stream is one tensor, updated in place by the fused add-and-normalise at the head of every sub-layer. A
+stage of a pipeline has a range of the layers, the first stage the embedding and the last one the norm and the head.
 Shapes: T tokens of this step, H hidden size.
 """
 
@@ -28,18 +28,18 @@ from penstock.parallel.topology import Stage
 
 @dataclass(frozen=True, slots=True)
 class IntermediateTensors:
-    """What one layer hands to the next, and one stage to the next."""
+    """The tensors passed from one layer to the next, and from one stage to the next."""
 
-    x: torch.Tensor  # [T, H]: what the layer below adds to the residual stream
+    x: torch.Tensor  # [T, H]: the layer below's addition to the residual stream
     residual: torch.Tensor  # [T, H]
     aux_hidden: torch.Tensor  # [T, kept so far * H]: as in `ModelOutput`
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What makes the parts of a layer, each from the configuration and the weights under the part's own prefix.
+    """Builds the parts of a layer, each from the configuration and the weights with the part's own prefix.
 
-    The attention is told the number of its layer and the rotary table, too.
+    The attention also receives the number of its layer and the rotary table.
     """
 
     attention: Callable[[ModelConfig, Weights, int, torch.Tensor], Attention]
@@ -59,7 +59,7 @@ class DecoderLayer:
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor, positions: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
-        """`x` [T, H] is what the layer below adds to the residual; returns what this one adds."""
+        """`x` [T, H] is the layer below's addition to the residual; returns this one's."""
         x = self.attention(self.input_norm.add(x, residual), positions, context)
         return self.feed_forward(self.post_norm.add(x, residual))
 
@@ -79,8 +79,8 @@ class Decoder:
     ) -> None:
         """`aux_layers` are those at whose inputs the residual stream is kept, in `ModelOutput`'s order.
 
-        `feeds_head`: a draft head behind the last layer shares the embedding. Without `has_logits` there is no output
-        head, and the checkpoint may name its tensors without the prefix that sets them apart from it.
+        `feeds_head`: a draft head after the last layer shares the embedding. Without `has_logits` there is no output
+        head, and the checkpoint's tensors may lack the prefix that distinguishes them from it.
         """
         self.stage = stage or Stage(range(config.num_hidden_layers))
         self.architecture = architecture
@@ -107,19 +107,19 @@ class Decoder:
 
     @property
     def embedding(self) -> Embedding:
-        """Of the first stage, and of a last one that needs it."""
+        """Exists on the first stage, and on a last one that needs it."""
         assert self._embedding is not None, f"{self.stage} has no embedding"
         return self._embedding
 
     @property
     def end(self) -> DecoderEnd:
-        """Of the last stage."""
+        """Exists on the last stage."""
         assert self._end is not None, f"{self.stage} is not the last one"
         return self._end
 
     @property
     def head(self) -> GatheredLinear:
-        """Of the last stage of a model with logits."""
+        """Exists on the last stage of a model with logits."""
         assert self.end.head is not None, "a model without logits"
         return self.end.head
 
@@ -128,18 +128,18 @@ class Decoder:
         return self.head.out_dtype
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> ModelOutput:
-        """Of a whole model."""
+        """Runs a whole model."""
         return self.finish(self.run_layers(self.embed(input_ids), positions, context))
 
     def embed(self, input_ids: torch.Tensor) -> IntermediateTensors:
-        """What the first layer is given."""
+        """Returns the first layer's input."""
         residual = self.embedding(input_ids)
         return IntermediateTensors(torch.zeros_like(residual), residual, residual[:, :0])
 
     def run_layers(
         self, tensors: IntermediateTensors, positions: torch.Tensor, context: ForwardContext
     ) -> IntermediateTensors:
-        """Through the stage's layers. The residual stream that is given is overwritten."""
+        """Runs the stage's layers. The given residual stream is overwritten."""
         x, residual = tensors.x, tensors.residual
         kept = [tensors.aux_hidden]
         for number, layer in zip(self.stage.layers, self.layers, strict=True):
@@ -149,7 +149,7 @@ class Decoder:
         return IntermediateTensors(x, residual, torch.cat(kept, -1) if len(kept) > 1 else kept[0])
 
     def finish(self, tensors: IntermediateTensors) -> ModelOutput:
-        """Behind the last layer."""
+        """Runs the part after the last layer."""
         hidden, aux_hidden = self.end.norm.add(tensors.x, tensors.residual), tensors.aux_hidden
         if self.stage.layers.stop in self.aux_layers:
             aux_hidden = torch.cat((aux_hidden, tensors.residual), -1)
@@ -161,7 +161,7 @@ class Decoder:
 
 @dataclass(frozen=True, slots=True)
 class DecoderEnd:
-    """What stands behind the last layer; a model whose hidden states are the result has no output head."""
+    """The part after the last layer; a model whose hidden states are the result has no output head."""
 
     norm: RMSNorm
     head: GatheredLinear | None

@@ -3,9 +3,9 @@
     streams at t -> fc -> h       token t + 1, h -> norm each, concatenate -> attention -> + -> norm -> MLP -> + -> h'
                                                                     h' -> norm -> head -> token t + 2
 
-From there on it is fed with its own h' in place of fc's. What the attention adds to is h, or h normalised, as the
-checkpoint says. The head may know fewer tokens than the target: `d2t` holds the distance from each of its ids to the
-target's.
+For later tokens its input is its own h' instead of fc's. The attention's output is added to h, or to h normalised, as
+the checkpoint says. The head may have fewer tokens than the target: `d2t` holds the difference between each of its ids
+and the target's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from penstock.utils.errors import ConfigError
 
 class Eagle3Head:
     def __init__(self, config: Eagle3Config, weights: Weights, model: Model) -> None:
-        """Takes from `model` the embedding and the output head that the checkpoint leaves out. Raises ConfigError."""
+        """Takes from `model` the embedding and the output head if the checkpoint lacks them. Raises ConfigError."""
         assert isinstance(model, Decoder), type(model)
         shape = config.shape
         hidden, eps = shape.hidden_size, shape.rms_norm_eps
@@ -62,7 +62,7 @@ class Eagle3Head:
     def forward(
         self, hidden: torch.Tensor, next_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
-        """As `DraftHead` says; what is returned is before the norm."""
+        """See `DraftHead.forward`; the result is before the norm."""
         normed = self.hidden_norm(hidden)
         x = torch.cat((self.input_norm(self.embedding(next_ids)), normed), -1)
         residual = normed if self.residual_is_normed else hidden.clone()

@@ -1,9 +1,9 @@
-"""The encoder whose checkpoints an `EncoderArchitecture` names (Devlin et al. 2018, arXiv:1810.04805).
+"""The encoder, whose tensors an `EncoderArchitecture` names (Devlin et al. 2018, arXiv:1810.04805).
 
         ids, types, positions -> embeddings -> norm -> [ attention -> + -> norm -> feed-forward -> + -> norm ] x layers
 
 Every token attends to all tokens of its prompt, so that a step must hold whole prompts. Keys and values are stored for
-the length of one layer: the model has no KV cache. Shapes: T tokens of this step, H hidden size, I intermediate size.
+the duration of one layer: the model has no KV cache. Shapes: T tokens of this step, H hidden size, I intermediate size.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from penstock.parallel.topology import head_share
 
 @dataclass(frozen=True, slots=True)
 class EncoderArchitecture:
-    """Names of tensors: what stands before the encoder's own in a checkpoint with more than the encoder, and the two
-    layers of a classifier."""
+    """Names of tensors: the prefix of the encoder's in a checkpoint with more than the encoder, and the two layers of a
+    classifier.
+    """
 
     prefix: str
     head_dense: str
@@ -52,7 +53,7 @@ class Encoder:
 
     @property
     def workspace_spec(self) -> KVCacheSpec:
-        """What one layer stores while it runs: the same for every layer."""
+        """The keys and values that one layer stores while it runs: the same for every layer."""
         return self.layers[0].attention.attend.spec
 
     @property
@@ -68,7 +69,7 @@ class Encoder:
     def encode(
         self, input_ids: torch.Tensor, token_types: torch.Tensor, positions: torch.Tensor, context: ForwardContext
     ) -> ModelOutput:
-        """[T] int64 each: token ids, 1 in the second text of a pair and else 0, and places in the prompt."""
+        """[T] int64 each: token ids, 1 in the second text of a pair and else 0, and positions in the prompt."""
         x = self.embeddings(input_ids, token_types, positions)
         for layer in self.layers:
             x = layer(x, positions, context)
@@ -86,7 +87,7 @@ class Embeddings:
 
     def __call__(self, input_ids: torch.Tensor, token_types: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """[T] int64 each -> [T, H]."""
-        # A model of one type does not tell the texts of a pair apart.
+        # A model with one type does not distinguish the texts of a pair.
         types = F.embedding(token_types.clamp(max=len(self.types) - 1), self.types)
         return self.norm(self.words(input_ids) + types, F.embedding(positions + self.first_position, self.positions))
 
@@ -110,7 +111,7 @@ class EncoderLayer:
 
 
 class SelfAttention:
-    """A rank's own heads of it."""
+    """A rank's own heads."""
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         hidden, size, num_heads = config.hidden_size, config.head_dim, config.num_attention_heads
@@ -131,5 +132,5 @@ class SelfAttention:
 
 
 def read_norm(weights: Weights, hidden: int, encoder: EncoderConfig) -> LayerNorm:
-    """The layer norm of `hidden` features whose tensors these are."""
+    """Reads the layer norm of `hidden` features from these tensors."""
     return LayerNorm(weights.tensor("weight", hidden), weights.tensor("bias", hidden), encoder.layer_norm_eps)

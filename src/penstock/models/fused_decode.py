@@ -1,15 +1,15 @@
-"""A decoder that takes few tokens by `penstock.kernels.triton.linear`: five kernels a layer.
+"""A decoder for few tokens by `penstock.kernels.triton.linear`: five kernels a layer.
 
         ids -> prepare -> [ qkv -> attend -> out, + -> gate_up, silu -> down, + ] x layers -> norm -> logits
 
-It stands before the model that it is made from, whose layers are grouped-query attention and gated MLPs, reads that
-model's own weights and KV cache, and returns what that model returns but for rounding: a norm's gain is applied before
-its division, and a sum is rounded once where the model rounds it between two layers. Which of the two ran is therefore
-visible in last bits; within 2 to 16 tokens, 17 to 32, and 33 to 64, a row's bits do not depend on the others. Larger
-batches are left to the model's own forward.
+It wraps the model that it is made from, whose layers are grouped-query attention and gated MLPs, uses that model's own
+weights and KV cache, and returns the same results except for rounding: a norm's gain is applied before its division,
+and a sum is rounded once where the model rounds it between two layers. The two therefore differ in last bits; within 2
+to 16 tokens, 17 to 32, and 33 to 64, a row's bits do not depend on the others. Larger batches use the model's own
+forward.
 
-What a pass computes lies in tensors that torch allocates for it: a `ModelOutput` outlives the pass, and in a CUDA graph
-the graph's own pool gives the fixed addresses.
+The results of a pass are in tensors that torch allocates for it: a `ModelOutput` outlives the pass, and in a CUDA graph
+the graph's own pool provides the fixed addresses.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from penstock.models.decoder import Decoder, DecoderLayer
 from penstock.models.interface import Model, ModelOutput
 from penstock.models.parts import GatedMLP, GroupedQueryAttention
 
-# Of hidden sizes up to the first, as many tokens as the kernels have; for wider ones cuBLAS is assumed to be better
-# from 32 tokens on, as it was beside a prototype of these kernels.
+# Hidden sizes up to the first use these kernels up to their maximum number of tokens; for larger ones cuBLAS is assumed
+# to be better from 32 tokens on, as it was compared with a prototype of these kernels.
 _NARROW, _MAX_TOKENS_OF_WIDE = 2048, 16
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -38,20 +38,20 @@ class _Layer:
     qkv: decode.DecodeWeight
     attend: PagedAttention
     out: decode.DecodeWeight
-    post_gain: torch.Tensor  # [H]: of the norm behind `out`
+    post_gain: torch.Tensor  # [H]: of the norm after `out`
     gate_up: decode.DecodeWeight
     down: decode.DecodeWeight
-    next_gain: torch.Tensor  # [H]: of the norm behind `down`, the next layer's or the last
+    next_gain: torch.Tensor  # [H]: of the norm after `down`, the next layer's or the last
 
 
 class FusedDecoder:
-    """A `Model`: its own kernels for at most `max_tokens` tokens or rows, another's for more.
+    """A `Model`: uses its own kernels for at most `max_tokens` tokens or rows, and another model's for more.
 
-    Its passes must follow each other on one stream.
+    Its passes must run one after the other on one stream.
     """
 
     def __init__(self, model: Model, capabilities: Capabilities | None = None) -> None:
-        """`capabilities`: what the kernels may use, by default what they find. `supports` must have said yes."""
+        """`capabilities`: what the kernels may use, detected by default. `supports` must have returned ""."""
         reason = self.supports(model)
         assert not reason and isinstance(model, Decoder), reason
         self.kv_cache_specs = model.kv_cache_specs
@@ -70,7 +70,7 @@ class FusedDecoder:
 
     @staticmethod
     def supports(model: Model) -> str:
-        """Why the model cannot be decoded so; empty when it can."""
+        """Returns why the model cannot be decoded in this way; empty if it can."""
         if not isinstance(model, Decoder):
             return f"{type(model).__name__} is no decoder made of parts"
         if not (model.stage.is_first and model.stage.is_last):
@@ -91,7 +91,7 @@ class FusedDecoder:
         if len(input_ids) > self.max_tokens:
             return self._model.forward(input_ids, positions, context)
         stream = decode.prepare(input_ids, self._embedding, self._first_gain, self._capabilities)
-        kept = [stream.residual[:, :0]]  # the result where no layer is asked for
+        kept = [stream.residual[:, :0]]  # the result if no layer is requested
         eps = self._norm.eps
         for number, layer in enumerate(self._layers):
             if number in self._aux_layers:

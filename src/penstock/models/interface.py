@@ -1,10 +1,9 @@
-"""What the runner needs of a model.
+"""The runner's interface to a model.
 
-A model is finished once constructed, holds no per-request state and reads the KV cache only through the
-`ForwardContext` that it is given. `forward` and `compute_logits` treat every row independently: a row's result
-depends on its own token, position and cached KV, never on its neighbours.
-A `DraftHead` stands on a model's hidden states instead of reading tokens alone; what is said of a model's rows holds
-for its rows too.
+A model is finished once constructed, holds no per-request state and reads the KV cache only through the given
+`ForwardContext`. `forward` and `compute_logits` treat every row independently: a row's result depends on its own token,
+position and cached KV, never on its neighbours. A `DraftHead` reads a model's hidden states in addition to tokens; the
+rules for a model's rows apply to its rows too.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from penstock.messages.kv_cache_spec import KVCacheSpec
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
-    """What a forward pass leaves of its tokens; only the replay of a CUDA graph overwrites its own."""
+    """The results of a forward pass; only the replay of a CUDA graph overwrites its own."""
 
     hidden: torch.Tensor  # [num_tokens, hidden_size] after the final norm
     aux_hidden: torch.Tensor  # [num_tokens, num_aux_layers * hidden_size]: the residual stream at their inputs
@@ -32,11 +31,11 @@ class Model(Protocol):
 
     @property
     def logits_dtype(self) -> torch.dtype:
-        """The model's own, or float32."""
+        """The model's own dtype, or float32."""
         ...
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> ModelOutput:
-        """[num_tokens] int64 token ids and positions in."""
+        """`input_ids` and `positions` are [num_tokens] int64."""
         ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -45,20 +44,20 @@ class Model(Protocol):
 
 
 class DraftHead(Protocol):
-    """Looks one token further than the model whose hidden states it reads, and further still from its own."""
+    """Predicts a token further than the model whose hidden states it reads, and further ones from its own states."""
 
     kv_cache_specs: dict[str, KVCacheSpec]
 
     def enter(self, output: ModelOutput) -> torch.Tensor:
-        """[num_tokens, hidden_size]: the states that the head starts from."""
+        """Returns [num_tokens, hidden_size]: the states that the head starts from."""
         ...
 
     def forward(
         self, hidden: torch.Tensor, next_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
-        """States at `positions` and the tokens behind them -> [num_tokens, hidden_size]: the states one token on."""
+        """States at `positions` and the tokens after them -> [num_tokens, hidden_size]: the states one token later."""
         ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[num_rows, hidden_size] of what `forward` returned -> [num_rows, vocab_size] of the model's vocabulary."""
+        """[num_rows, hidden_size] from `forward` -> [num_rows, vocab_size] of the model's vocabulary."""
         ...

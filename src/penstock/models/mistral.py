@@ -1,4 +1,4 @@
-"""Mistral (Jiang et al. 2023, arXiv:2310.06825): as Llama, with a sliding window, which the configuration states."""
+"""Mistral (Jiang et al. 2023, arXiv:2310.06825): like Llama, with a sliding window, which the configuration gives."""
 
 from __future__ import annotations
 

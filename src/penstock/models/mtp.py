@@ -1,12 +1,12 @@
-"""Multi-token prediction (Gloeckle et al. 2024, arXiv:2404.19737), as DeepSeek-V3 (arXiv:2412.19437, 2.2) chains it.
+"""Multi-token prediction (Gloeckle et al. 2024, arXiv:2404.19737), chained as in DeepSeek-V3 (arXiv:2412.19437, 2.2).
 
-A module of one decoder layer looks one token further than the model:
+A module of one decoder layer predicts one token further than the model:
 
     hidden state at t, token t + 1 -> norm each, concatenate -> fc -> layer -> norm -> the model's head -> token t + 2
 
-and may be fed its own hidden state and guess to look further still. Two checkpoint layouts are read: Qwen3-Next's
-(`mtp.fc`, `mtp.layers.0`, embedding first) and DeepSeek's (`model.layers.N.eh_proj`, `enorm`, `hnorm`, embedding first,
-with a `shared_head.norm`), N being the number of the model's own layers.
+and may be given its own hidden state and prediction to predict further tokens. Two checkpoint layouts are supported:
+Qwen3-Next's (`mtp.fc`, `mtp.layers.0`, embedding first) and DeepSeek's (`model.layers.N.eh_proj`, `enorm`, `hnorm`,
+embedding first, with a `shared_head.norm`), N being the number of the model's own layers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from penstock.utils.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where a checkpoint keeps the parts of the module."""
+    """The names of the module's parts in a checkpoint."""
 
     root: tuple[str, ...]
     layer: tuple[str, ...]
@@ -51,7 +51,7 @@ class MultiTokenPredictor:
         self.norm = RMSNorm(weights.tensor(f"{layout.norm}.weight", hidden), eps)
         for part in layout.layer:
             weights = weights / part
-        # The module's layer comes after the model's, and attends as its last one does.
+        # The module's layer comes after the model's, and attends like its last one.
         config = replace(config, layer_windows=(*config.layer_windows, config.layer_windows[-1]))
         self.layer = DecoderLayer(model.architecture, config, weights, number, model.rotary)
         self.embedding = model.embedding
@@ -64,7 +64,7 @@ class MultiTokenPredictor:
     def forward(
         self, hidden: torch.Tensor, next_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
-        """Hidden states at `positions` and the tokens behind them -> [num_tokens, hidden_size] for `compute_logits`."""
+        """Hidden states at `positions` and the tokens after them -> [num_tokens, hidden_size] for `compute_logits`."""
         embedded = self.embedding_norm(self.embedding(next_ids))
         residual = self.fc.kept(torch.cat((embedded, self.hidden_norm(hidden)), -1))
         x = self.layer(torch.zeros_like(residual), residual, positions, context)
@@ -72,7 +72,7 @@ class MultiTokenPredictor:
 
 
 def build_mtp(config: ModelConfig, weights: Weights, model: Model) -> MultiTokenPredictor:
-    """The checkpoint's module. Raises ConfigError when it has none."""
+    """Builds the checkpoint's module. Raises ConfigError if it has none."""
     assert isinstance(model, Decoder), type(model)
     for layout, probe in _probes(config):
         if weights.has(probe):
@@ -84,12 +84,12 @@ def build_mtp(config: ModelConfig, weights: Weights, model: Model) -> MultiToken
 
 
 def has_mtp(config: ModelConfig, source: WeightSource) -> bool:
-    """Whether the checkpoint has a module."""
+    """Returns whether the checkpoint has a module."""
     return any(source.has(probe) for _, probe in _probes(config))
 
 
 def _probes(config: ModelConfig) -> tuple[tuple[_Layout, str], ...]:
-    """A tensor by which each layout is known."""
+    """Returns a tensor's name that identifies each layout."""
     return (_QWEN3_NEXT, "mtp.fc.weight"), (_DEEPSEEK, _deepseek_probe(config))
 
 

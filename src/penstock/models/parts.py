@@ -1,8 +1,8 @@
 """The parts of a decoder's layers: attentions and feed-forwards.
 
-A part takes its tensors when it is made and treats every row alone. Of the features that the ranks of a group divide it
-holds its own; what goes in and comes out is whole. Shapes: T tokens of this step, H hidden size, Q and KV heads of size
-D, I intermediate size.
+A part takes its tensors when it is constructed and treats every row independently. It holds its own share of the
+features that the ranks of a group divide; its inputs and outputs are whole. Shapes: T tokens of this step, H hidden
+size, Q and KV heads of size D, I intermediate size.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from penstock.parallel.topology import head_share
 
 class Attention(Protocol):
     kv_cache_specs: dict[str, KVCacheSpec]
-    """Layer name -> what it stores in the KV cache."""
+    """Layer name -> its keys and values in the KV cache."""
 
     def __call__(self, x: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """[T, H] at `positions`, [T] -> [T, H]."""
@@ -48,7 +48,7 @@ class GroupedQueryAttention:
         head_norms: bool = False,
         num_inputs: int = 1,
     ) -> None:
-        """`head_norms`: on every query and key head. Rows hold `num_inputs` hidden states, side by side."""
+        """`head_norms`: on every query and key head. Rows hold `num_inputs` concatenated hidden states."""
         hidden, size = config.hidden_size, config.head_dim
         num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         sizes = {"q_proj": num_heads * size, "k_proj": num_kv_heads * size, "v_proj": num_kv_heads * size}

@@ -1,8 +1,8 @@
 """One stage of a decoder's pipeline (Huang et al. 2019, arXiv:1811.06965).
 
-    stage before -> x, residual, kept streams -> this stage's layers -> stage behind, or norm and head
+    stage before -> x, residual, kept streams -> this stage's layers -> stage after, or norm and head
 
-A stage computes what a single rank would, so the number of stages changes no bit.
+A stage computes exactly what a single rank would, so the number of stages changes no bit.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from penstock.parallel.groups import TensorChannel
 
 
 class PipelineStage:
-    """A `Model`. On every stage but the last what it returns is not the model's output, and there are no logits.
+    """A `Model`. On every stage but the last the return value is not the model's output, and there are no logits.
 
-    Passes must follow each other in the same order on all stages.
+    Passes must run in the same order on all stages.
     """
 
     def __init__(self, decoder: Decoder, upstream: TensorChannel | None, downstream: TensorChannel | None) -> None:
-        """The channels from the stage before and to the stage behind, None where there is no such stage."""
+        """The channels from the stage before and to the stage after, None if there is no such stage."""
         stage = decoder.stage
         assert (upstream is None, downstream is None) == (stage.is_first, stage.is_last), f"{stage} is linked otherwise"
         self.kv_cache_specs = decoder.kv_cache_specs

@@ -1,8 +1,8 @@
-"""The classifier behind a pooled vector: the logits of its labels, on the CPU.
+"""The classifier of a pooled vector: computes the logits of its labels, on the CPU.
 
     vector -> [ dense -> tanh ], an encoder's -> linear -> logits
 
-It takes one vector after the other, in float64 and with one order of additions, so that neither the batch nor the
+It processes one vector after the other, in float64 and with one order of additions, so that neither the batch nor the
 number of ranks changes a bit.
 """
 
@@ -21,7 +21,7 @@ from penstock.models.weights import Weights, WeightsDigest, direct
 
 @dataclass(frozen=True, eq=False)
 class Affine:
-    """`bias` is 0 where there is none."""
+    """`bias` is 0 if there is none."""
 
     weight: np.ndarray  # [outputs, inputs] float64
     bias: np.ndarray | float = 0.0  # [outputs] float64
@@ -46,9 +46,9 @@ class PoolingHead:
 def read_pooling_head(
     head: HeadConfig, model: ModelConfig, weights: Weights, encoder: EncoderArchitecture | None
 ) -> PoolingHead:
-    """A decoder's `score` layer, or the rows of its output head that belong to two tokens; the two layers of `encoder`.
+    """Reads a decoder's `score` layer, or two tokens' rows of its output head, or the two layers of `encoder`.
 
-    Raises ConfigError when the checkpoint does not have them.
+    Raises ConfigError if the checkpoint does not have them.
     """
     weights = replace(weights, dtype=torch.float32, device=torch.device("cpu"), delivery=direct, digest=WeightsDigest())
     num_labels, hidden = len(head.labels), model.hidden_size

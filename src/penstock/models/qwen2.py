@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 (Yang et al. 2024, arXiv:2407.10671): as Llama, with biases on queries, keys and values."""
+"""Qwen2 and Qwen2.5 (Yang et al. 2024, arXiv:2407.10671): like Llama, with biases on queries, keys and values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3, dense (Yang et al. 2025, arXiv:2505.09388): as Llama, with a norm on every query and key head."""
+"""Qwen3, dense (Yang et al. 2025, arXiv:2505.09388): like Llama, with a norm on every query and key head."""
 
 from __future__ import annotations
 

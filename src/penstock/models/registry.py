@@ -1,5 +1,6 @@
-"""Which architectures there are: each Hugging Face `model_type` has a module of its name, with underscores, imported
-when asked for."""
+"""The supported architectures: each Hugging Face `model_type` has a module of its name, with underscores, imported on
+first use.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ ENCODERS = ("bert", "roberta", "xlm-roberta")
 
 
 def check_supported(config: ModelConfig) -> None:
-    """Raises ConfigError when Penstock does not have the architecture."""
+    """Raises ConfigError if Penstock does not support the architecture."""
     if config.model_type not in (*MODELS, *ENCODERS):
         raise ConfigError(
             f"model_type {config.model_type!r} ({config.architecture or 'no architecture named'}) is not supported; "
@@ -34,23 +35,23 @@ def build_model(
     feeds_head: bool = False,
     has_logits: bool = True,
 ) -> Decoder:
-    """The finished model or a stage of it, which hands out its residual stream at the inputs of `aux_layers`
+    """Builds the model or a stage of it, which also returns its residual stream at the inputs of `aux_layers`
     (ascending); `feeds_head` and `has_logits` are as for `Decoder`.
 
-    Raises ConfigError for an unknown architecture or an unfit checkpoint.
+    Raises ConfigError for an unknown architecture or an unsuitable checkpoint.
     """
     check_supported(config)
     return Decoder(_module(config).ARCHITECTURE, config, weights, aux_layers, stage, feeds_head, has_logits)
 
 
 def build_encoder(config: ModelConfig, weights: Weights) -> Encoder:
-    """The finished encoder. Raises ConfigError as `build_model`."""
+    """Builds the encoder. Raises ConfigError as `build_model`."""
     check_supported(config)
     return Encoder(encoder_architecture(config), config, weights)
 
 
 def encoder_architecture(config: ModelConfig) -> EncoderArchitecture:
-    """How an encoder's checkpoints name their tensors."""
+    """Returns how an encoder's checkpoints name their tensors."""
     return _module(config).ARCHITECTURE
 
 

@@ -1,7 +1,7 @@
-"""A checkpoint's tensors, by name, as the model's constructors ask for them.
+"""A checkpoint's tensors, by name, as the model's constructors request them.
 
-A model is built whole: every layer takes its tensors out of a `Weights` view while it is constructed, naming the shape
-that it expects. A tensor that is missing, misshapen or unreadable is one `ConfigError` line.
+A model is built whole: every layer takes its tensors from a `Weights` view while it is constructed, with the shape that
+it expects. A tensor that is missing, misshapen or unreadable is one `ConfigError` line.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ _HOST = torch.device("cpu")
 
 
 Part = tuple[slice, ...]
-"""Of a tensor: an interval of each dimension, from the first one on; all of those that are left out."""
+"""Part of a tensor: an interval of each dimension, starting with the first; omitted dimensions are whole."""
 ALL: Part = (slice(None),)
 
 
 class WeightSource(Protocol):
-    """Where tensors come from; they stay valid after it is closed."""
+    """The source of tensors; they stay valid after it is closed."""
 
     def read(self, name: str, shape: Sequence[int], part: Part = ALL) -> torch.Tensor:
-        """That part of the tensor, in its stored dtype; of the rest, nothing is read. `shape` is the whole tensor's.
+        """Reads that part of the tensor, in its stored dtype, and nothing else. `shape` is the whole tensor's.
 
-        Raises ConfigError when it is missing or has another shape.
+        Raises ConfigError if it is missing or has another shape.
         """
         ...
 
@@ -55,13 +55,13 @@ class WeightSource(Protocol):
 
 
 Delivery = Callable[[Iterable[torch.Tensor], Sequence[int], torch.dtype, torch.device], torch.Tensor]
-"""How stored tensors become the model's: one after the other along their first dimension, of this shape in all."""
+"""Converts stored tensors to the model's: concatenated along their first dimension, with this total shape."""
 
 
 def direct(
     parts: Iterable[torch.Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Leaves a tensor where it is if it may (`Delivery`)."""
+    """Uses a tensor in place if possible (`Delivery`)."""
     tensors = [part.to(device=device, dtype=dtype) for part in parts]
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
@@ -69,7 +69,7 @@ def direct(
 def staged(
     stager: Stager, parts: Iterable[torch.Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Allocates what the model keeps and nothing else, and fills it by the stager (`Delivery`)."""
+    """Allocates only the model's tensor, and fills it by the stager (`Delivery`)."""
     out = torch.empty(tuple(shape), dtype=dtype, device=device)
     start = 0
     for part in parts:
@@ -84,17 +84,17 @@ def staged(
 
 
 Check = Callable[[str, Linear, torch.Tensor], None]
-"""Looks at a layer, by name, beside the weight that it was made of. Raises ConfigError when the two differ."""
+"""Checks a layer, by name, against the weight that it was made of. Raises ConfigError if they differ."""
 
 
 def trust(name: str, linear: Linear, weight: torch.Tensor) -> None:
-    """Takes a layer as it was made (`Check`)."""
+    """Accepts a layer without a check (`Check`)."""
 
 
 def compare(name: str, linear: Linear, weight: torch.Tensor) -> None:
     """Compares every element of a layer's weight with the tensor that it was made of (`Check`).
 
-    Denormal numbers may have become zero. The copy that is compared takes up to four times the layer's own memory.
+    Denormal numbers may have become zero. The copy for the comparison takes up to four times the layer's memory.
     """
     found = linear.dense_weight()
     is_denormal = weight.abs() < torch.finfo(weight.dtype).tiny
@@ -108,7 +108,7 @@ def compare(name: str, linear: Linear, weight: torch.Tensor) -> None:
 
 
 class WeightsDigest:
-    """Records which rows of which tensors are read, in any order, and where asked for digests their bytes."""
+    """Records which rows of which tensors are read, in any order, and on request digests of their bytes."""
 
     def __init__(self, has_bytes: bool = False) -> None:
         self._has_bytes = has_bytes
@@ -127,16 +127,16 @@ class WeightsDigest:
         assert known == rows, f"{name} has been read twice, as {known} and as {rows}"
 
     def rows(self, prefix: str = "") -> tuple[TensorRows, ...]:
-        """What has been read, under names with this prefix."""
+        """Returns the rows read so far, under names with this prefix."""
         return tuple(structs.replace(rows, name=prefix + rows.name) for rows in self._rows.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A source under a prefix, delivering one dtype on one device. `weights / "model"` narrows the prefix.
+    """A source under a prefix, delivering one dtype on one device. `weights / "model"` extends the prefix.
 
-    Of what the ranks of `group` divide among them it delivers this rank's share alone. Layers that are made of it are
-    `deterministic`, or as fast as they can be, and `check` sees each of them beside its weight.
+    Of tensors that the ranks of `group` divide it delivers only this rank's share. Layers made of it are
+    `deterministic`, or as fast as possible, and `check` is called with each of them and its weight.
     """
 
     source: WeightSource
@@ -153,20 +153,20 @@ class Weights:
         return replace(self, prefix=f"{self.prefix}{part}.")
 
     def has(self, name: str) -> bool:
-        """Whether there is a tensor `prefix + name`."""
+        """Returns whether there is a tensor `prefix + name`."""
         return self.source.has(self.prefix + name)
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
-        """The tensor `prefix + name`, of exactly this shape: all of it, on every rank."""
+        """Returns the tensor `prefix + name`, of exactly this shape: all of it, on every rank."""
         return self.delivery([self._read(name, shape)], shape, self.dtype, self.device)
 
     @property
     def share(self) -> Share:
-        """This rank's, of what its group divides."""
+        """This rank's share of what its group divides."""
         return Share(self.group.index, self.group.count)
 
     def tensors(self, rows: Mapping[str, int], *width: int, own: Mapping[str, range] | None = None) -> torch.Tensor:
-        """[sum of this rank's rows, *width]: its rows of each tensor `prefix + name`, which is [rows, *width].
+        """Returns [sum of this rank's rows, *width]: its rows of each tensor `prefix + name`, which is [rows, *width].
 
         `own` names them, by default this rank's share of each tensor.
         """
@@ -184,7 +184,7 @@ class Weights:
         own: Mapping[str, range] | None = None,
         is_wide: bool = False,
     ) -> Linear:
-        """The projections `outputs`, by name with how many features each has, of `width` inputs, as one layer.
+        """Returns the projections `outputs` (name -> number of features) of `width` inputs as one layer.
 
         It has this rank's features, which `own` names, by default its share of each projection.
         """
@@ -196,16 +196,16 @@ class Weights:
     def whole_linear(
         self, name: str, size: int, width: int, bias: bool = False, is_wide: bool = False
     ) -> GatheredLinear:
-        """The projection `name`, whose `size` features the ranks compute together, each its share."""
+        """Returns the projection `name`, whose `size` features the ranks compute together, each its share."""
         return self.gathered(self.linear({name: size}, width, bias, is_wide=is_wide), size)
 
     def embedding(self, name: str, vocab_size: int, hidden_size: int) -> Embedding:
-        """The vectors of `vocab_size` tokens, divided among the ranks."""
+        """Returns the vectors of `vocab_size` tokens, divided among the ranks."""
         weight = self.tensors({f"{name}.weight": vocab_size}, hidden_size)
         return Embedding(weight, self.group, vocab_size)
 
     def gathered(self, linear: Linear, size: int) -> GatheredLinear:
-        """A layer that holds this rank's share of `size` features, with those of the other ranks."""
+        """Combines a layer with this rank's share of `size` features with those of the other ranks."""
         return GatheredLinear(linear, self.group, size)
 
     def _of_projections(
@@ -217,13 +217,13 @@ class Weights:
     def linear_of(
         self, name: str, weight: torch.Tensor, bias: torch.Tensor | None = None, is_wide: bool = False
     ) -> Linear:
-        """A layer of a weight that is there already, [out_features, in_features]; errors call it `prefix + name`."""
+        """Returns a layer of an existing weight, [out_features, in_features]; errors call it `prefix + name`."""
         linear = Linear(weight, bias, self.deterministic, is_wide)
         self.check(self.prefix + name, linear, weight)
         return linear
 
     def integers(self, name: str, *shape: int) -> torch.Tensor:
-        """The same as int64, for tensors of ids."""
+        """Returns the tensor as int64, for tensors of ids."""
         return self._read(name, shape).to(device=self.device, dtype=torch.int64)
 
     def _read(self, name: str, shape: Sequence[int], part: Part = ALL) -> torch.Tensor:
@@ -265,9 +265,9 @@ class CheckpointSource:
 
 
 class DummySource:
-    """Random weights that depend on nothing but the tensor's name: norms one, biases and d2t zero, the rest normal.
+    """Random weights that depend only on the tensor's name: norms are one, biases and d2t zero, the rest normal.
 
-    They are made where they are wanted, and are the same everywhere.
+    They are generated on the requested device, and are the same everywhere.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -298,17 +298,17 @@ class DummySource:
 
 
 def open_weights(folder: Path, load_format: str, device: torch.device = _HOST) -> WeightSource:
-    """The source for `load_format` "auto" or "dummy", which makes its tensors on `device`."""
+    """Opens the source for `load_format` "auto" or "dummy", which generates its tensors on `device`."""
     return DummySource(device) if load_format == "dummy" else CheckpointSource(folder)
 
 
 def checkpoint_bytes(folder: Path) -> int:
-    """Bytes of the checkpoint's weight files."""
+    """Returns the size of the checkpoint's weight files in bytes."""
     return sum((folder / file).stat().st_size for file in set(_locate(folder).values()))
 
 
 def _locate(folder: Path) -> dict[str, str]:
-    """Tensor name -> file name. Raises ConfigError when files are missing or cannot be read."""
+    """Returns tensor name -> file name. Raises ConfigError if files are missing or cannot be read."""
     index = read_json(folder / _INDEX)
     if index is not None:
         file_of = index.get("weight_map")
