@@ -1,6 +1,6 @@
 """The router's metrics. Names under `vllm_router_` are those of vLLM's router; others are under `penstock_router_`.
 
-`worker` is an instance's URL. `route` is a path of the OpenAI API, or `other`, so that clients cannot make new series.
+`worker` is an instance's URL. `route` is a path of the OpenAI API, or `other`, so that clients cannot create series.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ROUTER_METRICS = (
     _counter("vllm_router_pd_decode_requests", "Requests that the decode instance was given.", "worker"),
     _counter("vllm_router_pd_prefill_errors", "Prompts on which the prefill instance failed.", "worker"),
     _counter("vllm_router_pd_decode_errors", "Requests on which the decode instance failed.", "worker"),
-    # What vLLM's router has no name for.
+    # Metrics without an equivalent in vLLM's router.
     _gauge("penstock_router_queued_requests", "Requests that wait for an instance."),
     _gauge("penstock_router_instances", "Instances, by role and state.", "role", "state"),
     _counter("penstock_router_responses", "Answers, by route and status.", "route", "status"),
@@ -63,7 +63,7 @@ ROUTER_METRICS = (
 
 @dataclass(frozen=True, slots=True)
 class InstanceView:
-    """What a scrape shows of an instance. `num_blocks` is None where it publishes no KV events."""
+    """An instance's values for a scrape. `num_blocks` is None if it publishes no KV events."""
 
     url: str
     role: str
@@ -75,7 +75,7 @@ class InstanceView:
 
 
 class RouterMetrics:
-    """Counts what it is told; the gauges are set at each scrape."""
+    """Counts reported events; the gauges are set at each scrape."""
 
     def __init__(self) -> None:
         self._families = Families(ROUTER_METRICS)
@@ -83,7 +83,7 @@ class RouterMetrics:
         self._counters: dict[tuple[str, tuple[str, ...]], Any] = {}
         counters = self._families.counters
         for route in (*ROUTES, _OTHER):
-            # All are there from the start, with 0: the first event is an increase, and rates see it.
+            # All series exist from the start, with 0, so that the first event is an increase and appears in rates.
             counters["vllm_router_requests"].labels(route)
             for error in _ERRORS:
                 counters["vllm_router_request_errors"].labels(route, error)
@@ -107,7 +107,7 @@ class RouterMetrics:
         self.count("vllm_router_request_errors", 1, route_of(path), kind)
 
     def render(self, accept: str, instances: Iterable[InstanceView], num_queued: int) -> tuple[bytes, str]:
-        """The answer to a scrape with this Accept header, and its content type."""
+        """Returns the response to a scrape with this Accept header, and its content type."""
         gauges = self._families.gauges
         known_blocks = gauges["penstock_router_known_blocks"]
         known_blocks.clear()

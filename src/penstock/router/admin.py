@@ -1,4 +1,4 @@
-"""Administration of the router, on a loopback port of its own: instances come and go, and a page shows them."""
+"""Administration of the router, on a separate loopback port: adds, drains and removes instances, and serves a page."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _RefusedError(Exception):
 
 
 class Admin:
-    """`on_change` is called after every change; `on_removed` with an instance's URL when what it has is to be ended."""
+    """`on_change` is called after every change; `on_removed` with an instance's URL when its requests must end."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Admin:
         return await tell(response, 200, self._state())
 
     def _add(self, fields: dict[str, Any]) -> None:
-        """`{"url", "role", "bootstrap", "events", "replay"}`; the role is serve by default."""
+        """Takes `{"url", "role", "bootstrap", "events", "replay"}`; the role is serve by default."""
         role = fields.get("role", Role.SERVE.value)
         if role not in tuple(Role):
             raise _RefusedError(400, f"role must be one of {', '.join(Role)}")
@@ -91,14 +91,14 @@ class Admin:
         self._dispatcher.pool.resume(self._known(fields))
 
     def _remove(self, fields: dict[str, Any]) -> None:
-        """Drains, and removes when nothing is left; with `"now": true` what is left fails."""
+        """Drains the instance, and removes it when it has no requests left; with `"now": true` they fail."""
         url = self._known(fields)
         self._dispatcher.pool.drain(url, remove=True)
         if fields.get("now") is True:
             self._on_removed(url)
 
     def _known(self, fields: dict[str, Any]) -> str:
-        """The instance that is named."""
+        """Returns the URL of the named instance."""
         url = str(fields.get("url", "")).rstrip("/")
         if url not in self._dispatcher.pool:
             raise _RefusedError(404, f"there is no instance {url!r}")
@@ -131,7 +131,7 @@ def _named(instance: Instance) -> dict[str, str]:
 
 
 def _fields(body: bytes) -> dict[str, Any]:
-    """An object whose names of instances are texts."""
+    """Parses an object whose names of instances are strings."""
     fields = parse_object(body)
     if fields is None or not all(isinstance(fields.get(each, ""), str) for each in ("url", *OPTIONS)):
         raise _RefusedError(400, 'send JSON such as {"url": "http://HOST:PORT"}')

@@ -1,8 +1,8 @@
-"""What is sent to the instances, and what is answered when none of them can: bodies and headers.
+"""The bodies and headers sent to the instances, and the error bodies if no instance can answer.
 
-Serial style (as for vLLM's NixlConnector): the prefill instance gets the request with one output token, and what it
-answers about its KV goes with the request to the decode instance. Concurrent style (as for vLLM's MooncakeConnector):
-both get the request at once, with a name in common by which they find each other.
+Serial style (as for vLLM's NixlConnector): the prefill instance gets the request with one output token, and the KV
+parameters in its response are sent with the request to the decode instance. Concurrent style (as for vLLM's
+MooncakeConnector): both get the request at once, with a common id by which they find each other.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any
 import msgspec
 
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
-"""The requests whose prompt another instance can compute, where they have one."""
+"""The requests whose prompt another instance can compute, if they have one."""
 _PARAMS = "kv_transfer_params"
 _BYTES_PER_TOKEN = 4
-# What the one token of the prefill instance does not need. Tools stay: they are a part of the prompt.
+# Fields that do not affect the single token of the prefill instance. Tools stay, as they are a part of the prompt.
 _NOT_FOR_PREFILL = ("stream_options", "min_tokens", "response_format")
-# Of one connection (RFC 9110, 7.6.1), or made anew for each.
+# Headers of one connection (RFC 9110, 7.6.1), or generated for each.
 _OF_A_CONNECTION = frozenset(
     {
         "connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
         "transfer-encoding", "upgrade", "host", "content-length", "expect",
     }
 )  # fmt: skip
-# Where a body is passed on as it is, so is its length.
+# A body that is forwarded unchanged keeps its length.
 _NOT_FOR_CLIENTS = _OF_A_CONNECTION - {"content-length"}
 _KINDS = {400: "invalid_request_error", 403: "permission_error", 503: "service_unavailable_error"}
 
@@ -34,17 +34,17 @@ Headers = tuple[tuple[str, str], ...]
 
 
 def forwarded_headers(headers: Iterable[tuple[str, str]]) -> Headers:
-    """What an instance gets of a client's headers: all, authentication included, but those of the connection."""
+    """Returns a client's headers for an instance: all, including authentication, except those of the connection."""
     return tuple((name, value) for name, value in headers if name.lower() not in _OF_A_CONNECTION)
 
 
 def answer_headers(headers: Iterable[tuple[str, str]]) -> Headers:
-    """What the client gets of an instance's."""
+    """Returns an instance's headers for the client."""
     return tuple((name, value) for name, value in headers if name.lower() not in _NOT_FOR_CLIENTS)
 
 
 def decoded(data: bytes) -> str:
-    """The bytes of a head as a text, whatever they are; `encoded` makes the same bytes of it."""
+    """Decodes any bytes of a head to a string, from which `encoded` makes the same bytes."""
     return data.decode("utf-8", "surrogateescape")
 
 
@@ -53,13 +53,13 @@ def encoded(text: str) -> bytes:
 
 
 def headers_for_prefill(headers: Headers) -> Headers:
-    """For a body made here, whose answer is read here."""
+    """Returns the headers for a body made here, whose response is read here."""
     kept = tuple((name, value) for name, value in headers if name.lower() not in ("content-type", "accept-encoding"))
     return (*kept, ("Content-Type", "application/json"), ("Accept-Encoding", "identity"))
 
 
 def parse_object(data: bytes) -> dict[str, Any] | None:
-    """None for what is no JSON object: an instance says what is wrong with it."""
+    """Returns None for anything but a JSON object: the instance reports the error."""
     try:
         body = msgspec.json.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -68,7 +68,7 @@ def parse_object(data: bytes) -> dict[str, Any] | None:
 
 
 def only_prompt(body: Mapping[str, Any]) -> str | list[int] | None:
-    """The prompt of a completion, also inside a list of one; None for several prompts, and for what is none."""
+    """Returns the prompt of a completion, also from a list of one; None for several prompts or an invalid one."""
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
@@ -77,20 +77,20 @@ def only_prompt(body: Mapping[str, Any]) -> str | list[int] | None:
 
 
 def estimate_tokens(num_bytes: int) -> int:
-    """Prompt tokens of a request whose body has this size."""
+    """Estimates a request's prompt tokens from the size of its body."""
     return num_bytes // _BYTES_PER_TOKEN + 1
 
 
 def is_divisible(body: Mapping[str, Any]) -> bool:
-    """Of several prompts, each would need a request of its own."""
+    """Returns False for several prompts, each of which would need a separate request."""
     return "messages" in body or not isinstance(body.get("prompt"), list) or only_prompt(body) is not None
 
 
 def with_params(data: bytes, body: Mapping[str, Any], params: Mapping[str, Any]) -> bytes:
-    """The client's request with `kv_transfer_params`, for the decode instance. `body` is what `data` means."""
+    """Adds `kv_transfer_params` to the client's request, for the decode instance. `body` is `data` parsed."""
     if not body or _PARAMS in body:
         return msgspec.json.encode({**body, _PARAMS: params})
-    # A long prompt is not encoded anew.
+    # Avoids encoding a long prompt again.
     return data.rstrip()[:-1] + b"," + msgspec.json.encode({_PARAMS: params})[1:]
 
 
@@ -103,7 +103,7 @@ def prefill_beside(body: Mapping[str, Any], transfer_id: str) -> bytes:
 
 
 def decode_beside(transfer_id: str, bootstrap: str, engine_id: Any) -> dict[str, Any]:
-    """The decode instance's parameters in the concurrent style."""
+    """Returns the decode instance's parameters in the concurrent style."""
     return {
         "do_remote_prefill": True,
         "transfer_id": transfer_id,
@@ -113,14 +113,14 @@ def decode_beside(transfer_id: str, bootstrap: str, engine_id: Any) -> dict[str,
 
 
 def _for_one_token(body: Mapping[str, Any], params: Mapping[str, Any]) -> bytes:
-    """The same request for one token, in one piece."""
+    """Returns the same request for one token, not streamed."""
     asked = {name: value for name, value in body.items() if name not in _NOT_FOR_PREFILL}
     limits = {name: 1 for name in ("max_tokens", "max_completion_tokens") if name in body} or {"max_tokens": 1}
     return msgspec.json.encode({**asked, **limits, "stream": False, _PARAMS: params})
 
 
 def error_body(status: int, message: str) -> bytes:
-    """`{"error": {...}}` as the OpenAI API has it."""
+    """Returns `{"error": {...}}` in the format of the OpenAI API."""
     return json.dumps(
         {"error": {"message": message, "type": _KINDS.get(status, "server_error"), "param": None, "code": None}}
     ).encode()

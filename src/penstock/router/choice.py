@@ -1,4 +1,4 @@
-"""Which of several instances a request goes to."""
+"""Chooses among several instances for a request."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from penstock.router.pool import Member
 from penstock.utils.load import load
 
 Choice = Callable[[Sequence[Member], Mapping[str, int]], Member]
-"""Of members that could all take the request; by URL, how many tokens of its prompt they have cached."""
+"""Takes members that could all handle the request, and by URL how many tokens of its prompt they have cached."""
 
 
 class Policy(enum.StrEnum):
     PREFIX_AWARE = "prefix-aware"
-    """The least work, where cached tokens are no work. Without KV events it is the same as least-loaded."""
+    """The least work, without cached tokens. Equals least-loaded if there are no KV events."""
     LEAST_LOADED = "least-loaded"
     ROUND_ROBIN = "round-robin"
 
@@ -24,12 +24,12 @@ def make_choice(policy: Policy) -> Choice:
 
 
 def load_of(member: Member) -> int:
-    """In prompt tokens."""
+    """Returns the load in prompt tokens."""
     return load(member.num_prompt_tokens, member.num_outstanding)
 
 
 def _least_work(members: Sequence[Member], cached: Mapping[str, int]) -> Member:
-    """Of equal ones the one that was chosen longest ago, so that idle instances take turns."""
+    """Among equals returns the one chosen least recently, so that idle instances alternate."""
     return min(members, key=lambda member: (load_of(member) - cached.get(member.url, 0), member.last_chosen))
 
 

@@ -1,8 +1,8 @@
-"""Where each request goes, when it waits, and what follows when an instance fails: decisions without I/O.
+"""Decides where each request goes, when it waits, and what happens when an instance fails, without I/O.
 
-A request that can be placed gets a `Plan`; one that has to wait gets `None` and later, from `poll`, its plan; one that
-cannot be served gets a `Refusal`. Whatever fails before the first byte of an answer is planned once more, without the
-instance that failed, and within the limits. `end` must follow every `submit`, however the request ends.
+A request that can be placed gets a `Plan`; one that has to wait gets `None` and later its plan, from `poll`; one that
+cannot be served gets a `Refusal`. A request that fails before the first byte of its answer is planned again, without
+the instance that failed, and within the limits. `end` must follow every `submit`, however the request ends.
 
 Belongs to one thread. Time is an argument.
 """
@@ -25,8 +25,8 @@ RETRY_AFTER_SECONDS = 1
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """`max_outstanding`: requests that one instance gets at once. `max_self_prefills`: prompts that decode instances
-    compute themselves at once, because there is no prefill instance for them. `queue_timeout` is in seconds.
+    """`max_outstanding`: maximum concurrent requests of one instance. `max_self_prefills`: maximum concurrent prompts
+    that decode instances compute because no prefill instance is available. `queue_timeout` is in seconds.
     """
 
     max_outstanding: int = 256
@@ -44,7 +44,7 @@ class Limits:
 
 
 class Phase(enum.Enum):
-    """Of a request: NEW -> WAITING or PLANNED; PLANNED -> WAITING again after a failure, or ANSWERING; any -> ENDED."""
+    """Transitions: NEW -> WAITING or PLANNED; PLANNED -> WAITING again after a failure, or ANSWERING; any -> ENDED."""
 
     NEW = enum.auto()
     WAITING = enum.auto()
@@ -64,9 +64,9 @@ _NEXT = {
 
 @dataclass(slots=True, eq=False)
 class Routed:
-    """A request as far as its way is concerned. `is_divisible`: whether its prompt can be computed by a prefill
-    instance; asked only where not all instances compute whole requests. `cached`: how many of its prompt's tokens
-    instances have, by URL, as far as is known.
+    """A request with the data for its routing. `is_divisible`: whether a prefill instance can compute its prompt;
+    evaluated only if not all instances compute whole requests. `cached`: the known number of its prompt's tokens that
+    instances have, by URL.
     """
 
     is_divisible: Callable[[], bool]
@@ -84,9 +84,9 @@ class Routed:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`target` answers. `prefill` computes the prompt for it; None where the target does that itself.
-    `computes_itself`: a decode instance does, for want of a prefill instance. `num_cached`: tokens of the prompt that
-    the instance which computes it is expected to have.
+    """`target` answers. `prefill` computes the prompt for it; None if the target does so itself. `computes_itself`: a
+    decode instance does so because no prefill instance is available. `num_cached`: tokens of the prompt that the
+    instance which computes it is expected to have.
     """
 
     target: Instance
@@ -97,7 +97,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A 503. `retry_after` is in seconds."""
+    """A 503 response. `retry_after` is in seconds."""
 
     message: str
     retry_after: int = RETRY_AFTER_SECONDS
@@ -123,7 +123,7 @@ class Dispatcher:
 
     @property
     def num_live(self) -> int:
-        """Requests that have not ended."""
+        """The number of requests that have not ended."""
         return len(self._live)
 
     # ---- The life of a request ----
@@ -136,7 +136,7 @@ class Dispatcher:
         return decision
 
     def failed(self, request: Routed, url: str, message: str, now: float) -> Decision:
-        """The instance `url` of the request's plan has failed, before the first byte of the answer."""
+        """Called when the instance `url` of the request's plan has failed, before the first byte of the answer."""
         assert request.phase is Phase.PLANNED, request.phase
         is_prefill = request.prefill is not None and request.prefill.member.url == url
         self._release(request)
@@ -149,19 +149,19 @@ class Dispatcher:
                 return Refusal(f"{request.num_failures} instances have failed on this request; {url}: {message}")
         decision = self._place(request, now, failure=f"{url}: {message}")
         if decision is None:
-            # It has waited before, so that it does not wait behind those that came later.
+            # The request has waited before, so it precedes those that came later.
             return self._wait(request, now, is_first=True)
         return decision
 
     def prefill_ends(self, request: Routed, now: float, *, is_done: bool) -> None:
-        """The prefill instance of the plan has nothing left to do for the request; `is_done`: it has computed it."""
+        """Called when the plan's prefill instance is finished with the request; `is_done`: the prompt is computed."""
         if request.prefill is not None:
             if is_done:
                 self.pool.progressed(request.prefill.member.url, now)
             self.pool.release(request.prefill)
 
     def answer_goes_on(self, request: Routed, now: float) -> None:
-        """A part of the answer is there. After the first nothing is tried again."""
+        """Called for each part of the answer. After the first there are no retries."""
         assert request.target is not None, request.phase
         self.pool.progressed(request.target.member.url, now)
         if request.phase is Phase.ANSWERING:
@@ -171,7 +171,7 @@ class Dispatcher:
         self._end_self_prefill(request)
 
     def end(self, request: Routed) -> None:
-        """Idempotent."""
+        """Ends the request. Idempotent."""
         if request.phase is not Phase.ENDED:
             self._release(request)
             self._queue.pop(request, None)
@@ -179,7 +179,7 @@ class Dispatcher:
             self._move(request, Phase.ENDED)
 
     def poll(self, now: float) -> list[tuple[Routed, Plan | Refusal]]:
-        """Decisions on requests that have waited. To be called after whatever may make room, and at `next_poll`."""
+        """Returns decisions on waiting requests. Call it after any event that may free capacity, and at `next_poll`."""
         decided: list[tuple[Routed, Plan | Refusal]] = []
         while self._queue:
             request = next(iter(self._queue))
@@ -199,7 +199,7 @@ class Dispatcher:
 
     @property
     def next_poll(self) -> float:
-        """When a waiting request may have waited for too long, at the earliest."""
+        """The earliest time at which a waiting request may time out."""
         return self._next_late
 
     def _late_at(self, request: Routed) -> float:

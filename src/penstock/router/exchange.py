@@ -1,7 +1,7 @@
-"""One request from its arrival to its end: the plans of a `Dispatcher`, carried out with an `Upstream` and a `Client`.
+"""One request from its arrival to its end: executes the plans of a `Dispatcher` with an `Upstream` and a `Client`.
 
-Both are protocols: `http_client.py` and `http_server.py` have those with sockets. An instance's failure is a
-`PeerError`; any other error comes from the client's side and ends the request, with all that runs for it.
+Both are protocols, implemented with sockets in `http_client.py` and `http_server.py`. An instance's failure is a
+`PeerError`; any other error comes from the client's side and ends the request, with all its calls.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from penstock.utils.logging import get_logger
 
 logger = get_logger(__name__)
 
-# What another instance may well answer otherwise: it is full, drains, or its engine has died.
+# Another instance may succeed: this one is full, drains, or its engine has died.
 _ELSEWHERE = (502, 503, 504)
-# The usage of a streamed answer lies in its last events.
+# The usage of a streamed answer is in its last events.
 _TAIL_BYTES = 4096
 _LAST_EVENT = b"data: [DONE]"
 
@@ -45,7 +45,7 @@ class Asked:
 
     @functools.cached_property
     def completion(self) -> dict[str, Any] | None:
-        """The body of a request for a completion; None for others. Read only where a decision needs it."""
+        """The body of a request for a completion; None for others. Parsed only if a decision needs it."""
         is_completion = self.method == "POST" and self.path in bodies.COMPLETIONS
         return bodies.parse_object(self.body) if is_completion else None
 
@@ -55,7 +55,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request to an instance. `timeout`: seconds until the whole answer must be there, None for no limit."""
+    """A request to an instance. `timeout`: seconds until the whole answer must have arrived, None for no limit."""
 
     method: str
     url: str
@@ -69,12 +69,12 @@ class Answer(Protocol):
     headers: bodies.Headers
 
     async def read(self) -> bytes:
-        """What has come of the body since; b"" behind its end. Raises PeerError when it ends too early."""
+        """Returns the next received part of the body; b"" after its end. Raises PeerError if it ends too early."""
         ...
 
 
 async def content_of(answer: Answer) -> bytes:
-    """The whole body. Raises PeerError."""
+    """Returns the whole body. Raises PeerError."""
     parts: list[bytes] = []
     while part := await answer.read():
         parts.append(part)
@@ -83,13 +83,13 @@ async def content_of(answer: Answer) -> bytes:
 
 class Upstream(Protocol):
     def open(self, call: Call) -> AbstractAsyncContextManager[Answer]:
-        """The answer as soon as its headers are there. Raises PeerError. Leaving the context ends the request."""
+        """Returns the answer when its headers have arrived. Raises PeerError. Leaving the context ends the request."""
         ...
 
 
 class Prompts(Protocol):
     async def look_up(self, asked: Asked) -> tuple[int, Mapping[str, int]]:
-        """The length of the request's prompt in tokens, and how many of them instances have cached, by URL."""
+        """Returns the prompt's length in tokens, and how many of them instances have cached, by URL."""
         ...
 
 
@@ -101,11 +101,11 @@ class Client(Protocol):
     async def finish(self) -> None: ...
 
     async def whole(self, status: int, headers: bodies.Headers, body: bytes) -> None:
-        """All of these at once."""
+        """Sends a complete answer."""
         ...
 
     def cut(self) -> None:
-        """Ends the connection in the middle of an answer, which tells the client that something is missing."""
+        """Closes the connection within an answer, which tells the client that it is incomplete."""
         ...
 
 
@@ -115,28 +115,28 @@ class Observer(Protocol):
     def arrived(self, asked: Asked) -> None: ...
 
     def refused(self, asked: Asked, seconds: float, *, was_tried: bool) -> None:
-        """No instance could answer; `was_tried`: at least one has been asked."""
+        """No instance could answer; `was_tried`: at least one request was sent."""
         ...
 
     def answered(self, asked: Asked, instance: Instance, status: int, seconds: float, tail: bytes) -> None:
-        """`tail` is the end of the answer's body, with its usage where it has one."""
+        """`tail` is the end of the answer's body, including its usage if it has one."""
         ...
 
     def cut(self, asked: Asked) -> None: ...
 
     def left(self, asked: Asked) -> None:
-        """The client has left before its answer was complete."""
+        """The client has disconnected before its answer was complete."""
         ...
 
     def planned(self, asked: Asked, plan: Plan, *, is_retry: bool) -> None: ...
 
     def failed(self, instance: Instance) -> None:
-        """An instance has failed on a request, before the answer's first byte or in the middle of it."""
+        """An instance has failed on a request, before the answer's first byte or later."""
         ...
 
 
 class ClientsError(Exception):
-    """The prefill instance says that the request is at fault: its answer is the client's."""
+    """The prefill instance reports an error of the request, which is forwarded to the client."""
 
     def __init__(self, status: int, headers: bodies.Headers, body: bytes) -> None:
         super().__init__(status)
@@ -144,7 +144,7 @@ class ClientsError(Exception):
 
 
 class _InstanceFailedError(Exception):
-    """Before the first byte of the answer."""
+    """An instance failed before the first byte of the answer."""
 
     def __init__(self, instance: Instance, message: str) -> None:
         super().__init__(message)
@@ -153,7 +153,7 @@ class _InstanceFailedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """In seconds. `prefill`: a prompt in a prefill instance; `query`: where a prefill instance is asked for its id."""
+    """In seconds. `prefill`: a prompt in a prefill instance; `query`: the request for a prefill instance's id."""
 
     prefill: float = 60.0
     query: float = 5.0
@@ -161,7 +161,7 @@ class Timeouts:
 
 @dataclass(slots=True)
 class _Tail:
-    """The end of what the client has been sent of an answer."""
+    """The end of the answer that the client has received so far."""
 
     data: bytes = b""
 
@@ -185,7 +185,7 @@ class _Attempt:
 
 
 class Exchanges:
-    """Carries requests. `wake` must be called after whatever may make room in the pool from outside."""
+    """Processes requests. `wake` must be called after external events that may free capacity in the pool."""
 
     def __init__(
         self,
@@ -206,7 +206,7 @@ class Exchanges:
         self._scopes: defaultdict[str, set[asyncio.Timeout]] = defaultdict(set)
 
     async def carry(self, asked: Asked, client: Client) -> None:
-        """Answers a request, exactly once. Raises what the client's side raises."""
+        """Answers a request, exactly once. Raises the errors of the client's side."""
         request = Routed(asked.is_divisible)
         is_over, since, tail = False, self._clock.now(), _Tail()
         decision: Decision = None
@@ -244,15 +244,15 @@ class Exchanges:
             self.wake()
 
     def wake(self) -> None:
-        """Gives waiting requests their decisions, where there are any."""
+        """Delivers decisions to waiting requests, if there are any."""
         for request, decision in self._dispatcher.poll(self._clock.now()):
             future = self._waiting.pop(request)
-            # The client of one that is cancelled has just left; its request's end gives back what the plan took.
+            # The client of a cancelled request has just left; the end of the request releases the plan's leases.
             if not future.done():
                 future.set_result(decision)
 
     def cut_off(self, url: str) -> None:
-        """Fails everything that waits for the instance, which has died."""
+        """Fails all calls to the instance, which has died."""
         for scope in list(self._scopes.get(url, ())):
             scope.reschedule(0)
 
@@ -264,7 +264,7 @@ class Exchanges:
     # ---- The two halves of a request ----
 
     async def _answer(self, attempt: _Attempt, client: Client) -> None:
-        """Raises _InstanceFailedError while nothing has been written."""
+        """Raises _InstanceFailedError if nothing has been written."""
         prefill, asked = attempt.plan.prefill, attempt.asked
         try:
             if prefill is None or asked.completion is None:
@@ -282,7 +282,7 @@ class Exchanges:
             self._observer.answered(asked, prefill, error.status, self._clock.now() - attempt.since, b"")
 
     async def _answer_beside(self, attempt: _Attempt, prefill: Instance, body: dict[str, Any], client: Client) -> None:
-        """Both at once; the prefill instance's failure counts only as long as the answer has not begun."""
+        """Runs both halves at once; a failure of the prefill instance counts only before the answer has begun."""
         transfer_id = f"xfer-{uuid.uuid4().hex}"
         engine_id = await self._engine_id(prefill)
         params = bodies.decode_beside(transfer_id, prefill.bootstrap, engine_id)
@@ -292,7 +292,7 @@ class Exchanges:
             await self._stream(attempt, data, client, prefilling)
 
     async def _prefill(self, attempt: _Attempt, prefill: Instance, data: bytes) -> Any:
-        """What the decode instance is told of the prompt's KV. Raises ClientsError and _InstanceFailedError."""
+        """Returns the KV parameters for the decode instance. Raises ClientsError and _InstanceFailedError."""
         headers = bodies.headers_for_prefill(attempt.asked.headers)
         call = Call("POST", prefill.url + attempt.asked.target, headers, data, self._timeouts.prefill)
         status, answered, content = await self._fetch(prefill, call)
@@ -311,7 +311,7 @@ class Exchanges:
             raise _InstanceFailedError(prefill, f"{call.url} names no engine") from None
 
     async def _fetch(self, instance: Instance, call: Call) -> tuple[int, bodies.Headers, bytes]:
-        """A whole answer. Raises _InstanceFailedError."""
+        """Returns a whole answer. Raises _InstanceFailedError."""
         try:
             async with self._watched(instance), self._upstream.open(call) as answer:
                 return answer.status, bodies.answer_headers(answer.headers), await content_of(answer)
@@ -321,7 +321,7 @@ class Exchanges:
     async def _stream(
         self, attempt: _Attempt, data: bytes, client: Client, prefilling: asyncio.Task[Any] | None
     ) -> None:
-        """The target's answer, byte for byte, from its first byte on; raises as `_answer` before that."""
+        """Forwards the target's answer, byte for byte, from its first byte on; before that raises as `_answer`."""
         asked, target = attempt.asked, attempt.plan.target
         call = Call(asked.method, target.url + asked.target, asked.headers, data)
         try:
@@ -366,7 +366,7 @@ class Exchanges:
 
     @contextlib.asynccontextmanager
     async def _watched(self, instance: Instance) -> AsyncGenerator[asyncio.Timeout]:
-        """The body raises TimeoutError when the instance dies meanwhile (`cut_off`)."""
+        """The body raises TimeoutError if the instance dies meanwhile (`cut_off`)."""
         async with asyncio.timeout(None) as scope:
             self._scopes[instance.url].add(scope)
             try:
@@ -392,6 +392,6 @@ async def _beside(work: Coroutine[Any, Any, Any]) -> AsyncGenerator[asyncio.Task
 
 
 def _failure_of(prefilling: asyncio.Task[Any]) -> _InstanceFailedError | None:
-    """None for a task that runs, was cancelled, or has found the request at fault, which the other half says too."""
+    """Returns None for a task that runs, was cancelled, or found a request error, which the other half reports."""
     error = None if not prefilling.done() or prefilling.cancelled() else prefilling.exception()
     return error if isinstance(error, _InstanceFailedError) else None

@@ -1,4 +1,4 @@
-"""What clients connect to: the paths that are the router's own, and all others, which instances answer."""
+"""The router's endpoint for clients: the router's own paths, and all others, which are forwarded to instances."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _is_local = functools.lru_cache(1024)(is_local_host)
 class FrontDoor:
     """`/health`, `/ready` and `/metrics` are the router's own; every other path is answered by an instance.
 
-    `is_local`: requests that name another host, and those of foreign web pages, are refused: the instances, which would
-    refuse them, see the router's requests only.
+    `is_local`: requests that name another host, and those of foreign web pages, are refused here, because the instances
+    see only the router's requests and cannot refuse them.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class FrontDoor:
         self._own = {"/health": self._health, "/ready": self._ready, "/metrics": self._metrics}
 
     def close(self) -> None:
-        """From here on `/ready` fails and new requests are refused."""
+        """From now on `/ready` fails and new requests are refused."""
         self._is_closing = True
 
     async def handle(self, request: Request, response: Response) -> None:
@@ -51,7 +51,7 @@ class FrontDoor:
             return await own(request, response)
         if self._is_closing:
             return await refuse(response, 503, "the router is shutting down")
-        # As it came: the instance decodes it. One without a slash would become a part of the instance's address.
+        # The path is forwarded undecoded. One without a slash would become a part of the instance's address.
         if not path.startswith("/"):
             return await refuse(response, 400, "the request's target must be a path")
         headers = bodies.forwarded_headers(request.headers)
@@ -61,7 +61,7 @@ class FrontDoor:
         await tell(response, 200, {"status": "draining" if self._is_closing else "ok", "reason": None})
 
     async def _ready(self, _: Request, response: Response) -> None:
-        """200 when there is an instance that answers."""
+        """Responds 200 if there is an instance that answers."""
         pool = self._dispatcher.pool
         if self._is_closing:
             reason = "the router is shutting down"
@@ -75,8 +75,8 @@ class FrontDoor:
 
 
 def foreign(host: str | None, origin: str | None) -> str | None:
-    """Why a port without authentication on a loopback address refuses a request with these headers (DNS rebinding,
-    simple requests of web pages); None where it does not.
+    """Returns why a port without authentication on a loopback address refuses a request with these headers (DNS
+    rebinding, simple requests of web pages); None if it does not.
     """
     if origin is not None and not _is_local(origin.partition("://")[2] or "-"):
         return f"pages of {origin} may not use this server"

@@ -1,7 +1,7 @@
-"""What an instance's `/health` and `/ready` say of it, whether it makes progress, and the loop that asks.
+"""Interprets an instance's `/health` and `/ready`, detects missing progress, and queries the instances periodically.
 
-Progress counts, not the process. Penstock's `/health` fails when an engine has work and makes no step; whatever an
-instance says, one that has requests and for long has neither sent a part of an answer nor counted a token is stalled.
+The criterion is progress, not a live process. Penstock's `/health` fails if an engine has work and makes no step; and
+any instance is stalled that has requests but for long has neither sent part of an answer nor counted a token.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _BY_STATUS = {
     "unhealthy": Signal.STALLED,
     "dead": Signal.LOST,
 }
-# A server without this route cannot be asked, and is taken to be well.
+# A server without this route cannot be checked, and is assumed to be healthy.
 _NO_SUCH_ROUTE = (404, 405)
-# These grow while an engine computes, also inside a long prompt or an answer that is not streamed.
+# These grow while an engine computes, also during a long prompt or an answer that is not streamed.
 _TOKEN_COUNTERS = (b"vllm:prompt_tokens_total", b"vllm:generation_tokens_total", b"vllm:iteration_tokens_total_sum")
 
 
 @dataclass(frozen=True, slots=True)
 class HealthConfig:
-    """In seconds. `timeout`: for one answer; `stall_after`: with requests and without progress, until an instance
-    counts as sick; `dead_after`: sick, until it counts as dead.
+    """In seconds. `timeout`: for one answer; `stall_after`: without progress although it has requests, until an
+    instance counts as sick; `dead_after`: sick, until it counts as dead.
     """
 
     interval: float = 1.0
@@ -58,7 +58,7 @@ class Reply:
 
 
 def signal_of(health: Reply, ready: Reply) -> tuple[Signal, str]:
-    """What the two answers mean, and the reason that they give."""
+    """Returns the meaning of the two answers, and their reason."""
     status, reason = _read(health)
     if status in _BY_STATUS:
         return _BY_STATUS[status], reason
@@ -70,7 +70,7 @@ def signal_of(health: Reply, ready: Reply) -> tuple[Signal, str]:
 
 
 def tokens_counted(metrics: bytes) -> float:
-    """The sum of an engine's counters of tokens; 0 where it has none."""
+    """Returns the sum of an engine's counters of tokens; 0 if it has none."""
     lines = (line for line in metrics.splitlines() if line.startswith(_TOKEN_COUNTERS))
     try:
         return sum(float(line.rpartition(b" ")[2]) for line in lines)
@@ -79,7 +79,7 @@ def tokens_counted(metrics: bytes) -> float:
 
 
 def _read(reply: Reply) -> tuple[str, str]:
-    """`status` and `reason` of a body, which another server's may lack."""
+    """Returns `status` and `reason` of a body, which other servers may omit."""
     try:
         body = json.loads(reply.body)
     except ValueError:
@@ -91,7 +91,7 @@ def _read(reply: Reply) -> tuple[str, str]:
 
 
 class HealthChecks:
-    """Asks every instance of the pool again and again. `on_change` is called after each answer; `on_death` with the URL
+    """Queries every instance of the pool periodically. `on_change` is called after each answer; `on_death` with the URL
     of an instance that has died.
     """
 
@@ -105,7 +105,7 @@ class HealthChecks:
         self._counted: dict[str, float] = {}
 
     async def run(self, on_change: Callable[[], None], on_death: Callable[[str], None]) -> None:
-        """Until it is cancelled. Instances may come and go meanwhile."""
+        """Runs until cancelled. Instances may be added and removed meanwhile."""
         async with asyncio.TaskGroup() as group:
             while True:
                 for member in self._pool:
@@ -116,12 +116,12 @@ class HealthChecks:
                 await pause(self._config.interval)
 
     def check_soon(self, url: str) -> None:
-        """A request has failed there: the next question does not wait for its time."""
+        """Called when a request has failed there: the next query is sent without delay."""
         if url in self._soon:
             self._soon[url].set()
 
     async def check_all(self) -> None:
-        """Asks every instance once."""
+        """Queries every instance once."""
         await asyncio.gather(*(self._check(member.url) for member in self._pool))
 
     async def _watch(self, url: str, on_change: Callable[[], None], on_death: Callable[[str], None]) -> None:
@@ -136,7 +136,7 @@ class HealthChecks:
         self._counted.pop(url, None)
 
     async def _check(self, url: str) -> bool:
-        """True when the instance has died."""
+        """Returns True if the instance has died."""
         try:
             signal, reason = signal_of(await self._ask(f"{url}/health"), await self._ask(f"{url}/ready"))
             if signal is Signal.READY and await self._is_stalled(url):
@@ -147,7 +147,7 @@ class HealthChecks:
         return self._pool.observe(url, signal, self._clock.now(), reason)
 
     async def _is_stalled(self, url: str) -> bool:
-        """Only the metrics of an instance that has sent nothing for half of the time are read."""
+        """Reads the metrics only of an instance that has sent nothing for half of the time."""
         half = self._config.stall_after / 2
         if self._pool.stalled_for(url, self._clock.now()) < half:
             self._counted.pop(url, None)
@@ -164,7 +164,7 @@ class HealthChecks:
 
 
 async def pause(seconds: float, unless: asyncio.Event | None = None) -> None:
-    """Until the time is over, or the event is set."""
+    """Waits for this time, or until the event is set."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await (unless or asyncio.Event()).wait()

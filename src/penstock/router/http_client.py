@@ -1,7 +1,7 @@
-"""The HTTP requests of the router: `Upstream` over connections that are kept. httptools reads the answers.
+"""The HTTP requests of the router: `Upstream` with persistent connections. httptools parses the answers.
 
-A connection that was kept may be closed by the instance just when it is used again. A request whose kept connection
-ends before the first byte of its answer is sent once more, over a new connection; if that fails too, the instance has.
+The instance may close a persistent connection just when it is reused. A request whose reused connection ends before the
+first byte of its answer is sent once more, over a new connection; if that fails too, the instance has failed.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from penstock.router.exchange import Call
 from penstock.utils.errors import PeerError
 
 _CONNECT_SECONDS = 5.0
-# Less than the time for which servers keep connections: uvicorn closes them after 5 seconds.
+# Less than the servers' timeout of idle connections: uvicorn closes them after 5 seconds.
 _IDLE_SECONDS = 4.0
 _MAX_HEAD_BYTES = 64 << 10
-# Of an answer that the client does not take; then the instance has to wait.
+# The limit for an answer that the client does not read; then the instance has to wait.
 _MAX_BUFFERED_BYTES = 256 << 10
 _BODILESS = ("GET", "HEAD", "DELETE", "OPTIONS")
 
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
-    """Where a connection leads to. `name` is the Host header."""
+    """The address of a connection. `name` is the Host header."""
 
     host: str
     port: int
@@ -65,7 +65,7 @@ class HttpUpstream:
 
     @contextlib.asynccontextmanager
     async def open(self, call: Call) -> AsyncGenerator[_Connection]:
-        # Behind the scheme comes the host, and behind that the path, if there is one.
+        # The scheme is followed by the host, and then by the path, if there is one.
         slash = call.url.find("/", call.url.index("://") + 3)
         origin = _origin(call.url if slash < 0 else call.url[:slash])
         head = _head_of(call, origin, "/" if slash < 0 else call.url[slash:])
@@ -80,7 +80,7 @@ class HttpUpstream:
             raise PeerError("it has not answered in time") from None
 
     async def _ask(self, origin: _Origin, call: Call, head: bytes) -> _Connection:
-        """A connection with the answer's head."""
+        """Returns a connection with the answer's head."""
         kept = self._take(origin)
         if kept is not None:
             with contextlib.suppress(_ClosedError):
@@ -88,7 +88,7 @@ class HttpUpstream:
         return await (await _connect(origin)).ask(call, head)
 
     def _take(self, origin: _Origin) -> _Connection | None:
-        """The one that was used last."""
+        """Returns the connection used last."""
         free = self._free.get(origin)
         while free:
             connection = free.pop()
@@ -117,7 +117,7 @@ class HttpUpstream:
 
 
 class _Connection(asyncio.Protocol):
-    """Carries one request at a time, and is its answer (`exchange.Answer`)."""
+    """Handles one request at a time, and is its answer (`exchange.Answer`)."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -131,11 +131,11 @@ class _Connection(asyncio.Protocol):
 
     @property
     def is_free(self) -> bool:
-        """Whether it can carry another request."""
+        """Whether it can handle another request."""
         return self._is_complete and self._is_kept and not (self._parts or self._error)
 
     async def ask(self, call: Call, head: bytes) -> Self:
-        """Returns when the answer's head is there. Raises PeerError."""
+        """Returns when the answer's head has arrived. Raises PeerError."""
         self._is_head = call.method == "HEAD"
         self._is_asked = True
         self._has_begun = self._is_measured = self._is_complete = self._is_kept = False
@@ -221,23 +221,23 @@ class _Connection(asyncio.Protocol):
             self._error = "it has sent what it was not asked for"
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        # Behind a body in chunks there can be more of them.
+        # A chunked body may be followed by further headers.
         if not self.status:
             self._found.append((decoded(name), decoded(value)))
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
         if status < 200 or self.status:
-            # The answer comes later, or has come.
+            # The answer comes later, or has already come.
             self._found.clear()
             return
         self.status, self.headers = status, tuple(self._found)
-        # What lasts until the connection ends is neither.
+        # A body that lasts until the connection ends is neither.
         self._is_kept = self._is_measured = self._parser.should_keep_alive()
         if not self._is_kept:
             self._is_measured = any(name.lower() in ("content-length", "transfer-encoding") for name, _ in self._found)
         if self._is_head:
-            # The parser does not know what was asked, and would wait for a body.
+            # The parser does not know the request's method, and would wait for a body.
             self._is_complete, self._is_kept = True, False
 
     def on_body(self, body: bytes) -> None:
@@ -254,7 +254,7 @@ class _Connection(asyncio.Protocol):
 
 
 async def _connect(origin: _Origin) -> _Connection:
-    """Raises PeerError."""
+    """Opens a connection. Raises PeerError."""
     loop = asyncio.get_running_loop()
     secure = _secure() if origin.is_secure else None
     try:

@@ -1,7 +1,7 @@
-"""An HTTP/1.1 server with one handler for all requests: bodies come whole, answers leave in parts.
+"""An HTTP/1.1 server with one handler for all requests, which get whole bodies and answer in parts.
 
-httptools reads the requests. The requests of a connection are answered one after the other, in a task each; the task is
-cancelled when the client leaves.
+httptools parses the requests. The requests of a connection are answered one after the other, in a task each; the task
+is cancelled when the client disconnects.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ logger = get_logger(__name__)
 _MAX_HEAD_BYTES = 64 << 10
 _MAX_BODY_BYTES = 64 << 20
 _BACKLOG = 2048
-# Until a head that has begun must be there, until a connection without a request is closed, and until one is closed
-# whose client goes on sending what was refused.
+# The time to complete a head, to close a connection without a request, and to close one whose client continues to send
+# a refused request.
 _HEAD_SECONDS = 30.0
 _IDLE_SECONDS = 75.0
 _LINGER_SECONDS = 5.0
@@ -42,7 +42,7 @@ _JSON = ("Content-Type", "application/json")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """`target` is the path with its query as it came. `is_kept`: the client wants to use the connection again."""
+    """`target` is the undecoded path with its query. `is_kept`: the client wants to reuse the connection."""
 
     method: str
     target: str
@@ -68,14 +68,14 @@ class Response:
         self.is_kept = request.is_kept
 
     async def begin(self, status: int, headers: Headers) -> None:
-        """What is written later must fit to a Content-Length among the headers. The head leaves with the first part."""
+        """The body must match a Content-Length among the headers. The head is sent with the first part."""
         lines = [_STATUS_LINES.get(status) or f"HTTP/1.1 {status} \r\n"]
         is_measured = False
         for name, value in headers:
             lines.append(f"{name}: {value}\r\n")
             is_measured = is_measured or name.lower() == "content-length"
         if not is_measured and self._request.method != "HEAD" and status not in _WITHOUT_BODY:
-            # The end of the connection is the end of the body for those that do not know chunks.
+            # For clients without chunked encoding, the end of the connection is the end of the body.
             self._is_chunked = not self._request.is_old
             self.is_kept = self.is_kept and self._is_chunked
             if self._is_chunked:
@@ -89,7 +89,7 @@ class Response:
         self.has_begun = True
 
     async def write(self, chunk: bytes) -> None:
-        """Waits while the client has not taken what it got before. Raises ConnectionResetError."""
+        """Waits while the client has not read the earlier parts. Raises ConnectionResetError."""
         if self._is_chunked and chunk:
             chunk = b"%x\r\n%b\r\n" % (len(chunk), chunk)
         await self._connection.send(self._head + chunk)
@@ -109,7 +109,7 @@ class Response:
         if self._is_chunked:
             self._connection.close()
         else:
-            # The connection's orderly end would be the answer's, where the end of the body is not marked.
+            # An orderly end of the connection would look like the end of the answer if the body's end is not marked.
             self._connection.abort()
 
 
@@ -117,7 +117,7 @@ Handler = Callable[[Request, Response], Awaitable[None]]
 
 
 class Connection(asyncio.Protocol):
-    """`deadline`: when it is to be closed, in the loop's time. `is_last`: its next answer ends it."""
+    """`deadline`: when it is to be closed, in the loop's time. `is_last`: close it after its next answer."""
 
     def __init__(self, handler: Handler, connections: set[Connection]) -> None:
         self._handler = handler
@@ -177,7 +177,7 @@ class Connection(asyncio.Protocol):
         self._target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        # Behind a body in chunks there can be more of them.
+        # A chunked body may be followed by further headers.
         if self._is_in_head:
             self._headers.append((decoded(name), decoded(value)))
 
@@ -237,7 +237,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def task(self) -> asyncio.Task[None] | None:
-        """What answers a request at the moment."""
+        """The task of the current request."""
         return self._task
 
     def _start(self) -> None:
@@ -247,7 +247,7 @@ class Connection(asyncio.Protocol):
         response = Response(self, request)
         if self.is_last:
             response.is_kept = False
-        # A client that leaves is no error; the connection is closed then.
+        # A client that disconnects is no error; the connection is closed then.
         with contextlib.suppress(ConnectionError):
             try:
                 await self._handler(request, response)
@@ -276,7 +276,7 @@ class Connection(asyncio.Protocol):
         self.deadline = self._loop.time() + seconds
 
     def _decline(self, rest: bytes) -> None:
-        """The client offers another protocol, which is not spoken: its request is read as one without the offer."""
+        """Ignores the client's offer of another protocol: its request is read as one without the offer."""
         if self._parser.get_method() == b"CONNECT":
             self._refuse(405, "this is not a proxy for other protocols")
             return
@@ -286,7 +286,7 @@ class Connection(asyncio.Protocol):
         self.data_received(encoded("".join(lines)) + b"\r\n" + rest)
 
     def _refuse(self, status: int, message: str) -> None:
-        """What the client sends from here on is not read; it may take a while until it has sent all."""
+        """Discards further data from the client, which may take a while to finish sending."""
         if self._is_refused:
             return
         self._is_refused = True
@@ -302,7 +302,7 @@ class Connection(asyncio.Protocol):
 
 @contextlib.asynccontextmanager
 async def serving(handler: Handler, host: str, port: int) -> AsyncGenerator[str]:
-    """The server's URL. Raises ConfigError when the address cannot be bound."""
+    """Yields the server's URL. Raises ConfigError if the address cannot be bound."""
     loop = asyncio.get_running_loop()
     connections: set[Connection] = set()
     try:

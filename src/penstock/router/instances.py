@@ -1,6 +1,6 @@
-"""The instances behind the router: what they are for, and the states in which they can be.
+"""The instances behind the router: their roles and their states.
 
-A state changes in one place, `Pool`, and only as `TRANSITIONS` says.
+Only `Pool` changes a state, and only according to `TRANSITIONS`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from penstock.utils.errors import ConfigError
 
 
 class Role(enum.StrEnum):
-    """A serve instance computes whole requests. The other two share them: one the prompt, one the answer."""
+    """A serve instance computes whole requests. The other two divide them: one computes the prompt, one the answer."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -23,18 +23,18 @@ class Role(enum.StrEnum):
 
 class State(enum.StrEnum):
     STARTING = "starting"
-    """Has not been ready yet, or starts its engine again. Gets no requests."""
+    """Has not been ready yet, or restarts its engine. Gets no requests."""
     READY = "ready"
     DRAINING = "draining"
-    """Finishes what it has. Gets no requests."""
+    """Finishes its requests. Gets no new ones."""
     UNHEALTHY = "unhealthy"
-    """Does not answer, or has work and makes no step. Gets no requests; those that it has may still be answered."""
+    """Does not answer, or has work and makes no step. Gets no requests; its current ones may still be answered."""
     DEAD = "dead"
-    """Has been sick for too long, or says that its engine has died. What it still had has failed."""
+    """Has been sick for too long, or reports that its engine has died. Its remaining requests have failed."""
 
 
 class Signal(enum.StrEnum):
-    """What is heard of an instance."""
+    """The result of a health check."""
 
     READY = "ready"
     STARTING = "starting"
@@ -45,7 +45,7 @@ class Signal(enum.StrEnum):
 
 
 SICK = (Signal.STALLED, Signal.SILENT)
-"""An instance that goes on like this is dead in the end."""
+"""An instance that stays so becomes dead in the end."""
 
 _AS_IT_SAYS = {
     Signal.READY: State.READY,
@@ -57,12 +57,12 @@ _AS_IT_SAYS = {
 }
 
 TRANSITIONS: Mapping[State, Mapping[Signal, State]] = {
-    # Until it listens, a process that starts does not answer.
+    # A process that is starting does not answer until it listens.
     State.STARTING: {**_AS_IT_SAYS, Signal.SILENT: State.STARTING},
     State.READY: _AS_IT_SAYS,
     State.DRAINING: _AS_IT_SAYS,
     State.UNHEALTHY: _AS_IT_SAYS,
-    # An instance that is started again at the same address comes back.
+    # An instance that is restarted at the same address becomes usable again.
     State.DEAD: {**_AS_IT_SAYS, Signal.SILENT: State.DEAD},
 }
 
@@ -70,8 +70,8 @@ TRANSITIONS: Mapping[State, Mapping[Signal, State]] = {
 @dataclass(frozen=True, slots=True)
 class Instance:
     """`url` is a base URL without a slash at its end, and is the instance's name. `bootstrap` is the URL at which a
-    prefill instance answers `GET /query`; with it, both halves of a request are driven at once (concurrent style).
-    `events` and `replay` are the ZeroMQ endpoints of its KV events, empty where it publishes none or replays none.
+    prefill instance answers `GET /query`; with it, both halves of a request run at once (concurrent style). `events`
+    and `replay` are the ZeroMQ endpoints of its KV events, empty if it publishes or replays none.
     """
 
     url: str
@@ -82,7 +82,7 @@ class Instance:
 
 
 OPTIONS = ("bootstrap", "events", "replay")
-"""The fields of an instance beside its URL and its role."""
+"""The fields of an instance besides its URL and its role."""
 
 
 def make_instance(url: str, role: Role, bootstrap: str = "", events: str = "", replay: str = "") -> Instance:
@@ -98,7 +98,7 @@ def make_instance(url: str, role: Role, bootstrap: str = "", events: str = "", r
 
 
 def parse_instance(text: str, role: Role) -> Instance:
-    """`URL[,NAME=VALUE]...` with the names of `OPTIONS`. Raises ConfigError."""
+    """Parses `URL[,NAME=VALUE]...` with the names of `OPTIONS`. Raises ConfigError."""
     url, *rest = text.split(",")
     options: dict[str, str] = {}
     for each in rest:

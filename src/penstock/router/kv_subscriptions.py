@@ -1,4 +1,4 @@
-"""The views of all instances that publish KV events, kept up to date over ZeroMQ."""
+"""The views of all instances that publish KV events, updated over ZeroMQ."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _REPLAY_SECONDS = 10.0
 
 
 class KVSubscriptions:
-    """An async context manager. `follow` must be called when instances have come or gone."""
+    """An async context manager. `follow` must be called when instances have been added or removed."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -44,7 +44,7 @@ class KVSubscriptions:
         self._context.destroy(linger=0)
 
     def follow(self) -> None:
-        """Subscribes to the instances of the pool that are new, and leaves those that are there no more."""
+        """Subscribes to new instances of the pool, and unsubscribes from removed ones."""
         for url in [each for each in self._tasks if each not in self._pool]:
             self._tasks.pop(url).cancel()
             del self._views[url]
@@ -54,24 +54,24 @@ class KVSubscriptions:
                 self._tasks[member.url] = asyncio.create_task(self._follow(member.instance, view))
 
     def lost(self, url: str) -> None:
-        """The instance has died: what it held is gone."""
+        """Called when the instance has died: its blocks are gone."""
         if url in self._views:
             self._views[url].restart()
 
     @property
     def num_blocks(self) -> dict[str, int]:
-        """By URL, of the instances that publish events."""
+        """The number of blocks by URL, for instances that publish events."""
         return {url: view.num_blocks for url, view in self._views.items()}
 
     def cached(self, prompt: PromptKeys) -> dict[str, int]:
-        """By URL, how many of the prompt's tokens the instances hold."""
+        """Returns by URL how many of the prompt's tokens the instances hold."""
         found = ((url, view.num_cached(prompt)) for url, view in self._views.items())
         return {url: count for url, count in found if count}
 
     async def _follow(self, instance: Instance, view: KVView) -> None:
         published = self._connect(zmq.SUB, instance.events)
         try:
-            # Replays are asked for one at a time, while what is published waits in its socket.
+            # Replays are requested one at a time; published batches wait in the socket meanwhile.
             await self._replay(instance, view)
             while True:
                 frames = await published.recv_multipart()
@@ -87,7 +87,7 @@ class KVSubscriptions:
             published.close(linger=0)
 
     async def _replay(self, instance: Instance, view: KVView) -> None:
-        """What is missing, as far as the instance still has it."""
+        """Requests the missing batches, as far as the instance still has them."""
         if not instance.replay:
             return
         asking = self._connect(zmq.DEALER, instance.replay)
@@ -108,7 +108,7 @@ class KVSubscriptions:
         made = self._context.socket(kind)
         made.set(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
         made.set(zmq.IPV6, int("[" in endpoint))
-        # A whole replay must fit; what is published is bounded by the other side.
+        # A whole replay must fit; published batches are limited by the instance.
         made.set(zmq.RCVHWM, 0 if kind == zmq.DEALER else 100_000)
         if kind == zmq.SUB:
             made.set(zmq.SUBSCRIBE, b"")

@@ -1,6 +1,6 @@
-"""What an instance's published KV events say that it holds (docs/KV_EVENTS.md). No sockets.
+"""The blocks that an instance holds according to its published KV events (docs/KV_EVENTS.md). No sockets.
 
-The events are a hint: what is wrong or missing in a view costs a prefix hit and nothing else.
+The events are a hint: an error or a gap in a view costs a prefix hit and nothing else.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from penstock.utils.logging import get_logger
 
 logger = get_logger(__name__)
 
-# The memory that the model computes in. What lies elsewhere has to be loaded first.
+# The memory that the model computes in. KV in other media has to be loaded first.
 _MEDIA = (None, "GPU")
 
 
@@ -48,8 +48,8 @@ _decode = msgspec.msgpack.Decoder(_Batch).decode
 
 
 class KVView:
-    """One instance. `receive` gets what is published, and says from which number on batches are missing. `take` gets
-    what was asked for again, and then the batch that showed the gap; with what is missing even then it starts afresh.
+    """One instance. `receive` takes published batches, and returns the number of the first missing one. `take` takes
+    replayed batches, and then the batch that showed the gap; if some are missing even then, the view is reset.
     """
 
     def __init__(self) -> None:
@@ -63,19 +63,19 @@ class KVView:
 
     @property
     def next_number(self) -> int:
-        """Of the batch that is applied next."""
+        """The number of the batch to be applied next."""
         return self._next
 
     def clear(self) -> None:
         self._held.clear()
 
     def restart(self) -> None:
-        """The instance is another process from here on."""
+        """Called when the instance is a new process."""
         self.clear()
         self._next, self._newest = 0, -1
 
     def receive(self, number: int, payload: bytes) -> int | None:
-        """A published batch. The number of the first that is missing before it, or None when it has been applied."""
+        """Applies a published batch; returns None, or else the number of the first batch missing before it."""
         if number <= self._newest:
             self.restart()
         self._newest = number
@@ -85,7 +85,7 @@ class KVView:
         return None
 
     def take(self, number: int, payload: bytes) -> None:
-        """A batch, though some before it may be missing for good: what they removed is not known then."""
+        """Applies a batch even if some before it are lost: the blocks that they removed are then unknown."""
         if number < self._next:
             return
         if number > self._next:
@@ -94,7 +94,7 @@ class KVView:
         self._apply(payload)
 
     def num_cached(self, prompt: PromptKeys) -> int:
-        """Tokens at the prompt's beginning that the instance holds."""
+        """Returns how many tokens at the prompt's beginning the instance holds."""
         return self._held.num_cached(prompt)
 
     # ---- Events ----
@@ -117,7 +117,7 @@ class KVView:
         group = event.group_idx or 0
         if isinstance(event, _Removed):
             self._held.remove(event.block_hashes, group)
-        # A window's blocks are given away while those of the other layers stay, and say less.
+        # A window's blocks are freed while those of the other layers stay, and say less about the prefix.
         elif not event.kv_cache_spec_sliding_window:
             self._held.store(
                 event.block_hashes,

@@ -1,4 +1,4 @@
-"""Counts what happens to requests (`exchange.Observer`), for metrics and the status page."""
+"""Counts the outcomes of requests (`exchange.Observer`), for metrics and the status page."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class RouterObserver:
             self._hits[instance.url] = (prompt + usage.num_prompt, cached + usage.num_cached)
 
     def hit_rate(self, url: str) -> float | None:
-        """The part of an instance's prompt tokens that it had cached or loaded, by the usage of its answers."""
+        """Returns the share of an instance's prompt tokens that were cached or loaded, by the usage of its answers."""
         prompt, cached = self._hits.get(url, (0, 0))
         return cached / prompt if prompt else None
 
@@ -94,7 +94,7 @@ class RouterObserver:
         ]
 
     def num_blocks(self, url: str) -> int | None:
-        """What the instance holds, by its KV events; None where it publishes none."""
+        """Returns the number of blocks by the instance's KV events; None if it publishes none."""
         return self._views.num_blocks.get(url)
 
     def render(self, accept: str) -> tuple[bytes, str]:

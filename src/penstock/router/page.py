@@ -1,4 +1,4 @@
-"""The router's page, which asks `GET /instances` once a second. Its colours are those of the engines' dashboard."""
+"""The router's page, which requests `GET /instances` once a second. Its colours are those of the engines' dashboard."""
 
 PAGE = """<!doctype html>
 <html lang="en">

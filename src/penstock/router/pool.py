@@ -1,6 +1,6 @@
-"""The pool of instances: their states, and what each of them has to do at the moment.
+"""The pool of instances: their states, and their current work.
 
-Pure: time is an argument, and what is heard of an instance comes in as a `Signal`.
+Pure: time is an argument, and the results of health checks arrive as a `Signal`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ logger = get_logger(__name__)
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """An instance in the pool. `reason` is what was last heard beside the signal. `is_held`: the operator drains it;
-    `is_leaving`: and it is removed when it has nothing left. `sick_since`: the first of the signals `SICK` behind the
-    last other one. `progressed_at`: when it last got its first request or sent a part of an answer; `is_suspect`: it
-    has stalled since, and gets one request at a time. `last_chosen` orders instances with the same load.
+    """An instance in the pool. `reason` is the text of its last signal. `is_held`: the operator drains it;
+    `is_leaving`: and it is removed when it has no requests left. `sick_since`: the first of the signals `SICK` after
+    the last other one. `progressed_at`: when it last got its first request or sent a part of an answer; `is_suspect`:
+    it has stalled since, and gets one request at a time. `last_chosen` orders instances with the same load.
     """
 
     instance: Instance
@@ -50,7 +50,7 @@ class Lease:
 
 
 class Pool:
-    """`dead_after`: seconds of being sick after which an instance counts as dead."""
+    """`dead_after`: seconds after which a sick instance counts as dead."""
 
     def __init__(self, dead_after: float) -> None:
         self._dead_after = dead_after
@@ -70,13 +70,13 @@ class Pool:
     # ---- Which there are ----
 
     def add(self, instance: Instance) -> Member:
-        """Adds an instance, or takes one that is being drained or removed back. Its role stays what it was."""
+        """Adds an instance, or reactivates one that is being drained or removed, with its former role."""
         member = self._members.setdefault(instance.url, Member(instance))
         member.is_held = member.is_leaving = False
         return member
 
     def drain(self, url: str, *, remove: bool = False) -> None:
-        """No new requests for the instance from now on; with `remove` it leaves when it has none left."""
+        """Sends no new requests to the instance; with `remove` it is removed when it has none left."""
         member = self._members[url]
         member.is_held = True
         member.is_leaving = member.is_leaving or remove
@@ -85,7 +85,7 @@ class Pool:
         self._drop_if_done(member)
 
     def resume(self, url: str) -> None:
-        """Ends `drain`: the instance gets requests again after it has next been heard to be ready."""
+        """Ends `drain`: the instance gets requests again after its next ready signal."""
         self.add(self._members[url].instance)
 
     def _drop_if_done(self, member: Member) -> None:
@@ -95,7 +95,7 @@ class Pool:
     # ---- How they are ----
 
     def observe(self, url: str, signal: Signal, now: float, reason: str = "") -> bool:
-        """Notes what was heard of an instance. True when it has died with this."""
+        """Records an instance's signal. Returns True if the instance has died with it."""
         member = self._members.get(url)
         if member is None:
             return False
@@ -120,7 +120,7 @@ class Pool:
         return member.state is State.DEAD and before is not State.DEAD
 
     def of(self, role: Role, excluded: Collection[str] = ()) -> list[Member]:
-        """Those that may get requests."""
+        """Returns the members that may get requests."""
         return [
             each
             for each in self._members.values()
@@ -128,7 +128,7 @@ class Pool:
         ]
 
     def has_hope(self, role: Role, excluded: Collection[str] = ()) -> bool:
-        """Whether there is an instance that takes requests, or may take some again without the operator's doing."""
+        """Returns whether an instance accepts requests, or may do so again without the operator's intervention."""
         return any(
             each.instance.role is role
             and not each.is_held
@@ -138,7 +138,7 @@ class Pool:
         )
 
     def stalled_for(self, url: str, now: float) -> float:
-        """Seconds for which the instance has had requests and has sent nothing of an answer."""
+        """Returns for how many seconds the instance has had requests and has sent no part of an answer."""
         member = self._members.get(url)
         return now - member.progressed_at if member is not None and member.num_outstanding else 0.0
 
@@ -157,7 +157,7 @@ class Pool:
         return lease
 
     def progressed(self, url: str, now: float) -> None:
-        """The instance has computed something."""
+        """Records that the instance has computed something."""
         member = self._members.get(url)
         if member is not None:
             member.progressed_at = now
@@ -168,7 +168,7 @@ class Pool:
         lease.num_prompt_tokens = 0
 
     def release(self, lease: Lease) -> None:
-        """Idempotent."""
+        """Ends the lease. Idempotent."""
         if not lease.is_open:
             return
         lease.is_open = False

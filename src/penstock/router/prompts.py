@@ -1,4 +1,4 @@
-"""How long a request's prompt is and which instances have it cached. Its tokens are what an instance says they are."""
+"""The length of a request's prompt, and which instances have it cached. An instance tokenizes the prompt."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ logger = get_logger(__name__)
 
 _TIMEOUT_S = 2.0
 _CHAT = "/v1/chat/completions"
-# What decides how messages become a prompt.
+# The fields that determine how messages become a prompt.
 _TEMPLATE_FIELDS = (
     "model", "messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"
 )  # fmt: skip
 
 
 class Views(Protocol):
-    """What instances hold, by URL."""
+    """The cached blocks of instances, by URL."""
 
     @property
     def num_blocks(self) -> Mapping[str, int]: ...
@@ -39,14 +39,14 @@ class Views(Protocol):
 
 
 class EstimatedPrompts:
-    """Knows nothing of caches, and asks no instance."""
+    """Uses no caches, and queries no instance."""
 
     async def look_up(self, asked: Asked) -> tuple[int, Mapping[str, int]]:
         return bodies.estimate_tokens(len(asked.body)), {}
 
 
 class TokenizedPrompts:
-    """Asks `POST /tokenize` of an instance, where the answer can make a difference."""
+    """Queries `POST /tokenize` of an instance, if the answer can change the decision."""
 
     def __init__(self, dispatcher: Dispatcher, upstream: Upstream, views: Views) -> None:
         self._dispatcher = dispatcher
@@ -54,9 +54,9 @@ class TokenizedPrompts:
         self._views = views
 
     async def look_up(self, asked: Asked) -> tuple[int, Mapping[str, int]]:
-        """The prompt's tokens, estimated where they are not known, and how many of them instances have, by URL."""
+        """Returns the prompt's tokens, estimated if unknown, and how many of them instances have, by URL."""
         estimated = bodies.estimate_tokens(len(asked.body)), {}
-        # Where requests wait they go to the instance that has room, and more work for the instances would not help.
+        # If requests wait, they go to the next instance with room, so tokenizing would only add work.
         if self._dispatcher.num_queued or not any(self._views.num_blocks.values()):
             return estimated
         ready = [each for each in self._dispatcher.pool if each.state is State.READY]
@@ -86,7 +86,7 @@ class TokenizedPrompts:
 
 
 def question_of(path: str, body: Mapping[str, Any], prompt: object) -> bytes | None:
-    """The body of `POST /tokenize`; None where it could not be answered."""
+    """Returns the body of `POST /tokenize`; None if it could not be answered."""
     if path == _CHAT:
         asked = {name: body[name] for name in _TEMPLATE_FIELDS if name in body}
         return json.dumps(asked).encode() if "messages" in body else None
@@ -109,7 +109,7 @@ def tokens_of(content: bytes) -> Sequence[int]:
 
 
 def salts_of(headers: bodies.Headers, body: Mapping[str, Any]) -> tuple[str, ...]:
-    """Those that an instance may have used: it scopes a request's salt by the client's key, where it asks for keys."""
+    """Returns the salts that an instance may have used: if it requires keys, it scopes a request's salt by the key."""
     salt = body.get("cache_salt")
     salt = salt if isinstance(salt, str) else None
     kind, _, value = {name.lower(): value for name, value in headers}.get("authorization", "").partition(" ")
@@ -119,5 +119,5 @@ def salts_of(headers: bodies.Headers, body: Mapping[str, Any]) -> tuple[str, ...
 
 
 def _is_choice(ready: Sequence[Member]) -> bool:
-    """Whether there are two instances for the same part of a request."""
+    """Returns whether there are two instances for the same part of a request."""
     return max(Counter(each.instance.role for each in ready).values(), default=0) > 1

@@ -1,4 +1,4 @@
-"""The router as a whole: its parts, their life, and the addresses at which it listens."""
+"""The complete router: its parts, their lifecycle, and its addresses."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _IDLE_POLL_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
-    """`host` and `port`: where clients connect. `admin_port` is on loopback, None for no administration; port 0 takes a
-    free one. `shutdown_timeout`: seconds that running requests have at the end.
+    """`host` and `port`: the address for clients. `admin_port` is on loopback, None for no administration; port 0 means
+    a free one. `shutdown_timeout`: seconds that running requests have at shutdown.
     """
 
     instances: Sequence[Instance]
@@ -53,12 +53,12 @@ class Listening:
     admin_url: str
     dispatcher: Dispatcher
     close: Callable[[], None]
-    """From here on `/ready` fails and new requests are refused; running ones go on."""
+    """From now on `/ready` fails and new requests are refused; running ones continue."""
 
 
 @asynccontextmanager
 async def running(config: RouterConfig) -> AsyncGenerator[Listening]:
-    """The router listens while the body runs. Raises ConfigError when an address cannot be bound."""
+    """The router listens while the body runs. Raises ConfigError if an address cannot be bound."""
     clock: Clock = SystemClock()
     pool = Pool(config.health.dead_after)
     for instance in config.instances:
@@ -81,7 +81,7 @@ async def running(config: RouterConfig) -> AsyncGenerator[Listening]:
             exchanges.cut_off(url)
 
         admin = Admin(dispatcher, observer, on_change, exchanges.cut_off)
-        # What is ready already gets the first request.
+        # The first request can then be sent to an instance that is already ready.
         await checks.check_all()
         checking = asyncio.create_task(checks.run(on_change, on_death))
         try:

@@ -1,4 +1,4 @@
-"""The usage of an answer, read off its end without parsing the whole of it."""
+"""Reads the usage from the end of an answer without parsing all of it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import re
 from dataclasses import dataclass
 
-# A quotation mark inside a JSON string is escaped, so that no text of a model looks like this.
+# Quotation marks inside JSON strings are escaped, so generated text cannot match.
 _USAGE = re.compile(rb'[{,]\s*"usage"\s*:\s*(?=\{)')
 
 
@@ -20,9 +20,9 @@ class Usage:
 
 
 def usage_of(tail: bytes) -> Usage | None:
-    """The last usage in the end of a body, streamed or whole; None where it has none.
+    """Returns the last usage in the end of a body, streamed or whole; None if it has none.
 
-    The instance that answers counts the whole prompt, so that of two halves only its usage is read.
+    The instance that answers counts the whole prompt, so of two halves only its usage is read.
     """
     starts = list(_USAGE.finditer(tail))
     if not starts:
