@@ -1,15 +1,15 @@
 """Groups and channels by torch.distributed: between machines, and as the reference for `parallel/shared_memory.py`.
 
-The ranks meet at a TCPStore, which rank (0, 0) serves at `address`; ranks count as pp_rank * tp_size + tp_rank. Every
-group and every channel has a process group of its own, so nothing here is global to the process: torch.distributed's
-default group is neither used nor needed, and one process may have ranks of several engines.
+The ranks connect through a TCPStore, which rank (0, 0) serves at `address`; ranks count as pp_rank * tp_size + tp_rank.
+Every group and every channel has a separate process group, so nothing here is global to the process:
+torch.distributed's default group is neither used nor needed, and one process may have ranks of several engines.
 
-With the backend `gloo` everything goes through the CPU. With `nccl` gathers take tensors on a GPU, which wait on their
-stream only; channels and barriers still go through gloo. A tensor on a GPU is sent by way of the CPU, and arrives on
-the receiver's current GPU.
+With the backend `gloo` all data goes through the CPU. With `nccl` gathers take tensors on a GPU, which wait on their
+stream only; channels and barriers still use gloo. A tensor on a GPU is sent through the CPU, and arrives on the
+receiver's current GPU.
 
 A connection that ends, or a wait in a group or a `send` of more than `timeout_s`, raises RanksLostError. NCCL does not
-notice a lost peer: there the executor ends the processes.
+detect a lost peer: there the executor ends the processes.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from penstock.parallel.groups import FLOAT_DTYPES, NullGroup, RankLinks, TensorC
 from penstock.parallel.message import FIRST_NUMBERS, decode_header, encode_header, numbers_missing
 from penstock.utils.errors import ConfigError, RanksLostError
 
-# torch's type stubs lack most of what is used of these modules' classes here.
+# torch's type stubs lack most of the members of these modules' classes that are used here.
 _torch: Any = dist
 _Store = _ProcessGroup = Any
 
 BACKENDS = ("gloo", "nccl")
-# How many bytes of messages a receiver takes before it is asked for them.
+# How many bytes of messages a receiver buffers before `receive` is called.
 BUFFERED_BYTES = 32 << 20
 _TIMEOUT_S = 600.0
 _FOREVER = timedelta(days=3650)
@@ -48,10 +48,10 @@ _TAG = 0
 def distributed_links(
     address: str, pp: int, tp: int, shard: ShardId, backend: str, timeout_s: float = _TIMEOUT_S
 ) -> RankLinks:
-    """The links of rank `shard` of pp x tp. It returns when all ranks that this one is connected to have called it.
+    """Returns the links of rank `shard` of pp x tp, when all ranks that this one is connected to have called it.
 
     `address` is host:port on the machine of rank (0, 0). Raises ConfigError for a backend that torch lacks, and
-    RanksLostError when the other ranks do not come.
+    RanksLostError if the other ranks do not connect.
     """
     stage, tp_rank = shard
     assert 0 <= stage < pp and 0 <= tp_rank < tp, f"rank {shard} of {pp} x {tp}"
@@ -62,8 +62,8 @@ def distributed_links(
     with _loss("the ranks of this engine cannot reach one another"):
         store = _torch.TCPStore(host, port, pp * tp, shard == (0, 0), timeout, wait_for_workers=False)
         meeting = _Meeting(store, _own_address(host, port), timeout)
-        # A process group is made by all of its ranks together. Every rank makes its own in this order, so none waits
-        # for a group whose other ranks wait for an earlier one.
+        # A process group is created by all of its ranks together. Every rank creates its own in this order, so none
+        # waits for a group whose other ranks wait for an earlier one.
         group = _make_group(meeting, stage, tp_rank, tp, backend) if tp > 1 else None
         stages: dict[int, _Channel] = {}
         results: dict[int, _Channel] = {}
@@ -82,7 +82,7 @@ def distributed_links(
         for link in links:
             link.leave()
 
-    # A thread that still waits in torch when the interpreter ends would end the process with SIGABRT.
+    # A thread that still waits in torch when the interpreter exits would end the process with SIGABRT.
     atexit.register(close)
     ranks: TensorGroup = group or NullGroup()
     outgoing: tuple[TensorChannel, ...] = tuple(results.values()) if stage == last else ()
@@ -92,7 +92,7 @@ def distributed_links(
 
 @contextmanager
 def _loss(message: str) -> Iterator[None]:
-    """What torch.distributed raises is RuntimeError, or DistError, which is one."""
+    """torch.distributed raises RuntimeError, or its subclass DistError."""
     try:
         yield
     except RuntimeError as error:
@@ -107,7 +107,7 @@ def _split(address: str) -> tuple[str, int]:
 
 
 def _own_address(host: str, port: int) -> str:
-    """The address of this machine on the way to `host`. It sends nothing."""
+    """Returns the address of this machine on the route to `host`. Sends nothing."""
     family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(target)
@@ -116,7 +116,7 @@ def _own_address(host: str, port: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Meeting:
-    """Where process groups are made."""
+    """Creates process groups."""
 
     store: _Store
     own_address: str
@@ -145,7 +145,7 @@ class _DistributedGroup:
     def __init__(self, index: int, count: int, host: _ProcessGroup, device: _ProcessGroup | None) -> None:
         self.index = index
         self.count = count
-        # Empty once this rank has left: that ends the connections.
+        # Empty once this rank has left, which ends the connections.
         self._host = [host]
         self._device = [device] if device else []
 
@@ -163,7 +163,7 @@ class _DistributedGroup:
         parts = [torch.empty_like(padded) for _ in sizes]
         group = self._member(self._host if part.is_cpu else self._device)
         with _loss("the gather of a stage has failed"):
-            # As bytes: gloo does not know every dtype.
+            # Sent as bytes, because gloo does not support every dtype.
             group.allgather([[each.view(torch.uint8) for each in parts]], [padded.view(torch.uint8)]).wait()
         return torch.cat([each[:, :size] for each, size in zip(parts, sizes, strict=True)], dim=1)
 
@@ -186,9 +186,9 @@ class _DistributedGroup:
 class _Channel:
     """Either side of a channel: a process group of two, in which the sender has rank 0.
 
-    A thread on each side listens to the other. It takes messages as they come, as gloo's `send` waits for a receiver;
-    and it notices a connection that ends. A side that leaves says so by a header of -1, and the other side answers
-    with one, so neither thread stays behind in torch.
+    A thread on each side listens to the other. It takes messages as they arrive, because gloo's `send` waits for a
+    receiver; and it detects the end of the connection. A side that leaves sends a header of -1, and the other side
+    replies with one, so neither thread remains in torch.
     """
 
     def __init__(self, group: _ProcessGroup, receives: bool) -> None:
@@ -197,7 +197,7 @@ class _Channel:
         self._changed = threading.Condition()
         self._messages: deque[tuple[torch.Tensor, ...]] = deque()
         self._buffered = 0  # bytes
-        self._ended = ""  # why nothing more can be sent or will arrive
+        self._ended = ""  # the reason why nothing more can be sent or will arrive
         self._leaving = False
         self._sending = threading.Lock()
         self._said_end = False
@@ -258,7 +258,7 @@ class _Channel:
         self._say_end()
 
     def _take(self, group: _ProcessGroup) -> tuple[torch.Tensor, ...] | None:
-        """The next message; None at the end."""
+        """Returns the next message; None at the end."""
 
         def fill(data: torch.Tensor) -> torch.Tensor:
             if data.numel() > 0:
@@ -283,7 +283,7 @@ class _Channel:
             if self._said_end or not self._group:
                 return
             self._said_end = True
-            with suppress(RuntimeError):  # the other side has ended without a word
+            with suppress(RuntimeError):  # the other side has ended without notice
                 self._send(torch.full((FIRST_NUMBERS,), -1, dtype=torch.int64))
 
 

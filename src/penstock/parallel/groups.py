@@ -1,11 +1,11 @@
-"""How the ranks of an engine reach one another: gathers within a stage, channels between stages.
+"""Communication between the ranks of an engine: gathers within a stage, channels between stages.
 
 A rank is a shard `(pp_rank, tp_rank)`, a process or a thread. The ranks of one stage form a `TensorGroup`: they make
 the same calls in the same order. A `TensorChannel` connects two ranks in one direction.
 `penstock.parallel.shared_memory` implements both for one machine, `penstock.parallel.distributed` by torch.distributed.
 
 Every call that waits does so with the GIL released. When another rank of the engine has ended, every call that waits
-raises `RanksLostError`, and so does every later one. Links then serve for nothing but `close`.
+raises `RanksLostError`, and so does every later one. Then only `close` may be called.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class TensorGroup(Protocol):
         """part [T, sizes[index]] bfloat16, float16 or float32 -> [T, sum(sizes)], every rank's part in order of ranks.
 
         T and `sizes` are the same on all ranks; both may contain zeros. The result has the same bits on all ranks. It
-        is valid until the second next call of `gather_columns`, and it may be memory that all ranks share: read only.
+        is valid until the next call but one of `gather_columns`, and it may be memory that all ranks share: read only.
         """
         ...
 
@@ -45,21 +45,21 @@ class TensorChannel(Protocol):
     """One direction between two ranks: one sends, the other receives, in order. One thread at a time on each side."""
 
     def send(self, *tensors: torch.Tensor) -> None:
-        """One message. It waits only while the receiver is behind by as many bytes as the channel buffers.
+        """Sends one message. Waits only while the receiver is behind by as many bytes as the channel buffers.
 
-        The tensors may be changed when it returns. They have any shape, not necessarily contiguous, or no element.
+        The tensors may be changed on return. They may have any shape, be non-contiguous, or empty.
         """
         ...
 
     def receive(self) -> tuple[torch.Tensor, ...]:
         """Waits for the next message: as many tensors as were sent, with their dtypes, shapes and bits.
 
-        They lie in new memory, which belongs to the caller.
+        They are in new memory, which belongs to the caller.
         """
         ...
 
     def poll(self) -> bool:
-        """Whether the next message has begun to arrive, so that `receive` would not wait for its sender to begin."""
+        """Returns whether the next message has begun to arrive, so that `receive` need not wait for its sender."""
         ...
 
 
@@ -82,7 +82,7 @@ ALONE = NullGroup()
 
 @dataclass(frozen=True, slots=True)
 class RankLinks:
-    """What one rank needs to reach the others."""
+    """One rank's connections to the others."""
 
     group: TensorGroup  # a NullGroup in a stage of one rank
     upstream: TensorChannel | None  # from (stage - 1, tp rank); None on the first stage
@@ -93,7 +93,7 @@ class RankLinks:
 
     @property
     def has_others(self) -> bool:
-        """Whether the engine has more than this rank."""
+        """Whether the engine has other ranks."""
         return self.group.count > 1 or self.upstream is not None or self.downstream is not None
 
 

@@ -1,6 +1,6 @@
-"""How a message of a channel says what its tensors are: numbers in front of their bytes.
+"""The header of a channel's message, which describes its tensors as numbers in front of their bytes.
 
-The first of them tells how many follow; then each tensor has its dtype's code, its number of dimensions, and them.
+The first number counts those that follow; then each tensor has its dtype's code, its number of dimensions, and these.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 import torch
 
-# A dtype's place is its code.
+# A dtype's code is its index.
 _DTYPES = (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.bool, torch.uint8, torch.int8, torch.int16,
     torch.int32, torch.int64, torch.float8_e4m3fn, torch.float8_e5m2,
 )  # fmt: skip
 _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
-# So many are sent at once, with zeros behind the last: all that there are, but for a message of many tensors.
+# This many are sent at once, padded with zeros; only messages of many tensors have more.
 FIRST_NUMBERS = 32
 
 
@@ -27,12 +27,12 @@ def encode_header(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def numbers_missing(first: torch.Tensor) -> int:
-    """How many numbers follow the first FIRST_NUMBERS."""
+    """Returns how many numbers follow the first FIRST_NUMBERS."""
     return max(0, int(first[0]) + 1 - FIRST_NUMBERS)
 
 
 def decode_header(header: torch.Tensor) -> list[tuple[torch.dtype, list[int]]]:
-    """Dtype and shape of every tensor."""
+    """Returns dtype and shape of every tensor."""
     count, *numbers = header.tolist()
     tensors: list[tuple[torch.dtype, list[int]]] = []
     position = 0

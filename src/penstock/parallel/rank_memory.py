@@ -1,9 +1,9 @@
-"""The memory that the ranks of one engine share: its layout, and what the executor does with it. No torch in here.
+"""The memory that the ranks of one engine share: its layout, and the executor's operations on it. Needs no torch.
 
 The executor creates it and calls `abort` when a rank has died; ranks attach it by name and use it through
 `penstock.parallel.shared_memory`. The layout is arithmetic over (pp, tp): first the words by which ranks wait (a page
-for the engine, then a block for every group and channel), then the buffers. The memory is sparse: what is never
-written takes no room.
+for the engine, then a block for every group and channel), then the buffers. The memory is sparse: pages that are never
+written take no space.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from penstock.utils.cores import usable_cores
 from penstock.utils.math import round_up
 from penstock.utils.shared_memory import SharedMemory, create_memory
 
-# A gather of more bytes than a buffer goes in pieces. native/ranks.cpp says why there are three.
+# A gather of more bytes than a buffer is divided into pieces. native/ranks.cpp explains why there are three.
 GATHER_BUFFER_BYTES = 32 << 20
 GATHER_BUFFERS = 3
-# Powers of two. A stage runs ahead of the next one by as much as its ring takes: one large prefill, many decode steps.
+# Powers of two. A stage runs ahead of the next one by as much as its ring holds: one large prefill, many decode steps.
 STAGE_RING_BYTES = 32 << 20
 RESULTS_RING_BYTES = 1 << 20
 
-# A wait looks at its word for so long before it sleeps, where every rank can have a core: about what a sleep and a
-# wake-up cost.
+# A wait polls its word for this time before it sleeps, if every rank can have a core: about the cost of a sleep and a
+# wake-up.
 SPIN_NANOSECONDS = 40_000
 
 _HEADER_BYTES = 4096
@@ -36,7 +36,7 @@ _ALIGNMENT = 2 << 20  # a huge page
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """Where a channel lies: its control block and its bytes."""
+    """The location of a channel: its control block and its bytes."""
 
     control: int
     start: int
@@ -97,7 +97,7 @@ class Layout:
 
 
 def create_rank_memory(pp: int, tp: int) -> SharedMemory:
-    """Memory for an engine of pp x tp ranks that run on the cores of this process."""
+    """Creates the memory of an engine of pp x tp ranks that run on the cores of this process."""
     memory = create_memory(Layout(pp, tp).num_bytes)
     spin = SPIN_NANOSECONDS if pp * tp <= usable_cores() else 0
     _FACTS.pack_into(memory.view, _FACTS_OFFSET, pp, tp, spin)
@@ -105,7 +105,7 @@ def create_rank_memory(pp: int, tp: int) -> SharedMemory:
 
 
 def spin_nanoseconds(memory: SharedMemory, layout: Layout) -> int:
-    """How long the ranks of this engine spin. It must be the memory of an engine with this layout."""
+    """Returns how long the ranks of this engine spin. It must be the memory of an engine with this layout."""
     pp, tp, spin = _FACTS.unpack_from(memory.view, _FACTS_OFFSET)
     assert (pp, tp) == (layout.pp, layout.tp), f"the memory is for {pp} x {tp} ranks, not {layout.pp} x {layout.tp}"
     return spin

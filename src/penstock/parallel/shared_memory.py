@@ -22,7 +22,7 @@ from penstock.utils.shared_memory import SharedMemory
 
 
 def shared_links(memory: SharedMemory, pp: int, tp: int, shard: ShardId) -> RankLinks:
-    """The links of rank `shard` of pp x tp, over the memory that `create_rank_memory(pp, tp)` made."""
+    """Returns the links of rank `shard` of pp x tp, over the memory that `create_rank_memory(pp, tp)` made."""
     stage, tp_rank = shard
     assert 0 <= stage < pp and 0 <= tp_rank < tp, f"rank {shard} of {pp} x {tp}"
     layout, last = Layout(pp, tp), pp - 1
@@ -45,7 +45,7 @@ def shared_links(memory: SharedMemory, pp: int, tp: int, shard: ShardId) -> Rank
 
 
 class _Mapping:
-    """The engine's memory, as one rank sees it."""
+    """One rank's view of the engine's memory."""
 
     def __init__(self, memory: SharedMemory, layout: Layout) -> None:
         self.memory = memory
@@ -55,7 +55,7 @@ class _Mapping:
         self._file = _inode(memory.name)
 
     def complete(self, status: int, resume: Callable[[], int]) -> None:
-        """Waits until what returned `status` is done; between its slices the interpreter handles signals."""
+        """Waits until the call that returned `status` is done; between its slices the interpreter handles signals."""
         while status != rank_exchange.DONE:
             if status == rank_exchange.LOST:
                 raise RanksLostError("another rank of this engine has ended")
@@ -73,7 +73,7 @@ class _Mapping:
 
 
 def _inode(name: str) -> int | None:
-    """The file that a name refers to: a memory's name ends with the process that created it."""
+    """Returns the file that a name refers to: a memory's name ends with the process that created it."""
     try:
         return os.stat(name).st_ino
     except OSError:
@@ -113,9 +113,9 @@ class _SharedGroup:
         rank_exchange.leave_group(self._seat)
 
     def _gather_pieces(self, part: torch.Tensor, columns: int, first: int) -> torch.Tensor:
-        """In this call's buffer and the next call's, in turn: the third holds the last result, which is still valid.
+        """Alternates between the buffers of this call and the next: the third holds the last result, still valid.
 
-        A piece has been copied by all ranks when the piece after the next one is written: between them lies a gather.
+        All ranks have copied a piece when the next but one is written, because a gather is between them.
         """
         most = GATHER_BUFFER_BYTES // (columns * part.element_size())
         assert most > 0, f"a row of {columns} columns is larger than the {GATHER_BUFFER_BYTES} bytes of a gather"

@@ -1,4 +1,4 @@
-"""Which part of a model each rank holds: arithmetic alone, the same on every rank and in the engine core.
+"""Computes which part of a model each rank holds, in the same way on every rank and in the engine core.
 
 A rank is a `ShardId`: (stage of the pipeline, place in the stage's tensor parallel group). Stages hold contiguous
 ranges of layers; the ranks of a group hold contiguous ranges of every linear layer's output features, and of the heads.
@@ -14,7 +14,7 @@ from penstock.utils.math import interval
 
 
 def shards(num_stages: int, group_size: int) -> list[ShardId]:
-    """All ranks in their order: stage after stage."""
+    """Returns all ranks in order: stage after stage."""
     return [(stage, index) for stage in range(num_stages) for index in range(group_size)]
 
 
@@ -26,7 +26,7 @@ class Share:
     count: int = 1
 
     def part(self, size: int) -> range:
-        """Its part of range(size), which the shares cut into contiguous parts as equal as may be."""
+        """Returns its part of range(size), which the shares divide into contiguous parts as equal as possible."""
         return range(*interval(size, self.index, self.count))
 
     @property
@@ -37,17 +37,17 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class HeadShare:
-    """A rank's heads among those of the model. All its KV heads have equally many of its query heads."""
+    """A rank's heads among those of the model. Each of its KV heads has the same number of its query heads."""
 
     queries: range
     kv: range
 
 
 def head_share(num_heads: int, num_kv_heads: int, share: Share) -> HeadShare:
-    """Whole groups, KV heads with the query heads that share them (arXiv:2305.13245).
+    """Returns whole groups, KV heads with the query heads that share them (arXiv:2305.13245).
 
-    Where there are more ranks than KV heads, several ranks hold the same KV head and divide its query heads. In the
-    order of the ranks, their query heads are those of the model in order.
+    If there are more ranks than KV heads, several ranks hold the same KV head and divide its query heads. In the order
+    of the ranks, their query heads are those of the model in order.
     """
     assert num_heads % num_kv_heads == 0, f"{num_heads} query heads share {num_kv_heads} KV heads"
     assert share.count <= num_heads, f"{share.count} ranks for {num_heads} query heads"
@@ -73,10 +73,10 @@ class Stage:
 
 
 def stages(num_layers: int, num_stages: int, layer_counts: Sequence[int] = ()) -> list[Stage]:
-    """The stages in order, with `layer_counts` layers each; without these as equal as may be.
+    """Returns the stages in order, with `layer_counts` layers each; without these as equal as possible.
 
-    Where layers cannot be divided equally, the middle stages have one more: the first one has the embedding to compute
-    too, and the last one the output head.
+    If layers cannot be divided equally, the middle stages have one more: the first one also computes the embedding, and
+    the last one the output head.
     """
     counts = list(layer_counts) or _even_counts(num_layers, num_stages)
     assert len(counts) == num_stages and sum(counts) == num_layers, f"{num_layers} layers as {counts}"
@@ -89,6 +89,6 @@ def stages(num_layers: int, num_stages: int, layer_counts: Sequence[int] = ()) -
 
 def _even_counts(num_layers: int, num_stages: int) -> list[int]:
     least, rest = divmod(num_layers, num_stages)
-    # From the last stage but one towards the first; the last stage at the very end.
+    # From the last stage but one towards the first, and finally the last stage.
     order = [*range(num_stages - 2, -1, -1), num_stages - 1]
     return [least + (number in order[:rest]) for number in range(num_stages)]

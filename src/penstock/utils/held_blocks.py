@@ -1,9 +1,9 @@
-"""Which KV blocks an engine holds, by its KV events, and how much of a prompt that is (docs/KV_EVENTS.md).
+"""The KV blocks that an engine holds according to its KV events, and lookups of prompts in them (docs/KV_EVENTS.md).
 
-Engines name blocks by hashes of their own making. Here a block has a key made of its tokens, those before it and the
-cache salt, so that a prompt's keys are made once and looked up for every engine.
+Each engine names blocks by its own hashes. Here a block has a key made of its tokens, those before it and the cache
+salt, so that a prompt's keys are computed once and looked up for every engine.
 
-It is a hint: what is wrong or missing here costs a prefix hit and nothing else.
+It is a hint: an error or a gap here costs a prefix hit and nothing else.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BlockHash = int | bytes
 
 
 class PromptKeys:
-    """The keys of a prompt's blocks, under each of the salts with which an engine may have cached them."""
+    """The keys of a prompt's blocks, for each of the salts with which an engine may have cached them."""
 
     def __init__(self, token_ids: Sequence[int], salts: Sequence[str]) -> None:
         self.num_tokens = len(token_ids)
@@ -31,14 +31,14 @@ class PromptKeys:
         self._chains: dict[int, list[list[bytes]]] = {}
 
     def chains(self, block_size: int) -> list[list[bytes]]:
-        """For each salt the keys of the prompt's whole blocks."""
+        """Returns for each salt the keys of the prompt's whole blocks."""
         if block_size not in self._chains:
             self._chains[block_size] = [_extend(_root(salt), self._token_ids, block_size) for salt in self._salts]
         return self._chains[block_size]
 
 
 class HeldBlocks:
-    """The blocks of one engine. A block counts until the last KV group that has it has removed it."""
+    """The blocks of one engine. A block is held until the last KV group that has it has removed it."""
 
     def __init__(self) -> None:
         self._block_size = 0
@@ -50,7 +50,7 @@ class HeldBlocks:
         return len(self._keys)
 
     def num_cached(self, prompt: PromptKeys) -> int:
-        """Tokens at the prompt's beginning that the engine holds."""
+        """Returns how many tokens at the prompt's beginning the engine holds."""
         if not self._keys:
             return 0
         return self._block_size * max(self._num_held(chain) for chain in prompt.chains(self._block_size))
@@ -72,7 +72,7 @@ class HeldBlocks:
         extra_keys: Sequence[Sequence[Any] | None] | None = None,
         group: int = 0,
     ) -> None:
-        """Blocks one behind the other; the names are those of the event's fields. What cannot be is left out."""
+        """Adds consecutive blocks; the names are those of the event's fields. Invalid blocks are omitted."""
         if not 0 < block_size <= _MAX_BLOCK_SIZE:
             return
         parent_key = _root(_salt_of(extra_keys)) if parent is None else self._keys.get((group, parent))
@@ -104,7 +104,7 @@ def _root(salt: str) -> bytes:
 
 
 def _extend(parent: bytes, token_ids: array[int], block_size: int) -> list[bytes]:
-    """The keys of the whole blocks behind `parent`."""
+    """Returns the keys of the whole blocks after `parent`."""
     keys: list[bytes] = []
     for end in range(block_size, len(token_ids) + 1, block_size):
         parent = _digest(parent + token_ids[end - block_size : end].tobytes())
@@ -117,6 +117,6 @@ def _digest(data: bytes) -> bytes:
 
 
 def _salt_of(extra_keys: Sequence[Sequence[Any] | None] | None) -> str:
-    """Of a prompt's first block; behind the salt stand tokens ahead of the block, which are numbers."""
+    """Returns the salt of a prompt's first block; numbers after it are tokens ahead of the block."""
     first = extra_keys[0] if extra_keys else None
     return first[0] if first and isinstance(first[0], str) and not first[0].isdecimal() else ""

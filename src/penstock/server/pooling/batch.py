@@ -1,4 +1,4 @@
-"""The inputs of one HTTP request in a pooling engine, and what their answers have in common."""
+"""The inputs of one HTTP request in a pooling engine, and the common parts of their responses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Encoded = list[PoolingRequestOutput[PoolingOutput]]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One HTTP request. `field` is what its errors call an input."""
+    """One HTTP request. `field` is the name of an input in its errors."""
 
     service: Service
     request: Request
@@ -42,12 +42,12 @@ class Batch:
     field: str
 
     def params(self, *names: str) -> PoolingParams:
-        """The pooling parameters that all requests have, and those fields of the body. Raises RequestError."""
+        """Returns the pooling parameters that all requests have, and those in `names`. Raises RequestError."""
         fields = ("prompt_name", "truncate_prompt_tokens", *names)
         return PoolingParams(**{name: getattr(self.body, name) for name in fields})
 
     async def encode(self, prompts: Sequence[tuple[Prompt, PoolingParams]]) -> Encoded:
-        """The engine's answers, in the order of the prompts. Raises RequestError for all when one is refused."""
+        """Returns the engine's results, in the order of the prompts. Raises RequestError if one is refused."""
         salt = self.service.cache_scope(self.request, self.body.cache_salt)
         salted = [({**prompt_fields(prompt), "cache_salt": salt}, params) for prompt, params in prompts]
         work = self.service.llm.encode_all(
@@ -60,7 +60,7 @@ class Batch:
         return await self.wait(work)
 
     async def wait(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Its result, unless the client hangs up; errors about a prompt name the input."""
+        """Returns its result, unless the client disconnects; errors about a prompt name the input."""
         try:
             return await unless_disconnected(self.request, work)
         except RequestError as error:
@@ -69,7 +69,7 @@ class Batch:
             raise RequestError(str(error), self.field, error.code) from None
 
     def usage(self, encoded: Encoded) -> Usage:
-        """The tokens that the engine was given."""
+        """Returns the tokens that the engine has processed."""
         num_prompt = sum(len(output.prompt_token_ids) for output in encoded)
         return make_usage(num_prompt, 0, sum(output.num_cached_tokens for output in encoded))
 
@@ -78,13 +78,13 @@ class Batch:
         return JSONResponse(content, headers={REQUEST_ID_HEADER: self.names.header})
 
     def list_answer(self, data: list[dict[str, Any]], encoded: Encoded) -> Response:
-        """An answer in OpenAI's shape."""
+        """Returns a response in OpenAI's format."""
         created = int(self.service.clock.wall())
         return self.answer({"object": "list", "created": created, "data": data, "usage": self.usage(encoded)})
 
 
 def begin(request: Request, body: PoolingBody, kind: str, field: str) -> Batch:
-    """Raises RequestError when the model does not pool, and what `Service.admit_pooling` raises."""
+    """Raises RequestError if the model does not pool, and the errors of `Service.admit_pooling`."""
     service = service_of(request)
     model = service.admit_pooling(body.model)
     return Batch(service, request, body, model, name_request(request, body, kind), field)

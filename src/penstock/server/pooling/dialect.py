@@ -1,4 +1,4 @@
-"""The fields that clients of other servers send to routes that pool, and what each does: as `openai.dialects`.
+"""The fields that clients of other servers send to pooling routes, and the effect of each, as in `openai.dialects`.
 
 `docs/POOLING.md` shows the table.
 """

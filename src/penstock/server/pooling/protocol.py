@@ -1,4 +1,4 @@
-"""The requests for vectors, classes and scores, in the shapes of OpenAI, vLLM, Jina and Cohere."""
+"""The requests for vectors, classes and scores, in the formats of OpenAI, vLLM, Jina and Cohere."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Input = (
 )
 EncodingFormat = Literal["float", "base64"]
 
-# A score's two sides, under each of their pairs of names.
+# The alternative field names of a score's two sides.
 _SIDES = (("queries", "documents"), ("queries", "items"), ("text_1", "text_2"), ("data_1", "data_2"))
 
 
 class PoolingBody(EngineRequestBody):
-    """What all of them share."""
+    """The common fields."""
 
     dialect = POOLING_FIELDS
 
@@ -48,7 +48,7 @@ class ClassificationRequest(PoolingBody):
 
 
 class PoolingRequest(PoolingBody):
-    """vLLM's: whatever the model makes of the inputs."""
+    """vLLM's request for the model's own kind of result."""
 
     input: Input
     task: Literal["embed", "classify"] | None = None
@@ -80,7 +80,7 @@ class ScoreRequest(PoolingBody):
 
 
 class Document(RequestBody):
-    """A document as Jina and Cohere may send it."""
+    """A document as sent by clients of Jina and Cohere."""
 
     text: Text
 

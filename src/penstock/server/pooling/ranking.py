@@ -1,4 +1,4 @@
-"""`POST /score` and `/rerank`: how well texts belong together, in vLLM's shape and in those of Jina and Cohere."""
+"""`POST /score` and `/rerank`: scores of pairs of texts, in the formats of vLLM, Jina and Cohere."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ router = APIRouter()
 @router.post("/score", responses=ERRORS)
 @router.post("/v1/score", responses=ERRORS)
 async def score(body: ScoreRequest, request: Request) -> Response:
-    """Scores of one query with each document, or of as many queries as documents, pair by pair."""
+    """Returns scores of one query with each document, or of as many queries as documents, pair by pair."""
     batch = begin(request, body, "score", "documents")
     scores, encoded = await _score(batch, body.queries, body.documents)
     data = [{"object": "score", "index": index, "score": value} for index, value in enumerate(scores)]
@@ -29,7 +29,7 @@ async def score(body: ScoreRequest, request: Request) -> Response:
 @router.post("/v1/rerank", responses=ERRORS)
 @router.post("/v2/rerank", responses=ERRORS)
 async def rerank(body: RerankRequest, request: Request) -> Response:
-    """The documents in the order of their scores, the best first, and of equal ones the one that was sent first."""
+    """Returns the documents by descending score; equal ones keep their order."""
     batch = begin(request, body, "rerank", "documents")
     texts = [document if isinstance(document, str) else document.text for document in body.documents]
     scores, encoded = await _score(batch, body.query, texts)
@@ -47,7 +47,7 @@ async def rerank(body: RerankRequest, request: Request) -> Response:
 
 
 async def _score(batch: Batch, queries: Texts, documents: Texts) -> tuple[list[float], Encoded]:
-    """The score of each pair, and all that the engine has answered for them."""
+    """Returns the score of each pair, and all results of the engine for them."""
     params = batch.params("use_activation")
     plan = await batch.wait(batch.service.llm.plan_scores(queries, documents, params))
     encoded = await batch.encode(plan.prompts)

@@ -1,4 +1,4 @@
-"""`POST /v1/embeddings`, `/classify` and `/pooling`: what the model makes of each input."""
+"""`POST /v1/embeddings`, `/classify` and `/pooling`: a vector or labels for each input."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ router = APIRouter()
 
 @router.post("/v1/embeddings", responses=ERRORS)
 async def create_embeddings(body: EmbeddingRequest, request: Request) -> Response:
-    """A vector for each input, as numbers or as base64 of float32."""
+    """Returns a vector for each input, as numbers or as base64 of float32."""
     batch = begin(request, body, "embd", "input")
     encoded = await _encode(batch, Task.EMBED, body.input, batch.params("dimensions", "normalize"))
     data = [
@@ -33,7 +33,7 @@ async def create_embeddings(body: EmbeddingRequest, request: Request) -> Respons
 
 @router.post("/classify", responses=ERRORS)
 async def classify(body: ClassificationRequest, request: Request) -> Response:
-    """The probabilities of a classifier's labels for each input."""
+    """Returns the probabilities of a classifier's labels for each input."""
     batch = begin(request, body, "classify", "input")
     encoded = await _encode(batch, Task.CLASSIFY, body.input, batch.params("use_activation"))
     data: list[dict[str, Any]] = []
@@ -45,7 +45,7 @@ async def classify(body: ClassificationRequest, request: Request) -> Response:
 
 @router.post("/pooling", responses=ERRORS)
 async def pool(body: PoolingRequest, request: Request) -> Response:
-    """Whatever the model makes of each input: a vector, or a number for each label."""
+    """Returns the model's own kind of result for each input: a vector, or a number for each label."""
     batch = begin(request, body, "pool", "input")
     task = Task.ENCODE if body.task is None else Task(body.task)
     encoded = await _encode(batch, task, body.input, batch.params("dimensions", "normalize", "use_activation"))

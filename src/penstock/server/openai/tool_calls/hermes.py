@@ -10,7 +10,7 @@ OPENING_TAG, CLOSING_TAG = "<tool_call>", "</tool_call>"
 
 
 class HermesParser(JsonCallParser):
-    """Any number of calls, anywhere in the text."""
+    """Parses any number of calls, anywhere in the text."""
 
     def _answer(self) -> Scan[None]:
         unclosed = False

@@ -1,11 +1,11 @@
-"""`[TOOL_CALLS]` and then an array of objects (Mistral 7B to Small 3.1), or a name and its arguments (since Small 3.2).
+"""`[TOOL_CALLS]`, then an array of objects (Mistral 7B to Small 3.1), or a name and its arguments (since Small 3.2).
 
     [TOOL_CALLS][{"name": "f", "arguments": {...}}, ...]
     [TOOL_CALLS]f{...}[TOOL_CALLS]g{...}
     [TOOL_CALLS]f[ARGS]{...}
     [TOOL_CALLS]f[CALL_ID]012345678[ARGS]{...}
 
-Mistral's templates refuse ids of calls that are not nine letters and digits.
+Mistral's templates refuse call ids other than nine letters and digits.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
 class MistralParser(JsonCallParser):
-    """Any number of tags, anywhere in the text."""
+    """Parses any number of tags, anywhere in the text."""
 
     def _answer(self) -> Scan[None]:
         char = yield
@@ -58,7 +58,7 @@ class MistralParser(JsonCallParser):
                 char = yield from read(char, content)
 
     def _array(self, char: str, content: str) -> Scan[str]:
-        """Reads the array; returns the first character after it, or the one at which it breaks."""
+        """Reads the array; returns the first character after it, or the one at which it becomes malformed."""
         char = yield from skip_whitespace((yield))
         while self._may_call:
             is_call, char = yield from self._call(char, content, needs_arguments=False)
@@ -75,7 +75,7 @@ class MistralParser(JsonCallParser):
         return char
 
     def _named(self, char: str, content: str) -> Scan[str]:
-        """Reads one call; returns the first character after it, or the one at which it breaks."""
+        """Reads one call; returns the first character after it, or the one at which it becomes malformed."""
         try:
             name, char = yield from read_name(char, "[{")
             require(name in self._tools)

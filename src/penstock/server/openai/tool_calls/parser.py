@@ -51,7 +51,7 @@ class ToolCallParser(ABC):
         self._ids: set[str] = set()
         self._tools = tools
         self._held: list[str] = []  # characters not yet known to be content or part of a call
-        self._separating = True  # since the last call, or the start, only separators have come
+        self._separating = True  # only separators since the last call, or the start
         self._in_call = False  # a call has begun and is still open
         self._parts = PartList()
         self._scan = self._answer()
@@ -62,14 +62,14 @@ class ToolCallParser(ABC):
         """Reads the whole answer and never returns."""
 
     def feed(self, text: str) -> AnswerDelta:
-        """Takes the completion's next piece, which may be empty, and says what it brought."""
+        """Takes the completion's next piece, which may be empty, and returns its content and calls."""
         for char in text:
             self._held.append(char)
             self._scan.send(char)
         return self._parts.take()
 
     def finish(self) -> AnswerDelta:
-        """The completion has ended: what was held back is content, unless it only set calls apart."""
+        """Ends the completion: held text is content, unless it only separates calls."""
         self._scan.close()
         separator = self.num_calls and self._separating and not "".join(self._held).strip(self.SEPARATORS)
         if not self._in_call and not separator:
@@ -81,40 +81,40 @@ class ToolCallParser(ABC):
         return self.num_calls < MAX_TOOL_CALLS
 
     def _release(self, keep: int = 0) -> None:
-        """Makes content of what is held back, but for its last `keep` characters."""
+        """Releases held text as content, except its last `keep` characters."""
         cut = len(self._held) - keep
         self._parts.add_text("".join(self._held[:cut]))
         del self._held[:cut]
         self._separating = False
 
     def _content_before(self, length: int) -> str:
-        """As much of the first `length` characters that are held back as is content even if a call follows."""
+        """Returns the part of the first `length` held characters that is content even if a call follows."""
         return "" if self._separating else "".join(self._held[:length]).rstrip("\n")
 
     def _begin(self, name: str, content: str = "", call_id: str | None = None) -> None:
-        """A call of `name` begins; `content` is what came before it."""
+        """Begins a call of `name`; `content` is the text before it."""
         self._parts.add_text(content)
         self._held.clear()
         self._separating = self._in_call = True
         if call_id is None or call_id in self._ids:
-            # A model may repeat an id, but results refer to calls by it.
+            # A model may repeat an id, but results refer to calls by id.
             call_id = self._make_id()
         self._ids.add(call_id)
         self._parts.begin_call(self.num_calls, call_id, name)
         self.num_calls += 1
 
     def _emit(self, arguments: str) -> None:
-        """The next piece of the open call's arguments."""
+        """Adds the next piece of the open call's arguments."""
         self._parts.add_arguments(self.num_calls - 1, arguments)
         self._held.clear()
 
     def _end(self) -> None:
-        """The open call is complete."""
+        """Completes the open call."""
         self._held.clear()
         self._in_call = False
 
     def _break_off(self) -> str:
-        """A call is malformed at the last character: what has not begun is content; returns the character."""
+        """A call is malformed at the last character: the text before its begin is content. Returns the character."""
         if self._in_call:
             del self._held[:-1]
         else:
@@ -142,7 +142,7 @@ def skip_whitespace(char: str) -> Scan[str]:
 
 
 def read_tag(first: str, *tags: str) -> Scan[tuple[str, str]]:
-    """Reads on after `first`; returns the tag that it opens, or "" and the first character that fits none."""
+    """Reads on after `first`; returns the tag that it opens, or "" and the first character that matches none."""
     read = first
     while read not in tags:
         char = yield
