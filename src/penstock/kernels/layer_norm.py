@@ -2,8 +2,8 @@
 
     out = (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias
 
-All of it is float32, also the sum with the residual, and rounded to the dtype once. A row's result depends on that row
-alone.
+All computation is in float32, including the sum with the residual, and rounded to the dtype once. A row's result
+depends only on that row.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def layer_norm(
     bias: torch.Tensor,  # [H]
     eps: float,
 ) -> torch.Tensor:
-    """[T, H]: the normalised rows of `x`, or of `residual + x`."""
+    """Returns [T, H]: the normalised rows of `x`, or of `residual + x`."""
     _check(x, residual, weight, bias)
     native = library() if x.is_cpu else None
     if native is None:

@@ -48,7 +48,7 @@ def bidirectional_attention(
     seq_lens: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """The same where a query sees all positions of its request, those behind it too."""
+    """Does the same, except that a query sees all positions of its request, including later ones."""
     return _attend(q, kv_cache, (block_table, query_start_loc, seq_lens), scale, 0, is_causal=False)
 
 

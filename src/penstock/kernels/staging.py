@@ -34,8 +34,8 @@ class Passed(Protocol):
 
 
 class CopyQueue(Protocol):
-    """The order of a device's copies and of launches between them. Threading: `copy` and `launch` from any thread; the
-    others from the one whose stream they speak of.
+    """The order of a device's copies and of launches between them. Threading: `copy` and `launch` may be called from
+    any thread; the others from the thread whose stream they use.
     """
 
     def allocate(self, num_bytes: int) -> torch.Tensor:
@@ -43,7 +43,7 @@ class CopyQueue(Protocol):
         ...
 
     def follow(self) -> None:
-        """What is queued from now on happens behind all that has been launched before on the caller's stream."""
+        """Makes later queued work wait for everything launched before on the caller's stream."""
         ...
 
     def copy(self, source: torch.Tensor, out: torch.Tensor) -> Passed:

@@ -25,9 +25,9 @@ _WARPS = 4
 class LayerTable:
     """The locations of the blocks of some layers, in memory and within a packed block."""
 
-    table: torch.Tensor  # [num_layers, 3] int64: address, words of a block, words in front of them in a packed block
+    table: torch.Tensor  # [num_layers, 3] int64: address, words of a block, words before them in a packed block
     block_bytes: int  # of all layers
-    memory: tuple[torch.Tensor, ...]  # what the addresses speak of
+    memory: tuple[torch.Tensor, ...]  # the memory at these addresses
 
     @classmethod
     def of(cls, layers: Sequence[torch.Tensor]) -> LayerTable:

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-_BLOCK = 2048  # places at a time
+_BLOCK = 2048  # positions at a time
 _WARPS = 8
 
 
@@ -67,7 +67,7 @@ def _propose_ngrams(
     best = tl.zeros_like(length)
     offset = tl.zeros_like(length) + 1
     while offset < length:
-        # The end of a match, which is the place of the first draft.
+        # The end of a match, which is the position of the first draft.
         end = offset + tl.arange(0, block)
         count = tl.zeros([block], tl.int64)
         goes_on = end < length

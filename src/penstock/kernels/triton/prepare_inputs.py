@@ -1,9 +1,9 @@
 """Builds the flat inputs of a step from state rows and writes the results back, without the CPU.
 
 `prepare_inputs` does in one launch what `penstock.kernels.prepare_inputs` and the gathering of block tables do, into
-buffers that the caller owns, `prepare_sampling` tells which of the tokens sample, `finish_step` leaves a step's tokens
-and counts where the next one reads them, and `store_drafts` what was proposed behind them. Their grids follow from
-shapes alone, so all can live in a CUDA graph that is replayed with other requests in the buffers.
+buffers that the caller owns, `prepare_sampling` determines which of the tokens sample, `finish_step` stores a step's
+tokens and counts where the next one reads them, and `store_drafts` the proposed tokens after them. Their grids follow
+from shapes alone, so all can be part of a CUDA graph that is replayed with other requests in the buffers.
 
 Padding, in the step's snapshot: `idx_mapping` -1, the tails of `query_start_loc` and `logits_start_loc` are the numbers
 of tokens and of logits. It becomes:
@@ -12,8 +12,8 @@ of tokens and of logits. It becomes:
     of tokens     row -1, position 0, input id 0, slot -1
     of logits     row -1, position 0, index 0
 
-A program owns one request (one more owns the padding tokens) and either its tokens or one KV group's blocks and slots.
-All results are integers and exact.
+A program handles one request (one more handles the padding tokens) and either its tokens or one KV group's blocks and
+slots. All results are integers and exact.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class SamplingInputs:
     """The data of each row of logits known before they are computed, including padding."""
 
     rows: torch.Tensor  # [L] int64: state rows
-    positions: torch.Tensor  # [L] int64: where the sampled token will stand
-    indices: torch.Tensor  # [L] int64: of the token of the step whose hidden state makes the logits
+    positions: torch.Tensor  # [L] int64: the sampled token's position
+    indices: torch.Tensor  # [L] int64: the step's token whose hidden state gives the logits
 
 
 def prepare_inputs(
@@ -65,9 +65,9 @@ def prepare_inputs(
     ahead: int = 0,
     last_position: int = _FAR,
 ) -> None:
-    """Writes all of `out`, but for what block rows hold behind the blocks of their request.
+    """Writes all of `out`, except the entries of block rows after the blocks of their request.
 
-    `ahead` tokens behind those that are computed are passed over, and no position is beyond `last_position`.
+    `ahead` tokens after the computed ones are skipped, and no position exceeds `last_position`.
     """
     num_reqs, num_tokens = len(idx_mapping), len(out.positions)
     num_groups, _, max_blocks = block_tables.shape
@@ -114,7 +114,7 @@ def prepare_sampling(
     out: SamplingInputs,
 ) -> None:
     """Writes all of `out`. A window of n rows (none for a request that does not sample) is its request's last n tokens:
-    the last one that is known, then the drafts."""
+    the last known one, then the drafts."""
     num_reqs, num_logits = len(idx_mapping), len(out.rows)
     assert query_start_loc.shape == logits_start_loc.shape == (num_reqs + 1,), f"{logits_start_loc.shape} {num_reqs}"
     assert seq_lens.shape == (num_reqs,), f"{tuple(seq_lens.shape)} for {num_reqs} requests"
@@ -137,14 +137,14 @@ def prepare_sampling(
 def finish_step(
     sampled: torch.Tensor,  # [num_logits] int64, window after window
     logits_start_loc: torch.Tensor,  # [R + 1] int32: request r owns rows logits_start_loc[r] .. [r + 1] of `sampled`
-    num_accepted: torch.Tensor,  # [R] int64: drafts that stand; read where a window has drafts
+    num_accepted: torch.Tensor,  # [R] int64: accepted drafts; read where a window has drafts
     idx_mapping: torch.Tensor,  # [R] int64, -1 for padding
     seq_lens: torch.Tensor,  # [R] int32: computed with this step's tokens
     num_computed: torch.Tensor,  # [max_num_reqs + 1, 1] int64, written
     token_ids: torch.Tensor,  # [max_num_reqs + 1, width] int32, written
 ) -> None:
-    """Counts each request's step as computed but for its rejected drafts, and stores what was sampled in windows as
-    `prepare_sampling` has them."""
+    """Counts each request's step as computed except its rejected drafts, and stores the sampled tokens of the windows
+    that `prepare_sampling` defines."""
     num_reqs = len(idx_mapping)
     assert logits_start_loc.shape == (num_reqs + 1,), f"{tuple(logits_start_loc.shape)} for {num_reqs} requests"
     assert num_accepted.shape == seq_lens.shape == (num_reqs,), f"{num_accepted.shape} {seq_lens.shape} {num_reqs}"
@@ -192,7 +192,7 @@ def store_drafts(
     )
 
 
-# Buffers are cut to a step's size and strides follow from limits that users set: neither may compile anew.
+# Buffers are cut to a step's size and strides follow from configured limits: neither may cause a new compilation.
 @triton.jit(
     do_not_specialize=[
         "num_reqs", "num_tokens", "token_stride", "table_group_stride", "out_group_stride", "out_row_stride",
@@ -312,7 +312,7 @@ def _prepare_sampling(
     end = tl.load(starts_ptr + request + 1, mask=is_request, other=0)
     end = tl.where(is_request, end, num_logits)
     row = tl.load(idx_mapping_ptr + request, mask=is_request, other=-1)
-    # The last row of a window is the last token of its request, and samples what will stand behind it.
+    # The last row of a window is the last token of its request, and samples the token after it.
     last_index = tl.load(query_starts_ptr + request + 1, mask=is_request, other=0).to(tl.int64) - 1
     last_position = tl.load(seq_lens_ptr + request, mask=is_request, other=0).to(tl.int64)
     offset = start

@@ -13,19 +13,19 @@ import torch
 import triton
 import triton.language as tl
 
-_ELEMENTS_PER_THREAD = 8  # what one load of 16 bytes brings in 16-bit dtypes
+_ELEMENTS_PER_THREAD = 8  # the elements of a 16-byte load in 16-bit dtypes
 _MAX_WARPS = 16
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None) -> torch.Tensor:
-    """[T, H]: the normalised rows of `x`, in `out` where it is given."""
+    """Returns [T, H]: the normalised rows of `x`, in `out` if given."""
     return _launch(x, x, weight, eps, out, adds=False)
 
 
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """[T, H]: the normalised rows of `residual + x`, a sum that is rounded to the dtype and left in `residual`.
+    """Returns [T, H]: the normalised rows of `residual + x`, a sum that is rounded to the dtype and left in `residual`.
 
     `out` may be `x` itself.
     """

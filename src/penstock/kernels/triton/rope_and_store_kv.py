@@ -5,7 +5,7 @@ first `rotary_dim` dimensions in half-split pairs, q back in place, k and v to t
 block_size, D].
 
 A program takes one token and a few heads, q, k and v alike. A head is held as three tiles, the first and the second
-half of what is rotated and the rest, so that each element is written by the thread that has read it, and D need not be
+half of the rotated part and the rest, so that each element is written by the thread that has read it, and D need not be
 a power of two. Tiles are the same for every T, so a token's bits depend on that token alone.
 """
 
@@ -85,7 +85,7 @@ def _rope_and_store_kv(
     block_size: tl.constexpr,
     half: tl.constexpr,
     half_tile: tl.constexpr,
-    rest_tile: tl.constexpr,  # 0 where all dimensions are rotated
+    rest_tile: tl.constexpr,  # 0 if all dimensions are rotated
     has_q_norm: tl.constexpr,
     has_k_norm: tl.constexpr,
     heads_tile: tl.constexpr,
@@ -157,7 +157,7 @@ def _square(x):
 
 @triton.jit
 def _normed(x, scale, q_norm_ptr, k_norm_ptr, place, is_inside, is_q, is_normed):
-    """x where a head has no norm."""
+    """Returns x unchanged if a head has no norm."""
     q_weight = tl.load(q_norm_ptr + place, mask=is_inside, other=0.0).to(tl.float32)
     k_weight = tl.load(k_norm_ptr + place, mask=is_inside, other=0.0).to(tl.float32)
     quotient = (x.to(tl.float32) * scale).to(x.dtype).to(tl.float32)

@@ -1,7 +1,7 @@
 """Linear layers on a GPU: the fused ones of a small decode step, and one whose bits do not depend on the batch.
 
     tiles      the sizes that may be tuned, in one table
-    decode     what a decode step of a Llama-like layer launches: y = x @ W.T with what stands before and behind it
+    decode     the launches of a Llama-like layer's decode step: y = x @ W.T with the operations before and after it
     prepare    the embedding at the head of the step
     matmul     y = x @ W.T for any number of rows, every row in one order
 

@@ -124,7 +124,7 @@ class DecodeWeight:
 
 
 def prepare(ids: torch.Tensor, table: torch.Tensor, gain: torch.Tensor, device: Capabilities) -> Stream:
-    """[T] int64 ids of rows of `table`, [V, H] -> the stream in front of the norm with `gain`, [H]."""
+    """[T] int64 ids of rows of `table`, [V, H] -> the stream before the norm with `gain`, [H]."""
     vocab, hidden = table.shape
     assert ids.dim() == 1 and ids.is_contiguous() and table.is_contiguous(), f"{ids.stride()}, {table.stride()}"
     stream = _new_stream(table.new_empty((ids.shape[0], hidden)), 1)
@@ -162,7 +162,7 @@ def linear_silu(weight: DecodeWeight, stream: Stream, eps: float) -> torch.Tenso
 
 
 def linear_residual(weight: DecodeWeight, x: torch.Tensor, stream: Stream, gain: torch.Tensor) -> Stream:
-    """residual + x @ W.T, in front of the norm with `gain`; `stream` is left as it is."""
+    """residual + x @ W.T, before the norm with `gain`; `stream` stays unchanged."""
     parts = triton.cdiv(weight.n, weight.tile(x.shape[0]).rows)
     new = _new_stream(torch.empty_like(stream.residual), parts)
     operands = {"old_residual": stream.residual, "gain": gain, "residual": new.residual, "out": new.scaled}

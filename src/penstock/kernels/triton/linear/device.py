@@ -1,6 +1,6 @@
 """Device functions shared by the products of a decode step: reads of weights and inputs, and epilogues.
 
-Sums arrive as `acc` [tokens, rows] float32, rows being outputs of the weight. What follows, by `epilogue`:
+Sums arrive as `acc` [tokens, rows] float32, rows being outputs of the weight. The next operation depends on `epilogue`:
 
     plain       y = acc (+ bias)
     residual    x = x + acc;  scaled = x * gain;  squares = sum over this tile's rows of x^2
@@ -43,7 +43,7 @@ def load_weight(
     depth: tl.constexpr,
     tma: tl.constexpr,
 ):
-    """[tile_rows, depth] of a weight [n, k], from (row, column) on. Past k stand zeros."""
+    """[tile_rows, depth] of a weight [n, k], from (row, column) on; zeros past k."""
     if tma:
         tile = weight.load([row, column])
     else:
@@ -81,7 +81,7 @@ def inverse_rms(squares, eps, width: tl.constexpr):
 def add_residual(
     acc, old, gain, residual, scaled, squares, places, is_there, tokens, num_tokens, part, num_parts: tl.constexpr
 ):
-    """`old` [tokens, rows] of the stream and `gain` [rows], loaded while the sums were not there yet."""
+    """`old` [tokens, rows] of the stream and `gain` [rows] are loaded before the sums are complete."""
     stream = (old.to(tl.float32) + acc).to(residual.dtype.element_ty)
     tl.store(residual + places, stream, mask=is_there)
     wide = tl.where(is_there, stream.to(tl.float32), 0.0)

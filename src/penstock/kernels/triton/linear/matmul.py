@@ -1,8 +1,8 @@
 """y = x @ W.T + bias for any number of rows, every row in one order, for `--deterministic`.
 
 x is [T, K], W [N, K], both row-major and of one dtype, bfloat16, float16 or float32; sums are float32, rounded once.
-One tile, chosen by K and the dtype alone, walks K in steps of one depth from the first to the last: a row's bits depend
-on that row and the weight, not on T, its place, or what else is in x.
+One tile, chosen by K and the dtype alone, processes K in steps of one depth from the first to the last: a row's bits
+depend on that row and the weight, not on T, its place, or the rest of x.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from penstock.kernels.triton.capabilities import Capabilities
 from penstock.kernels.triton.linear.device import load_rows, load_weight
 from penstock.kernels.triton.linear.tiles import fixed
 
-_GROUP = 16  # tiles of tokens that go together through the weight, so that caches serve both
+_GROUP = 16  # tiles of tokens that process the weight together, so that caches serve both
 
 
 class Matmul:
@@ -85,7 +85,7 @@ def matmul(
     group_tiles: tl.constexpr,
     tma: tl.constexpr,
 ):
-    """Grid [tiles], `group_tiles` tiles of tokens after each other on each tile of the weight."""
+    """Grid [tiles], `group_tiles` consecutive tiles of tokens on each tile of the weight."""
     program = tl.program_id(0)
     row_tiles: tl.constexpr = (n + tile_rows - 1) // tile_rows
     group = program // (group_tiles * row_tiles)

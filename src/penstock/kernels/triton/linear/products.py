@@ -1,13 +1,13 @@
-"""The two products of a decode step, y = x @ W.T: one token by one thread's arithmetic, more by tensor cores.
+"""The two products of a decode step, y = x @ W.T: `gemv` for one token without tensor cores, `gemm` for more with them.
 
-W is [N, K], row-major, in bfloat16, float16 or float32; x is [T, K] of the same dtype; sums are float32. Where x is
-`scaled` of a stream, whose squares come in `num_parts`, sums are divided by the stream's rms. The weight stands on the
+W is [N, K], row-major, in bfloat16, float16 or float32; x is [T, K] of the same dtype; sums are float32. If x is the
+`scaled` of a stream, whose squares are given in `num_parts`, sums are divided by the stream's rms. The weight is on the
 long side of the tensor core's tile ("swapped"), so that few tokens waste little of it.
 
-A program reads its first tile of the weight before it waits for the kernels before it. Tensor cores add that tile last,
-so that those behind it are on their way before its input is needed; without `early` they begin with it, after the wait.
+A program reads its first tile of the weight before it waits for the preceding kernels. Tensor cores add that tile last,
+so that the next tiles are being loaded before its input is needed; without `early` they begin with it, after the wait.
 
-A row's bits depend on its own numbers and on the tile alone, so on the bucket of T, not on T or the neighbours.
+A row's bits depend only on its own numbers and on the tile, so on the bucket of T, not on T or the neighbours.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def gemv(
     begin_early(pdl)
     first_row = tl.program_id(0) * tile_rows
     if epilogue == "silu":
-        # Gate and up of an output stand side by side in the tile, to be told apart by a reshape.
+        # Gate and up of an output are adjacent in the tile, and are separated by a reshape.
         place = tl.arange(0, 2 * tile_rows)
         rows = tl.minimum(first_row + place // 2, n - 1) + (place % 2) * n
     else:
@@ -82,7 +82,7 @@ def gemm(
     depth: tl.constexpr, split: tl.constexpr, early: tl.constexpr, epilogue: tl.constexpr,
     tma: tl.constexpr, pdl: tl.constexpr,
 ):  # fmt: skip
-    """Any number of tokens; grid [tiles of tokens, tiles of n, split], `split` dividing the steps of k. n as above."""
+    """Any number of tokens; grid [tiles of tokens, tiles of n, split], where `split` divides the steps of k."""
     begin_early(pdl)
     first_token = tl.program_id(0) * tile_tokens
     first_row = tl.program_id(1) * tile_rows
@@ -96,7 +96,7 @@ def gemm(
     gains = tl.load(gain + outputs, mask=outputs < n, other=0.0) if epilogue == "residual" else 0.0
     wait_for_inputs(pdl)
     tokens = first_token + tl.arange(0, tile_tokens)
-    # Beyond the last token it is computed once more: what stands for it is as harmless as any.
+    # Rows beyond the last token recompute it, which is harmless.
     token_rows = tl.minimum(tokens, num_tokens - 1).to(tl.int64)
     if early:
         first_inputs = tl.trans(load_rows(x, token_rows, begin, k, depth))
@@ -134,7 +134,7 @@ def gemm(
 @triton.jit
 def load_tiles(weight, row, column, n: tl.constexpr, k: tl.constexpr, tile_rows: tl.constexpr, depth: tl.constexpr,
                tma: tl.constexpr, pair: tl.constexpr):  # fmt: skip
-    """[tile_rows, depth] of the weight and, of a pair with n rows each, of its other half."""
+    """Returns [tile_rows, depth] of the weight and, for a pair with n rows each, of its other half."""
     if pair:
         tile = load_weight(weight, row, column, 2 * n, k, tile_rows, depth, tma)
         up_tile = load_weight(weight, n + row, column, 2 * n, k, tile_rows, depth, tma)
@@ -161,21 +161,21 @@ def places_of_sums(tile_id, tile_rows: tl.constexpr, tile_tokens: tl.constexpr):
 def share_sums(
     acc, partials, counters, tile_id, tile_rows: tl.constexpr, tile_tokens: tl.constexpr, split: tl.constexpr
 ):
-    """Leaves this part's sums where others find them, and tells whether all the other parts have done so already."""
+    """Stores this part's sums for the other programs, and returns whether all other parts have done so already."""
     part = tl.program_id(2)
     tl.store(partials + places_of_sums(tile_id * split + part, tile_rows, tile_tokens), acc)
-    # All threads have stored before one of them says so.
+    # All threads must have stored before one of them counts the part.
     tl.debug_barrier()
     is_last = tl.atomic_add(counters + tile_id, 1, sem="acq_rel", scope="gpu") == split - 1
     if is_last:
-        # For the next launch: no other program reads it any more.
+        # Resets it for the next launch: no other program reads it any more.
         tl.store(counters + tile_id, 0)
     return is_last
 
 
 @triton.jit
 def gather_sums(partials, tile_id, tile_rows: tl.constexpr, tile_tokens: tl.constexpr, split: tl.constexpr):
-    """[tile_tokens, tile_rows]: all parts' sums, in the order of the parts, whichever program finished last."""
+    """Returns [tile_tokens, tile_rows]: all parts' sums, in the order of the parts, whichever program finished last."""
     acc = tl.zeros([tile_tokens, tile_rows], tl.float32)
     for part in tl.static_range(split):
         places = places_of_sums(tile_id * split + part, tile_rows, tile_tokens)

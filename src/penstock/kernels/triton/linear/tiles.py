@@ -1,8 +1,8 @@
 """The sizes of tiles, all in one place: by role, number of tokens and weight.
 
-A tile of a product is `rows` of the weight by `tokens` of the input, walked along K in steps of `depth`; K may be cut
-into `split` parts whose sums are added up by the program that finishes last. `stages` is how many steps are on
-their way at a time.
+A tile of a product is `rows` of the weight by `tokens` of the input, processed along K in steps of `depth`; K may be
+divided into `split` parts whose sums are added by the program that finishes last. `stages` is the number of steps that
+are loaded at a time.
 
 The values were measured on an H200, with the shapes of Qwen3-0.6B and 8B in bfloat16, for other kernels of the same
 design; those marked with * are unmeasured guesses.
@@ -16,10 +16,10 @@ from enum import Enum
 import triton
 
 MAX_TOKENS = 64
-BUCKETS = (1, 16, 32, 64)  # the numbers of tokens that tiles are chosen for: the smallest that holds the batch
+BUCKETS = (1, 16, 32, 64)  # the numbers of tokens that tiles are chosen for: the smallest that fits the batch
 
-_LARGE = 24 << 20  # bytes of a weight from which on it is read once rather than by two tiles of tokens *
-_LONG = 4096  # elements of a row that one token's tile does not hold at once
+_LARGE = 24 << 20  # bytes of a weight from which it is read once rather than by two tiles of tokens *
+_LONG = 4096  # elements of a row that exceed what one token's tile holds at once
 
 
 class Role(Enum):
@@ -38,7 +38,7 @@ class Tile:
     warps: int
     stages: int = 1
     split: int = 1
-    early: bool = True  # whether tensor cores' first step of the weight is read before the inputs are there
+    early: bool = True  # whether tensor cores' first step of the weight is read before the inputs are complete
 
     def __str__(self) -> str:
         split = f"/{self.split}" if self.split > 1 else ""
@@ -46,7 +46,7 @@ class Tile:
         return f"{self.rows}x{self.tokens}x{self.depth}{split} w{self.warps} s{self.stages}{late}"
 
 
-# One token: every thread multiplies and adds by itself. Two stages where a program has its processor for itself.
+# One token, without tensor cores. Two stages if a program has its processor to itself.
 _GEMV = {
     Role.QKV: Tile(8, 1, 1024, 8, stages=2),
     Role.OUT: Tile(4, 1, 1024, 4, stages=2),
@@ -54,7 +54,7 @@ _GEMV = {
     Role.DOWN: Tile(8, 1, 1024, 8, stages=2),
     Role.HEAD: Tile(16, 1, 1024, 8),
 }
-# For long rows less at a time, so that two programs share a processor and one's end hides behind the other's reads.
+# Smaller steps for long rows, so that two programs share a processor and the end of one overlaps the other's reads.
 _GEMV_LONG = {
     **_GEMV,
     Role.QKV: Tile(16, 1, 512, 4),
@@ -70,7 +70,7 @@ _GEMM_16 = {
     Role.DOWN: Tile(64, 16, 128, 4, stages=4, split=4),
     Role.HEAD: Tile(64, 16, 128, 4, stages=3),
 }
-# Up to 64: two tiles of 32 tokens beat one of 64 where the weight is small, as twice as many programs read it.
+# Up to 64: two tiles of 32 tokens beat one of 64 for small weights, because twice as many programs read them.
 _GEMM_64 = {
     Role.QKV: Tile(64, 32, 128, 4, stages=6),
     Role.OUT: Tile(64, 32, 128, 4, stages=6),
@@ -79,12 +79,12 @@ _GEMM_64 = {
     Role.HEAD: Tile(64, 64, 128, 4, stages=4),  # *
 }
 
-# Every product of `matmul`, whatever its size. *
+# Used by every product of `matmul`, of any size. *
 MATMUL = Tile(128, 64, 64, 4, stages=4)
 
 
 def choose(role: Role, bucket: int, shape: tuple[int, int], itemsize: int) -> Tile:
-    """The tile for a weight of `shape` [N, K] with elements of `itemsize` bytes and at most `bucket` tokens."""
+    """Returns the tile for a weight of `shape` [N, K] with elements of `itemsize` bytes and at most `bucket` tokens."""
     n, k = shape
     if bucket == 1:
         tile = (_GEMV_LONG if k >= _LONG else _GEMV)[role]
@@ -95,7 +95,7 @@ def choose(role: Role, bucket: int, shape: tuple[int, int], itemsize: int) -> Ti
         tile = replace(tile, tokens=64, stages=3 if role is Role.GATE_UP else 4)
     tile = replace(tile, tokens=min(tile.tokens, bucket))
     tile = _fit(tile, k, itemsize)
-    # Parts of a split are equally long, and so long that adding them up is the lesser work.
+    # Parts of a split have equal length, and are long enough that adding them takes less time than the product.
     steps = triton.cdiv(k, tile.depth)
     return tile if steps % tile.split == 0 and steps >= 4 * tile.split else replace(tile, split=1)
 
@@ -106,7 +106,7 @@ def fixed(k: int, itemsize: int) -> Tile:
 
 
 def _fit(tile: Tile, k: int, itemsize: int) -> Tile:
-    """Less depth for a short K, and little at a time for float32, which no tensor core multiplies as it is."""
+    """Less depth for a short K, and for float32, which tensor cores do not multiply directly."""
     depth = min(tile.depth, max(triton.next_power_of_2(k), 16))
     if itemsize == 2:
         return replace(tile, depth=depth)

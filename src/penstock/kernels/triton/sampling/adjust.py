@@ -3,13 +3,13 @@
 writes float32 logits with all changes; a row without changes is only copied. If a row has penalties, a launch before it
 counts the row's tokens, so that no counts are kept between steps.
 
-    counts    [n, vocab_size] int32: bit 0 tells that the prompt has the token, the others how often the output does.
-              Added up by atomics on integers, in any order; the program that reads a count resets it to 0.
+    counts    [n, vocab_size] int32: bit 0 says whether the prompt has the token, the others count it in the output.
+              Added by integer atomics, in any order; the program that reads a count resets it to 0.
 
 A program owns a tile of one row. Lists of tokens (`pack_rules`) are as long as a request makes them, so rows hold their
-address. Each program goes through its row's lists and takes what is in its own tile: it stores the tile, changes it
-where it lies and loads it again. What is forbidden there stays at minus infinity whatever penalties say later. Every
-element is changed by one program, from integer counts: bits depend on the row alone.
+address. Each program goes through its row's lists and uses the entries in its own tile: it stores the tile, changes it
+in place and loads it again. Forbidden logits stay at minus infinity whatever penalties follow. Every element is changed
+by one program, from integer counts: bits depend on the row alone.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PENALTY_COLUMNS = 3
 
 @dataclass(frozen=True, slots=True)
 class AdjustTables:
-    """The changes that the rows' requests have."""
+    """The logit changes of the rows' requests."""
 
     rules: torch.Tensor  # [max_num_reqs, RULE_COLUMNS] int64: `PackedRules.columns`
     penalties: torch.Tensor  # [max_num_reqs, PENALTY_COLUMNS] float32: repetition (1 is none), presence, frequency (0)
@@ -43,11 +43,11 @@ class AdjustTables:
 
 @dataclass(frozen=True, slots=True)
 class PackedRules:
-    """A request's lists of tokens in one piece.
+    """A request's lists of tokens in one array.
 
     First the bitmask of allowed tokens, if any are named; then of the edits all tokens, biases and the positions below
-    which they are forbidden; then of the bad words all last tokens, starts of what stands before them, and lengths of
-    it; then that.
+    which they are forbidden; then of the bad words all last tokens, starts of their prefixes, and lengths of these;
+    then the prefixes.
     """
 
     words: np.ndarray  # [n] int32
@@ -56,7 +56,7 @@ class PackedRules:
     num_mask_words: int
 
     def columns(self, address: int, prompt_len: int) -> tuple[int, int, int, int, int]:
-        """Of the row's table, where `words` lie on the device at `address`."""
+        """Returns the row's entries in the table, if `words` are on the device at `address`."""
         return address, self.num_edits, self.num_bad_words, self.num_mask_words, prompt_len
 
 
@@ -65,7 +65,7 @@ def pack_rules(
     ends: Collection[int],  # tokens that are forbidden below `min_len`
     min_len: int,
     bad_words: Iterable[Sequence[int]],
-    allowed: Collection[int],  # nothing says that all are
+    allowed: Collection[int],  # empty: all are allowed
     vocab_size: int,
 ) -> PackedRules:
     mask = pack_bits(allowed, vocab_size) if allowed else np.zeros(0, dtype=np.int32)
@@ -89,12 +89,12 @@ def pack_bits(tokens: Collection[int], vocab_size: int) -> np.ndarray:
 
 
 def count_tokens(
-    rows: torch.Tensor,  # [n] int64: state rows, -1 for padding
+    rows: torch.Tensor,  # [n] int64: the request's tokens before it count
     positions: torch.Tensor,  # [n] int64: the request's tokens below it count
     token_ids: torch.Tensor,  # [max_num_reqs, width] int32
     longest: int,  # no position is larger
     tables: AdjustTables,
-    counts: torch.Tensor,  # [at least n, vocab_size] int32, all 0, written where a row has a penalty
+    counts: torch.Tensor,  # [at least n, vocab_size] int32, all 0, written if a row has a penalty
 ) -> None:
     num_rows, vocab_size = len(rows), counts.shape[1]
     assert rows.shape == positions.shape and num_rows <= len(counts), f"{rows.shape} {positions.shape} {counts.shape}"
@@ -117,13 +117,13 @@ def count_tokens(
 
 
 def adjust_logits(
-    logits: torch.Tensor,  # [n, vocab_size] float32, bfloat16 or float16, left as they are
-    rows: torch.Tensor,  # [n] int64: state rows; of padding, -1, nothing is written
-    positions: torch.Tensor,  # [n] int64: where the token will stand
+    logits: torch.Tensor,  # [n, vocab_size] float32, bfloat16 or float16, unchanged
+    rows: torch.Tensor,  # [n] int64: state rows; nothing is written for padding, -1
+    positions: torch.Tensor,  # [n] int64: the sampled token's position
     token_ids: torch.Tensor,  # [max_num_reqs, width] int32
     tables: AdjustTables,
-    counts: torch.Tensor,  # [at least n, vocab_size] int32 of `count_tokens`; anything where no row has a penalty
-    mask_of_row: torch.Tensor,  # [n] int32: which of the bitmasks, -1 for none; empty where none has one
+    counts: torch.Tensor,  # [at least n, vocab_size] int32 of `count_tokens`; undefined if no row has a penalty
+    mask_of_row: torch.Tensor,  # [n] int32: index of the bitmask, -1 for none; empty if none has one
     bitmasks: torch.Tensor,  # [m, words] int32: as `pack_bits`
     out: torch.Tensor,  # [n, vocab_size] float32, written
 ) -> None:
@@ -162,7 +162,7 @@ def adjust_logits(
 
 @triton.jit
 def _load_penalties(penalties_ptr, row, columns: tl.constexpr):
-    """(repetition, presence, frequency, whether there is any)."""
+    """Returns (repetition, presence, frequency, whether there is any)."""
     source = penalties_ptr + row * columns
     repetition, presence, frequency = tl.load(source), tl.load(source + 1), tl.load(source + 2)
     return repetition, presence, frequency, (repetition != 1.0) | (presence != 0.0) | (frequency != 0.0)
@@ -266,7 +266,7 @@ def _adjust_logits(
 
 @triton.jit
 def _edit(out, edits, count, position, number, vocab: tl.constexpr, tile: tl.constexpr, entries: tl.constexpr):
-    """Adds biases and forbids what may not end the request yet; a token is named once."""
+    """Adds biases and forbids tokens that must not end the request yet; a token is named once."""
     offset = tl.zeros_like(count)
     while offset < count:
         entry = offset + tl.arange(0, entries)

@@ -36,9 +36,9 @@ _PICK_WARPS = 8
 
 
 def sample(
-    logits: torch.Tensor,  # [n, vocab_size] float32, bfloat16 or float16, left as they are
+    logits: torch.Tensor,  # [n, vocab_size] float32, bfloat16 or float16, unchanged
     rows: torch.Tensor,  # [n] int64: state rows; -1 is padding and gets token 0
-    positions: torch.Tensor,  # [n] int64: where the token will stand
+    positions: torch.Tensor,  # [n] int64: the sampled token's position
     tables: SamplingTables,
     workspace: Workspace,
     purpose: int,

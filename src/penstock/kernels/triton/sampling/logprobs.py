@@ -68,7 +68,7 @@ def score_tokens(
     chosen: torch.Tensor,  # [n] int64: tokens of the vocabulary
     workspace: LogprobsWorkspace,
     has_top: bool,  # whether any of these rows needs the most likely tokens
-    records: torch.Tensor,  # [n, RECORD] int32, written as far as a row's wishes go
+    records: torch.Tensor,  # [n, RECORD] int32, written as far as a row requests
 ) -> None:
     """Computes `penstock.runner.sampling.logprobs` of the chosen tokens."""
     num_rows, vocab_size = logits.shape

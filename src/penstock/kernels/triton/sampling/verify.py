@@ -42,13 +42,13 @@ def verify(
 
 
 def toss(
-    token_ids: torch.Tensor,  # [num_logits] int64: what was sampled, window after window; drafts that stand are put in
+    token_ids: torch.Tensor,  # [num_logits] int64: sampled tokens, window after window; accepted drafts are written
     positions: torch.Tensor,  # [num_logits] int64
     drafts: torch.Tensor,  # [max_num_reqs, max_num_drafts] int64, by state row; -1 is a gap
     seed: torch.Tensor,  # [max_num_reqs] or [max_num_reqs, 1] int64, by state row
-    rates: torch.Tensor,  # [max_num_drafts] float64: the probability of each place once those before it stand
+    rates: torch.Tensor,  # [max_num_drafts] float64: the probability of each place once those before it are accepted
     purpose: int,
-    mask_of_row: torch.Tensor,  # [num_logits] int32: which of the bitmasks, -1 for none; empty where none has one
+    mask_of_row: torch.Tensor,  # [num_logits] int32: index of the bitmask, -1 for none; empty if none has one
     bitmasks: torch.Tensor,  # [m, words] int32: bit t % 32 of word t // 32 allows token t
     rows: torch.Tensor,  # as in `verify`, and so are the rest
     logits_start_loc: torch.Tensor,
