@@ -1,6 +1,6 @@
 # `make demo` generates from the built-in model.
-# `make test` runs before every change: every promise at least once, on two cores in at most 12 minutes.
-# `make test-long` runs the rest of what CI runs: grids at whose other values `make test` looks, storms, compilers.
+# `make test` runs before every change: a few cases of every promise, on two idle cores in at most 12 minutes.
+# `make test-long` runs the rest of what CI runs: every value of the grids, storms, faults under load, compilers.
 # `make test-all` runs everything that needs no GPU: whole grids, long storms, and the tools of bench/ too.
 # `make test-gpu` runs what needs a GPU.
 
