@@ -1,9 +1,9 @@
-"""Tokens per second on a busy machine: numbers of kernel threads beside 0, 1, 2, ... processes that only compute.
+"""Tokens per second on a busy machine: numbers of kernel threads, with 0, 1, 2, ... other processes that only compute.
 
     python bench/busy.py [--neighbours 0 1 2] [--batches 1 8] [--rounds 5]
 
 One engine in one process; the settings alternate within a round, and the median of the rounds is shown. The last column
-is the default setting's part of the best one.
+is the default setting's speed relative to the best one.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main() -> None:
             for threads in settings * (1 + args.rounds):
                 native.set_num_threads(threads)
                 speeds[threads].append(tokens_per_second(llm, batch))
-        # The first of each warmed up.
+        # The first round is the warm-up.
         medians = [statistics.median(speeds[threads][1:]) for threads in settings]
         cells = " | ".join(f"{each:.0f}" for each in medians)
         print(f"| {count} | {batch} | {cells} | {medians[-1] / max(medians):.2f} |", flush=True)

@@ -1,10 +1,10 @@
-"""How long ranks wait for one another: gathers and messages through shared memory, beside gloo.
+"""Measures the latency of communication between ranks: gathers and messages through shared memory, and through gloo.
 
     python bench/collectives.py [--rounds 5] [--calls 200]
 
-Two processes, each pinned to a core of its own where the machine has two. In every round each size is gathered
-through shared memory and through gloo, in turn, so that a busy machine slows both down alike. A message is a round
-trip, halved: through a channel to the other process and back.
+Two processes, each pinned to a separate core if the machine has two. In every round each size is gathered through
+shared memory and through gloo, in turn, so that a busy machine slows both down alike. A message is a round trip,
+halved: through a channel to the other process and back.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def gathering(links: RankLinks, shape: tuple[int, int, torch.dtype]) -> Callable
 
 
 def sending(links: RankLinks, tokens: int) -> Callable[[], object]:
-    """A message with the hidden state and the residual of a stage goes forth and comes back."""
+    """Returns a round trip of a message with the hidden state and the residual of a stage."""
     state = torch.zeros((tokens, COLUMNS[0]), dtype=torch.bfloat16)
 
     def first() -> None:
@@ -68,7 +68,7 @@ def sending(links: RankLinks, tokens: int) -> Callable[[], object]:
 
 
 def measure(index: int, names: list[str], address: str, rounds: int, calls: int, pipe: Connection) -> None:
-    """One of the two processes: rank `index` of 1 x 2 and of 2 x 1."""
+    """Runs one of the two processes: rank `index` of 1 x 2 and of 2 x 1."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[index % len(cores)]})
     torch.set_num_threads(1)
@@ -105,7 +105,7 @@ def measure(index: int, names: list[str], address: str, rounds: int, calls: int,
 
 
 def free_port() -> int:
-    """Of two in a row."""
+    """Returns the first of two consecutive free ports."""
     while True:
         with socket.create_server(("127.0.0.1", 0)) as first:
             port = first.getsockname()[1]

@@ -1,14 +1,14 @@
-"""What disaggregation gains and costs on two cores: latencies under a mixed load, and the time of a transfer.
+"""Benefit and cost of disaggregation on two cores: latencies under a mixed load, and the time of a transfer.
 
     python bench/disaggregation.py [load] [transfers] [--rounds 3] [--model FOLDER]
 
 load        Long prompts arrive while others decode, at the same times for every layout: one engine on both cores, the
-            same with small steps, two engines with a core each that take turns, a prefill and a decode instance with a
+            same with small steps, two engines with a core each that alternate, a prefill and a decode instance with a
             core each. The layouts alternate; medians of the rounds. The clients, and the proxy, which only the last
             layout has, run on the same two cores.
-transfers   From the prefill instance's answer to the decode instance's first token, less what that token takes where
-            the prompt is in its own cache: by number of tokens, for both transports, with digests and without. The
-            pairs alternate.
+transfers   The time from the prefill instance's answer to the decode instance's first token, minus the time of that
+            token if the prompt is in its own cache: by number of tokens, for both transports, with digests and
+            without. The pairs alternate.
 
 A model other than the built-in one gets random weights.
 """
@@ -35,7 +35,7 @@ from pd_parts.cluster import Cluster, Server, private_folder
 
 from penstock.config.model_path import resolve_model_path
 
-# Token ids that every shape has.
+# Token ids that are valid for every shape.
 VOCABULARY = 512
 ONE_ENGINE, SMALL_STEPS = "one engine, 2 threads", "the same, steps of 256 tokens"
 TWO_ENGINES = "two engines, 1 thread each"
@@ -57,7 +57,7 @@ def model_flags(args: argparse.Namespace) -> list[str]:
 
 @dataclass
 class Times:
-    """Seconds. `gaps` lie between two tokens of a request that decodes."""
+    """In seconds. `gaps` are the times between consecutive tokens of a decoding request."""
 
     gaps: list[float] = field(default_factory=list[float])
     first_of_short: list[float] = field(default_factory=list[float])
@@ -75,7 +75,7 @@ class Arrival:
 
 
 def arrivals(args: argparse.Namespace, seed: int) -> list[Arrival]:
-    """Two independent Poisson processes."""
+    """Returns two independent Poisson processes."""
     rng = random.Random(seed)
     found: list[Arrival] = []
     for is_long, rate in ((False, args.short_rate), (True, args.long_rate)):
@@ -116,7 +116,7 @@ async def send(session: aiohttp.ClientSession, url: str, arrival: Arrival, times
 
 
 async def offer(session: aiohttp.ClientSession, urls: Sequence[str], load: Sequence[Arrival]) -> Times:
-    """The whole load, until its last answer has ended; `urls` take turns."""
+    """Runs the whole load, until its last answer has ended, alternating between `urls`."""
     times, began = Times(), time.perf_counter()
 
     async def later(number: int, arrival: Arrival) -> None:
@@ -195,7 +195,7 @@ def cells(rounds: Sequence[Times]) -> str:
 async def first_token(
     session: aiohttp.ClientSession, url: str, prompt: Sequence[int], params: Mapping[str, Any] | None = None
 ) -> tuple[float, dict[str, Any]]:
-    """Seconds to an answer of one token, and the answer."""
+    """Returns the seconds until an answer of one token, and the answer."""
     body = {"prompt": prompt, "max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "kv_transfer_params": params}
     began = time.perf_counter()
     async with session.post(f"{url}/v1/completions", json=body) as response:
@@ -209,7 +209,7 @@ def num_cached(answer: Mapping[str, Any]) -> int:
 
 
 async def transfer(session: aiohttp.ClientSession, cluster: Cluster, prompt: Sequence[int]) -> tuple[float, float]:
-    """Seconds of the prefill and of the transfer."""
+    """Returns the seconds of the prefill and of the transfer."""
     decode, whole_blocks = cluster.servers["decode"].url, (len(prompt) - 1) // _BLOCK_SIZE * _BLOCK_SIZE
     prefill, answer = await first_token(
         session, cluster.servers["prefill"].url, prompt, {"do_remote_decode": True, "do_remote_prefill": False}

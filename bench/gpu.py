@@ -1,15 +1,15 @@
-"""What one GPU does: speed beside goals and vLLM, start, where a step's time goes, tokens beside the CPU's, memory.
+"""Measures one GPU: speed compared with goals and vLLM, start, a step's time by kernel, tokens, memory.
 
     python bench/gpu.py --output results.jsonl                          # everything; half an hour on an H200
     python bench/gpu.py --output results.jsonl --only decode,prefill --shapes bench/shapes/qwen3-0.6b
-    python bench/gpu.py --output results.jsonl --within 9 --resume      # nine minutes of it, and from there on
+    python bench/gpu.py --output results.jsonl --within 9 --resume      # nine minutes of it, continuing from there
     python bench/gpu.py --device cpu --quick                            # the script itself, with a tiny model
 
-Every group runs in a process of its own on each shape, within a time limit, and adds its figures to --output as soon as
-they are known. The table at the end is of all that the file holds, so that several calls make one table.
+Every group runs in a separate process on each shape, within a time limit, and adds its figures to --output as soon as
+they are known. The table at the end shows the whole file, so that several calls make one table.
 
     decode          ms per step at batch 1, 8, 64       profile        microseconds by kernel, gaps, memory's floor
-    prefill         16 x 2048 tokens                    tokens         the built-in model's beside the CPU's
+    prefill         16 x 2048 tokens                    tokens         the built-in model's, compared with the CPU's
     mix             256 requests of 100-1024 tokens     speculation    the built-in model with MTP, K = 3
     start           exec to first token, real files     soak           --minutes of mixed load: growth of memory
     deterministic   decode with deterministic=True      eager          decode without graphs
@@ -32,11 +32,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_SHORTEST_S = 20.0  # that a group may have
+_SHORTEST_S = 20.0  # minimum for a group
 SHAPES = Path(__file__).parent / "shapes"
 
 # (shape, figure): the goal on an H200, and vLLM 0.26.0's best of its three runners there (docs/PERFORMANCE.md, GPU).
-# vLLM's start is from the first line to an engine that is ready, with random weights instead of files.
+# vLLM's start is from the first line until its engine is ready, with random weights instead of files.
 GOALS: dict[tuple[str, str], tuple[float, float]] = {
     ("qwen3-0.6b", "decode_b1"): (0.75, 1.55),
     ("qwen3-0.6b", "decode_b8"): (1.05, 1.54),
@@ -56,10 +56,10 @@ GOALS: dict[tuple[str, str], tuple[float, float]] = {
 class Group:
     module: str
     limit_s: float
-    has_shape: bool = True  # else it runs once, on the built-in model
+    has_shape: bool = True  # else it runs once, with the built-in model
 
 
-# In the order of their worth: whatever ends early has the first ones. Limits have room for cold kernels of 8B.
+# In the order of importance, because a run may end early. The limits include time for cold kernels of 8B.
 GROUPS = {
     "decode": Group("speed", 240),
     "prefill": Group("speed", 240),
@@ -72,7 +72,7 @@ GROUPS = {
     "speculation": Group("tokens", 240, has_shape=False),
     "soak": Group("soak", 240),  # and its minutes
 }
-# Figures that are told as a multiple of another one.
+# Figures that are shown as a multiple of another one.
 BESIDE = {"deterministic_b": "decode_b", "eager_b": "decode_b"}
 
 
@@ -111,7 +111,7 @@ def shape_name(shape: str) -> str:
 
 
 def run_group(name: str, shape: str, left: float, args: argparse.Namespace) -> str:
-    """In a process of its own; how it ends is written down, and the next group has its turn. What went wrong, if so."""
+    """Runs a group in a separate process, and records how it ends. Returns the error, if any."""
     job = {"group": name, "shape": shape, "minutes": args.minutes, "device": args.device, "quick": args.quick}
     job = {**job, "output": str(args.output), "work": str(args.work)}
     limit = args.limit or GROUPS[name].limit_s + (60 * args.minutes if name == "soak" else 0)
@@ -119,7 +119,7 @@ def run_group(name: str, shape: str, left: float, args: argparse.Namespace) -> s
     label = f"{name} {shape_name(shape)}"
     started = time.monotonic()
     print(f"== {label}", flush=True)
-    # Threads that wait for one another would be all there is to see of a tiny model.
+    # With a tiny model, the threads would spend most of the time waiting for one another.
     environment = {**os.environ, "OMP_NUM_THREADS": "1"} if args.quick else None
     command = [sys.executable, __file__, "--job", json.dumps(job)]
     process = subprocess.Popen(command, start_new_session=True, env=environment)
@@ -129,7 +129,7 @@ def run_group(name: str, shape: str, left: float, args: argparse.Namespace) -> s
     except subprocess.TimeoutExpired:
         error = f"took longer than {limit:.0f} s"
     finally:
-        # With whatever it started.
+        # Includes the processes that it started.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -156,12 +156,12 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def ended_groups(path: Path) -> set[tuple[str, str]]:
-    """(shape, group) of what ended, well or not, for another reason than that --within was over."""
+    """Returns (shape, group) of groups that have ended, successfully or not, unless because --within was over."""
     return {(line["shape"], line["group"]) for line in lines(path) if "error" in line and not line["is_cut"]}
 
 
 def table(path: Path) -> str:
-    """The latest figure of each kind in the file, beside its goal and vLLM's."""
+    """Returns the latest figure of each kind in the file, with its goal and vLLM's."""
     latest: dict[tuple[str, str], dict[str, Any]] = {}
     for line in lines(path):
         latest[line["shape"], line["key"]] = line
@@ -185,7 +185,7 @@ def table(path: Path) -> str:
 
 
 def remark(line: dict[str, Any], latest: dict[tuple[str, str], dict[str, Any]]) -> str:
-    """What of a figure's details is worth a place in the table."""
+    """Returns the details of a figure that the table shows."""
     found = [line["text"]] if "text" in line else []
     for prefix, other in BESIDE.items():
         plain = latest.get((line["shape"], line["key"].replace(prefix, other)))
@@ -247,7 +247,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def check_gpu(parser: argparse.ArgumentParser) -> None:
-    """In a process of its own, so that this one holds nothing of the GPU."""
+    """Checks in a separate process, so that this one uses no GPU memory."""
     code = "import torch; assert torch.cuda.is_available(); print(torch.cuda.get_device_name(), torch.__version__)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if found.returncode:

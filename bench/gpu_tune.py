@@ -1,13 +1,13 @@
 """Times settings of the tuning tables on a GPU: `tiles.py` and `plan.py` in `kernels/triton/linear` and `attention`.
 
     python bench/gpu_tune.py --minutes 9 --output tune.jsonl
-    python bench/gpu_tune.py --minutes 9 --output tune.jsonl --skip 20         # goes on where that ended
+    python bench/gpu_tune.py --minutes 9 --output tune.jsonl --skip 20         # continues where that ended
     python bench/gpu_tune.py --list
 
-For each place of the tables, the ones that decide most first, it prints the best settings beside the present one, in
-microseconds a launch and TB/s of weights or KV (TFLOP/s of prefill), and what is wrong with those whose results are not
-right (`gpu_parts/tuning.py` says how that is found out). A launch is one of a chain over as many layers with weights or
-caches of their own as no cache holds, replayed from a CUDA graph. Kernels are compiled ahead on all cores.
+For each entry of the tables, the most important first, it prints the best settings and the present one, in microseconds
+a launch and TB/s of weights or KV (TFLOP/s of prefill), and the errors of those whose results are not correct
+(`gpu_parts/tuning.py` describes the checks). A launch is one of a chain over so many layers with separate weights or
+caches that no cache holds them, replayed from a CUDA graph. Kernels are compiled ahead on all cores.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FAMILIES = dict(zip(("linear", "decode", "prefill", "matmul", "deterministic"), 
 
 
 def cells() -> list[Cell]:
-    """In the order of their worth."""
+    """Returns the cells in the order of their importance."""
     small, large = (load_model_config(SHAPES / name) for name in ("qwen3-0.6b", "qwen3-8b"))
     found: list[Cell] = []
     found += [LinearCell.of(small, role, num_tokens) for num_tokens in (1, 16, 64) for role in Role]
@@ -48,7 +48,7 @@ def cells() -> list[Cell]:
     found += [PrefillCell.of(model, 8, 2048, 2048) for model in (small, large)]
     found += [LinearCell.of(small, role, 32) for role in Role]
     found += [LinearCell.of(large, role, 64) for role in Role]
-    # Whether blocks that TMA can load are worth having, and from what size on.
+    # Whether blocks that TMA can load are useful, and from what size.
     found += [PrefillCell.of(small, 8, 2048, 2048, block_size) for block_size in (32, 64)]
     found += [DecodeCell.of(small, 64, 2048, 1, 64)]
     found += [MatmulCell.of(small, role, num_tokens) for num_tokens in (1, 64, 2048) for role in (Role.QKV, Role.DOWN)]
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 class Tuner:
-    """One process measures, and others compile. The one that measures is another one after a fault of the GPU's."""
+    """One process measures, and others compile. After a fault of the GPU a new process continues to measure."""
 
     def __init__(self, capability: int, num_jobs: int) -> None:
         self._capability = capability
@@ -96,13 +96,13 @@ class Tuner:
         self._kill(self._measurer)
 
     def _kill(self, pool: ProcessPoolExecutor) -> None:
-        """A process that hangs in a kernel would not end by itself."""
+        """Kills the process, because it would not end by itself while it hangs in a kernel."""
         for process in list((pool._processes or {}).values()):
             process.kill()
         pool.shutdown(cancel_futures=True)
 
     def compile(self, chosen: list[Cell]) -> None:
-        """Begins to, in this order."""
+        """Starts to compile, in this order."""
         for cell in chosen:
             self._compiled[cell.name] = [
                 self._compilers.submit(compile_ahead, cell, setting, self._capability) for setting in cell.candidates()
@@ -116,7 +116,7 @@ class Tuner:
             try:
                 found = self._measurer.submit(measure, cell, "cuda", capabilities, found.results).result(_CELL_SECONDS)
             except Exception as error:  # noqa: BLE001 - whatever it is, the other cells want to be measured
-                # Nothing more of this one: the process died or hangs, or memory does not hold the operands.
+                # This cell is given up: the process died or hangs, or the operands do not fit into memory.
                 problem = f"{type(error).__name__}: {error}".splitlines()[0]
                 found = replace(found, results=[*found.results, Result("others", problem=problem)], is_fatal=False)
                 self._restart()

@@ -1,11 +1,10 @@
-"""What the engine costs the processor per step: all parts real but the model, which takes no time.
+"""The engine's processor time per step: all parts are real except the model, which takes no time.
 
     python bench/host_cost.py [--rounds 20] [--only core seam offline report]
 
 Microseconds of a step of decoding requests: of the engine core alone, with its worker in another process, and then with
-the processing of its outputs. On a
-GPU a step must take longer than this, or the GPU waits. The least of the rounds is the cost; how far the median lies
-above it tells how quiet the machine was.
+the processing of its outputs. On a GPU a step must take longer than this, or the GPU waits. The minimum of the rounds
+is the cost; its distance to the median shows how quiet the machine was.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ TOKEN_ID = 300
 
 
 class InstantWorker:
-    """A rank (`WorkerHandle`) of which every request gets the same token, at once. As long as the requests stay the
+    """A rank (`WorkerHandle`) that returns the same token for every request, at once. As long as the requests stay the
     same, so does the answer.
     """
 
@@ -80,7 +79,7 @@ class InstantWorker:
 
 
 class InstantRank:
-    """The worker of a process of its own: an instant one."""
+    """The worker of a separate process: an instant one."""
 
     ready = WorkerReady((0, 0), None, runs_ahead=False)
 
@@ -120,7 +119,7 @@ def make_core(depth: int, batch: int, max_tokens: int, worker: WorkerHandle | No
 
 
 def time_rounds(num_rounds: int, num_steps: int, function: Callable[..., object], *args: object) -> list[float]:
-    """Microseconds per step in each round, in which the function does all of its `num_steps` steps."""
+    """Returns the microseconds per step in each round, in which the function does all of its `num_steps` steps."""
     times: list[float] = []
     for _ in range(num_rounds):
         started = time.perf_counter()
@@ -135,7 +134,7 @@ def show(name: str, batch: int, times: list[float]) -> None:
 
 
 def repeat(function: Callable[..., object], *args: object) -> None:
-    """As often as a round has steps."""
+    """Calls the function once per step of a round."""
     for _ in range(STEPS_PER_ROUND):
         function(*args)
 
@@ -150,7 +149,7 @@ def core_alone(num_rounds: int) -> None:
 
 
 def behind_the_seam(num_rounds: int) -> None:
-    """The same steps with the worker here and in a process of its own, in turns; and what its messages take."""
+    """The same steps with the worker here and in a separate process, alternating; and the cost of its messages."""
     print("\n| worker | batch | us per step, least | median | least per request |\n|---|---|---|---|---|")
     program = (__file__, "--worker")
     for batch in BATCHES:
@@ -181,7 +180,7 @@ def behind_the_seam(num_rounds: int) -> None:
 
 
 def offline(num_rounds: int) -> None:
-    """Whole calls of `LLM.generate` with prompts of one token, the core's part included."""
+    """Whole calls of `LLM.generate` with prompts of one token, including the core's part."""
     print("\n| LLM.generate | batch | us per step, least | median | least per request |\n|---|---|---|---|---|")
     num_steps = 16 * STEPS_PER_ROUND
     for batch in BATCHES:
@@ -196,7 +195,7 @@ def offline(num_rounds: int) -> None:
 
 
 def between_processes(num_rounds: int) -> None:
-    """A step's report on its way to a server's front end: what the engine core's process does, and what the other."""
+    """A step's report on its way to a server's front end: the time in the engine core's process, and in the other."""
     print("\n| step report | batch | us per step, least | median | least per request |\n|---|---|---|---|---|")
     for batch in BATCHES:
         core = make_core(1, batch, 8)

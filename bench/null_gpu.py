@@ -1,16 +1,16 @@
-"""Runs a command on a GPU that computes nothing: what the host costs per step, and whether its calls of CUDA are legal.
+"""Runs a command on a GPU that computes nothing: shows the host's cost per step, and checks its CUDA calls.
 
     python bench/null_gpu.py --report -- python bench/gpu.py --output host.jsonl --only decode
     python bench/null_gpu.py --kernel-us 3 --node-us 2 -- python my_script.py
 
-torch must be a CUDA build, and no GPU may be there. bench/null_gpu/*.c is compiled once and preloaded in place of
-CUDA's runtime, driver and cuBLAS: memory is the host's, kernels do nothing, a stream has a clock that work moves on by
-the times given here, and what CUDA forbids (while a stream is captured, above all) is refused with CUDA's error and
-told on stderr. Torch, Triton and its compiler are the real ones. `python` as the command's first word is the one that
-runs this file.
+torch must be a CUDA build, and the machine must have no GPU. bench/null_gpu/*.c is compiled once and preloaded in place
+of CUDA's runtime, driver and cuBLAS: memory is the host's, kernels do nothing, a stream has a clock that work advances
+by the times given here, and illegal operations (above all while a stream is captured) are refused with CUDA's error and
+reported on stderr. Torch, Triton and its compiler are the real ones. `python` as the command's first word is the one
+that runs this file.
 
-Numbers that come out of the command are what memory happens to hold: usually zeros. CUDA's own calls cost next to
-nothing here and a few microseconds each on a machine with a GPU.
+The command's results are the present content of memory: usually zeros. CUDA's own calls cost next to nothing here and a
+few microseconds each on a machine with a GPU.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ print(json.dumps([torch.__version__, torch.version.cuda, torch.cuda.device_count
 
 
 class CannotRunError(Exception):
-    """What is missing, or in the way, in words for the user of the command."""
+    """A missing or conflicting requirement, in words for the user of the command."""
 
 
 @dataclass(frozen=True)
 class Headers:
-    folders: tuple[Path, ...]  # in the order in which the compiler looks into them
+    folders: tuple[Path, ...]  # in the compiler's search order
     version: str  # of CUDA: 13.0
 
 
@@ -96,7 +96,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def look_at_torch() -> tuple[str, str]:
-    """Versions of torch and of the CUDA it was built with, asked in a process that this one may then replace."""
+    """Returns the versions of torch and of its CUDA, read in another process, because this one may then be replaced."""
     done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=False)
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or [f"it ended with {done.returncode}"]
@@ -113,10 +113,10 @@ def look_at_torch() -> tuple[str, str]:
 
 
 def find_headers(major: int) -> Headers:
-    """Headers of torch's CUDA: those that its own packages, a toolkit or Triton bring.
+    """Returns headers of torch's CUDA: those of its own packages, a toolkit or Triton.
 
     The runtime's structures and names differ between CUDA's major versions, so only the major version must be torch's.
-    Triton's are always looked into last: some packages leave out `crt/`, which is the same in all.
+    Triton's are always searched last: some packages lack `crt/`, which is the same in all.
     """
     triton = _package_folder("triton", "backends/nvidia/include")
     candidates = [
@@ -147,7 +147,7 @@ def _package_folder(package: str, inside: str) -> Path | None:
 
 
 def _header_version(folder: Path) -> str:
-    """`12.8`, or nothing if the headers that are needed do not lie there."""
+    """Returns `12.8`, or an empty string if the required headers are not there."""
     header = folder / "cuda_runtime_api.h"
     if not header.is_file() or not (folder / "cuda.h").is_file():
         return ""
@@ -163,7 +163,7 @@ def cache_folder() -> Path:
 
 
 def build(headers: Headers, cache: Path) -> Path:
-    """The compiled library, in a folder that is named after all it is made from."""
+    """Returns the compiled library, in a folder that is named after all its inputs."""
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     if compiler is None:
         raise CannotRunError("no C compiler is here (cc, gcc or clang); Triton needs one too")
@@ -186,7 +186,7 @@ def build(headers: Headers, cache: Path) -> Path:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise CannotRunError(f"{compiler} does not compile {SOURCES}:\n{done.stderr.strip()}")
-            # The name under which Triton's linker looks for it.
+            # The name under which Triton's linker searches for it.
             (made / "libcuda.so").symlink_to(LIBRARY)
             _move_unless_there(made, target)
     except OSError as error:
@@ -198,13 +198,13 @@ def _move_unless_there(made: Path, target: Path) -> None:
     try:
         made.rename(target)
     except OSError:
-        # Another process was first, and made the same.
+        # Another process was first, and built the same.
         if not (target / LIBRARY).exists():
             raise
 
 
 def environment(args: argparse.Namespace, library: Path) -> dict[str, str]:
-    """This process's, with the library before all others, and its settings."""
+    """Returns this process's environment, with the library before all others, and its settings."""
     preloaded = [str(library), *filter(None, [os.environ.get("LD_PRELOAD")])]
     return {
         **os.environ,

@@ -1,4 +1,4 @@
-"""What the OffloadingConnector gains and costs: time to the first token of a repeated prompt, and decode beside stores.
+"""Benefit and cost of the OffloadingConnector: time to first token of a repeated prompt, and decoding during stores.
 
     python bench/offload.py [--model bench/shapes/qwen3-0.6b] [--prompt-len 1500] [--rounds 5] [--folder DIR]
                            [--decode-only]
@@ -23,7 +23,7 @@ from typing import Any
 from penstock import LLM, SamplingParams
 
 _SMALL_TIER = 64 << 20
-# Token ids that every shape has.
+# Token ids that are valid for every shape.
 VOCABULARY = 512
 SHAPE = Path(__file__).parent / "shapes" / "qwen3-0.6b"
 
@@ -68,7 +68,7 @@ def first_tokens(args: argparse.Namespace, folder: str, attestation: str) -> dic
             times["from disk"].append(milliseconds_to_first_token(llm, prompt, cached))
         else:
             milliseconds_to_first_token(llm, prompt, 0)
-        # Once more for what a tier's memory costs when it is touched for the first time.
+        # Repeated, because the first access to a tier's memory takes longer.
         milliseconds_to_first_token(llm, prompt, cached)
         times["from memory"].append(milliseconds_to_first_token(llm, prompt, cached))
         llm.shutdown()
@@ -77,9 +77,9 @@ def first_tokens(args: argparse.Namespace, folder: str, attestation: str) -> dic
 
 
 def decode(args: argparse.Namespace, folder: str, batch: int) -> list[float]:
-    """Tokens per second without a connector, and what stores into memory, and on to disk, leave of them.
+    """Returns tokens per second without a connector, with stores into memory, and with stores to disk.
 
-    Each engine has a process of its own, because two in one slow each other; they take turns.
+    Each engine has a separate process, because two in one slow each other down; they alternate.
     """
     transfers = (None, connector(None, "all", _SMALL_TIER), connector(folder, "all", _SMALL_TIER))
     context = multiprocessing.get_context("spawn")
@@ -104,7 +104,7 @@ def decode(args: argparse.Namespace, folder: str, batch: int) -> list[float]:
 
 
 def serve_rounds(model: str, transfer: dict[str, Any] | None, output_len: int, pipe: Connection) -> None:
-    """Seconds for each list of prompts that comes, until an empty one does."""
+    """Returns the seconds for each list of prompts that arrives, until an empty one does."""
     llm = make(model, transfer)
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
     while prompts := pipe.recv():

@@ -1,18 +1,18 @@
-"""Kills, stops and restarts the processes of a disaggregated service under load, and checks what clients get.
+"""Kills, stops and restarts the processes of a disaggregated service under load, and checks the answers to clients.
 
     python bench/pd_faults.py [--rounds 12] [--seed 0] [--only ROUND]
 
 Real processes: a prefill and a decode instance of the built-in model, with a router in front of them and 32 streams of
 greedy requests. Half of the rounds drive them one after the other over TCP, half at once over shared memory. In each
-round something happens to one process at a random moment; then
+round a fault happens to one process at a random moment; then
 
 - every request must have ended within its deadline, and every token that a client got must be the one that a single
   engine gives. A request may fail only if the decode instance was killed or restarted;
-- all instances, restarted ones included, must come back to idle: no request, no block in use or held, no process and
+- all instances, including restarted ones, must become idle again: no request, no block in use or held, no process and
   no shared memory left over, and requests must again be answered with KV that was transferred.
 
-What happens in a round depends on the arguments and its number, which stands behind its line: `--only 17` with the same
-arguments repeats round 17. The exit code is 1 if anything was wrong.
+The fault of a round depends on the arguments and its number, which is at the end of its line: `--only 17` with the same
+arguments repeats round 17. The exit code is 1 if any check failed.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from pd_parts.cluster import Cluster, Server, private_folder
 from pd_parts.load import Answer, Case, Outcome, ask, make_cases
 
 KINDS = ("kill prefill", "kill decode", "stop prefill", "stop decode", "restart prefill", "restart decode")
-# How the router drives the instances, and what moves the KV.
+# How the router drives the instances, and which transport moves the KV.
 STYLES = {"serial": "sockets", "concurrent": "shared_memory"}
 NUM_STREAMS = 32
 LEASE, HOLD, LOAD_TIMEOUT, PREFILL_TIMEOUT = 1.0, 2.0, 2.0, 2.5
-# A request may wait for a stopped process, for its KV and for its turn on a busy machine.
+# A request may wait for a stopped process, for its KV and for the processor on a busy machine.
 DEADLINE = 60.0
 IDLE_SECONDS = 30.0
 _TRIES = 20
@@ -49,7 +49,7 @@ _TRIES = 20
 
 @dataclass
 class Row:
-    """One round, or the sum of some. `problems` are what must not be."""
+    """One round, or the sum of some. `problems` are failed checks."""
 
     name: str
     outcomes: Counter[Outcome] = field(default_factory=Counter[Outcome])
@@ -89,7 +89,7 @@ HEADER = (
 
 @dataclass(frozen=True)
 class Plan:
-    """What happens in a round. `which` of the instance's processes it happens to, and when, in parts of a quiet
+    """The fault of a round. `which` of the instance's processes it affects, and when, as a fraction of a fault-free
     round's time; a stop lasts `seconds`."""
 
     number: int
@@ -127,7 +127,7 @@ class Rounds:
         self._span = 1.0
 
     async def warm_up(self) -> None:
-        """A round without a fault; it tells how long one takes. KV must be transferred in it."""
+        """Runs a round without a fault to measure its time. KV must be transferred in it."""
         plan = make_plan(0, 0, "stop prefill", len(self._cases))
         row = Row("quiet")
         for _ in range(2):
@@ -152,7 +152,7 @@ class Rounds:
         return row
 
     async def _load(self, plan: Plan) -> list[Answer]:
-        """Every stream's requests come one after the other."""
+        """Every stream sends its requests one after the other."""
 
         async def stream(numbers: Sequence[int]) -> list[Answer]:
             return [await self._ask(self._cases[number]) for number in numbers]
@@ -177,7 +177,7 @@ class Rounds:
         await server.wait_ready(self._session)
 
     async def _use_again(self, row: Row) -> list[Answer]:
-        """KV must be transferred once more. On a busy machine it may come too late at first, and is computed."""
+        """KV must be transferred once more. On a busy machine it may arrive too late at first, and is recomputed."""
         decode = self._cluster.servers["decode"]
         answers: list[Answer] = []
         for case in sorted(self._cases, key=lambda case: -len(case.prompt))[:_TRIES]:
@@ -208,7 +208,7 @@ def left_in_shared_memory(before: set[str]) -> list[str]:
 
 
 def plans(args: argparse.Namespace, num_cases: int) -> Iterator[tuple[str, list[Plan]]]:
-    """For each style its rounds."""
+    """Yields for each style its rounds."""
     kinds = itertools.cycle(args.kinds)
     found = [make_plan(args.seed, number, next(kinds), num_cases) for number in range(args.rounds)]
     part = -(-len(found) // len(args.styles))
@@ -246,7 +246,7 @@ async def run_style(style: str, chosen: Sequence[Plan], cases: Sequence[Case], f
 
 
 def run(args: argparse.Namespace, folder: Path) -> list[Row]:
-    """All rounds; their table is printed."""
+    """Runs all rounds and prints their table."""
     before = set(os.listdir("/dev/shm"))
     cases = make_cases(48, seed=1)
     rows: list[Row] = []
@@ -282,7 +282,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     args = make_parser().parse_args()
-    logging.getLogger("penstock.router").setLevel(logging.ERROR)  # it warns of every request that it helps out
+    logging.getLogger("penstock.router").setLevel(logging.ERROR)  # it warns of every request that it retries
     if args.logs:
         args.logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, private_folder(Path(folder)):

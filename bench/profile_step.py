@@ -1,4 +1,4 @@
-"""Where a step's time goes on the CPU: milliseconds per step by kernel, beside what the whole step took.
+"""A step's time on the CPU: milliseconds per step by kernel, and of the whole step.
 
     python bench/profile_step.py [bench/shapes/qwen3-0.6b] [--quick]
 
@@ -30,7 +30,7 @@ QUICK_CASES = ((1, 2, 5), (1, 64, 1))
 
 
 def timed(owner: Any, name: str, label: Callable[[Any], str] | None = None) -> None:
-    """Replaces `owner.name` by itself with its time counted."""
+    """Wraps `owner.name` so that its time is counted."""
     function = getattr(owner, name)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -43,7 +43,7 @@ def timed(owner: Any, name: str, label: Callable[[Any], str] | None = None) -> N
 
 
 def read_bandwidth(num_floats: int) -> float:
-    """Bytes per second that torch reads with its threads."""
+    """Returns the bytes per second that torch reads with its threads."""
     import torch  # after penstock, which sets the OpenMP defaults
 
     memory = torch.ones(num_floats)

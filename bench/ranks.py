@@ -1,10 +1,10 @@
-"""Several ranks beside one: tokens per second while decoding, milliseconds of a step, and memory of each rank.
+"""Several ranks compared with one: tokens per second while decoding, milliseconds of a step, and memory of each rank.
 
     python bench/ranks.py [--model bench/shapes/qwen3-0.6b] [--sizes 1x1 2x1 1x2] [--batches 1 8 32] [--rounds 5]
 
-A size is TENSORxPIPELINE. All engines are there at once and take turns within a round; the rank of a single-rank engine
-has a process of its own too, so the engines differ by their ranks alone. The cores are divided among the ranks of an
-engine. The ratio is to the first size; "bound" is what the pipeline allows: with B requests, B of PP stages are busy.
+A size is TENSORxPIPELINE. All engines run at once and alternate within a round; the rank of a single-rank engine has a
+separate process too, so the engines differ only by their ranks. The cores are divided among the ranks of an engine. The
+ratio is to the first size; "bound" is the pipeline's maximum: with B requests, B of PP stages are busy.
 
 Memory is the private and shared memory of each process (PSS), in MiB.
 """
@@ -32,11 +32,11 @@ class Engine:
     num_stages: int
 
     def bound(self, batch: int) -> float:
-        """The share of the stages that so many requests can keep busy."""
+        """Returns the share of the stages that `batch` requests can keep busy."""
         return min(batch, self.num_stages) / self.num_stages
 
     def decode_seconds(self, batch: int) -> float:
-        """Of `LONG - SHORT` steps with so many requests: the difference of two runs, which leaves the prompts out."""
+        """Returns the time of `LONG - SHORT` steps with `batch` requests: a difference of two runs, without prompts."""
         prompts = [{"prompt_token_ids": [100 + index] * PROMPT_LEN} for index in range(batch)]
         found: list[float] = []
         for max_tokens in (SHORT, LONG):
@@ -51,7 +51,7 @@ class Engine:
 
 
 def _pss(pid: int) -> int:
-    """KiB."""
+    """Returns KiB."""
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="utf-8").splitlines():
         if line.startswith("Pss:"):
             return int(line.split()[1])
@@ -98,7 +98,7 @@ def main() -> None:
             for _ in range(1 + args.rounds):
                 for engine in engines:
                     seconds[engine.name].append(engine.decode_seconds(batch))
-            # The first of each warmed up.
+            # The first round is the warm-up.
             medians = {name: statistics.median(values[1:]) / (LONG - SHORT) for name, values in seconds.items()}
             first = medians[engines[0].name]
             for name, value in medians.items():

@@ -1,11 +1,11 @@
-"""What a router costs, what it loses, and what it gains by knowing caches.
+"""The cost of a router, its losses, and the benefit of knowing caches.
 
     python bench/route.py [--requests 100000] [--stubs 8] [--concurrency 64] [--output-len 32] [--only overhead]
 
 overhead  The same requests, one after the other and many at once, directly to a stub instance that streams numbered
-          tokens, through `penstock route`, and through vllm-router where it is installed, in turn. Milliseconds to the
-          first token, to the whole answer, and between tokens; medians and 99th percentiles. What a router adds is the
-          difference to the direct row. And the CPU time of the router's process for a request.
+          tokens, through `penstock route`, and through vllm-router if it is installed, in turn. Milliseconds to the
+          first token, to the whole answer, and between tokens; medians and 99th percentiles. A router's overhead is the
+          difference to the direct row. Also the CPU time of the router's process per request.
 storm     All requests through `penstock route` while stub instances die, drain, leave and join. Every answer is checked
           token by token.
 prefix    Conversations of several turns with two engines of the built-in model that publish KV events: prefix-aware
@@ -111,7 +111,7 @@ async def overhead(args: argparse.Namespace) -> None:
             for each in found.values():
                 await wait_ready(each if isinstance(each, str) else each.url)
             for concurrency, share in ((1, 10), (args.concurrency, 1)):
-                # One of ten is enough where they come one after the other.
+                # A tenth is enough if they are sent one after the other.
                 num_requests = max(concurrency, args.requests // (share * len(found)))
                 times = await in_turn(found, num_requests, concurrency, args.output_len)
                 for name, each in times.items():
@@ -121,7 +121,7 @@ async def overhead(args: argparse.Namespace) -> None:
 async def in_turn(
     targets: dict[str, RouterProcess | str], num_requests: int, concurrency: int, output_len: int
 ) -> dict[str, Times]:
-    """Rounds of `concurrency` requests to each in turn, so that all see the same machine. The first one is left out."""
+    """Sends `concurrency` requests to each in turn, so that all see the same machine. The first round is left out."""
     times = {name: Times() for name in targets}
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(connector=connector, timeout=_TIMEOUT) as session:
@@ -186,7 +186,7 @@ async def replicas(args: argparse.Namespace) -> None:
 
 
 async def talk(url: str, num_conversations: int, num_turns: int) -> str:
-    """Cached and all prompt tokens, and milliseconds to the first token, of all turns but the first: table cells."""
+    """Returns cached and all prompt tokens, and milliseconds to first token, of the later turns: table cells."""
     cached = prompt = 0
     first: list[float] = []
     async with aiohttp.ClientSession(timeout=_TIMEOUT) as session:
@@ -216,7 +216,7 @@ async def talk(url: str, num_conversations: int, num_turns: int) -> str:
 
 
 async def streamed(session: aiohttp.ClientSession, url: str, messages: list[Any]) -> tuple[str, Any, float]:
-    """The answer, its usage, and milliseconds until its first token."""
+    """Returns the answer, its usage, and milliseconds until its first token."""
     options = {"max_tokens": 16, "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
     started, first, answer, usage = time.perf_counter(), 0.0, "", None
     async with session.post(f"{url}/v1/chat/completions", json={"messages": messages, **options}) as response:

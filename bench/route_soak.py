@@ -3,14 +3,14 @@
     python bench/route_soak.py [--minutes 20] [--streams 8] [--seed 0] [--logs FOLDER]
 
 Real processes with the built-in model: `penstock route` in front of `penstock serve` four times, KV over TCP. The
-requests are greedy or sampled with a seed, streamed or not, over prompts of many lengths; some clients leave in the
-middle of an answer. Every few seconds something happens to one instance: its server or its engine is killed, it is
-restarted, or it is stopped for a while. At least one decode instance is always left alone.
+requests are greedy or sampled with a seed, streamed or not, over prompts of many lengths; some clients disconnect
+within an answer. Every few seconds one instance has a fault: its server or its engine is killed, it is restarted, or it
+is stopped for a while. At least one decode instance has no fault at any time.
 
 Every token that a client got must be the one that a single engine gives. An answer may be cut, or end with an error,
-only if a decode instance was killed or restarted meanwhile, and be refused (503) only while an instance was missing.
-At the end all instances must be idle, with no block in use or held, and no process or shared memory may be left over.
-The exit code is 1 if not.
+only if a decode instance was killed or restarted meanwhile, and be refused (503) only while an instance was missing. At
+the end all instances must be idle, with no block in use or held, and no process or shared memory may be left over. The
+exit code is 1 if not.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ IDLE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """`leaves_after`: tokens after which the client closes the connection; None for one that stays."""
+    """`leaves_after`: tokens after which the client closes the connection; None if it stays."""
 
     case: Case
     sampling: dict[str, Any]
@@ -70,7 +70,7 @@ class Question:
 
 @dataclass
 class Tally:
-    """What became of requests, by kind. `problems` are what must not be."""
+    """The outcomes of requests, by kind. `problems` are failed checks."""
 
     outcomes: dict[str, Counter[str]] = field(default_factory=dict[str, Counter[str]])
     first: list[float] = field(default_factory=list[float])
@@ -82,7 +82,7 @@ class Tally:
 
 
 class Faults:
-    """What happens to instances, and when it happened: requests of that time may fail."""
+    """The faults of instances and their times: requests at that time may fail."""
 
     def __init__(self, servers: Sequence[Server], tally: Tally, rng: random.Random) -> None:
         self._servers = servers
@@ -127,7 +127,7 @@ class Faults:
             self._died(server)
             server.start()
             await server.wait_ready(session)
-        # The router asks every second; it may still take the instance for a missing one.
+        # The router queries every second, and may still consider the instance missing.
         await asyncio.sleep(2.0)
         self._last_missing = time.monotonic()
         self._missing.discard(server.name)
@@ -138,7 +138,7 @@ class Faults:
 
 
 def questions(seed: int) -> list[Question]:
-    """With the answers of one engine without a connector, in this process."""
+    """Includes the answers of one engine without a connector, in this process."""
     rng = random.Random(seed)
     prompts = make_prompts(NUM_CASES, seed)
     samplings: list[dict[str, Any]] = [
@@ -199,7 +199,7 @@ class _RefusedError(Exception):
 
 
 async def _answer(session: aiohttp.ClientSession, url: str, question: Question) -> AsyncIterator[list[int] | None]:
-    """Tokens as they come, and None at the answer's end."""
+    """Yields tokens as they arrive, and None at the answer's end."""
     body = {"prompt": list(question.case.prompt), **question.sampling, "ignore_eos": True, "return_token_ids": True}
     async with session.post(f"{url}/v1/completions", json={**body, "stream": question.is_streamed}) as response:
         if response.status != 200:
@@ -239,7 +239,7 @@ def make_servers(folder: Path) -> list[Server]:
 
 @contextlib.asynccontextmanager
 async def cluster(servers: Sequence[Server]) -> AsyncIterator[tuple[aiohttp.ClientSession, str]]:
-    """All of them started, with the router's address."""
+    """Starts all of them, and yields the router's address."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         try:
             for server in servers:

@@ -1,9 +1,9 @@
-"""What the front end costs: the same requests through `LLM`, `AsyncLLM` and streaming HTTP.
+"""The cost of the front end: the same requests through `LLM`, `AsyncLLM` and streaming HTTP.
 
     python bench/serve_overhead.py [--concurrency 1 8 32] [--output-len 128] [--rounds 3] [--model FOLDER]
 
 Prints, per concurrency, the median seconds of a round through each, the front end's own CPU time per token (from the
-operating system's account of the server's process, without the engine core) and its share of a step.
+operating system's accounting of the server's process, without the engine core) and its share of a step.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ _JSON = {"Content-Type": "application/json"}
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of one process, its children left out."""
+    """Returns user and system time of one process, without its children."""
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICKS
 

@@ -1,15 +1,15 @@
-"""Speculative decoding beside the plain run: tokens per second and acceptance, by task, method and batch size.
+"""Speculative decoding compared with plain decoding: tokens per second and acceptance, by task, method and batch size.
 
     python bench/speculation.py [--model demo] [--batch 1 8] [--rounds 3] [--methods ...] [--temperature 1]
     python bench/speculation.py --model bench/shapes/qwen3-0.6b --synthetic 0.76 0.45 0.34 --methods "mtp K=1" ...
 
-The tasks repeat what stands in the prompt to different degrees: `lookup` answers questions about facts, `copy` repeats
-a list, `json` turns a sentence into JSON, `schema` does so within a JSON schema, `story` goes on freely. Plain and
+The tasks repeat parts of the prompt to different degrees: `lookup` answers questions about facts, `copy` repeats a
+list, `json` converts a sentence to JSON, `schema` does so within a JSON schema, `story` continues freely. Plain and
 drafted runs alternate; printed are the plain run's median tokens per second, and for each method the ratio of the
-medians and the share of right drafts; then the table of drafts by batch size that the figures ask for.
+medians and the share of accepted drafts; then the best table of drafts by batch size for these figures.
 
-With `--synthetic` the weights are random and drafts are accepted by chance, each place with its own probability once
-those before it are accepted: what an engine of that shape would do with a drafter that good.
+With `--synthetic` the weights are random and drafts are accepted at random, each place with its own probability once
+those before it are accepted: this simulates an engine of that shape with such a drafter.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def make(args: argparse.Namespace, speculative: dict[str, Any] | None) -> LLM:
 
 
 def measure(llm: LLM, task: str, batch: int, args: argparse.Namespace) -> tuple[float, float]:
-    """Tokens per second for a batch of the task, and the share of drafts that was right."""
+    """Returns tokens per second for a batch of the task, and the share of accepted drafts."""
     llm.reset_prefix_cache()
     questions, extra = TASKS.get(task, ([], {}))
     # Within a schema the answer ends when it is complete.
@@ -134,7 +134,7 @@ def measure(llm: LLM, task: str, batch: int, args: argparse.Namespace) -> tuple[
 
 
 def print_tables(ratios: dict[tuple[str, int], list[float]], batches: list[int]) -> None:
-    """For every kind of drafter the number of drafts that won at each batch size, none where plain decoding did."""
+    """Prints for each kind of drafter the best number of drafts by batch size, none if plain decoding is faster."""
     for kind in dict.fromkeys(METHODS[name]["method"] for name, _ in ratios):
         table: dict[str, int] = {}
         for batch in sorted(batches):

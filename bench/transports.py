@@ -1,11 +1,11 @@
-"""How fast the transports bring KV from another process of this machine, beside plain TCP and a plain memory copy.
+"""Speed of the transports between two processes of this machine, compared with plain TCP and a plain memory copy.
 
     python bench/transports.py [--rounds 15] [--megabytes 64]
 
 Every method moves the same bytes in each round, in turn, so that a busy machine slows all of them down alike. Pieces
-lie in random order on both sides, which is the worst case: nothing can be merged. Plain TCP and the copy move one.
-NIXL and Mooncake take part where they are installed; for NIXL both over UCX's own choice and, with UCX_TLS=tcp,self in
-the environment, over TCP. A method that fails once is listed as failed, and the others go on.
+are in random order on both sides, which is the worst case: nothing can be merged. Plain TCP and the copy move one
+piece. NIXL and Mooncake take part if they are installed; NIXL both over UCX's own choice and, with UCX_TLS=tcp,self in
+the environment, over TCP. A method that fails once is listed as failed, and the others continue.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def make_transports(memory: SharedMemory) -> dict[str, DataTransport]:
 
 
 def serve(pipe: Connection, num_bytes: int) -> None:
-    """The other process: its transports serve themselves; plain TCP sends the memory for every byte that comes."""
+    """The other process: its transports serve themselves; plain TCP sends the memory for every byte that arrives."""
     memory = make_memory(num_bytes)
     transports = make_transports(memory)
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -101,7 +101,7 @@ def main() -> None:
     num_bytes = options.megabytes << 20
     context = multiprocessing.get_context("spawn")
     pipe, child = context.Pipe()
-    # As a daemon it ends with this process, whatever fails here.
+    # A daemon ends with this process, whatever fails here.
     process = context.Process(target=serve, args=(child, num_bytes), daemon=True)
     process.start()
     child.close()
@@ -137,7 +137,7 @@ def main() -> None:
 
 
 def measure(methods: dict[str, Callable[[], object]], num_rounds: int) -> dict[str, list[float]]:
-    """The seconds of each round, behind two that do not count; none for a method that has failed once."""
+    """Returns the seconds of each round after two warm-up rounds; none for a method that has failed once."""
     seconds: dict[str, list[float]] = {name: [] for name in methods}
     left = dict(methods)
     for round_number in range(num_rounds + 2):
@@ -160,7 +160,7 @@ def report(seconds: dict[str, list[float]], num_bytes: int) -> None:
         if not of_method:
             sys.stdout.write(f"| {name} | failed | | | |\n")
             continue
-        # The ratio of each round, so that what slows down one round does not count.
+        # The ratio is taken per round, to cancel slowdowns of whole rounds.
         of_tcp, of_copy = (
             statistics.median(theirs / ours for theirs, ours in zip(seconds[base], of_method, strict=True))
             for base in ("plain TCP", "memory copy")

@@ -1,11 +1,11 @@
-"""Schemathesis against a running server, from its own OpenAPI document, with a canary beside it.
+"""Runs Schemathesis against a running server, from its own OpenAPI document, with a canary in parallel.
 
     penstock serve --port 8300 --max-num-seqs 16
     python bench/fuzz/serve_fuzz.py --url http://127.0.0.1:8300 --minutes 10
 
-Fails when any answer was a 5xx other than 503, when the engine is not alive at the end, or when the canary's tokens
-changed in between. Schemathesis' own summary is printed for reading: what it says of requests that time out, because
-they ask for thousands of tokens, is no failure here. The answers are counted by the server (`/metrics`).
+Fails if any answer was a 5xx other than 503, if the engine is dead at the end, or if the canary's tokens changed
+meanwhile. Schemathesis' own summary is printed for information: requests that it reports as timed out, because they ask
+for thousands of tokens, are no failure here. The answers are counted by the server (`/metrics`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 CANARY = {"prompt": "The old mill", "max_tokens": 16, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 SECONDS_BETWEEN_CANARIES = 1.0
-# A request that would run longer is hung up on, which is a test too.
+# The client disconnects from longer requests, which is a test too.
 REQUEST_TIMEOUT = "10"
 _ANSWERS = re.compile(r"^penstock:http_requests_total\{(.*)\} (\S+)$", re.MULTILINE)
 
@@ -34,7 +34,7 @@ class Server:
         self.headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
 
     def ask(self, path: str, body: Any = None) -> bytes:
-        """Raises URLError when the answer is not 200."""
+        """Raises URLError if the answer is not 200."""
         data = None if body is None else json.dumps(body).encode()
         headers = {**self.headers, "Content-Type": "application/json"}
         with urllib.request.urlopen(urllib.request.Request(self.url + path, data, headers), timeout=120) as answer:
@@ -44,7 +44,7 @@ class Server:
         return json.loads(self.ask("/v1/completions", CANARY))["choices"][0]["token_ids"]
 
     def answers(self) -> Counter[tuple[str, str]]:
-        """How many answers the server gave, by route and status."""
+        """Returns how many answers the server has given, by route and status."""
         counts: Counter[tuple[str, str]] = Counter()
         for labels, value in _ANSWERS.findall(self.ask("/metrics").decode()):
             fields = dict(re.findall(r'(\w+)="([^"]*)"', labels))

@@ -1,4 +1,4 @@
-"""What the groups of `bench/gpu.py` share: the job, its sizes, the engine, and how a run is timed and told."""
+"""The common parts of the groups of `bench/gpu.py`: the job, its sizes, the engine, timing and reports."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Job:
         return Path(self.shape).name if self.shape else "built-in"
 
     def report(self, key: str, value: float, unit: str, **more: Any) -> None:
-        """Writes a figure down at once, so that nothing of what was measured is lost with the process."""
+        """Writes a figure at once, so that no measurement is lost with the process."""
         line = {"shape": self.shape_name, "group": self.group, "key": key, "value": value, "unit": unit, **more}
         with Path(self.output).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
@@ -89,7 +89,7 @@ class Job:
 
 @contextmanager
 def engine(job: Job, **engine_args: Any) -> Iterator[LLM]:
-    """Random weights in the job's shape, bfloat16, no tokenizer and no prefix cache; and nothing is left of it."""
+    """Yields an engine with random weights in the job's shape, bfloat16, no tokenizer and no prefix cache."""
     defaults = {"load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16", "device": job.device}
     llm = LLM(job.shape, **{**defaults, "enable_prefix_caching": False, **job.sizes.limits, **engine_args})
     try:
@@ -113,7 +113,7 @@ def prompts(llm: LLM, count: int, length: int, rng: random.Random) -> list[list[
 
 @dataclass(frozen=True)
 class Run:
-    """What a batch took: `cpu_seconds` of all threads of the process, `steps` that were `replayed` from graphs."""
+    """The measurements of a batch: `cpu_seconds` of all its threads, `steps` that were `replayed` from graphs."""
 
     seconds: float
     cpu_seconds: float
@@ -156,5 +156,5 @@ class StepCounter:
         llm.generate(batch, params, use_tqdm=False)
         seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
         launched, graphed = self._calls["EagerPasses"], self._calls["GraphedPasses"]
-        # A step for which there is no graph goes through both.
+        # A step without a graph goes through both.
         return Run(seconds, cpu_seconds, max(launched, graphed), max(graphed - launched, 0))

@@ -1,8 +1,8 @@
-"""Where a step's time goes on the device: microseconds by kernel, the gaps between kernels, and the memory's floor.
+"""A step's time on the device: microseconds by kernel, the gaps between kernels, and the memory's floor.
 
 Programmatic launches are off here, as a kernel that waits for the one before it would count that time as its own; so a
-step is longer than it is otherwise. The floor of a decode step is the weights that it reads and the KV of its requests
-over the bandwidth that this process measures.
+step takes longer than otherwise. The floor of a decode step is the size of the weights that it reads and the KV of its
+requests divided by the bandwidth that this process measures.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from penstock.config.model import ModelConfig
 from penstock.kernels.triton.capabilities import Capabilities
 
 _TOP = 25
-_SKIPPED_STEPS = 6  # of prefill, and until decoding goes evenly
+_SKIPPED_STEPS = 6  # of prefill, and until decode steps are uniform
 _BYTES = 2  # of an element in bfloat16
 _WORDS = 60  # of a kernel's name
 
@@ -34,7 +34,7 @@ def profile(job: Job) -> None:
     sizes, rng = job.sizes, random.Random(0)
     bandwidth = read_bandwidth(job.device, sizes.bandwidth_bytes)
     job.report("read_bandwidth", bandwidth / 1e12, "TB/s")
-    # Kernels without early launches are compiled here and now: no more of them than it takes.
+    # Kernels without early launches are compiled at this point: use as few of them as possible.
     with _plain_launches(), engine(job, max_num_seqs=max(sizes.batches)) as llm:
         for batch in sizes.batches:
             steps = sizes.profiled_steps
@@ -42,7 +42,7 @@ def profile(job: Job) -> None:
             floor = 1e6 * decode_bytes(llm.config.model, batch, context) / bandwidth
             window = Window(job.device, _SKIPPED_STEPS, steps)
             num_tokens = _SKIPPED_STEPS + steps + 4
-            # Unwatched at first: whatever is done once.
+            # Not profiled: includes all work that is done only once.
             llm.generate(prompts(llm, batch, sizes.prompt, rng), greedy(num_tokens), use_tqdm=False)
             with window.over(llm):
                 llm.generate(prompts(llm, batch, sizes.prompt, rng), greedy(num_tokens), use_tqdm=False)
@@ -86,7 +86,7 @@ class Window:
             acc_events=True,  # there is one cycle; without it some versions of torch warn of others
         )
         self.seconds = 0.0
-        self.busy_us = 0.0  # when any kernel ran
+        self.busy_us = 0.0  # when a kernel ran
         self.spent: Counter[str] = Counter()  # microseconds by kernel
         self.count: Counter[str] = Counter()
 
@@ -137,7 +137,7 @@ class Window:
 
 
 def union(spans: list[tuple[float, float]]) -> float:
-    """How long at least one of (begin, end) is open."""
+    """Returns for how long at least one of (begin, end) is open."""
     total, reached = 0.0, float("-inf")
     for begin, end in sorted(spans):
         total += max(0.0, end - max(begin, reached))
@@ -156,7 +156,7 @@ def _plain_launches() -> Iterator[None]:
 
 
 def read_bandwidth(device: str, num_bytes: int) -> float:
-    """Bytes per second that torch reads in sums, the best of five."""
+    """Returns the bytes per second that torch reads in sums, the best of five."""
     memory = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
     memory.sum()
     best = float("inf")
@@ -171,7 +171,7 @@ def read_bandwidth(device: str, num_bytes: int) -> float:
 
 
 def decode_bytes(config: ModelConfig, batch: int, context: float) -> float:
-    """What a decode step reads at least: every layer, the head, and the keys and values of `context` positions each."""
+    """Returns the least that a decode step reads: all layers, the head, and the KV of `context` positions each."""
     hidden, head = config.hidden_size, config.head_dim
     query, key = config.num_attention_heads * head, config.num_key_value_heads * head
     layer = hidden * (2 * query + 2 * key) + 3 * hidden * config.intermediate_size

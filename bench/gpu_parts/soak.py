@@ -1,4 +1,4 @@
-"""Minutes of mixed load, and whether the memory grows meanwhile."""
+"""Runs minutes of mixed load, and checks whether the memory grows meanwhile."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _MIB = 1 << 20
 
 
 def soak(job: Job) -> None:
-    """Batches of requests of all lengths and kinds, and after each a request that is aborted after a few tokens.
+    """Runs batches of requests of all lengths and kinds, and after each a request that is aborted after a few tokens.
 
-    Growth is counted from a fifth of the time on: until then sizes come for the first time.
+    Growth is counted after a fifth of the time: until then some sizes occur for the first time.
     """
     rng, sizes = random.Random(0), job.sizes
     longest = sizes.limits["max_model_len"] // 2 - 1
@@ -65,7 +65,7 @@ def soak(job: Job) -> None:
 
 
 def memory(device: str) -> dict[str, float]:
-    """In MiB: what the process holds at most, and on a GPU what torch has reserved and given out."""
+    """Returns in MiB the process's maximum, and on a GPU the memory that torch has reserved and allocated."""
     found = {"host_peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
     if device == "cuda":
         found["reserved"] = torch.cuda.memory_reserved() / _MIB

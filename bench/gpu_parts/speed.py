@@ -24,7 +24,7 @@ def deterministic(job: Job) -> None:
 
 
 def eager(job: Job) -> None:
-    """What graphs are worth, where a step is shortest."""
+    """Measures the benefit of graphs, with the shortest steps."""
     _decode(job, "eager", job.sizes.batches[:1], enforce_eager=True)
 
 
@@ -70,7 +70,7 @@ def mix(job: Job) -> None:
     params = [SamplingParams(temperature=0.6, max_tokens=n, ignore_eos=True, detokenize=False) for n in outputs]
     with StepCounter.watching(job.device) as steps, engine(job) as llm:
         batch = [prompts(llm, 1, length, rng)[0] for length in lengths]
-        # Once to warm up: sampling, and steps of every size.
+        # The first run is the warm-up: sampling, and steps of every size.
         runs = [steps.run(llm, batch, params) for _ in range(1 + sizes.rounds)]
     rates = [sum(outputs) / run.seconds for run in runs[1:]]
     job.report(

@@ -52,7 +52,7 @@ def _start_once(job: Job, folder: Path, cache: Path) -> dict:
 
 
 def make_checkpoint(shape: Path, folder: Path) -> Path:
-    """Random weights in shards of 2 GiB, as Hugging Face's checkpoints have them; made once."""
+    """Makes random weights in shards of 2 GiB, like Hugging Face's checkpoints; only once."""
     if (folder / _INDEX).exists() and (folder / "config.json").read_bytes() == (shape / "config.json").read_bytes():
         return folder
     shutil.rmtree(folder, ignore_errors=True)
@@ -72,13 +72,13 @@ def make_checkpoint(shape: Path, folder: Path) -> Path:
         save_file(shard, folder / file)
         file_of.update(dict.fromkeys(shard, file))
         shard.clear()
-    # Last of all: a folder with an index is complete.
+    # Written last: a folder with an index is complete.
     (folder / _INDEX).write_text(json.dumps({"weight_map": file_of}))
     return folder
 
 
 def tensors_of(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of a Qwen3 checkpoint."""
+    """Yields names and shapes of a Qwen3 checkpoint."""
     hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
     query, key = config.num_attention_heads * head, config.num_key_value_heads * head
     yield "model.embed_tokens.weight", (config.vocab_size, hidden)
@@ -104,7 +104,7 @@ def tensors_of(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def read_once(folder: Path) -> int:
-    """Brings the files to the page cache; how many bytes they have."""
+    """Reads the files into the page cache; returns their size in bytes."""
     total, buffer = 0, bytearray(_READ_BYTES)
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb", buffering=0) as file:

@@ -1,9 +1,9 @@
-"""Starts an engine and tells when it was ready, when the first token came, and where the time went.
+"""Starts an engine and reports when it was ready, when the first token came, and the time of each stage.
 
     python start_once.py STARTED '{"model": ...}'      STARTED: the parent's time.monotonic() when it started this
 
-The last line of its output is JSON, all in seconds. A stage's time is its own: what is told of separately within it,
-such as the capture of graphs while the runner is built, is not in it. Stages that do not occur are left out.
+The last line of its output is JSON, all in seconds. A stage's time excludes stages that are reported separately within
+it, such as the capture of graphs while the runner is built. Stages that do not occur are left out.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 class Stages:
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
-        self._within: list[float] = [0.0]  # seconds of what has ended inside of each open stage
+        self._within: list[float] = [0.0]  # seconds of stages that have ended inside each open stage
 
     def timed(self, function: Callable[..., Any], stage: str) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -43,7 +43,7 @@ class Stages:
             setattr(owner, name, self.timed(getattr(owner, name), stage))
 
     def watch_compilation_ahead(self, worker: Any) -> None:
-        """What the engine waits for kernels that are compiled while its weights load."""
+        """Measures how long the engine waits for kernels that are compiled while its weights load."""
         if not hasattr(worker, "compiling_ahead"):
             return
         original = worker.compiling_ahead

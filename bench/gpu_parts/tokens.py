@@ -1,4 +1,4 @@
-"""Tokens of the built-in model on the GPU beside the CPU's, and what its own drafts gain there."""
+"""Compares the built-in model's tokens on the GPU with the CPU's, and measures its own drafts there."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TEXTS = (
 
 @dataclass(frozen=True)
 class _Way:
-    """One way to the same tokens; `happened` says whether the run really took it."""
+    """One way to compute the same tokens; `happened` says whether the run really used it."""
 
     name: str
     engine_args: dict[str, Any] = field(default_factory=dict)
@@ -50,7 +50,7 @@ WAYS = (
 
 
 def tokens(job: Job) -> None:
-    """Fast kernels have other last bits than a CPU, which near ties show; deterministic ones agree with themselves."""
+    """Fast kernels differ from a CPU in last bits, which near ties reveal; deterministic ones agree with themselves."""
     for dtype in ("float32", "bfloat16"):
         reference, _ = _tokens(job, WAYS[0], dtype=dtype, device="cpu")
         for way in WAYS:
@@ -85,12 +85,12 @@ def _compare(job: Job, key: str, reference: list[list[int]], found: tuple[list[l
 
 
 def first_difference(one: list[int], other: list[int]) -> int:
-    """Where two lists that are not equal part; one that fails or ends early may be the beginning of the other."""
+    """Returns the first difference of two unequal lists; one that fails or ends early may be a prefix of the other."""
     return next(i for i, (x, y) in enumerate(itertools.zip_longest(one, other)) if x != y)
 
 
 def speculation(job: Job) -> None:
-    """The built-in model and its own module for more tokens: one engine after the other."""
+    """Runs the built-in model without and with its own MTP module: one engine after the other."""
     found: dict[tuple[str, int], float] = {}
     for name, config in (("plain", None), ("mtp3", MTP)):
         with StepCounter.watching(job.device) as steps:

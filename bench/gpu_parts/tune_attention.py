@@ -27,14 +27,14 @@ from penstock.kernels.triton.capabilities import Capabilities
 _EPS = 1e-6
 _MAX_CHAIN_BYTES, _MAX_LAYERS = 16 << 30, 28
 _TOLERANCE = 2e-2
-# The contexts for which an engine with max_model_len=4096 captures steps: a step's grid is that of the next one.
+# The contexts for which an engine with max_model_len=4096 captures steps: a step uses the grid of the next one.
 _CONTEXTS = (1024, 4096)
 _ANY = 1 << 30
 
 
 @dataclass(frozen=True)
 class Split:
-    """What a choice of decode sets, and who merges the parts."""
+    """The settings of a decode choice, and the program that merges the parts."""
 
     split: int
     keys: int
@@ -121,7 +121,7 @@ class _Attention:
         return _TOLERANCE
 
     def library(self, operands: _Operands) -> None:
-        """torch has none for paged caches."""
+        """torch has no such kernel for paged caches."""
 
     def make(self, on: torch.device, num_layers: int) -> _Operands:
         shape, dtype = self.shape, self.shape.dtype
@@ -166,7 +166,7 @@ class _Attention:
         return run
 
     def error(self, operands: _Operands, outputs: Tensors) -> float:
-        """Of the first and the last request; all others are alike. Prompts have rows enough in the last one."""
+        """Returns the error of the first and the last request; all others are alike. For prompts the last is enough."""
         shape = self.shape
         chosen = sorted({0 if self.queries == 1 else self.batch - 1, self.batch - 1})
         rows = [i * self.queries + query for i in chosen for query in range(self.queries)]
@@ -180,7 +180,7 @@ class _Attention:
             heads = (shape.num_heads, shape.num_kv_heads)
             rope_and_store_kv_reference(qkv, *heads, operands.cos_sin, last, cache, slots, *operands.norms, _EPS)
         q = qkv.view(len(rows), -1, shape.head_dim)[:, : shape.num_heads].double()
-        # Only the blocks that are seen, in their order, so that not all of the cache is widened.
+        # Copies only the blocks that are seen, in order, so that not all of the cache is widened.
         seen = cache[table.long().flatten()].double()
         own = torch.arange(table.numel(), dtype=torch.int32, device=table.device).view_as(table)
         batch = (own, operands.starts[: len(chosen) + 1], operands.seq_lens[: len(chosen)])
@@ -234,7 +234,7 @@ class PrefillCell(_Attention):
             present = replace(present, use_tma=True)
         found = [*neighbours(present, _PREFILL_AXES), *_PREFILL_HINTS]
         if block_size > 16:
-            # A tile of keys lies in one block, where TMA is to load it.
+            # A tile of keys must be in one block to be loaded by TMA.
             found += [replace(each, keys=min(each.keys, block_size), use_tma=True) for each in found]
             found += [replace(each, use_tma=False) for each in found]
         most = 4 * block_size
@@ -248,7 +248,7 @@ class PrefillCell(_Attention):
 
 @dataclass(frozen=True)
 class DeterministicCell(_Attention):
-    """What suits decode must suit prefill: a deterministic plan has one tile for both."""
+    """One tile must be good for both decode and prefill: a deterministic plan has one for both."""
 
     @property
     def name(self) -> str:

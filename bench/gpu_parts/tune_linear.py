@@ -19,11 +19,11 @@ from penstock.kernels.triton.linear.tiles import BUCKETS, Role, Tile, choose, fi
 
 _EPS = 1e-6
 _SHARED_BYTES = 227 << 10  # of a program
-_MIN_CHAIN_BYTES, _MAX_LAYERS = 512 << 20, 28  # so much more than caches hold
+_MIN_CHAIN_BYTES, _MAX_LAYERS = 512 << 20, 28  # much more than caches hold
 # Two roundings to the dtype, root mean square, and the sums' own error.
 TOLERANCES = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 
-# The first figures are the prototype's; then what else may be better where this kernel differs from it.
+# The first ones are the prototype's; then others that may be better because this kernel differs from it.
 _HINTS: dict[tuple[Role, int], tuple[Tile, ...]] = {
     (Role.GATE_UP, 16): (Tile(32, 16, 128, 4, 4), Tile(32, 16, 128, 4, 6)),
     (Role.OUT, 16): (Tile(64, 16, 128, 4, 4, split=2), Tile(32, 16, 128, 4, 6), Tile(32, 16, 128, 4, 4, split=2)),
@@ -114,8 +114,8 @@ class _Weights:
 @dataclass(frozen=True)
 class _Operands:
     weights: list[torch.Tensor]
-    stream: Stream  # [T, K]: what roles behind a norm multiply; its residual what the others do
-    old: Stream  # [T, N]: what is added to
+    stream: Stream  # [T, K]: the input of roles after a norm; its residual is the input of the others
+    old: Stream  # [T, N]: the stream that is added to
     old_gain: torch.Tensor
 
 
@@ -145,7 +145,7 @@ class LinearCell(_Weights):
         return [present, *(tile for tile in found if tile != present and self._fits(tile))]
 
     def _holds(self, tile: Tile) -> bool:
-        """Whether a thread has some of the weight to load at once, and not more than its registers hold."""
+        """Returns whether each thread loads some of the weight at once, within its registers."""
         pair = 2 if self.role is Role.GATE_UP else 1
         return tile.depth <= triton.next_power_of_2(self.shape[1]) and (
             8 <= pair * tile.rows * tile.depth // (32 * tile.warps) <= 128

@@ -1,9 +1,9 @@
-"""How `bench/gpu_tune.py` measures: a chain of launches with distinct operands, checked, captured and replayed.
+"""The measurements of `bench/gpu_tune.py`: a chain of launches with distinct operands, checked, captured and replayed.
 
-A cell is one place of the tuning tables: a kernel, a shape and a number of tokens. Its candidates are settings of that
-place, the present one first. A candidate counts only where its result is right against a reference in wide floats, and
-where the last of many replays has the same bits as the first launch: what is fast for it does not do its work, or
-leaves counters behind, is found out.
+A cell is one entry of the tuning tables: a kernel, a shape and a number of tokens. Its candidates are settings of that
+entry, the present one first. A candidate counts only if its result is correct compared with a reference in wide floats,
+and if the last of many replays has the same bits as the first launch: this detects candidates that are fast because
+they do not do all the work, or leave counters behind.
 """
 
 from __future__ import annotations
@@ -32,39 +32,39 @@ class Cell(Protocol):
 
     @property
     def work(self) -> tuple[float, str]:
-        """Of one launch: so many of a unit a second are what it is judged by."""
+        """The work of one launch and its unit: candidates are compared by units per second."""
         ...
 
     @property
     def num_layers(self) -> int: ...
 
     def candidates(self) -> list[Any]:
-        """Settings that may be tried, the present one first."""
+        """Returns settings to try, the present one first."""
         ...
 
     def make(self, on: torch.device, num_layers: int) -> Any:
-        """The operands of a chain."""
+        """Returns the operands of a chain."""
         ...
 
     def chain(self, operands: Any, setting: Any, capabilities: Capabilities) -> Callable[[], Tensors]:
-        """Launches all layers after each other, and returns what the last one leaves."""
+        """Launches all layers one after the other, and returns the last one's results."""
         ...
 
     def error(self, operands: Any, outputs: Tensors) -> float:
-        """Of the last layer, relative to a reference in wider floats."""
+        """Returns the error of the last layer, relative to a reference in wider floats."""
         ...
 
     def tolerance(self) -> float: ...
 
     def library(self, operands: Any) -> Callable[[], Tensors] | None:
-        """A chain of torch's own kernels, where they do the like."""
+        """Returns a chain of torch's own kernels, if they have an equivalent."""
         ...
 
 
 @dataclass(frozen=True)
 class Result:
     setting: str
-    us: float = 0.0  # of one launch; 0 where there is none that counts
+    us: float = 0.0  # of one launch; 0 without a valid measurement
     problem: str = ""
 
 
@@ -74,8 +74,8 @@ class CellResult:
     unit: str
     work: float  # in units of 1e12
     results: list[Result] = field(default_factory=list)  # the present setting first
-    library_us: float = 0.0  # what torch's own kernels take, where they do the like
-    is_fatal: bool = False  # the process can use the GPU no more
+    library_us: float = 0.0  # time of torch's own kernels, if they have an equivalent
+    is_fatal: bool = False  # the process can no longer use the GPU
 
     def table(self) -> str:
         present = self.results[0]
@@ -97,7 +97,7 @@ class CellResult:
 
 
 def neighbours(present: T, axes: dict[str, Sequence[Any]]) -> list[T]:
-    """`present`, and what differs from it in one of the fields."""
+    """Returns `present`, and settings that differ from it in one of the fields."""
     found = [present]
     for name, values in axes.items():
         found += [replace(present, **{name: value}) for value in values]  # pyright: ignore
@@ -106,7 +106,7 @@ def neighbours(present: T, axes: dict[str, Sequence[Any]]) -> list[T]:
 
 @contextmanager
 def put(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """`owner.name` is `value` meanwhile."""
+    """Sets `owner.name` to `value` within the context."""
     kept = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -116,18 +116,18 @@ def put(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest of the rows' errors, root mean square: one wrong tile is not lost among the others."""
+    """Returns the largest of the rows' errors, root mean square, so that one wrong tile is not averaged out."""
     wide = expected.double().flatten(1)
     return ((got.double().flatten(1) - wide).norm(dim=1) / wide.norm(dim=1).clamp(min=1e-30)).max().item()
 
 
 def products(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x @ weight.T in float64, a part of the weight at a time."""
+    """Returns x @ weight.T in float64, computed a part of the weight at a time."""
     return torch.cat([x.double() @ part.double().T for part in weight.split(16384)], 1)
 
 
 def measure(cell: Cell, device: str, capabilities: Capabilities, known: Sequence[Result] = ()) -> CellResult:
-    """Tries the candidates of a cell that are not known; on a CPU, where there are no graphs, times mean nothing."""
+    """Tries the candidates of a cell that are not known; on a CPU, which has no graphs, the times are meaningless."""
     torch.manual_seed(0)
     work, unit = cell.work
     found = CellResult(cell.name, unit, work / 1e12, list(known))
@@ -153,7 +153,7 @@ def _measure_one(cell: Cell, operands: Any, setting: Any, device: str, capabilit
     run = cell.chain(operands, setting, capabilities)
     first = tuple(tensor.clone() for tensor in run())
     error = cell.error(operands, first)
-    # Whatever is no number is wrong too.
+    # NaN counts as wrong too.
     if not error <= cell.tolerance():
         return Result(str(setting), problem=f"WRONG: error {error:.2g}")
     us, last = _time(run, cell.num_layers, device)
@@ -163,7 +163,7 @@ def _measure_one(cell: Cell, operands: Any, setting: Any, device: str, capabilit
 
 
 def _time(run: Callable[[], Tensors], num_layers: int, device: str) -> tuple[float, Tensors]:
-    """Microseconds of one launch of the chain, the median of rounds, and what the last replay left."""
+    """Returns the microseconds of one launch of the chain, the median of rounds, and the results of the last replay."""
     if device == "cpu":
         return 1.0, run()
     recorder = importlib.import_module("penstock.runner.gpu.cudagraphs").CudaGraphRecorder(torch.device(device))
@@ -182,7 +182,7 @@ def _time(run: Callable[[], Tensors], num_layers: int, device: str) -> tuple[flo
 
 
 def compile_ahead(cell: Cell, setting: Any, capability: int) -> None:
-    """Into Triton's cache, without a GPU; what does not compile is found out where it is measured."""
+    """Compiles into Triton's cache, without a GPU; compilation errors are reported during the measurement."""
     from penstock.runner.gpu.ahead import dry_run
 
     is_new = capability >= 90

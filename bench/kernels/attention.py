@@ -1,8 +1,8 @@
 """Paged attention: Penstock's kernel on each instruction set against torch (gather, then SDPA) and the memory itself.
 
-Decode batches take the next blocks of a cache of several hundred megabytes with every call, as the layers of a model
-do, so that keys and values stream from memory; "read" is how long torch takes to add up as many bytes. Contenders
-alternate, so a busy moment of the machine touches them alike. Figures are the median and, in brackets, the best.
+Decode batches use the next blocks of a cache of several hundred megabytes with every call, as the layers of a model do,
+so that keys and values stream from memory; "read" is how long torch takes to add up as many bytes. Contenders
+alternate, so a busy moment of the machine affects them alike. Figures are the median and, in brackets, the best.
 
     python bench/kernels/attention.py --threads 2 --isa amx,avx512
 """
@@ -53,7 +53,7 @@ class Case:
         return call
 
     def gather_sdpa(self, table: torch.Tensor) -> torch.Tensor:
-        """The blocks gathered, and the query heads of a KV head folded into query rows."""
+        """Gathers the blocks, and folds the query heads of a KV head into query rows."""
         requests = table.shape[0]
         kv = self.cache[table.flatten().long()].view(requests, -1, 2, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM)
         k, v = kv.permute(2, 0, 3, 1, 4, 5).reshape(2, requests, NUM_KV_HEADS, self.seq_len, HEAD_DIM).unbind(0)
@@ -64,13 +64,13 @@ class Case:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
     def read(self, table: torch.Tensor) -> torch.Tensor:
-        """As many bytes as the call's keys and values, one after the other, from somewhere in the cache."""
+        """Reads as many contiguous bytes as the call's keys and values, from anywhere in the cache."""
         first = int(table[0, 0]) % (self.cache.shape[0] - table.numel() + 1)
         return self.cache[first : first + table.numel()].view(torch.float32).sum()
 
 
 def measure(case: Case, calls: dict[str, Call], seconds: float) -> dict[str, list[float]]:
-    """Seconds of each call of each contender, which share `seconds` of measuring."""
+    """Returns the seconds of each call of each contender, which share `seconds` of measuring."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     end = time.perf_counter() + seconds
     turn = 0

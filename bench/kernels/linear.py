@@ -30,7 +30,7 @@ Linear = Callable[[torch.Tensor], torch.Tensor]
 
 
 def prepacked(weight: torch.Tensor, rows: int) -> Linear:
-    """oneDNN's linear on a weight in the layout that it prefers for this number of rows."""
+    """Returns oneDNN's linear on a weight in the layout that it prefers for this number of rows."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
 
@@ -46,14 +46,14 @@ def contenders(weights: list[torch.Tensor], rows: int, isas: list[str]) -> dict[
 
 
 def measure(made: dict[str, list[Linear]], x: torch.Tensor, seconds: float) -> dict[str, float]:
-    """Median seconds of a call of each contender, which share `seconds` of measuring."""
+    """Returns the median seconds of a call of each contender, which share `seconds` of measuring."""
     times: dict[str, list[float]] = {name: [] for name in made}
     copies = len(next(iter(made.values())))
     end = time.perf_counter() + seconds
     turn = 0
     while time.perf_counter() < end or turn < 3:
         for name, layers in made.items():
-            # Several calls in a row: one alone would meet the caches and the threads that its predecessor left.
+            # Several calls in a row: a single one would be affected by the caches and the threads of its predecessor.
             for call in range(RUN):
                 layer = layers[(turn * RUN + call) % copies]
                 start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""A prefill and a decode instance as processes of their own, and the router in front of them in this process."""
+"""A prefill and a decode instance as separate processes, and the router in front of them in this process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from penstock.router.service import Listening, RouterConfig, running
 CONNECTORS = {"serial": "NixlConnector", "concurrent": "MooncakeConnector"}
 START_SECONDS = 180.0
 _END_SECONDS = 30.0
-# Below the range from which the system takes the ports of outgoing connections, so that a restart finds its own free.
+# Below the system's range for ports of outgoing connections, so that its ports are still free after a restart.
 _PORTS = range(20000, 32000)
 _METRIC = re.compile(r"^(?P<name>[\w:]+)\{(?P<labels>[^}]*)\} (?P<value>\S+)$", re.M)
 
@@ -43,7 +43,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """All processes below one, outermost first."""
+    """Returns all processes below one, outermost first."""
     try:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()
     except OSError:
@@ -52,7 +52,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def is_gone(pid: int) -> bool:
-    """Whether a process has ended; one that its parent has not waited for yet counts as ended."""
+    """Returns whether a process has ended, even if its parent has not waited for it yet."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except (FileNotFoundError, ProcessLookupError):
@@ -62,7 +62,7 @@ def is_gone(pid: int) -> bool:
 
 @dataclass
 class Server:
-    """One `penstock serve` at fixed addresses, which may be started again and again. `cores`: where it may run."""
+    """One `penstock serve` at fixed addresses, which may be restarted repeatedly. `cores`: where it may run."""
 
     name: str
     flags: Sequence[str]
@@ -94,7 +94,7 @@ class Server:
         self.pids = [self.process.pid]
 
     async def wait_ready(self, session: aiohttp.ClientSession) -> None:
-        """Also notes its processes."""
+        """Also records its processes."""
         assert self.process is not None
         deadline = time.monotonic() + START_SECONDS
         while True:
@@ -108,7 +108,7 @@ class Server:
         self.pids = [self.process.pid, *descendants(self.process.pid)]
 
     def victims(self, which: str) -> list[int]:
-        """`server`: the process that speaks HTTP; `engine`: the engine core's; `both`."""
+        """`server`: the HTTP process; `engine`: the engine core's; `both`."""
         return {"server": self.pids[:1], "engine": self.pids[1:], "both": self.pids}[which]
 
     def signal(self, which: str, number: int) -> None:
@@ -117,7 +117,7 @@ class Server:
                 os.kill(pid, number)
 
     async def wait_ended(self) -> bool:
-        """Whether all its processes have ended within the time for that; those that have not are killed."""
+        """Returns whether all its processes have ended within the time limit; the others are killed."""
         assert self.process is not None
         deadline = time.monotonic() + _END_SECONDS
         while time.monotonic() < deadline:
@@ -139,7 +139,7 @@ class Server:
         return self.log.read_text(errors="replace")[-3000:]
 
     async def metrics(self, session: aiohttp.ClientSession) -> dict[str, float]:
-        """By name; what the connector counts under the connector's own names."""
+        """Returns the metrics by name; the connector's counters have its own names."""
         async with session.get(f"{self.url}/metrics", timeout=aiohttp.ClientTimeout(10)) as response:
             text = await response.text()
         found: dict[str, float] = {}
@@ -152,7 +152,7 @@ class Server:
         return found
 
     async def is_idle(self, session: aiohttp.ClientSession) -> bool:
-        """No request, no block in use, nothing held for others; and all state agrees with itself."""
+        """Returns whether there is no request, no block in use and none held for others; also checks the integrity."""
         found = await self.metrics(session)
         async with session.get(f"{self.admin_url}/drain") as response:
             unfinished = (await response.json())["num_unfinished"]
@@ -202,7 +202,7 @@ class Cluster:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[aiohttp.ClientSession]:
-        """Starts everything, and ends it."""
+        """Starts all processes, and ends them."""
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(connector=connector) as session:
             try:
@@ -233,7 +233,7 @@ class Cluster:
             yield
 
     async def wait_routed(self) -> None:
-        """Until the router knows that every instance is ready; it asks each of them once a second."""
+        """Waits until the router knows that every instance is ready; it queries each of them once a second."""
         deadline = time.monotonic() + START_SECONDS
         while waiting := [each.url for each in self._listening.dispatcher.pool if each.state is not State.READY]:
             assert time.monotonic() < deadline, f"the router takes these not to be ready: {waiting}"
@@ -242,7 +242,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def private_folder(folder: Path) -> Iterator[None]:
-    """The engines below leave their addresses and their key in `folder`."""
+    """The engines inside keep their addresses and their key in `folder`."""
     before = os.environ.get("TMPDIR")
     os.environ["TMPDIR"] = str(folder)
     try:

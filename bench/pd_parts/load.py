@@ -1,4 +1,4 @@
-"""Requests whose answers are known, and how each of them ended."""
+"""Requests with known answers, and the outcome of each."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Answer:
 
 
 def make_prompts(count: int, seed: int) -> list[list[int]]:
-    """Of many lengths; most of them begin like others."""
+    """Makes prompts of many lengths; most of them share a prefix with others."""
     rng = random.Random(seed)
     prefixes = [[rng.randrange(VOCABULARY) for _ in range(length)] for length in (0, 40, 96, 200)]
     return [
@@ -55,7 +55,7 @@ def make_prompts(count: int, seed: int) -> list[list[int]]:
 
 
 def make_cases(count: int, seed: int, max_tokens: int = 12) -> list[Case]:
-    """With the answers of one engine without a connector, in this process."""
+    """Adds the answers of one engine without a connector, in this process."""
     prompts = make_prompts(count, seed)
     llm = LLM(device="cpu", max_model_len=512, num_gpu_blocks_override=1500, num_threads=1)
     try:
@@ -70,7 +70,7 @@ def make_cases(count: int, seed: int, max_tokens: int = 12) -> list[Case]:
 
 @dataclass(slots=True)
 class _Stream:
-    """What has come of one answer."""
+    """The received part of one answer."""
 
     tokens: list[int]
     num_cached: int = 0
@@ -94,7 +94,7 @@ class _Stream:
 
 
 async def ask(session: aiohttp.ClientSession, url: str, case: Case, deadline: float) -> Answer:
-    """Never longer than `deadline` seconds."""
+    """Takes at most `deadline` seconds."""
     started = time.monotonic()
     stream = _Stream([])
     try:
@@ -130,7 +130,7 @@ async def _read(session: aiohttp.ClientSession, url: str, case: Case, stream: _S
 
 
 def judge(case: Case, tokens: Sequence[int], is_done: bool, error: str) -> tuple[Outcome, str]:
-    """What was given must be right, however the answer ended."""
+    """The received tokens must be right, however the answer ended."""
     if tuple(tokens) != case.expected[: len(tokens)]:
         return Outcome.WRONG, f"{list(tokens)} instead of {list(case.expected)}"
     if error:

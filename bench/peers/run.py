@@ -1,9 +1,9 @@
-"""Penstock beside other engines on one machine, in alternation, and the table of medians.
+"""Penstock and other engines on one machine, in alternation, and the table of medians.
 
     python bench/peers/run.py --rounds 3 penstock=.venv/bin/python vllm=VLLM_VENV/bin/python \
         llama_cpp=LLAMA_VENV/bin/python transformers=.venv/bin/python
 
-Each engine has its own interpreter, because they do not install beside each other. `--shape` names a folder with a
+Each engine has its own interpreter, because they cannot be installed together. `--shape` names a folder with a
 config.json; the weights are random.
 """
 

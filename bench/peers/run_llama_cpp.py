@@ -1,7 +1,7 @@
 """llama.cpp (through llama-cpp-python's C interface) on the workload.
 
-Writes a GGUF file with random bfloat16 weights in the shape of the given config.json, once, and keeps it beside the
-other temporary files.
+Writes a GGUF file with random bfloat16 weights in the shape of the given config.json, once, and keeps it in the folder
+for temporary files.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Engine:
             last = self._decode(rows)
 
     def _decode(self, rows: list[tuple[int, int, int, bool]]) -> list[int]:
-        """Runs (token, position, sequence, wants logits) rows; the greedy tokens of those that want them."""
+        """Runs (token, position, sequence, wants logits) rows; returns the greedy tokens of those that want them."""
         batch = llama_cpp.llama_batch_init(len(rows), 0, 1)
         batch.n_tokens = len(rows)
         for i, (token, position, sequence, wants) in enumerate(rows):

@@ -1,4 +1,4 @@
-"""Stub instances, routers and engines as processes of their own."""
+"""Stub instances, routers and engines as separate processes."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def free_ports(count: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class RouterProcess:
-    """`admin_url` is empty for one without administration."""
+    """`admin_url` is empty without administration."""
 
     url: str
     admin_url: str
     pid: int
 
     def cpu_seconds(self) -> float:
-        """That its threads have taken so far."""
+        """Returns the CPU time of its threads so far."""
         threads = Path(f"/proc/{self.pid}/task").iterdir()
         return sum(int((each / "schedstat").read_text(encoding="utf-8").split()[0]) for each in threads) / 1e9
 
@@ -93,7 +93,7 @@ def penstock_route(*flags: str) -> Iterator[RouterProcess]:
 
 @contextlib.contextmanager
 def vllm_router(urls: Sequence[str]) -> Iterator[RouterProcess | None]:
-    """None where it is not installed."""
+    """Yields None if it is not installed."""
     program = shutil.which("vllm-router", path=str(Path(sys.executable).parent)) or shutil.which("vllm-router")
     if program is None:
         yield None
@@ -107,7 +107,7 @@ def vllm_router(urls: Sequence[str]) -> Iterator[RouterProcess | None]:
 
 @contextlib.contextmanager
 def engine(events: str, replay: str, kv_cache_memory: str) -> Iterator[str]:
-    """An engine of the built-in model that publishes KV events."""
+    """Starts an engine of the built-in model that publishes KV events."""
     config = {"enable_kv_cache_events": True, "endpoint": events, "replay_endpoint": replay}
     with server("--kv-cache-memory", kv_cache_memory, "--kv-events-config", json.dumps(config)) as url:
         yield url
@@ -115,7 +115,7 @@ def engine(events: str, replay: str, kv_cache_memory: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def server(*flags: str) -> Iterator[str]:
-    """`penstock serve` with the built-in model."""
+    """Starts `penstock serve` with the built-in model."""
     with _running([sys.executable, "-m", "penstock.cli.main", "serve", "--port", "0", *flags]) as (_, lines):
         for line in lines:
             if " serves " in line:
@@ -135,7 +135,7 @@ async def wait_ready(url: str) -> None:
 
 @contextlib.contextmanager
 def _running(command: Sequence[str]) -> Iterator[tuple[int, Iterator[str]]]:
-    """Its process id, and the lines that it prints until it ends. They go through a file: nothing has to read them."""
+    """Yields its process id, and the lines that it prints until it ends. They go through a file, read or not."""
     with tempfile.NamedTemporaryFile("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
         try:

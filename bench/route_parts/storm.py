@@ -1,4 +1,4 @@
-"""Requests through a router while its instances die, drain, leave and join, and what has become of each request."""
+"""Sends requests through a router while its instances die, drain, leave and join, and counts the outcomes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _LIMIT_S = 600.0
 
 @dataclass
 class Tally:
-    """Of requests. `answered`: whole; `refused`: an error with a message; `cut`: the connection's end in the middle of
-    the answer says so. `wrong` names those with none of the three: lost tokens, foreign tokens, two answers.
+    """Counts of requests. `answered`: completely; `refused`: an error with a message; `cut`: by the end of the
+    connection within the answer. `wrong` names those with none of the three: lost tokens, foreign tokens, two answers.
     """
 
     answered: int = 0
@@ -33,7 +33,7 @@ class Tally:
 
 
 async def ask(session: aiohttp.ClientSession, url: str, name: str, num_tokens: int, tally: Tally) -> None:
-    """One streamed request, checked token by token."""
+    """Sends one streamed request, and checks it token by token."""
     body = {"prompt": name, "max_tokens": num_tokens, "stream": True}
     found: list[str] = []
     try:
@@ -47,7 +47,7 @@ async def ask(session: aiohttp.ClientSession, url: str, name: str, num_tokens: i
                 if line.startswith(b"data: "):
                     found.append(line[6:].decode().strip())
     except (aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError, ConnectionResetError):
-        # The client may drop what it had received before the end of the connection.
+        # The client may drop data that it had received before the end of the connection.
         if found == expected(name, num_tokens)[: len(found)]:
             tally.cut += 1
         else:
@@ -64,7 +64,7 @@ def expected(name: str, num_tokens: int) -> list[str]:
 
 
 class Instances(Protocol):
-    """Stub instances, of this process or of another one."""
+    """Stub instances, in this process or another one."""
 
     urls: Sequence[str]
 
@@ -75,8 +75,8 @@ class Instances(Protocol):
 
 @dataclass
 class Disturbance:
-    """Instances die for a while, are drained and resumed, or removed and added. Paced by requests and not by time, so
-    that a slow machine sees as much of it: after every `every` requests something ends and something else begins.
+    """Instances die for a while, are drained and resumed, or removed and added. Paced by requests, not by time, so that
+    it does not depend on the machine: after every `every` requests something ends and something else begins.
     """
 
     session: aiohttp.ClientSession
@@ -88,7 +88,7 @@ class Disturbance:
     is_over: bool = False
 
     async def run(self) -> None:
-        """Until `is_over`; then what has begun is ended."""
+        """Runs until `is_over`; then ends all disturbances."""
         while not self.is_over:
             number = self.rng.randrange(len(self.instances.urls))
             what = self.rng.choice(("die", "drain", "remove", "remove now"))
@@ -123,7 +123,7 @@ class Disturbance:
 async def storm(
     url: str, admin_url: str, instances: Instances, *, num_requests: int, concurrency: int, seed: int = 0
 ) -> Tally:
-    """All requests, `concurrency` of them at a time, with a hundred disturbances or one for every 10 requests."""
+    """Sends all requests, `concurrency` at a time, with a hundred disturbances or one for every 10 requests."""
     rng, tally = random.Random(seed), Tally()
     names = iter(range(num_requests))
     connector = aiohttp.TCPConnector(limit=0, force_close=True)

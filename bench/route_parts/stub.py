@@ -1,4 +1,4 @@
-"""Instances without an engine: they stream numbered tokens, and die and come back when they are told to."""
+"""Instances without an engine: they stream numbered tokens, and stop and start on command."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class StubInstance:
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         asked = await request.json()
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        # A connection that `stop` has ended, or a client that has left, needs no answer.
+        # A connection that `stop` has ended, or a client that has disconnected, needs no answer.
         with contextlib.suppress(ConnectionError):
             await response.prepare(request)
             for number in range(asked["max_tokens"]):
@@ -69,7 +69,7 @@ class StubInstance:
 
 
 async def serve_on_command(count: int, token_seconds: float) -> None:
-    """For a process of its own: prints the URLs, and obeys lines like `stop 3` and `start 3` until its input ends."""
+    """For a separate process: prints the URLs, and executes lines like `stop 3` and `start 3` until its input ends."""
     stubs = [StubInstance(token_seconds) for _ in range(count)]
     for stub in stubs:
         await stub.start()
