@@ -65,7 +65,7 @@ def test_a_violation_ends_with_the_line_that_replays_it(
     monkeypatch.setattr(KVCacheManager, "publish", publish_too_much)
     assert main(["simulate", "--scenario", "plain", "--count", "20"]) == 1
     *story, replay = capsys.readouterr().out.splitlines()
-    assert "is published, and layer." in story[0]
+    assert "is published with wrong KV in layer." in story[0]
     assert 1 < len(story) <= 32
     words = replay.split()
     assert words[:4] == ["penstock", "simulate", "--scenario", "plain"]

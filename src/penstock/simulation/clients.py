@@ -35,7 +35,7 @@ class LiveRequest:
         """Checks what the engine has delivered. Raises ViolationError for a wrong token, end or error."""
         name = self.request.request_id
         if FOREIGN_KV in output.new_token_ids:
-            raise ViolationError(f"{name} was drafted for from KV that is not its own", name)
+            raise ViolationError(f"{name} got drafts from KV of another request", name)
         self.received += output.new_token_ids
         if self.received != self.expected[: len(self.received)]:
             at = next(i for i, token in enumerate(self.received) if [token] != self.expected[i : i + 1])

@@ -60,7 +60,7 @@ def check_transfers(engine: SimEngine, touching: Iterable[Touch]) -> None:
         if engine.pool.is_available(touch.block_id):
             raise ViolationError(f"a transfer of {engine.name} touches {name}, which is free", name)
         if touch.writes and engine.pool.is_published(touch.block_id):
-            raise ViolationError(f"a transfer of {engine.name} writes {name}, which others may read", name)
+            raise ViolationError(f"a transfer of {engine.name} writes {name}, which other requests may read", name)
 
 
 def check_counts(engine: SimEngine) -> None:
@@ -71,10 +71,10 @@ def check_counts(engine: SimEngine) -> None:
     for request in engine.running_requests():
         name = request.request_id
         if request.status is not RequestStatus.RUNNING:
-            raise ViolationError(f"{name} runs and is {request.status}", name)
+            raise ViolationError(f"{name} is in the running queue with status {request.status}", name)
         slots = len(engine.kv.block_ids(request)[0]) * engine.kv.block_size
         if request.num_computed_tokens > slots:
-            raise ViolationError(f"{name} counts {request.num_computed_tokens} tokens in {slots} slots", name)
+            raise ViolationError(f"{name} has {request.num_computed_tokens} computed tokens in {slots} slots", name)
         ranks = [rank for rank in engine.devices.ranks.values() if rank.is_last_stage]
         rows = [row for rank in ranks for row in rank.rows.values() if row.request_id == name]
         for row in rows if engine.devices.is_idle else ():
@@ -82,7 +82,7 @@ def check_counts(engine: SimEngine) -> None:
             is_same = row.answer.num_prompt_tokens == request.num_prompt_tokens
             if is_same and not processed <= exact <= request.num_computed_tokens:
                 counts = f"{processed} <= {exact} <= {request.num_computed_tokens}"
-                raise ViolationError(f"{name} has computed counts that disagree: {counts}", name)
+                raise ViolationError(f"{name} has inconsistent counts of computed tokens, not {counts}", name)
 
 
 def check_published(engine: SimEngine, contents: Contents, blocks: Iterable[tuple[int, tuple[int, bytes]]]) -> None:
@@ -94,9 +94,9 @@ def check_published(engine: SimEngine, contents: Contents, blocks: Iterable[tupl
                 for head in rank.heads:
                     right = contents.find(group, block_hash, layer_name, head)
                     if right is None:
-                        raise ViolationError(f"{name} has a hash that no prompt has", name)
+                        raise ViolationError(f"{name} has the hash of no known prompt", name)
                     if rank.memory.head_bytes(layer_name, block_id, head) != right:
-                        raise ViolationError(f"{name} is published, and {layer_name} wrong", name)
+                        raise ViolationError(f"{name} is published with wrong KV in {layer_name}", name)
 
 
 def check_idle(engine: SimEngine) -> None:
@@ -104,13 +104,13 @@ def check_idle(engine: SimEngine) -> None:
     pool = engine.pool
     if pool.num_available != pool.num_usable:
         missing = [block_name(engine.name, i) for i in range(1, pool.num_usable + 1) if not pool.is_available(i)]
-        raise ViolationError(f"{engine.name} is idle and misses {len(missing)} blocks", *missing)
+        raise ViolationError(f"{engine.name} is idle but has not freed {len(missing)} blocks", *missing)
     for rank in engine.devices.ranks.values():
         if rank.rows:
             names = [row.request_id for row in rank.rows.values()]
-            raise ViolationError(f"{engine.name} is idle and rank {rank.shard} has rows", *names)
+            raise ViolationError(f"{engine.name} is idle but rank {rank.shard} still has rows", *names)
     if engine.num_holds:
-        raise ViolationError(f"{engine.name} is idle and holds blocks of {engine.num_holds} requests that have ended")
+        raise ViolationError(f"{engine.name} is idle but holds blocks of {engine.num_holds} ended requests")
     if engine.scheduler.has_transfers:
-        raise ViolationError(f"{engine.name} is idle and its connector is not")
+        raise ViolationError(f"{engine.name} is idle but its connector is not")
     engine.core.check_integrity()

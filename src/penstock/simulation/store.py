@@ -202,7 +202,7 @@ class BlockStore:
             found = entry.digests.get((layer_name, head))
             if right is None or found != digest(memoryview(right)):
                 name = hash_name(block_hash)
-                raise ViolationError(f"the store took over wrong KV: {name}, {layer_name}", name)
+                raise ViolationError(f"the store accepted wrong KV: {name}, {layer_name}", name)
 
     def check_idle(self) -> None:
         assert not self._saving, f"{len(self._saving)} saves never ended"

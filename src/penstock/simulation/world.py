@@ -109,7 +109,7 @@ class World:
             engine = self._engines[name]
             if engine.has_work and not self._backing.is_stopped(name) and self._rng.random() < 0.9:
                 if engine.is_idle and not self._backing.has_news(name):
-                    raise ViolationError(f"{name} takes a step without a reason")
+                    raise ViolationError(f"{name} asks for a step although it has nothing to do")
                 self._step(engine, tick)
         self._clock.advance(TICK_SECONDS)
         self._backing.tick()
@@ -127,7 +127,7 @@ class World:
                 self._trace.note(engine.name, "forgets its prefix cache")
         for each in list(self._live.values()):
             if tick - each.submitted_at > self._setup.request_ticks:
-                raise ViolationError(f"{each.request.request_id} does not end", each.request.request_id)
+                raise ViolationError(f"{each.request.request_id} has not ended in time", each.request.request_id)
             if self._wants_abort(each, tick):
                 self._abort(each)
         if self._context.has_faults:
@@ -175,7 +175,7 @@ class World:
         except RequestError:
             pass
         else:
-            raise ViolationError("two requests live under one id", request.request_id)
+            raise ViolationError("a second request with the same id was accepted", request.request_id)
         each.submitted_at = tick
         self._live[request.request_id] = each
 
