@@ -32,7 +32,7 @@ _START_SECONDS = 600.0
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "penstock demo-pd [MODEL] [flags]"
     add_model_argument(parser, "a checkpoint folder or a Hugging Face model id (default: the built-in model)")
-    parser.add_argument("--port", type=int, default=8000, help="of the router, on 127.0.0.1 (default: 8000)")
+    parser.add_argument("--port", type=int, default=8000, help="the router's port on 127.0.0.1 (default: 8000)")
     parser.add_argument(
         "--style",
         choices=_STYLES,
@@ -43,9 +43,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--transport",
         choices=("sockets", "shared_memory", "nixl", "mooncake"),
         default="sockets",
-        help="what moves KV: sockets (default), shared_memory, nixl, mooncake; the last two need libraries",
+        help="transport for KV: sockets (default), shared_memory, nixl, mooncake; the last two need libraries",
     )
-    parser.add_argument("--kv-cache-memory", default="256MB", help="of each instance (default: 256MB)")
+    parser.add_argument("--kv-cache-memory", default="256MB", help="KV cache of each instance (default: 256MB)")
     parser.set_defaults(run=run)
 
 

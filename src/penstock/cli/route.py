@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from penstock.router.service import Listening, RouterConfig
 
 DESCRIPTION = """\
-One address for several engines. Whole requests go to the instances of --serve;
-prompts to those of --prefill, and what they have computed to those of --decode."""
+One address for several engines. Instances of --serve compute whole requests,
+those of --prefill the prompts and those of --decode the answers of the others."""
 
 _GC_THRESHOLD = 20_000
 
@@ -31,14 +31,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="URL",
         help="computes prompts; URL,bootstrap=URL for MooncakeConnector; may be repeated",
     )
-    instances.add_argument("--decode", action="append", default=[], metavar="URL", help="answers; may be repeated")
+    instances.add_argument(
+        "--decode", action="append", default=[], metavar="URL", help="computes answers; may be repeated"
+    )
     instances.add_argument(
         "--serve",
         action="append",
         default=[],
         metavar="URL",
-        help="does both; may be repeated. URL,events=tcp://HOST:PORT[,replay=tcp://HOST:PORT] follows KV events, "
-        "for each of the three",
+        help="computes whole requests; may be repeated. URL,events=tcp://HOST:PORT[,replay=tcp://HOST:PORT] follows KV "
+        "events, for each of the three",
     )
     instances.add_argument(
         "--policy",
@@ -48,8 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how an instance is chosen: prefix-aware (default; needs KV events), least-loaded, round-robin",
     )
     address = parser.add_argument_group("address")
-    address.add_argument("--host", default="127.0.0.1", help="to listen on (default: 127.0.0.1)")
-    address.add_argument("--port", type=whole_number, default=8000, metavar="N", help="0 is a free one (default: 8000)")
+    address.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    address.add_argument("--port", type=whole_number, default=8000, metavar="N", help="0: a free port (default: 8000)")
     address.add_argument(
         "--admin-port", type=whole_number, metavar="N", help="loopback port for administration and the status page"
     )
@@ -60,28 +62,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     limits = parser.add_argument_group("limits")
     for flag, default, kind, text in (
-        ("--max-outstanding", 256, count, "requests that an instance gets at once"),
-        ("--max-queued-requests", 1024, count_from_zero, "requests that wait, before 503"),
-        ("--queue-timeout", 30.0, number, "seconds that a request waits, before 503"),
+        ("--max-outstanding", 256, count, "concurrent requests per instance"),
+        ("--max-queued-requests", 1024, count_from_zero, "waiting requests; more get a 503"),
+        ("--queue-timeout", 30.0, number, "seconds that a request waits before a 503"),
         ("--max-retries", 2, count_from_zero, "other instances to try before the first byte"),
-        ("--max-self-prefills", 4, count_from_zero, "prompts that decode instances compute at once"),
+        ("--max-self-prefills", 4, count_from_zero, "concurrent prompts on decode instances"),
         ("--prefill-timeout", 60.0, number, "seconds that a prompt may take"),
         ("--shutdown-timeout", 30.0, number, "seconds that running requests have after SIGTERM"),
     ):
         limits.add_argument(flag, type=kind, default=default, metavar="N", help=f"{text} (default: {default:g})")
     health = parser.add_argument_group("health")
     health.add_argument(
-        "--health-interval", type=number, default=1.0, metavar="N", help="seconds between questions (default: 1)"
+        "--health-interval", type=number, default=1.0, metavar="N", help="seconds between checks (default: 1)"
     )
     health.add_argument(
         "--stall-after",
         type=number,
         default=60.0,
         metavar="N",
-        help="seconds with requests and without progress, until an instance is sick (default: 60)",
+        help="seconds without progress despite requests until an instance is sick (default: 60)",
     )
     health.add_argument(
-        "--dead-after", type=number, default=30.0, metavar="N", help="seconds of being sick (default: 30)"
+        "--dead-after",
+        type=number,
+        default=30.0,
+        metavar="N",
+        help="seconds until a sick instance is dead (default: 30)",
     )
     parser.set_defaults(run=run)
 
