@@ -1,8 +1,8 @@
 // Paged attention with one arithmetic for prefill, chunked prefill, decode and verification.
 //
-// A query row walks over the tiles of keys it sees in ascending order, each tile kTile keys that begin at a multiple of
-// kTile, with one online softmax; nothing in the walk depends on other rows, on where blocks lie or on the threads. A
-// tile that a row does not see at all leaves its state as it is, bit for bit, so rows that share a work item may begin
+// A query row processes the tiles of keys it sees in ascending order, each tile kTile keys that begin at a multiple of
+// kTile, with one online softmax; nothing in this depends on other rows, on the location of blocks or on the threads. A
+// tile that a row does not see at all leaves its state unchanged, bit for bit, so rows that share a work item may begin
 // and end at different tiles.
 #include "attention_bf16.h"
 #include "attention_float.h"
@@ -27,7 +27,7 @@ struct Attention {
 };
 
 // Part of one request: consecutive query rows of one KV head, or a few rows of each of several KV heads. The query
-// heads of a token that share a KV head are neighbouring rows.
+// heads of a token that share a KV head are adjacent rows.
 struct Item {
     int64_t request, first_head, heads, first_row;
 };
@@ -36,7 +36,7 @@ struct Item {
 class Items {
 public:
     Items(const Attention& attention, int64_t threads) : attention_(attention) {
-        // Heads of a block lie side by side, and are read best one after the other, but every thread should have some.
+        // Heads of a block are adjacent, and are best read one after the other, but every thread should have some.
         const int64_t share = (attention.num_kv_heads * attention.requests + threads - 1) / threads;
         most_heads_ = share < kGroups ? share : kGroups;
     }
@@ -54,7 +54,7 @@ public:
         const int64_t heads = heads_at_once(request_), count = parts(request_), within = index - first_;
         const int64_t columns = (attention_.num_kv_heads + heads - 1) / heads;
         const int64_t first_head = within % columns * heads, left = attention_.num_kv_heads - first_head;
-        // The last rows of a prompt see most keys and are taken first, so that threads end together.
+        // The last rows of a prompt see most keys and are taken first, so that threads finish together.
         return {request_, first_head, left < heads ? left : heads, (count - 1 - within / columns) * kGroups * kGroup};
     }
 
@@ -67,7 +67,7 @@ private:
     int64_t most_heads_, request_ = 0, first_ = 0;
 };
 
-// The softmax of a group's rows so far: the largest score, and its denominator as kLanes partial sums.
+// The running softmax of a group's rows: the largest score, and its denominator as kLanes partial sums.
 struct SoftmaxState {
     alignas(64) float largest[kGroup];
     Vec denominator[kGroup];
@@ -79,18 +79,18 @@ struct SoftmaxState {
         }
     }
 
-    // Below every score, and still a number: differences from it are not NaN.
+    // Below every score, and still finite: differences from it are not NaN.
     static constexpr float kNothingSeen = -1e30f;
 };
 
-// The scores s [kTile] of one row, minus infinity but for the keys [from, to).
+// The scores s [kTile] of one row, minus infinity except for the keys [from, to).
 inline void load_scores(const float* s, int from, int to, Vec (&x)[kTile / kLanes]) {
     for (int i = 0; i < kTile / kLanes; ++i) x[i] = load(s + i * kLanes);
     if (from > 0 || to < kTile)
         for (int i = 0; i < kTile / kLanes; ++i) x[i] = keep_lanes(x[i], from - i * kLanes, to - i * kLanes);
 }
 
-// Takes the scores s [rows, kTile], of which row i sees the keys [from[i], to[i]), into the softmax: leaves the weights
+// Adds the scores s [rows, kTile], of which row i sees the keys [from[i], to[i]), to the softmax: writes the weights
 // [rows, kTile] of the tile and rescales acc [rows, padded_dim].
 template <class Weight>
 void softmax(const float* s, int rows, const int* from, const int* to, float scale_log2e, SoftmaxState& state,
@@ -158,7 +158,7 @@ public:
                 const bool more = next_start < last_key;
                 KVTile<T> next;
                 if (more) next = locate(keys, next_start, last_head ? item.first_head : head + 1);
-                // With several groups to a head, computation is what takes the time.
+                // With several groups per head, computation dominates the time.
                 Prefetch<T> prefetch(more && count_ == item.heads ? &next : nullptr, a_.head_dim);
                 engine_.set_tile(tile, prefetch);
                 for (int group = 0; group < count_; ++group)
@@ -174,7 +174,7 @@ private:
         int64_t request, first, last;
     };
 
-    // Rows that go through a tile together, all of one KV head.
+    // Rows that process a tile together, all of one KV head.
     struct Group {
         int64_t kv_head, first_row;
         int rows;
@@ -216,8 +216,8 @@ private:
         return group.kv_head * a_.group() + (group.first_row + row) % a_.group();
     }
 
-    // The tile that begins at key `start`. Blocks with no key that a row sees are never looked at: with a window they
-    // may have been given back.
+    // The tile that begins at key `start`. Blocks with no key that a row sees are never read: with a window they may
+    // have been freed.
     KVTile<T> locate(const Keys& keys, int64_t start, int64_t kv_head) const {
         KVTile<T> tile;
         tile.begin = static_cast<int>(keys.first > start ? keys.first - start : 0);
@@ -239,7 +239,7 @@ private:
         return tile;
     }
 
-    // Takes the current tile into the rows of one group, unless none of them sees any of it.
+    // Adds the current tile to the rows of one group, unless none of them sees any of it.
     void visit(int index, int64_t start) {
         Group& group = groups_[index];
         if (group.to[group.rows - 1] <= start || group.from[0] >= start + kTile) return;
@@ -281,7 +281,7 @@ private:
     Group groups_[kGroups];
 };
 
-// Keys, of one head and for one group of rows, that are worth a thread; see linear.h.
+// Keys, of one head and for one group of rows, that justify a thread; see linear.h.
 constexpr int64_t kKeysPerThread = 512;
 
 int64_t useful_threads(const Attention& attention) {

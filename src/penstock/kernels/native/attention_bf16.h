@@ -1,7 +1,7 @@
 // Engines for bfloat16 on processors that multiply pairs of it: AVX512-BF16 dot products, and AMX tiles.
 //
-// Both read values as pairs of keys: pair i of a tile holds, for every dimension, the values of keys 2i and 2i + 1 side
-// by side in 32 bits. Dot products and tiles do not round alike, so one engine serves decode and prefill rows.
+// Both read values as pairs of keys: pair i of a tile holds, for every dimension, the adjacent values of keys 2i and 2i
+// + 1 in 32 bits. Dot products and tiles round differently, so one engine serves decode and prefill rows.
 #pragma once
 
 #include "attention_tile.h"
@@ -58,7 +58,7 @@ public:
           pairs_(arena.zeros<Pair>(kTile / 2 * stride_)),
           zeros_(arena.zeros<bf16>(stride_)) {}
 
-    // Asks for `lines` lines of the next tile with each pair.
+    // Prefetches `lines` lines of the next tile with each pair.
     void set(const KVTile<bf16>& tile, Prefetch<bf16>& prefetch, int64_t lines) {
         for (int pair = 0; pair < kTile / 2; ++pair) {
             prefetch.issue(lines);
@@ -81,7 +81,7 @@ private:
     // 32 dimensions of two keys, `count` of which exist.
     static void interleave(const bf16* even, const bf16* odd, int64_t count, Pair* to) {
         const __mmask32 inside = count >= 32 ? ~0u : (1u << count) - 1;
-        // Unpacking works within 128 bits: quarters are put there first so that the pairs come out in order.
+        // Unpacking works within 128 bits: quarters are moved there first so that the pairs come out in order.
         const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
         const __m512i a = _mm512_permutexvar_epi64(order, _mm512_maskz_loadu_epi16(inside, even));
         const __m512i b = _mm512_permutexvar_epi64(order, _mm512_maskz_loadu_epi16(inside, odd));
@@ -172,11 +172,11 @@ struct alignas(64) TileConfig {
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// The compiler does not know that tile instructions touch memory.
+// The compiler does not know that tile instructions access memory.
 inline void fence() { asm volatile("" ::: "memory"); }
 
-// Scores are computed transposed, K q^T: so keys are read from the cache as they lie, and only the few query rows and
-// the scores themselves are transposed.
+// Scores are computed transposed, K q^T: so keys are read from the cache in place, and only the few query rows and the
+// scores themselves are transposed.
 class BFloat16Engine {
 public:
     using Storage = bf16;
@@ -220,7 +220,7 @@ public:
         }
         if (!direct_) stage_keys(tile);
         prefetch_ = &prefetch;
-        // The rest is asked for between the products.
+        // The rest is prefetched between the products.
         values_.set(tile, prefetch, prefetch.lines() * 3 / 8 / (kTile / 2));
         begin_ = tile.begin;
         end_ = tile.end;
@@ -316,7 +316,7 @@ private:
     static constexpr int64_t kLinesBetween = 40;
 
     const int64_t dim_, wide_, padded_;
-    const bool direct_;  // keys can be read where they lie: 16 side by side, and whole steps of 32 dimensions
+    const bool direct_;  // keys can be read in place: 16 adjacent ones, and whole steps of 32 dimensions
     ValuePairs values_;
     Pair* const queries_;      // [kGroups, wide / 32, 16 pairs, kGroup]
     bf16* const staged_;       // [kTile, wide]

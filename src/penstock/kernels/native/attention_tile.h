@@ -21,8 +21,8 @@
 namespace penstock::ISA {
 
 constexpr int kTile = 64;   // keys of a tile; a tile begins at a multiple of kTile whatever the query
-constexpr int kSpan = 8;    // block sizes are multiples of this: so many keys lie side by side for certain
-constexpr int kGroup = 16;  // query rows that go through a tile together
+constexpr int kSpan = 8;    // block sizes are multiples of this: so many keys are always contiguous
+constexpr int kGroup = 16;  // query rows that process a tile together
 constexpr int kGroups = 4;  // groups of one work item
 
 struct Shape {
@@ -33,12 +33,12 @@ struct Shape {
 // Up to kTile keys and values of one request and one KV head.
 template <class T>
 struct KVTile {
-    const T* keys[kTile / kSpan];    // each [kSpan, head_dim]; null where no query row of the work item may look
+    const T* keys[kTile / kSpan];    // each [kSpan, head_dim]; null where no query row of the work item may read
     const T* values[kTile / kSpan];  // likewise
-    int begin, end;                  // the keys in [begin, end) are seen by some row and hold data
+    int begin, end;                  // the keys in [begin, end) are seen by some row and contain data
 };
 
-// Memory of one thread, handed out once per call and kept between calls.
+// Memory of one thread, allocated once per call and kept between calls.
 class Arena {
 public:
     explicit Arena(size_t bytes) {
@@ -71,12 +71,12 @@ private:
     char* next_;
 };
 
-// Brings the next tile into the second-level cache while this one is computed. A core keeps few lines in flight: they
-// are asked for a few at a time all along the computation, which would wait for a burst of them.
+// Prefetches the next tile into the second-level cache while this one is computed. A core keeps few lines in flight:
+// they are requested a few at a time during the computation, which would wait for a burst of them.
 template <class T>
 class Prefetch {
 public:
-    // A null `next` asks for nothing.
+    // A null `next` requests nothing.
     Prefetch(const KVTile<T>* next, int64_t head_dim)
         : next_(next), span_(next ? 0 : kSpans), span_bytes_(kSpan * head_dim * sizeof(T)) {}
 

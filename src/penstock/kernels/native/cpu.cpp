@@ -1,4 +1,4 @@
-// Tells which of the compiled instruction sets this processor can run.
+// Reports which of the compiled instruction sets this processor supports.
 #include <cstring>
 
 #if defined(__x86_64__) && defined(__linux__)
@@ -6,7 +6,7 @@
 #include <unistd.h>
 
 static bool amx_permitted() {
-    // Linux hands out the AMX tile registers on request: ARCH_REQ_XCOMP_PERM for XFEATURE_XTILEDATA.
+    // Linux grants the AMX tile registers on request: ARCH_REQ_XCOMP_PERM for XFEATURE_XTILEDATA.
     return syscall(SYS_arch_prctl, 0x1023, 18) == 0;
 }
 #else
@@ -24,7 +24,7 @@ extern "C" __attribute__((visibility("default"))) int penstock_supports(const ch
     if (std::strcmp(isa, "avx2") == 0) return avx2;
     if (std::strcmp(isa, "avx512") == 0) return avx512;
     if (std::strcmp(isa, "amx") == 0) {
-        // gcc 12 cannot ask for AMX by name: leaf 7, EDX bit 22 is amx-bf16, bit 24 amx-tile.
+        // gcc 12 cannot test for AMX by name: leaf 7, EDX bit 22 is amx-bf16, bit 24 amx-tile.
         unsigned a = 7, b, c = 0, d;
         __asm__ volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
         return avx512 && (d >> 22 & 1) && (d >> 24 & 1) && amx_permitted();

@@ -31,7 +31,7 @@ namespace {
 // Columns of output that a panel of packed weights holds.
 constexpr int64_t kPanel = 32;
 
-// A layer as kernels/linear.py describes it: `weight` is packed, `bias` is [out_features] or null.
+// A layer as described in kernels/linear.py: `weight` is packed, `bias` is [out_features] or null.
 struct Linear {
     const char* weight;
     const float* bias;
@@ -41,13 +41,13 @@ struct Linear {
     int64_t is_wide;  // whether the output is float32, as accumulated, instead of the layer's own type
 };
 
-// Weights to bring near while a tile computes, in even portions: a burst would fill the processor's list of pending
+// Weights to prefetch while a tile computes, in even portions: a burst would fill the processor's list of pending
 // misses, and the tile's own loads would wait behind it.
 struct Prefetch {
     const char* at;
     int64_t step;  // bytes
 
-    // To the second-level cache, as what is fetched is used a whole panel later.
+    // Into the second-level cache, because fetched data is used a whole panel later.
     inline __attribute__((always_inline)) void advance() {
         for (int64_t byte = 0; byte < step; byte += 64) __builtin_prefetch(at + byte, 0, 2);
         at += step;
@@ -83,7 +83,7 @@ Range part_of(int64_t count, int64_t index, int64_t parts) {
     return {count * index / parts, count * (index + 1) / parts};
 }
 
-// Memory of this thread that grows to the largest size asked of it, so that a step allocates nothing.
+// Memory of this thread that grows to the largest requested size, so that a step allocates nothing.
 class Scratch {
 public:
     char* reserve(int64_t bytes) {
@@ -113,8 +113,8 @@ int64_t rows_bytes() {
     return (cache > 0 ? cache : 1 << 20) / 2;
 }
 
-// Threads divide the rows or the panels. Whichever they divide, each reads all of the other: so the rows, where there
-// are many beside the outputs and every thread gets its fill of them, and else the panels.
+// Threads divide either the rows or the panels, and each thread reads all of the other: so they divide the rows if
+// there are many compared with the outputs and enough for every thread, and else the panels.
 int64_t row_parts(const Linear& layer, int64_t rows, int64_t threads) {
     if (rows * 8 < layer.out_features) return 1;
     int64_t parts = smaller(threads, larger(1, rows / 128));
@@ -132,7 +132,7 @@ int64_t out_bytes(const Linear& layer) {
     return layer.is_wide ? sizeof(float) : sizeof(typename Kernel::Element);
 }
 
-// Every panel of `panels` with the rows of x at `x`, which are packed first.
+// Multiplies every panel of `panels` by the rows of x at `x`, which are packed first.
 template <class Kernel>
 void multiply_rows(const Linear& layer, const typename Kernel::Element* x, char* out, int64_t rows, Range panels) {
     const int64_t blocks = divide_up(rows, Kernel::kRows);
@@ -181,9 +181,9 @@ void multiply_part(const Linear& layer, const void* x, void* out, int64_t rows, 
     }
 }
 
-// Work that is worth a thread: below it, waking one and waiting for it costs as much as it saves on an idle machine, and
-// on a busy one, where the thread may have lost its core, a time slice. The unit is one row times one weight; reading a
-// weight from memory costs about as much as four rows.
+// The work that justifies a thread: below it, waking one and waiting for it costs as much as it saves on an idle
+// machine, and on a busy one, where the thread may have lost its core, a time slice. The unit is one row times one
+// weight; reading a weight from memory costs about as much as four rows.
 constexpr int64_t kWorkPerThread = 5 << 18;
 
 int64_t useful_threads(const Linear& layer, int64_t rows, int64_t threads) {

@@ -43,7 +43,7 @@ struct Pairs {
     }
 };
 
-// x in the order [K / 2][rows][2]: the broadcasts of a step are neighbours whatever K is.
+// x in the order [K / 2][rows][2]: the broadcasts of a step are adjacent for every K.
 struct DotPairs : Pairs {
     static constexpr int64_t kRows = 12;
     static constexpr int64_t kStepBytes = 128;
@@ -97,8 +97,8 @@ struct DotPairs : Pairs {
 
 #if defined(__AMX_BF16__)
 
-// Tiles 0 to 3 accumulate 32 rows by 32 columns, 4 and 5 hold rows of x, 6 and 7 weights. x is packed as
-// [tiles of 16 rows][K / 32][16][32]; rows that x does not have are computed, as whatever they hold, and not stored.
+// Tiles 0 to 3 accumulate 32 rows by 32 columns, 4 and 5 hold rows of x, 6 and 7 weights. x is packed as [tiles of 16
+// rows][K / 32][16][32]; rows beyond x are computed from undefined values, and not stored.
 struct TilePairs : Pairs {
     static constexpr int64_t kRows = 32;
     static constexpr int64_t kStepBytes = 512;
@@ -118,12 +118,12 @@ struct TilePairs : Pairs {
                 _mm512_store_si512(lines + whole * 512,
                                    _mm512_maskz_loadu_epi16((1u << (k % 32)) - 1, from + whole * 32));
         }
-        // Loads of tiles do not tell the compiler that they read memory.
+        // Loads of tiles do not declare to the compiler that they read memory.
         asm volatile("" : : : "memory");
     }
 
     // The configuration of the tiles belongs to the thread and torch's matrix products set their own: it is set for
-    // each call, and the tiles are given back after it so that the thread's state stays small.
+    // each call, and the tiles are released after it so that the thread's state stays small.
     class Session {
     public:
         explicit Session(int64_t rows) {
@@ -135,7 +135,7 @@ struct TilePairs : Pairs {
             } config;
             if (rows < 16)
                 for (int tile = 0; tile < 6; ++tile) config.rows[tile] = static_cast<uint8_t>(rows);
-            // The compiler's own intrinsic tells it of the first eight bytes alone, and it may drop the rest.
+            // The compiler's own intrinsic declares only the first eight bytes as read, and it may drop the rest.
             asm volatile("ldtilecfg %0" : : "m"(config));
         }
         ~Session() { _tile_release(); }

@@ -19,8 +19,8 @@ namespace {
 constexpr int kSpins = 2000;
 constexpr int64_t kMostParts = (1 << 16) - 1;
 
-// A wait for another thread that is longer than this, and than half of what the caller itself computed, tells of a thread
-// that lost its core. The next calls are computed alone: so many, and twice as many whenever it happens again soon.
+// A wait for another thread that is longer than this, and than half of the caller's own computation, indicates a thread
+// that lost its core. The next calls are computed alone: this many, and twice as many whenever it happens again soon.
 constexpr int64_t kLongWaitNanoseconds = 100000;
 constexpr int64_t kFewestAlone = 64, kMostAlone = 1 << 14;
 
@@ -37,7 +37,7 @@ inline void pause_briefly() {
 }
 
 // A call, and which of its parts are taken: its number (32 bits), how many parts it has (16) and how many of them are
-// taken (16). A part is taken by adding one, which fails when another call has begun since. The rest of a call is read
+// taken (16). A part is taken by adding one, which fails if another call has begun since. The rest of a call is read
 // after a part has been taken, so it cannot be replaced meanwhile: the caller waits for all parts.
 class Pool {
 public:
@@ -81,7 +81,7 @@ private:
         }
     }
 
-    // Whether there was one.
+    // Returns whether there was one.
     bool take_part() {
         uint64_t state = state_.load(std::memory_order_acquire);
         uint64_t taken;
@@ -126,7 +126,7 @@ private:
     const void* context_ = nullptr;
     std::atomic<uint64_t> state_{0};
     std::atomic<int64_t> num_unfinished_{0};
-    std::atomic<int64_t> allowed_{0};  // threads beside the caller
+    std::atomic<int64_t> allowed_{0};  // threads besides the caller
     std::atomic<uint32_t> calls_{0};
     std::atomic<int32_t> num_asleep_{0};
 };

@@ -1,14 +1,14 @@
-// The threads of the kernels. A call is divided into parts, and threads take parts as they come to it: the caller is one
-// of them, and never waits for a thread that has not begun. On a machine with other work, where a thread may be without
-// a core for milliseconds, the caller computes all parts itself; OpenMP would wait at the end of every region for
-// threads with nothing to do.
+// The threads of the kernels. A call is divided into parts, and threads take the next part when they are free: the
+// caller is one of them, and never waits for a thread that has not begun. On a machine with other work, where a thread
+// may be without a core for milliseconds, the caller computes all parts itself; OpenMP would wait at the end of every
+// region for threads with nothing to do.
 #pragma once
 
 #include <cstdint>
 
 // Calls run(context, part) for every part in 0..parts, on at most `threads` threads. Which thread takes a part is not
-// determined, so no result may depend on it. Calls may come from several threads at a time: one has the pool, and the
-// others compute alone.
+// determined, so no result may depend on it. Several threads may call concurrently: one uses the pool, and the others
+// compute alone.
 extern "C" void penstock_run_parts(int64_t parts, int64_t threads, void (*run)(const void* context, int64_t part),
                                    const void* context);
 
@@ -25,7 +25,7 @@ void run_parts(int64_t parts, int64_t threads, const Run& run) {
         parts, threads, [](const void* context, int64_t part) { (*static_cast<const Run*>(context))(part); }, &run);
 }
 
-// run(index) for every index in 0..count, in parts that are worth a thread: each unit of `work` is worth about a
+// Calls run(index) for every index in 0..count, in parts that justify a thread: each unit of `work` takes about a
 // nanosecond.
 template <class Run>
 void run_each(int64_t count, int64_t work, int64_t threads, const Run& run) {

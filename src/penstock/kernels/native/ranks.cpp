@@ -1,9 +1,10 @@
-// What the ranks of one engine exchange through memory that all of them map: gathers of columns among the ranks of a
-// stage, and byte streams between two ranks. A rank is a process or a thread. `parallel/rank_memory.py` lays the memory
-// out, all zero at first; `kernels/rank_exchange.py` declares these functions and has the same in Python.
+// The exchange between the ranks of one engine through memory that all of them map: gathers of columns among the ranks
+// of a stage, and byte streams between two ranks. A rank is a process or a thread. `parallel/rank_memory.py` defines
+// the layout of the memory, which is initially zero; `kernels/rank_exchange.py` declares these functions and has the
+// same in Python.
 //
 // Every wait ends after a tenth of a second at the latest with kPending, so that the interpreter can handle signals and
-// the caller can ask whether the engine still exists; the caller then continues where it stopped.
+// the caller can check whether the engine still exists; the caller then continues where it stopped.
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
@@ -23,35 +24,35 @@ namespace {
 
 constexpr int32_t kDone = 0, kPending = 1, kLost = 2, kDisagree = 3;
 constexpr int64_t kSliceNanoseconds = 100000000;
-// How much of a long message is copied before the other side is told.
+// The bytes of a long message that are copied before the other side is notified.
 constexpr int64_t kChunk = 256 << 10;
 
 using Word = std::atomic<uint32_t>;
 static_assert(sizeof(Word) == 4 && Word::is_always_lock_free, "a futex is a plain word of 32 bits");
 
-// Words that different ranks write lie two cache lines apart: processors fetch lines in pairs.
+// Words that different ranks write are two cache lines apart: processors fetch lines in pairs.
 struct GroupControl {
     alignas(128) Word num_arrived;
     std::atomic<uint64_t> shapes;  // the sum over the ranks that have arrived
-    alignas(128) Word calls;       // that every rank has arrived at
+    alignas(128) Word calls;       // at which every rank has arrived
     alignas(128) Word num_asleep;
-    alignas(128) Word left;  // set when a rank of the group will take part in no more calls
+    alignas(128) Word left;  // set when a rank of the group will make no more calls
 };
 static_assert(sizeof(GroupControl) == 512, "see parallel/rank_memory.py");
 
 struct ChannelControl {
     alignas(128) Word written;  // bytes, modulo 2^32, as `read`
-    // The byte that lies at the ring's start. The writer moves it when the ring is empty, so that small messages use the
-    // same few pages again and again; it stays while there is anything to read.
+    // The byte at the ring's start. The writer moves it when the ring is empty, so that small messages reuse the same
+    // few pages; it does not move while there is data to read.
     Word base;
     alignas(128) Word read;
     alignas(128) Word readers_asleep;
     alignas(128) Word writers_asleep;
-    alignas(128) Word left;  // set when either side will not use the channel any more
+    alignas(128) Word left;  // set when either side will no longer use the channel
 };
 static_assert(sizeof(ChannelControl) == 640, "see parallel/rank_memory.py");
 
-// Each rank has its own of these two, in private memory.
+// Each rank has its own two, in private memory.
 struct Group {
     const Word* aborted;
     GroupControl* control;
@@ -87,7 +88,7 @@ int sleep_on(Word& word, uint32_t seen, int64_t for_nanoseconds) {
     return syscall(SYS_futex, &word, FUTEX_WAIT, seen, &time, nullptr, 0) == 0 ? 0 : errno;
 }
 
-// Sequentially consistent on both sides: either the writer sees that somebody sleeps, or the sleeper sees the new value.
+// Sequentially consistent on both sides: either the writer sees that a rank sleeps, or the sleeper sees the new value.
 void publish(Word& word, uint32_t value, const Word& num_asleep) {
     word.store(value, std::memory_order_seq_cst);
     if (num_asleep.load(std::memory_order_seq_cst) > 0)
@@ -112,7 +113,7 @@ int32_t wait(Word& word, Word& num_asleep, const Word& aborted, const Word& left
     num_asleep.fetch_add(1, std::memory_order_seq_cst);
     int32_t status = kPending;
     for (;;) {
-        // Before the word: who leaves has written everything that it will ever write.
+        // Before the word: a rank that leaves has completed all its writes.
         const bool lost = aborted.load(std::memory_order_relaxed) || left.load(std::memory_order_acquire);
         const uint32_t seen = word.load(std::memory_order_seq_cst);
         if (ready(seen)) {
@@ -160,13 +161,13 @@ void copy_from_ring(const Channel& channel, uint32_t position, char* to, int64_t
 // Continues to wait for the group's last call.
 EXPORT int32_t penstock_group_wait(Group* group) { return wait_for_group(*group); }
 
-// Copies `rows` of part_bytes each, part_stride apart, to `out`, where they lie out_stride apart, and waits until every
+// Copies `rows` of part_bytes each, part_stride apart, to `out`, where they are out_stride apart, and waits until every
 // rank has done so. Without rows it is a barrier.
 //
-// `out` lies in one of three buffers that take turns, and nothing waits for a buffer to be free. A rank may read the
-// result of call k until it begins call k + 2. A rank that writes in call k + 3, to the same buffer, has ended call
-// k + 2, so every rank has arrived at call k + 2, and has begun it. With two buffers the writer would be in call k + 2
-// and know only that all have begun call k + 1.
+// `out` is in one of three buffers used cyclically, and nothing waits for a buffer to be free. A rank may read the
+// result of call k until it begins call k + 2. A rank that writes in call k + 3, to the same buffer, has ended call k +
+// 2, so every rank has arrived at call k + 2, and has begun it. With two buffers the writer would be in call k + 2 and
+// know only that all have begun call k + 1.
 EXPORT int32_t penstock_group_gather(Group* group, const char* part, int64_t rows, int64_t part_bytes,
                                      int64_t part_stride, char* out, int64_t out_stride) {
     if (group->aborted->load(std::memory_order_relaxed)) return kLost;
@@ -178,7 +179,7 @@ EXPORT int32_t penstock_group_gather(Group* group, const char* part, int64_t row
     ++group->calls;
     control.shapes.fetch_add(shape, std::memory_order_relaxed);
     if (control.num_arrived.fetch_add(1, std::memory_order_acq_rel) + 1 < group->count) return wait_for_group(*group);
-    // The last one to arrive. The others do not touch these words before they see the new number of calls.
+    // The last rank to arrive. The others do not access these words before they see the new number of calls.
     if (control.shapes.load(std::memory_order_relaxed) != group->count * shape) {
         control.left.store(1, std::memory_order_release);
         return kDisagree;
@@ -189,7 +190,7 @@ EXPORT int32_t penstock_group_gather(Group* group, const char* part, int64_t row
     return kDone;
 }
 
-// Appends the pieces to the stream, from byte *done of all of them on, and keeps *done up to date.
+// Appends the pieces to the stream, starting with byte *done of all of them, and updates *done.
 EXPORT int32_t penstock_channel_write(Channel* channel, const char* const* pieces, const int64_t* sizes, int64_t count,
                                       int64_t* done) {
     if (channel->aborted->load(std::memory_order_relaxed)) return kLost;
@@ -205,7 +206,7 @@ EXPORT int32_t penstock_channel_write(Channel* channel, const char* const* piece
             int64_t room = channel->size - (written - control.read.load(std::memory_order_acquire));
             if (room == 0) {
                 if (published != written) publish(control.written, published = written, control.readers_asleep);
-                // A reader that takes little at a time must not wake this side for every bit of it.
+                // A reader that takes little at a time must not wake this side for each small read.
                 const int64_t wanted = std::min<int64_t>(total - *done, channel->size / 4);
                 const int32_t status =
                     wait(control.read, control.writers_asleep, *channel->aborted, control.left,
@@ -225,7 +226,7 @@ EXPORT int32_t penstock_channel_write(Channel* channel, const char* const* piece
     return kDone;
 }
 
-// Takes `size` bytes from the stream, from byte *done of them on, and keeps *done up to date.
+// Takes `size` bytes from the stream, starting with byte *done of them, and updates *done.
 EXPORT int32_t penstock_channel_read(Channel* channel, char* data, int64_t size, int64_t* done) {
     if (channel->aborted->load(std::memory_order_relaxed)) return kLost;
     ChannelControl& control = *channel->control;

@@ -7,7 +7,7 @@
 #include <cmath>
 
 #if defined(__x86_64__)
-// gcc 12 warns of the registers that these headers leave undefined on purpose.
+// gcc 12 warns of the registers that these headers deliberately leave undefined.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wpragmas"
 #pragma GCC diagnostic ignored "-Wuninitialized"
@@ -78,7 +78,7 @@ inline Vec keep_lanes(Vec a, int from, int to) {
 
 #else
 
-// Without AVX-512 the compiler's own vectors serve, as wide as the registers are.
+// Without AVX-512 the compiler's own vectors are used, as wide as the registers.
 #if defined(__AVX2__)
 constexpr int kLanes = 8;
 #else
