@@ -234,7 +234,7 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t handle, enum cudaStreamCaptureSta
     return status_of(__func__, handle, status, &id);
 }
 
-/* Nodes and edges cannot be had: graphs here are counts. */
+/* Nodes and edges are not available: graphs here are counts. */
 static cudaError_t capture_info(const char *call, cudaStream_t handle, enum cudaStreamCaptureStatus *status,
                                 unsigned long long *id, cudaGraph_t *graph, size_t *num_dependencies) {
     uint64_t found;

@@ -1,4 +1,4 @@
-/* Copies and fills. The bytes move when the call is made, as far as anybody will look at them. */
+/* Copies and fills. The bytes that may be read later move when the call is made. */
 #include "null_gpu.h"
 #include <string.h>
 

@@ -70,7 +70,7 @@ static size_t forget(const void *pointer, Place place) {
     return size;
 }
 
-/* Zeros that take no memory until somebody writes there. NULL: no address space is left. */
+/* Zeros that take no memory until they are written. NULL: no address space is left. */
 static void *map(size_t size, size_t page) {
     int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
     char *raw = mmap(NULL, size + page, PROT_READ | PROT_WRITE, flags, -1, 0);
@@ -91,7 +91,7 @@ static size_t round_up(size_t size, size_t page) {
     return (size + page - 1) & ~(page - 1);
 }
 
-/* Whether the device still has as much; if so, it is taken. Host memory is nobody's to count. */
+/* Reserves device memory if there is enough left; returns whether there was. Host memory is not counted. */
 static bool take(size_t size, Place place) {
     if (place != DEVICE)
         return true;
@@ -142,7 +142,7 @@ static cudaError_t release(const char *call, void *pointer, Place place) {
     return cudaSuccess;
 }
 
-/* Nobody knows which stream still uses the memory, so CUDA waits for all of them. */
+/* Any stream may still use the memory, so CUDA waits for all of them. */
 static void wait_for_device(void) {
     pthread_mutex_lock(&state_lock);
     int64_t done = device_done_locked();
@@ -162,7 +162,7 @@ cudaError_t cudaFree(void *pointer) {
     return release(__func__, pointer, DEVICE);
 }
 
-/* In a stream's order they wait for nobody, and a capture makes nodes of them. */
+/* In a stream's order they do not wait, and a capture makes nodes of them. */
 cudaError_t cudaMallocAsync(void **pointer, size_t size, cudaStream_t stream) {
     return allocate(__func__, pointer, size, DEVICE);
 }

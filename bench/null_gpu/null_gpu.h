@@ -32,7 +32,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Streams in one capture; a dependency is told by how many nodes of each of them it follows. */
+/* Streams in one capture; a dependency is given by how many nodes of each of them it follows. */
 #define MAX_CAPTURED_STREAMS 32
 
 /* What is declared here is between these files only: a preloaded library must not hide the names of others. */
@@ -46,7 +46,7 @@ typedef struct {
     double copy_bytes_per_ns; /* between host and device; 0: a copy's size takes no time */
     size_t memory_bytes;      /* of the device */
     const char *name;
-    bool is_strict; /* refused calls are told */
+    bool is_strict; /* refused calls are reported */
     bool is_reporting;
 } Settings;
 
@@ -91,7 +91,7 @@ cudaError_t last_error(bool is_cleared);
             return refused_;               \
     } while (0)
 
-/* What a handle points to begins with this. Destroyed ones are kept a while, so that their use is told. */
+/* The header of every handle's object. Destroyed ones are kept a while, so that their use is reported. */
 typedef enum { NO_OBJECT, STREAM, EVENT, GRAPH, EXECUTABLE, CAPTURE, NUM_OBJECTS } Kind;
 
 typedef struct Object {

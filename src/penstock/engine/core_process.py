@@ -111,7 +111,7 @@ class CoreProcess:
                 self._send(self._core.report())
             case ResetPrefixCache(call, reset_connector):
                 reply = Reply(call, self._core.reset_prefix_cache(reset_connector))
-                # What the cache has lost is known before the caller goes on.
+                # Reports the removed blocks before the reply.
                 self._send(self._core.report())
                 self._send(reply)
             case GetBlockMap(call, max_cells):

@@ -82,7 +82,7 @@ def estimate_tokens(num_bytes: int) -> int:
 
 
 def is_divisible(body: Mapping[str, Any]) -> bool:
-    """Returns False for several prompts, each of which would need a separate request."""
+    """Returns whether the request has a single prompt, which a prefill instance can compute."""
     return "messages" in body or not isinstance(body.get("prompt"), list) or only_prompt(body) is not None
 
 

@@ -43,7 +43,7 @@ class ModelRunner:
 
     states: RequestStates
     blocks: BlockTables
-    writer: TableWriter  # of the tables of both
+    writer: TableWriter  # for the tables of states and blocks
     inputs: InputBuilder
     passes: Forward
     end: StepEnd

@@ -60,7 +60,7 @@ class Service:
         return self._admit(model)
 
     def admit_pooling(self, model: str | None) -> str:
-        """Returns the name under which the model pools. Raises like `admit`, but for a generative model."""
+        """Returns the name under which the model pools. Raises the errors of `admit`, and for a generative model."""
         if self.llm.config.pooling is None:
             raise RequestError(
                 "this model generates tokens and does not pool: use /v1/chat/completions or /v1/completions, or start "

@@ -56,7 +56,7 @@ class _Life:
     transports: Mapping[ShardId, MemoryTransport]
 
     def check_idle(self) -> None:
-        """No table has an entry, but for connections that stay open."""
+        """Checks that no table has an entry, except those of connections that stay open."""
         tables: dict[str, Collection[object]] = {
             "holds": self.producer._state.held,
             "rendezvous": self.producer._state.at_rendezvous,

@@ -48,7 +48,7 @@ class _Medium:
 class LoadCostModel:
     """Keeps the seconds per token of computing, and per medium the fixed seconds and the seconds per byte of loading.
 
-    A medium that has not been measured is loaded from, so that it is. Computing is measured all the time, but a medium
+    A medium without a measurement is loaded from to measure it. Computing is measured all the time, but a medium
     that loses is not: after `retry_seconds` of computing without a load from it, it is tried again, and its earlier
     measurements count half. All durations are arguments: the model reads no clock, and `should_load` changes nothing.
     """

@@ -149,7 +149,7 @@ def read_until_closed(char: str, emit: Emit) -> Scan[None]:
 
 
 def read_string(emit: Emit) -> Scan[None]:
-    """Reads a JSON string after its opening quote, to the closing one, and emits the text that it stands for.
+    """Reads a JSON string after its opening quote, to the closing one, and emits the decoded text.
 
     Half of a surrogate pair becomes U+FFFD, because an answer cannot contain it.
     """

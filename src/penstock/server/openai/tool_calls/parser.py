@@ -114,7 +114,7 @@ class ToolCallParser(ABC):
         self._in_call = False
 
     def _break_off(self) -> str:
-        """A call is malformed at the last character: the text before its begin is content. Returns the character."""
+        """A call is malformed at the last character: text held before its start is content. Returns the character."""
         if self._in_call:
             del self._held[:-1]
         else:
