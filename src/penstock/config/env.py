@@ -2,16 +2,16 @@
 
 PENSTOCK_CPU_ISA     force a CPU instruction set: amx, avx512, avx2, generic, torch for the reference kernels, or
                      triton for the GPU kernels in Triton's interpreter
-PENSTOCK_LOG_LEVEL   DEBUG, INFO, WARNING (default) or ERROR PENSTOCK_API_KEY     keys that `penstock serve` requires of
-its clients, separated by commas; `penstock chat --url`
+PENSTOCK_LOG_LEVEL   DEBUG, INFO, WARNING (default) or ERROR
+PENSTOCK_API_KEY     keys that `penstock serve` requires of its clients, separated by commas; `penstock chat --url`
                      sends the first
 PENSTOCK_ADMIN_API_KEY
                      keys for the administration port, separated by commas
 PENSTOCK_DEBUG       1 poisons KV blocks, checks the integrity of all derived state after every step, and encodes and
                      decodes every message between the engine core and a worker in the same process
-RAY_ADDRESS          the Ray cluster for distributed_executor_backend=ray; Ray reads it itself CUDA_VISIBLE_DEVICES the
-GPUs that data_parallel_size divides among its engines; CUDA reads it itself GOMP_SPINCOUNT       how long torch's
-OpenMP threads spin before they sleep; Penstock sets it unless it is set
+RAY_ADDRESS          the Ray cluster for distributed_executor_backend=ray; Ray reads it itself
+CUDA_VISIBLE_DEVICES the GPUs that data_parallel_size divides among its engines; CUDA reads it itself
+GOMP_SPINCOUNT       how long torch's OpenMP threads spin before they sleep; Penstock sets it unless it is set
 """
 
 from __future__ import annotations
