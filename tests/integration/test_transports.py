@@ -72,6 +72,8 @@ class Pair:
         self.left.register([self.near])
         self.right.register([self.far])
         self.peer = self.left.connect(self.right.descriptor())
+        is_guarded = self.right.can_settle_incoming_writes
+        self.window = self.right.open_window(self.whole[:, 1:]) if is_guarded else b""
 
     def signal(self, number: int) -> None:
         os.kill(self.right.process.pid, number)
@@ -83,7 +85,7 @@ class Pair:
         # On a busy machine, the transfer may have ended before the peer is stopped.
         for _ in range(20):
             np.frombuffer(target, np.uint8)[:] = 1
-            handle = self.left.submit(operation, self.peer, self.whole)
+            handle = self.left.submit(operation, self.peer, self.whole, window=self.window)
             deadline = time.monotonic() + 10
             while target[0] == 1:
                 assert time.monotonic() < deadline, "nothing has landed"
@@ -210,7 +212,7 @@ def test_a_write_to_a_stopped_peer_settles_only_when_the_peer_has_ended_it() -> 
 
 def test_a_write_to_a_killed_peer_settles() -> None:
     with pair_of("sockets") as pair:
-        handle = pair.left.submit(Operation.WRITE, pair.peer, pair.whole)
+        handle = pair.left.submit(Operation.WRITE, pair.peer, pair.whole, window=pair.window)
         pair.signal(signal.SIGSTOP)
         pair.left.disconnect(pair.peer)
         pair.signal(signal.SIGKILL)

@@ -144,6 +144,7 @@ def test_how_transfers_end(kind: FaultKind, state: TransferState, landed: int) -
 def test_a_notification_may_come_twice() -> None:
     fabric = MemoryFabric(ManualClock(), lambda operation, size: Fault(duplicates_notification=True))
     here, there = fabric.endpoint("here"), fabric.endpoint("there")
-    here.submit(Operation.WRITE, here.connect(there.descriptor()), runs_of(), b"done")
+    window = there.open_window(runs_of()[:, 1:])
+    here.submit(Operation.WRITE, here.connect(there.descriptor()), runs_of(), b"done", window)
     assert [each.message for each in there.notifications()] == [b"done", b"done"]
     assert not there.notifications()

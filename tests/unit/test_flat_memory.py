@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.kv_transfer.transports.flat_memory import FlatMemory, check_ranges, check_runs, merged, pair_segments
+from penstock.kv_transfer.transports.flat_memory import (
+    FlatMemory,
+    RangeSet,
+    check_ranges,
+    check_runs,
+    merged,
+    pair_segments,
+)
 from penstock.kv_transfer.transports.memory_copy import copy_in_pieces
 from penstock.utils.errors import PeerError
 
@@ -80,3 +87,17 @@ def test_small_and_large_runs_are_copied(size):
     num_pieces = len(list(copy_in_pieces(runs)))
     assert num_pieces >= count * size / (8 << 20)
     assert (into.reshape(count, size) == source.reshape(count, size)[order]).all()
+
+
+_RANGES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 8)), max_size=6)
+
+
+@given(_RANGES, _RANGES)
+def test_a_set_of_ranges_covers_what_all_bytes_of_are_in_it(owned, asked):
+    def array(ranges):
+        return np.array(ranges, np.int64).reshape(-1, 2)
+
+    def bytes_of(ranges):
+        return {byte for start, size in ranges for byte in range(start, start + size)}
+
+    assert RangeSet(array(owned)).covers(array(asked)) == (bytes_of(asked) <= bytes_of(owned))

@@ -112,6 +112,7 @@ class _Pair:
         self.left.register(self._near)
         self.right.register(self._far)
         self.peer: PeerId = self.left.connect(self.right.descriptor())
+        self.window = self.right.open_window(_WHOLE[:, 1:]) if self.right.can_settle_incoming_writes else b""
 
     @property
     def near(self) -> bytes:
@@ -135,9 +136,12 @@ class _Pair:
         memory[:] = data
         right.register([memory])
 
-    def move(self, operation: Operation, runs: np.ndarray, notify: bytes = b"") -> TransferState:
-        """Submits and waits for the end."""
-        handle = self.left.submit(operation, self.peer, runs, notify)
+    def move(
+        self, operation: Operation, runs: np.ndarray, notify: bytes = b"", window: bytes | None = None
+    ) -> TransferState:
+        """Submits and waits for the end. A write goes to the window that is open over the whole memory, or another."""
+        window = self.window if window is None else window
+        handle = self.left.submit(operation, self.peer, runs, notify, b"" if operation is Operation.READ else window)
         self.settle([handle])
         state = self.left.poll(handle)
         assert state.is_settled, f"a transfer has not ended in {_SECONDS} seconds: {state}"
@@ -167,6 +171,7 @@ def check_transport(make: Callable[[], TransportRig]) -> None:
         _check_several_at_once,
         _check_notifications,
         _check_refusals,
+        _check_windows,
         _check_restart,
         _check_disconnect,
         _check_close,
@@ -262,6 +267,36 @@ def _check_refusals(pair: _Pair) -> None:
         assert state is TransferState.FAILED_SETTLED, f"{run} is out of bounds, and ended as {state}"
     assert pair.far == _PATTERN, "a refused transfer wrote"
     assert pair.move(Operation.READ, runs_of(good)) is TransferState.DONE, "a refusal has broken the connection"
+
+
+def _check_windows(pair: _Pair) -> None:
+    """Checks that writes land in the windows of the peer and nowhere else, and not in one that is closed."""
+    right = pair.right
+    if not right.can_settle_incoming_writes:
+        return
+    pair.near = bytes(_SIZE)
+    # The second and the third are next to each other, across the end of a region.
+    window = right.open_window(np.array([[10, 20], [_SIZE - _SPLIT - 50, 50], [_SIZE - _SPLIT, 30]], np.int64))
+    across = (0, _SIZE - _SPLIT - 40, 60)
+    expected = bytearray(_PATTERN)
+    expected[across[1] : across[1] + 60] = bytes(60)
+    assert pair.move(Operation.WRITE, runs_of(across), window=window) is TransferState.DONE
+    for run in ((0, 9, 5), (0, 25, 10), (0, 40, 1), (0, _SIZE - _SPLIT - 40, 80)):
+        state = pair.move(Operation.WRITE, runs_of((0, 12, 4), run), window=window)
+        assert state is TransferState.FAILED_SETTLED, f"{run} is beyond the window, and ended as {state}"
+    for name in (b"", window[:-1], bytes(16)):
+        assert pair.move(Operation.WRITE, runs_of((0, 12, 4)), window=name) is TransferState.FAILED_SETTLED
+    assert pair.far == expected, "a write that was refused has landed"
+    assert not right.is_window_closed(window)
+    right.close_window(window)
+    waited = 0
+    while not right.is_window_closed(window) and waited < _SECONDS * 10:
+        pair.left.wait([], 0.1)
+        waited += 1
+    assert right.is_window_closed(window), "a window without writers does not close"
+    assert pair.move(Operation.WRITE, runs_of((0, 12, 4)), window=window) is TransferState.FAILED_SETTLED
+    assert pair.far == expected, "a write landed in a window that was closed"
+    assert pair.move(Operation.WRITE, runs_of((0, 12, 4))) is TransferState.DONE, "another window is closed as well"
 
 
 def _check_restart(pair: _Pair) -> None:

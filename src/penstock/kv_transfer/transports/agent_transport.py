@@ -134,7 +134,9 @@ class AgentTransport(OnBoard):
         self._begin(_Peer(address, AddressSpace(memory.regions), control, helper))
         return address.peer_id
 
-    def submit(self, operation: Operation, peer: PeerId, runs: np.ndarray, notify: bytes = b"") -> TransferHandle:
+    def submit(
+        self, operation: Operation, peer: PeerId, runs: np.ndarray, notify: bytes = b"", window: bytes = b""
+    ) -> TransferHandle:
         assert len(notify) <= MAX_NOTIFY_BYTES, len(notify)
         with self._board.lock:
             target = self._peers.get(peer)
@@ -143,7 +145,7 @@ class AgentTransport(OnBoard):
             check_runs(runs, self._memory.num_bytes, target.memory.num_bytes)
             if len(runs) > self._limits.max_runs:
                 raise PeerError(f"a transfer has {len(runs)} runs; the limit is {self._limits.max_runs}")
-            transfer = Transfer(operation, runs, notify)
+            transfer = Transfer(operation, runs, notify, window)
             target.queue.append(transfer)
             self._board.lock.notify_all()
         return transfer

@@ -13,7 +13,13 @@ to fail: a one-sided operation is not over because one side has lost patience wi
 failure. After FAILED_SETTLED nothing of the transfer can move any more. After FAILED_UNSETTLED something still can: its
 destination (of a READ the local runs, of a WRITE the remote ones) must not be used for anything, and its source must
 not change, until `poll` says FAILED_SETTLED. `disconnect` brings that about for everything under way to a peer, also
-for what is PENDING for too long.
+for what is PENDING for too long. What has landed of a transfer that failed is worth nothing; so the source of a WRITE
+need not stay as it is once the transfer is no longer PENDING.
+
+Incoming writes. `disconnect` ends what an endpoint has begun itself. An endpoint that lets peers write its memory must
+be able to end that too, whatever has become of the peer: it opens a window over the ranges that it offers, a WRITE
+names the window, and when the endpoint has closed it nothing lands there any more. `can_settle_incoming_writes` says
+whether a transport can do this.
 
 An implementor must not raise out of `poll`, report DONE before the last byte has landed, let bytes move after DONE or
 FAILED_SETTLED, change its mind after either, or let a peer of an earlier incarnation in: a descriptor names one life of
@@ -65,6 +71,14 @@ class TransferHandle(Protocol):
 
 
 class DataTransport(Protocol):
+    can_settle_incoming_writes: bool
+    """Whether an endpoint takes writes in its windows only, and ends them by `close_window` without its peers' help.
+
+    It must be False where a peer moves the bytes itself, as in shared memory: a process that is stopped in the middle
+    of a copy completes it when it goes on, and the owner of the memory cannot prevent it. Such a transport has no
+    windows, connected peers may write anything at any time, and nothing may depend on their doing so.
+    """
+
     def register(self, regions: Sequence[memoryview]) -> None:
         """Makes memory reachable for transfers, from here and from connected peers; it must not move until `close`.
 
@@ -80,10 +94,13 @@ class DataTransport(Protocol):
         """Returns the peer, connected. Idempotent. Raises PeerError when it cannot be reached or has another life."""
         ...
 
-    def submit(self, operation: Operation, peer: PeerId, runs: np.ndarray, notify: bytes = b"") -> TransferHandle:
+    def submit(
+        self, operation: Operation, peer: PeerId, runs: np.ndarray, notify: bytes = b"", window: bytes = b""
+    ) -> TransferHandle:
         """Begins to copy the runs, [n, 3] int64; the peer gets `notify`, if any, when all have landed.
 
-        Raises PeerError, and begins nothing, when the peer is not connected or has no such memory.
+        A WRITE names a `window` of the peer, where the peer has windows; outside of it the transfer fails, and no byte
+        lands. Raises PeerError, and begins nothing, when the peer is not connected or has no such memory.
         """
         ...
 
@@ -96,6 +113,22 @@ class DataTransport(Protocol):
 
         It may return earlier.
         """
+        ...
+
+    def open_window(self, ranges: np.ndarray) -> bytes:
+        """Lets peers write these ranges of one's own memory, [n, 2] int64 of offset and bytes.
+
+        Returns the window's name, which cannot be guessed and never comes again: only the peers that it is told to can
+        write there. Raises PeerError where there are no windows.
+        """
+        ...
+
+    def close_window(self, name: bytes) -> None:
+        """Takes no further write in the window, and ends those under way, by cutting connections if need be."""
+        ...
+
+    def is_window_closed(self, name: bytes) -> bool:
+        """Whether nothing can land in the window any more; True some time after `close_window`, and then for ever."""
         ...
 
     def notifications(self) -> list[Notification]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.kv_transfer.transports.base import Notification, Operation, TransferHandle, TransferState
+from penstock.utils.errors import PeerError
 from penstock.utils.logging import get_logger
 
 _logger = get_logger(__name__)
@@ -25,6 +26,7 @@ class Transfer:
     operation: Operation
     runs: np.ndarray  # [n, 3] int64
     notify: bytes
+    window: bytes = b""
     state: TransferState = TransferState.PENDING
     polled: TransferState = TransferState.PENDING
 
@@ -90,6 +92,16 @@ class OnBoard:
 
     def __init__(self) -> None:
         self._board = TransferBoard()
+
+    can_settle_incoming_writes = False
+
+    def open_window(self, ranges: np.ndarray) -> bytes:
+        raise PeerError("this transport cannot end what peers write")
+
+    def close_window(self, name: bytes) -> None: ...
+
+    def is_window_closed(self, name: bytes) -> bool:
+        return True
 
     def set_on_change(self, callback: Callable[[], None]) -> None:
         """It is called from a thread of the transport when a transfer has ended or a notification has come."""

@@ -87,6 +87,25 @@ class FlatMemory(AddressSpace):
         return parts
 
 
+class RangeSet:
+    """Bytes of a flat memory: [n, 2] int64 of offset and bytes."""
+
+    def __init__(self, ranges: np.ndarray) -> None:
+        ranges = ranges[ranges[:, 1] > 0]
+        ranges = ranges[np.argsort(ranges[:, 0], kind="stable")]
+        # Ranges that overlap or touch are one, which ends at the furthest end that has been reached.
+        reached = np.maximum.accumulate(ranges.sum(1))
+        is_first = np.ones(len(ranges) + 1, bool)
+        is_first[1:-1] = ranges[1:, 0] > reached[:-1]
+        self._starts, self._ends = ranges[is_first[:-1], 0], reached[is_first[1:]]
+
+    def covers(self, ranges: np.ndarray) -> bool:
+        """Whether all bytes of these ranges, [n, 2] int64 that have been checked, are among them."""
+        ranges = ranges[ranges[:, 1] > 0]
+        index = np.searchsorted(self._starts, ranges[:, 0], "right") - 1
+        return bool((index >= 0).all()) and bool((ranges.sum(1) <= self._ends[index]).all())
+
+
 def pair_segments(local: AddressSpace, remote: AddressSpace, runs: np.ndarray) -> np.ndarray:
     """[m, 3] int64 of local address, remote address, bytes, of [n, 3] int64 runs that have been checked."""
     return remote.located(local.located(remote.split(local.split(runs, 0), 1), 0), 1)

@@ -20,7 +20,7 @@ from penstock.kv_transfer.transports.base import (
     TransferHandle,
     TransferState,
 )
-from penstock.kv_transfer.transports.flat_memory import FlatMemory, check_runs
+from penstock.kv_transfer.transports.flat_memory import FlatMemory, RangeSet, check_runs
 from penstock.utils.clock import ManualClock
 from penstock.utils.errors import PeerError
 
@@ -62,6 +62,7 @@ class _Transfer:
     peer: MemoryTransport
     operation: Operation
     runs: list[tuple[int, int, int]]  # local offset, remote offset, bytes
+    window: bytes = b""
     state: TransferState = TransferState.PENDING
     is_cut: bool = False
     num_events: int = 0
@@ -118,11 +119,14 @@ class MemoryFabric:
         # While an event happens it is that event's time, however far the clock has been moved.
         self._now = clock.now()
 
-    def endpoint(self, name: str) -> MemoryTransport:
-        """A new life of the endpoint `name`; the one before it, if any, must have ended."""
+    def endpoint(self, name: str, *, has_windows: bool = True) -> MemoryTransport:
+        """A new life of the endpoint `name`; the one before it, if any, must have ended.
+
+        Without windows its peers may write all of its memory, and by an agreement of their own decide when.
+        """
         assert name not in self._endpoints, f"endpoint {name} is still alive"
         self._lives[name] = self._lives.get(name, 0) + 1
-        self._endpoints[name] = MemoryTransport(self, name, self._lives[name])
+        self._endpoints[name] = MemoryTransport(self, name, self._lives[name], has_windows)
         return self._endpoints[name]
 
     def find(self, name: str, life: int) -> MemoryTransport:
@@ -164,6 +168,18 @@ class MemoryFabric:
             if transfer.owner is owner and not transfer.is_cut:
                 yield from ((transfer.operation, local, num_bytes) for local, _, num_bytes in transfer.runs)
 
+    def touched(self, endpoint: MemoryTransport) -> Iterator[tuple[int, int, bool]]:
+        """What may be touched of this endpoint's memory, by itself or by peers that write: offsets, bytes, and whether
+        they are written. The source of a write that has failed does not count: it may change."""
+        for transfer in self._transfers:
+            if transfer.is_cut:
+                continue
+            is_write = transfer.operation is Operation.WRITE
+            if transfer.owner is endpoint and not (is_write and transfer.state is not TransferState.PENDING):
+                yield from ((local, num_bytes, not is_write) for local, _, num_bytes in transfer.runs)
+            elif transfer.peer is endpoint and is_write:
+                yield from ((remote, num_bytes, True) for _, remote, num_bytes in transfer.runs)
+
     def begin(self, transfer: _Transfer, notify: bytes) -> None:
         """Schedules what the script says about a new transfer."""
         self.run()
@@ -189,6 +205,10 @@ class MemoryFabric:
 
     def transfers_of(self, owner: MemoryTransport) -> list[_Transfer]:
         return [each for each in self._transfers if each.owner is owner]
+
+    def transfers_in(self, window: bytes) -> list[_Transfer]:
+        """Those that may still write there."""
+        return [each for each in self._transfers if each.window == window and not each.is_cut]
 
     def _lose(self, transfer: _Transfer, split: int, size: int, late_by: float) -> None:
         transfer.state = TransferState.FAILED_UNSETTLED
@@ -226,13 +246,16 @@ class MemoryFabric:
 class MemoryTransport:
     """One life of one endpoint (`DataTransport`)."""
 
-    def __init__(self, fabric: MemoryFabric, name: str, life: int) -> None:
+    def __init__(self, fabric: MemoryFabric, name: str, life: int, has_windows: bool) -> None:
+        self.can_settle_incoming_writes = has_windows
+        self.windows: dict[bytes, RangeSet] = {}
         self.name = name
         self.life = life
         self.memory = FlatMemory()
         self.inbox: list[Notification] = []
         self._fabric = fabric
         self._peers: dict[PeerId, MemoryTransport] = {}
+        self._num_windows = 0
 
     @property
     def peer_id(self) -> PeerId:
@@ -253,16 +276,41 @@ class MemoryTransport:
         self._peers[peer.peer_id] = peer
         return peer.peer_id
 
-    def submit(self, operation: Operation, peer: PeerId, runs: np.ndarray, notify: bytes = b"") -> TransferHandle:
+    def submit(
+        self, operation: Operation, peer: PeerId, runs: np.ndarray, notify: bytes = b"", window: bytes = b""
+    ) -> TransferHandle:
         if peer not in self._peers:
             raise PeerError(f"{peer} is not connected")
         target = self._peers[peer]
         self._fabric.find(target.name, target.life)
         check_runs(runs, self.memory.num_bytes, target.memory.num_bytes)
-        transfer = _Transfer(self, target, operation, runs.tolist())
+        transfer = _Transfer(self, target, operation, runs.tolist(), window)
+        if operation is Operation.WRITE and not target.takes(runs[:, 1:], window):
+            transfer.settle(TransferState.FAILED_SETTLED)
+            return transfer
         self._fabric.begin(transfer, notify)
         self._fabric.run()
         return transfer
+
+    def takes(self, ranges: np.ndarray, window: bytes) -> bool:
+        """Whether a peer may write these ranges, [n, 2] int64."""
+        if not self.can_settle_incoming_writes:
+            return True
+        return window in self.windows and self.windows[window].covers(ranges)
+
+    def open_window(self, ranges: np.ndarray) -> bytes:
+        self._num_windows += 1
+        name = f"{self.peer_id}/{self._num_windows}".encode()
+        self.windows[name] = RangeSet(ranges)
+        return name
+
+    def close_window(self, name: bytes) -> None:
+        del self.windows[name]
+        self._fabric.settle_later(self._fabric.transfers_in(name))
+
+    def is_window_closed(self, name: bytes) -> bool:
+        self._fabric.run()
+        return name not in self.windows and not self._fabric.transfers_in(name)
 
     def poll(self, handle: TransferHandle) -> TransferState:
         self._fabric.run()

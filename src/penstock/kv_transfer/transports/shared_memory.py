@@ -156,14 +156,16 @@ class SharedMemoryTransport(OnBoard):
             raise
         return endpoint.peer_id
 
-    def submit(self, operation: Operation, peer: PeerId, runs: np.ndarray, notify: bytes = b"") -> TransferHandle:
+    def submit(
+        self, operation: Operation, peer: PeerId, runs: np.ndarray, notify: bytes = b"", window: bytes = b""
+    ) -> TransferHandle:
         assert len(notify) <= MAX_NOTIFY_BYTES, len(notify)
         with self._board.lock:
             target = self._peers.get(peer)
             if target is None:
                 raise PeerError(f"{peer} is not connected")
             check_runs(runs, self._memory.num_bytes, target.memory.num_bytes)
-            transfer = Transfer(operation, runs, notify)
+            transfer = Transfer(operation, runs, notify, window)
             target.queue.append(transfer)
             self._board.lock.notify_all()
         return transfer

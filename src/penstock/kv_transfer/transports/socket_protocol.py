@@ -79,11 +79,12 @@ class Answer(msgspec.Struct, frozen=True, tag="answer"):
 
 
 class Request(msgspec.Struct, frozen=True, tag="request"):
-    """`ranges` of the server's memory: [n, 2] int64, little-endian, offset and bytes."""
+    """`ranges` of the server's memory: [n, 2] int64, little-endian, offset and bytes; a WRITE's are in a `window`."""
 
     operation: Operation
     ranges: bytes
     notify: bytes
+    window: bytes = b""
 
 
 class Landed(msgspec.Struct, frozen=True, tag="landed"):

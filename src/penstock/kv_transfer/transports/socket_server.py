@@ -21,6 +21,7 @@ from penstock.kv_transfer.transports.socket_protocol import (
     encode,
 )
 from penstock.kv_transfer.transports.stream import Stream
+from penstock.kv_transfer.transports.windows import Windows
 from penstock.utils.errors import PeerError
 
 
@@ -29,6 +30,7 @@ class SocketServer:
 
     def __init__(self, host: str, key: bytes, epoch: bytes, limits: SocketLimits, board: TransferBoard) -> None:
         self.memory = FlatMemory()
+        self.windows = Windows(board.lock)
         self._epoch = epoch
         self._limits = limits
         self._board = board
@@ -63,19 +65,26 @@ class SocketServer:
                 self._answer(stream, request, sender)
 
     def _answer(self, stream: Stream, request: Request, sender: str) -> None:
+        is_write = request.operation is Operation.WRITE
         try:
             ranges = self._ranges(request)
+            if is_write:
+                self.windows.enter(request.window, ranges, stream)
         except PeerError as refusal:
             stream.send(encode(Answer(str(refusal))))
             return
         segments = merged(self.memory.segments(ranges))
-        stream.send(encode(Answer()))
-        if request.operation is Operation.READ:
-            stream.send_segments(segments)
-        else:
-            stream.receive_segments(segments)
-            self._notify(sender, request.notify)
+        if not is_write:
             stream.send(encode(Answer()))
+            stream.send_segments(segments)
+            return
+        try:
+            stream.send(encode(Answer()))
+            stream.receive_segments(segments)
+        finally:
+            self.windows.leave(request.window, stream)
+        self._notify(sender, request.notify)
+        stream.send(encode(Answer()))
 
     def _ranges(self, request: Request) -> np.ndarray:
         """[n, 2] int64, checked. Raises PeerError."""

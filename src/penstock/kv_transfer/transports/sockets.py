@@ -14,6 +14,9 @@ A connection that breaks takes the whole peer with it, until `connect` is called
              stopped will still take what its kernel has received when it goes on. If the peer's host has become
              unreachable, this cannot be known, and the transfer stays as it is
 
+A write is refused unless it lies in a window that the peer has opened. Closing a window cuts the connections that write
+in it: nothing lands there once their threads have left the system call that they were in, whatever the writer does.
+
 `close` waits for all threads. What they have sent for a WRITE may still land in the peer's memory; the peer's own
 `close` ends that. A peer that breaks the protocol, or that stalls, loses its connection and no more.
 """
@@ -88,6 +91,8 @@ class SocketsTransport(OnBoard):
     Raises ConfigError when the host has no such address.
     """
 
+    can_settle_incoming_writes = True
+
     def __init__(self, host: str, key: bytes, limits: SocketLimits | None = None) -> None:
         super().__init__()
         self._key = key
@@ -128,7 +133,9 @@ class SocketsTransport(OnBoard):
             self._peers[address.peer_id] = peer
         return address.peer_id
 
-    def submit(self, operation: Operation, peer: PeerId, runs: np.ndarray, notify: bytes = b"") -> TransferHandle:
+    def submit(
+        self, operation: Operation, peer: PeerId, runs: np.ndarray, notify: bytes = b"", window: bytes = b""
+    ) -> TransferHandle:
         limits = self._limits
         assert len(notify) <= MAX_NOTIFY_BYTES, len(notify)
         with self._board.lock:
@@ -138,7 +145,7 @@ class SocketsTransport(OnBoard):
             check_runs(runs, self._memory.num_bytes, target.num_bytes)
             if len(runs) > limits.max_runs:
                 raise PeerError(f"a transfer has {len(runs)} runs; the limit is {limits.max_runs}")
-            transfer = Transfer(operation, runs, notify)
+            transfer = Transfer(operation, runs, notify, window)
             target.queue.append(transfer)
             num_idle = target.num_links - sum(link.transfer is not None for link in target.links)
             needs_link = num_idle < len(target.queue) and target.num_links < limits.connections_per_peer
@@ -148,6 +155,15 @@ class SocketsTransport(OnBoard):
                     target.num_links += 1
             self._board.lock.notify_all()
         return transfer
+
+    def open_window(self, ranges: np.ndarray) -> bytes:
+        return self._server.windows.open(ranges)
+
+    def close_window(self, name: bytes) -> None:
+        self._server.windows.close(name)
+
+    def is_window_closed(self, name: bytes) -> bool:
+        return self._server.windows.is_closed(name)
 
     def disconnect(self, peer: PeerId) -> None:
         known = self._peers.get(peer)
@@ -226,7 +242,8 @@ class SocketsTransport(OnBoard):
         segments = merged(self._memory.segments(transfer.runs[:, [0, 2]]))
         is_read = transfer.operation is Operation.READ
         ranges = transfer.runs[:, 1:].astype("<i8").tobytes()
-        stream.send(encode(Request(transfer.operation, ranges, b"" if is_read else transfer.notify)))
+        notify = b"" if is_read else transfer.notify
+        stream.send(encode(Request(transfer.operation, ranges, notify, transfer.window)))
         answer = decode(Answer, stream.receive())
         if answer.refusal:
             _logger.warning("the peer refuses a transfer: %s", answer.refusal)
