@@ -101,8 +101,8 @@ PD_BUGS = (
         "a cancelled read ends while bytes still move",
         "pd_late_bytes",
         f"{_WORKER}._watch",
-        "if read.sources or not all(state.is_settled for state in states):",
-        "if not read.has_failed and (read.sources or not all(state.is_settled for state in states)):",
+        "if read.move.parts or not all(state.is_settled for state in states):",
+        "if not read.move.has_failed and (read.move.parts or not all(state.is_settled for state in states)):",
     ),
     bug(
         "a load ends with its connection, whatever still moves",

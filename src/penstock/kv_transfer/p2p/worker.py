@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from penstock.kv_transfer.null import NullWorkerConnector
-from penstock.kv_transfer.p2p.dialler import Background, Dialler
+from penstock.kv_transfer.p2p.dialler import Background
 from penstock.kv_transfer.p2p.digests import UnitDigests
 from penstock.kv_transfer.p2p.messages import AttestJob, P2PHandshake, P2PMetadata, ReadJob, Shard
+from penstock.kv_transfer.p2p.moves import Move, Mover, Slices
 from penstock.kv_transfer.topology.pieces import digest_unit
-from penstock.kv_transfer.topology.planner import LayerSlice, plan_runs, sources
-from penstock.kv_transfer.transports.base import DataTransport, Operation, PeerId, TransferHandle, TransferState
+from penstock.kv_transfer.topology.planner import sources
+from penstock.kv_transfer.transports.base import DataTransport, Operation
 from penstock.kv_transfer.view import KVCacheView
 from penstock.messages.kv_layout import KVLayout
 from penstock.messages.kv_transfer import (
@@ -50,15 +51,10 @@ class _Attest:
 
 @dataclass(slots=True, eq=False)
 class _Read:
-    """`sources` are the ranks that have not been asked yet, `is_retried` tells that a connection was made anew."""
-
     job: ReadJob
-    sources: list[tuple[ShardId, tuple[LayerSlice, ...]]]
-    is_retried: bool = False
-    handles: list[tuple[PeerId, TransferHandle]] = field(default_factory=list[tuple[PeerId, TransferHandle]])
+    move: Move
     check: Iterator[int] | None = None
     bad_ranges: list[BadRange] = field(default_factory=list[BadRange])
-    has_failed: bool = False
     is_checked: bool = False
 
 
@@ -91,7 +87,7 @@ class P2PWorker(NullWorkerConnector):
         regions = view.region_memory()
         self._transport = self._make_transport(view.layout)
         self._transport.register(regions)
-        self._dialler = Dialler(self._transport, self._background)
+        self._mover = Mover(view.layout, self._transport, self._background)
         self._digests = UnitDigests(view.layout, regions)
 
     def get_handshake_metadata(self) -> P2PHandshake:
@@ -105,13 +101,12 @@ class P2PWorker(NullWorkerConnector):
         for peer in metadata.peers:
             self._tables[peer.peer] = {each.shard: each for each in peer.shards}
         for name in metadata.forgotten:
-            for shard in self._tables.pop(name, {}).values():
-                self._dialler.forget(shard.descriptor)
+            self._mover.forget(tuple(self._tables.pop(name, {}).values()))
         self._attests += map(self._attest, metadata.attests)
         for job_id in metadata.cancelled:
             for read in self._reads:
                 if read.job.job_id == job_id:
-                    self._give_up(read)
+                    self._mover.give_up(read.move)
 
     def start_load_kv(self) -> None:
         self._reads += map(self._begin, self._metadata.reads)
@@ -164,65 +159,31 @@ class P2PWorker(NullWorkerConnector):
 
     def _begin(self, job: ReadJob) -> _Read:
         """One transfer from each rank that has something that this one needs; none if the same step cancels it."""
+        tables = tuple(zip(job.block_ids, job.remote_block_ids, strict=True))
+        peer = self._tables.get(job.peer, {})
+        move = Move(job.job_id, Operation.READ, peer, tables, job.first, job.end, parts={})
         try:
-            read = _Read(job, list(self._sources(job).items()))
+            move.parts = self._sources(job)
         except PeerError as error:
             logger.warning("KV of %s cannot be read: %s", job.job_id, error)
-            read = _Read(job, [])
-            self._give_up(read)
+            self._mover.give_up(move)
         if job.job_id in self._metadata.cancelled:
-            self._give_up(read)
-        self._submit(read)
-        return read
+            self._mover.give_up(move)
+        self._mover.begin(move)
+        return _Read(job, move)
 
-    def _submit(self, read: _Read) -> None:
-        """Asks the ranks that are connected by now."""
-        job = read.job
-        try:
-            for shard, slices in list(read.sources):
-                source = self._tables[job.peer][shard]
-                peer = self._dialler.find(source.descriptor)
-                if peer is None:
-                    return
-                tables = tuple(zip(job.block_ids, job.remote_block_ids, strict=True))
-                runs = plan_runs(self._layout, source.layout, slices, tables, job.first, job.end)
-                try:
-                    read.handles.append((peer, self._transport.submit(Operation.READ, peer, runs)))
-                except PeerError:
-                    # The connection may have ended since it was last used.
-                    self._dialler.forget(source.descriptor)
-                    if read.is_retried:
-                        raise
-                    read.is_retried = True
-                    return
-                read.sources.remove((shard, slices))
-        except PeerError as error:
-            logger.warning("KV of %s cannot be read: %s", job.job_id, error)
-            self._give_up(read)
-
-    def _sources(self, job: ReadJob) -> dict[ShardId, tuple[LayerSlice, ...]]:
+    def _sources(self, job: ReadJob) -> dict[ShardId, Slices]:
         table = {shard: each.layout for shard, each in self._tables.get(job.peer, {}).items()}
         return sources(self._layout, table, self._shard)
-
-    def _give_up(self, read: _Read) -> None:
-        """What is under way ends as soon as the transport can promise that nothing moves any more."""
-        read.sources.clear()
-        if not read.has_failed:
-            read.has_failed = True
-            for peer in {peer for peer, handle in read.handles if not self._transport.poll(handle).is_settled}:
-                self._transport.disconnect(peer)
 
     def _watch(self, read: _Read) -> None:
         """Takes over how its transfers stand."""
         if read.check is not None or read.is_checked:
             return
-        self._submit(read)
-        states = [self._transport.poll(handle) for _, handle in read.handles]
-        if any(state in (TransferState.FAILED_SETTLED, TransferState.FAILED_UNSETTLED) for state in states):
-            self._give_up(read)
-        if read.sources or not all(state.is_settled for state in states):
+        states = self._mover.advance(read.move)
+        if read.move.parts or not all(state.is_settled for state in states):
             return
-        if read.has_failed or not read.job.digests:
+        if read.move.has_failed or not read.job.digests:
             read.is_checked = True
         else:
             read.check = self._compare(read)
@@ -251,7 +212,7 @@ class P2PWorker(NullWorkerConnector):
 
     def _report(self, read: _Read) -> TransferReport:
         """A failure without ranges has brought nothing."""
-        if read.has_failed:
+        if read.move.has_failed:
             return TransferReport(read.job.job_id, self._shard, TransferStatus.FAILED)
         status = TransferStatus.FAILED if read.bad_ranges else TransferStatus.DONE
         return TransferReport(read.job.job_id, self._shard, status, tuple(read.bad_ranges))
@@ -259,7 +220,7 @@ class P2PWorker(NullWorkerConnector):
 
 def _readers(
     shard: ShardId, own: dict[ShardId, Shard], peer: dict[ShardId, Shard]
-) -> Iterator[tuple[tuple[LayerSlice, ...], KVLayout]]:
+) -> Iterator[tuple[Slices, KVLayout]]:
     """What each rank of the peer reads from rank `shard`, in the order of the peer's ranks."""
     table = {each: entry.layout for each, entry in own.items()}
     for consumer in sorted(peer):

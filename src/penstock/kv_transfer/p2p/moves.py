@@ -1,0 +1,94 @@
+"""Bytes between this rank and the ranks of another engine: connecting to them, transfers, and their end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from penstock.kv_transfer.p2p.dialler import Background, Dialler
+from penstock.kv_transfer.p2p.messages import Shard
+from penstock.kv_transfer.topology.planner import BlockIdList, LayerSlice, plan_runs
+from penstock.kv_transfer.transports.base import DataTransport, Operation, PeerId, TransferHandle, TransferState
+from penstock.messages.kv_layout import KVLayout
+from penstock.messages.kv_transfer import ShardId, TransferId
+from penstock.utils.errors import PeerError
+from penstock.utils.logging import get_logger
+
+logger = get_logger(__name__)
+
+Slices = tuple[LayerSlice, ...]
+"""What one rank sends to another one."""
+
+
+@dataclass(slots=True, eq=False)
+class Move:
+    """What moves between this rank and those of `peer`: of tokens [first, end), the `parts` of each rank.
+
+    `tables` has this engine's and the other engine's block ids of each group. `parts` are those that have not begun;
+    `is_retried` tells that a connection was made anew.
+    """
+
+    name: TransferId
+    operation: Operation
+    peer: Mapping[ShardId, Shard]
+    tables: Sequence[tuple[BlockIdList, BlockIdList]]
+    first: int
+    end: int
+    parts: dict[ShardId, Slices]
+    is_retried: bool = False
+    has_failed: bool = False
+    handles: list[tuple[PeerId, TransferHandle]] = field(default_factory=list[tuple[PeerId, TransferHandle]])
+
+
+class Mover:
+    """One rank's. `background` makes connections."""
+
+    def __init__(self, layout: KVLayout, transport: DataTransport, background: Background) -> None:
+        self._layout = layout
+        self._transport = transport
+        self._dialler = Dialler(transport, background)
+
+    def forget(self, shards: Sequence[Shard]) -> None:
+        """The life of an engine has ended."""
+        for shard in shards:
+            self._dialler.forget(shard.descriptor)
+
+    def advance(self, move: Move) -> list[TransferState]:
+        """Begins what can be begun, and gives everything up if something has failed. Returns how all of it stands."""
+        self.begin(move)
+        states = [self._transport.poll(handle) for _, handle in move.handles]
+        if any(state in (TransferState.FAILED_SETTLED, TransferState.FAILED_UNSETTLED) for state in states):
+            self.give_up(move)
+        return states
+
+    def give_up(self, move: Move) -> None:
+        """What is under way ends as soon as the transport can promise that nothing moves any more."""
+        move.parts.clear()
+        if not move.has_failed:
+            move.has_failed = True
+            for peer in {peer for peer, handle in move.handles if not self._transport.poll(handle).is_settled}:
+                self._transport.disconnect(peer)
+
+    def begin(self, move: Move) -> None:
+        """One transfer with each rank that is connected by now."""
+        try:
+            for shard, slices in list(move.parts.items()):
+                other = move.peer[shard]
+                peer = self._dialler.find(other.descriptor)
+                if peer is None:
+                    return
+                runs = plan_runs(self._layout, other.layout, slices, move.tables, move.first, move.end)
+                try:
+                    handle = self._transport.submit(move.operation, peer, runs)
+                except PeerError:
+                    # The connection may have ended since it was last used.
+                    self._dialler.forget(other.descriptor)
+                    if move.is_retried:
+                        raise
+                    move.is_retried = True
+                    return
+                move.handles.append((peer, handle))
+                del move.parts[shard]
+        except PeerError as error:
+            logger.warning("KV of %s cannot be moved: %s", move.name, error)
+            self.give_up(move)
