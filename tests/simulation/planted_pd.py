@@ -22,7 +22,7 @@ PD_BUGS = (
         "pd_lease_ends_while_reading",
         f"{_CONSUMER}.on_read",
         "load.set_state(LoadState.CONFIRMING)",
-        "self._end(transfer_id, '', bad_ranges)",
+        "del self._loads[transfer_id]; self._actions.append(Ended(transfer_id, bad_ranges))",
     ),
     bug(
         "a denied confirmation counts as one",

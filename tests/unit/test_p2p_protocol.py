@@ -480,6 +480,19 @@ def test_bad_ranges_are_handed_on() -> None:
     assert consumer.take_actions()[-1] == Ended("load", bad)
 
 
+@pytest.mark.parametrize("detail", ["", "the pool is full"])
+def test_a_refusal_without_words_is_a_refusal(detail: str) -> None:
+    consumer = asking()
+    consumer.receive(PEER, Refuse("load", Reason.OVERLOADED, detail), 1.0)
+    (ended,) = consumer.take_actions()
+    assert isinstance(ended, Ended)
+    assert ended.reason
+    consumer = reading()
+    consumer.on_lost(PEER, "")
+    consumer.on_read("load", (), is_complete=False)
+    assert consumer.take_actions()[-1].reason  # type: ignore[union-attr]
+
+
 def test_what_is_not_confirmed_is_not_used() -> None:
     consumer = confirming()
     consumer.receive(PEER, DoneAck("load", False), 1.0)

@@ -325,7 +325,8 @@ class Consumer:
     def _on_confirmed(self, message: DoneAck, load: _Load) -> None:
         if message.is_valid:
             self.counts.num_completed += 1
-            self._end(message.transfer_id, "", load.bad_ranges)
+            del self._loads[message.transfer_id]
+            self._actions.append(Ended(message.transfer_id, load.bad_ranges))
         else:
             self.counts.num_unconfirmed += 1
             self._end(message.transfer_id, "the lease had ended before everything was read")
@@ -336,9 +337,10 @@ class Consumer:
         load.reason = reason
         self._actions.append(Cancel(transfer_id))
 
-    def _end(self, transfer_id: TransferId, reason: str, bad_ranges: tuple[BadRange, ...] = ()) -> None:
+    def _end(self, transfer_id: TransferId, reason: str) -> None:
+        """Without KV. The reason may be what a peer says, and a peer may say nothing."""
         del self._loads[transfer_id]
-        self._actions.append(Ended(transfer_id, bad_ranges, reason))
+        self._actions.append(Ended(transfer_id, reason=reason or "no reason was given"))
 
     def check_integrity(self) -> None:
         """Recomputes what must agree."""
