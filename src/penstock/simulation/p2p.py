@@ -16,7 +16,7 @@ from penstock.kv_transfer.p2p.producer import Producer, ProducerRules
 from penstock.kv_transfer.p2p.scheduler import P2PScheduler
 from penstock.kv_transfer.p2p.ticket import TicketOffice
 from penstock.kv_transfer.p2p.worker import P2PWorker
-from penstock.kv_transfer.transports.base import Operation, PeerId
+from penstock.kv_transfer.transports.base import PeerId
 from penstock.kv_transfer.transports.memory import MemoryFabric, MemoryTransport
 from penstock.messages.kv_layout import KVLayout
 from penstock.messages.kv_transfer import ShardId, TransferId
@@ -72,6 +72,7 @@ class _Life:
         }
         for shard, worker in self.workers.items():
             tables |= {f"reads of {shard}": worker._reads, f"digests of {shard}": worker._attests}
+            tables |= {f"offers of {shard}": worker._windows, f"windows of {shard}": self.transports[shard].windows}
         self.exchange.take_metadata(has_time=True)
         topology = self.exchange._jobs._topology
         known = {name for name, _ in topology._stages} - {topology.engine_id}
@@ -120,7 +121,7 @@ class P2PBacking(Backing):
             is_attested=pairs.is_attested,
         )
         producer = Producer(site.name, epoch, rules, office)
-        consumer = Consumer(_LOAD_PART * setup.load_timeout, office)
+        consumer = Consumer(_LOAD_PART * setup.load_timeout, office, is_pushed=pairs.is_pushed)
         exchange = _CountingExchange(settings, channel, producer, consumer, clock)
         exchange.loaded = self._loaded
         scheduler = P2PScheduler(settings, site.cache.block_size, exchange, self._peers.resolve, clock)
@@ -182,10 +183,10 @@ class P2PBacking(Backing):
         for shard, transport in life.transports.items():
             layout = life.workers[shard]._layout
             stride = layout.layers[0].block_bytes
-            for operation, offset, num_bytes in self._fabric.moving(transport):
+            for offset, num_bytes, is_written in self._fabric.touched(transport):
                 first = offset % layout.regions[0].num_bytes
                 for block_id in range(first // stride, (first + num_bytes - 1) // stride + 1):
-                    yield Touch(block_id, operation is Operation.READ)
+                    yield Touch(block_id, is_written)
 
     def counters(self) -> Mapping[str, float]:
         said = {"garbage": self._rogue.num_said} if self._rogue is not None else {}

@@ -1,10 +1,12 @@
-"""`P2PConnector`: one engine prefills, another decodes, and pulls the KV over a transport.
+"""`P2PConnector`: one engine prefills, another decodes, and the KV comes over a transport.
 
 `NixlConnector` and `MooncakeConnector` are the same connector under the names that users of other engines write; the
 second also answers `GET /query` on its bootstrap port. Options, in `kv_connector_extra_config`:
 
     transport               "sockets" (TCP, the default), "shared_memory" (engines of one host), "nixl" or
                             "mooncake" (the library of that name, in helper processes)
+    transfer                "pull", the default: the engine that decodes reads; "push": the other one writes, where
+                            the transport allows it. The setting of the engine that decodes is the one that counts
     backends                of NIXL, ["UCX"] by default
     mooncake_protocol       "rdma", the default: RDMA where Mooncake finds devices, else TCP; or "tcp"
     peers                   addresses or names of engines, such as ["10.0.0.1:5600"]; not needed on one host
@@ -46,9 +48,14 @@ from penstock.messages.kv_transfer import ConnectorSetup, ShardId
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import ConfigError
 
-TRANSPORTS = ("sockets", "shared_memory", *LIBRARIES)
+TRANSPORTS: dict[str, type[DataTransport]] = {
+    "sockets": SocketsTransport,
+    "shared_memory": SharedMemoryTransport,
+    **dict.fromkeys(LIBRARIES, AgentTransport),
+}
 _DEFAULTS = {
     "transport": "sockets",
+    "transfer": "pull",
     "backends": ("UCX",),
     "mooncake_protocol": "rdma",
     "peers": (),
@@ -75,6 +82,7 @@ class P2PConnector:
         config = context.config
         options = _read_options(config)
         host = check_host(config.kv_ip)
+        is_pushed = _is_pushed(config, options)
         agent = _agent_settings(options, host)
         local = LocalCluster() if is_loopback(host) and options["cluster_key_file"] is None else None
         key = _key(config, options, local)
@@ -103,7 +111,7 @@ class P2PConnector:
             requires_digests=options["attestation"] == "all",
         )
         producer = Producer(config.engine_id, epoch, rules, office)
-        consumer = Consumer(_LOAD_PART * config.kv_load_timeout, office)
+        consumer = Consumer(_LOAD_PART * config.kv_load_timeout, office, is_pushed=is_pushed)
         exchange = Exchange(settings, channel, producer, consumer, clock)
         return P2PScheduler(settings, context.cache.block_size, exchange, peers.resolve, clock)
 
@@ -131,6 +139,20 @@ def _transport_maker(setup: P2PSetup) -> Callable[[KVLayout], DataTransport]:
     if setup.transport == "shared_memory":
         return lambda layout: SharedMemoryTransport(layout.regions)
     return lambda layout: SocketsTransport(setup.host, setup.key)
+
+
+def _is_pushed(config: KVTransferConfig, options: dict[str, Any]) -> bool:
+    """Raises ConfigError where this engine could not end what others write into its memory."""
+    if options["transfer"] == "pull" or config.kv_role == "kv_producer":
+        return False
+    transport = options["transport"]
+    if not TRANSPORTS[transport].can_settle_incoming_writes:
+        able = [name for name, kind in TRANSPORTS.items() if kind.can_settle_incoming_writes]
+        raise ConfigError(
+            f"transfer=push does not work with transport={transport}: what a peer has begun to write into the KV cache "
+            f"cannot be ended without it. Choose transfer=pull, or transport={' or '.join(able)}"
+        )
+    return True
 
 
 def _agent_settings(options: dict[str, Any], host: str) -> AgentSettings | None:
@@ -174,6 +196,7 @@ def _read_options(config: KVTransferConfig) -> dict[str, Any]:
         config.kv_connector_extra_config,
         _DEFAULTS,
         transport=(lambda value: value in TRANSPORTS, f"one of {', '.join(TRANSPORTS)}"),
+        transfer=(lambda value: value in ("pull", "push"), "one of pull, push"),
         backends=(
             lambda value: isinstance(value, list) and bool(value) and all(map(is_text, value)),
             "a list of names",

@@ -3,9 +3,15 @@
     asking -> reading -> confirming -> ended
                      \\-> cancelling -> ended
 
+Where the producer writes, the workers first open their memory to it, and until they have closed it again whatever goes
+wrong is a cancellation:
+
+    opening -> asking -> reading -> confirming -> ended
+           \\---------\\---------\\-> cancelling -> ended
+
 A load ends well only if all shards have landed, every compared digest is right, and the producer has confirmed that its
 blocks were held through the whole read. It never ends while bytes may still move: what is given up while it is being
-read is cancelled, and ends with the workers' reports.
+read, or may be written, is cancelled, and ends with the workers' reports.
 """
 
 from __future__ import annotations
@@ -17,13 +23,16 @@ import msgspec
 
 from penstock.kv_transfer.p2p.messages import (
     Abort,
+    Destination,
     Done,
     DoneAck,
     Fetch,
+    FetchInto,
     Grant,
     Message,
     Refuse,
     Renew,
+    Written,
 )
 from penstock.kv_transfer.p2p.params import Address, RemotePrefill
 from penstock.kv_transfer.p2p.session import PeerKey, Send
@@ -36,6 +45,7 @@ _MIN_LEASE, _MAX_LEASE = 0.01, 86400.0
 
 
 class LoadState(enum.Enum):
+    OPENING = "opening"
     ASKING = "asking"
     READING = "reading"
     CONFIRMING = "confirming"
@@ -43,7 +53,8 @@ class LoadState(enum.Enum):
 
 
 _NEXT = {
-    LoadState.ASKING: {LoadState.READING},
+    LoadState.OPENING: {LoadState.ASKING, LoadState.CANCELLING},
+    LoadState.ASKING: {LoadState.READING, LoadState.CANCELLING},
     LoadState.READING: {LoadState.CONFIRMING, LoadState.CANCELLING},
     LoadState.CONFIRMING: set[LoadState](),
     LoadState.CANCELLING: set[LoadState](),
@@ -58,21 +69,33 @@ class Dial:
 
 
 @dataclass(frozen=True, slots=True)
+class Open:
+    """The workers shall open the load's blocks to be written; `Consumer.on_opened` says how."""
+
+    transfer_id: TransferId
+    first: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
 class Read:
-    """The workers shall read what has been granted."""
+    """The workers shall read what has been granted; what `is_written` they only check, once they have closed it."""
 
     transfer_id: TransferId
     peer: PeerKey
     grant: Grant
     first: int
     end: int
+    is_written: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """The workers shall end the read as soon as they can; their reports are awaited."""
+    """The workers shall end the read as soon as they can, and close what they have opened for a producer that writes;
+    their reports are awaited."""
 
     transfer_id: TransferId
+    is_pushed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +107,7 @@ class Ended:
     reason: str = ""
 
 
-ConsumerAction = Send | Dial | Read | Cancel | Ended
+ConsumerAction = Send | Dial | Open | Read | Cancel | Ended
 
 
 @dataclass(slots=True)
@@ -94,13 +117,22 @@ class _Load:
     first: int
     end: int
     deadline: float
+    is_pushed: bool = False
     state: LoadState = LoadState.ASKING
+    destination: Destination | None = None
     peer: PeerKey = ""
     is_asked: bool = False
+    grant: Grant | None = None
     renew_at: float = float("inf")
     lease: float = 0.0
     bad_ranges: tuple[BadRange, ...] = ()
     reason: str = ""
+
+    @property
+    def may_move(self) -> bool:
+        """Whether bytes may land in its blocks."""
+        is_open = self.is_pushed and self.state in (LoadState.OPENING, LoadState.ASKING)
+        return is_open or self.state is LoadState.READING
 
     def set_state(self, state: LoadState) -> None:
         assert state in _NEXT[self.state], f"a load goes from {self.state} to {state}"
@@ -128,10 +160,14 @@ class _Line:
 
 
 class Consumer:
-    """Every call may add actions; `take_actions` returns them. `timeout` bounds a load from its beginning, seconds."""
+    """Every call may add actions; `take_actions` returns them. `timeout` bounds a load from its beginning, seconds.
 
-    def __init__(self, timeout: float, office: TicketOffice) -> None:
+    With `is_pushed` the producer writes the KV; else this engine reads it.
+    """
+
+    def __init__(self, timeout: float, office: TicketOffice, *, is_pushed: bool = False) -> None:
         self._timeout = timeout
+        self._is_pushed = is_pushed
         self._office = office
         self._loads: dict[TransferId, _Load] = {}
         self._lines: dict[Address, _Line] = {}
@@ -150,12 +186,16 @@ class Consumer:
     ) -> None:
         """Tokens [first, end) of a prompt shall come from another engine; they end in an `Ended`."""
         self.counts.num_loads += 1
-        load = _Load(source, prompt_digest, first, end, now + self._timeout)
+        load = _Load(source, prompt_digest, first, end, now + self._timeout, self._is_pushed)
         self._loads[transfer_id] = load
         try:
             self._check_ticket(source, prompt_digest)
         except PeerError as error:
             self._end(transfer_id, str(error))
+            return
+        if load.is_pushed:
+            load.state = LoadState.OPENING
+            self._actions.append(Open(transfer_id, first, end))
         else:
             self._ask(transfer_id, load)
 
@@ -171,10 +211,7 @@ class Consumer:
             return
         if load.is_asked and load.peer:
             self._actions.append(Send(load.peer, Abort(transfer_id)))
-        if load.state is LoadState.READING:
-            self._cancel(transfer_id, load, reason)
-        else:
-            self._end(transfer_id, reason)
+        self._stop(transfer_id, load, reason)
 
     # ---- Peers ----
 
@@ -199,7 +236,7 @@ class Consumer:
                 continue
             # A proxy may know the engine id of an earlier life; a rendezvous is found by its own name.
             if load.source.ticket and load.source.engine_id != engine_id:
-                self._end(fetch.transfer_id, f"the engine there is {engine_id}, not {load.source.engine_id}")
+                self._stop(fetch.transfer_id, load, f"the engine there is {engine_id}, not {load.source.engine_id}")
                 continue
             load.is_asked, load.peer = True, peer
             self._actions.append(Send(peer, fetch))
@@ -219,7 +256,7 @@ class Consumer:
 
     def receive(self, peer: PeerKey, message: Message, now: float) -> None:
         """Messages about loads that have ended have no effect. Raises PeerError for one that no producer sends."""
-        if not isinstance(message, Grant | Refuse | DoneAck):
+        if not isinstance(message, Grant | Refuse | DoneAck | Written):
             raise PeerError(f"the peer sent {type(message).__name__}, which a producer does not send")
         load = self._loads.get(message.transfer_id)
         if load is None or load.peer != peer:
@@ -227,15 +264,29 @@ class Consumer:
         match message:
             case Grant() if load.state is LoadState.ASKING:
                 self._on_grant(load, message, now)
-            case Refuse() if load.state is LoadState.ASKING:
+            case Refuse() if load.state is LoadState.ASKING or (load.is_pushed and load.may_move):
                 self.counts.num_refused += 1
-                self._end(message.transfer_id, message.detail)
+                self._stop(message.transfer_id, load, message.detail)
+            case Written() if load.grant is not None and load.state is LoadState.READING:
+                self._on_written(message, load, load.grant)
             case DoneAck() if load.state is LoadState.CONFIRMING:
                 self._on_confirmed(message, load)
             case _:
                 pass
 
     # ---- Workers ----
+
+    def on_opened(self, transfer_id: TransferId, destination: Destination | None) -> None:
+        """The blocks can be written by who knows the windows; None if they cannot."""
+        load = self._loads.get(transfer_id)
+        if load is None or load.state is not LoadState.OPENING:
+            return
+        if destination is None:
+            self._stop(transfer_id, load, "the workers cannot open the KV memory to the other engine")
+            return
+        load.set_state(LoadState.ASKING)
+        load.destination = destination
+        self._ask(transfer_id, load)
 
     def on_read(self, transfer_id: TransferId, bad_ranges: tuple[BadRange, ...], is_complete: bool) -> None:
         """All shards have reported, and nothing of the read moves any more."""
@@ -257,6 +308,9 @@ class Consumer:
     def on_read_refused(self, transfer_id: TransferId, reason: str) -> None:
         """The workers have not begun to read, and will not."""
         load = self._loads[transfer_id]
+        if load.is_pushed:
+            self.fail(transfer_id, reason)
+            return
         if load.peer:
             self._actions.append(Send(load.peer, Abort(transfer_id)))
         self._end(transfer_id, reason)
@@ -299,6 +353,8 @@ class Consumer:
 
     def _ask(self, transfer_id: TransferId, load: _Load) -> None:
         fetch = _fetch(transfer_id, load.source, load.prompt_digest, load.first, load.end)
+        if load.destination is not None:
+            fetch = FetchInto(**msgspec.structs.asdict(fetch), destination=load.destination)
         line = self._send_when_open(load.source.address, fetch)
         if line.is_open:
             load.is_asked, load.peer = True, line.peer
@@ -320,7 +376,15 @@ class Consumer:
         load.set_state(LoadState.READING)
         load.lease = grant.lease
         load.renew_at = now + grant.lease / _RENEWALS_PER_LEASE
+        if load.is_pushed:
+            load.grant = grant
+            return
         self._actions.append(Read(grant.transfer_id, load.peer, grant, load.first, load.end))
+
+    def _on_written(self, message: Written, load: _Load, grant: Grant) -> None:
+        load.grant = None  # it comes once
+        grant = msgspec.structs.replace(grant, digests=message.digests)
+        self._actions.append(Read(grant.transfer_id, load.peer, grant, load.first, load.end, is_written=True))
 
     def _on_confirmed(self, message: DoneAck, load: _Load) -> None:
         if message.is_valid:
@@ -331,11 +395,19 @@ class Consumer:
             self.counts.num_unconfirmed += 1
             self._end(message.transfer_id, "the lease had ended before everything was read")
 
+    def _stop(self, transfer_id: TransferId, load: _Load, reason: str) -> None:
+        if load.state is LoadState.CANCELLING:
+            return
+        if load.may_move:
+            self._cancel(transfer_id, load, reason)
+        else:
+            self._end(transfer_id, reason)
+
     def _cancel(self, transfer_id: TransferId, load: _Load, reason: str) -> None:
         self.counts.num_cancelled += 1
         load.set_state(LoadState.CANCELLING)
         load.reason = reason
-        self._actions.append(Cancel(transfer_id))
+        self._actions.append(Cancel(transfer_id, load.is_pushed))
 
     def _end(self, transfer_id: TransferId, reason: str) -> None:
         """Without KV. The reason may be what a peer says, and a peer may say nothing."""
@@ -348,7 +420,8 @@ class Consumer:
             assert not line.peer or self._address_of[line.peer] == address, address
             assert not (line.is_open and line.waiting), f"{address} is open and {len(line.waiting)} fetches wait"
         for transfer_id, load in self._loads.items():
-            assert load.is_asked or load.state is LoadState.ASKING, f"{transfer_id}: {load.state} and never asked for"
+            is_late = load.state in (LoadState.READING, LoadState.CONFIRMING)
+            assert load.is_asked or not is_late, f"{transfer_id}: {load.state} and never asked for"
 
 
 def _fetch(name: TransferId, source: RemotePrefill, prompt_digest: bytes, first: int, end: int) -> Fetch:

@@ -12,20 +12,31 @@ from dataclasses import dataclass, fields
 
 from penstock.kv_transfer.connector import ConnectorEvent, LoadEnded, Released
 from penstock.kv_transfer.p2p.channel import Channel, Connected, Lost
-from penstock.kv_transfer.p2p.consumer import Cancel, Consumer, ConsumerAction, ConsumerCounts, Dial, Ended, Read
-from penstock.kv_transfer.p2p.jobs import Attested, ReadEnded, WorkerJobs
+from penstock.kv_transfer.p2p.consumer import Cancel, Consumer, ConsumerAction, ConsumerCounts, Dial, Ended, Open, Read
+from penstock.kv_transfer.p2p.jobs import Attested, Opened, ReadEnded, WorkerJobs
 from penstock.kv_transfer.p2p.messages import (
     VERSION,
     Bye,
+    Destination,
     Hello,
     Message,
     P2PHandshake,
     P2PMetadata,
     P2PSetup,
     Shard,
+    Window,
 )
 from penstock.kv_transfer.p2p.params import Address, RemotePrefill
-from penstock.kv_transfer.p2p.producer import Attest, Offer, Producer, ProducerAction, ProducerCounts, Release, Sent
+from penstock.kv_transfer.p2p.producer import (
+    Attest,
+    Offer,
+    Producer,
+    ProducerAction,
+    ProducerCounts,
+    Release,
+    Sent,
+    StopWriting,
+)
 from penstock.kv_transfer.p2p.session import Close, PeerKey, Send, Sessions
 from penstock.kv_transfer.p2p.traffic import Traffic
 from penstock.messages.kv_transfer import BadRange, HandshakePayload, KVConnectorOutput, ShardId, TransferId
@@ -188,6 +199,8 @@ class Exchange:
             match self._jobs.apply(report):
                 case Attested(job_id, digests):
                     self._producer.on_attested(job_id, digests, self._clock.now())
+                case Opened(transfer_id, windows):
+                    self._on_opened(transfer_id, windows)
                 case ReadEnded(transfer_id, bad, is_complete):
                     self._consumer.on_read(transfer_id, bad, is_complete)
                 case None:
@@ -294,23 +307,39 @@ class Exchange:
             case Dial(address):
                 self._consumer.on_dialled(address, self._channel.dial(address))
             case Attest():
-                reader = self._sessions.hello_of(action.peer)
-                if reader is not None:
-                    self._jobs.attest(action, reader)
-                else:  # it has gone since it asked
-                    self._producer.on_attested(action.job_id, None, self._clock.now())
+                self._attest(action)
+            case StopWriting(job_id):
+                self._jobs.cancel(job_id)
             case Release(hold_id):
                 self._events.append(Released(hold_id))
             case Sent(peer, num_tokens, seconds):
                 reader = self._sessions.hello_of(peer)
                 name = "" if reader is None else reader.engine_id
                 self._traffic.on_moved("to", name, num_tokens, self._bytes_of(num_tokens), seconds)
+            case Open():
+                self._jobs.offer(action, self._loads[action.transfer_id].block_ids)
             case Read():
                 self._read(action)
-            case Cancel(transfer_id):
-                self._jobs.cancel(transfer_id)
+            case Cancel(transfer_id, is_pushed):
+                (self._jobs.close if is_pushed else self._jobs.cancel)(transfer_id)
             case Ended():
                 self._end_load(action)
+
+    def _attest(self, action: Attest) -> None:
+        reader = self._sessions.hello_of(action.peer)
+        try:
+            if reader is None:
+                raise PeerError("the connection has ended")  # since it has asked
+            self._jobs.attest(action, reader)
+        except PeerError as error:
+            logger.warning("KV is not sent to %s: %s", action.peer, error)
+            self._producer.on_attested(action.job_id, None, self._clock.now())
+
+    def _on_opened(self, transfer_id: TransferId, windows: tuple[Window, ...] | None) -> None:
+        load = self._loads.get(transfer_id)
+        if load is not None:
+            destination = None if windows is None else Destination(load.block_ids, windows)
+            self._consumer.on_opened(transfer_id, destination)
 
     def _read(self, action: Read) -> None:
         source = self._sessions.hello_of(action.peer)

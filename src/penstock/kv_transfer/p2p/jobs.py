@@ -10,8 +10,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.kv_transfer.ledger import TransferLedger, bad_ranges
-from penstock.kv_transfer.p2p.consumer import Read
-from penstock.kv_transfer.p2p.messages import AttestJob, Hello, P2PMetadata, PeerShards, ReadJob, Shard, ShardDigests
+from penstock.kv_transfer.p2p.consumer import Open, Read
+from penstock.kv_transfer.p2p.messages import (
+    AttestJob,
+    Hello,
+    OfferJob,
+    P2PMetadata,
+    PeerShards,
+    ReadJob,
+    Shard,
+    ShardDigests,
+    Window,
+)
 from penstock.kv_transfer.p2p.producer import Attest
 from penstock.kv_transfer.p2p.session import engine_key
 from penstock.kv_transfer.topology.pieces import digest_edges, digest_unit
@@ -35,6 +45,14 @@ class Attested:
 
 
 @dataclass(frozen=True, slots=True)
+class Opened:
+    """`windows` is None where a rank could not open its memory."""
+
+    transfer_id: TransferId
+    windows: tuple[Window, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
 class ReadEnded:
     """Nothing of the read moves any more. Unless it `is_complete` nothing has come of it."""
 
@@ -55,13 +73,14 @@ class WorkerJobs:
         self._topology = TransferTopology(_OWN, self.block_size, layouts)
         self._is_own_told = False
         self._ledger = TransferLedger()
-        self._open: dict[TransferId, AttestJob | ReadJob] = {}
+        self._open: dict[TransferId, AttestJob | OfferJob | ReadJob] = {}
         self._hellos: dict[TransferId, Hello] = {}
         # Engines that have declared their ranks to this one, and those of them that the workers know.
         self._known: set[str] = set()
         self._told: set[str] = set()
         self._peers: list[PeerShards] = []
         self._attests: list[AttestJob] = []
+        self._offers: list[OfferJob] = []
         self._reads: list[ReadJob] = []
         self._cancelled: list[TransferId] = []
 
@@ -84,30 +103,41 @@ class WorkerJobs:
 
     @property
     def is_digesting(self) -> bool:
-        """The workers have to compute digests for peers."""
-        return any(isinstance(job, AttestJob) for job in self._open.values())
+        """The workers have to compute digests, and do not wait for a peer to take what they write."""
+        return any(isinstance(job, AttestJob) and job.destination is None for job in self._open.values())
 
     @property
     def counters(self) -> Mapping[str, float]:
         return {"p2p_duplicate_reports": self._ledger.num_duplicates, "p2p_unknown_reports": self._ledger.num_unknown}
 
     def attest(self, action: Attest, reader: Hello) -> None:
+        """Raises PeerError when the destination cannot be one for these tokens."""
+        if action.destination is not None:
+            self._check_tables(action.destination.block_ids, action.end, reader)
         job = AttestJob(
             job_id=self._on_wire(action.job_id),
             peer=engine_key(reader),
             block_ids=action.block_ids,
             first=action.first,
             end=action.end,
+            destination=action.destination,
+            has_digests=action.has_digests,
         )
         self._begin(job, reader)
         self._attests.append(job)
 
+    def offer(self, action: Open, block_ids: BlockIds) -> None:
+        """Whatever comes of it, a `read` or a `close` must follow."""
+        name = self._on_wire(action.transfer_id)
+        job = OfferJob(job_id=name, offer_id=f"{name}/open", block_ids=block_ids, first=action.first, end=action.end)
+        self._ledger.open(job.offer_id, self._own)
+        self._open[job.offer_id] = job
+        self._offers.append(job)
+
     def read(self, action: Read, block_ids: BlockIds, source: Hello) -> None:
         """Raises PeerError when what was granted cannot be what was asked for."""
-        grant, size = action.grant, source.shards[0].layout.block_size
-        num_blocks = cdiv(action.end, size)
-        if len(grant.block_ids) != self._num_groups or any(len(table) < num_blocks for table in grant.block_ids):
-            raise PeerError(f"the grant of {grant.transfer_id} has no blocks for {action.end} tokens in every group")
+        grant = action.grant
+        num_blocks = self._check_tables(grant.block_ids, action.end, source)
         job = ReadJob(
             job_id=self._on_wire(action.transfer_id),
             peer=engine_key(source),
@@ -116,6 +146,7 @@ class WorkerJobs:
             first=action.first,
             end=action.end,
             digests=grant.digests,
+            are_written=action.is_written,
         )
         self._begin(job, source)
         self._reads.append(job)
@@ -123,9 +154,35 @@ class WorkerJobs:
     def cancel(self, transfer_id: TransferId) -> None:
         self._cancelled.append(self._on_wire(transfer_id))
 
+    def close(self, transfer_id: TransferId) -> None:
+        """Ends what was offered, and its read if there is one already; a `ReadEnded` follows."""
+        name = self._on_wire(transfer_id)
+        if name not in self._open:
+            nothing = ReadJob(
+                job_id=name,
+                peer="",
+                block_ids=(),
+                remote_block_ids=(),
+                first=0,
+                end=0,
+                digests=(),
+                are_written=True,
+            )
+            self._ledger.open(name, self._own)
+            self._open[name] = nothing
+            self._reads.append(nothing)
+        self.cancel(transfer_id)
+
+    def _check_tables(self, block_ids: BlockIds, end: int, owner: Hello) -> int:
+        """Returns how many blocks the other engine needs for so many tokens. Raises PeerError for fewer."""
+        num_blocks = cdiv(end, owner.shards[0].layout.block_size)
+        if len(block_ids) != self._num_groups or any(len(table) < num_blocks for table in block_ids):
+            raise PeerError(f"{owner.engine_id} names no blocks for {end} tokens in every group")
+        return num_blocks
+
     def take(self, live_engines: set[str], has_time: bool) -> P2PMetadata:
         """What the next step says. Engines that are not connected any more are forgotten."""
-        in_use = {job.peer for job in self._open.values()}
+        in_use = {job.peer for job in self._open.values() if not isinstance(job, OfferJob)}
         gone = self._known - live_engines - in_use
         forgotten = self._told & gone
         self._known -= gone
@@ -139,21 +196,26 @@ class WorkerJobs:
             peers=tuple(self._peers),
             forgotten=tuple(sorted(forgotten)),
             attests=tuple(self._attests),
+            offers=tuple(self._offers),
             reads=tuple(self._reads),
             cancelled=tuple(self._cancelled),
             has_time=has_time,
         )
-        for each in (self._peers, self._attests, self._reads, self._cancelled):
+        for each in (self._peers, self._attests, self._offers, self._reads, self._cancelled):
             each.clear()
         return metadata
 
-    def apply(self, report: TransferReport) -> Attested | ReadEnded | None:
+    def apply(self, report: TransferReport) -> Attested | Opened | ReadEnded | None:
         """What has ended with this report, if it was the last one that was missing."""
         reports = self._ledger.apply(report)
         if not reports:
             return None
-        job, hello = self._open.pop(report.transfer_id), self._hellos.pop(report.transfer_id)
+        job, hello = self._open.pop(report.transfer_id), self._hellos.pop(report.transfer_id, None)
         name = report.transfer_id.partition(":")[2]
+        if isinstance(job, OfferJob):
+            return Opened(job.job_id.partition(":")[2], _windows(reports))
+        if hello is None:
+            return ReadEnded(name, (), is_complete=False)
         if isinstance(job, AttestJob):
             return Attested(name, self._collect(job, hello, reports))
         is_complete = all(each.status is TransferStatus.DONE or each.bad_ranges for each in reports)
@@ -184,6 +246,8 @@ class WorkerJobs:
         """The ranks' digests, which come in one row, by the rank of the reader and by group."""
         if any(report.status is not TransferStatus.DONE for report in reports):
             return None
+        if not job.has_digests:
+            return ()
         unit = digest_unit(self.block_size, reader.shards[0].layout.block_size)
         num_units = len(digest_edges(job.first, job.end, unit)) - 1
         collected: list[ShardDigests] = []
@@ -200,5 +264,13 @@ class WorkerJobs:
     def check_integrity(self) -> None:
         self._ledger.check_integrity()
         assert len(self._open) == len(self._ledger), (sorted(self._open), len(self._ledger))
-        assert self._open.keys() == self._hellos.keys(), self._open.keys() ^ self._hellos.keys()
+        with_peer = {name for name, job in self._open.items() if not isinstance(job, OfferJob) and job.peer}
+        assert with_peer == self._hellos.keys(), with_peer ^ self._hellos.keys()
         assert self._told <= self._known, self._told - self._known
+
+
+def _windows(reports: Sequence[TransferReport]) -> tuple[Window, ...] | None:
+    """Each rank reports the name of its own."""
+    if any(report.status is not TransferStatus.DONE for report in reports):
+        return None
+    return tuple(Window(report.shard, *report.digests) for report in reports)

@@ -6,6 +6,16 @@ Between cores, over one authenticated connection that the consumer D has opened 
     D -> P   Fetch(what, tokens)     P -> D   Grant (once the blocks are digested), or Refuse
     D -> P   Renew                   every third of a lease while D reads
     D -> P   Done                    P -> D   DoneAck: whether the grant has lived through the whole read
+
+or, where P writes and D does not read:
+
+    D -> P   FetchInto(what, where)  P -> D   Grant (at once), or Refuse
+    D -> P   Renew                   every third of a lease until D has what it needs
+                                     P -> D   Written, once everything has landed; or Refuse, if it will not
+    D -> P   Done                    P -> D   DoneAck
+
+and in either case
+
     D -> P   Abort                   D wants it no longer; there is no answer
     either   Bye                     the sender shuts down
 
@@ -24,7 +34,7 @@ from penstock.messages.kv_transfer import ConnectorSetup, HandshakePayload, KVCo
 from penstock.messages.scheduler_output import BlockIds
 from penstock.utils.wire import Codec, register_kind
 
-VERSION = 1
+VERSION = 2
 MAX_MESSAGE_BYTES = 32 << 20
 
 
@@ -61,6 +71,26 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True):
     rendezvous: str = ""
 
 
+class Window(msgspec.Struct, frozen=True):
+    """Where rank `shard` of D may be written: its transport's name for it."""
+
+    shard: ShardId
+    name: bytes
+
+
+class Destination(msgspec.Struct, frozen=True):
+    """A request's block tables in D, and the windows through which its blocks may be written."""
+
+    block_ids: BlockIds
+    windows: tuple[Window, ...]
+
+
+class FetchInto(Fetch, frozen=True, kw_only=True):
+    """Asks P to write the tokens there."""
+
+    destination: Destination
+
+
 class ShardDigests(msgspec.Struct, frozen=True):
     """Digests of what rank `consumer` of D reads from rank `producer` of P: per group, one for every unit of tokens.
 
@@ -81,6 +111,13 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True):
     digests: tuple[ShardDigests, ...] = ()
 
 
+class Written(msgspec.Struct, frozen=True):
+    """Everything has landed, and nothing of it moves any more. Without `digests` nothing is compared."""
+
+    transfer_id: TransferId
+    digests: tuple[ShardDigests, ...] = ()
+
+
 class Reason(enum.StrEnum):
     OTHER_MODEL = "other_model"
     OTHER_VERSION = "other_version"
@@ -92,6 +129,7 @@ class Reason(enum.StrEnum):
     PREFILL_FAILED = "prefill_failed"
     OVERLOADED = "overloaded"
     INVALID_RANGE = "invalid_range"
+    NOT_WRITTEN = "not_written"
 
 
 class Refuse(msgspec.Struct, frozen=True):
@@ -123,23 +161,44 @@ class Bye(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
-Message = Hello | Fetch | Grant | Refuse | Renew | Done | DoneAck | Abort | Bye
+Message = Hello | Fetch | Grant | Refuse | Renew | Done | DoneAck | Abort | Bye | FetchInto | Written
 
-CODEC = Codec(Hello, Fetch, Grant, Refuse, Renew, Done, DoneAck, Abort, Bye)
+CODEC = Codec(Hello, Fetch, Grant, Refuse, Renew, Done, DoneAck, Abort, Bye, FetchInto, Written)
 
 
 class AttestJob(msgspec.Struct, frozen=True, kw_only=True):
-    """Digests of own blocks, for what engine `peer` reads of them. `block_ids` are the request's block tables."""
+    """Digests of own blocks, for what engine `peer` gets of them. `block_ids` are the request's block tables.
+
+    With a destination the tokens are written there too; then digests may be left out.
+    """
 
     job_id: TransferId
     peer: str
     block_ids: BlockIds
     first: int
     end: int
+    destination: Destination | None = None
+    has_digests: bool = True
+
+
+class OfferJob(msgspec.Struct, frozen=True, kw_only=True):
+    """Opens a window over own blocks of tokens [first, end); each rank reports the name of its window.
+
+    A `ReadJob` named `job_id` closes it.
+    """
+
+    job_id: TransferId
+    offer_id: TransferId
+    block_ids: BlockIds
+    first: int
+    end: int
 
 
 class ReadJob(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens [first, end) from the blocks of engine `peer` into own ones."""
+    """Tokens [first, end) from the blocks of engine `peer` into own ones.
+
+    Where that engine has written them (`are_written`), nothing is read, and the window is closed.
+    """
 
     job_id: TransferId
     peer: str
@@ -148,6 +207,7 @@ class ReadJob(msgspec.Struct, frozen=True, kw_only=True):
     first: int
     end: int
     digests: tuple[ShardDigests, ...]
+    are_written: bool = False
 
 
 class PeerShards(msgspec.Struct, frozen=True):
@@ -168,6 +228,7 @@ class P2PMetadata(KVConnectorMetadata, msgspec.Struct, frozen=True, tag=True, kw
     peers: tuple[PeerShards, ...] = ()
     forgotten: tuple[str, ...] = ()
     attests: tuple[AttestJob, ...] = ()
+    offers: tuple[OfferJob, ...] = ()
     reads: tuple[ReadJob, ...] = ()
     cancelled: tuple[TransferId, ...] = ()
     has_time: bool = False

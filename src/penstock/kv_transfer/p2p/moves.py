@@ -24,8 +24,8 @@ Slices = tuple[LayerSlice, ...]
 class Move:
     """What moves between this rank and those of `peer`: of tokens [first, end), the `parts` of each rank.
 
-    `tables` has this engine's and the other engine's block ids of each group. `parts` are those that have not begun;
-    `is_retried` tells that a connection was made anew.
+    `tables` has this engine's and the other engine's block ids of each group; `windows` are where the other ranks may
+    be written. `parts` are those that have not begun; `is_retried` tells that a connection was made anew.
     """
 
     name: TransferId
@@ -35,6 +35,7 @@ class Move:
     first: int
     end: int
     parts: dict[ShardId, Slices]
+    windows: Mapping[ShardId, bytes] = field(default_factory=dict[ShardId, bytes])
     is_retried: bool = False
     has_failed: bool = False
     handles: list[tuple[PeerId, TransferHandle]] = field(default_factory=list[tuple[PeerId, TransferHandle]])
@@ -78,8 +79,9 @@ class Mover:
                 if peer is None:
                     return
                 runs = plan_runs(self._layout, other.layout, slices, move.tables, move.first, move.end)
+                window = move.windows.get(shard, b"")
                 try:
-                    handle = self._transport.submit(move.operation, peer, runs)
+                    handle = self._transport.submit(move.operation, peer, runs, window=window)
                 except PeerError:
                     # The connection may have ended since it was last used.
                     self._dialler.forget(other.descriptor)

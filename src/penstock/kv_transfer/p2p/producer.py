@@ -5,6 +5,11 @@ come in time. A hold is given to one reader, once: a ticket that comes again is 
 may come before its request has ended; it is parked until then, with a deadline.
 
     held -> attesting -> granted -> released
+
+A consumer that lets its blocks be written is granted them at once. The workers write, and digest meanwhile; then it is
+told, and confirms as one that has read.
+
+    held -> granted, and being written -> granted -> released
 """
 
 from __future__ import annotations
@@ -14,15 +19,18 @@ from dataclasses import dataclass, field
 
 from penstock.kv_transfer.p2p.messages import (
     Abort,
+    Destination,
     Done,
     DoneAck,
     Fetch,
+    FetchInto,
     Grant,
     Message,
     Reason,
     Refuse,
     Renew,
     ShardDigests,
+    Written,
 )
 from penstock.kv_transfer.p2p.session import PeerKey, Send
 from penstock.kv_transfer.p2p.ticket import Ticket, TicketOffice
@@ -56,13 +64,22 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Attest:
-    """The workers shall digest what `peer` is going to read."""
+    """The workers shall digest what `peer` is going to get; with a destination, also write it there."""
 
     job_id: TransferId
     peer: PeerKey
     block_ids: BlockIds
     first: int
     end: int
+    destination: Destination | None = None
+    has_digests: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class StopWriting:
+    """The workers shall end the job as soon as they can; its end is awaited."""
+
+    job_id: TransferId
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +96,7 @@ class Sent:
     seconds: float
 
 
-ProducerAction = Send | Attest | Release | Sent
+ProducerAction = Send | Attest | StopWriting | Release | Sent
 
 _GrantKey = tuple[PeerKey, TransferId]
 
@@ -105,8 +122,14 @@ class _Grant:
     deadline: float
     granted_at: float = 0.0
     is_granted: bool = False
-    # The reader has gone while the workers still read the blocks.
+    # The workers read the blocks.
+    is_busy: bool = False
+    # The reader has gone, or its time has passed, while they do.
     is_abandoned: bool = False
+
+    @property
+    def is_live(self) -> bool:
+        return self.is_granted and not self.is_abandoned
 
 
 @dataclass(slots=True)
@@ -185,7 +208,7 @@ class Producer:
                 self._on_fetch((peer, message.transfer_id), message, now)
             case Renew():
                 grant = self._state.grants.get((peer, message.transfer_id))
-                if grant is not None and grant.is_granted and now < grant.deadline:
+                if grant is not None and grant.is_live and now < grant.deadline:
                     grant.deadline = now + self._rules.lease_seconds
             case Done():
                 self._on_done((peer, message.transfer_id), now)
@@ -203,16 +226,23 @@ class Producer:
             self._give_up(key)
 
     def on_attested(self, job_id: TransferId, digests: Sequence[ShardDigests] | None, now: float) -> None:
-        """The workers have digested the blocks; None if they could not."""
+        """The workers have digested the blocks, and written them where they were to; None if they could not."""
         key = self._state.jobs.pop(job_id, None)
         if key is None:
             return
         grant = self._state.grants[key]
+        grant.is_busy = False
         if grant.is_abandoned:
             self._release(key)
         elif digests is None:
             self._release(key)
-            self._refuse(key, Reason.PREFILL_FAILED, "the blocks cannot be read")
+            if grant.is_granted:
+                self._refuse(key, Reason.NOT_WRITTEN, "the KV could not be written")
+            else:
+                self._refuse(key, Reason.PREFILL_FAILED, "the blocks cannot be read")
+        elif grant.is_granted:
+            grant.deadline = now + self._rules.lease_seconds
+            self._actions.append(Send(key[0], Written(key[1], tuple(digests))))
         else:
             self._grant(key, grant, tuple(digests), now)
 
@@ -224,9 +254,11 @@ class Producer:
         for key in [key for key, each in state.parked.items() if each.deadline <= now]:
             del state.parked[key]
             self._refuse(key, Reason.UNKNOWN_REQUEST, "the request has not been prefilled in time")
-        for key in [key for key, each in state.grants.items() if each.is_granted and each.deadline <= now]:
+        for key in [key for key, each in state.grants.items() if each.is_live and each.deadline <= now]:
             self.counts.num_expired += 1
-            self._release(key)
+            if state.grants[key].is_busy:
+                self._refuse(key, Reason.NOT_WRITTEN, "the lease had ended before everything was written")
+            self._give_up(key)
         for name in [name for name, until in state.closed.items() if until <= now]:
             del state.closed[name]
         for each in [each for each in state.held.values() if not each.is_taken and each.deadline <= now]:
@@ -237,7 +269,7 @@ class Producer:
     def next_deadline(self) -> float | None:
         state = self._state
         deadlines = [each.deadline for each in state.parked.values()]
-        deadlines += [each.deadline for each in state.grants.values() if each.is_granted]
+        deadlines += [each.deadline for each in state.grants.values() if each.is_live]
         deadlines += [each.deadline for each in state.held.values() if not each.is_taken]
         return min(deadlines, default=None)
 
@@ -301,11 +333,18 @@ class Producer:
         self._num_jobs += 1
         grant = _Grant(held, fetch, f"attest-{self._num_jobs}", now + self._rules.lease_seconds)
         self._state.grants[key] = grant
-        if not self._rules.is_attested:
+        is_attested = self._rules.is_attested
+        destination = fetch.destination if isinstance(fetch, FetchInto) else None
+        if destination is not None or not is_attested:
             self._grant(key, grant, (), now)
+        if destination is None and not is_attested:
             return
+        grant.is_busy = True
         self._state.jobs[grant.job_id] = key
-        self._actions.append(Attest(grant.job_id, key[0], held.offer.block_ids, fetch.first, fetch.end))
+        job = Attest(
+            grant.job_id, key[0], held.offer.block_ids, fetch.first, fetch.end, destination, has_digests=is_attested
+        )
+        self._actions.append(job)
 
     def _grant(self, key: _GrantKey, grant: _Grant, digests: tuple[ShardDigests, ...], now: float) -> None:
         grant.is_granted, grant.granted_at = True, now
@@ -321,9 +360,9 @@ class Producer:
 
     def _on_done(self, key: _GrantKey, now: float) -> None:
         grant = self._state.grants.get(key)
-        is_valid = grant is not None and grant.is_granted and now < grant.deadline
-        if grant is not None and grant.is_granted:
-            self._release(key)
+        is_valid = grant is not None and grant.is_live and now < grant.deadline and not grant.is_busy
+        if grant is not None and grant.is_live:
+            self._give_up(key)
         if grant is not None and is_valid:
             self.counts.num_completed += 1
             self._actions.append(Sent(key[0], grant.fetch.end - grant.fetch.first, now - grant.granted_at))
@@ -335,10 +374,12 @@ class Producer:
         grant = self._state.grants.get(key)
         if grant is None:
             return
-        if grant.is_granted:
+        if not grant.is_busy:
             self._release(key)
-        else:
+        elif not grant.is_abandoned:
             grant.is_abandoned = True
+            if grant.is_granted:
+                self._actions.append(StopWriting(grant.job_id))
 
     def _release(self, key: _GrantKey) -> None:
         self._drop(self._state.grants.pop(key).held)
@@ -359,7 +400,9 @@ class Producer:
         taken = {each.offer.hold_id for each in state.held.values() if each.is_taken}
         granted = {grant.held.offer.hold_id for grant in state.grants.values()}
         assert taken == granted, f"taken {sorted(taken)}, granted {sorted(granted)}"
-        attesting = {key for key, grant in state.grants.items() if not grant.is_granted}
-        assert attesting == set(state.jobs.values()), f"attesting {attesting}, jobs {state.jobs}"
+        busy = {key for key, grant in state.grants.items() if grant.is_busy}
+        assert busy == set(state.jobs.values()), f"busy {busy}, jobs {state.jobs}"
+        waiting = [key for key, grant in state.grants.items() if not grant.is_granted and not grant.is_busy]
+        assert not waiting, f"nothing is done for {waiting}"
         at_rendezvous = {each.offer.rendezvous for each in state.held.values() if each.offer.rendezvous}
         assert at_rendezvous == state.at_rendezvous.keys(), at_rendezvous ^ state.at_rendezvous.keys()

@@ -1,24 +1,25 @@
-"""The worker side of the `P2PConnector`: digests of what others will read, reads from others, and their check.
+"""The worker side of the `P2PConnector`: digests of what others get, reads and writes, and the check of what has come.
 
 Bytes move beside the steps, on the transport's own threads. What this rank computes itself, the digests, is bounded per
 step, so that the requests that it serves meanwhile do not wait. A read is reported when nothing of it can move any
-more.
+more, and what was opened to be written is closed before it is checked: so what is found right stays so.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from penstock.kv_transfer.null import NullWorkerConnector
 from penstock.kv_transfer.p2p.dialler import Background
 from penstock.kv_transfer.p2p.digests import UnitDigests
-from penstock.kv_transfer.p2p.messages import AttestJob, P2PHandshake, P2PMetadata, ReadJob, Shard
+from penstock.kv_transfer.p2p.messages import AttestJob, OfferJob, P2PHandshake, P2PMetadata, ReadJob, Shard
 from penstock.kv_transfer.p2p.moves import Move, Mover, Slices
 from penstock.kv_transfer.topology.pieces import digest_unit
-from penstock.kv_transfer.topology.planner import sources
-from penstock.kv_transfer.transports.base import DataTransport, Operation
+from penstock.kv_transfer.topology.planner import plan_runs, sources
+from penstock.kv_transfer.transports.base import DataTransport, Operation, TransferState
 from penstock.kv_transfer.view import KVCacheView
 from penstock.messages.kv_layout import KVLayout
 from penstock.messages.kv_transfer import (
@@ -42,17 +43,22 @@ _IDLE_FACTOR = 8
 
 @dataclass(slots=True, eq=False)
 class _Attest:
-    """`work` yields the number of bytes that it has digested, unit by unit, and fills `digests`."""
+    """`work` yields the number of bytes that it has digested, unit by unit, and fills `digests`. `move` writes."""
 
     job_id: TransferId
     work: Iterator[int]
     digests: list[bytes]
+    move: Move | None = None
+    is_digested: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class _Read:
+    """`move` reads; what the other engine has written has come through the `window`, and nothing is read."""
+
     job: ReadJob
     move: Move
+    window: bytes | None = None
     check: Iterator[int] | None = None
     bad_ranges: list[BadRange] = field(default_factory=list[BadRange])
     is_checked: bool = False
@@ -78,8 +84,9 @@ class P2PWorker(NullWorkerConnector):
         self._tables: dict[str, dict[ShardId, Shard]] = {}
         self._own: dict[ShardId, Shard] = {}
         self._metadata = P2PMetadata()
-        self._attests: deque[_Attest] = deque()
+        self._attests: list[_Attest] = []
         self._reads: list[_Read] = []
+        self._windows: dict[TransferId, bytes] = {}
         self._reports: list[TransferReport] = []
 
     def register_kv_caches(self, view: KVCacheView) -> None:
@@ -104,24 +111,29 @@ class P2PWorker(NullWorkerConnector):
             self._mover.forget(tuple(self._tables.pop(name, {}).values()))
         self._attests += map(self._attest, metadata.attests)
         for job_id in metadata.cancelled:
-            for read in self._reads:
-                if read.job.job_id == job_id:
-                    self._mover.give_up(read.move)
+            moves = [read.move for read in self._reads if read.job.job_id == job_id]
+            moves += [each.move for each in self._attests if each.job_id == job_id and each.move is not None]
+            for move in moves:
+                self._mover.give_up(move)
 
     def start_load_kv(self) -> None:
+        self._reports += map(self._offer, self._metadata.offers)
         self._reads += map(self._begin, self._metadata.reads)
         room = self._digest_bytes_per_step * (_IDLE_FACTOR if self._metadata.has_time else 1)
         for read in self._reads:
             room = self._check(read, room)
-        while self._attests and room > 0:
-            attest = self._attests[0]
-            room, is_done = _advance(attest.work, room)
-            if is_done:
-                self._attests.popleft()
-                done, digests = TransferStatus.DONE, tuple(attest.digests)
-                self._reports.append(TransferReport(attest.job_id, self._shard, done, digests=digests))
+        for attest in self._attests:
+            if room > 0 and not attest.is_digested:
+                room, attest.is_digested = _advance(attest.work, room)
 
     def get_finished(self, finished_request_ids: frozenset[str]) -> KVConnectorOutput:
+        attests, self._attests = self._attests, []
+        for attest in attests:
+            report = self._report_sent(attest)
+            if report is None:
+                self._attests.append(attest)
+            else:
+                self._reports.append(report)
         for read in self._reads:
             self._watch(read)
         ended = [read for read in self._reads if read.is_checked]
@@ -136,15 +148,39 @@ class P2PWorker(NullWorkerConnector):
     def shutdown(self) -> None:
         self._transport.close()
 
-    # ---- Sending: digests ----
+    # ---- Sending: digests and writes ----
 
     def _attest(self, job: AttestJob) -> _Attest:
         digests: list[bytes] = []
-        return _Attest(job.job_id, self._digest_own(job, digests), digests)
+        work = self._digest_own(job, digests) if job.has_digests else iter(())
+        return _Attest(job.job_id, work, digests, self._write(job))
+
+    def _write(self, job: AttestJob) -> Move | None:
+        """One transfer to each rank that needs something that this one has."""
+        if job.destination is None:
+            return None
+        peer = self._tables.get(job.peer, {})
+        tables = tuple(zip(job.block_ids, job.destination.block_ids, strict=True))
+        parts = {consumer: slices for consumer, slices, _ in _readers(self._shard, self._own, peer)}
+        windows = {each.shard: each.name for each in job.destination.windows}
+        return Move(job.job_id, Operation.WRITE, peer, tables, job.first, job.end, parts, windows)
+
+    def _report_sent(self, attest: _Attest) -> TransferReport | None:
+        """None as long as the job needs the blocks. Of a write that has failed bytes may still move: they are in memory
+        whose owner has closed it, or will, and does not rely on them."""
+        states = self._mover.advance(attest.move) if attest.move is not None else []
+        if TransferState.PENDING in states:
+            return None
+        if attest.move is not None and attest.move.has_failed:
+            return TransferReport(attest.job_id, self._shard, TransferStatus.FAILED)
+        if not attest.is_digested or (attest.move is not None and attest.move.parts):
+            return None
+        digests = tuple(attest.digests)
+        return TransferReport(attest.job_id, self._shard, TransferStatus.DONE, digests=digests)
 
     def _digest_own(self, job: AttestJob, digests: list[bytes]) -> Iterator[int]:
         """For each rank of the peer that reads from this one, group by group and unit by unit."""
-        for slices, layout in _readers(self._shard, self._own, self._tables.get(job.peer, {})):
+        for _, slices, layout in _readers(self._shard, self._own, self._tables.get(job.peer, {})):
             unit = digest_unit(self._layout.block_size, layout.block_size)
             for group, table in enumerate(job.block_ids):
                 for _, each, num_bytes in self._digests.of(slices, self._axes, table, group, job.first, job.end, unit):
@@ -155,22 +191,42 @@ class P2PWorker(NullWorkerConnector):
     def _axes(self) -> tuple[str, ...]:
         return self._layout.layers[0].axes
 
-    # ---- Receiving: reads and their check ----
+    # ---- Receiving: reads, windows, and the check of what has come ----
+
+    def _offer(self, job: OfferJob) -> TransferReport:
+        try:
+            self._windows[job.job_id] = name = self._transport.open_window(self._ranges(job))
+        except PeerError as error:
+            logger.warning("KV of %s cannot be written by another engine: %s", job.job_id, error)
+            return TransferReport(job.offer_id, self._shard, TransferStatus.FAILED)
+        return TransferReport(job.offer_id, self._shard, TransferStatus.DONE, digests=(name,))
+
+    def _ranges(self, job: OfferJob) -> np.ndarray:  # [n, 2] int64
+        """Where this rank has the tokens: what it would copy to a twin of itself."""
+        layout = self._layout
+        everything = sources(layout, {self._shard: layout}, self._shard)
+        tables = tuple((table, table) for table in job.block_ids)
+        runs = [plan_runs(layout, layout, each, tables, job.first, job.end)[:, 1:] for each in everything.values()]
+        return np.concatenate([np.empty((0, 2), np.int64), *runs])
 
     def _begin(self, job: ReadJob) -> _Read:
         """One transfer from each rank that has something that this one needs; none if the same step cancels it."""
+        window = self._windows.pop(job.job_id, None)
+        if window is not None:
+            self._transport.close_window(window)
         tables = tuple(zip(job.block_ids, job.remote_block_ids, strict=True))
         peer = self._tables.get(job.peer, {})
         move = Move(job.job_id, Operation.READ, peer, tables, job.first, job.end, parts={})
         try:
-            move.parts = self._sources(job)
+            if not job.are_written:
+                move.parts = self._sources(job)
         except PeerError as error:
             logger.warning("KV of %s cannot be read: %s", job.job_id, error)
             self._mover.give_up(move)
         if job.job_id in self._metadata.cancelled:
             self._mover.give_up(move)
         self._mover.begin(move)
-        return _Read(job, move)
+        return _Read(job, move, window)
 
     def _sources(self, job: ReadJob) -> dict[ShardId, Slices]:
         table = {shard: each.layout for shard, each in self._tables.get(job.peer, {}).items()}
@@ -182,6 +238,8 @@ class P2PWorker(NullWorkerConnector):
             return
         states = self._mover.advance(read.move)
         if read.move.parts or not all(state.is_settled for state in states):
+            return
+        if read.window is not None and not self._transport.is_window_closed(read.window):
             return
         if read.move.has_failed or not read.job.digests:
             read.is_checked = True
@@ -220,13 +278,13 @@ class P2PWorker(NullWorkerConnector):
 
 def _readers(
     shard: ShardId, own: dict[ShardId, Shard], peer: dict[ShardId, Shard]
-) -> Iterator[tuple[Slices, KVLayout]]:
-    """What each rank of the peer reads from rank `shard`, in the order of the peer's ranks."""
+) -> Iterator[tuple[ShardId, Slices, KVLayout]]:
+    """What each rank of the peer gets from rank `shard`, in the order of the peer's ranks."""
     table = {each: entry.layout for each, entry in own.items()}
     for consumer in sorted(peer):
         slices = sources(peer[consumer].layout, table, consumer).get(shard)
         if slices:
-            yield slices, peer[consumer].layout
+            yield consumer, slices, peer[consumer].layout
 
 
 def _advance(work: Iterator[int], room: int) -> tuple[int, bool]:
