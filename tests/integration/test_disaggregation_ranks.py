@@ -54,6 +54,7 @@ def check(
     block_sizes: tuple[int, int],
     transport: str,
     backend: str,
+    **options: Any,
 ) -> None:
     common = {} if METHODS[method] is None else {"speculative_config": METHODS[method]}
     for_p, for_d = (
@@ -61,8 +62,8 @@ def check(
         for size, block_size in zip(sizes, block_sizes, strict=True)
     )
     with (
-        engine(kv_transfer_config=transfer_config("kv_producer", transport), **for_p) as prefill,
-        engine(kv_transfer_config=transfer_config("kv_consumer", transport), **for_d) as decode,
+        engine(kv_transfer_config=transfer_config("kv_producer", transport, **options), **for_p) as prefill,
+        engine(kv_transfer_config=transfer_config("kv_consumer", transport, **options), **for_d) as decode,
     ):
         for (prompt, params), answer in zip(requests(), expected, strict=True):
             for llm in (prefill, decode):

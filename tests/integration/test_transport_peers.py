@@ -302,6 +302,49 @@ def test_an_end_wakes_waiting_threads_and_calls_back(make: Callable[[], SocketsT
     right.close()
 
 
+def test_a_window_closes_while_its_writer_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a stopped process: the owner of the memory does not wait for it, and what it sends later is not taken."""
+    stuck, goes_on, real = threading.Event(), threading.Event(), Stream.send_segments
+
+    def send_segments(stream: Stream, segments: np.ndarray) -> None:
+        half = segments.copy()
+        half[:, 1] //= 2
+        real(stream, half)
+        stuck.set()
+        assert goes_on.wait(60)
+        half[:, 0] += half[:, 1]
+        real(stream, half)
+
+    monkeypatch.setattr(Stream, "send_segments", send_segments)
+    memory = memoryview(bytearray(SIZE))
+    left, right = endpoint(), SocketsTransport("127.0.0.1", KEY)
+    left._memory._regions[0][:] = b"\1" * SIZE
+    right.register([memory])
+    whole = runs_of((0, 0, SIZE))
+    window, other = right.open_window(whole[:, 1:]), right.open_window(whole[:, 1:])
+    peer = left.connect(right.descriptor())
+    handle = left.submit(Operation.WRITE, peer, whole, window=window)
+    assert stuck.wait(30)
+    assert not right.is_window_closed(window)
+    right.close_window(window)
+    deadline = time.monotonic() + 20
+    while not right.is_window_closed(window):
+        assert time.monotonic() < deadline, "the window waits for its writer"
+        right.wait([], 0.01)
+    assert not right.is_window_closed(other)
+    memory[:] = bytes(SIZE)
+    goes_on.set()
+    assert end_of(left, handle) is TransferState.FAILED_SETTLED
+    monkeypatch.undo()
+    peer = left.connect(right.descriptor())
+    assert end_of(left, left.submit(Operation.WRITE, peer, whole, window=window)) is TransferState.FAILED_SETTLED
+    assert memory == bytes(SIZE), "a late byte has landed"
+    assert end_of(left, left.submit(Operation.WRITE, peer, whole, window=other)) is TransferState.DONE
+    assert memory == b"\1" * SIZE
+    left.close()
+    right.close()
+
+
 @pytest.mark.parametrize("make", [endpoint, shared_endpoint])
 def test_a_closed_endpoint_leaves_no_thread_and_no_descriptor(make: Callable[[], SocketsTransport]) -> None:
     threads, descriptors = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
