@@ -139,13 +139,12 @@ inline Vec gelu_tanh(Vec x) {
 }
 
 template <class T>
-void gelu(const void* x, void* out, int64_t rows, int64_t width, bool is_tanh, int64_t threads) {
+void gelu(void* x, int64_t rows, int64_t width, bool is_tanh, int64_t threads) {
     run_each(rows, width, threads, [&](int64_t row) {
-        const T* from = static_cast<const T*>(x) + row * width;
-        T* to = static_cast<T*>(out) + row * width;
+        T* at = static_cast<T*>(x) + row * width;
         for (int64_t i = 0; i < width; i += kLanes) {
-            const Vec a = load_first(from + i, width - i);
-            store_first(to + i, is_tanh ? gelu_tanh(a) : gelu_erf(a), width - i);
+            const Vec a = load_first(at + i, width - i);
+            store_first(at + i, is_tanh ? gelu_tanh(a) : gelu_erf(a), width - i);
         }
     });
 }
@@ -246,8 +245,8 @@ PENSTOCK_EXPORT(void, layer_norm)
 }
 
 PENSTOCK_EXPORT(void, gelu)
-(const void* x, void* out, int64_t rows, int64_t width, int64_t threads, int32_t is_tanh, int32_t dtype) {
-#define CALL(T) gelu<T>(x, out, rows, width, is_tanh != 0, threads)
+(void* x, int64_t rows, int64_t width, int64_t threads, int32_t is_tanh, int32_t dtype) {
+#define CALL(T) gelu<T>(x, rows, width, is_tanh != 0, threads)
     PENSTOCK_BY_DTYPE(CALL)
 #undef CALL
 }

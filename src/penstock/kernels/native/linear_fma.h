@@ -1,6 +1,8 @@
 // Layers by float32 fused multiply-adds: every type where there is no better instruction for it.
 //
-// A panel of packed weights is [K][32]. x is widened to float32 in the order [K][rows].
+// A panel of packed weights is [K][32]. x is widened to float32 in the order [K][rows]. Few rows take a panel as a whole,
+// kFmaRows at most; where weights must be widened and the registers are few, up to kRowsOfParts rows take it in two
+// halves, so that more rows share each widened weight.
 #pragma once
 
 #include "linear.h"
@@ -21,7 +23,7 @@ struct Half {
 
 using Vector = __m512;
 constexpr int kLanes = 16;
-constexpr int64_t kFmaRows = 12;
+constexpr int64_t kFmaRows = 12, kRowsOfParts = kFmaRows;
 
 inline Vector zero() { return _mm512_setzero_ps(); }
 inline Vector broadcast(float value) { return _mm512_set1_ps(value); }
@@ -43,7 +45,7 @@ inline void store(BFloat* to, Vector value) { _mm256_storeu_si256((__m256i*)to, 
 
 using Vector = __m256;
 constexpr int kLanes = 8;
-constexpr int64_t kFmaRows = 3;
+constexpr int64_t kFmaRows = 3, kRowsOfParts = 6;
 
 inline Vector zero() { return _mm256_setzero_ps(); }
 inline Vector broadcast(float value) { return _mm256_set1_ps(value); }
@@ -75,7 +77,7 @@ inline void store(BFloat* to, Vector value) {
 
 typedef float Vector __attribute__((vector_size(16)));
 constexpr int kLanes = 4;
-constexpr int64_t kFmaRows = 3;
+constexpr int64_t kFmaRows = 3, kRowsOfParts = kFmaRows;
 
 inline float widen(float value) { return value; }
 inline float widen(Float value) { return value.value; }
@@ -123,7 +125,7 @@ inline void store(T* to, Vector value) {
 template <class ElementType>
 struct Fma {
     using Element = ElementType;
-    static constexpr int64_t kRows = kFmaRows;
+    static constexpr int64_t kRows = sizeof(Element) < 4 ? kRowsOfParts : kFmaRows;
     static constexpr bool kWholeBlocks = false;
     static constexpr int64_t kStepBytes = kPanel * sizeof(Element);
     static constexpr int kVectors = kPanel / kLanes;
@@ -166,34 +168,47 @@ struct Fma {
 
     template <int kCount>
     static __attribute__((noinline)) void accumulate(const Tile<Element>& tile) {
+        constexpr int kParts = kCount > kFmaRows ? 2 : 1, kSome = kVectors / kParts;
         Vector sums[kCount][kVectors];
-        for (int row = 0; row < kCount; ++row)
-            for (int part = 0; part < kVectors; ++part) sums[row][part] = zero();
-        const float* x = reinterpret_cast<const float*>(tile.x);
-        const Element* weight = reinterpret_cast<const Element*>(tile.weight);
         Prefetch prefetch = tile.prefetch;
+        accumulate<kCount, kSome, true>(tile, 0, prefetch, sums);
+        if constexpr (kParts == 2) accumulate<kCount, kSome, false>(tile, kSome, prefetch, sums);
+        for (int row = 0; row < kCount; ++row) store_row(tile, row, sums[row]);
+    }
+
+    // The sums of the vectors [first, first + kSome) of the panel's columns.
+    template <int kCount, int kSome, bool kFetches>
+    static inline __attribute__((always_inline)) void accumulate(const Tile<Element>& tile, int first,
+                                                                 Prefetch& prefetch,
+                                                                 Vector (&all)[kCount][kVectors]) {
+        Vector sums[kCount][kSome];
+        for (int row = 0; row < kCount; ++row)
+            for (int part = 0; part < kSome; ++part) sums[row][part] = zero();
+        const float* x = reinterpret_cast<const float*>(tile.x);
+        const Element* weight = reinterpret_cast<const Element*>(tile.weight) + first * kLanes;
         for (int64_t at = 0; at < tile.k; ++at, weight += kPanel, x += kCount) {
-            prefetch.advance();
+            if constexpr (kFetches) prefetch.advance();
             // The smaller side of the tile is held in registers: with it and the sums, AVX2's sixteen are used up.
-            if constexpr (kVectors > kCount) {
+            if constexpr (kSome > kCount) {
                 Vector values[kCount];
                 for (int row = 0; row < kCount; ++row) values[row] = broadcast(x[row]);
-                for (int part = 0; part < kVectors; ++part) {
+                for (int part = 0; part < kSome; ++part) {
                     const Vector weights = load(weight + part * kLanes);
                     for (int row = 0; row < kCount; ++row)
                         sums[row][part] = multiply_add(values[row], weights, sums[row][part]);
                 }
             } else {
-                Vector weights[kVectors];
-                for (int part = 0; part < kVectors; ++part) weights[part] = load(weight + part * kLanes);
+                Vector weights[kSome];
+                for (int part = 0; part < kSome; ++part) weights[part] = load(weight + part * kLanes);
                 for (int row = 0; row < kCount; ++row) {
                     const Vector value = broadcast(x[row]);
-                    for (int part = 0; part < kVectors; ++part)
+                    for (int part = 0; part < kSome; ++part)
                         sums[row][part] = multiply_add(value, weights[part], sums[row][part]);
                 }
             }
         }
-        for (int row = 0; row < kCount; ++row) store_row(tile, row, sums[row]);
+        for (int row = 0; row < kCount; ++row)
+            for (int part = 0; part < kSome; ++part) all[row][first + part] = sums[row][part];
     }
 
     static void store_row(const Tile<Element>& tile, int64_t row, Vector* sums) {
