@@ -50,6 +50,7 @@ class FakeServer:
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._generate)
         app.router.add_post("/v1/chat/completions", self._generate)
+        app.router.add_post("/v1/embeddings", self._embed)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/detokenize", self._detokenize)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -73,6 +74,14 @@ class FakeServer:
 
     async def _detokenize(self, request: web.Request) -> web.Response:
         return web.json_response({"prompt": bytes((await request.json())["tokens"]).decode()})
+
+    async def _embed(self, request: web.Request) -> web.Response:
+        self.bodies.append(await request.json())
+        if len(self.bodies) > self.fail_after:
+            return web.json_response({"data": []})
+        await asyncio.sleep(FAST_FIRST)
+        usage = {"prompt_tokens": 22, "total_tokens": 22}
+        return web.json_response({"data": [{"index": 0, "embedding": "AACAPw=="}], "usage": usage})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         number = len(self.bodies)
@@ -172,6 +181,35 @@ def test_chat_without_a_tokenizer_here(server: FakeServer, tmp_path: Path) -> No
     assert all(len(body["messages"][0]["content"]) == 20 for body in server.bodies)
 
 
+EMBEDDINGS = ("--backend", "openai-embeddings", "--random-input-len", "20")
+
+
+def test_embeddings_have_vllms_keys_and_no_output_tokens(
+    server: FakeServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save = ("--save-detailed", "--result-dir", str(tmp_path))
+    server.fail_after = 4
+    limits = ("--goodput", "e2el:60000", "--max-concurrency", "1")
+    arguments = ("--endpoint", "/v1/embeddings", "--tokenizer", DEMO, "--num-prompts", "6", *limits, *save)
+    assert bench(server, *EMBEDDINGS, *arguments) == 0
+    result = result_of(tmp_path)
+    assert (result["backend"], result["completed"], result["failed"]) == ("openai-embeddings", 4, 2)
+    assert (result["total_input_tokens"], result["input_lens"]) == (88, [22] * 4 + [20] * 2)
+    assert result["request_throughput"] * result["duration"] == pytest.approx(4)
+    assert result["total_token_throughput"] * result["duration"] == pytest.approx(88)
+    assert result["request_goodput"] == pytest.approx(result["request_throughput"])
+    assert min(result["latencies"][:4]) >= FAST_FIRST
+    assert {"mean_e2el_ms", "median_e2el_ms", "std_e2el_ms", "p99_e2el_ms", "errors"} <= result.keys()
+    assert not [key for key in result if "output" in key or "ttft" in key or "itl" in key or "tpot" in key]
+    wanted = {"model": "fake/model", "encoding_format": "base64"}
+    assert all(len(body.pop("input")) == 20 and body == wanted for body in server.bodies)
+    printed = capsys.readouterr()
+    assert "Mean E2EL (ms):" in printed.out
+    assert "generated" not in printed.out
+    assert "TTFT" not in printed.out
+    assert "2 failed: not a response of /v1/embeddings" in printed.err
+
+
 def test_a_trace_is_replayed_at_its_times(server: FakeServer, tmp_path: Path) -> None:
     rows = [
         {"timestamp": 0, "input_length": 520, "output_length": 4, "hash_ids": [1, 2]},
@@ -230,6 +268,13 @@ def test_it_waits_for_a_server_that_is_loading(server: FakeServer) -> None:
         (("--dataset-path", "x"), "cannot be used with --dataset-path"),
         (("--dataset-name", "trace", "--dataset-path", "x", "--request-rate", "2"), "--trace-scale"),
         (("--dataset-name", "sharegpt", "--dataset-path", "nowhere.json"), "nowhere.json cannot be read"),
+        ((*EMBEDDINGS, "--temperature", "0"), "--temperature cannot be used with --backend openai-embeddings"),
+        ((*EMBEDDINGS, "--ignore-eos"), "--ignore-eos cannot be used with --backend openai-embeddings"),
+        ((*EMBEDDINGS, "--random-output-len", "8"), "--random-output-len cannot be used with --backend"),
+        ((*EMBEDDINGS, "--sharegpt-output-len", "8"), "--sharegpt-output-len cannot be used with --backend"),
+        ((*EMBEDDINGS, "--percentile-metrics", "e2el,ttft"), "embeddings have no ttft"),
+        ((*EMBEDDINGS, "--goodput", "tpot:5"), "embeddings have no tpot"),
+        ((*EMBEDDINGS, "--dataset-name", "trace", "--dataset-path", "x"), "it cannot be used with --backend"),
         (("--tokenizer", "nowhere"), "no tokenizer.json"),
         (("--base-url", "http://127.0.0.1:9"), "is the server up"),
     ],

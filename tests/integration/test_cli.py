@@ -60,6 +60,7 @@ def test_generate_reads_standard_input_and_writes_json() -> None:
         (["generate", "--prompt", "x", "--max-model-len", "9999999"], "", "max_model_len"),
         (["bench", "latency", "--batch-size", "0"], "", "batch-size"),
         (["bench", "throughput", "--input-len", "600", *ENGINE], "", "max_model_len=512"),
+        (["bench", "throughput", "--output-len", "8", "--runner", "pooling", *ENGINE], "", "generates no tokens"),
     ],
 )
 def test_mistakes_are_the_last_line_and_exit_code_2(arguments: list[str], stdin: str | bytes, named: str) -> None:
@@ -69,6 +70,24 @@ def test_mistakes_are_the_last_line_and_exit_code_2(arguments: list[str], stdin:
     *before, last = done.stderr.decode().strip().splitlines()
     assert named in last
     assert all(line.startswith(("Loading ", "  ")) for line in before)
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        (
+            ["throughput", "--num-prompts", "4"],
+            {"elapsed_time", "num_requests", "total_num_tokens", "requests_per_second", "tokens_per_second"},
+        ),
+        (["latency", "--batch-size", "2", "--num-iters", "2"], {"avg_latency", "latencies", "percentiles"}),
+    ],
+)
+def test_bench_of_an_engine_that_pools(kind: list[str], keys: set[str]) -> None:
+    done = run("bench", *kind, "--input-len", "500", "--runner", "pooling", *ENGINE)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result.keys() == keys
+    assert result.get("total_num_tokens", 2000) == 2000
 
 
 def test_a_closed_pipe_ends_quietly() -> None:

@@ -21,7 +21,7 @@ from penstock.utils.clock import SystemClock
 from penstock.utils.errors import ConfigError
 
 _PERCENTAGES = (10, 25, 50, 75, 90, 99)
-
+_OUTPUT_LEN = 128
 
 DESCRIPTION = "Measures an engine of this process, or a server under load."
 
@@ -32,7 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     throughput = kinds.add_parser(
         "throughput",
         help="many requests at once: tokens per second",
-        description="Runs many requests at once and reports tokens per second, as JSON.",
+        description="Runs many requests at once and reports tokens per second, as JSON. A pooling engine computes\n"
+        "prompts only; there are no output tokens.",
         usage="penstock bench throughput [MODEL] [flags]",
     )
     load = throughput.add_argument_group("load")
@@ -54,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for command, group in ((throughput, load), (latency, batch)):
         add_model_argument(command)
         group.add_argument("--input-len", type=count, default=128, metavar="N", help="prompt tokens (default: 128)")
-        group.add_argument("--output-len", type=count, default=128, metavar="N", help="output tokens (default: 128)")
+        group.add_argument("--output-len", type=count, metavar="N", help=f"output tokens (default: {_OUTPUT_LEN})")
         group.add_argument("--output-json", type=Path, metavar="FILE", help="also write the result to this file")
         add_engine_args(command)
     serve = kinds.add_parser(
@@ -69,13 +70,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_throughput(args: argparse.Namespace) -> int:
     llm = _make_llm(args)
     prompts = _random_prompts(llm, args.num_prompts, args.input_len)
-    llm.generate(prompts[:1], _exactly(2), use_tqdm=False)
+    _run(llm, prompts[:1], 2, use_tqdm=False)
     llm.reset_prefix_cache()
     clock = SystemClock()
     started = clock.now()
-    outputs = llm.generate(prompts, _exactly(args.output_len))
+    num_output = _run(llm, prompts, args.output_len or _OUTPUT_LEN)
     elapsed = clock.now() - started
-    num_output = sum(len(output.outputs[0].token_ids) for output in outputs)
     num_total = num_output + args.num_prompts * args.input_len
     result = {
         "elapsed_time": elapsed,
@@ -83,8 +83,9 @@ def run_throughput(args: argparse.Namespace) -> int:
         "total_num_tokens": num_total,
         "requests_per_second": args.num_prompts / elapsed,
         "tokens_per_second": num_total / elapsed,
-        "output_tokens_per_second": num_output / elapsed,
     }
+    if not _pools(llm):
+        result["output_tokens_per_second"] = num_output / elapsed
     llm.shutdown()
     return _report(result, args.output_json)
 
@@ -98,7 +99,7 @@ def run_latency(args: argparse.Namespace) -> int:
         # Otherwise the prefix cache would hold the prompts from the second batch on.
         llm.reset_prefix_cache()
         started = clock.now()
-        llm.generate(prompts, _exactly(args.output_len), use_tqdm=False)
+        _run(llm, prompts, args.output_len or _OUTPUT_LEN, use_tqdm=False)
         if iteration >= args.num_iters_warmup:
             latencies.append(clock.now() - started)
     llm.shutdown()
@@ -113,11 +114,29 @@ def run_latency(args: argparse.Namespace) -> int:
 def _make_llm(args: argparse.Namespace) -> Any:
     _check_output_file(args.output_json)
     llm = start_llm(args)
-    if args.input_len + args.output_len > llm.max_model_len:
+    if _pools(llm):
+        if args.output_len is not None:
+            raise ConfigError("--output-len cannot be used with a pooling engine: it generates no tokens")
+        if args.input_len > llm.max_model_len:
+            raise ConfigError(f"--input-len {args.input_len} exceeds max_model_len={llm.max_model_len}")
+    elif args.input_len + (output_len := args.output_len or _OUTPUT_LEN) > llm.max_model_len:
         raise ConfigError(
-            f"--input-len {args.input_len} and --output-len {args.output_len} exceed max_model_len={llm.max_model_len}"
+            f"--input-len {args.input_len} and --output-len {output_len} exceed max_model_len={llm.max_model_len}"
         )
     return llm
+
+
+def _pools(llm: Any) -> bool:
+    return llm.info.pooling is not None
+
+
+def _run(llm: Any, prompts: list[list[int]], output_len: int, use_tqdm: bool = True) -> int:
+    """Runs the prompts and returns the number of output tokens: 0 of a pooling engine."""
+    if _pools(llm):
+        llm.encode(prompts, use_tqdm=use_tqdm)
+        return 0
+    outputs = llm.generate(prompts, _exactly(output_len), use_tqdm=use_tqdm)
+    return sum(len(output.outputs[0].token_ids) for output in outputs)
 
 
 def _check_output_file(path: Path | None) -> None:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +28,10 @@ if TYPE_CHECKING:
     from penstock.loadgen.runner import Run
     from penstock.loadgen.tokens import Tokenizer
 
-_ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
+_EMBEDDINGS = "openai-embeddings"
+_ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions", _EMBEDDINGS: "/v1/embeddings"}
 _DEFAULT_NUM_PROMPTS = 1000
+_DEFAULT_OUTPUT_LEN = 128
 _SAMPLING: dict[str, Callable[[str], float]] = {
     "temperature": number,
     "top_p": number,
@@ -54,9 +57,11 @@ sends text of the same length; trace needs --backend openai). They set
 ignore_eos, so that every output has its full length. Token ids and the lengths
 of ShareGPT texts come from --tokenizer or, without it, from the server's
 /tokenize and /detokenize: prompts then consist of tokens of random letters.
-Output tokens are counted by the server's usage. Warm-up requests are the first
-prompts with their tokens in reverse order: they have the same length, and a
-prefix cache cannot reuse them."""
+Output tokens are counted by the server's usage. With --backend
+openai-embeddings every request is one input: there are no output tokens, and
+the only latency is E2EL. Warm-up requests are the first prompts with their
+tokens in reverse order: they have the same length, and a prefix cache cannot
+reuse them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +76,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_server_args(group: Any) -> None:
-    group.add_argument("--backend", choices=_ENDPOINTS, default="openai", help="completions (default) or chat")
+    group.add_argument(
+        "--backend", choices=_ENDPOINTS, default="openai", help="completions (default), chat or embeddings"
+    )
     group.add_argument("--base-url", metavar="URL", help="the server's address, instead of --host and --port")
     group.add_argument("--host", default="127.0.0.1", help="(default: 127.0.0.1)")
     group.add_argument("--port", type=count, default=8000, metavar="N", help="(default: 8000)")
@@ -100,7 +107,7 @@ def _add_dataset_args(group: Any) -> None:
         "--num-prompts", type=count, metavar="N", help=f"requests (default: {_DEFAULT_NUM_PROMPTS}; of a trace: all)"
     )
     group.add_argument("--random-input-len", type=count, default=1024, metavar="N", help="(default: 1024)")
-    group.add_argument("--random-output-len", type=count, default=128, metavar="N", help="(default: 128)")
+    group.add_argument("--random-output-len", type=count, metavar="N", help=f"(default: {_DEFAULT_OUTPUT_LEN})")
     group.add_argument(
         "--random-range-ratio",
         type=ratio,
@@ -154,9 +161,8 @@ def _add_report_args(group: Any) -> None:
     group.add_argument(
         "--percentile-metrics",
         type=metric_names,
-        default=results.METRICS,
         metavar="NAMES",
-        help=f"latencies to report (default: {','.join(results.METRICS)})",
+        help=f"latencies to report (default: {','.join(results.METRICS)}; of embeddings: e2el)",
     )
     group.add_argument(
         "--metric-percentiles",
@@ -226,6 +232,9 @@ def run(args: argparse.Namespace) -> int:
     date = time.strftime("%Y%m%d-%H%M%S", time.localtime(SystemClock().wall()))
     model, num_prompts, measured = asyncio.run(_measure(args))
     objectives = dict(args.goodput)
+    is_embedding = args.backend == _EMBEDDINGS
+    metrics = args.percentile_metrics or (("e2el",) if is_embedding else results.METRICS)
+    reported = results.without_output if is_embedding else dict[str, Any]
     result: dict[str, Any] = {
         "date": date,
         "endpoint_type": args.backend,
@@ -237,13 +246,13 @@ def run(args: argparse.Namespace) -> int:
         "request_rate": "inf" if math.isinf(args.request_rate) else args.request_rate,
         "burstiness": "inf" if math.isinf(args.burstiness) else args.burstiness,
         "max_concurrency": args.max_concurrency,
-        **results.summarize(measured, objectives),
-        **results.latency_figures(measured.outcomes, args.percentile_metrics, args.metric_percentiles),
+        **reported(results.summarize(measured, objectives)),
+        **results.latency_figures(measured.outcomes, metrics, args.metric_percentiles),
     }
     _print_notices(measured, num_prompts)
-    _print_table(args, result)
+    _print_table(args, result, metrics)
     if args.save_result or args.save_detailed:
-        extra = results.details(measured.outcomes) if args.save_detailed else {}
+        extra = reported(results.details(measured.outcomes)) if args.save_detailed else {}
         _result_path(args, model, date).write_text(json.dumps({**result, **extra}) + "\n", encoding="utf-8")
     if measured.interrupted:
         raise KeyboardInterrupt
@@ -255,6 +264,8 @@ def _check(args: argparse.Namespace) -> None:
     if (args.dataset_path is None) != (args.dataset_name == "random"):
         needed = "cannot be used with" if args.dataset_name == "random" else "needs"
         raise ConfigError(f"--dataset-name {args.dataset_name} {needed} --dataset-path")
+    if args.backend == _EMBEDDINGS:
+        _check_embeddings(args)
     if args.dataset_name == "trace" and args.backend != "openai":
         raise ConfigError("--dataset-name trace sends token ids, which no chat message can hold: use --backend openai")
     if args.dataset_name == "trace" and not math.isinf(args.request_rate):
@@ -266,28 +277,45 @@ def _check(args: argparse.Namespace) -> None:
             raise ConfigError(f"--result-dir {args.result_dir} cannot be written")
 
 
+def _check_embeddings(args: argparse.Namespace) -> None:
+    """Refuses what needs output tokens."""
+    if args.dataset_name == "trace":
+        raise ConfigError(f"--dataset-name trace sets output lengths: it cannot be used with --backend {_EMBEDDINGS}")
+    for name in (*_SAMPLING, "ignore_eos", "random_output_len", "sharegpt_output_len"):
+        value = getattr(args, name)
+        if value is not None and value is not False:
+            raise ConfigError(f"--{name.replace('_', '-')} cannot be used with --backend {_EMBEDDINGS}")
+    for name in (*(args.percentile_metrics or ()), *dict(args.goodput)):
+        if name != "e2el":
+            raise ConfigError(f"embeddings have no {name}: the only metric of --backend {_EMBEDDINGS} is e2el")
+
+
 async def _measure(args: argparse.Namespace) -> tuple[str, int, Run]:
     """Returns the model's name, the number of requests to send, and their outcomes."""
     # Imported here: the help text needs no HTTP client and no tokenizer.
-    from penstock.loadgen.client import Server, ServerTokenizer, chat_body, request_body
+    from penstock.loadgen.client import Server, ServerTokenizer, chat_body, embedding_body, request_body
     from penstock.loadgen.runner import arrivals, run_load
     from penstock.loadgen.tokens import LocalTokenizer
 
     async with Server(_base_url(args), args.api_key) as server:
         model = await server.find_model(args.model, args.ready_check_timeout_sec)
         tokenizer = ServerTokenizer(server, model.name) if args.tokenizer is None else LocalTokenizer(args.tokenizer)
-        samples = _fitting(await _samples(args, tokenizer), model.max_model_len)
+        samples = await _samples(args, tokenizer)
+        if args.backend == _EMBEDDINGS:
+            samples = [replace(sample, output_len=0) for sample in samples]
+        samples = _fitting(samples, model.max_model_len)
         options = {name: getattr(args, name) for name in _SAMPLING if getattr(args, name) is not None}
-        if args.ignore_eos or args.dataset_name != "sharegpt":
+        if args.backend != _EMBEDDINGS and (args.ignore_eos or args.dataset_name != "sharegpt"):
             options["ignore_eos"] = True
-        make_body = request_body if args.backend == "openai" else chat_body
+        make_body = {"openai": request_body, "openai-chat": chat_body, _EMBEDDINGS: embedding_body}[args.backend]
+        send = server.embed if args.backend == _EMBEDDINGS else server.generate
         endpoint = args.endpoint or _ENDPOINTS[args.backend]
 
         async def load(some: Sequence[Sample], times: Sequence[float], what: str) -> Run:
             bodies = [make_body(sample, model.name, options) for sample in some]
             with tqdm(total=len(some), desc=what, unit="req", disable=args.disable_tqdm) as bar:
                 return await run_load(
-                    lambda index: server.generate(endpoint, bodies[index], some[index].prompt_len),
+                    lambda index: send(endpoint, bodies[index], some[index].prompt_len),
                     times,
                     args.max_concurrency,
                     bar.update,
@@ -309,7 +337,7 @@ async def _samples(args: argparse.Namespace, tokenizer: Tokenizer) -> list[Sampl
         shape = RandomShape(
             num_prompts=num_prompts,
             input_len=args.random_input_len,
-            output_len=args.random_output_len,
+            output_len=args.random_output_len or _DEFAULT_OUTPUT_LEN,
             range_ratio=args.random_range_ratio,
             prefix_len=args.random_prefix_len,
         )
@@ -362,7 +390,7 @@ def _print_notices(measured: Run, num_prompts: int) -> None:
         _notice(f"{num_failed} failed: {error}")
 
 
-def _print_table(args: argparse.Namespace, result: dict[str, Any]) -> None:
+def _print_table(args: argparse.Namespace, result: dict[str, Any], metrics: Sequence[str]) -> None:
     rows: list[tuple[str, Any]] = [
         ("Successful requests:", result["completed"]),
         ("Failed requests:", result["failed"]),
@@ -370,17 +398,17 @@ def _print_table(args: argparse.Namespace, result: dict[str, Any]) -> None:
         ("Request rate configured (RPS):", None if math.isinf(args.request_rate) else args.request_rate),
         ("Benchmark duration (s):", result["duration"]),
         ("Total input tokens:", result["total_input_tokens"]),
-        ("Total generated tokens:", result["total_output_tokens"]),
+        ("Total generated tokens:", result.get("total_output_tokens")),
         ("Request throughput (req/s):", result["request_throughput"]),
         ("Request goodput (req/s):", result["request_goodput"]),
-        ("Output token throughput (tok/s):", result["output_throughput"]),
-        ("Peak output token throughput (tok/s):", result["max_output_tokens_per_s"]),
+        ("Output token throughput (tok/s):", result.get("output_throughput")),
+        ("Peak output token throughput (tok/s):", result.get("max_output_tokens_per_s")),
         ("Peak concurrent requests:", result["max_concurrent_requests"]),
         ("Total token throughput (tok/s):", result["total_token_throughput"]),
     ]
     print(" Serving Benchmark Result ".center(_WIDTH, "="))
     _print_rows([row for row in rows if row[1] is not None])
-    for metric in args.percentile_metrics:
+    for metric in metrics:
         short, header = _HEADERS[metric]
         print(header.center(_WIDTH, "-"))
         figures = [("Mean", "mean"), ("Median", "median")]

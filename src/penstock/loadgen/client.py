@@ -16,7 +16,7 @@ from typing import Any, Self
 import aiohttp
 
 from penstock.loadgen.datasets import Sample
-from penstock.loadgen.stream import Outcome, ResponseStream, error_message
+from penstock.loadgen.stream import Outcome, ResponseStream, error_message, take_vector
 from penstock.loadgen.waiting import wait_until
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import ConfigError
@@ -116,6 +116,21 @@ class Server:
             error = str(failure) or type(failure).__name__
         return stream.finish(error)
 
+    async def embed(self, path: str, body: bytes, prompt_len: int) -> Outcome:
+        """Sends one request for a vector and times its whole response; failures are the outcome's `error`."""
+        outcome = Outcome(self._clock.now(), prompt_len, has_usage=True)
+        headers = {"Content-Type": "application/json"}
+        try:
+            async with self._session.post(self._base_url + path, data=body, headers=headers) as response:
+                if response.status == 200:
+                    take_vector(await response.read(), outcome)
+                else:
+                    outcome.error = await _http_error(response)
+        except (aiohttp.ClientError, OSError, ValueError) as failure:
+            outcome.error = str(failure) or type(failure).__name__
+        outcome.latency = self._clock.now() - outcome.started
+        return outcome
+
 
 class ServerTokenizer:
     """A `Tokenizer` that asks the server's `/tokenize` and `/detokenize`, in vLLM's shapes.
@@ -164,6 +179,11 @@ def request_body(sample: Sample, model: str, options: Mapping[str, Any]) -> byte
 def chat_body(sample: Sample, model: str, options: Mapping[str, Any]) -> bytes:
     """The JSON of a streaming chat completion whose one message is the prompt."""
     return _body({"model": model, "messages": [{"role": "user", "content": sample.prompt}]}, sample, options)
+
+
+def embedding_body(sample: Sample, model: str, options: Mapping[str, Any]) -> bytes:
+    """The JSON of a request for one vector, in base64, the shorter encoding."""
+    return json.dumps({"model": model, "input": sample.prompt, "encoding_format": "base64", **options}).encode()
 
 
 def _body(head: dict[str, Any], sample: Sample, options: Mapping[str, Any]) -> bytes:

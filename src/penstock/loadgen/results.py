@@ -20,6 +20,10 @@ REQUEST_METRICS: dict[str, Callable[[Outcome], float]] = {
 """What a request can be held to: seconds of one outcome."""
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
+_OF_OUTPUT = {
+    "total_output_tokens", "output_throughput", "max_output_tokens_per_s", "output_lens", "ttfts", "itls",
+    "generated_texts",
+}  # fmt: skip
 
 
 def summarize(run: Run, objectives: Mapping[str, float]) -> dict[str, Any]:
@@ -41,6 +45,11 @@ def summarize(run: Run, objectives: Mapping[str, float]) -> dict[str, Any]:
         "max_output_tokens_per_s": _peak_tokens(completed),
         "max_concurrent_requests": _peak_concurrency(completed),
     }
+
+
+def without_output(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of `summarize` or `details` that apply to requests without output tokens."""
+    return {name: value for name, value in figures.items() if name not in _OF_OUTPUT}
 
 
 def latency_figures(

@@ -101,6 +101,17 @@ class ResponseStream:
         self._outcome.has_usage = True
 
 
+def take_vector(body: bytes, outcome: Outcome) -> None:
+    """Reads a response of `/v1/embeddings` into `outcome`. Raises ValueError if it holds no vector."""
+    try:
+        response = json.loads(body)
+        if not response["data"][0]["embedding"]:
+            raise ValueError("the response has no vector")
+        outcome.prompt_len = int((response.get("usage") or {}).get("prompt_tokens", outcome.prompt_len))
+    except (AttributeError, IndexError, KeyError, TypeError, json.JSONDecodeError):
+        raise ValueError(f"not a response of /v1/embeddings: {body[:100]!r}") from None
+
+
 def error_message(body: Any) -> str:
     """The message in an OpenAI error body, or the body as it is."""
     error = body.get("error", body) if isinstance(body, dict) else body
