@@ -1,6 +1,8 @@
-"""Other people's clients, each in a process of its own: `python -m tests.integration.clients NAME URL` writes JSON.
+"""Clients of other projects, each in a separate process, which writes JSON.
 
-A process of its own, because these libraries leave event loops and sockets open, which the tests take for errors.
+    python -m tests.integration.clients NAME URL [vectors]
+
+The processes are separate because these libraries leave event loops and sockets open, which the tests take for errors.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ DEMO_MODEL = Path(__file__).parents[2] / "src/penstock/demo"
 QUESTION = "What is 2 + 3?"
 WEATHER = "What is the weather in Oslo?"
 STORY = "Once upon a time"
+VECTOR_TEXTS = ["water", "a penstock leads water to a turbine"]
 CITY_SCHEMA = {
     "type": "object",
     "properties": {"city": {"type": "string"}},
@@ -56,6 +59,30 @@ def langchain(url: str) -> dict[str, Any]:
         "turns": model.invoke(turns).content,
         "shaped": sorted(shaped),
         "text": library.OpenAI(**common, max_tokens=8).invoke(STORY),
+    }
+
+
+def langchain_embeddings(url: str) -> dict[str, Any]:
+    """LangChain's embeddings. By default they send token ids of OpenAI's tokenizer, which other models cannot use."""
+    library = importlib.import_module("langchain_openai")
+    common = {"model": "vectors", "base_url": f"{url}/v1", "api_key": "none", "check_embedding_ctx_length": False}
+    embeddings = library.OpenAIEmbeddings(**common)
+    return {
+        "documents": embeddings.embed_documents(VECTOR_TEXTS),
+        "query": embeddings.embed_query(VECTOR_TEXTS[0]),
+        "short": library.OpenAIEmbeddings(**common, dimensions=16).embed_query(VECTOR_TEXTS[0]),
+    }
+
+
+def llama_index_embeddings(url: str) -> dict[str, Any]:
+    """LlamaIndex's embeddings. They send `embed_batch_size` texts in a request, with spaces for line breaks."""
+    library = importlib.import_module("llama_index.embeddings.openai")
+    common = {"model_name": "vectors", "api_base": f"{url}/v1", "api_key": "none"}
+    embeddings = library.OpenAIEmbedding(**common, embed_batch_size=1)
+    return {
+        "documents": embeddings.get_text_embedding_batch(VECTOR_TEXTS),
+        "query": embeddings.get_query_embedding(VECTOR_TEXTS[0]),
+        "short": library.OpenAIEmbedding(**common, dimensions=16).get_text_embedding(VECTOR_TEXTS[0]),
     }
 
 
@@ -127,6 +154,11 @@ CLIENTS: dict[str, Callable[[str], dict[str, Any]]] = {
     "litellm": litellm,
     "llm": llm,
 }
+VECTOR_CLIENTS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "langchain_openai": langchain_embeddings,
+    "llama_index": llama_index_embeddings,
+}
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(CLIENTS[sys.argv[1]](sys.argv[2])))
+    clients = VECTOR_CLIENTS if sys.argv[3:] == ["vectors"] else CLIENTS
+    sys.stdout.write(json.dumps(clients[sys.argv[1]](sys.argv[2])))

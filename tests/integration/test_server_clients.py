@@ -25,11 +25,11 @@ def server() -> Iterator[ServerProcess]:
         yield server
 
 
-def run(name: str, server: ServerProcess) -> dict[str, Any]:
+def run(name: str, server: ServerProcess, *what: str) -> dict[str, Any]:
     """The output of a client that runs in a separate process."""
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"{name} is not installed: pip install -c constraints.txt -e '.[dev]'")
-    command = [sys.executable, "-m", "tests.integration.clients", name, server.url]
+    command = [sys.executable, "-m", "tests.integration.clients", name, server.url, *what]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env={**os.environ})
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,9 +24,11 @@ from tests.integration.checkpoints import (
     make_pooling_checkpoint,
     save_tokenizer,
 )
+from tests.integration.clients import VECTOR_TEXTS
 from tests.integration.raw_http import call as raw_call
 from tests.integration.raw_http import eventually
 from tests.integration.server_process import ServerProcess, serve
+from tests.integration.test_server_clients import run as run_client
 from tests.integration.test_server_openai import call
 from tests.integration.test_server_openai_errors import refused
 from tests.integration.test_serving_examples import ROOT, examples
@@ -123,6 +126,20 @@ def test_embeddings_by_openai_s_client_are_the_engine_s(client: OpenAI, llm: LLM
         prompts = llm.embed(given, use_tqdm=False)
         count = sum(len(each.prompt_token_ids) for each in prompts)
         assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (count, count)
+
+
+LLAMA_INDEX = pytest.mark.skipif(
+    importlib.util.find_spec("llama_index") is None,
+    reason="25 packages of 104 MB, which the dev extra leaves out: pip install llama-index-embeddings-openai",
+)
+
+
+@pytest.mark.parametrize("client", ["langchain_openai", pytest.param("llama_index", marks=LLAMA_INDEX)])
+def test_embeddings_by_other_clients_are_the_engine_s(server: ServerProcess, llm: LLM, client: str) -> None:
+    found = run_client(client, server, "vectors")
+    assert found["documents"] == vectors(llm, VECTOR_TEXTS)
+    assert found["query"] == found["documents"][0]
+    assert found["short"] == vectors(llm, VECTOR_TEXTS[0], dimensions=16)[0]
 
 
 def test_fields_of_an_embedding(client: OpenAI, llm: LLM) -> None:
