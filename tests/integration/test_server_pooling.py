@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +23,7 @@ from tests.integration.checkpoints import (
     make_pooling_checkpoint,
     save_tokenizer,
 )
-from tests.integration.clients import VECTOR_TEXTS
+from tests.integration.clients import VECTOR_CLIENTS, VECTOR_TEXTS
 from tests.integration.raw_http import call as raw_call
 from tests.integration.raw_http import eventually
 from tests.integration.server_process import ServerProcess, serve
@@ -128,13 +127,7 @@ def test_embeddings_by_openai_s_client_are_the_engine_s(client: OpenAI, llm: LLM
         assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (count, count)
 
 
-LLAMA_INDEX = pytest.mark.skipif(
-    importlib.util.find_spec("llama_index") is None,
-    reason="25 packages of 104 MB, which the dev extra leaves out: pip install llama-index-embeddings-openai",
-)
-
-
-@pytest.mark.parametrize("client", ["langchain_openai", pytest.param("llama_index", marks=LLAMA_INDEX)])
+@pytest.mark.parametrize("client", VECTOR_CLIENTS)
 def test_embeddings_by_other_clients_are_the_engine_s(server: ServerProcess, llm: LLM, client: str) -> None:
     found = run_client(client, server, "vectors")
     assert found["documents"] == vectors(llm, VECTOR_TEXTS)
