@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from penstock.router import http_client
+from penstock.router import http_client, http_server
 from penstock.router.exchange import Call, content_of
 from penstock.router.http_client import HttpUpstream
 from penstock.router.http_server import Request, Response, serving
@@ -131,6 +131,24 @@ def test_an_error_of_the_handler_is_told_and_ends_the_connection_in_the_middle_o
         assert (await talk([b"GET /a HTTP/1.1\r\nConnection: close\r\n\r\n"], fail)).startswith(b"HTTP/1.1 500 ")
         with contextlib.suppress(ConnectionResetError):
             assert not (await talk([b"GET /late HTTP/1.1\r\n\r\n"], fail)).endswith(b"0\r\n\r\n")
+
+    run(check)
+
+
+def test_a_client_that_leaves_before_the_end_of_its_answer_is_not_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    failures: list[object] = []
+    monkeypatch.setattr(http_server.logger, "exception", lambda *args: failures.append(args))
+
+    async def answer(_: Request, response: Response) -> None:
+        await response.begin(200, ())
+        await response.write(b"a")
+        # The connection is closed while the answer is being sent.
+        response.cut()
+        await response.finish()
+
+    async def check() -> None:
+        assert (await talk([b"GET /a HTTP/1.1\r\n\r\n"], answer)).endswith(b"1\r\na\r\n")
+        assert not failures
 
     run(check)
 

@@ -89,7 +89,7 @@ class Response:
         self.has_begun = True
 
     async def write(self, chunk: bytes) -> None:
-        """Waits while the client has not read the earlier parts. Raises ConnectionResetError."""
+        """Waits while the client has not read the earlier parts. Raises ClientLeftError."""
         if self._is_chunked and chunk:
             chunk = b"%x\r\n%b\r\n" % (len(chunk), chunk)
         await self._connection.send(self._head + chunk)
@@ -111,6 +111,10 @@ class Response:
         else:
             # An orderly end of the connection would look like the end of the answer if the body's end is not marked.
             self._connection.abort()
+
+
+class ClientLeftError(ConnectionResetError):
+    """The client has closed its connection."""
 
 
 Handler = Callable[[Request, Response], Awaitable[None]]
@@ -217,11 +221,11 @@ class Connection(asyncio.Protocol):
     # ---- Answers ----
 
     async def send(self, data: bytes) -> None:
-        """Raises ConnectionResetError."""
+        """Raises ClientLeftError."""
         if self._can_send is not None:
             await self._can_send
         if self._transport.is_closing():
-            raise ConnectionResetError("the client has left")
+            raise ClientLeftError("the client has left")
         self._transport.write(data)
 
     def close(self) -> None:
@@ -248,9 +252,11 @@ class Connection(asyncio.Protocol):
         if self.is_last:
             response.is_kept = False
         # A client that disconnects is no error; the connection is closed then.
-        with contextlib.suppress(ConnectionError):
+        with contextlib.suppress(ClientLeftError):
             try:
                 await self._handler(request, response)
+            except ClientLeftError:
+                raise
             except Exception as error:
                 logger.exception("%s %s has failed", request.method, request.target)
                 if response.has_begun or isinstance(error, OSError):
