@@ -22,6 +22,7 @@ from penstock.cli.parser import count, count_from_zero, number, whole_number
 from penstock.loadgen import results
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import ConfigError
+from penstock.utils.hosts import in_url
 
 if TYPE_CHECKING:
     from penstock.loadgen.datasets import Sample
@@ -366,7 +367,7 @@ def _fitting(samples: list[Sample], max_model_len: int | None) -> list[Sample]:
 def _base_url(args: argparse.Namespace) -> str:
     if args.base_url is not None:
         return args.base_url.rstrip("/").removesuffix("/v1")
-    return f"http://[{args.host}]:{args.port}" if ":" in args.host else f"http://{args.host}:{args.port}"
+    return f"http://{in_url(args.host)}:{args.port}"
 
 
 def _result_path(args: argparse.Namespace, model: str, date: str) -> Path:

@@ -19,6 +19,7 @@ import httptools
 
 from penstock.router.bodies import Headers, decoded, encoded, error_body
 from penstock.utils.errors import ConfigError
+from penstock.utils.hosts import in_url
 from penstock.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -324,8 +325,7 @@ async def serving(handler: Handler, host: str, port: int) -> AsyncGenerator[str]
 
     sweep = loop.call_later(_SWEEP_SECONDS, close_late)
     try:
-        name = f"[{host}]" if ":" in host else host
-        yield f"http://{name}:{server.sockets[0].getsockname()[1]}"
+        yield f"http://{in_url(host)}:{server.sockets[0].getsockname()[1]}"
     finally:
         sweep.cancel()
         server.close()

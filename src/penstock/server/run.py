@@ -27,6 +27,7 @@ from penstock.server.service import Service
 from penstock.utils import logging
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import ConfigError
+from penstock.utils.hosts import in_url
 
 logger = logging.get_logger(__name__)
 
@@ -145,8 +146,7 @@ def _make_server(app: FastAPI, args: ServerArgs) -> _Server:
 
 def _addresses(service: Service, public: socket.socket, admin: socket.socket | None) -> str:
     scheme = "http" if service.args.ssl_certfile is None else "https"
-    host = f"[{service.args.host}]" if ":" in service.args.host else service.args.host
-    url = f"{scheme}://{host}:{public.getsockname()[1]}"
+    url = f"{scheme}://{in_url(service.args.host)}:{public.getsockname()[1]}"
     lines = [f"Penstock serves {', '.join(service.model_names)} at {url}/v1 (dashboard: {url}/dashboard)"]
     if admin is not None:
         lines.append(f"Administration at {scheme}://{_LOOPBACK}:{admin.getsockname()[1]}")

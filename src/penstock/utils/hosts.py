@@ -49,6 +49,11 @@ def canonical_host(host: str) -> str:
     return "127.0.0.1" if name == "localhost" else name
 
 
+def in_url(host: str) -> str:
+    """The host as a URL spells it: an IPv6 address in brackets."""
+    return f"[{host}]" if ":" in host else host
+
+
 def listen(host: str, port: int, backlog: int) -> socket.socket:
     """A socket that listens on this IP address; for a host name, on all interfaces. Raises OSError."""
     if is_ip_address(host):

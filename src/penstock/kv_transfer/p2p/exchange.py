@@ -43,6 +43,7 @@ from penstock.messages.kv_transfer import BadRange, HandshakePayload, KVConnecto
 from penstock.messages.scheduler_output import BlockIds
 from penstock.utils.clock import Clock
 from penstock.utils.errors import PeerError
+from penstock.utils.hosts import in_url
 from penstock.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -120,7 +121,7 @@ class Exchange:
         host, port = self._channel.address
         by_rank: dict[str, dict[str, str]] = {}
         for pp_rank, tp_rank in shards:
-            by_rank.setdefault(str(tp_rank), {})[str(pp_rank)] = f"tcp://{host}:{port}"
+            by_rank.setdefault(str(tp_rank), {})[str(pp_rank)] = f"tcp://{in_url(host)}:{port}"
         # By data-parallel rank, as proxies of the Mooncake style expect it.
         self._channel.answer_queries({"0": {"engine_id": self._settings.engine_id, "worker_addr": by_rank}})
 

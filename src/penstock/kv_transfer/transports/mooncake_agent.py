@@ -13,6 +13,7 @@ import numpy as np
 from penstock.kv_transfer.transports.agents import AgentSettings, why_not_loaded
 from penstock.kv_transfer.transports.base import Operation
 from penstock.utils.errors import ConfigError, PeerError
+from penstock.utils.hosts import in_url
 
 _PEER_TO_PEER = "P2PHANDSHAKE"
 
@@ -28,7 +29,7 @@ class MooncakeAgent:
             from mooncake.engine import TransferEngine  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             raise ConfigError(why_not_loaded("mooncake", error)) from None
-        self._host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        self._host = in_url(settings.host)
         self._engine = TransferEngine()
         if self._engine.initialize(self._host, _PEER_TO_PEER, settings.protocol, "") != 0:
             raise ConfigError(
