@@ -32,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     throughput = kinds.add_parser(
         "throughput",
         help="many requests at once: tokens per second",
-        description="Runs many requests at once and reports tokens per second, as JSON. A pooling engine computes\n"
-        "prompts only; there are no output tokens.",
+        description="Runs many requests at once and reports tokens per second, as JSON.\n"
+        "A pooling engine computes prompts only; there are no output tokens.",
         usage="penstock bench throughput [MODEL] [flags]",
     )
     load = throughput.add_argument_group("load")
