@@ -62,6 +62,7 @@ class RemoteWorker:
         self._process = process
         self._reader = FrameReader(CODEC)
         self._received: deque[Any] = deque()
+        self._unsent = b""
         self._failure: Exception | None = None
         self._was_killed = False
         self._closed: float | None = None
@@ -75,7 +76,11 @@ class RemoteWorker:
         return self._ask(plan)
 
     def execute_model(self, plan: SchedulerOutput) -> None:
-        self._send(plan)
+        if plan.grammar_request_ids:
+            self._send(plan)
+        else:
+            # Sampled at once: with the next message, so that the process is woken once.
+            self._unsent = CODEC.encode(plan)
 
     def sample_tokens(self, grammars: GrammarOutput | None) -> Pending[ModelRunnerOutput]:
         return self._ask(SampleTokens(grammars))
@@ -115,7 +120,7 @@ class RemoteWorker:
         """Sends a message. While the buffer is full, reads the worker's messages: it may be blocked sending a
         response.
         """
-        data = memoryview(CODEC.encode(message))
+        data, self._unsent = memoryview(self._unsent + CODEC.encode(message)), b""
         try:
             while data:
                 with contextlib.suppress(BlockingIOError):
