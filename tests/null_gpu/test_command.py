@@ -13,9 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.utils.gpus import count_gpus
 from tests.null_gpu.library import BENCH, INVALIDATED, LEGACY, OK, UNSUPPORTED, Gpu
 
 pytestmark = pytest.mark.exhaustive
+
+
+def test_the_engine_core_counts_it(library: Path) -> None:
+    assert count_gpus(str(library)) == 1
 
 
 def test_a_refusal_is_told_once_and_by_name(load: Callable[..., Gpu], capfd: pytest.CaptureFixture[str]) -> None:

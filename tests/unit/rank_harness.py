@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,14 +17,10 @@ from penstock.parallel.groups import RankLinks
 from penstock.parallel.rank_memory import abort, create_rank_memory
 from penstock.parallel.shared_memory import shared_links
 from penstock.utils.errors import RanksLostError
-from penstock.utils.shared_memory import SharedMemory, attach_memory
+from penstock.utils.hosts import free_port
+from penstock.utils.shared_memory import attach_memory
 
 Body = Callable[[RankLinks, ShardId], Any]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def shards(pp: int, tp: int) -> list[ShardId]:
@@ -35,11 +30,11 @@ def shards(pp: int, tp: int) -> list[ShardId]:
 class Ranks:
     """Every rank of an engine, in a thread of its own, runs `body`. With gloo `memory` is only created."""
 
-    def __init__(self, pp: int, tp: int, body: Body, backend: str = "shared", memory: SharedMemory | None = None):
-        self.memory = memory or create_rank_memory(pp, tp)
+    def __init__(self, pp: int, tp: int, body: Body, backend: str = "shared", port: int | None = None):
+        self.memory = create_rank_memory(pp, tp)
         self.results: dict[ShardId, Any] = {}
         self.errors: dict[ShardId, BaseException] = {}
-        address = f"127.0.0.1:{free_port()}"
+        address = f"127.0.0.1:{port or free_port()}"
 
         def run(shard: ShardId) -> None:
             try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -22,7 +23,8 @@ from penstock.parallel.rank_memory import Layout, abort, create_rank_memory
 from penstock.parallel.shared_memory import shared_links
 from penstock.utils import cores
 from penstock.utils.errors import ConfigError, RanksLostError
-from tests.unit.rank_harness import Ranks, free_port, own_part, raises_soon, random_bits, run_ranks, same_bits
+from penstock.utils.hosts import free_port
+from tests.unit.rank_harness import Ranks, own_part, raises_soon, random_bits, run_ranks, same_bits
 
 WAYS = ["native", "reference", "gloo"]
 SHARED = ["native", "reference"]
@@ -530,6 +532,18 @@ def test_cores_are_limited_by_affinity_and_by_the_cgroup(tmp_path, monkeypatch: 
 def test_a_wrong_address_or_backend_is_refused(address: str, backend: str) -> None:
     with pytest.raises(ConfigError):
         distributed_links(address, 1, 2, (0, 0), backend)
+
+
+def test_nothing_listens_on_other_addresses_of_the_machine() -> None:
+    port = free_port()
+
+    def body(links: RankLinks, shard: ShardId) -> None:
+        socket.create_connection(("127.0.0.1", port)).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", port))
+        links.group.barrier()
+
+    Ranks(1, 2, body, "gloo", port=port).finish()
 
 
 def test_ranks_that_do_not_come_are_not_waited_for_forever() -> None:

@@ -13,9 +13,10 @@ import pytest
 
 from penstock.parallel.rank_memory import abort, create_rank_memory
 from penstock.parallel.shared_memory import shared_links
+from penstock.utils.hosts import free_port
 from penstock.utils.shared_memory import attach_memory
 from tests.unit import rank_harness
-from tests.unit.rank_harness import free_port, raises_soon
+from tests.unit.rank_harness import raises_soon
 
 # Processes that share nothing, forked from one that has imported torch: each is there in milliseconds.
 CONTEXT = multiprocessing.get_context("forkserver")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.config.engine import EngineArgs, check
+from penstock.config.gpus import name_gpus, show_gpus
 from penstock.utils.errors import ConfigError
 
 _TCP_PORT = re.compile(r"(tcp://.*:)([0-9]+)")
@@ -41,13 +42,13 @@ def _gpus_by_rank(args: EngineArgs, visible: str | None) -> list[dict[str, str]]
     size, each = args.data_parallel_size, args.num_ranks
     if args.device == "cpu" or visible == "" or args.executor_backend == "ray":
         return [{}] * size
-    names = [str(number) for number in range(size * each)] if visible is None else visible.split(",")
+    names = name_gpus(visible, size * each)
     if len(names) < size * each:
         raise ConfigError(
             f"data_parallel_size={size} needs {size * each} GPUs, and CUDA_VISIBLE_DEVICES={visible} lists "
             f"{len(names)}: list more, lower data_parallel_size, or set device=cpu"
         )
-    return [{"CUDA_VISIBLE_DEVICES": ",".join(names[rank * each : (rank + 1) * each])} for rank in range(size)]
+    return [show_gpus(names[rank * each : (rank + 1) * each]) for rank in range(size)]
 
 
 def _args_of(args: EngineArgs, rank: int) -> EngineArgs:

@@ -5,15 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from penstock.config import env
 from penstock.config.engine import EngineArgs
+from penstock.config.gpus import gpus_of_ranks, show_gpus
 from penstock.executor.executor import Executor, WorkerHandle
+from penstock.executor.multiproc import start_worker
 from penstock.parallel.rank_memory import abort, create_rank_memory
 from penstock.parallel.topology import shards
+from penstock.utils.gpus import count_gpus
+from penstock.utils.hosts import free_port
 from penstock.worker.messages import LoadWorker, Rendezvous
 
 
-def make_executor(args: EngineArgs) -> Executor:
-    """Makes the workers of all ranks; nothing is loaded yet. The folders in `args` hold the models."""
+def make_executor(args: EngineArgs, shares_memory: bool = True) -> Executor:
+    """Makes the workers of all ranks; nothing is loaded yet. The folders in `args` hold the models.
+
+    Without `shares_memory`, the processes of several ranks on a CPU connect like ranks on GPUs. Raises ConfigError if
+    there are too few GPUs, or no room on the cluster.
+    """
     if args.executor_backend == "ray":
         # Imported here: Ray is optional and large.
         from penstock.executor.ray import make_ray_executor
@@ -22,6 +31,9 @@ def make_executor(args: EngineArgs) -> Executor:
     pp, tp = args.pipeline_parallel_size, args.tensor_parallel_size
     if pp * tp == 1:
         return Executor(_make_workers(args, [LoadWorker(args, (0, 0))], None))
+    gpus = gpus_of_ranks(args, env.visible_gpus(), count_gpus)
+    if gpus or not shares_memory:
+        return _make_distributed(args, gpus)
     memory = create_rank_memory(pp, tp)
     rendezvous = Rendezvous(memory=memory.name, num_bytes=len(memory.view))
     abort_ranks = partial(abort, memory)
@@ -29,12 +41,24 @@ def make_executor(args: EngineArgs) -> Executor:
     return Executor(_make_workers(args, ranks, abort_ranks), abort_ranks)
 
 
+def _make_distributed(args: EngineArgs, gpus: list[str]) -> Executor:
+    """Starts a process for each rank, with its GPU if there are `gpus`; they connect through torch.distributed.
+
+    There is no abort: gloo notices that the connections of a dead rank end, and NCCL does not, so that the executor
+    kills the other ranks.
+    """
+    rendezvous = Rendezvous(address=f"127.0.0.1:{free_port()}")
+    ranks = [
+        LoadWorker(args, shard, rendezvous) for shard in shards(args.pipeline_parallel_size, args.tensor_parallel_size)
+    ]
+    environments = [show_gpus([gpu]) for gpu in gpus] or [{}] * len(ranks)
+    return Executor([start_worker(rank, environment=own) for rank, own in zip(ranks, environments, strict=True)])
+
+
 def _make_workers(
     args: EngineArgs, ranks: list[LoadWorker], abort_ranks: Callable[[], None] | None
 ) -> list[WorkerHandle]:
     if args.executor_backend == "mp":
-        from penstock.executor.multiproc import start_worker
-
         return [start_worker(load) for load in ranks]
     # Imported here: it needs torch, which an engine core with remote workers does not.
     from penstock.executor.uniproc import make_local_worker

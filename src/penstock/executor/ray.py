@@ -34,6 +34,7 @@ from penstock.utils import logging
 from penstock.utils.clock import SystemClock
 from penstock.utils.cores import usable_cores
 from penstock.utils.errors import ConfigError, EngineDeadError, PeerError
+from penstock.utils.hosts import free_port
 from penstock.utils.interrupts import interrupts_blocked
 from penstock.worker.messages import LoadWorker, Rendezvous
 
@@ -238,10 +239,7 @@ class RankActor:
 
     def place(self) -> Place:
         ip = ray.util.get_node_ip_address()
-        with socket.socket() as free:
-            free.bind((ip, 0))
-            port = free.getsockname()[1]
-        return Place(__version__, ray.get_runtime_context().get_node_id(), ip, port, os.getpid())
+        return Place(__version__, ray.get_runtime_context().get_node_id(), ip, free_port(ip), os.getpid())
 
     def run(self, host: str, port: int, key: bytes, shard: ShardId) -> None:
         """Returns when the executor disconnects. A rank that fails reports why over the connection and ends the

@@ -1,6 +1,7 @@
 """Groups and channels by torch.distributed: between machines, and as the reference for `parallel/shared_memory.py`.
 
-The ranks connect through a TCPStore, which rank (0, 0) serves at `address`; ranks count as pp_rank * tp_size + tp_rank.
+The ranks connect through a TCPStore, which rank (0, 0) serves at `address` and, if that is an IP address, at no other
+address of its machine; ranks count as pp_rank * tp_size + tp_rank.
 Every group and every channel has a separate process group, so nothing here is global to the process:
 torch.distributed's default group is neither used nor needed, and one process may have ranks of several engines.
 
@@ -31,6 +32,7 @@ from penstock.messages.kv_transfer import ShardId
 from penstock.parallel.groups import FLOAT_DTYPES, NullGroup, RankLinks, TensorChannel, TensorGroup
 from penstock.parallel.message import FIRST_NUMBERS, decode_header, encode_header, numbers_missing
 from penstock.utils.errors import ConfigError, RanksLostError
+from penstock.utils.hosts import listen
 
 # torch's type stubs lack most of the members of these modules' classes that are used here.
 _torch: Any = dist
@@ -60,7 +62,7 @@ def distributed_links(
     host, port = _split(address)
     timeout, last = timedelta(seconds=timeout_s), pp - 1
     with _loss("the ranks of this engine cannot reach one another"):
-        store = _torch.TCPStore(host, port, pp * tp, shard == (0, 0), timeout, wait_for_workers=False)
+        store = _open_store(host, port, pp * tp, shard == (0, 0), timeout)
         meeting = _Meeting(store, _own_address(host, port), timeout)
         # A process group is created by all of its ranks together. Every rank creates its own in this order, so none
         # waits for a group whose other ranks wait for an earlier one.
@@ -92,10 +94,10 @@ def distributed_links(
 
 @contextmanager
 def _loss(message: str) -> Iterator[None]:
-    """torch.distributed raises RuntimeError, or its subclass DistError."""
+    """torch.distributed raises RuntimeError, or its subclass DistError; a socket OSError."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         raise RanksLostError(f"{message}: {error}") from error
 
 
@@ -104,6 +106,12 @@ def _split(address: str) -> tuple[str, int]:
     if not host or not port.isdecimal():
         raise ConfigError(f"{address!r} is not an address of the form host:port")
     return host.strip("[]"), int(port)
+
+
+def _open_store(host: str, port: int, num_ranks: int, is_server: bool, timeout: timedelta) -> _Store:
+    # Without a socket, a server would listen on all interfaces.
+    listener = listen(host, port, num_ranks).detach() if is_server else None
+    return _torch.TCPStore(host, port, num_ranks, is_server, timeout, wait_for_workers=False, master_listen_fd=listener)
 
 
 def _own_address(host: str, port: int) -> str:

@@ -54,6 +54,12 @@ def in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port of this IP address of this machine that nothing listens on now."""
+    with listen(host, 0, 1) as probe:
+        return probe.getsockname()[1]
+
+
 def listen(host: str, port: int, backlog: int) -> socket.socket:
     """A socket that listens on this IP address; for a host name, on all interfaces. Raises OSError."""
     if is_ip_address(host):

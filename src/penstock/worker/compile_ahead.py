@@ -64,7 +64,9 @@ def compiling_ahead(config: EngineConfig) -> Iterator[Callable[[], None]]:
         yield lambda: None
         return
     major, minor = torch.cuda.get_device_capability()
-    with compiling(config, 10 * major + minor, max(1, min(_MAX_PROCESSES, (os.cpu_count() or 1) - 1))) as wait:
+    # The ranks of a host do this at the same time.
+    num_processes = ((os.cpu_count() or 1) - 1) // config.parallel.num_ranks
+    with compiling(config, 10 * major + minor, max(1, min(_MAX_PROCESSES, num_processes))) as wait:
         yield wait
 
 

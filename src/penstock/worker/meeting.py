@@ -19,8 +19,8 @@ def meet(rendezvous: Rendezvous, parallel: ParallelConfig, shard: ShardId, devic
         return NO_LINKS
     if device != "cpu" and rendezvous.memory is not None:
         raise ConfigError(
-            f"{parallel.num_ranks} ranks on GPUs need distributed_executor_backend=ray: ranks of uniproc and mp "
-            "exchange tensors through main memory"
+            "torch sees a GPU and CUDA's driver (libcuda.so.1) lists none, so the ranks would exchange tensors through "
+            "main memory, which ranks on GPUs cannot: set device=cpu, or repair the driver's installation"
         )
     if rendezvous.memory is not None:
         try:
