@@ -17,7 +17,7 @@ from penstock.kernels import rank_exchange
 from penstock.kernels.native import instruction_sets, library_for
 from penstock.messages.kv_transfer import ShardId
 from penstock.parallel import rank_memory, shared_memory
-from penstock.parallel.distributed import distributed_links
+from penstock.parallel.distributed import _all_reduce, _DistributedGroup, distributed_links
 from penstock.parallel.groups import FLOAT_DTYPES, NullGroup, RankLinks, TensorChannel
 from penstock.parallel.rank_memory import Layout, abort, create_rank_memory
 from penstock.parallel.shared_memory import shared_links
@@ -172,6 +172,51 @@ def test_ranks_that_disagree_are_told(count: int, way: str) -> None:
     with pytest.raises(AssertionError, match="different shapes"):
         ranks.finish(10)
     assert len(ranks.errors) == count
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_a_sum_is_added_in_float32_in_the_order_of_the_ranks(count: int, dtype: torch.dtype, way: str) -> None:
+    """And rounded once, on every rank alike, whatever the shape; zero rows or columns are no exception."""
+    shapes = [(1, 64), (0, 8), (33, 7), (2, 0), (5, 96), (1, 1)]
+    generator = torch.Generator().manual_seed(count)
+    cases = [(100 * torch.randn(count, *shape, generator=generator)).to(dtype) for shape in shapes]
+
+    def body(links: RankLinks, shard: ShardId) -> None:
+        for parts in cases:
+            expected = torch.zeros(parts.shape[1:])
+            for part in parts:
+                expected += part.float()
+            got = links.group.sum_parts(parts[shard[1]].clone())
+            assert same_bits(got, expected.to(dtype)), tuple(parts.shape)
+
+    run_ranks(1, count, body, way)
+
+
+def test_a_sum_remains_when_others_follow(way: str) -> None:
+    """It is the caller's, unlike the result of a gather; the two may alternate."""
+
+    def body(links: RankLinks, shard: ShardId) -> None:
+        first = links.group.sum_parts(torch.full((3, 4), 1.0 + shard[1]))
+        for number in range(5):
+            links.group.gather_columns(torch.full((3, 4), 7.0), [4, 4])
+            links.group.sum_parts(torch.full((3, 4), float(number)))
+        first += 1
+        assert (first == 4).all()
+
+    run_ranks(1, 2, body, way)
+
+
+def test_the_sum_of_a_gpu_is_a_call_that_torch_takes() -> None:
+    """NCCL's groups and gloo's have the same methods."""
+
+    def body(links: RankLinks, shard: ShardId) -> torch.Tensor:
+        group = links.group
+        assert isinstance(group, _DistributedGroup)
+        return _all_reduce(group._host[0], torch.full((4, 3), float(shard[1])).t())
+
+    for total in run_ranks(1, 3, body, "gloo").values():
+        assert same_bits(total, torch.full((3, 4), 3.0))
 
 
 def test_a_barrier_waits_for_every_rank(way: str) -> None:
@@ -366,6 +411,8 @@ def test_a_rank_that_sleeps_is_woken(what: str, way: str, monkeypatch: pytest.Mo
 def wait_in(what: str, links: RankLinks) -> None:
     if what == "gather":
         links.group.gather_columns(torch.zeros(1, 2), [2, 2])
+    elif what == "sum":
+        links.group.sum_parts(torch.zeros(1, 2))
     elif what == "a gather in pieces":
         links.group.gather_columns(torch.zeros(5000, 2), [2, 2])
     elif what == "barrier":
@@ -379,7 +426,7 @@ def wait_in(what: str, links: RankLinks) -> None:
             links.downstream.send(torch.zeros(1 << 16))
 
 
-WAITS = ["gather", "a gather in pieces", "barrier", "receive", "send"]
+WAITS = ["gather", "sum", "a gather in pieces", "barrier", "receive", "send"]
 
 
 @pytest.mark.parametrize("way", SHARED, indirect=True)

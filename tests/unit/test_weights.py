@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from penstock.config.engine import EngineArgs
+from penstock.config.engine import EngineArgs, ExecutionConfig
 from penstock.config.model import ModelConfig, RopeConfig
 from penstock.engine.rank_identity import digest_weights
 from penstock.kernels.staging import Stager
@@ -162,6 +162,74 @@ def test_a_shard_is_its_rows_of_the_whole(tmp_path: Path, count: int, is_staged:
     assert source.num_elements == 2 * 80 * 33 + 48 * 33 + 48
 
 
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize("is_staged", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.usefixtures("stored")
+def test_a_layer_divided_by_inputs(tmp_path: Path, count: int, is_staged: bool, load_format: str) -> None:
+    """Each rank has its columns in memory that holds nothing else, and only the first one the bias."""
+    widths = {1: [33], 2: [20, 13], 3: [5, 1, 27]}[count]
+    source = CountingSource(open_weights(tmp_path, load_format))
+    with closing(source), closing(Stager(LateQueue(), 64, 2)) as stager, torch.inference_mode():
+        delivery = partial(staged, stager) if is_staged else direct
+        whole = (Weights(source, torch.bfloat16, CPU) / "layer").linear({"q_proj": 48}, 33, bias=True)
+        source.num_elements = 0
+        found: list[torch.Tensor] = []
+        for index, width in enumerate(widths):
+            weights = Weights(
+                source, torch.bfloat16, CPU, delivery=delivery, group=Member(index, count), divides_inputs=True
+            )
+            own = (weights / "layer").joining_linear("q_proj", 48, widths, bias=True).own
+            found.append(own.dense_weight())
+            assert found[-1].shape == (48, width)
+            assert (own.bias is None) == (index > 0)
+            if own.bias is not None:
+                assert whole.bias is not None
+                assert torch.equal(own.bias, whole.bias)
+        assert torch.equal(torch.cat(found, dim=1), whole.dense_weight())
+    assert source.num_elements == 48 * 33 + 48
+    assert {id_of_inputs(tmp_path, widths)} == {id_of_inputs(tmp_path, [33])}
+
+
+def id_of_inputs(folder: Path, widths: list[int]) -> bytes:
+    """As the engine core has it when the ranks have read these columns."""
+    facts: list[WorkerFacts] = []
+    for index in range(len(widths)):
+        found = WeightsDigest(has_bytes=True)
+        with closing(open_weights(folder, "auto")) as source:
+            weights = Weights(
+                source, torch.bfloat16, CPU, group=Member(index, len(widths)), divides_inputs=True, digest=found
+            )
+            (weights / "layer").joining_linear("q_proj", 48, widths, bias=True)
+        facts.append(make_rank((0, index), found.rows()))
+    return digest_weights(facts)
+
+
+def test_the_digest_of_columns_is_of_every_byte(stored: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    name = "layer.q_proj.weight"
+    found = {id_of_inputs(tmp_path, [20, 13])}
+    for number, (row, column) in enumerate(((0, 0), (47, 32), (13, 20))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        changed = stored[name].clone()
+        changed[row, column] += 1
+        save_file({**stored, name: changed}, folder / "model.safetensors")
+        found.add(id_of_inputs(folder, [20, 13]))
+    swapped = stored[name][:, [1, 0, *range(2, 33)]].contiguous()
+    save_file({**stored, name: swapped}, tmp_path / "0" / "model.safetensors")
+    found.add(id_of_inputs(tmp_path / "0", [20, 13]))
+    assert len(found) == 5
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_only_a_gpu_that_need_not_be_deterministic_divides_inputs(device: str) -> None:
+    """The meta device has a GPU's parts."""
+    parts = make_parts(torch.device(device))
+    for is_exact in (False, True):
+        execution = ExecutionConfig(deterministic=is_exact)
+        assert parts.divides_inputs(execution) == (device == "meta" and not is_exact)
+
+
 def test_a_slice_of_a_file_is_its_pages(stored: dict[str, torch.Tensor], tmp_path: Path) -> None:
     """Where it lies: nothing before it and nothing behind it is read."""
     name, shape = "layer.q_proj.weight", (48, 33)
@@ -244,8 +312,9 @@ def test_the_digest_of_dummy_weights_is_of_names_and_shapes(tmp_path: Path) -> N
     assert first != digest_of(tmp_path, q, k, load_format="dummy", width=34)
 
 
+@pytest.mark.parametrize("divides_inputs", [False, True])
 @pytest.mark.parametrize(("model_type", "count"), [("qwen2", 2), ("qwen3", 3)])
-def test_the_shards_of_a_model(model_type: str, count: int) -> None:
+def test_the_shards_of_a_model(model_type: str, count: int, divides_inputs: bool) -> None:
     """Of three heads of keys and values, with two of queries each: a head goes whole, with its queries."""
     config = ModelConfig(
         path=Path("nowhere"),
@@ -269,7 +338,8 @@ def test_the_shards_of_a_model(model_type: str, count: int) -> None:
     )
 
     def parts_of(group: Member) -> dict[str, tuple[torch.Tensor, ...]]:
-        model = build_model(config, Weights(DummySource(CPU), torch.float32, CPU, group=group))
+        weights = Weights(DummySource(CPU), torch.float32, CPU, group=group, divides_inputs=divides_inputs)
+        model = build_model(config, weights)
         attention, mlp = model.layers[1].attention, model.layers[1].feed_forward
         assert isinstance(attention, GroupedQueryAttention)
         assert isinstance(mlp, GatedMLP)
@@ -290,5 +360,10 @@ def test_the_shards_of_a_model(model_type: str, count: int) -> None:
     for name, tensors in whole.items():
         for number, tensor in enumerate(tensors):
             parts = [shard[name][number] for shard in shards]
-            assert max(map(len, parts)) < len(tensor)
-            assert torch.equal(torch.cat(parts), tensor)
+            assert max(part.numel() for part in parts) < tensor.numel()
+            dimension = 1 if divides_inputs and name in ("out", "down") else 0
+            assert torch.equal(torch.cat(parts, dimension), tensor)
+    if count == 3:
+        # The heads are divided equally, the rest nearly so: in both ways a rank has a third.
+        sizes = [sum(part.numel() for parts in shard.values() for part in parts) for shard in shards]
+        assert max(sizes) <= sum(part.numel() for parts in whole.values() for part in parts) / count + 3 * 48

@@ -31,29 +31,32 @@ def digest_weights(facts: Sequence[WorkerFacts]) -> bytes:
     tensors: dict[str, _Tensor] = {}
     for each in facts:
         for rows in each.read:
-            tensors.setdefault(rows.name, _Tensor(rows.dtype, rows.shape)).add(each.shard, rows)
+            tensors.setdefault(rows.name, _Tensor(rows.dtype, rows.shape, rows.axis)).add(each.shard, rows)
     return digest(*(part for name in sorted(tensors) for part in tensors[name].identity(name)))
 
 
 @dataclass(slots=True)
 class _Tensor:
-    """The intervals of one tensor that the ranks have read, each once."""
+    """The intervals of one tensor that the ranks have read, each once; all of rows or all of columns."""
 
     dtype: str
     shape: tuple[int, ...]
+    axis: int
     intervals: dict[tuple[int, int], tuple[bytes, ShardId]] = field(
         default_factory=dict[tuple[int, int], tuple[bytes, ShardId]]
     )
 
     def add(self, shard: ShardId, rows: TensorRows) -> None:
         found, reader = self.intervals.setdefault((rows.first, rows.end), (rows.digest, shard))
+        assert self.axis == rows.axis, f"{rows.name} is read by rows and by columns"
         if (found, self.dtype, self.shape) != (rows.digest, rows.dtype, rows.shape):
             raise _differs(rows.name, (reader, shard))
 
     def identity(self, name: str) -> tuple[bytes, bytes]:
         """Returns the tensor's name, type and shape, and the digest of all its rows."""
-        total = self._digests_before(name).get(self.shape[0])
-        assert total is not None, f"{name}: {sorted(self.intervals)} are not all of its {self.shape[0]} rows"
+        size = self.shape[self.axis]
+        total = self._digests_before(name).get(size)
+        assert total is not None, f"{name}: {sorted(self.intervals)} are not all of its {size} rows"
         return repr((name, self.dtype, self.shape)).encode(), total
 
     def _digests_before(self, name: str) -> dict[int, bytes]:

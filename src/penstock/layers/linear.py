@@ -55,7 +55,7 @@ class GatheredLinear:
         self.own = own
         self.out_dtype = own.out_dtype
         self.group_size = group.count
-        self._gather = Gather(group, size)
+        self._gather = Gather(group, Share(group.index, group.count).sizes(size))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._gather(self.own(x))
@@ -67,14 +67,47 @@ class GatheredLinear:
         return gathered if gathered is part else gathered.clone()
 
 
-class Gather:
-    """Concatenates the shares of `size` features: [T, own features] -> [T, size]."""
+class JoiningLinear(Protocol):
+    """A layer of whose input every rank of a group has its own features: [T, own features] -> [T, size]."""
 
-    def __init__(self, group: TensorGroup, size: int, sizes: Sequence[int] | None = None) -> None:
-        """`sizes` are those of the ranks, by default as equal as possible."""
+    own: Linear
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+class GatheringLinear:
+    """Gathers the input, of which every rank then computes its share of the outputs (`JoiningLinear`)."""
+
+    def __init__(self, gather: Gather, layer: GatheredLinear) -> None:
+        self.own = layer.own
+        self._gather = gather
+        self._layer = layer
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._layer(self._gather(x))
+
+
+class SummingLinear:
+    """Every rank has the weights of its own inputs, and the ranks add their results (`JoiningLinear`).
+
+    One sum takes the place of two gathers, but the last bits depend on the number of ranks: see
+    `TensorGroup.sum_parts`. Only one rank's layer may have a bias.
+    """
+
+    def __init__(self, own: Linear, group: TensorGroup) -> None:
+        self.own = own
         self._group = group
-        self._sizes = sizes or [len(share.part(size)) for share in Share(group.index, group.count).all]
-        assert sum(self._sizes) == size, f"{self._sizes} features are not {size}"
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._group.sum_parts(self.own(x))
+
+
+class Gather:
+    """Concatenates the ranks' features, of which each has the number in `sizes`: [T, own features] -> [T, all]."""
+
+    def __init__(self, group: TensorGroup, sizes: Sequence[int]) -> None:
+        self._group = group
+        self._sizes = sizes
 
     def __call__(self, part: torch.Tensor) -> torch.Tensor:
         return self._group.gather_columns(part, self._sizes)

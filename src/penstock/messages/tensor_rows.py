@@ -6,9 +6,9 @@ import msgspec
 
 
 class TensorRows(msgspec.Struct, frozen=True):
-    """Rows [first, end) of a tensor, as read by one rank. `digest` [16 bytes] is that of their bytes
-    (`utils.digest.digest_rows`); digests of adjacent intervals can be added. It is zero if bytes are not digested. A
-    drafter's names have a prefix if it has its own checkpoint.
+    """Rows [first, end) of a tensor, or columns if `axis` is 1, as read by one rank. `digest` [16 bytes] is that of
+    their bytes (`utils.digest.digest_rows`); digests of adjacent intervals can be added. It is zero if bytes are not
+    digested. A drafter's names have a prefix if it has its own checkpoint.
     """
 
     name: str
@@ -17,3 +17,4 @@ class TensorRows(msgspec.Struct, frozen=True):
     first: int
     end: int
     digest: bytes
+    axis: int = 0

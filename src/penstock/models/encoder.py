@@ -18,7 +18,6 @@ from penstock.config.encoder import EncoderConfig
 from penstock.config.model import ModelConfig
 from penstock.kernels.gelu import gelu
 from penstock.layers.attention import EncoderAttention
-from penstock.layers.linear import Gather
 from penstock.layers.norm import LayerNorm
 from penstock.messages.kv_cache_spec import KVCacheSpec
 from penstock.models.interface import ModelOutput
@@ -98,8 +97,7 @@ class EncoderLayer:
         self.attention = SelfAttention(config, weights / "attention")
         self.attention_norm = read_norm(weights / "attention" / "output" / "LayerNorm", hidden, encoder)
         self.up = (weights / "intermediate").linear({"dense": inner}, hidden, bias=True)
-        self.gather = Gather(weights.group, inner)
-        self.down = (weights / "output").whole_linear("dense", hidden, inner, bias=True)
+        self.down = (weights / "output").joining_linear("dense", hidden, weights.share.sizes(inner), bias=True)
         self.norm = read_norm(weights / "output" / "LayerNorm", hidden, encoder)
         self.has_tanh_gelu = encoder.has_tanh_gelu
 
@@ -107,7 +105,7 @@ class EncoderLayer:
         """[T, H] -> [T, H]."""
         x = self.attention_norm(self.attention(x, positions, context), x)
         activated = gelu(self.up(x), self.has_tanh_gelu)  # [T, H] -> [T, own I]
-        return self.norm(self.down(self.gather(activated)), x)  # [T, I] -> [T, H]
+        return self.norm(self.down(activated), x)  # -> [T, H]
 
 
 class SelfAttention:
@@ -123,12 +121,12 @@ class SelfAttention:
             dict.fromkeys(names, num_heads * size), hidden, bias=True, own=dict.fromkeys(names, columns)
         )
         self.attend = EncoderAttention(config, own, weights.device)
-        self.gather = Gather(weights.group, num_heads * size, [len(each.queries) * size for each in heads])
-        self.out = (weights / "output").whole_linear("dense", hidden, num_heads * size, bias=True)
+        widths = [len(each.queries) * size for each in heads]
+        self.out = (weights / "output").joining_linear("dense", hidden, widths, bias=True)
 
     def __call__(self, x: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         attended = self.attend(self.qkv(x), positions, context)  # [T, H] -> [T, own heads * D]
-        return self.out(self.gather(attended))  # [T, heads * D] -> [T, H]
+        return self.out(attended)  # -> [T, H]
 
 
 def read_norm(weights: Weights, hidden: int, encoder: EncoderConfig) -> LayerNorm:

@@ -16,7 +16,6 @@ from penstock.attention.metadata import ForwardContext
 from penstock.config.model import ModelConfig
 from penstock.kernels.silu_and_mul import silu_and_mul
 from penstock.layers.attention import PagedAttention
-from penstock.layers.linear import Gather
 from penstock.messages.kv_cache_spec import KVCacheSpec
 from penstock.models.weights import Weights
 from penstock.parallel.topology import head_share
@@ -61,13 +60,14 @@ class GroupedQueryAttention:
         )
         norms = [weights.tensor(f"{name}_norm.weight", size) for name in ("q", "k")] if head_norms else []
         self.attend = PagedAttention(config, layer, rotary, own, *norms)
-        self.gather = Gather(weights.group, num_heads * size, [len(each.queries) * size for each in heads])
-        self.out = weights.whole_linear("o_proj", hidden, num_heads * size, config.attention_bias)
+        self.out = weights.joining_linear(
+            "o_proj", hidden, [len(each.queries) * size for each in heads], config.attention_bias
+        )
         self.kv_cache_specs = {self.attend.name: self.attend.spec}
 
     def __call__(self, x: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         attended = self.attend(self.qkv(x), positions, context)  # [T, H] -> [T, (own Q + 2 own KV) D] -> [T, own Q D]
-        return self.out(self.gather(attended))  # [T, Q D] -> [T, H]
+        return self.out(attended)  # -> [T, H]
 
 
 class GatedMLP:
@@ -76,9 +76,8 @@ class GatedMLP:
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         hidden, inner = config.hidden_size, config.intermediate_size
         self.gate_up = weights.linear({"gate_proj": inner, "up_proj": inner}, hidden, config.mlp_bias)
-        self.gather = Gather(weights.group, inner)
-        self.down = weights.whole_linear("down_proj", hidden, inner, config.mlp_bias)
+        self.down = weights.joining_linear("down_proj", hidden, weights.share.sizes(inner), config.mlp_bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         activated = silu_and_mul(self.gate_up(x))  # [T, H] -> [T, 2 own I] -> [T, own I]
-        return self.down(self.gather(activated))  # [T, I] -> [T, H]
+        return self.down(activated)  # -> [T, H]

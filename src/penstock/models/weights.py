@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 from msgspec import structs
 from safetensors import SafetensorError, safe_open
@@ -20,7 +21,7 @@ from tqdm import tqdm
 from penstock.config.model import read_json
 from penstock.kernels.staging import Stager
 from penstock.layers.embedding import Embedding
-from penstock.layers.linear import GatheredLinear, Linear
+from penstock.layers.linear import Gather, GatheredLinear, GatheringLinear, JoiningLinear, Linear, SummingLinear
 from penstock.messages.tensor_rows import TensorRows
 from penstock.parallel.groups import ALONE, TensorGroup
 from penstock.parallel.topology import Share
@@ -62,7 +63,7 @@ def direct(
     parts: Iterable[torch.Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """Uses a tensor in place if possible (`Delivery`)."""
-    tensors = [part.to(device=device, dtype=dtype) for part in parts]
+    tensors = [part.to(device=device, dtype=dtype).contiguous() for part in parts]
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
@@ -108,21 +109,23 @@ def compare(name: str, linear: Linear, weight: torch.Tensor) -> None:
 
 
 class WeightsDigest:
-    """Records which rows of which tensors are read, in any order, and on request digests of their bytes."""
+    """Records which rows or columns of which tensors are read, in any order, and on request digests of their bytes."""
 
     def __init__(self, has_bytes: bool = False) -> None:
         self._has_bytes = has_bytes
         self._rows: dict[tuple[str, int, int], TensorRows] = {}
 
-    def add(self, name: str, shape: Sequence[int], part: Part, tensor: torch.Tensor) -> None:
-        """`tensor` is `part`, some rows, of the tensor `name`, which has this `shape`."""
-        assert len(part) == 1, f"{name}: {part} are not whole rows"
-        first, end, _ = part[0].indices(shape[0])
+    def add(self, name: str, shape: Sequence[int], part: Part, tensor: torch.Tensor, axis: int = 0) -> None:
+        """`tensor` is `part` of the tensor `name`, which has this `shape`: some rows, or with `axis` 1 some columns."""
+        assert len(part) == axis + 1 and ALL * axis == part[:axis], f"{name}: {part} divides not only dimension {axis}"
+        first, end, _ = part[axis].indices(shape[axis])
         if first >= end:
             return
-        data = tensor.contiguous().view(end - first, -1).view(torch.uint8).numpy() if self._has_bytes else ()
+        data: Iterable[np.ndarray] = ()
+        if self._has_bytes:
+            data = tensor.movedim(axis, 0).contiguous().view(end - first, -1).view(torch.uint8).numpy()
         dtype = str(tensor.dtype).removeprefix("torch.")
-        rows = TensorRows(name, dtype, tuple(shape), first, end, digest_rows(data, first))
+        rows = TensorRows(name, dtype, tuple(shape), first, end, digest_rows(data, first), axis)
         known = self._rows.setdefault((name, first, end), rows)
         assert known == rows, f"{name} has been read twice, as {known} and as {rows}"
 
@@ -135,8 +138,9 @@ class WeightsDigest:
 class Weights:
     """A source under a prefix, delivering one dtype on one device. `weights / "model"` extends the prefix.
 
-    Of tensors that the ranks of `group` divide it delivers only this rank's share. Layers made of it are
-    `deterministic`, or as fast as possible, and `check` is called with each of them and its weight.
+    Of tensors that the ranks of `group` divide it delivers only this rank's share. Layers are divided by outputs, but
+    with `divides_inputs` those whose inputs the ranks have in parts are divided by these. Layers are `deterministic`,
+    or as fast as possible, and `check` is called with each of them and its weight.
     """
 
     source: WeightSource
@@ -146,6 +150,7 @@ class Weights:
     prefix: str = ""
     delivery: Delivery = direct
     group: TensorGroup = ALONE
+    divides_inputs: bool = False
     digest: WeightsDigest = field(default_factory=WeightsDigest)
     check: Check = trust
 
@@ -199,6 +204,18 @@ class Weights:
         """Returns the projection `name`, whose `size` features the ranks compute together, each its share."""
         return self.gathered(self.linear({name: size}, width, bias, is_wide=is_wide), size)
 
+    def joining_linear(self, name: str, size: int, widths: Sequence[int], bias: bool = False) -> JoiningLinear:
+        """Returns the projection `name` to `size` features, of whose inputs the ranks have `widths` in their order."""
+        index, width = self.group.index, sum(widths)
+        if not self.divides_inputs:
+            return GatheringLinear(Gather(self.group, widths), self.whole_linear(name, size, width, bias))
+        first = sum(widths[:index])
+        own = (slice(None), slice(first, first + widths[index]))
+        weight = self._read(f"{name}.weight", (size, width), own, axis=1)
+        weight = self.delivery([weight], (size, widths[index]), self.dtype, self.device)
+        biases = self.tensor(f"{name}.bias", size) if bias and index == 0 else None
+        return SummingLinear(self.linear_of(name, weight, biases), self.group)
+
     def embedding(self, name: str, vocab_size: int, hidden_size: int) -> Embedding:
         """Returns the vectors of `vocab_size` tokens, divided among the ranks."""
         weight = self.tensors({f"{name}.weight": vocab_size}, hidden_size)
@@ -226,9 +243,9 @@ class Weights:
         """Returns the tensor as int64, for tensors of ids."""
         return self._read(name, shape).to(device=self.device, dtype=torch.int64)
 
-    def _read(self, name: str, shape: Sequence[int], part: Part = ALL) -> torch.Tensor:
+    def _read(self, name: str, shape: Sequence[int], part: Part = ALL, axis: int = 0) -> torch.Tensor:
         tensor = self.source.read(self.prefix + name, shape, part)
-        self.digest.add(self.prefix + name, shape, part, tensor)
+        self.digest.add(self.prefix + name, shape, part, tensor, axis)
         return tensor
 
 
@@ -288,7 +305,7 @@ class DummySource:
         num_whole = count // _DUMMY_POOL
         values[: num_whole * _DUMMY_POOL].view(num_whole, _DUMMY_POOL).copy_(pool.expand(num_whole, -1))
         values[num_whole * _DUMMY_POOL :].copy_(pool[: count % _DUMMY_POOL])
-        return values.view(shape)[columns]
+        return values.view(shape)[columns].contiguous()
 
     def has(self, name: str) -> bool:
         return True

@@ -5,8 +5,8 @@ address of its machine; ranks count as pp_rank * tp_size + tp_rank.
 Every group and every channel has a separate process group, so nothing here is global to the process:
 torch.distributed's default group is neither used nor needed, and one process may have ranks of several engines.
 
-With the backend `gloo` all data goes through the CPU. With `nccl` gathers take tensors on a GPU, which wait on their
-stream only; channels and barriers still use gloo. A tensor on a GPU is sent through the CPU, and arrives on the
+With the backend `gloo` all data goes through the CPU. With `nccl` gathers and sums take tensors on a GPU, which wait on
+their stream only; channels and barriers still use gloo. A tensor on a GPU is sent through the CPU, and arrives on the
 receiver's current GPU.
 
 A connection that ends, or a wait in a group or a `send` of more than `timeout_s`, raises RanksLostError. NCCL does not
@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.messages.kv_transfer import ShardId
-from penstock.parallel.groups import FLOAT_DTYPES, NullGroup, RankLinks, TensorChannel, TensorGroup
+from penstock.parallel.groups import FLOAT_DTYPES, NullGroup, RankLinks, TensorChannel, TensorGroup, sum_by_gather
 from penstock.parallel.message import FIRST_NUMBERS, decode_header, encode_header, numbers_missing
 from penstock.utils.errors import ConfigError, RanksLostError
 from penstock.utils.hosts import listen
@@ -175,6 +175,11 @@ class _DistributedGroup:
             group.allgather([[each.view(torch.uint8) for each in parts]], [padded.view(torch.uint8)]).wait()
         return torch.cat([each[:, :size] for each, size in zip(parts, sizes, strict=True)], dim=1)
 
+    def sum_parts(self, part: torch.Tensor) -> torch.Tensor:
+        if part.is_cpu or part.numel() == 0:
+            return sum_by_gather(self, part)
+        return _all_reduce(self._member(self._device), part)
+
     def barrier(self) -> None:
         group = self._member(self._host)
         with _loss("the barrier of a stage has failed"):
@@ -189,6 +194,13 @@ class _DistributedGroup:
             raise RanksLostError("this rank has left its stage")
         assert groups, "tensors on a GPU need the backend nccl"
         return groups[0]
+
+
+def _all_reduce(group: _ProcessGroup, part: torch.Tensor) -> torch.Tensor:
+    total = part.contiguous()
+    with _loss("the sum of a stage has failed"):
+        group.allreduce([total]).wait()
+    return total
 
 
 class _Channel:

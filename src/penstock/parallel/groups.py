@@ -1,4 +1,4 @@
-"""Communication between the ranks of an engine: gathers within a stage, channels between stages.
+"""Communication between the ranks of an engine: gathers and sums within a stage, channels between stages.
 
 A rank is a shard `(pp_rank, tp_rank)`, a process or a thread. The ranks of one stage form a `TensorGroup`: they make
 the same calls in the same order. A `TensorChannel` connects two ranks in one direction.
@@ -33,6 +33,16 @@ class TensorGroup(Protocol):
 
         T and `sizes` are the same on all ranks; both may contain zeros. The result has the same bits on all ranks. It
         is valid until the next call but one of `gather_columns`, and it may be memory that all ranks share: read only.
+        """
+        ...
+
+    def sum_parts(self, part: torch.Tensor) -> torch.Tensor:
+        """part [T, N] bfloat16, float16 or float32 -> [T, N] in its dtype: the sum of every rank's part.
+
+        T and N are the same on all ranks; both may be zero. The result has the same bits on all ranks and belongs to
+        the caller; `part` may be overwritten. A sum that one rank computes may have other last bits. CPU tensors are
+        added in the order of the ranks in float32, and rounded once. NCCL adds GPU tensors in an order of its own, and
+        may round after every addition. It counts as a call of `gather_columns`.
         """
         ...
 
@@ -73,11 +83,24 @@ class NullGroup:
         assert list(sizes) == [part.shape[1]], f"one rank has all columns: {sizes} of {tuple(part.shape)}"
         return part
 
+    def sum_parts(self, part: torch.Tensor) -> torch.Tensor:
+        return part
+
     def barrier(self) -> None:
         pass
 
 
 ALONE = NullGroup()
+
+
+def sum_by_gather(group: TensorGroup, part: torch.Tensor) -> torch.Tensor:
+    """Implements `TensorGroup.sum_parts` for CPU tensors."""
+    width = part.shape[1]
+    first, *others = group.gather_columns(part, [width] * group.count).split(width, dim=1)
+    total = first.float()
+    for other in others:
+        total = total + other
+    return total.to(part.dtype)
 
 
 @dataclass(frozen=True, slots=True)

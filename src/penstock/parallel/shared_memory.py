@@ -14,7 +14,7 @@ import torch
 
 from penstock.kernels import rank_exchange
 from penstock.messages.kv_transfer import ShardId
-from penstock.parallel.groups import FLOAT_DTYPES, NullGroup, RankLinks, TensorChannel, TensorGroup
+from penstock.parallel.groups import FLOAT_DTYPES, NullGroup, RankLinks, TensorChannel, TensorGroup, sum_by_gather
 from penstock.parallel.message import FIRST_NUMBERS, decode_header, encode_header, numbers_missing
 from penstock.parallel.rank_memory import GATHER_BUFFER_BYTES, GATHER_BUFFERS, Layout, Ring, spin_nanoseconds
 from penstock.utils.errors import RanksLostError
@@ -105,6 +105,9 @@ class _SharedGroup:
         out = self._buffer(part.dtype, self._turn, rows, columns)
         self._complete(rank_exchange.gather(self._seat, part, out, first))
         return out
+
+    def sum_parts(self, part: torch.Tensor) -> torch.Tensor:
+        return sum_by_gather(self, part)
 
     def barrier(self) -> None:
         self._complete(rank_exchange.barrier(self._seat))

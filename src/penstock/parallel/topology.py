@@ -1,7 +1,7 @@
 """Computes which part of a model each rank holds, in the same way on every rank and in the engine core.
 
 A rank is a `ShardId`: (stage of the pipeline, place in the stage's tensor parallel group). Stages hold contiguous
-ranges of layers; the ranks of a group hold contiguous ranges of every linear layer's output features, and of the heads.
+ranges of layers; the ranks of a group hold contiguous ranges of every linear layer's features, and of the heads.
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ class Share:
     def part(self, size: int) -> range:
         """Returns its part of range(size), which the shares divide into contiguous parts as equal as possible."""
         return range(*interval(size, self.index, self.count))
+
+    def sizes(self, size: int) -> list[int]:
+        """Returns the sizes of the parts of all shares."""
+        return [len(share.part(size)) for share in self.all]
 
     @property
     def all(self) -> list[Share]:

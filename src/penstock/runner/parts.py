@@ -75,6 +75,9 @@ class DeviceParts:
     deliver_weights: Callable[[], AbstractContextManager[Delivery]]
     """Copies weights to the device, until the context ends."""
 
+    divides_inputs: Callable[[ExecutionConfig], bool]
+    """Whether ranks divide layers by inputs where they have these in parts, which is faster and changes last bits."""
+
     for_small_steps: Callable[[Model, ExecutionConfig], Model]
     """Returns the model with special kernels for steps of few tokens, if there are any and their sums may differ."""
 

@@ -60,9 +60,16 @@ def load_model(
         digests.append(WeightsDigest(has_bytes=is_read and config.kv_transfer is not None))
         opened = closing(open_weights(folder, config.load_format, device))
         with opened as source, parts.deliver_weights() as delivery, torch.inference_mode():
-            dtype, exact = TORCH_DTYPES[config.model.dtype], config.execution.deterministic
             yield Weights(
-                source, dtype, device, exact, delivery=delivery, group=links.group, digest=digests[-1], check=check
+                source,
+                TORCH_DTYPES[config.model.dtype],
+                device,
+                config.execution.deterministic,
+                delivery=delivery,
+                group=links.group,
+                divides_inputs=parts.divides_inputs(config.execution),
+                digest=digests[-1],
+                check=check,
             )
 
     with memory_for(f"the weights of {config.model.path}", device, advice):

@@ -34,6 +34,7 @@ def cpu_parts() -> DeviceParts:
         has_memory=True,
         arithmetic=_arithmetic,
         deliver_weights=lambda: nullcontext(direct),
+        divides_inputs=lambda execution: False,
         for_small_steps=lambda model, execution: model,
         allocate=aligned_bytes,
         allocate_shared=create_memory,

@@ -46,6 +46,7 @@ def gpu_parts(device: torch.device) -> DeviceParts:
         has_memory=device.type != "meta",
         arithmetic=partial(arithmetic, device),
         deliver_weights=partial(stage_weights, device) if is_cuda else lambda: nullcontext(direct),
+        divides_inputs=lambda execution: not execution.deterministic,
         for_small_steps=for_small_steps,
         allocate=aligned_bytes
         if device.type == "cpu"
