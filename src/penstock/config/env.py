@@ -10,7 +10,7 @@ PENSTOCK_ADMIN_API_KEY
 PENSTOCK_DEBUG       1 poisons KV blocks, checks the integrity of all derived state after every step, and encodes and
                      decodes every message between the engine core and a worker in the same process
 RAY_ADDRESS          the Ray cluster for distributed_executor_backend=ray; Ray reads it itself
-CUDA_VISIBLE_DEVICES the GPUs that data_parallel_size divides among its engines; CUDA reads it itself
+CUDA_VISIBLE_DEVICES the GPUs that engines and ranks divide among them; CUDA reads it itself
 GOMP_SPINCOUNT       how long torch's OpenMP threads spin before they sleep; Penstock sets it unless it is set
 """
 
