@@ -82,12 +82,17 @@ def dry_run(capability: int, wants: Wants) -> Iterator[None]:
 
 
 def _build_launcher(kernel: Any) -> None:
-    """Builds the C module that launches kernels with such arguments, which a first launch would build too."""
-    from triton.backends.nvidia.driver import CudaLauncher
+    """Builds the C module that launches kernels with such arguments, which a first launch would build too.
 
+    Triton 3.7 has one module for all kernels, which is part of its driver.
+    """
+    from triton.backends.nvidia import driver as nvidia
+
+    if not hasattr(nvidia, "make_launcher"):
+        return
     # It links to the driver's library, which may be missing. A failed module is built at the first launch.
     with contextlib.suppress(AssertionError, RuntimeError, OSError, ImportError, subprocess.SubprocessError):
-        CudaLauncher(kernel.src, kernel.metadata)
+        nvidia.CudaLauncher(kernel.src, kernel.metadata)
 
 
 class _TargetAlone:
