@@ -11,9 +11,13 @@ import signal
 from collections import defaultdict
 from dataclasses import replace
 
+import hypothesis
 import pytest
 import torch
 
+# Any example may be interrupted on a busy machine.
+hypothesis.settings.register_profile("without deadlines", deadline=None)
+hypothesis.settings.load_profile("without deadlines")
 os.environ.setdefault("PENSTOCK_DEBUG", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # So a shell starts what it runs in the background, and every child inherits it: none would end at an interrupt.

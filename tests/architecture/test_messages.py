@@ -121,7 +121,7 @@ def same(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize(("codec", "kind"), KINDS, ids=[kind.__name__ for _, kind in KINDS])
 def test_messages_survive_the_wire(codec: Codec, kind: type) -> None:
-    @settings(max_examples=60, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=60, database=None, suppress_health_check=list(HealthCheck))
     @given(messages(kind))
     def check(message: Any) -> None:
         assert same(codec.copy(message), message)

@@ -63,7 +63,7 @@ def garbage(num_reqs: int, num_tokens: int, num_groups: int) -> StepInputs:
     )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     steps=st.lists(st.tuples(st.integers(0, 300), st.integers(1, 1200)), max_size=ROWS),
     padding_reqs=st.integers(0, 3),
@@ -113,7 +113,7 @@ def test_prepares_the_same_inputs_as_the_torch_operations(
         assert (gathered[len(rows) :] == 0).all()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     steps=st.lists(st.integers(1, 40).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n))), max_size=ROWS),
     padding_reqs=st.integers(0, 2),
@@ -143,7 +143,7 @@ def test_rows_of_logits_are_the_last_tokens_of_their_requests(
     assert found.T.tolist() == [list(each) for each in expected] + [[-1, 0, 0]] * padding_logits
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     windows=st.lists(
         st.integers(0, 20).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, max(n - 1, 0)))), max_size=ROWS
@@ -177,7 +177,7 @@ def test_a_finished_step_stands_where_the_next_one_reads(windows: list[tuple[int
     assert torch.equal(state.num_computed, computed)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_staged_writes_land_in_their_tables(data: st.DataObject) -> None:
     tables = [torch.zeros((3, 40), dtype=dtype) for dtype in (torch.int32, torch.int64, torch.float32)]

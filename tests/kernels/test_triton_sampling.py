@@ -33,7 +33,7 @@ def device() -> Iterator[None]:
         yield
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seeds=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=300),
     purpose=st.sampled_from(list(Purpose)),
@@ -201,7 +201,7 @@ def test_a_vocabulary_of_a_real_model() -> None:
     check_truncation((3 * torch.randn(3, 151_936)).bfloat16(), params)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     windows=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=MAX_REQS),
     padding=st.integers(0, 2),

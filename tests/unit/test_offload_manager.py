@@ -202,7 +202,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
 
 TestStorm = ManagerMachine.TestCase
-TestStorm.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestStorm.settings = settings(max_examples=200, stateful_step_count=50)
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -193,7 +193,7 @@ class ARCMachine(PolicyMachine):
 TestLRU = LRUMachine.TestCase
 TestARC = ARCMachine.TestCase
 for case in (TestLRU, TestARC):
-    case.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+    case.settings = settings(max_examples=120, stateful_step_count=40)
 
 
 def fill(policy: CachePolicy, names: str) -> None:

@@ -62,7 +62,7 @@ def test_reasoning_and_content(start: Start, text: str, reasoning: str, content:
         assert read(QWEN3, start, pieces) == (reasoning, content)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.sampled_from(list(Start)),
     st.lists(st.sampled_from(["<think>", "</think>", "<", "</thi", "\n", " ", "a", "think>"]), max_size=12).map(

@@ -65,7 +65,7 @@ TEXTS = st.lists(
 @pytest.mark.spread(1)
 @pytest.mark.parametrize("kind", SOUND)
 @given(text=TEXTS | st.text(st.characters(exclude_categories=("Cs",)), max_size=60))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_no_text_has_fewer_tokens(kind: str, text: str) -> None:
     bound = find_text_bound(SOUND[kind])
     assert bound is not None

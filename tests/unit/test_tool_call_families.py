@@ -202,7 +202,7 @@ def test_answers(name: str, text: str) -> None:
     assert (got.content, got.calls) == (content, calls)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.sampled_from(CASES), st.sampled_from(CASES), st.integers(0), st.lists(st.integers(0), max_size=6))
 def test_any_split_of_any_beginning_gives_the_same(
     first: tuple[str, str], second: tuple[str, str], end: int, cuts: list[int]

@@ -131,7 +131,7 @@ def test_answers(name: str, text: str) -> None:
     assert got.calls == calls
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.sampled_from(CASES), st.sampled_from(CASES), st.integers(0), st.lists(st.integers(0), max_size=6))
 def test_any_split_of_any_beginning_gives_the_same(
     first: tuple[str, str], second: tuple[str, str], end: int, cuts: list[int]
@@ -152,7 +152,7 @@ SIGNIFICANT = [
 ]  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.sampled_from(sorted(FORMATS)),
     st.lists(st.sampled_from(SIGNIFICANT), max_size=30).map("".join),
@@ -190,7 +190,7 @@ def written(name: str, arguments: str, style: str) -> str:
     return f'{{"name": {quoted}, "arguments": {json.dumps(arguments) if style == "string" else arguments}}}'
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(parts, max_size=5), st.lists(st.integers(0), max_size=6))
 def test_what_was_written_is_what_is_read(parts: list[str | tuple[str, str, str]], cuts: list[int]) -> None:
     content, calls, answer = "", [], ""

@@ -229,14 +229,14 @@ def transfers(draw: st.DrawFn) -> Transfer:
 
 
 @given(transfers())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_any_range_in_any_layout(transfer: Transfer) -> None:
     transfer.check()
 
 
 @pytest.mark.exhaustive
 @given(transfers())
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000)
 def test_any_range_in_any_layout_often(transfer: Transfer) -> None:
     transfer.check()
 

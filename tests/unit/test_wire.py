@@ -113,7 +113,7 @@ def frame(number: int, payload: bytes) -> bytes:
 
 
 @given(st.lists(messages, max_size=6), st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_messages_survive_any_cutting(sent: list[Any], data: st.DataObject) -> None:
     stream = b"".join(map(CODEC.encode, sent))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
@@ -168,13 +168,13 @@ def test_a_whole_configuration_with_its_paths() -> None:
 
 
 @given(st.binary(max_size=64))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_garbage_is_an_error_or_an_unfinished_frame(data: bytes) -> None:
     _feed(data)
 
 
 @given(messages, st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_damaged_messages_are_an_error_or_another_message(message: Any, data: st.DataObject) -> None:
     stream = bytearray(CODEC.encode(message))
     for _ in range(data.draw(st.integers(1, 3))):
