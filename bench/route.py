@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+import uvloop
 from route_parts.processes import (
     RouterProcess,
     engine,
@@ -39,6 +40,7 @@ from route_parts.processes import (
     wait_ready,
 )
 from route_parts.storm import storm
+from route_parts.streams import stream
 
 PARTS = ("overhead", "storm", "prefix", "replicas")
 _HEAD_OF_POLICIES = "| policy | cached of prompt tokens | first token, median / p99 in ms |\n|---|---|---|"
@@ -57,7 +59,7 @@ def main() -> None:
     args = parser.parse_args()
     parts = {"overhead": overhead, "storm": under_storm, "prefix": prefix, "replicas": replicas}
     for name in args.only or PARTS:
-        asyncio.run(parts[name](args))
+        uvloop.run(parts[name](args))
 
 
 @dataclass
@@ -81,15 +83,9 @@ def p99(values: Sequence[float]) -> float:
     return sorted(values)[min(len(values) - 1, int(0.99 * len(values)))]
 
 
-async def timed(session: aiohttp.ClientSession, url: str, body: dict[str, Any], times: Times) -> None:
-    started = last = time.perf_counter()
-    arrived: list[float] = []
-    async with session.post(f"{url}/v1/completions", json=body) as response:
-        assert response.status == 200, await response.text()
-        async for line in response.content:
-            if line.startswith(b"data: {"):
-                arrived.append(time.perf_counter())
-    last = time.perf_counter()
+async def timed(url: str, body: dict[str, Any], times: Times) -> None:
+    started = time.perf_counter()
+    arrived, last = await stream(url, body)
     assert len(arrived) == body["max_tokens"], len(arrived)
     times.first.append(1e3 * (arrived[0] - started))
     times.whole.append(1e3 * (last - started))
@@ -123,16 +119,14 @@ async def in_turn(
 ) -> dict[str, Times]:
     """Sends `concurrency` requests to each in turn, so that all see the same machine. The first round is left out."""
     times = {name: Times() for name in targets}
-    connector = aiohttp.TCPConnector(limit=0, force_close=True)
-    async with aiohttp.ClientSession(connector=connector, timeout=_TIMEOUT) as session:
-        for number in range(-1, max(1, num_requests // concurrency)):
-            for name, target in targets.items():
-                url = target if isinstance(target, str) else target.url
-                body = {"model": "stub", "prompt": f"request {number}", "max_tokens": output_len, "stream": True}
-                into = times[name] if number >= 0 else Times()
-                before = 0.0 if isinstance(target, str) else target.cpu_seconds()
-                await asyncio.gather(*(timed(session, url, body, into) for _ in range(concurrency)))
-                into.cpu += 0.0 if isinstance(target, str) else target.cpu_seconds() - before
+    for number in range(-1, max(1, num_requests // concurrency)):
+        for name, target in targets.items():
+            url = target if isinstance(target, str) else target.url
+            body = {"model": "stub", "prompt": f"request {number}", "max_tokens": output_len, "stream": True}
+            into = times[name] if number >= 0 else Times()
+            before = 0.0 if isinstance(target, str) else target.cpu_seconds()
+            await asyncio.gather(*(timed(url, body, into) for _ in range(concurrency)))
+            into.cpu += 0.0 if isinstance(target, str) else target.cpu_seconds() - before
     return times
 
 
