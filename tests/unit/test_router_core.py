@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncGenerator
 from random import Random
+from typing import Self
 
 import pytest
 
@@ -13,7 +12,7 @@ from penstock.cli.commands import make_parser
 from penstock.router.bodies import is_divisible, only_prompt
 from penstock.router.choice import Policy
 from penstock.router.dispatcher import Decision, Dispatcher, Limits, Plan, Refusal, Routed
-from penstock.router.exchange import Call
+from penstock.router.exchange import Call, Take
 from penstock.router.health import HealthChecks, HealthConfig, Reply, signal_of, tokens_counted
 from penstock.router.instances import Instance, Role, Signal, State, make_instance, parse_instance
 from penstock.router.pool import Pool
@@ -201,17 +200,21 @@ class Answers:
         self.asked: list[str] = []
         self.body = b""
 
-    @contextlib.asynccontextmanager
-    async def open(self, call: Call) -> AsyncGenerator[Answers]:
+    async def ask(self, call: Call) -> Self:
         self.asked.append(call.url.rpartition("/")[2])
         self.body = (
             f"vllm:iteration_tokens_total_sum {self.num_tokens}".encode() if self.asked[-1] == "metrics" else b""
         )
-        yield self
+        return self
 
-    async def read(self) -> bytes:
-        body, self.body = self.body, b""
-        return body
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    async def pass_to(self, take: Take) -> bool:
+        take(self.body, True)
+        return True
 
 
 def test_one_that_says_that_it_is_well_and_computes_nothing_for_its_requests_has_stalled() -> None:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from penstock.router import http_client, http_server
-from penstock.router.exchange import Call, content_of
+from penstock.router.exchange import Call, fetch
 from penstock.router.http_client import HttpUpstream
 from penstock.router.http_server import Request, Response, serving
 from penstock.utils.errors import PeerError
@@ -23,10 +23,9 @@ BODY = b"Content-Length: 4\r\n\r\nbody"
 
 async def echo(request: Request, response: Response) -> None:
     """Answers in two parts, whose length is not told."""
-    await response.begin(200, ())
-    await response.write(f"{request.method} {request.target} ".encode())
-    await response.write(request.body)
-    await response.finish()
+    response.begin(200, ())
+    response.write(f"{request.method} {request.target} ".encode(), False)
+    response.write(request.body, True)
 
 
 async def talk(sent: list[bytes], handler: Callable[[Request, Response], Awaitable[None]] = echo) -> bytes:
@@ -123,8 +122,8 @@ def test_what_is_no_request_or_too_large_is_refused(sent: bytes, status: int) ->
 def test_an_error_of_the_handler_is_told_and_ends_the_connection_in_the_middle_of_an_answer() -> None:
     async def fail(request: Request, response: Response) -> None:
         if request.target == "/late":
-            await response.begin(200, ())
-            await response.write(b"a")
+            response.begin(200, ())
+            response.write(b"a", False)
         raise ValueError("a fault")
 
     async def check() -> None:
@@ -140,11 +139,11 @@ def test_a_client_that_leaves_before_the_end_of_its_answer_is_not_a_failure(monk
     monkeypatch.setattr(http_server.logger, "exception", lambda *args: failures.append(args))
 
     async def answer(_: Request, response: Response) -> None:
-        await response.begin(200, ())
-        await response.write(b"a")
+        response.begin(200, ())
+        response.write(b"a", False)
         # The connection is closed while the answer is being sent.
         response.cut()
-        await response.finish()
+        response.write(b"", True)
 
     async def check() -> None:
         assert (await talk([b"GET /a HTTP/1.1\r\n\r\n"], answer)).endswith(b"1\r\na\r\n")
@@ -189,8 +188,8 @@ class Scripted:
 
 
 async def ask(upstream: HttpUpstream, url: str, method: str = "GET") -> tuple[int, bytes]:
-    async with upstream.open(Call(method, url)) as answer:
-        return answer.status, await content_of(answer)
+    status, _, body = await fetch(upstream, Call(method, url), SECONDS)
+    return status, body
 
 
 MEASURED = OK + b"Content-Length: 2\r\n\r\nab"
@@ -308,13 +307,21 @@ def test_a_client_that_reads_slowly_holds_the_instance_back() -> None:
     async def check() -> None:
         size = 64 << 20
         server = Scripted(OK + b"Content-Length: %d\r\n\r\n" % size + b"x" * size)
-        async with server.running() as (upstream, url), upstream.open(Call("GET", url)) as answer:
-            first = await answer.read()
-            await asyncio.sleep(0.1)
-            second = await answer.read()
-            # What the transport reads at once, beyond the limit.
-            assert max(len(first), len(second)) < http_client._MAX_BUFFERED_BYTES + (1 << 20)
-            assert len(first) + len(second) + len(await content_of(answer)) == size
+        sizes: list[int] = []
+
+        def take(part: bytes, _: bool) -> bool:
+            sizes.append(len(part))
+            return len(sizes) > 2
+
+        async with server.running() as (upstream, url):
+            with await upstream.ask(Call("GET", url)) as answer:
+                for _ in range(2):
+                    assert not await answer.pass_to(take)
+                    await asyncio.sleep(0.1)
+                # What the transport reads at once, beyond the limit.
+                assert max(sizes) < http_client._MAX_BUFFERED_BYTES + (1 << 20)
+                assert await answer.pass_to(take)
+                assert sum(sizes) == size
 
     run(check)
 
@@ -323,7 +330,6 @@ def test_an_instance_that_does_not_answer_in_time_fails() -> None:
     async def check() -> None:
         async with Scripted(OK[:5]).running() as (upstream, url):
             with pytest.raises(PeerError, match="not answered in time"):
-                async with upstream.open(Call("GET", url, timeout=0.05)):
-                    pass
+                await fetch(upstream, Call("GET", url), 0.05)
 
     run(check)

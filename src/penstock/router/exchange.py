@@ -12,10 +12,9 @@ import functools
 import json
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Coroutine, Mapping
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from penstock.router import bodies
 from penstock.router.dispatcher import Decision, Dispatcher, Phase, Plan, Refusal, Routed
@@ -55,36 +54,56 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A request to an instance. `timeout`: seconds until the whole answer must have arrived, None for no limit."""
+    """A request to an instance."""
 
     method: str
     url: str
     headers: bodies.Headers = ()
     body: bytes = b""
-    timeout: float | None = None
+
+
+Take = Callable[[bytes, bool], bool]
+"""Takes the next part of an answer's body and whether it is the last one. Returns whether it can take another part."""
 
 
 class Answer(Protocol):
+    """A context manager: leaving it ends the request."""
+
     status: int
     headers: bodies.Headers
 
-    async def read(self) -> bytes:
-        """Returns the next received part of the body; b"" after its end. Raises PeerError if it ends too early."""
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+    async def pass_to(self, take: Take) -> bool:
+        """Passes the body on as it arrives, until its end or until `take` can take no more. Returns whether that was
+        the end. Raises PeerError if the body ends too early, and the errors of `take`, which are OSErrors.
+        """
         ...
-
-
-async def content_of(answer: Answer) -> bytes:
-    """Returns the whole body. Raises PeerError."""
-    parts: list[bytes] = []
-    while part := await answer.read():
-        parts.append(part)
-    return b"".join(parts)
 
 
 class Upstream(Protocol):
-    def open(self, call: Call) -> AbstractAsyncContextManager[Answer]:
-        """Returns the answer when its headers have arrived. Raises PeerError. Leaving the context ends the request."""
+    async def ask(self, call: Call) -> Answer:
+        """Returns the answer when its headers have arrived. Raises PeerError."""
         ...
+
+
+async def fetch(upstream: Upstream, call: Call, timeout: float) -> tuple[int, bodies.Headers, bytes]:
+    """Returns a whole answer: status, headers and body. Raises PeerError, also after `timeout` seconds."""
+    parts: list[bytes] = []
+
+    def take(part: bytes, _: bool) -> bool:
+        parts.append(part)
+        return True
+
+    try:
+        async with asyncio.timeout(timeout):
+            with await upstream.ask(call) as answer:
+                await answer.pass_to(take)
+                return answer.status, answer.headers, b"".join(parts)
+    except TimeoutError:
+        raise PeerError("it has not answered in time") from None
 
 
 class Prompts(Protocol):
@@ -94,11 +113,15 @@ class Prompts(Protocol):
 
 
 class Client(Protocol):
-    async def begin(self, status: int, headers: bodies.Headers) -> None: ...
+    def begin(self, status: int, headers: bodies.Headers) -> None: ...
 
-    async def write(self, chunk: bytes) -> None: ...
+    def write(self, part: bytes, is_last: bool) -> bool:
+        """Sends the next part of the answer's body (`Take`)."""
+        ...
 
-    async def finish(self) -> None: ...
+    async def drained(self) -> None:
+        """Returns when the client can take another part."""
+        ...
 
     async def whole(self, status: int, headers: bodies.Headers, body: bytes) -> None:
         """Sends a complete answer."""
@@ -294,8 +317,8 @@ class Exchanges:
     async def _prefill(self, attempt: _Attempt, prefill: Instance, data: bytes) -> Any:
         """Returns the KV parameters for the decode instance. Raises ClientsError and _InstanceFailedError."""
         headers = bodies.headers_for_prefill(attempt.asked.headers)
-        call = Call("POST", prefill.url + attempt.asked.target, headers, data, self._timeouts.prefill)
-        status, answered, content = await self._fetch(prefill, call)
+        call = Call("POST", prefill.url + attempt.asked.target, headers, data)
+        status, answered, content = await self._fetch(prefill, call, self._timeouts.prefill)
         if 400 <= status < 500:
             raise ClientsError(status, answered, content)
         if status != 200:
@@ -303,20 +326,22 @@ class Exchanges:
         return (bodies.parse_object(content) or {}).get("kv_transfer_params")
 
     async def _engine_id(self, prefill: Instance) -> Any:
-        call = Call("GET", f"{prefill.bootstrap}/query", timeout=self._timeouts.query)
-        _, _, content = await self._fetch(prefill, call)
+        call = Call("GET", f"{prefill.bootstrap}/query")
+        _, _, content = await self._fetch(prefill, call, self._timeouts.query)
         try:
             return json.loads(content)["0"]["engine_id"]
         except (ValueError, KeyError, TypeError):
             raise _InstanceFailedError(prefill, f"{call.url} names no engine") from None
 
-    async def _fetch(self, instance: Instance, call: Call) -> tuple[int, bodies.Headers, bytes]:
+    async def _fetch(self, instance: Instance, call: Call, timeout: float) -> tuple[int, bodies.Headers, bytes]:
         """Returns a whole answer. Raises _InstanceFailedError."""
         try:
-            async with self._watched(instance), self._upstream.open(call) as answer:
-                return answer.status, bodies.answer_headers(answer.headers), await content_of(answer)
+            async with asyncio.timeout(None) as scope:
+                with self._watched(instance, scope):
+                    status, headers, content = await fetch(self._upstream, call, timeout)
         except (PeerError, TimeoutError) as error:
             raise self._failure(instance, error) from None
+        return status, bodies.answer_headers(headers), content
 
     async def _stream(
         self, attempt: _Attempt, data: bytes, client: Client, prefilling: asyncio.Task[Any] | None
@@ -325,11 +350,12 @@ class Exchanges:
         asked, target = attempt.asked, attempt.plan.target
         call = Call(asked.method, target.url + asked.target, asked.headers, data)
         try:
-            async with self._watched(target) as scope:
-                if prefilling is not None:
-                    prefilling.add_done_callback(functools.partial(self._on_prefilled, attempt, scope))
-                async with self._upstream.open(call) as answer:
-                    await self._pass_on(attempt, answer, client)
+            async with asyncio.timeout(None) as scope:
+                with self._watched(target, scope):
+                    if prefilling is not None:
+                        prefilling.add_done_callback(functools.partial(self._on_prefilled, attempt, scope))
+                    with await self._upstream.ask(call) as answer:
+                        await self._pass_on(attempt, answer, client)
         except (PeerError, TimeoutError) as error:
             failure = (prefilling and _failure_of(prefilling)) or self._failure(target, error)
             if attempt.request.phase is not Phase.ANSWERING:
@@ -344,15 +370,19 @@ class Exchanges:
     async def _pass_on(self, attempt: _Attempt, answer: Answer, client: Client) -> None:
         if answer.status in _ELSEWHERE:
             raise PeerError(f"it has answered {answer.status}")
-        chunk = await answer.read()
-        self._dispatcher.answer_goes_on(attempt.request, self._clock.now())
-        await client.begin(answer.status, bodies.answer_headers(answer.headers))
-        while chunk:
-            await client.write(chunk)
-            attempt.tail.add(chunk)
-            chunk = await answer.read()
+
+        def take(part: bytes, is_last: bool) -> bool:
+            is_first = attempt.request.phase is not Phase.ANSWERING
             self._dispatcher.answer_goes_on(attempt.request, self._clock.now())
-        await client.finish()
+            if is_first:
+                client.begin(answer.status, bodies.answer_headers(answer.headers))
+            is_ready = client.write(part, is_last)
+            attempt.tail.add(part)
+            return is_ready
+
+        while not await answer.pass_to(take):
+            await client.drained()
+        await client.drained()
 
     def _on_prefilled(self, attempt: _Attempt, scope: asyncio.Timeout, task: asyncio.Task[Any]) -> None:
         is_done = not task.cancelled() and task.exception() is None
@@ -364,15 +394,15 @@ class Exchanges:
     def _failure(self, instance: Instance, error: Exception) -> _InstanceFailedError:
         return _InstanceFailedError(instance, str(error) or "it has died or was removed")
 
-    @contextlib.asynccontextmanager
-    async def _watched(self, instance: Instance) -> AsyncGenerator[asyncio.Timeout]:
-        """The body raises TimeoutError if the instance dies meanwhile (`cut_off`)."""
-        async with asyncio.timeout(None) as scope:
-            self._scopes[instance.url].add(scope)
-            try:
-                yield scope
-            finally:
-                self._scopes[instance.url].discard(scope)
+    @contextlib.contextmanager
+    def _watched(self, instance: Instance, scope: asyncio.Timeout) -> Generator[None]:
+        """The scope ends with TimeoutError if the instance dies meanwhile (`cut_off`)."""
+        scopes = self._scopes[instance.url]
+        scopes.add(scope)
+        try:
+            yield
+        finally:
+            scopes.discard(scope)
 
 
 async def _refuse(client: Client, refusal: Refusal) -> None:

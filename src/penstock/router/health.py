@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from penstock.router.exchange import Call, Upstream, content_of
+from penstock.router.exchange import Call, Upstream, fetch
 from penstock.router.instances import Signal
 from penstock.router.pool import Pool
 from penstock.utils.clock import Clock
@@ -142,7 +142,7 @@ class HealthChecks:
             if signal is Signal.READY and await self._is_stalled(url):
                 seconds = self._pool.stalled_for(url, self._clock.now())
                 signal, reason = Signal.STALLED, f"it has requests and has made no progress for {seconds:.0f} s"
-        except (PeerError, TimeoutError) as error:
+        except PeerError as error:
             signal, reason = Signal.SILENT, str(error)[:_MAX_REASON]
         return self._pool.observe(url, signal, self._clock.now(), reason)
 
@@ -159,8 +159,8 @@ class HealthChecks:
         return self._pool.stalled_for(url, self._clock.now()) >= self._config.stall_after
 
     async def _ask(self, url: str) -> Reply:
-        async with self._upstream.open(Call("GET", url, timeout=self._config.timeout)) as answer:
-            return Reply(answer.status, await content_of(answer))
+        status, _, body = await fetch(self._upstream, Call("GET", url), self._config.timeout)
+        return Reply(status, body)
 
 
 async def pause(seconds: float, unless: asyncio.Event | None = None) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import functools
 import ssl
-from collections.abc import AsyncGenerator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, cast
@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from penstock.router.bodies import Headers, decoded, encoded
-from penstock.router.exchange import Call
+from penstock.router.exchange import Call, Take
 from penstock.utils.errors import PeerError
 
 _CONNECT_SECONDS = 5.0
@@ -46,7 +46,7 @@ class _ClosedError(PeerError):
 
 
 class HttpUpstream:
-    """An async context manager, which must be entered before `open`."""
+    """An async context manager, which must be entered before `ask`."""
 
     async def __aenter__(self) -> Self:
         self._free: dict[_Origin, list[_Connection]] = {}
@@ -63,29 +63,18 @@ class HttpUpstream:
             for each in connections:
                 each.abort()
 
-    @contextlib.asynccontextmanager
-    async def open(self, call: Call) -> AsyncGenerator[_Connection]:
+    async def ask(self, call: Call) -> _Connection:
+        """Returns a connection with the answer's head. Raises PeerError."""
         # The scheme is followed by the host, and then by the path, if there is one.
         slash = call.url.find("/", call.url.index("://") + 3)
         origin = _origin(call.url if slash < 0 else call.url[:slash])
-        head = _head_of(call, origin, "/" if slash < 0 else call.url[slash:])
-        try:
-            async with asyncio.timeout(call.timeout) if call.timeout is not None else contextlib.nullcontext():
-                connection = await self._ask(origin, call, head)
-                try:
-                    yield connection
-                finally:
-                    self._put_back(origin, connection)
-        except TimeoutError:
-            raise PeerError("it has not answered in time") from None
-
-    async def _ask(self, origin: _Origin, call: Call, head: bytes) -> _Connection:
-        """Returns a connection with the answer's head."""
+        data = _head_of(call, origin, "/" if slash < 0 else call.url[slash:]) + call.body
         kept = self._take(origin)
         if kept is not None:
             with contextlib.suppress(_ClosedError):
-                return await kept.ask(call, head)
-        return await (await _connect(origin)).ask(call, head)
+                return await kept.ask(call.method, data)
+        connection = await _connect(origin, functools.partial(self._put_back, origin))
+        return await connection.ask(call.method, data)
 
     def _take(self, origin: _Origin) -> _Connection | None:
         """Returns the connection used last."""
@@ -119,9 +108,11 @@ class HttpUpstream:
 class _Connection(asyncio.Protocol):
     """Handles one request at a time, and is its answer (`exchange.Answer`)."""
 
-    def __init__(self) -> None:
+    def __init__(self, put_back: Callable[[_Connection], None]) -> None:
+        self._put_back = put_back
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpResponseParser(self)
+        self._take: Take | None = None
         self._waiting: asyncio.Future[None] | None = None
         self._parts: list[bytes] = []
         self._num_buffered = 0
@@ -134,18 +125,22 @@ class _Connection(asyncio.Protocol):
         """Whether it can handle another request."""
         return self._is_complete and self._is_kept and not (self._parts or self._error)
 
-    async def ask(self, call: Call, head: bytes) -> Self:
-        """Returns when the answer's head has arrived. Raises PeerError."""
-        self._is_head = call.method == "HEAD"
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._put_back(self)
+
+    async def ask(self, method: str, data: bytes) -> Self:
+        """Sends a request, and returns when the answer's head has arrived. Raises PeerError."""
+        self._is_head = method == "HEAD"
         self._is_asked = True
-        self._has_begun = self._is_measured = self._is_complete = self._is_kept = False
+        self._has_begun = self._is_measured = self._is_complete = self._is_passed = self._is_kept = False
         self._num_head_bytes = 0
         self._found: list[tuple[str, str]] = []
         self.status = 0
         self.headers: Headers = ()
-        self._transport.write(head)
-        if call.body:
-            self._transport.write(call.body)
+        self._transport.write(data)
         try:
             while not self.status:
                 if self._error:
@@ -156,20 +151,33 @@ class _Connection(asyncio.Protocol):
             raise
         return self
 
-    async def read(self) -> bytes:
-        while not self._parts:
-            if self._is_complete:
-                return b""
-            if self._error:
-                raise PeerError(self._error)
-            await self._more()
-        data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+    async def pass_to(self, take: Take) -> bool:
+        self._take = take
+        try:
+            while True:
+                self._deliver()
+                if self._take is None:
+                    return self._is_passed
+                if self._error:
+                    raise PeerError(self._error)
+                await self._more()
+        finally:
+            self._take = None
+
+    def _deliver(self) -> None:
+        """Passes on what has arrived. Then `_take` is None if it takes no more."""
+        if self._take is None or not (self._parts or self._is_complete):
+            return
+        part = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
         self._parts.clear()
         self._num_buffered = 0
         if self._is_paused:
             self._is_paused = False
             self._transport.resume_reading()
-        return data
+        take, self._take = self._take, None
+        self._is_passed = self._is_complete
+        if take(part, self._is_complete) and not self._is_complete:
+            self._take = take
 
     def abort(self) -> None:
         self._transport.abort()
@@ -178,9 +186,13 @@ class _Connection(asyncio.Protocol):
         self._waiting = self._loop.create_future()
         await self._waiting
 
-    def _wake(self) -> None:
-        if self._waiting is not None and not self._waiting.done():
+    def _wake(self, error: OSError | None = None) -> None:
+        if self._waiting is None or self._waiting.done():
+            return
+        if error is None:
             self._waiting.set_result(None)
+        else:
+            self._waiting.set_exception(error)
 
     def _fail(self, message: str) -> None:
         self._error = self._error or message
@@ -212,7 +224,13 @@ class _Connection(asyncio.Protocol):
             self._num_head_bytes += len(data)
             if self._num_head_bytes > _MAX_HEAD_BYTES:
                 self._fail(f"the head of its answer is larger than {_MAX_HEAD_BYTES} bytes")
-        self._wake()
+        try:
+            self._deliver()
+        except OSError as error:
+            self._wake(error)
+        # As long as the parts can be passed on from here, the request's task need not run.
+        if self._take is None:
+            self._wake()
 
     # ---- What the parser calls ----
 
@@ -253,13 +271,16 @@ class _Connection(asyncio.Protocol):
         self._is_complete = self.status != 0
 
 
-async def _connect(origin: _Origin) -> _Connection:
+async def _connect(origin: _Origin, put_back: Callable[[_Connection], None]) -> _Connection:
     """Opens a connection. Raises PeerError."""
     loop = asyncio.get_running_loop()
     secure = _secure() if origin.is_secure else None
     try:
         async with asyncio.timeout(_CONNECT_SECONDS):
-            return (await loop.create_connection(_Connection, origin.host, origin.port, ssl=secure))[1]
+            made = await loop.create_connection(
+                functools.partial(_Connection, put_back), origin.host, origin.port, ssl=secure
+            )
+            return made[1]
     except TimeoutError:
         raise PeerError(f"it accepts no connection within {_CONNECT_SECONDS:g} seconds") from None
     except (OSError, ValueError) as error:

@@ -36,6 +36,7 @@ _SWEEP_SECONDS = 1.0
 _FLUSH_SECONDS = 1.0
 _STATUS_LINES = {each.value: f"HTTP/1.1 {each.value} {each.phrase}\r\n" for each in http.HTTPStatus}
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_LAST_CHUNK = b"0\r\n\r\n"
 _WITHOUT_BODY = (204, 304)
 _OF_AN_OFFER = ("connection", "upgrade")
 _JSON = ("Content-Type", "application/json")
@@ -68,7 +69,7 @@ class Response:
         self.has_begun = self.is_complete = False
         self.is_kept = request.is_kept
 
-    async def begin(self, status: int, headers: Headers) -> None:
+    def begin(self, status: int, headers: Headers) -> None:
         """The body must match a Content-Length among the headers. The head is sent with the first part."""
         lines = [_STATUS_LINES.get(status) or f"HTTP/1.1 {status} \r\n"]
         is_measured = False
@@ -89,22 +90,26 @@ class Response:
         self._head = encoded("".join(lines))
         self.has_begun = True
 
-    async def write(self, chunk: bytes) -> None:
-        """Waits while the client has not read the earlier parts. Raises ClientLeftError."""
-        if self._is_chunked and chunk:
-            chunk = b"%x\r\n%b\r\n" % (len(chunk), chunk)
-        await self._connection.send(self._head + chunk)
-        self._head = b""
+    def write(self, part: bytes, is_last: bool) -> bool:
+        """Sends the next part of the body. Returns False if the client has not read the earlier ones: call `drained`
+        before the next part. Raises ClientLeftError.
+        """
+        if self._is_chunked:
+            framed = b"%x\r\n%b\r\n" % (len(part), part) if part else b""
+            part = framed + _LAST_CHUNK if is_last else framed
+        data, self._head = self._head + part, b""
+        self.is_complete = is_last
+        return self._connection.send(data)
 
-    async def finish(self) -> None:
-        self.is_complete = True
-        await self._connection.send(self._head + (b"0\r\n\r\n" if self._is_chunked else b""))
+    async def drained(self) -> None:
+        """Waits while the client has not read the earlier parts. Raises ClientLeftError."""
+        await self._connection.drained()
 
     async def whole(self, status: int, headers: Headers, body: bytes) -> None:
         kept = (each for each in headers if each[0].lower() != "content-length")
-        await self.begin(status, (*kept, ("Content-Length", str(len(body)))))
-        await self.write(b"" if self._request.method == "HEAD" else body)
-        await self.finish()
+        self.begin(status, (*kept, ("Content-Length", str(len(body)))))
+        self.write(b"" if self._request.method == "HEAD" else body, True)
+        await self.drained()
 
     def cut(self) -> None:
         if self._is_chunked:
@@ -221,13 +226,19 @@ class Connection(asyncio.Protocol):
 
     # ---- Answers ----
 
-    async def send(self, data: bytes) -> None:
+    def send(self, data: bytes) -> bool:
+        """Returns False if the client is slower than its answer. Raises ClientLeftError."""
+        if self._transport.is_closing():
+            raise ClientLeftError("the client has left")
+        self._transport.write(data)
+        return self._can_send is None
+
+    async def drained(self) -> None:
         """Raises ClientLeftError."""
         if self._can_send is not None:
             await self._can_send
         if self._transport.is_closing():
             raise ClientLeftError("the client has left")
-        self._transport.write(data)
 
     def close(self) -> None:
         self._transport.close()

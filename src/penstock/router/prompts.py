@@ -11,7 +11,7 @@ import msgspec
 
 from penstock.router import bodies
 from penstock.router.dispatcher import Dispatcher
-from penstock.router.exchange import Asked, Call, Upstream, content_of
+from penstock.router.exchange import Asked, Call, Upstream, fetch
 from penstock.router.instances import State
 from penstock.router.pool import Member
 from penstock.utils.cache_salt import scoped_salt
@@ -75,12 +75,11 @@ class TokenizedPrompts:
         question = question_of(asked.path, body, given)
         if question is None:
             return ()
-        call = Call("POST", f"{member.url}/tokenize", bodies.headers_for_prefill(asked.headers), question, _TIMEOUT_S)
+        call = Call("POST", f"{member.url}/tokenize", bodies.headers_for_prefill(asked.headers), question)
         try:
-            async with self._upstream.open(call) as answer:
-                content = await content_of(answer)
-            return tokens_of(content) if answer.status == 200 else ()
-        except (PeerError, TimeoutError) as error:
+            status, _, content = await fetch(self._upstream, call, _TIMEOUT_S)
+            return tokens_of(content) if status == 200 else ()
+        except PeerError as error:
             logger.info("%s does not tokenize: %s", member.url, error)
             return ()
 
