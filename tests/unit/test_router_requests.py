@@ -16,7 +16,6 @@ from tests.unit.router_stubs import (
     PATH,
     STYLES,
     WATCHFUL,
-    Gathering,
     Handler,
     OncePerConnection,
     abort,
@@ -84,13 +83,15 @@ def test_both_halves_get_the_whole_prompt(style: str) -> None:
 def test_another_prefill_instance_takes_over(style: str, broken: Handler) -> None:
     async def check() -> None:
         first, second = prefill(broken, style), prefill(prefilled, style)
-        waits = Gathering(2 if style == "concurrent" else 1)
-        d = decode(waits.answer)
+
+        async def answer(request: web.Request) -> web.StreamResponse:
+            # The answer has not begun when the first prefill instance fails.
+            await until(lambda: second.num_asked > 0)
+            return await echo(request)
+
+        d = decode(answer)
         options = {"timeouts": IMPATIENT} if broken is never else {}
         async with routed(first, second, d, **options) as client:
-            if style == "concurrent":
-                # The answer has not begun when the prefill instance fails.
-                waits.is_complete.clear()
             status, _ = await client.ask()
             assert status == 200
             # One that ends a connection which was kept is asked once more, over a new one.

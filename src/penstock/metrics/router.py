@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+
+from prometheus_client import Histogram
 
 from penstock.metrics.families import Families
 from penstock.metrics.table import Kind, Metric
@@ -75,12 +77,13 @@ class InstanceView:
 
 
 class RouterMetrics:
-    """Counts reported events; the gauges are set at each scrape."""
+    """Counts reported events. A request costs additions here; the registry gets their sums, and the gauges, at a scrape."""
 
     def __init__(self) -> None:
         self._families = Families(ROUTER_METRICS)
-        # By name and labels.
-        self._counters: dict[tuple[str, tuple[str, ...]], Any] = {}
+        # By name and labels: what has been counted since the last scrape.
+        self._counted: defaultdict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
+        self._durations: dict[str, Histogram] = {}
         counters = self._families.counters
         for route in (*ROUTES, _OTHER):
             # All series exist from the start, with 0, so that the first event is an increase and appears in rates.
@@ -90,15 +93,15 @@ class RouterMetrics:
 
     def count(self, name: str, amount: float = 1, *labels: str) -> None:
         """`name` is one of the table's counters."""
-        counter = self._counters.get((name, labels))
-        if counter is None:
-            counter = self._families.counters[name]
-            counter = self._counters[name, labels] = counter.labels(*labels) if labels else counter
-        counter.inc(amount)
+        self._counted[name, labels] += amount
 
     def on_answer(self, path: str, status: int, seconds: float) -> None:
         route = route_of(path)
-        self._families.histograms["vllm_router_request_duration_seconds"].labels(route).observe(seconds)
+        durations = self._durations.get(route)
+        if durations is None:
+            family = self._families.histograms["vllm_router_request_duration_seconds"]
+            durations = self._durations[route] = family.labels(route)
+        durations.observe(seconds)
         self.count("penstock_router_responses", 1, route, str(status))
 
     def on_error(self, path: str, kind: str) -> None:
@@ -108,6 +111,10 @@ class RouterMetrics:
 
     def render(self, accept: str, instances: Iterable[InstanceView], num_queued: int) -> tuple[bytes, str]:
         """Returns the response to a scrape with this Accept header, and its content type."""
+        for (name, labels), amount in self._counted.items():
+            counter = self._families.counters[name]
+            (counter.labels(*labels) if labels else counter).inc(amount)
+        self._counted.clear()
         gauges = self._families.gauges
         known_blocks = gauges["penstock_router_known_blocks"]
         known_blocks.clear()

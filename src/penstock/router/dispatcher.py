@@ -15,6 +15,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from penstock.router.choice import Policy, make_choice
 from penstock.router.instances import Instance, Role
 from penstock.router.pool import Lease, Member, Pool
@@ -43,7 +45,7 @@ class Limits:
                 raise ConfigError(f"{name} must be at least {low}, got {getattr(self, name)}")
 
 
-class Phase(enum.Enum):
+class Phase(enum.StrEnum):
     """Transitions: NEW -> WAITING or PLANNED; PLANNED -> WAITING again after a failure, or ANSWERING; any -> ENDED."""
 
     NEW = enum.auto()
@@ -82,8 +84,7 @@ class Routed:
     computes_itself: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True):
     """`target` answers. `prefill` computes the prompt for it; None if the target does so itself. `computes_itself`: a
     decode instance does so because no prefill instance is available. `num_cached`: tokens of the prompt that the
     instance which computes it is expected to have.

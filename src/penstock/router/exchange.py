@@ -16,6 +16,8 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapp
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
+import msgspec
+
 from penstock.router import bodies
 from penstock.router.dispatcher import Decision, Dispatcher, Phase, Plan, Refusal, Routed
 from penstock.router.instances import Instance
@@ -32,8 +34,7 @@ _TAIL_BYTES = 4096
 _LAST_EVENT = b"data: [DONE]"
 
 
-@dataclass(frozen=True)
-class Asked:
+class Asked(msgspec.Struct, frozen=True, dict=True):
     """A client's request. `path` is without the query, `target` with it."""
 
     method: str
@@ -52,8 +53,7 @@ class Asked:
         return self.completion is not None and bodies.is_divisible(self.completion)
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(msgspec.Struct, frozen=True):
     """A request to an instance."""
 
     method: str
@@ -196,8 +196,7 @@ class _Tail:
         return self.data.rstrip().endswith(_LAST_EVENT)
 
 
-@dataclass(frozen=True, slots=True)
-class _Attempt:
+class _Attempt(msgspec.Struct, frozen=True):
     """`since` is when the request arrived."""
 
     request: Routed

@@ -49,7 +49,8 @@ class HttpUpstream:
     """An async context manager, which must be entered before `ask`."""
 
     async def __aenter__(self) -> Self:
-        self._free: dict[_Origin, list[_Connection]] = {}
+        # By the URL's part before the path.
+        self._free: dict[str, list[_Connection]] = {}
         self._loop = asyncio.get_running_loop()
         self._sweep: asyncio.TimerHandle | None = None
         return self
@@ -67,41 +68,42 @@ class HttpUpstream:
         """Returns a connection with the answer's head. Raises PeerError."""
         # The scheme is followed by the host, and then by the path, if there is one.
         slash = call.url.find("/", call.url.index("://") + 3)
-        origin = _origin(call.url if slash < 0 else call.url[:slash])
-        data = _head_of(call, origin, "/" if slash < 0 else call.url[slash:]) + call.body
-        kept = self._take(origin)
+        base, target = (call.url, "/") if slash < 0 else (call.url[:slash], call.url[slash:])
+        origin = _origin(base)
+        data = _head_of(call, origin, target) + call.body
+        kept = self._take(base)
         if kept is not None:
             with contextlib.suppress(_ClosedError):
                 return await kept.ask(call.method, data)
-        connection = await _connect(origin, functools.partial(self._put_back, origin))
+        connection = await _connect(origin, functools.partial(self._put_back, base))
         return await connection.ask(call.method, data)
 
-    def _take(self, origin: _Origin) -> _Connection | None:
+    def _take(self, base: str) -> _Connection | None:
         """Returns the connection used last."""
-        free = self._free.get(origin)
+        free = self._free.get(base)
         while free:
             connection = free.pop()
             if connection.is_free:
                 return connection
         return None
 
-    def _put_back(self, origin: _Origin, connection: _Connection) -> None:
+    def _put_back(self, base: str, connection: _Connection) -> None:
         if not connection.is_free:
             connection.abort()
             return
         connection.idle_since = self._loop.time()
-        self._free.setdefault(origin, []).append(connection)
+        self._free.setdefault(base, []).append(connection)
         if self._sweep is None:
             self._sweep = self._loop.call_later(_IDLE_SECONDS / 2, self._close_idle)
 
     def _close_idle(self) -> None:
         oldest = self._loop.time() - _IDLE_SECONDS / 2
-        for origin, connections in list(self._free.items()):
-            self._free[origin] = [each for each in connections if each.is_free and each.idle_since > oldest]
-            for each in set(connections).difference(self._free[origin]):
+        for base, connections in list(self._free.items()):
+            self._free[base] = [each for each in connections if each.is_free and each.idle_since > oldest]
+            for each in set(connections).difference(self._free[base]):
                 each.abort()
-            if not self._free[origin]:
-                del self._free[origin]
+            if not self._free[base]:
+                del self._free[base]
         self._sweep = self._loop.call_later(_IDLE_SECONDS / 2, self._close_idle) if self._free else None
 
 

@@ -12,10 +12,10 @@ import http
 import math
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable
-from dataclasses import dataclass
 from typing import cast
 
 import httptools
+import msgspec
 
 from penstock.router.bodies import Headers, decoded, encoded, error_body
 from penstock.utils.errors import ConfigError
@@ -42,8 +42,7 @@ _OF_AN_OFFER = ("connection", "upgrade")
 _JSON = ("Content-Type", "application/json")
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(msgspec.Struct, frozen=True):
     """`target` is the undecoded path with its query. `is_kept`: the client wants to reuse the connection."""
 
     method: str

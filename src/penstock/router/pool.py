@@ -5,7 +5,7 @@ Pure: time is an argument, and the results of health checks arrive as a `Signal`
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.router.instances import SICK, TRANSITIONS, Instance, Role, Signal, State
@@ -57,6 +57,8 @@ class Pool:
         self._members: dict[str, Member] = {}
         self._leases: set[Lease] = set()
         self._num_chosen = 0
+        # By role; None after a change.
+        self._ready: Mapping[Role, Sequence[Member]] | None = None
 
     def __iter__(self) -> Iterator[Member]:
         return iter(self._members.values())
@@ -91,6 +93,7 @@ class Pool:
     def _drop_if_done(self, member: Member) -> None:
         if member.is_leaving and not member.num_outstanding:
             self._members.pop(member.url, None)
+            self._ready = None
 
     # ---- How they are ----
 
@@ -114,18 +117,22 @@ class Pool:
     def _move(self, member: Member, signal: Signal) -> bool:
         before, member.state = member.state, TRANSITIONS[member.state][signal]
         if member.state is not before:
+            self._ready = None
             logger.warning(
                 "%s: %s -> %s%s", member.url, before, member.state, f" ({member.reason})" * bool(member.reason)
             )
         return member.state is State.DEAD and before is not State.DEAD
 
-    def of(self, role: Role, excluded: Collection[str] = ()) -> list[Member]:
+    def of(self, role: Role, excluded: Collection[str] = ()) -> Sequence[Member]:
         """Returns the members that may get requests."""
-        return [
-            each
-            for each in self._members.values()
-            if each.instance.role is role and each.state is State.READY and each.url not in excluded
-        ]
+        if self._ready is None:
+            self._ready = self._ready_now()
+        ready = self._ready[role]
+        return [each for each in ready if each.url not in excluded] if excluded else ready
+
+    def _ready_now(self) -> Mapping[Role, Sequence[Member]]:
+        ready = [each for each in self._members.values() if each.state is State.READY]
+        return {role: tuple(each for each in ready if each.instance.role is role) for role in Role}
 
     def has_hope(self, role: Role, excluded: Collection[str] = ()) -> bool:
         """Returns whether an instance accepts requests, or may do so again without the operator's intervention."""
@@ -178,6 +185,7 @@ class Pool:
         self._drop_if_done(lease.member)
 
     def check_integrity(self) -> None:
+        assert self._ready in (None, self._ready_now()), self._ready
         for member in self._members.values():
             held = [lease for lease in self._leases if lease.member is member]
             assert member.num_outstanding == len(held), (member.url, member.num_outstanding, len(held))

@@ -24,7 +24,7 @@ def usage_of(tail: bytes) -> Usage | None:
 
     The instance that answers counts the whole prompt, so of two halves only its usage is read.
     """
-    starts = list(_USAGE.finditer(tail))
+    starts = list(_USAGE.finditer(tail)) if b'"usage"' in tail else ()
     if not starts:
         return None
     try:
