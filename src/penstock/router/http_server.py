@@ -150,6 +150,8 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._connections.discard(self)
         self._requests.clear()
+        # It refers to this object: without it, the last reference frees both at once.
+        del self._parser
         self.resume_writing()
         if self._task is not None:
             self._task.cancel()
