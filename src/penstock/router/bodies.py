@@ -33,14 +33,22 @@ _KINDS = {400: "invalid_request_error", 403: "permission_error", 503: "service_u
 Headers = tuple[tuple[str, str], ...]
 
 
+def header_of(headers: Iterable[tuple[str, str]], name: str) -> str | None:
+    """Returns the first value. `name` is in lower case."""
+    for each, value in headers:
+        if each.lower() == name:
+            return value
+    return None
+
+
 def forwarded_headers(headers: Iterable[tuple[str, str]]) -> Headers:
     """Returns a client's headers for an instance: all, including authentication, except those of the connection."""
-    return tuple((name, value) for name, value in headers if name.lower() not in _OF_A_CONNECTION)
+    return tuple([each for each in headers if each[0].lower() not in _OF_A_CONNECTION])
 
 
 def answer_headers(headers: Iterable[tuple[str, str]]) -> Headers:
     """Returns an instance's headers for the client."""
-    return tuple((name, value) for name, value in headers if name.lower() not in _NOT_FOR_CLIENTS)
+    return tuple([each for each in headers if each[0].lower() not in _NOT_FOR_CLIENTS])
 
 
 def decoded(data: bytes) -> str:

@@ -17,7 +17,7 @@ from typing import cast
 import httptools
 import msgspec
 
-from penstock.router.bodies import Headers, decoded, encoded, error_body
+from penstock.router.bodies import Headers, decoded, encoded, error_body, header_of
 from penstock.utils.errors import ConfigError
 from penstock.utils.hosts import in_url
 from penstock.utils.logging import get_logger
@@ -54,7 +54,7 @@ class Request(msgspec.Struct, frozen=True):
 
     def header(self, name: str) -> str | None:
         """`name` is in lower case."""
-        return next((value for each, value in self.headers if each.lower() == name), None)
+        return header_of(self.headers, name)
 
 
 class Response:
@@ -195,8 +195,7 @@ class Connection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         self._is_in_head = False
         self.deadline = math.inf
-        expects = any(name.lower() == "expect" and value.lower() == "100-continue" for name, value in self._headers)
-        if expects and self._task is None:
+        if self._task is None and (header_of(self._headers, "expect") or "").lower() == "100-continue":
             self._transport.write(_CONTINUE)
 
     def on_body(self, body: bytes) -> None:
