@@ -326,6 +326,48 @@ def test_a_client_that_reads_slowly_holds_the_instance_back() -> None:
     run(check)
 
 
+def test_an_error_of_the_client_ends_the_answer_that_is_passed_on() -> None:
+    async def check() -> None:
+        server = Scripted(OK + b"Content-Length: 4\r\n\r\nab", MEASURED)
+        taken: list[bytes] = []
+
+        def take(part: bytes, _: bool) -> bool:
+            taken.append(part)
+            if len(taken) == 2:
+                raise ConnectionResetError("the client has left")
+            server.writers[0].write(b"c")
+            return True
+
+        async with server.running() as (upstream, url):
+            with pytest.raises(ConnectionResetError, match="has left"), await upstream.ask(Call("GET", url)) as answer:
+                await answer.pass_to(take)
+            assert taken == [b"ab", b"c"]
+            assert await ask(upstream, url) == (200, b"ab")
+            assert server.num_connections == 2, "the first one still has a byte to send"
+
+    run(check)
+
+
+def test_an_end_that_arrives_while_the_client_is_slow_is_passed_on() -> None:
+    async def check() -> None:
+        server = Scripted(OK + b"Transfer-Encoding: chunked\r\n\r\n2\r\nab\r\n")
+        taken: list[tuple[bytes, bool]] = []
+
+        def take(part: bytes, is_last: bool) -> bool:
+            taken.append((part, is_last))
+            return False
+
+        async with server.running() as (upstream, url):
+            with await upstream.ask(Call("GET", url)) as answer:
+                assert not await answer.pass_to(take)
+                server.writers[0].write(b"0\r\n\r\n")
+                await asyncio.sleep(0.05)
+                assert await answer.pass_to(take)
+            assert taken == [(b"ab", False), (b"", True)]
+
+    run(check)
+
+
 def test_an_instance_that_does_not_answer_in_time_fails() -> None:
     async def check() -> None:
         async with Scripted(OK[:5]).running() as (upstream, url):

@@ -77,7 +77,9 @@ class InstanceView:
 
 
 class RouterMetrics:
-    """Counts reported events. A request costs additions here; the registry gets their sums, and the gauges, at a scrape."""
+    """Counts reported events. The registry gets their sums, and the gauges, at each scrape: its counters take a lock
+    for every addition.
+    """
 
     def __init__(self) -> None:
         self._families = Families(ROUTER_METRICS)

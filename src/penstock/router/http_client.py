@@ -115,6 +115,7 @@ class _Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._parser = httptools.HttpResponseParser(self)
         self._take: Take | None = None
+        self._is_due = False
         self._waiting: asyncio.Future[None] | None = None
         self._parts: list[bytes] = []
         self._num_buffered = 0
@@ -181,6 +182,16 @@ class _Connection(asyncio.Protocol):
         if take(part, self._is_complete) and not self._is_complete:
             self._take = take
 
+    def _deliver_due(self) -> None:
+        """Passes on what has arrived without a turn of the request's task, which waits in `pass_to`."""
+        self._is_due = False
+        try:
+            self._deliver()
+        except OSError as error:
+            self._wake(error)
+        if self._take is None:
+            self._wake()
+
     def abort(self) -> None:
         self._transport.abort()
 
@@ -226,13 +237,12 @@ class _Connection(asyncio.Protocol):
             self._num_head_bytes += len(data)
             if self._num_head_bytes > _MAX_HEAD_BYTES:
                 self._fail(f"the head of its answer is larger than {_MAX_HEAD_BYTES} bytes")
-        try:
-            self._deliver()
-        except OSError as error:
-            self._wake(error)
-        # As long as the parts can be passed on from here, the request's task need not run.
         if self._take is None:
             self._wake()
+        elif not self._is_due:
+            # The requests that have just arrived come first: they still wait for their first token.
+            self._is_due = True
+            self._loop.call_soon(self._deliver_due)
 
     # ---- What the parser calls ----
 
