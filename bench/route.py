@@ -53,6 +53,8 @@ def main() -> None:
     parser.add_argument("--stubs", type=int, default=8)
     parser.add_argument("--concurrency", type=int, default=64)
     parser.add_argument("--output-len", type=int, default=32)
+    parser.add_argument("--token-ms", type=float, default=0.0, help="between the tokens of a stub instance")
+    parser.add_argument("--spread-ms", type=float, default=0.0, help="from the first to the last of requests at once")
     parser.add_argument("--conversations", type=int, default=12)
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--only", choices=PARTS, action="append")
@@ -83,7 +85,8 @@ def p99(values: Sequence[float]) -> float:
     return sorted(values)[min(len(values) - 1, int(0.99 * len(values)))]
 
 
-async def timed(url: str, body: dict[str, Any], times: Times) -> None:
+async def timed(url: str, body: dict[str, Any], times: Times, delay: float) -> None:
+    await asyncio.sleep(delay)
     started = time.perf_counter()
     arrived, last = await stream(url, body)
     assert len(arrived) == body["max_tokens"], len(arrived)
@@ -98,7 +101,7 @@ async def overhead(args: argparse.Namespace) -> None:
         "| requests at once | through | first token | whole answer | between tokens | CPU, us |\n"
         "|---|---|---|---|---|---|"
     )
-    async with stubs(args.stubs, 0.0) as instances:
+    async with stubs(args.stubs, args.token_ms / 1e3) as instances:
         flags = [flag for url in instances.urls for flag in ("--serve", url)]
         with penstock_route(*flags) as own, vllm_router(instances.urls) as other:
             found: dict[str, RouterProcess | str] = {"direct": instances.urls[0], "penstock route": own}
@@ -109,15 +112,18 @@ async def overhead(args: argparse.Namespace) -> None:
             for concurrency, share in ((1, 10), (args.concurrency, 1)):
                 # A tenth is enough if they are sent one after the other.
                 num_requests = max(concurrency, args.requests // (share * len(found)))
-                times = await in_turn(found, num_requests, concurrency, args.output_len)
+                times = await in_turn(found, num_requests, concurrency, args.output_len, args.spread_ms / 1e3)
                 for name, each in times.items():
                     print(f"| {concurrency} | {name} | {each.cells()} |", flush=True)
 
 
 async def in_turn(
-    targets: dict[str, RouterProcess | str], num_requests: int, concurrency: int, output_len: int
+    targets: dict[str, RouterProcess | str], num_requests: int, concurrency: int, output_len: int, spread: float
 ) -> dict[str, Times]:
-    """Sends `concurrency` requests to each in turn, so that all see the same machine. The first round is left out."""
+    """Sends `concurrency` requests to each in turn, so that all see the same machine. The first round is left out.
+
+    The requests of a round begin at equal distances within `spread` seconds.
+    """
     times = {name: Times() for name in targets}
     for number in range(-1, max(1, num_requests // concurrency)):
         for name, target in targets.items():
@@ -125,7 +131,8 @@ async def in_turn(
             body = {"model": "stub", "prompt": f"request {number}", "max_tokens": output_len, "stream": True}
             into = times[name] if number >= 0 else Times()
             before = 0.0 if isinstance(target, str) else target.cpu_seconds()
-            await asyncio.gather(*(timed(url, body, into) for _ in range(concurrency)))
+            delays = [spread * each / concurrency for each in range(concurrency)]
+            await asyncio.gather(*(timed(url, body, into, delay) for delay in delays))
             into.cpu += 0.0 if isinstance(target, str) else target.cpu_seconds() - before
     return times
 
