@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-
-from prometheus_client import Histogram
+from typing import Any
 
 from penstock.metrics.families import Families
 from penstock.metrics.table import Kind, Metric
@@ -85,7 +84,7 @@ class RouterMetrics:
         self._families = Families(ROUTER_METRICS)
         # By name and labels: what has been counted since the last scrape.
         self._counted: defaultdict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
-        self._durations: dict[str, Histogram] = {}
+        self._durations: dict[str, Any] = {}
         counters = self._families.counters
         for route in (*ROUTES, _OTHER):
             # All series exist from the start, with 0, so that the first event is an increase and appears in rates.
