@@ -207,7 +207,8 @@ def test_the_error_is_of_the_rank_that_failed(
     """Rank 0, which is asked first, has only missed it."""
     calls: dict[str, Callable[[Executor], object]] = {
         "answer": lambda executor: executor.load(),
-        "send": lambda executor: executor.execute_model(SchedulerOutput(step=1)),
+        # Sent at once, without the message that starts its sampling.
+        "send": lambda executor: executor.execute_model(SchedulerOutput(step=1, grammar_request_ids=frozenset("a"))),
         "check": lambda executor: executor.check(),
     }
     with executor_of(tmp_path, MISSES_ANOTHER, cause) as executor:
