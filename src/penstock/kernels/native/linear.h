@@ -191,10 +191,16 @@ int64_t useful_threads(const Linear& layer, int64_t rows, int64_t threads) {
     return smaller(threads, larger(1, work / kWorkPerThread));
 }
 
+// How many parts a thread takes, so that one that wakes up late leaves more of them to the others: on a virtual machine
+// that takes longer than many products. Every part reads all rows, which costs nothing only if they are few.
+constexpr int64_t kPartsPerThread = 4;
+constexpr int64_t kFewRows = 64;
+
 template <class Kernel>
 void multiply(const Linear& layer, const void* x, void* out, int64_t rows, int64_t threads) {
     threads = useful_threads(layer, rows, threads);
-    run_parts(threads, threads, [&](int64_t part) { multiply_part<Kernel>(layer, x, out, rows, part, threads); });
+    const int64_t parts = threads > 1 && rows <= kFewRows ? threads * kPartsPerThread : threads;
+    run_parts(parts, threads, [&](int64_t part) { multiply_part<Kernel>(layer, x, out, rows, part, parts); });
 }
 
 // Writes the packed form of `weight` [out_features, in_features] where `layer.weight` points.
