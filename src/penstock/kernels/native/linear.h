@@ -191,8 +191,8 @@ int64_t useful_threads(const Linear& layer, int64_t rows, int64_t threads) {
     return smaller(threads, larger(1, work / kWorkPerThread));
 }
 
-// How many parts a thread takes, so that one that wakes up late leaves more of them to the others: on a virtual machine
-// that takes longer than many products. Every part reads all rows, which costs nothing only if they are few.
+// Parts of a product per thread, so that a thread that starts late leaves most of its parts to the others: waking it up
+// can take longer than the product. Every part reads all rows, so this is for few rows only.
 constexpr int64_t kPartsPerThread = 4;
 constexpr int64_t kFewRows = 64;
 
