@@ -6,7 +6,6 @@
 #include <sched.h>
 #include <sys/syscall.h>
 #include <thread>
-#include <time.h>
 #include <unistd.h>
 
 #if defined(__x86_64__)
@@ -18,17 +17,6 @@ namespace {
 // How often a thread looks for a new call before it sleeps: long enough to stay awake from one kernel to the next.
 constexpr int kSpins = 2000;
 constexpr int64_t kMostParts = (1 << 16) - 1;
-
-// A wait for another thread that is longer than this, and than half of the caller's own computation, indicates a thread
-// that lost its core. The next calls are computed alone: this many, and twice as many whenever it happens again soon.
-constexpr int64_t kLongWaitNanoseconds = 100000;
-constexpr int64_t kFewestAlone = 64, kMostAlone = 1 << 14;
-
-int64_t nanoseconds() {
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1000000000 + now.tv_nsec;
-}
 
 inline void pause_briefly() {
 #if defined(__x86_64__)
@@ -43,8 +31,7 @@ class Pool {
 public:
     void run(int64_t parts, int64_t threads, void (*run)(const void*, int64_t), const void* context) {
         std::unique_lock<std::mutex> owner(mutex_, std::try_to_lock);
-        if (!owner.owns_lock() || parts > kMostParts || num_alone_ > 0) {
-            if (owner.owns_lock() && num_alone_ > 0) --num_alone_;
+        if (!owner.owns_lock() || parts > kMostParts) {
             for (int64_t part = 0; part < parts; ++part) run(context, part);
             return;
         }
@@ -55,10 +42,8 @@ public:
         const uint64_t call = (state_.load(std::memory_order_relaxed) >> 32) + 1;
         allowed_.store(threads - 1, std::memory_order_relaxed);
         state_.store(call << 32 | static_cast<uint64_t>(parts) << 16, std::memory_order_seq_cst);
-        const int64_t begin = nanoseconds();
         wake(smaller(parts, threads) - 1);
         while (take_part()) continue;
-        const int64_t computed = nanoseconds();
         for (int spin = 0; num_unfinished_.load(std::memory_order_acquire) > 0; ++spin) {
             // The thread that has the last part may be waiting for this very core.
             if (spin < kSpins)
@@ -66,20 +51,10 @@ public:
             else
                 sched_yield();
         }
-        back_off(computed - begin, nanoseconds() - computed);
     }
 
 private:
     static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
-    void back_off(int64_t computing, int64_t waiting) {
-        if (waiting > kLongWaitNanoseconds && waiting > computing / 2) {
-            num_alone_ = most_alone_;
-            most_alone_ = smaller(2 * most_alone_, kMostAlone);
-        } else if (most_alone_ > kFewestAlone) {
-            --most_alone_;
-        }
-    }
 
     // Returns whether there was one.
     bool take_part() {
@@ -120,8 +95,6 @@ private:
 
     std::mutex mutex_;
     int64_t num_threads_ = 0;
-    int64_t num_alone_ = 0;  // calls to come
-    int64_t most_alone_ = kFewestAlone;
     void (*run_)(const void*, int64_t) = nullptr;
     const void* context_ = nullptr;
     std::atomic<uint64_t> state_{0};

@@ -1,7 +1,6 @@
 // The threads of the kernels. A call is divided into parts, and threads take the next part when they are free: the
-// caller is one of them, and never waits for a thread that has not begun. On a machine with other work, where a thread
-// may be without a core for milliseconds, the caller computes all parts itself; OpenMP would wait at the end of every
-// region for threads with nothing to do.
+// caller is one of them, and never waits for a thread that has not begun. On a machine with other work, a thread that gets
+// no core delays nothing; OpenMP would wait for it at the end of every region.
 #pragma once
 
 #include <cstdint>
