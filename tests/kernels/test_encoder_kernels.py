@@ -68,10 +68,12 @@ def test_layer_norm_rows_do_not_know_each_other(dtype: torch.dtype, width: int) 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("is_tanh", [False, True])
 @pytest.mark.parametrize("width", [1, 8, 100, 1536])
-def test_gelu_equals_float64(dtype: torch.dtype, is_tanh: bool, width: int) -> None:
+def test_gelu_equals_float64(isa: str, dtype: torch.dtype, is_tanh: bool, width: int) -> None:
     x = rows(dtype, 11, width)
     expected = torch.nn.functional.gelu(x.double(), approximate="tanh" if is_tanh else "none")
     tolerance = expected.abs() * (torch.finfo(dtype).eps / 2 + 2e-6) + 5e-7 + torch.finfo(dtype).smallest_normal
+    # The error function of torch, which the reference uses, is off by up to 3.5e-7 with AVX512.
+    tolerance += 4e-7 * x.double().abs() * (isa == "torch")
     assert ((gelu(x.clone(), is_tanh).double() - expected).abs() <= tolerance).all()
 
 
