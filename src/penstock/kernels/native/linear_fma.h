@@ -145,16 +145,28 @@ struct Fma {
 
     static void pack_x(const Element* x, char* packed, int64_t rows, int64_t k) {
         float* to = reinterpret_cast<float*>(packed);
-        for (int64_t first = 0; first < k; first += kLanes)
-            for (int64_t row = 0; row < rows; ++row) {
-                float wide[kLanes];
+        float wide[4][kLanes];
+        for (int64_t first = 0; first < k; first += kLanes) {
+            const int64_t count = smaller(kLanes, k - first);
+            int64_t row = 0;
+            if (count == kLanes)
+                for (; row + 4 <= rows; row += 4) {
+                    for (int64_t i = 0; i < 4; ++i) widen(x + (row + i) * k + first, wide[i]);
+                    for (int64_t at = 0; at < kLanes; at += 4)
+                        transpose_four(wide[0] + at, kLanes, to + (first + at) * rows + row, rows);
+                }
+            for (; row < rows; ++row) {
                 Element some[kLanes] = {};
-                const int64_t count = smaller(kLanes, k - first);
                 memcpy(some, x + row * k + first, count * sizeof(Element));
-                const Vector value = load(some);
-                memcpy(wide, &value, sizeof wide);
-                for (int64_t at = 0; at < count; ++at) to[(first + at) * rows + row] = wide[at];
+                widen(some, wide[0]);
+                for (int64_t at = 0; at < count; ++at) to[(first + at) * rows + row] = wide[0][at];
             }
+        }
+    }
+
+    static inline void widen(const Element* from, float* to) {
+        const Vector value = load(from);
+        memcpy(to, &value, sizeof value);
     }
 
     static void run(const Tile<Element>& tile) { dispatch<kRows>(tile); }
@@ -173,7 +185,9 @@ struct Fma {
         Prefetch prefetch = tile.prefetch;
         accumulate<kCount, kSome, true>(tile, 0, prefetch, sums);
         if constexpr (kParts == 2) accumulate<kCount, kSome, false>(tile, kSome, prefetch, sums);
-        for (int row = 0; row < kCount; ++row) store_row(tile, row, sums[row]);
+        alignas(64) float bias[kPanel] = {};
+        if (tile.bias) memcpy(bias, tile.bias, tile.columns * sizeof(float));
+        for (int row = 0; row < kCount; ++row) store_row(tile, row, sums[row], bias);
     }
 
     // The sums of the vectors [first, first + kSome) of the panel's columns.
@@ -211,9 +225,7 @@ struct Fma {
             for (int part = 0; part < kSome; ++part) all[row][first + part] = sums[row][part];
     }
 
-    static void store_row(const Tile<Element>& tile, int64_t row, Vector* sums) {
-        alignas(64) float bias[kPanel] = {};
-        if (tile.bias) memcpy(bias, tile.bias, tile.columns * sizeof(float));
+    static inline void store_row(const Tile<Element>& tile, int64_t row, Vector* sums, const float* bias) {
         for (int part = 0; part < kVectors; ++part)
             if (tile.bias) sums[part] = add(sums[part], load(bias + part * kLanes));
         if (tile.is_wide)
@@ -223,10 +235,12 @@ struct Fma {
     }
 
     template <class Output>
-    static void store_line(const Tile<Element>& tile, int64_t row, const Vector* sums) {
+    static inline void store_line(const Tile<Element>& tile, int64_t row, const Vector* sums) {
+        Output* out = reinterpret_cast<Output*>(tile.out + row * tile.out_stride);
         alignas(64) Output line[kPanel];
-        for (int part = 0; part < kVectors; ++part) store(line + part * kLanes, sums[part]);
-        memcpy(tile.out + row * tile.out_stride, line, tile.columns * sizeof(Output));
+        Output* to = tile.columns == kPanel ? out : line;
+        for (int part = 0; part < kVectors; ++part) store(to + part * kLanes, sums[part]);
+        if (to == line) memcpy(out, line, tile.columns * sizeof(Output));
     }
 };
 

@@ -52,11 +52,16 @@ struct DotPairs : Pairs {
 
     static void pack_x(const Element* x, char* packed, int64_t rows, int64_t k) {
         Element* to = reinterpret_cast<Element*>(packed);
-        for (int64_t at = 0; at < padded_k(k); at += 2)
-            for (int64_t row = 0; row < rows; ++row) {
-                *to++ = at < k ? x[row * k + at] : 0;
-                *to++ = at + 1 < k ? x[row * k + at + 1] : 0;
+        int64_t row = 0;
+        for (; row + 4 <= rows && k % 8 == 0; row += 4)
+            for (int64_t at = 0; at < k; at += 8) transpose_four(x + row * k + at, k / 2, to + at * rows + row * 2, rows);
+        for (; row < rows; ++row)
+            for (int64_t at = 0; at < k; at += 2) {
+                to[at * rows + row * 2] = x[row * k + at];
+                to[at * rows + row * 2 + 1] = at + 1 < k ? x[row * k + at + 1] : 0;
             }
+        const int64_t used = round_up(k, 2) * rows;
+        memset(to + used, 0, (padded_k(k) * rows - used) * sizeof(Element));
     }
 
     struct Session {
