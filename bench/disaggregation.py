@@ -7,8 +7,8 @@ load        Long prompts arrive while others decode, at the same times for every
             core each. The layouts alternate; medians of the rounds. The clients, and the proxy, which only the last
             layout has, run on the same two cores.
 transfers   The time from the prefill instance's answer to the decode instance's first token, minus the time of that
-            token if the prompt is in its own cache: by number of tokens, for both transports, with digests and
-            without. The pairs alternate.
+            token if the prompt is in its own cache: by number of tokens, read by the decode instance over both
+            transports or written by the prefill instance (push), with digests and without. The pairs alternate.
 
 A model other than the built-in one gets random weights.
 """
@@ -41,6 +41,11 @@ ONE_ENGINE, SMALL_STEPS = "one engine, 2 threads", "the same, steps of 256 token
 TWO_ENGINES = "two engines, 1 thread each"
 PAIR = "prefill and decode, 1 thread each"
 _BLOCK_SIZE = 16
+WAYS = {
+    "sockets": {"transport": "sockets"},
+    "sockets, push": {"transport": "sockets", "transfer": "push"},
+    "shared_memory": {"transport": "shared_memory"},
+}
 
 
 def prompt_of(rng: random.Random, length: int) -> list[int]:
@@ -229,13 +234,13 @@ def bytes_per_token(model: str | None) -> int:
 async def measure_transfers(args: argparse.Namespace, folder: Path) -> None:
     cores = {"prefill": [args.cores[0]], "decode": [args.cores[1]]}
     clusters = {
-        (transport, attestation): Cluster(
+        (way, attestation): Cluster(
             folder,
-            options={"transport": transport, "attestation": attestation},
+            options={**options, "attestation": attestation},
             flags=[*model_flags(args), "--num-threads", "1"],
             cores=cores,
         )
-        for transport in ("sockets", "shared_memory")
+        for way, options in WAYS.items()
         for attestation in ("all", "off")
     }
     prefills: dict[int, list[float]] = {length: [] for length in args.lengths}
@@ -258,14 +263,14 @@ def report_transfers(
 ) -> None:
     size = bytes_per_token(args.model)
     print(
-        "| tokens | MB | prefill, ms | transport | with digests, ms | GB/s | without, ms | GB/s | digests / prefill |"
+        "| tokens | MB | prefill, ms | KV moves by | with digests, ms | GB/s | without, ms | GB/s | digests / prefill |"
     )
     print(f"|{'---|' * 9}")
     for length in args.lengths:
         num_bytes, prefill = length // _BLOCK_SIZE * _BLOCK_SIZE * size, statistics.median(prefills[length])
-        for transport in ("sockets", "shared_memory"):
-            digested, plain = (statistics.median(moved[length, transport, each]) for each in ("all", "off"))
-            row = [length, f"{num_bytes / 1e6:.1f}", f"{1e3 * prefill:.0f}", transport]
+        for way in WAYS:
+            digested, plain = (statistics.median(moved[length, way, each]) for each in ("all", "off"))
+            row = [length, f"{num_bytes / 1e6:.1f}", f"{1e3 * prefill:.0f}", way]
             row += [f"{1e3 * digested:.1f}", f"{num_bytes / digested / 1e9:.2f}"]
             row += [f"{1e3 * plain:.1f}", f"{num_bytes / plain / 1e9:.2f}", f"{(digested - plain) / prefill:.1%}"]
             print(f"| {' | '.join(map(str, row))} |")

@@ -1,26 +1,31 @@
 """Embeddings beside sentence-transformers, or where that is not installed beside transformers: agreement and speed.
 
     python bench/embeddings.py [MODEL] [--count 1000] [--rounds 5] [--pairs 500] [--dtype DTYPE] [--threads N]
+                               [--vllm PYTHON]
 
 MODEL is a folder with a sentence-transformers checkpoint of an encoder. Without it, one of the shape of
 all-MiniLM-L6-v2 is made of random weights, which says something about speed and nothing about meaning.
 
 Agreement: the smallest cosine between both engines' vectors of the sentences of --pairs pairs, and the rank correlation
 (Spearman) of the pairs' similarities. Speed: --count texts of 16 to 256 tokens from text to vectors, in alternation, as
-the median of --rounds. The other side gets what makes it fast: batches of 32 texts of similar length.
+the median of --rounds. The other side gets what makes it fast: batches of 32 texts of similar length. With --vllm, a
+Python where vLLM's CPU build is installed, its speed is measured too, on all cores.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import multiprocessing
+import os
 import random
 import statistics
+import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -53,6 +58,7 @@ _ENDINGS = (
 )
 Encode = Callable[[list[str]], np.ndarray]
 Make = Callable[[str, str, int], Encode]
+Engine = Callable[[list[str]], tuple[float, np.ndarray]]
 
 
 def _choices(text: str) -> list[list[str]]:
@@ -196,6 +202,38 @@ class Side:
         self._connection.send(texts)
         return self._connection.recv()
 
+    def close(self) -> None:
+        self._connection.close()
+        self._process.join()
+
+
+class VllmSide:
+    """vLLM in an environment of its own, with Intel's OpenMP if that is there, as its documentation advises."""
+
+    def __init__(self, python: str, model: str, dtype: str) -> None:
+        script = Path(__file__).parent / "peers" / "embed_vllm.py"
+        openmp = next(Path(python).parent.parent.rglob("libiomp5.so"), None)
+        environment = {**os.environ, **({"LD_PRELOAD": str(openmp)} if openmp else {})}
+        self._process = subprocess.Popen(
+            [python, str(script), model, dtype],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+
+    def __call__(self, texts: list[str]) -> tuple[float, np.ndarray]:
+        to, answers = self._process.stdin, self._process.stdout
+        assert to is not None
+        assert answers is not None
+        to.write(json.dumps(texts) + "\n")
+        to.flush()
+        seconds, vectors = json.loads(answers.readline())
+        return seconds, np.array(vectors)
+
+    def close(self) -> None:
+        self._process.communicate()
+
 
 def _serve(connection: Connection, make: Make, model: str, dtype: str, threads: int) -> None:
     encode = make(model, dtype, threads)
@@ -215,7 +253,7 @@ def ranks(values: np.ndarray) -> np.ndarray:
     return (counts.cumsum() - (counts + 1) / 2)[which]
 
 
-def compare(sides: dict[str, Side], num_pairs: int) -> None:
+def compare(sides: Mapping[str, Engine], num_pairs: int) -> None:
     sentences = Sentences()
     pairs = [sentences.pair() for _ in range(num_pairs)]
     texts = sorted({text for pair in pairs for text in pair})
@@ -230,7 +268,7 @@ def compare(sides: dict[str, Side], num_pairs: int) -> None:
     print(f"largest distance by cosine: {1 - cosines.min():.1e}; rank correlation of the pairs: {correlation:.6f}")
 
 
-def race(sides: dict[str, Side], count: int, rounds: int) -> None:
+def race(sides: Mapping[str, Engine], count: int, rounds: int) -> None:
     draw, sentences = random.Random(1), Sentences()
     texts = [sentences.text(draw.randint(_LENGTHS[0] - 2, _LENGTHS[1] - 2)) for _ in range(count)]
     seconds: dict[str, list[float]] = {name: [] for name in sides}
@@ -245,8 +283,8 @@ def race(sides: dict[str, Side], count: int, rounds: int) -> None:
     for name, values in seconds.items():
         median = statistics.median(values)
         print(f"| {name} | {count / median:.1f} | {median:.2f} | {min(values):.2f} to {max(values):.2f} |")
-    first, second = (statistics.median(values) for values in seconds.values())
-    print(f"\nPenstock is {second / first:.2f} times as fast.")
+    first, *others = (statistics.median(values) for values in seconds.values())
+    print(f"\nPenstock is {min(others) / first:.2f} times as fast as the fastest other.")
 
 
 def main() -> None:
@@ -257,15 +295,23 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=500)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--vllm", metavar="PYTHON")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
+    with contextlib.ExitStack() as stack:
+        scratch = stack.enter_context(tempfile.TemporaryDirectory())
         if args.model is None:
             make_random_model(Path(scratch))
         model = args.model or scratch
         makers: dict[str, Make] = {"Penstock": make_penstock, reference_name(): make_reference}
-        sides = {name: Side(make, model, args.dtype, args.threads) for name, make in makers.items()}
+        sides: dict[str, Engine] = {}
+        for name, make in makers.items():
+            sides[name] = side = Side(make, model, args.dtype, args.threads)
+            stack.callback(side.close)
         print(f"{' beside '.join(sides)}, {args.dtype}, {args.threads} threads")
         compare(sides, args.pairs)
+        if args.vllm is not None:
+            sides["vLLM"] = vllm = VllmSide(args.vllm, model, args.dtype)
+            stack.callback(vllm.close)
         race(sides, args.count, args.rounds)
 
 
