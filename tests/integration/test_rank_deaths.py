@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +25,7 @@ from penstock.worker.messages import LoadWorker
 from tests.integration.raw_http import Stream, call, eventually
 from tests.integration.server_probes import COMPLETIONS, endless, ends_with_error, is_gone, wait_for
 from tests.integration.server_process import ServerProcess, serve
-from tests.integration.timing import check_seconds, tried_again_when_slow
+from tests.integration.timing import check_seconds, kill_soon, tried_again_when_slow
 
 SMALL: dict[str, Any] = {"max_model_len": 512, "num_gpu_blocks_override": 64, "num_threads": 1}
 
@@ -36,6 +35,7 @@ def children(pid: int) -> list[int]:
 
 
 def rank_memory_mappings() -> int:
+    gc.collect()
     return Path("/proc/self/maps").read_text(encoding="utf-8").count("memfd:penstock")
 
 
@@ -56,27 +56,16 @@ def test_the_next_step_of_a_program_raises(pp: int, tp: int, victim: int, overla
     llm = LLM(tensor_parallel_size=tp, pipeline_parallel_size=pp, async_scheduling=overlap, **SMALL)
     pids = sorted(set(children(os.getpid())) - before)
     assert len(pids) == pp * tp
-    killed: list[float] = []
-
-    def kill() -> None:
-        if waits:
-            os.kill(pids[victim], signal.SIGSTOP)
-            time.sleep(0.2)
-        killed.append(time.monotonic())
-        os.kill(pids[victim], signal.SIGKILL)
-
-    timer = threading.Timer(0.2, kill)
-    timer.start()
+    since_killed = kill_soon(pids[victim], seconds_stopped=0.2 if waits else 0)
     stage, tp_rank = shards(pp, tp)[victim]
     with pytest.raises(EngineDeadError, match=rf"worker \({stage}, {tp_rank}\) was killed by signal 9") as raised:
         llm.generate(["Once upon a time"] * 8, SamplingParams(max_tokens=480, ignore_eos=True), use_tqdm=False)
-    told = time.monotonic() - killed[0]
+    told = since_killed()
     with pytest.raises(EngineDeadError, match="signal 9"):
         llm.generate("x", use_tqdm=False)
     llm.shutdown()
     assert all(is_gone(pid) for pid in pids)
     del llm, raised
-    gc.collect()
     assert rank_memory_mappings() == mapped
     check_seconds(told, 1.0)
 

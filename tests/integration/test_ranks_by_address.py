@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import threading
-import time
 from functools import partial
 from typing import Any
 
@@ -17,7 +14,7 @@ from penstock.executor import factory
 from tests.integration.server_probes import is_gone
 from tests.integration.test_identity_matrix import run
 from tests.integration.test_rank_deaths import SMALL, children
-from tests.integration.timing import check_seconds, tried_again_when_slow
+from tests.integration.timing import check_seconds, kill_soon, tried_again_when_slow
 
 COUNT = 12
 DRAFTS = {"method": "mtp", "num_speculative_tokens": 2}
@@ -52,17 +49,11 @@ def test_a_killed_rank_ends_every_request_and_every_rank(pp: int, tp: int, victi
     llm = LLM(**ranks(pp, tp), **SMALL)
     pids = sorted(set(children(os.getpid())) - before)
     assert len(pids) == pp * tp
-    killed: list[float] = []
-
-    def kill() -> None:
-        killed.append(time.monotonic())
-        os.kill(pids[victim], signal.SIGKILL)
-
-    threading.Timer(0.2, kill).start()
+    since_killed = kill_soon(pids[victim])
     endless = SamplingParams(max_tokens=480, ignore_eos=True)
     with pytest.raises(EngineDeadError, match=rf"worker \({victim // tp}, {victim % tp}\) was killed by signal 9"):
         llm.generate(["Once upon a time"] * 8, endless, use_tqdm=False)
-    told = time.monotonic() - killed[0]
+    told = since_killed()
     llm.shutdown()
     assert all(is_gone(pid) for pid in pids)
     check_seconds(told, 3.0)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +13,7 @@ import pytest
 from penstock import LLM, ConfigError, EngineDeadError, SamplingParams
 from tests.integration.raw_http import eventually
 from tests.integration.server_probes import is_gone
-from tests.integration.timing import check_seconds, tried_again_when_slow
+from tests.integration.timing import check_seconds, kill_soon, tried_again_when_slow
 
 ray = pytest.importorskip("ray", reason="Ray is an optional dependency: pip install penstock[ray]")
 
@@ -87,17 +84,11 @@ def test_a_killed_actor_is_reported_within_a_second(
         monkeypatch.setattr(ray_executor, "_are_all_here", lambda places: len(places) == 1)
     llm = LLM(distributed_executor_backend="ray", tensor_parallel_size=2, **SMALL)
     pids = actor_pids(llm)
-    killed: list[float] = []
-
-    def kill() -> None:
-        killed.append(time.monotonic())
-        os.kill(pids[1], signal.SIGKILL)
-
-    threading.Timer(0.2, kill).start()
+    since_killed = kill_soon(pids[1])
     endless = SamplingParams(max_tokens=200, ignore_eos=True)
     with pytest.raises(EngineDeadError, match=rf"worker \(0, 1\) \(process {pids[1]} on .*\) died: .*unexpectedly"):
         llm.generate(["Once upon a time"] * 32, endless, use_tqdm=False)
-    told = time.monotonic() - killed[0]
+    told = since_killed()
     llm.shutdown()
     eventually(lambda: all(is_gone(pid) for pid in pids), 10)
     assert nothing_is_reserved()

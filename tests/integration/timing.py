@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
+import signal
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -33,3 +37,20 @@ def tried_again_when_slow(test: Callable[..., None]) -> Callable[..., None]:
         test(*args, **kwargs)
 
     return repeated
+
+
+def kill_soon(pid: int, seconds_stopped: float = 0) -> Callable[[], float]:
+    """Kills a process in 0.2 seconds, after it has been stopped for `seconds_stopped`. Returns a function that returns
+    the seconds since then.
+    """
+    killed: list[float] = []
+
+    def kill() -> None:
+        if seconds_stopped:
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(seconds_stopped)
+        killed.append(time.monotonic())
+        os.kill(pid, signal.SIGKILL)
+
+    threading.Timer(0.2, kill).start()
+    return lambda: time.monotonic() - killed[0]
