@@ -6,6 +6,7 @@
 #include <sched.h>
 #include <sys/syscall.h>
 #include <thread>
+#include <time.h>
 #include <unistd.h>
 
 #if defined(__x86_64__)
@@ -14,9 +15,19 @@
 
 namespace {
 
-// How often a thread looks for a new call before it sleeps: long enough to stay awake from one kernel to the next.
+// How long a thread looks for a new call before it sleeps: long enough to stay awake from one kernel to the next. Waking
+// it up costs the caller a call of the system, and on a virtual machine one of the hypervisor.
+constexpr int64_t kAwakeNanoseconds = 100000;
+constexpr int kSpinsPerClock = 50;
+// How often the caller looks for the end of the last parts before it yields its core each time.
 constexpr int kSpins = 2000;
 constexpr int64_t kMostParts = (1 << 16) - 1;
+
+int64_t nanoseconds() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000 + now.tv_nsec;
+}
 
 inline void pause_briefly() {
 #if defined(__x86_64__)
@@ -79,7 +90,11 @@ private:
             const uint32_t seen = calls_.load(std::memory_order_seq_cst);
             if (number < allowed_.load(std::memory_order_relaxed))
                 while (take_part()) continue;
-            for (int spin = 0; spin < kSpins && calls_.load(std::memory_order_relaxed) == seen; ++spin) pause_briefly();
+            const int64_t until = nanoseconds() + kAwakeNanoseconds;
+            do {
+                for (int spin = 0; spin < kSpinsPerClock && calls_.load(std::memory_order_relaxed) == seen; ++spin)
+                    pause_briefly();
+            } while (calls_.load(std::memory_order_relaxed) == seen && nanoseconds() < until);
             if (calls_.load(std::memory_order_seq_cst) != seen) continue;
             num_asleep_.fetch_add(1, std::memory_order_seq_cst);
             syscall(SYS_futex, &calls_, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
