@@ -17,7 +17,7 @@ from vllm import LLM
 
 
 def main() -> None:
-    # What libraries print is no answer.
+    # Libraries print to standard output too, which must hold the answers only.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     llm = LLM(sys.argv[1], runner="pooling", dtype=sys.argv[2])

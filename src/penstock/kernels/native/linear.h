@@ -74,7 +74,7 @@ int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }
 int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// Writes four columns of four rows as rows: numbers of 32 bits, rows `from_stride` and `to_stride` numbers apart.
+// Transposes a block of 4 x 4 numbers of 32 bits. Strides are the distances of rows, in numbers.
 inline void transpose_four(const void* from, int64_t from_stride, void* to, int64_t to_stride) {
     typedef uint32_t Four __attribute__((vector_size(16)));
     Four row[4];

@@ -16,7 +16,7 @@
 namespace {
 
 // How long a thread looks for a new call before it sleeps: long enough to stay awake from one kernel to the next. Waking
-// it up costs the caller a call of the system, and on a virtual machine one of the hypervisor.
+// it costs the caller a system call, and on a virtual machine an exit to the hypervisor.
 constexpr int64_t kAwakeNanoseconds = 100000;
 constexpr int kSpinsPerClock = 50;
 // How often the caller looks for the end of the last parts before it yields its core each time.

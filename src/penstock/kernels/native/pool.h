@@ -1,6 +1,6 @@
 // The threads of the kernels. A call is divided into parts, and threads take the next part when they are free: the
-// caller is one of them, and never waits for a thread that has not begun. On a machine with other work, a thread that gets
-// no core delays nothing; OpenMP would wait for it at the end of every region.
+// caller is one of them, and never waits for a thread that has not begun. On a machine with other work, a thread without
+// a core delays only the part that it has begun; OpenMP would wait for it at the end of every region.
 #pragma once
 
 #include <cstdint>
