@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Match
 
 from penstock.utils import logging
 from penstock.utils.errors import EngineDeadError, OverloadedError, PenstockError, RequestError
@@ -101,17 +102,21 @@ def status_of(error: PenstockError) -> int:
 def no_such_path(request: Request) -> str:
     """Returns the message of a 404, with the path that the client probably meant, if it can be determined."""
     path, base = request.url.path, str(request.base_url).rstrip("/")
-    known = request.app.openapi()["paths"]
     shown = path if len(path) <= _MAX_SHOWN_PATH else f"{path[:_MAX_SHOWN_PATH]}..."
-    if f"/v1{path}" in known:
+    if _is_known(request, f"/v1{path}"):
         return f"there is no {shown} here, but /v1{path}: set the client's base URL to {base}/v1"
     while path.startswith("/v1/v1/"):
         path = path.removeprefix("/v1")
-        if path in known:
+        if _is_known(request, path):
             return f"there is no {shown} here, but {path}: set the client's base URL to {base}/v1, with one /v1"
     if path in _ELSEWHERE:
         return f"there is no {shown} here: use {_ELSEWHERE[path]}"
     return f"there is no {shown} here; {base}/docs lists all paths"
+
+
+def _is_known(request: Request, path: str) -> bool:
+    """Whether this server has the path, for any method."""
+    return any(route.matches({**request.scope, "path": path})[0] is not Match.NONE for route in request.app.routes)
 
 
 def penstock_error_body(error: PenstockError) -> dict[str, Any]:
