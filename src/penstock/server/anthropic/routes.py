@@ -11,11 +11,12 @@ from typing_extensions import TypedDict
 
 from penstock.server.anthropic.answer import MessageAnswer
 from penstock.server.anthropic.protocol import CountTokensRequest, MessagesRequest
-from penstock.server.anthropic.translate import to_chat
+from penstock.server.anthropic.translate import FIELD_NAMES, to_chat
 from penstock.server.errors import JSONResponse
 from penstock.server.openai import generation
 from penstock.server.openai.chat import render_chat, start_chat
 from penstock.server.openai.responses import COMPLETION_RESPONSES
+from penstock.server.openai.translation import naming_fields
 from penstock.server.service import service_of
 
 router = APIRouter()
@@ -42,7 +43,8 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 async def create_message(body: MessagesRequest, request: Request) -> Response:
     """Answers a conversation."""
     request_id = f"msg_{secrets.token_hex(16)}"
-    chat = await start_chat(service_of(request), request, to_chat(body), request_id)
+    with naming_fields(FIELD_NAMES):
+        chat = await start_chat(service_of(request), request, to_chat(body), request_id)
     answer = MessageAnswer(chat, request_id)
     return await generation.respond(request, chat.generation, answer, request_id, is_stream=bool(body.stream))
 

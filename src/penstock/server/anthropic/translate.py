@@ -20,6 +20,9 @@ from penstock.server.openai.protocol import ChatCompletionRequest
 from penstock.server.openai.translation import EXTRA_FIELDS, chat_request, with_system
 from penstock.utils.errors import RequestError
 
+FIELD_NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}
+"""Fields of the chat completion whose names here differ."""
+
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 

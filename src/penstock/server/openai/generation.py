@@ -257,7 +257,7 @@ def _check_room(service: Service, prompt: Mapping[str, Any], body: GenerationReq
         if num_prompt + wanted > longest:
             raise RequestError(
                 f"{field}={wanted} is too large: max_model_len={longest} leaves {longest - num_prompt} tokens after a "
-                f"prompt of {num_prompt}; leave {field} out to use them all",
+                f"prompt of {num_prompt}",
                 field,
                 "context_length_exceeded",
             )

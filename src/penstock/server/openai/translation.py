@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Generator, Mapping
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
 from penstock.server.openai.protocol import ChatCompletionRequest
+from penstock.utils.errors import RequestError
 
 EXTRA_FIELDS = (
     "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "ignore_eos",
@@ -24,6 +27,18 @@ def chat_request(fields: dict[str, Any]) -> ChatCompletionRequest:
     except ValidationError as error:
         errors = [{**each, "loc": ("body", *each["loc"])} for each in error.errors()]
         raise RequestValidationError(errors, body=given) from None
+
+
+@contextlib.contextmanager
+def naming_fields(names: Mapping[str, str]) -> Generator[None]:
+    """Makes an error in a field of the chat completion name the client's field. `names` maps the one to the other."""
+    try:
+        yield
+    except RequestError as error:
+        if error.field not in names:
+            raise
+        name = names[error.field]
+        raise RequestError(str(error).replace(error.field, name), name, error.code) from None
 
 
 def with_system(system: str, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

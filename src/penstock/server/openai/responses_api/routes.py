@@ -15,7 +15,8 @@ from penstock.server.openai.responses import COMPLETION_RESPONSES, ERRORS
 from penstock.server.openai.responses_api.answer import Keeper, ResponseAnswer
 from penstock.server.openai.responses_api.protocol import ResponsesRequest
 from penstock.server.openai.responses_api.store import StoredResponse
-from penstock.server.openai.responses_api.translate import to_chat, to_messages
+from penstock.server.openai.responses_api.translate import FIELD_NAMES, to_chat, to_messages
+from penstock.server.openai.translation import naming_fields
 from penstock.server.service import service_of
 
 router = APIRouter()
@@ -28,7 +29,8 @@ async def create_response(body: ResponsesRequest, request: Request) -> Response:
     before = [] if body.previous_response_id is None else _stored(request, body.previous_response_id).messages
     messages = [*before, *to_messages(body.input)]
     request_id = f"resp_{secrets.token_hex(16)}"
-    chat = await start_chat(service, request, to_chat(body, messages), request_id)
+    with naming_fields(FIELD_NAMES):
+        chat = await start_chat(service, request, to_chat(body, messages), request_id)
     head = {"id": request_id, "created_at": int(service.clock.wall())}
     keeper = Keeper(None if body.store is False else service.stored_responses, _owner(request), messages)
     answer = ResponseAnswer(body, chat, service.llm.get_tokenizer(), head, keeper)

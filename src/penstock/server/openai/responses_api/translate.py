@@ -22,6 +22,9 @@ from penstock.server.openai.responses_api.protocol import (
 from penstock.server.openai.translation import EXTRA_FIELDS, chat_request, with_system
 from penstock.utils.errors import RequestError
 
+FIELD_NAMES = {"max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
+"""Fields of the chat completion whose names here differ."""
+
 _SYSTEM_ROLES = ("system", "developer")
 
 
