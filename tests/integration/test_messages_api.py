@@ -220,6 +220,17 @@ BAD: list[tuple[dict[str, Any], int, str, str]] = [
     ({"tool_choice": {"type": "any"}}, 400, "invalid_request_error", "tool_choice needs tools"),
     ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "f"}}, 400, "invalid_request_error", "not in tools"),
     ({"no_such_field": 1}, 400, "invalid_request_error", "no_such_field"),
+    ({"temprature": 1}, 400, "invalid_request_error", "did you mean temperature?"),
+    ({"tools": [{"name": "f", "input_schema": {}, "descripton": "x"}]}, 400, "invalid_request_error", "descripton"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "texts": "y"}]}]},
+        400, "invalid_request_error", "texts is not a field",
+    ),
+    ({"max_tokens": 99999}, 400, "invalid_request_error", "max_tokens=99999 is too large"),
+    (
+        {"output_config": {"format": {"type": "json_schema", "schema": {"type": "strin"}}}},
+        400, "invalid_request_error", "output_config.format: ",
+    ),
     ({"top_k": "many"}, 400, "invalid_request_error", "top_k"),
     ({"seed": "x"}, 400, "invalid_request_error", "seed"),
     ({"model": "claude"}, 404, "not_found_error", "claude"),

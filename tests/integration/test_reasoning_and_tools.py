@@ -272,6 +272,13 @@ def test_without_a_parser_reasoning_is_content(get: Get) -> None:
     assert chat(server) == ([("text", THOUGHT + "Sunny.")], "stop")
 
 
+def test_reasoning_can_be_left_out_or_left_in_the_content(get: Get) -> None:
+    server = get(reasoning_parser="qwen3")
+    server.answers(THOUGHT + "Sunny.")
+    assert chat(server, extra_body={"include_reasoning": False}) == ([("text", "Sunny.")], "stop")
+    assert chat(server, extra_body={"separate_reasoning": False}) == ([("text", THOUGHT + "Sunny.")], "stop")
+
+
 def test_forms_hold_behind_the_reasoning(get: Get) -> None:
     server = get(reasoning_parser="qwen3")
     server.answers(THOUGHT + '{"a": 1}')

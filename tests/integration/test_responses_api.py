@@ -189,6 +189,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"truncation": "auto"}, "truncation"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
     ({"no_such_field": 1}, "no_such_field is not a field"),
+    ({"temprature": 1}, "did you mean temperature?"),
+    ({"top_logprobs": 3}, "top_logprobs is not supported here"),
+    ({"input": [{"role": "user", "content": "x", "mood": "glad"}]}, "mood is not a field"),
     ({"include": ["message.output_text.logprobs"]}, "include"),
     ({"instructions": "\ud800"}, "Unicode"),
     ({"user": "\ud800"}, "user"),
@@ -208,6 +211,27 @@ def test_mistakes_are_refused(real: ServerProcess, fields: dict[str, Any], why: 
     status, answer = call(f"{real.url}/v1/responses", {"input": SUM, **fields})
     assert (status, answer["error"]["type"]) == (400, "invalid_request_error"), answer
     assert why in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("max_output_tokens", {"max_output_tokens": 99999}),
+        ("text.format", {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "strin"}}}}),
+    ],
+)
+def test_errors_name_the_field_of_this_api(real: ServerProcess, field: str, fields: dict[str, Any]) -> None:
+    status, answer = call(f"{real.url}/v1/responses", {"input": SUM, **fields})
+    assert (status, answer["error"]["param"]) == (400, field), answer
+    assert answer["error"]["message"].startswith(field)
+
+
+def test_fields_of_other_clients_are_accepted(real: ServerProcess) -> None:
+    neutral = {"prompt": None, "conversation": None, "top_logprobs": 0, "request_id": None, "mm_processor_kwargs": {}}
+    part = {"type": "input_text", "text": "What is 2+3?", "annotations": []}
+    given = [{"type": "message", "role": "user", "content": [part], "id": "msg_1", "status": "completed"}]
+    status, answer = call(f"{real.url}/v1/responses", {"input": given, "max_output_tokens": 1, **neutral})
+    assert status == 200, answer
 
 
 def test_an_unknown_model(client: OpenAI) -> None:

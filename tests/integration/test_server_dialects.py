@@ -218,6 +218,8 @@ def test_wrong_paths_are_put_right(server: ServerProcess) -> None:
     for path, words in (
         ("/chat/completions", f"base URL to {server.url}/v1"),
         ("/models", "/v1/models"),
+        ("/models/demo", "/v1/models/demo"),
+        ("/responses/resp_1", "/v1/responses/resp_1"),
         ("/v1/v1/chat/completions", "with one /v1"),
         ("/api/chat", "use /v1/chat/completions"),
         ("/generate", "use /v1/completions"),
@@ -279,7 +281,11 @@ def test_unknown_fields_can_be_ignored() -> None:
         assert "x-ignored-fields" not in call(server.url, "POST", COMPLETIONS, {"prompt": "a"}).headers
         assert refused(call(server.url, "POST", COMPLETIONS, {"prompt": "a", "suffix": "b"}))[0] == "suffix"
         turn = {"messages": [{"role": "user", "content": "hi", "mood": "glad"}], "max_tokens": 1}
-        assert call(server.url, "POST", CHAT, turn).headers["x-ignored-fields"] == "mood"
+        for path in (CHAT, "/v1/messages"):
+            assert call(server.url, "POST", path, turn).headers["x-ignored-fields"] == "mood"
+        for path, field in (("/v1/responses", "input"), ("/tokenize", "prompt")):
+            answer = call(server.url, "POST", path, {field: "hi", "unheard_of": 1})
+            assert (answer.status, answer.headers["x-ignored-fields"]) == (200, "unheard_of")
         with OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
             stream = client.completions.create(model="demo", prompt="a", stream=True, extra_body={"unheard_of": 1})
             assert stream.response.headers["x-ignored-fields"] == "unheard_of"

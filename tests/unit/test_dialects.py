@@ -10,12 +10,18 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from penstock.server.anthropic.protocol import Message, MessagesRequest, TextBlock, Tool
 from penstock.server.openai import dialects
 from penstock.server.openai.dialects import (
+    EARLIER_ANSWER_FIELDS,
     MESSAGE_FIELDS,
+    MESSAGES_FIELDS,
     PART_FIELDS,
     REQUEST_FIELDS,
+    RESPONSES_FIELDS,
     STRUCTURED_OUTPUTS_FIELDS,
+    TOKENIZE_FIELDS,
+    TOOL_FIELDS,
     DialectField,
     Effect,
 )
@@ -25,7 +31,9 @@ from penstock.server.openai.protocol import (
     CompletionRequest,
     ContentPart,
     StructuredOutputs,
+    TokenizeRequest,
 )
+from penstock.server.openai.responses_api.protocol import InputMessage, ResponsesRequest
 from penstock.utils.errors import RequestError
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "SERVING.md"
@@ -34,12 +42,22 @@ TABLES: dict[str, tuple[DialectField, ...]] = {
     "of a message": MESSAGE_FIELDS,
     "of a content part": PART_FIELDS,
     "of `structured_outputs`": STRUCTURED_OUTPUTS_FIELDS,
+    "of `/tokenize`": TOKENIZE_FIELDS,
+    "of `/v1/responses`": RESPONSES_FIELDS,
+    "of `/v1/messages`": MESSAGES_FIELDS,
+    "of a tool in `/v1/messages`": TOOL_FIELDS,
+    "of a message, item or block in these two": EARLIER_ANSWER_FIELDS,
 }
 OWNERS = {
     "of a request": (ChatCompletionRequest, CompletionRequest),
     "of a message": (ChatMessage,),
     "of a content part": (ContentPart,),
     "of `structured_outputs`": (StructuredOutputs,),
+    "of `/tokenize`": (TokenizeRequest,),
+    "of `/v1/responses`": (ResponsesRequest,),
+    "of `/v1/messages`": (MessagesRequest,),
+    "of a tool in `/v1/messages`": (Tool,),
+    "of a message, item or block in these two": (Message, TextBlock, InputMessage),
 }
 ROWS = [(place, row) for place, rows in TABLES.items() for row in rows]
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -93,7 +111,8 @@ def example(row: DialectField) -> Any:
 @pytest.mark.parametrize(("place", "row"), ROWS, ids=lambda value: getattr(value, "name", value))
 def test_fields_that_are_done_are_declared_and_no_others(place: str, row: DialectField) -> None:
     declared = {field.alias or name for owner in OWNERS[place] for name, field in owner.model_fields.items()}
-    assert (row.name in declared) == (row.effect is Effect.DONE)
+    # Blocks and items are told apart by their `type`.
+    assert (row.name in declared - {"type"}) == (row.effect is Effect.DONE)
 
 
 @pytest.mark.parametrize("kind", [ChatCompletionRequest, CompletionRequest])
@@ -153,6 +172,53 @@ def test_what_a_router_sends_is_taken() -> None:
         assert body.kv_transfer_params == FROM_ROUTER["kv_transfer_params"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "base"),
+    [
+        (ResponsesRequest, {"input": "hi"}),
+        (MessagesRequest, {"messages": MESSAGES, "max_tokens": 3}),
+        (TokenizeRequest, {"prompt": "hi"}),
+    ],
+)
+def test_every_route_has_a_table_and_can_ignore_unknown_fields(kind: type[Any], base: dict[str, Any]) -> None:
+    def parse_fields(**fields: Any) -> Any:
+        try:
+            return kind.model_validate({**base, **fields})
+        except ValidationError as error:
+            raise next(each["ctx"]["error"] for each in error.errors() if "ctx" in each) from None
+
+    for row in kind.dialect:
+        parse_fields(**{row.name: None})
+        if row.effect is Effect.REFUSED:
+            with pytest.raises(RequestError, match=rf"^{row.name} ") as caught:
+                parse_fields(**{row.name: example(row)})
+            assert caught.value.field == row.name
+    near = {"ResponsesRequest": "temprature", "MessagesRequest": "temprature", "TokenizeRequest": "promt"}[
+        kind.__name__
+    ]
+    with pytest.raises(RequestError, match=f"{near} is not a field of this request; did you mean"):
+        parse_fields(**{near: 1})
+    ignored: list[str] = []
+    token = dialects.ignored_fields.set(ignored)
+    try:
+        parse_fields(unheard_of=1)
+        assert ignored == ["unheard_of"]
+    finally:
+        dialects.ignored_fields.reset(token)
+
+
+def test_fields_of_another_route_are_refused() -> None:
+    for name, value in (
+        ("functions", []),
+        ("documents", []),
+        ("include_reasoning", False),
+        ("reasoning_effort", "low"),
+    ):
+        with pytest.raises(RequestError, match=f"^{name} is not supported by this route"):
+            parse(CompletionRequest, {name: value})
+    parse(CompletionRequest, {"functions": None, "include_reasoning": True})
+
+
 def test_unknown_fields_are_refused_unless_the_server_ignores_them() -> None:
     with pytest.raises(RequestError, match=r"max_tokes is not a field of this request; did you mean max_tokens\?"):
         parse(CompletionRequest, {"max_tokes": 3})
@@ -202,7 +268,7 @@ def _lines(rows: Sequence[DialectField]) -> list[str]:
     groups: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         passing = ", ".join(f"`{json.dumps(value)}`" for value in row.neutral)
-        note = f"{row.note} ({passing} passes)" if passing else row.note
+        note = f"{row.note} ({passing} passes)" if passing and row.effect is Effect.REFUSED else row.note
         groups.setdefault((row.effect.value, note), []).append(f"`{row.name}`")
     return [f"| {', '.join(names)} | {effect} | {note} |" for (effect, note), names in groups.items()]
 

@@ -1,42 +1,54 @@
-"""The requests of the Messages API. Unknown fields are refused."""
+"""The requests of the Messages API. Unknown fields are refused, as everywhere; messages and blocks may have the fields
+with which an earlier answer described them.
+"""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from penstock.messages.sampling_params import MAX_COUNT, MAX_STOP_STRINGS
 from penstock.server import limits
-from penstock.server.openai.protocol import Name, StopText
+from penstock.server.openai.dialects import (
+    CLIENT_LIBRARY_FIELDS,
+    EARLIER_ANSWER_FIELDS,
+    MESSAGES_FIELDS,
+    TOOL_FIELDS,
+)
+from penstock.server.openai.protocol import Name, RequestBody, StopText
 
 
-class TextBlock(BaseModel):
+class _Item(RequestBody):
+    dialect = EARLIER_ANSWER_FIELDS
+
+
+class TextBlock(_Item):
     type: Literal["text"]
     text: str
 
 
-class ToolUseBlock(BaseModel):
+class ToolUseBlock(_Item):
     type: Literal["tool_use"]
     id: Name
     name: Name
     input: dict[str, Any]
 
 
-class ToolResultBlock(BaseModel):
+class ToolResultBlock(_Item):
     type: Literal["tool_result"]
     tool_use_id: Name
     content: str | Annotated[list[TextBlock], Field(max_length=limits.MAX_CONTENT_PARTS)] = ""
     is_error: bool | None = None
 
 
-class ThinkingBlock(BaseModel):
+class ThinkingBlock(_Item):
     type: Literal["thinking"]
     thinking: str
 
 
-class RedactedThinkingBlock(BaseModel):
+class RedactedThinkingBlock(_Item):
     type: Literal["redacted_thinking"]
 
 
@@ -59,12 +71,15 @@ Block = Annotated[
 ]
 
 
-class Message(BaseModel):
+class Message(_Item):
     role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[Block], Field(max_length=limits.MAX_CONTENT_PARTS)]
 
 
-class Tool(BaseModel):
+class Tool(RequestBody):
+    dialect = TOOL_FIELDS
+
+    type: Literal["custom"] | None = None
     name: Name
     description: str | None = None
     input_schema: dict[str, Any]
@@ -78,22 +93,18 @@ class Tool(BaseModel):
         return tool
 
 
-class _Fields(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class AnyChoice(_Fields):
+class AnyChoice(RequestBody):
     type: Literal["auto", "any", "none"]
     disable_parallel_tool_use: bool | None = None
 
 
-class ToolChoice(_Fields):
+class ToolChoice(RequestBody):
     type: Literal["tool"]
     name: Name
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(_Fields):
+class Thinking(RequestBody):
     """`budget_tokens` and `display` have no effect: the length of the reasoning is not limited, and all of it is
     shown.
     """
@@ -103,18 +114,20 @@ class Thinking(_Fields):
     display: Any = None
 
 
-class OutputFormat(_Fields):
+class OutputFormat(RequestBody):
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
-class OutputConfig(_Fields):
+class OutputConfig(RequestBody):
     effort: Name | None = None
     format: OutputFormat | None = None
 
 
-class CountTokensRequest(_Fields):
+class CountTokensRequest(RequestBody):
     """A conversation, with the fields that affect its rendering."""
+
+    dialect = (*CLIENT_LIBRARY_FIELDS, *MESSAGES_FIELDS)
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=limits.MAX_MESSAGES)]
     model: Name | None = None

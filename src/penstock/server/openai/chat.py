@@ -45,8 +45,8 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A conversation whose answer is being generated; used by all APIs that answer conversations. `prefix` is the
-    beginning of the answer that the prompt already contains.
+    """A conversation whose answer is being generated; used by all APIs that answer conversations. `start` is the state
+    from which its reasoning is separated; `prefix` is the beginning of the answer that the prompt already contains.
     """
 
     model: str
@@ -81,7 +81,8 @@ async def start_chat(service: Service, request: Request, body: ChatCompletionReq
         prompt += tokenizer.encode(prefix, add_special_tokens=False)
     params = _sampling_params(body, service, tools, start)
     started = await generation.start(service, request, request_id, [prompt], params, body)
-    return Chat(model, started, tools, service.reasoning, start, prefix)
+    separated_from = Start.OVER if body.separate_reasoning is False else start
+    return Chat(model, started, tools, service.reasoning, separated_from, prefix)
 
 
 def _max_tokens(body: ChatCompletionRequest) -> int | None:
@@ -206,6 +207,7 @@ class _Answer:
         self._tokenizer = service.llm.get_tokenizer()
         self._head = head
         self._end_token_ids = service.llm.eos_token_ids
+        self._shows_reasoning = body.include_reasoning is not False
         last = body.messages[-1]
         self._echoed = str(_plain_message(last).get("content", "")) if body.echo and last.role == _ROLE else ""
 
@@ -227,7 +229,7 @@ class _Answer:
         content = self._echoed + parsed.content
         message: dict[str, Any] = {"role": _ROLE, "content": content, "refusal": None}
         if not self._chat.reasoning.is_none:
-            message |= _reasoning(parsed)
+            message |= _reasoning(parsed.reasoning if self._shows_reasoning else "")
         if parsed.tool_calls:
             # A call whose text is complete is sent in one delta.
             calls = [{"id": c.id, "type": "function", "function": _function(c)} for c in parsed.tool_calls]
@@ -272,8 +274,8 @@ class _Answer:
     def _delta(self, delta: Delta, parsed: AnswerDelta) -> dict[str, Any]:
         content = (self._echoed if delta.is_first else "") + parsed.content
         result: dict[str, Any] = {"role": _ROLE} if delta.is_first else {}
-        if parsed.reasoning:
-            result |= _reasoning(parsed)
+        if parsed.reasoning and self._shows_reasoning:
+            result |= _reasoning(parsed.reasoning)
         if content or (delta.is_first and not parsed.tool_calls):
             result["content"] = content
         if parsed.tool_calls:
@@ -330,10 +332,9 @@ class _Answer:
         return fields
 
 
-def _reasoning(parsed: AnswerDelta) -> dict[str, Any]:
+def _reasoning(text: str) -> dict[str, Any]:
     """Returns the reasoning under the name that most clients know and under vLLM's newer name."""
-    text = parsed.reasoning or None
-    return {"reasoning_content": text, "reasoning": text}
+    return {"reasoning_content": text or None, "reasoning": text or None}
 
 
 def _call_delta(call: ToolCallDelta) -> dict[str, Any]:

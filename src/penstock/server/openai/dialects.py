@@ -50,6 +50,17 @@ def _refused(name: str, note: str, *neutral: Any) -> DialectField:
     return DialectField(name, Effect.REFUSED, note, neutral)
 
 
+CLIENT_LIBRARY_FIELDS: tuple[DialectField, ...] = (
+    *_inert(
+        "concerns the client library",
+        "drop_params", "allowed_openai_params", "num_retries", "max_retries", "timeout", "caching", "tags",
+        "litellm_metadata", "litellm_session_id",
+    ),
+    _refused("extra_body", "is a parameter of client libraries: send its entries as fields of the request", {}),
+    _refused("model_kwargs", "is a parameter of client libraries: send its entries as fields of the request", {}),
+    _refused("streaming", "is a parameter of client libraries: use `stream`", False),
+)  # fmt: skip
+
 REQUEST_FIELDS: tuple[DialectField, ...] = (
     *_done("on completions the same as `max_tokens`", "max_completion_tokens"),
     *_done("cuts the prompt to that many tokens; -1 leaves room for `max_tokens`", "truncate_prompt_tokens"),
@@ -66,24 +77,23 @@ REQUEST_FIELDS: tuple[DialectField, ...] = (
     *_done("the same as `include_stop_str_in_output`", "no_stop_trim"),
     *_done("for the engine's KV connector; an engine without one ignores it", "kv_transfer_params"),
     *_done("a variable of the chat template, where the template knows it", "reasoning_effort", "documents"),
+    DialectField("include_reasoning", Effect.DONE, "false: the answer leaves the reasoning out", (True,)),
+    DialectField("separate_reasoning", Effect.DONE, "false: the reasoning stays in the content, with its tags", (True,)),
     *_inert(
         "concerns OpenAI's own service",
         "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
         "verbosity", "prediction",
     ),
-    *_inert("the answer is the same", "include_reasoning", "separate_reasoning", "stream_reasoning"),
+    *_inert("reasoning is streamed as it is generated", "stream_reasoning"),
     *_inert("prefixes are always cached; `cache_salt` separates them", "cache_prompt", "id_slot", "n_keep"),
     *_inert("the model stays loaded", "keep_alive"),
-    *_inert("there is one engine", "data_parallel_rank", "session_id", "rid"),
+    *_inert("does not change the answer; the header `X-data-parallel-rank` selects an engine", "data_parallel_rank"),
+    *_inert("does not change the answer", "session_id", "rid"),
     *_inert("there is one implementation", "guided_decoding_backend", "watermarking", "stream_interval"),
     *_inert("concerns images and sound", "media_io_kwargs", "mm_processor_kwargs"),
     *_inert("concerns vLLM's own routes", "return_token_offsets", "routed_experts_prompt_start"),
     *_inert("adds nothing to the answer", "timings_per_token", "return_progress", "post_sampling_probs"),
-    *_inert(
-        "concerns the client library",
-        "drop_params", "allowed_openai_params", "num_retries", "max_retries", "timeout", "caching", "tags",
-        "litellm_metadata", "litellm_session_id",
-    ),
+    *CLIENT_LIBRARY_FIELDS,
     *_inert(
         "belongs to a sampler that is off",
         "mirostat_tau", "mirostat_eta", "dynatemp_exponent", "xtc_threshold", "dry_base", "dry_allowed_length",
@@ -93,9 +103,6 @@ REQUEST_FIELDS: tuple[DialectField, ...] = (
     _refused("audio", "cannot be given: the model writes text only"),
     _refused("web_search_options", "cannot be given: the server does not search the web"),
     _refused("suffix", "is not supported: write the model's fill-in-the-middle tokens into `prompt`", ""),
-    _refused("extra_body", "is a parameter of client libraries: send its entries as fields of the request", {}),
-    _refused("model_kwargs", "is a parameter of client libraries: send its entries as fields of the request", {}),
-    _refused("streaming", "is a parameter of client libraries: use `stream`", False),
     _refused("use_beam_search", "is not supported: use `n` with a `temperature` above 0", False),
     _refused("length_penalty", "belongs to beam search, which is not supported", 1),
     _refused("early_stopping", "belongs to beam search, which is not supported", False),
@@ -172,6 +179,52 @@ PART_FIELDS: tuple[DialectField, ...] = (
     *_inert("says how an earlier answer came about", "annotations", "citations", "logprobs", "id"),
 )
 
+TOKENIZE_FIELDS: tuple[DialectField, ...] = (
+    *_inert("concerns images and sound", "media_io_kwargs", "mm_processor_kwargs"),
+    _refused("chat_template", "cannot be sent: the template comes with the model"),
+)
+
+RESPONSES_FIELDS: tuple[DialectField, ...] = (
+    *_inert("concerns images and sound", "media_io_kwargs", "mm_processor_kwargs"),
+    _refused("prompt", "names a template stored by OpenAI: use `instructions` and `input`"),
+    _refused("conversation", "is not supported: use `previous_response_id`"),
+    _refused("top_logprobs", "is not supported here: use `/v1/chat/completions`", 0),
+    _refused("stop", "is not supported here: use `/v1/chat/completions`", []),
+    _refused("messages", "is not a field of this request: use `input`"),
+    _refused("max_tokens", "is not a field of this request: use `max_output_tokens`"),
+    _refused("max_completion_tokens", "is not a field of this request: use `max_output_tokens`"),
+    _refused("response_format", "is not a field of this request: use `text` with `format`"),
+    _refused("reasoning_effort", "is not a field of this request: use `reasoning` with `effort`"),
+    _refused("request_id", "is not a field of this request: use the header `X-Request-Id`"),
+)
+
+MESSAGES_FIELDS: tuple[DialectField, ...] = (
+    *_inert("concerns Anthropic's own service", "betas"),
+    _refused("container", "is for running code, which is not supported"),
+    _refused("mcp_servers", "is not supported: offer their tools as `tools`", []),
+    _refused("context_management", "is not supported: send the turns that the model is to see", {}),
+    _refused("n", "is not supported here: use `/v1/chat/completions`", 1),
+    _refused("stop", "is not a field of this request: use `stop_sequences`"),
+    _refused("max_completion_tokens", "is not a field of this request: use `max_tokens`"),
+    _refused("response_format", "is not a field of this request: use `output_config` with `format`"),
+)
+
+TOOL_FIELDS: tuple[DialectField, ...] = (
+    *_inert("prefixes are always cached", "cache_control"),
+    *_inert("concerns Anthropic's own service", "allowed_callers", "defer_loading", "eager_input_streaming"),
+    *_inert("is not shown to the model", "input_examples"),
+)
+
+EARLIER_ANSWER_FIELDS: tuple[DialectField, ...] = (
+    *_inert("prefixes are always cached", "cache_control"),
+    *_inert(
+        "says how an earlier answer came about",
+        "annotations", "caller", "citations", "container", "data", "encrypted_content", "id", "logprobs", "model",
+        "namespace", "phase", "signature", "status", "stop_details", "stop_reason", "stop_sequence", "type", "usage",
+    ),
+)  # fmt: skip
+"""Fields of messages, items and blocks that clients of the Responses and the Messages API send back."""
+
 STRUCTURED_OUTPUTS_FIELDS: tuple[DialectField, ...] = (
     *_inert("there is one implementation", "disable_fallback", "backend"),
     _refused("disable_any_whitespace", "is not supported: use `grammar`", False),
@@ -199,8 +252,10 @@ def translate(given: Any, table: Iterable[DialectField], known: Iterable[str]) -
             if not is_ignored(name):
                 hint = nearest(str(name), [*declared, *rows])
                 raise RequestError(f"{name} is not a field of this request{hint}", str(name))
-        elif row.effect is Effect.REFUSED and value is not None and value not in row.neutral:
-            raise RequestError(f"{name} {row.note}", name)
+        elif row.effect is not Effect.INERT and value is not None and value not in row.neutral:
+            # A supported field that this request does not have belongs to another route.
+            why = row.note if row.effect is Effect.REFUSED else "is not supported by this route"
+            raise RequestError(f"{name} {why}", name)
     return kept
 
 

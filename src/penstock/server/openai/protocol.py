@@ -18,6 +18,7 @@ from penstock.server.openai.dialects import (
     PART_FIELDS,
     REQUEST_FIELDS,
     STRUCTURED_OUTPUTS_FIELDS,
+    TOKENIZE_FIELDS,
     DialectField,
     translate,
 )
@@ -276,6 +277,8 @@ class ChatCompletionRequest(GenerationRequest, TemplateOptions):
     functions: Annotated[list[FunctionDefinition], Field(max_length=limits.MAX_TOOLS)] | None = None
     function_call: Literal["auto", "none"] | ChosenFunction | None = None
     reasoning_effort: Name | None = None
+    include_reasoning: bool | None = True
+    separate_reasoning: bool | None = True
     documents: Annotated[list[dict[str, Any]], Field(max_length=limits.MAX_MESSAGES)] | None = None
 
     @model_validator(mode="after")
@@ -295,6 +298,8 @@ class ChatCompletionRequest(GenerationRequest, TemplateOptions):
 
 class TokenizeRequest(TemplateOptions):
     """Text, or messages as in a chat completion."""
+
+    dialect = TOKENIZE_FIELDS
 
     model: Name | None = None
     prompt: str | None = None

@@ -1,33 +1,38 @@
-"""The requests of the Responses API. Unknown fields of a request are refused, as everywhere. Items that a client sends
-back from an earlier answer have more fields than are needed; fields that are not declared here are ignored.
+"""The requests of the Responses API. Unknown fields are refused, as everywhere; items may have the fields with which an
+earlier answer described them.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag, model_validator
+from pydantic import Discriminator, Field, StringConstraints, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from penstock.messages.sampling_params import MAX_COUNT
 from penstock.server import limits
-from penstock.server.openai.protocol import FunctionDefinition, Name
+from penstock.server.openai.dialects import CLIENT_LIBRARY_FIELDS, EARLIER_ANSWER_FIELDS, RESPONSES_FIELDS
+from penstock.server.openai.protocol import FunctionDefinition, Name, RequestBody
 
 MetadataText = Annotated[str, StringConstraints(max_length=limits.MAX_METADATA_CHARACTERS)]
 LongText = Annotated[str, StringConstraints(max_length=limits.MAX_TOOL_SCHEMA_BYTES)]
 
 
-class TextPart(BaseModel):
+class _Item(RequestBody):
+    dialect = EARLIER_ANSWER_FIELDS
+
+
+class TextPart(_Item):
     type: Literal["input_text", "output_text", "text"]
     text: str
 
 
-class RefusalPart(BaseModel):
+class RefusalPart(_Item):
     type: Literal["refusal"]
     refusal: str
 
 
-class SummaryPart(BaseModel):
+class SummaryPart(_Item):
     type: Literal["summary_text", "reasoning_text"]
     text: str
 
@@ -36,26 +41,26 @@ ContentPart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 Content = str | Annotated[list[ContentPart], Field(max_length=limits.MAX_CONTENT_PARTS)]
 
 
-class InputMessage(BaseModel):
+class InputMessage(_Item):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
 
 
-class FunctionCallItem(BaseModel):
+class FunctionCallItem(_Item):
     type: Literal["function_call"]
     call_id: Name
     name: Name
     arguments: str
 
 
-class FunctionCallOutput(BaseModel):
+class FunctionCallOutput(_Item):
     type: Literal["function_call_output"]
     call_id: Name
     output: Content
 
 
-class ReasoningItem(BaseModel):
+class ReasoningItem(_Item):
     type: Literal["reasoning"]
     summary: Annotated[list[SummaryPart], Field(max_length=limits.MAX_CONTENT_PARTS)] = []
     content: Annotated[list[SummaryPart], Field(max_length=limits.MAX_CONTENT_PARTS)] | None = None
@@ -80,10 +85,6 @@ InputItem = Annotated[
 ]
 
 
-class _Fields(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
 class FunctionTool(FunctionDefinition):
     type: Literal["function"]
 
@@ -95,15 +96,15 @@ class FunctionTool(FunctionDefinition):
         return tool
 
 
-class TextFormat(_Fields):
+class TextFormat(RequestBody):
     type: Literal["text"]
 
 
-class JsonObjectFormat(_Fields):
+class JsonObjectFormat(RequestBody):
     type: Literal["json_object"]
 
 
-class JsonSchemaFormat(_Fields):
+class JsonSchemaFormat(RequestBody):
     type: Literal["json_schema"]
     name: Name | None = None
     description: LongText | None = None
@@ -111,29 +112,31 @@ class JsonSchemaFormat(_Fields):
     strict: bool | None = None
 
 
-class TextConfig(_Fields):
+class TextConfig(RequestBody):
     format: Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")] | None = None
     verbosity: Name | None = None
 
 
-class ReasoningConfig(_Fields):
+class ReasoningConfig(RequestBody):
     effort: Name | None = None
     summary: Name | None = None
     generate_summary: Name | None = None
 
 
-class FunctionChoice(_Fields):
+class FunctionChoice(RequestBody):
     type: Literal["function"]
     name: Name
 
 
-class AllowedTools(_Fields):
+class AllowedTools(RequestBody):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"] = "auto"
     tools: Annotated[list[FunctionChoice], Field(min_length=1, max_length=limits.MAX_TOOLS)]
 
 
-class ResponsesRequest(_Fields):
+class ResponsesRequest(RequestBody):
+    dialect = (*CLIENT_LIBRARY_FIELDS, *RESPONSES_FIELDS)
+
     input: str | Annotated[list[InputItem], Field(min_length=1, max_length=limits.MAX_MESSAGES)]
     model: Name | None = None
     instructions: str | None = None
