@@ -128,7 +128,7 @@ def test_every_command_with_an_engine_takes_a_positional_model(command: list[str
         engine_kwargs(parsed(*command, "some/model", "--model", "other/model"))
 
 
-@pytest.mark.parametrize("command", [[], ["serve"], ["chat"], ["generate"]], ids=" ".join)
+@pytest.mark.parametrize("command", [[], *COMMANDS], ids=" ".join)
 def test_help_imports_nothing_heavy(command: list[str]) -> None:
     program = f"""
 import sys

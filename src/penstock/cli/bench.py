@@ -9,13 +9,11 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from tqdm import tqdm
-
 from penstock.cli import bench_serve
 from penstock.cli.dataclass_args import add_engine_args, add_model_argument
 from penstock.cli.parser import count, count_from_zero
 from penstock.cli.startup import start_llm
+from penstock.loadgen.results import percentile
 from penstock.messages.sampling_params import SamplingParams
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import ConfigError
@@ -91,6 +89,9 @@ def run_throughput(args: argparse.Namespace) -> int:
 
 
 def run_latency(args: argparse.Namespace) -> int:
+    # Imported here: the help text needs no progress bar.
+    from tqdm import tqdm
+
     llm = _make_llm(args)
     clock = SystemClock()
     latencies: list[float] = []
@@ -106,7 +107,7 @@ def run_latency(args: argparse.Namespace) -> int:
     result = {
         "avg_latency": statistics.fmean(latencies),
         "latencies": latencies,
-        "percentiles": {str(p): float(np.percentile(latencies, p)) for p in _PERCENTAGES},
+        "percentiles": {str(p): percentile(latencies, p) for p in _PERCENTAGES},
     }
     return _report(result, args.output_json)
 

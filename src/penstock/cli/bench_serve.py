@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import json
 import math
@@ -15,8 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from tqdm import tqdm
 
 from penstock.cli.parser import count, count_from_zero, number, whole_number
 from penstock.loadgen import results
@@ -230,6 +227,9 @@ def objective(text: str) -> tuple[str, float]:
 def run(args: argparse.Namespace) -> int:
     """Returns 1 when every request failed. Raises KeyboardInterrupt after it has reported what was measured."""
     _check(args)
+    # Imported here: the help text needs no event loop, no progress bar, no HTTP client and no tokenizer.
+    import asyncio
+
     date = time.strftime("%Y%m%d-%H%M%S", time.localtime(SystemClock().wall()))
     model, num_prompts, measured = asyncio.run(_measure(args))
     objectives = dict(args.goodput)
@@ -293,7 +293,8 @@ def _check_embeddings(args: argparse.Namespace) -> None:
 
 async def _measure(args: argparse.Namespace) -> tuple[str, int, Run]:
     """Returns the model's name, the number of requests to send, and their outcomes."""
-    # Imported here: the help text needs no HTTP client and no tokenizer.
+    from tqdm import tqdm
+
     from penstock.loadgen.client import Server, ServerTokenizer, chat_body, embedding_body, request_body
     from penstock.loadgen.runner import arrivals, run_load
     from penstock.loadgen.tokens import LocalTokenizer

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import urllib.request
 from collections.abc import Iterator
 
 from penstock.cli.dataclass_args import add_model_argument
@@ -45,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="sockets",
         help="transport for KV: sockets (default), shared_memory, nixl, mooncake; the last two need libraries",
     )
-    parser.add_argument("--kv-cache-memory", default="256MB", help="KV cache of each instance (default: 256MB)")
+    parser.add_argument("--kv-cache-memory", default="256MB", metavar="SIZE", help="KV cache of each instance (default: 256MB)")
     parser.set_defaults(run=run)
 
 
@@ -127,6 +126,9 @@ def _show(name: str, process: subprocess.Popen[str]) -> None:
 
 def _wait_until_ready(name: str, process: subprocess.Popen[str], port: int) -> None:
     """Raises ConfigError if the process ends first."""
+    # Imported here: the help text needs no HTTP client.
+    import urllib.request
+
     clock = SystemClock()
     deadline = clock.now() + _START_SECONDS
     ended = threading.Event()

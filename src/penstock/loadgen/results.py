@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from penstock.loadgen.runner import Run
-from penstock.loadgen.stream import Outcome
+if TYPE_CHECKING:
+    from penstock.loadgen.runner import Run
+    from penstock.loadgen.stream import Outcome
 
 REQUEST_METRICS: dict[str, Callable[[Outcome], float]] = {
     "ttft": lambda outcome: outcome.ttft,
@@ -52,6 +51,14 @@ def without_output(figures: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in figures.items() if name not in _OF_OUTPUT}
 
 
+def percentile(values: Sequence[float], percentage: float) -> float:
+    """Returns a percentile, interpolated linearly between values."""
+    # Imported here: the names above are part of a help text, which needs no numpy.
+    import numpy as np
+
+    return float(np.percentile(values, percentage))
+
+
 def latency_figures(
     outcomes: Sequence[Outcome], metrics: Sequence[str], percentages: Sequence[float]
 ) -> dict[str, float]:
@@ -64,7 +71,7 @@ def latency_figures(
         figures[f"median_{metric}_ms"] = statistics.median(values)
         figures[f"std_{metric}_ms"] = statistics.pstdev(values)
         for percentage in percentages:
-            figures[f"p{percentage:g}_{metric}_ms"] = float(np.percentile(values, percentage))
+            figures[f"p{percentage:g}_{metric}_ms"] = percentile(values, percentage)
     return figures
 
 
