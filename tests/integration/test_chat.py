@@ -90,6 +90,7 @@ STARTS = {
     "serve": ("serve", "--port", "0", "--kv-cache-memory", "20MB"),
     "chat": ("chat", "--kv-cache-memory", "20MB"),
     "simulate": ("simulate", "--count", "300", "--jobs", "2"),
+    "verify": ("verify", "--soak", "1"),
 }
 
 
@@ -97,7 +98,7 @@ STARTS = {
 @pytest.mark.parametrize("name", STARTS)
 def test_ctrl_c_while_it_starts_ends_it_without_a_traceback(name: str) -> None:
     """At several moments, from the first import to the start of child processes and the load of the model."""
-    for delay in (0.15, 0.3, 0.6, 1.2, 2.4):
+    for delay in (0.15, 0.3, 0.6, 1.2, 2.4, *((12.0,) if name == "verify" else ())):
         with in_terminal([*PENSTOCK, *STARTS[name]]) as terminal:
             time.sleep(delay)
             terminal.type(CTRL_C)

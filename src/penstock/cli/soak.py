@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from penstock.config.engine import EngineArgs
+from penstock.utils.interrupts import interrupts_end_at_once
 
 if TYPE_CHECKING:
     from penstock.verify.soak import Finding, SoakResult, Tally
@@ -26,10 +27,11 @@ def minutes(text: str) -> float:
 
 def run_soak(arguments: EngineArgs, prompts: Sequence[str], max_tokens: int, num_minutes: float) -> int:
     """Returns 1 if a process differed from the reference process or failed."""
-    # Imported here: the help text needs no torch.
-    from tqdm import tqdm
+    with interrupts_end_at_once():
+        # Imported here: the help text needs no torch.
+        from tqdm import tqdm
 
-    from penstock.verify.soak import soak
+        from penstock.verify.soak import soak
 
     with tqdm(leave=False, disable=None, unit="process", desc="reference process") as bar:
 

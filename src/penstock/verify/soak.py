@@ -26,6 +26,7 @@ from penstock.config.engine import EngineArgs, EngineConfig
 from penstock.frontend.front_end import build_front_end
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import ConfigError
+from penstock.utils.interrupts import interrupts_blocked
 from penstock.verify.recording import PLAN, Place, Plan, Recording, Round, first_difference
 from penstock.verify.rows import plain_arguments, small_pool
 from penstock.verify.workload import Case, make_cases
@@ -225,7 +226,9 @@ def _noise(seed: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _killed_at_exit(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
-    with subprocess.Popen(command, **options) as process:
+    with interrupts_blocked():
+        process = subprocess.Popen(command, **options)
+    with process:
         try:
             yield process
         finally:
