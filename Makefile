@@ -17,7 +17,6 @@ $(VENV)/.installed: pyproject.toml constraints.txt setup.py $(wildcard src/penst
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt torch setuptools wheel
 	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e .
-	$(BIN)/python -m penstock.kernels.native
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
@@ -25,6 +24,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	touch $@
 
 demo: $(VENV)/.installed
+	@[ "$$PENSTOCK_NATIVE" = 0 ] || $(BIN)/python -m penstock.kernels.native
 	@echo 'penstock generate --chat --prompt "What are you?"'
 	@$(BIN)/penstock generate --chat --prompt "What are you?"
 	@echo 'penstock generate --prompt "Once upon a time" --max-tokens 200'
