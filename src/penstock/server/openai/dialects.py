@@ -78,7 +78,7 @@ REQUEST_FIELDS: tuple[DialectField, ...] = (
     *_done("for the engine's KV connector; an engine without one ignores it", "kv_transfer_params"),
     *_done("a variable of the chat template, where the template knows it", "reasoning_effort", "documents"),
     DialectField("include_reasoning", Effect.DONE, "false: the answer leaves the reasoning out", (True,)),
-    DialectField("separate_reasoning", Effect.DONE, "false: the reasoning stays in the content, with its tags", (True,)),
+    DialectField("separate_reasoning", Effect.DONE, "false: the reasoning, with its tags, is content", (True,)),
     *_inert(
         "concerns OpenAI's own service",
         "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",

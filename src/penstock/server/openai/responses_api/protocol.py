@@ -37,6 +37,7 @@ class SummaryPart(_Item):
     text: str
 
 
+Summary = Annotated[list[SummaryPart], Field(max_length=limits.MAX_CONTENT_PARTS)]
 ContentPart = Annotated[TextPart | RefusalPart, Field(discriminator="type")]
 Content = str | Annotated[list[ContentPart], Field(max_length=limits.MAX_CONTENT_PARTS)]
 
@@ -62,8 +63,8 @@ class FunctionCallOutput(_Item):
 
 class ReasoningItem(_Item):
     type: Literal["reasoning"]
-    summary: Annotated[list[SummaryPart], Field(max_length=limits.MAX_CONTENT_PARTS)] = []
-    content: Annotated[list[SummaryPart], Field(max_length=limits.MAX_CONTENT_PARTS)] | None = None
+    summary: Summary = Field(default_factory=list[SummaryPart])
+    content: Summary | None = None
 
 
 def _item_type(item: Any) -> str:
