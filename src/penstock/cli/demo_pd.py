@@ -44,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="sockets",
         help="transport for KV: sockets (default), shared_memory, nixl, mooncake; the last two need libraries",
     )
-    parser.add_argument("--kv-cache-memory", default="256MB", metavar="SIZE", help="KV cache of each instance (default: 256MB)")
+    parser.add_argument(
+        "--kv-cache-memory", default="256MB", metavar="SIZE", help="KV cache of each instance (default: 256MB)"
+    )
     parser.set_defaults(run=run)
 
 
