@@ -1,7 +1,7 @@
-"""Every test runs with the checks that production leaves out: poisoned KV blocks, and integrity after every step.
+"""Runs every test with the checks that production omits: poisoned KV blocks, and integrity after every step.
 
-`--executor mp` gives every engine of the test process a worker in a process of its own. Tests that replace parts of a
-worker, or look into it, cannot see it there: `make test-all` names those that can.
+`--executor mp` gives every engine of the test process a worker in a process of its own. Tests that replace or inspect
+parts of a worker cannot reach it there: `make test-all` lists the tests that do neither.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ import hypothesis
 import pytest
 import torch
 
-# Any example may be interrupted on a busy machine.
+# On a busy machine any example may be delayed.
 hypothesis.settings.register_profile("without deadlines", deadline=None)
 hypothesis.settings.load_profile("without deadlines")
 os.environ.setdefault("PENSTOCK_DEBUG", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # So a shell starts what it runs in the background, and every child inherits it: none would end at an interrupt.
+    # A shell starts background jobs in this way, and every child inherits it: no child would end at an interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 if not torch.cuda.is_available():
-    # Triton looks when it is first imported: without a GPU its kernels run in its interpreter, on CPU tensors.
+    # Triton reads this when it is first imported: without a GPU its kernels run in its interpreter, on CPU tensors.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--executor", choices=("uniproc", "mp"), default="uniproc", help="where the engines' workers are")
+    parser.addoption("--executor", choices=("uniproc", "mp"), default="uniproc", help="where the engines' workers run")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Applies `spread`: cases of a test beyond its number, which are spread evenly over them, are long."""
+    """Applies `spread(count)`: keeps `count` evenly spaced cases of a test, and marks its other cases as long."""
     cases: defaultdict[tuple[object, str, int], list[pytest.Item]] = defaultdict(list)
     for item in items:
         spread = item.get_closest_marker("spread")

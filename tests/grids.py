@@ -1,4 +1,4 @@
-"""Grids of test parameters: `make test` and `make test-long` run a part with every value, `make test-all` all of it."""
+"""Grids of test parameters: `make test` and `make test-long` run a covering part, `make test-all` runs all of it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import pytest
 
 
 def exhaustive(*values: Any) -> Any:
-    """One case of `pytest.mark.parametrize` that is left to `make test-all`."""
+    """Returns a case for `pytest.mark.parametrize` that only `make test-all` runs."""
     return pytest.param(*values, marks=pytest.mark.exhaustive)
 
 
 def grid(*parameters: Sequence[Any], strength: int = 2) -> list[Any]:
-    """Every combination of the parameters' values, for `pytest.mark.parametrize` with all their names.
+    """Returns every combination of the parameters' values, for `pytest.mark.parametrize` with all their names.
 
-    Combinations beyond a covering set are marked exhaustive. In that set, any `strength` values of as many parameters
-    meet: it has every pair of values with 2, and every value with 1.
+    Combinations outside a covering set are marked exhaustive. That set contains every combination of the values of any
+    `strength` parameters: every pair of values with 2, and every value with 1.
     """
     cells = list(itertools.product(*(range(len(values)) for values in parameters)))
     tuples = {cell: set(itertools.combinations(enumerate(cell), strength)) for cell in cells}

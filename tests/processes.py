@@ -10,9 +10,9 @@ from typing import Any
 
 @contextlib.contextmanager
 def started(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
-    """A process that is killed when the body ends, also by an exception; `options` are those of `Popen`.
+    """Starts a process, and kills it when the body ends, also by an exception; `options` are those of `Popen`.
 
-    One that outlived its test would fail another: a `Popen` that is collected while its process runs gives a
+    A process that outlived its test would fail another test: a `Popen` that is collected while its process runs gives a
     `ResourceWarning`, which is an error here, in whichever test the collection happens.
     """
     with subprocess.Popen(command, **options) as process:

@@ -1,4 +1,4 @@
-"""A step that exists for its drafts alone."""
+"""Steps with only the parts that a verifier needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches that go straight to an attention backend, in whatever dtype and on whatever device."""
+"""Batches for direct calls of an attention backend, in any dtype and on any device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ MAX_MODEL_LEN = 1024
 
 @dataclass
 class Case:
-    """Blocks lie at random. What no request wrote is NaN; the null block is 0, and stands where a window has passed."""
+    """Block ids are random. Slots that no request wrote are NaN; the null block is 0, and replaces blocks that have
+    left a window."""
 
     qkv: torch.Tensor
     positions: torch.Tensor
@@ -28,7 +29,7 @@ class Case:
     def random(
         cls,
         lengths: Sequence[int],
-        counts: Sequence[int],  # of each request's queries, its last positions
+        counts: Sequence[int],  # of each request's queries, which are its last positions
         num_heads: tuple[int, int] = (4, 2),
         head_size: int = 64,
         window: int = 0,
@@ -72,7 +73,7 @@ class Case:
         )
 
     def padded(self, num_reqs: int) -> Case:
-        """As a captured batch of one query a request would see it."""
+        """Returns this batch, of one query per request, as a captured graph for `num_reqs` requests receives it."""
         real, more = self.metadata, num_reqs - len(self.metadata.seq_lens)
         metadata = AttentionMetadata(
             query_start_loc=torch.cat((real.query_start_loc, real.query_start_loc[-1:].expand(more))),
@@ -86,5 +87,5 @@ class Case:
         return replace(self, qkv=qkv, positions=torch.nn.functional.pad(self.positions, (0, more)), metadata=metadata)
 
     def run(self, backend: AttentionBackend) -> torch.Tensor:
-        """Leaves everything as it was."""
+        """Runs the backend on copies, so that the case is not changed."""
         return backend.attend(self.qkv.clone(), self.positions, self.heads, self.kv_cache.clone(), self.metadata)

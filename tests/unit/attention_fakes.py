@@ -1,14 +1,14 @@
-"""Stand-ins by torch for the two libraries behind optional attention backends, with their signatures and refusals.
+"""Stand-ins in torch for the two libraries behind optional attention backends, with their signatures and checks.
 
 Facts are from FlashAttention 3.0.0 (`flash_attn_with_kvcache` in hopper/flash_attn_interface.py, and the checks of
 `mha_fwd` in flash_api_stable.cpp) and FlashInfer 0.6.18 (`xqa_batch_decode_with_kv_cache` in decode.py, `xqa` in
-xqa.py, `BatchPrefillWithPagedKVCacheWrapper` in prefill.py). Other than the real ones these take float32 and the CPU.
+xqa.py, `BatchPrefillWithPagedKVCacheWrapper` in prefill.py). Unlike the real ones, these accept float32 and the CPU.
 
-They are as careless as the real ones may be: what a request's table names up to its length is read and multiplied by
-zero where a query does not see it, and rows of no request are not written.
+They read and write as carelessly as the real ones may: everything that a request's table names up to its length is
+read, and multiplied by zero where a query does not see it; rows that belong to no request are not written.
 """
 
-# ruff: noqa: PT018 - these are a library's refusals, not a test's findings
+# ruff: noqa: PT018 - these assertions are a library's checks, not a test's
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-SEMAPHORES = 4096  # bytes of them that are looked at
+SEMAPHORES = 4096  # bytes of them that are checked
 
 
 def attend(
@@ -41,7 +41,10 @@ def gather(pages: torch.Tensor, ids: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def in_window(num_queries: int, length: int, left: int, right: int = -1) -> torch.Tensor:
-    """[num_queries, length]: the last query at the last position; so many neighbours on a side, all of them if < 0."""
+    """Returns which positions each query sees, [num_queries, length]: `left` and `right` neighbours, all if < 0.
+
+    The last query is at the last position.
+    """
     distances = torch.arange(length) - torch.arange(length - num_queries, length)[:, None]
     return (distances >= (-left if left >= 0 else -length)) & (distances <= (right if right >= 0 else length))
 
@@ -85,7 +88,7 @@ def flash_attn_with_kvcache(
     sm_margin=0,
     return_softmax_lse=False,
 ):
-    """Only paged, only with `cu_seqlens_q`, nothing appended."""
+    """Supports only paged caches with `cu_seqlens_q`, and appends nothing."""
     num_requests = len(cu_seqlens_q) - 1
     check_int32(cu_seqlens_q, num_requests + 1)
     check_int32(cache_seqlens, num_requests)
@@ -129,7 +132,7 @@ def xqa_batch_decode_with_kv_cache(
     kv_cache_sf=None,
     q_cu_seq_lens=None,
 ):
-    """Only with as many queries for each request. The kernel reads neither strides of queries nor of block tables."""
+    """Supports only equally many queries per request. The kernel ignores the strides of queries and block tables."""
     num_requests, query_len = len(seq_lens), q_len_per_req
     assert kv_cache.dim() == 5 and kv_cache.shape[1] == 2 and kv_cache.dtype == query.dtype
     pages = kv_cache if kv_layout == "NHD" else kv_cache.transpose(2, 3)
@@ -159,7 +162,7 @@ def xqa_batch_decode_with_kv_cache(
 
 
 class BatchPrefillWithPagedKVCacheWrapper:
-    plans = 0  # of all wrappers
+    plans = 0  # calls of `plan` on any wrapper
 
     def __init__(
         self,

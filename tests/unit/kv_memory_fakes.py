@@ -1,6 +1,6 @@
-"""Engines whose KV memory is bytes: every cell is (layer, head, token, kv plane, dim) and has a value of its own.
+"""Engines whose KV memory is bytes: every cell (layer, head, token, kv plane, dim) has a unique value.
 
-Addresses are computed cell by cell from the declared layouts, so that plans of whole runs can be held against them.
+Addresses are computed cell by cell from the declared layouts, so that plans of whole runs can be compared with them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Cell = tuple[str, int, int, int, int]
 
 @dataclass(frozen=True)
 class FakeLayer:
-    """A layer of the model, with all its heads. Layers of equal `place` lie in the same memory."""
+    """A layer of the model, with all its heads. Layers with equal `place` share memory."""
 
     name: str
     group: int
@@ -38,7 +38,8 @@ class FakeLayer:
 
 
 def model(num_heads: int, num_planes: int = 2, dim: int = 2) -> tuple[FakeLayer, ...]:
-    """Three layers with full attention, two with a window beside the first two, and a drafter's with fewer heads."""
+    """Returns three layers with full attention, two with a window in the memory of the first two, and a drafter's layer
+    with fewer heads."""
     target = [
         FakeLayer(f"layer.{number}", group, num_heads, place, num_planes, dim)
         for number, (group, place) in enumerate([(0, 0), (1, 0), (0, 1), (1, 1), (0, 2)])
@@ -47,7 +48,7 @@ def model(num_heads: int, num_planes: int = 2, dim: int = 2) -> tuple[FakeLayer,
 
 
 def split_evenly(layers: Sequence[FakeLayer], pp: int) -> list[Sequence[FakeLayer]]:
-    """Stages of the target's layers; the drafter's layer is on the last one."""
+    """Divides the target's layers into stages; the drafter's layer is on the last one."""
     cuts = [interval(len(layers) - 1, stage, pp) for stage in range(pp)]
     return split_at(layers, [end for _, end in cuts[:-1]])
 
@@ -57,7 +58,7 @@ def split_at(layers: Sequence[FakeLayer], cuts: Sequence[int]) -> list[Sequence[
 
 
 def heads_of(num_heads: int, rank: int, tp: int) -> tuple[int, int]:
-    """An equal share of the heads, or one of them where there are more ranks than heads."""
+    """Returns an equal share of the heads, or one of them if there are more ranks than heads."""
     if tp <= num_heads:
         return interval(num_heads, rank, tp)
     head = rank * num_heads // tp
@@ -72,7 +73,7 @@ def make_layout(
     rank: int = 0,
     tp: int = 1,
 ) -> KVLayout:
-    """The layout of a shard with its share of these layers' heads."""
+    """Returns the layout of a shard with its share of these layers' heads."""
     regions: dict[str, MemoryRegion] = {}
     layouts: list[LayerLayout] = []
     for layer in layers:
@@ -85,7 +86,7 @@ def make_layout(
         for size in reversed(shape):
             strides.insert(0, num_bytes)
             num_bytes *= size
-        # An odd place has a gap before it and behind it.
+        # The memory of an odd place has a gap before and after it.
         offset = ITEM_BYTES * (layer.place % 2)
         region = MemoryRegion(f"memory.{layer.place}", num_bytes + 2 * offset)
         assert regions.setdefault(region.name, region) == region
@@ -97,7 +98,7 @@ def make_layout(
 
 @dataclass
 class FakeEngine:
-    """The shards of an engine: `memory` is each one's flat space, all its regions one after the other."""
+    """The shards of an engine: `memory` holds the flat space of each, all its regions one after another."""
 
     stages: Sequence[Sequence[FakeLayer]]
     tp: int
@@ -140,7 +141,7 @@ def cells(layer: LayerLayout, tokens: range) -> Iterator[Cell]:
 
 
 def address(layout: KVLayout, layer: LayerLayout, cell: Cell, table: Sequence[int]) -> int | None:
-    """Where a cell is in the flat space, or None in a NULL_BLOCK."""
+    """Returns a cell's offset in the flat space, or None if it is in a NULL_BLOCK."""
     _, head, token, plane, dim = cell
     block = table[token // layout.block_size]
     if block == NULL_BLOCK:
@@ -156,7 +157,7 @@ def address(layout: KVLayout, layer: LayerLayout, cell: Cell, table: Sequence[in
 
 @functools.cache
 def values_of(layers: tuple[FakeLayer, ...], num_tokens: int) -> dict[Cell, bytes]:
-    """A value for every cell of the model's tokens, no two alike."""
+    """Returns a unique value for every cell of the model's tokens."""
     everything = [
         (layer.name, *indices)
         for layer in layers

@@ -1,4 +1,4 @@
-"""A tier that does what a script says, and keys whose content can be told from the key."""
+"""A tier whose results a test decides, and keys that determine their content."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def make_key(number: int, group: int = 0) -> OffloadKey:
 
 
 def content(key: OffloadKey, num_bytes: int = CHUNK_BYTES) -> bytes:
-    """The bytes that belong to the key."""
+    """Returns the bytes that belong to the key."""
     pattern = digest(key[1], bytes([key[0]]))
     return (pattern * (num_bytes // len(pattern) + 1))[:num_bytes]
 
@@ -26,7 +26,8 @@ def content(key: OffloadKey, num_bytes: int = CHUNK_BYTES) -> bytes:
 class FakeTier:
     """Keeps bytes in a dict. `outcome` decides for each key of a job whether it succeeds, when the job ends.
 
-    A job ends in the `get_finished_jobs` that follows `num_delays` others. A failed load leaves rubbish in its chunk.
+    A job ends in the `get_finished_jobs` that follows `num_delays` others. A failed load leaves random bytes in its
+    chunk.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class FakeTier:
         due = [entry for entry in self._jobs if entry[0] <= self._num_polls]
         self._jobs = [entry for entry in self._jobs if entry[0] > self._num_polls]
         self._num_polls += 1
-        # Jobs overtake one another.
+        # Jobs can end in another order than they were submitted.
         return [self._end(generation, job) for _, generation, job in reversed(due)]
 
     def _end(self, generation: int, job: TransferJob) -> JobResult:

@@ -24,7 +24,7 @@ BLOCK_SIZE = 16
 
 
 class TimedStages:
-    """An executor whose stages take `seconds[stage](num_tokens)`; to launch a step costs the host `host_seconds`.
+    """An executor whose stages take `seconds[stage](num_tokens)`; launching a step costs the host `host_seconds`.
 
     An earlier stage begins a step when the tokens of its requests are known, and every stage takes steps in order.
     """

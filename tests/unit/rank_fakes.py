@@ -1,4 +1,4 @@
-"""What the ranks of an engine report of a small model, for every way to divide it."""
+"""Reports of an engine's ranks about a small model, for any division of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.worker.parts import make_config
 
 NUM_HEADS = 4
 HEAD_SIZE = 8
-# Stages of this model have sliding layers alone, full ones alone, or both.
+# Stages of this model have only sliding-window layers, only full ones, or both.
 WINDOWS = (32, 32, 32, 0, 32, 0, 0)
 DRAFT = {"draft.model.layers.0.self_attn": 32}
 PLENTY = MemoryBudget(total=1 << 40, in_use=0)
@@ -28,14 +28,14 @@ def layer_name(number: int) -> str:
 
 
 def stages_of(pp: int, counts: Sequence[int] | None = None) -> list[range]:
-    """As equal as may be, or with these numbers of layers."""
+    """Divides the layers as equally as possible, or into stages with these numbers of layers."""
     if counts is None:
         return [range(*interval(len(WINDOWS), stage, pp)) for stage in range(pp)]
     return [range(sum(counts[:stage]), sum(counts[: stage + 1])) for stage in range(pp)]
 
 
 def heads_of(num_heads: int, rank: int, tp: int) -> tuple[int, int]:
-    """Some of the heads, or one of them where there are more ranks than heads."""
+    """Returns an equal share of the heads, or one of them if there are more ranks than heads."""
     if tp <= num_heads:
         return interval(num_heads, rank, tp)
     head = rank * num_heads // tp
@@ -43,7 +43,7 @@ def heads_of(num_heads: int, rank: int, tp: int) -> tuple[int, int]:
 
 
 def make_rank(shard: ShardId, read: Sequence[TensorRows] = (), arithmetic: str = "generic") -> WorkerFacts:
-    """A rank without layers."""
+    """Returns the facts of a rank without layers."""
     return WorkerFacts(
         shard=shard,
         device="cpu",
@@ -67,7 +67,8 @@ def make_facts(
     memory: dict[ShardId, MemoryBudget] | None = None,
     has_drafter: bool = True,
 ) -> list[WorkerFacts]:
-    """The drafter has half as many heads, and its layer is on the last stage, under the sliding windows' tables."""
+    """Returns the facts of all ranks. The drafter has half as many heads, and its layer is on the last stage, in the
+    sliding windows' group."""
 
     def spec(total: int, rank: int, window: int) -> KVCacheSpec:
         first, end = heads_of(total, rank, tp)
@@ -89,6 +90,6 @@ def make_facts(
 
 
 def make_engine_config(**given: int) -> EngineConfig:
-    """The configuration of the built-in model; planning uses only its limits."""
+    """Returns the configuration of the built-in model; planning uses only its limits."""
     args = {"device": "cpu", "max_model_len": 64, "max_num_batched_tokens": 64, **given}
     return make_config(EngineArgs(**args))  # pyright: ignore[reportArgumentType]

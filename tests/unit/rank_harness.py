@@ -1,4 +1,4 @@
-"""Ranks as threads of the test, over each implementation of their links; and what processes of other tests run."""
+"""Ranks as threads of the test, with any implementation of their links; and functions for ranks in processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def shards(pp: int, tp: int) -> list[ShardId]:
 
 
 class Ranks:
-    """Every rank of an engine, in a thread of its own, runs `body`. With gloo `memory` is only created."""
+    """Every rank of an engine runs `body` in a thread of its own. With gloo, `memory` is created but not used."""
 
     def __init__(self, pp: int, tp: int, body: Body, backend: str = "shared", port: int | None = None):
         self.memory = create_rank_memory(pp, tp)
@@ -71,7 +71,7 @@ def run_ranks(pp: int, tp: int, body: Body, backend: str = "shared") -> dict[Sha
 
 
 def random_bits(rows: int, columns: int, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
-    """[rows, columns] of any bits, NaN of every kind included."""
+    """Returns [rows, columns] of random bits, including NaNs of every kind."""
     size = dtype.itemsize
     bits = torch.randint(0, 256, (rows, columns * size), dtype=torch.uint8, generator=generator)
     return bits.view(dtype) if rows and columns else torch.empty((rows, columns), dtype=dtype)
@@ -99,14 +99,14 @@ def raises_soon(seconds: float = 0.5) -> Iterator[None]:
         took = time.monotonic() - start
         assert took < seconds, f"it took {took:.2f} s"
         return
-    raise AssertionError("nothing was raised")
+    raise AssertionError("RanksLostError was not raised")
 
 
-# What processes run.
+# Functions that run in a process of their own.
 
 
 def gather_in_process(name: str, num_bytes: int, shard: ShardId, count: int, seconds: float) -> None:
-    """A rank of 1 x 2: `count` gathers, compared with the whole, in less than `seconds` after both have started."""
+    """Runs a rank of 1 x 2: compares `count` gathers with the whole, which must take less than `seconds` in all."""
     torch.set_num_threads(1)
     links = shared_links(attach_memory(name, num_bytes), 1, 2, shard)
     generator = torch.Generator().manual_seed(count)
@@ -126,7 +126,7 @@ def gather_in_process(name: str, num_bytes: int, shard: ShardId, count: int, sec
 
 
 def wait_in_process(name: str, num_bytes: int, size: tuple[int, int], shard: ShardId, pipe: Connection) -> None:
-    """A rank that waits for one that never comes, and reports how that ended."""
+    """Runs a rank that waits for one that never starts, and reports how the wait ended."""
     links = shared_links(attach_memory(name, num_bytes), *size, shard)
     pipe.send("waiting")
     try:
@@ -137,7 +137,7 @@ def wait_in_process(name: str, num_bytes: int, size: tuple[int, int], shard: Sha
 
 
 def gather_and_report(name: str, num_bytes: int, shard: ShardId, pipe: Connection) -> None:
-    """A rank of 1 x 2 that gathers until that fails."""
+    """Runs a rank of 1 x 2 that gathers until a gather fails."""
     links = shared_links(attach_memory(name, num_bytes), 1, 2, shard)
     part = torch.ones(64, 512)
     links.group.gather_columns(part, [512, 512])
@@ -150,14 +150,14 @@ def gather_and_report(name: str, num_bytes: int, shard: ShardId, pipe: Connectio
 
 
 def create_in_process(pipe: Connection) -> None:
-    """An executor: it creates the memory and does nothing more."""
+    """Acts as an executor that only creates the memory."""
     memory = create_rank_memory(1, 2)
     pipe.send((memory.name, len(memory.view)))
     pipe.recv()
 
 
-def wait_by_gloo(address: str, shard: ShardId, how: str, pipe: Connection) -> None:
-    """A rank of 2 x 2 by gloo that begins to wait as `how` says, and reports how and when that ended."""
+def wait_with_gloo(address: str, shard: ShardId, how: str, pipe: Connection) -> None:
+    """Runs a rank of 2 x 2 with gloo that waits as `how` says, and reports when and how the wait ended."""
     links = distributed_links(address, 2, 2, shard, "gloo", 60.0)
     links.group.barrier()
     pipe.send("waiting")

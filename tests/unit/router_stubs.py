@@ -19,22 +19,23 @@ from penstock.router.service import Listening, RouterConfig, running
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 SECONDS = 60.0
 IMPATIENT = Timeouts(prefill=2, query=2)
-"""For instances that do not answer."""
+"""Timeouts for instances that do not answer."""
 WATCHFUL = HealthConfig(interval=0.05, timeout=2, dead_after=1)
 STYLES = ("serial", "concurrent")
 PATH = "/v1/completions"
 
 
 class Stub:
-    """An instance whose answers a test decides. `health` is what it says of itself; `None`: its /health hangs."""
+    """An instance whose answers a test decides. `health` is the status that it reports; with None, /health
+    never answers."""
 
     def __init__(self, role: Role, handler: Handler, *, has_bootstrap: bool = False) -> None:
         self.role = role
         self.handler = handler
         self.has_bootstrap = has_bootstrap
         self.health: str | None = "ok"
-        self.num_asked = 0
-        self.num_left = 0
+        self.num_requests = 0
+        self.num_cancelled = 0
         self.bodies: list[Any] = []
         self.headers: list[dict[str, str]] = []
         self.app = web.Application()
@@ -68,14 +69,14 @@ class Stub:
         return web.json_response({"0": {"engine_id": "p"}})
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
-        self.num_asked += 1
+        self.num_requests += 1
         self.headers.append(dict(request.headers))
         with contextlib.suppress(ValueError):
             self.bodies.append(json.loads(await request.read()))
         try:
             return await self.handler(request)
         except asyncio.CancelledError:
-            self.num_left += 1
+            self.num_cancelled += 1
             raise
 
 
@@ -171,7 +172,7 @@ async def half(request: web.Request) -> web.StreamResponse:
 
 
 async def headers_only(request: web.Request) -> web.StreamResponse:
-    """A stream that ends before its first event."""
+    """Begins a stream that ends before its first event."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     await response.prepare(request)
     await abort(request)
@@ -183,7 +184,8 @@ async def prefilled(request: web.Request) -> web.StreamResponse:
 
 
 class OncePerConnection:
-    """Answers, and ends a connection that is used again, as an instance does with one that it has kept for long."""
+    """Answers the first request of a connection and aborts the connection at the next one, as an instance does with a
+    connection that has been idle for too long."""
 
     def __init__(self) -> None:
         self._used: set[object] = set()
@@ -196,7 +198,7 @@ class OncePerConnection:
 
 
 class Gathering:
-    """Answers when so many requests are there."""
+    """Answers when `count` requests have arrived."""
 
     def __init__(self, count: int) -> None:
         self._missing = count

@@ -1,4 +1,4 @@
-"""Mutual authentication and sealed frames: what valid peers get, and that nothing else raises more than PeerError."""
+"""Mutual authentication and sealed frames: valid peers exchange data, and anything else raises only PeerError."""
 
 import contextlib
 import struct
@@ -22,7 +22,7 @@ def sides(
 
 
 def converse(client: Authentication, server: Authentication, piece: int = 1 << 20) -> None:
-    """Carries what each side sends to the other, in pieces of so many bytes, until there is nothing more to send."""
+    """Delivers what each side sends to the other, in pieces of `piece` bytes, until there is nothing more to send."""
     to_server, to_client = client.greeting(), server.greeting()
     while to_server or to_client:
         sent, to_server = to_server, b""
@@ -77,7 +77,7 @@ def test_a_client_without_the_key_learns_no_proof_by_reflecting_the_servers_mess
     assert first.receive(second.greeting()) == b""
     assert second.receive(first.greeting()) == b""
     assert not first.is_done
-    # Another client's proof to the one server is of no use with the other.
+    # Another client's proof for one server is invalid for the other server.
     client = Authentication(KEY, True, b"data")
     proof = client.receive(second.greeting())
     with pytest.raises(PeerError):
@@ -102,7 +102,7 @@ def test_a_recorded_handshake_cannot_be_replayed():
         Authentication(KEY, False, b"data").receive(recorded)
 
 
-def test_what_the_server_sends_directly_behind_the_handshake_is_kept_for_the_opener():
+def test_data_that_directly_follows_the_handshake_is_kept_for_the_opener():
     client, server = sides()
     proof = client.receive(server.greeting())
     answer = server.receive(client.greeting() + proof)
@@ -127,7 +127,7 @@ def test_a_client_that_sends_data_before_the_server_is_authenticated_is_refused(
         (b"PSK" + bytes([VERSION]) + b"\x00" * MAX_READ_BYTES, "at once"),
     ],
 )
-def test_something_else_is_refused_as_soon_as_it_shows(data: bytes, message: str):
+def test_other_protocols_and_versions_and_excess_data_are_refused_at_once(data: bytes, message: str):
     for is_client in (True, False):
         side = Authentication(KEY, is_client, b"data")
         with pytest.raises(PeerError, match=message):
@@ -135,7 +135,7 @@ def test_something_else_is_refused_as_soon_as_it_shows(data: bytes, message: str
 
 
 @given(st.lists(st.binary(max_size=120), max_size=8), st.booleans(), st.booleans())
-def test_arbitrary_bytes_never_authenticate_and_raise_nothing_but_a_peer_error(chunks, is_client, with_greeting):
+def test_arbitrary_bytes_never_authenticate_and_raise_only_a_peer_error(chunks, is_client, with_greeting):
     side = Authentication(KEY, is_client, b"data")
     if with_greeting:
         chunks = [Authentication(KEY, not is_client, b"data").greeting(), *chunks]
@@ -174,7 +174,7 @@ def test_frames_of_another_connection_are_refused():
 
 
 def sealed_with_fixed_nonces() -> tuple[list[bytes], Opener]:
-    """The same frames at each call, and a fresh opener for them."""
+    """Returns the same frames at each call, and a fresh opener for them."""
     client = Authentication(KEY, True, b"data", nonce=NONCES[0])
     server = Authentication(KEY, False, b"data", nonce=NONCES[1])
     converse(client, server)
@@ -182,7 +182,7 @@ def sealed_with_fixed_nonces() -> tuple[list[bytes], Opener]:
     return [sealer.seal(payload) for payload in (b"first", b"second")], server.opener(64)
 
 
-def test_every_changed_bit_of_a_frame_is_noticed():
+def test_every_changed_bit_of_a_frame_is_detected():
     for at in range(4 + len(b"first") + 32):
         for bit in range(8):
             made, opener = sealed_with_fixed_nonces()
@@ -214,13 +214,13 @@ def test_an_opener_takes_arbitrary_bytes_with_bounded_memory(chunks):
 
 
 @given(st.lists(st.binary(max_size=64), max_size=8), st.integers(1, 50))
-def test_payloads_come_back_however_the_stream_is_cut(payloads, piece):
+def test_payloads_are_recovered_however_the_stream_is_split(payloads, piece):
     sealer, opener = Sealer(b"key"), Opener(b"key", 64)
     stream = b"".join(sealer.seal(payload) for payload in payloads)
     assert [got for at in range(0, len(stream), piece) for got in opener.feed(stream[at : at + piece])] == payloads
 
 
-def test_a_reader_that_asks_what_is_missing_reads_nothing_of_what_follows():
+def test_reading_num_missing_bytes_never_reads_beyond_a_message():
     client, server = sides()
     from_server = server.greeting()
     assert client.num_missing == len(from_server)

@@ -1,4 +1,4 @@
-"""Results of steps that an earlier stage has not heard of: when it must receive them, and whom they still concern."""
+"""Results that an earlier stage has not yet received: when it must receive them, and to which requests they apply."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.runner.rows import Rows
 
 
 def batch(rows: Rows, step: int, decoding: Sequence[str] = (), in_prompt: Sequence[str] = ()) -> HostBatch:
-    """A step in which some requests sample and others compute a chunk inside their prompts of 8 tokens."""
+    """Returns a step in which some requests sample and others compute a chunk inside their prompts of 8 tokens."""
     counts = {**dict.fromkeys(in_prompt, 2), **dict.fromkeys(decoding, 1)}
     plan = SchedulerOutput(
         step=step,
@@ -38,7 +38,7 @@ def due(awaited: AwaitedResults, rows: Rows, step: int, *request_ids: str) -> in
     return awaited.num_due(step, rows.rows(request_ids))
 
 
-def test_a_result_is_due_when_its_request_runs_again_with_all_before_it() -> None:
+def test_a_result_and_all_before_it_are_due_when_its_request_runs_again() -> None:
     rows, awaited = make("a", "b", "c")
     awaited.expect(1, batch(rows, 1, ["a"]))
     awaited.expect(2, batch(rows, 2, ["b"]))
@@ -64,7 +64,7 @@ def test_a_step_that_samples_nothing_has_no_result() -> None:
     assert owned.rows.tolist() == rows.rows(["b"]).tolist()
 
 
-def test_what_is_for_an_earlier_owner_of_a_row_is_left_out() -> None:
+def test_tokens_for_an_earlier_owner_of_a_row_are_dropped() -> None:
     rows, awaited = make("a", "b")
     awaited.expect(1, batch(rows, 1, ["a", "b"]))
     row = rows.row("a")
@@ -88,7 +88,7 @@ def test_a_request_that_returns_to_its_row_is_a_new_owner() -> None:
     assert awaited.take().positions.tolist() == [0]
 
 
-def test_results_of_processed_steps_are_due_whomever_they_concern() -> None:
+def test_results_of_processed_steps_are_due_for_any_request() -> None:
     rows, awaited = make("a", "b", depth=2)
     awaited.expect(1, batch(rows, 1, ["a"]))
     assert due(awaited, rows, 2, "b") == 0
@@ -104,7 +104,7 @@ def test_random_traffic_applies_each_token_to_its_own_request(depth: int) -> Non
     rows = Rows(3)
     awaited = AwaitedResults(rows, depth)
     channel: deque[list[str]] = deque()
-    last_of: dict[int, str] = {}  # by row, whose token it holds
+    last_of: dict[int, str] = {}  # row -> the request whose token it holds
     owners: list[str] = []
     sampled: set[str] = set()
     num_dropped = 0

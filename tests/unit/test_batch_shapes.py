@@ -1,4 +1,4 @@
-"""Which step replays which graph: a shape that holds it, padded as little as there is, or none."""
+"""The graph that a step replays: the captured shape that fits it with the least padding, or no graph."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def shapes(contexts: Sequence[int] = CONTEXTS, ragged: bool = True, mixed: bool 
 
 
 def host(counts: Sequence[int], computed: int = 100, sampling: Sequence[int] | None = None) -> HostBatch:
-    """Requests with these numbers of tokens, all of which are sampled from but where `sampling` says how many are."""
+    """Returns requests with these numbers of tokens; all are sampled from unless `sampling` gives other numbers."""
     lens = np.array(counts)
     drafts = (lens if sampling is None else np.array(sampling)) - 1
     rows = np.arange(len(lens))
@@ -42,14 +42,16 @@ def test_sizes_grow_by_quarters() -> None:
     [
         ([1], 100, (1, 1, 1, 1024)),
         ([1, 1, 1], 1020, (4, 4, 1, 1024)),
-        ([1, 1, 1], 1021, (4, 4, 1, 4096)),  # with three drafts behind them
+        ([1, 1, 1], 1021, (4, 4, 1, 4096)),  # with three drafts after them
         ([4] * 9, 100, (16, 64, 4, 1024)),
         ([2, 1], 9990, (2, 4, 2, 10000)),
         ([4, 1, 3], 100, (4, 16, 4, 1024)),
         ([1] * 97, 9999, (100, 100, 1, 10000)),
     ],
 )
-def test_the_smallest_that_holds_it(counts: list[int], computed: int, expected: tuple[int, ...]) -> None:
+def test_a_step_gets_the_smallest_captured_shape_that_fits(
+    counts: list[int], computed: int, expected: tuple[int, ...]
+) -> None:
     found = shapes().of(host(counts, computed))
     assert found == BatchDescriptor(*expected)
     assert found in shapes().captured
@@ -64,7 +66,7 @@ def test_the_smallest_that_holds_it(counts: list[int], computed: int, expected: 
         (host([1, 1]), shapes(contexts=())),
     ],
 )
-def test_steps_of_their_own(batch: HostBatch, kind: BatchShapes) -> None:
+def test_steps_that_fit_no_graph_have_their_own_shape(batch: HostBatch, kind: BatchShapes) -> None:
     found = kind.of(batch)
     assert found == BatchDescriptor(len(batch.rows), batch.num_tokens, batch.max_query_len, batch.max_seq_len + 3)
     assert found not in kind.captured
@@ -80,7 +82,7 @@ def test_steps_of_their_own(batch: HostBatch, kind: BatchShapes) -> None:
         (host([512]), shapes(mixed=True), (100, 512)),
     ],
 )
-def test_mixed_steps(batch: HostBatch, kind: BatchShapes, expected: tuple[int, int]) -> None:
+def test_mixed_steps_get_mixed_shapes(batch: HostBatch, kind: BatchShapes, expected: tuple[int, int]) -> None:
     num_reqs, num_tokens = expected
     found = kind.of(batch)
     assert found == BatchDescriptor(num_reqs, num_tokens, num_tokens, CONTEXTS[-1])
@@ -88,21 +90,21 @@ def test_mixed_steps(batch: HostBatch, kind: BatchShapes, expected: tuple[int, i
     assert kind.is_mixed(found)
 
 
-def test_mixed_steps_that_are_too_large_for_a_graph() -> None:
+def test_steps_that_are_too_large_for_a_mixed_graph() -> None:
     kind = shapes(mixed=True, max_num_batched_tokens=4096)
     assert kind.of(host([1024])) in kind.captured
     assert kind.of(host([1025])) not in kind.captured
-    # Where the largest graph is larger than any step there is none.
+    # No mixed graph is larger than the largest step.
     few = shapes(mixed=True, max_num_batched_tokens=100)
     assert few.of(host([97])) == BatchDescriptor(1, 97, 97, 200)
     assert not shapes(mixed=True, contexts=()).captured
 
 
-def test_uniform_steps_of_a_backend_that_needs_them() -> None:
+def test_a_backend_without_ragged_graphs_replays_uniform_steps() -> None:
     assert shapes(ragged=False).of(host([4, 4, 4])) == BatchDescriptor(4, 16, 4, 1024)
 
 
-def test_all_that_are_captured() -> None:
+def test_the_captured_shapes() -> None:
     captured = shapes().captured
     assert len(captured) == len(set(captured)) == len(graph_sizes(100)) * 3 * len(CONTEXTS)
     assert captured[0] == BatchDescriptor(100, 400, 4, 10000)

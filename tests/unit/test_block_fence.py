@@ -1,4 +1,4 @@
-"""Blocks that steps in flight may still write are given to no request before the last of these steps is processed."""
+"""Blocks that steps in flight may still write are not reallocated before the last of these steps is processed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Engine:
         return plan
 
     def process(self) -> int:
-        """The oldest step comes back; returns its number."""
+        """Processes the oldest step in flight; returns its number."""
         plan = self.in_flight.popleft()
         tokens: dict[str, tuple[int, ...]] = dict.fromkeys(plan.num_scheduled_tokens, (7,))
         self.scheduler.update_from_output(plan, ModelRunnerOutput(sampled_token_ids=tokens))
@@ -57,7 +57,7 @@ def begins(plan: SchedulerOutput, request_id: str) -> bool:
 
 @pytest.fixture
 def engine() -> Engine:
-    """Two requests that fill four of the five blocks run in all steps that can be in flight."""
+    """Returns an engine with the maximum of steps in flight, all of two requests that fill four of the five blocks."""
     engine = Engine()
     engine.add("a", "b")
     for _ in range(DEPTH):

@@ -1,4 +1,4 @@
-"""Blocks change hands only as the pool's contract says; every test ends with its counts recomputed."""
+"""The block pool: allocation, eviction order, fences and pins."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def key(number: int) -> tuple[int, bytes]:
     return (0, number.to_bytes(4, "big"))
 
 
-def test_blocks_come_back() -> None:
+def test_released_blocks_are_free() -> None:
     pool = BlockPool(5)
     ids = pool.allocate(4)
     assert sorted(ids) == [1, 2, 3, 4]
@@ -28,13 +28,13 @@ def test_the_tail_is_evicted_before_its_head_and_the_oldest_first() -> None:
         pool.publish(block, key(number))
     pool.release(old)
     pool.release(new)
-    # One block never had content: it goes first; then the older request's tail, then its head.
+    # One block never had content and is taken first; then the older request's tail, then its head.
     assert pool.allocate(3) == [5, old[1], old[0]]
     assert pool.find(key(0)) is None
     assert pool.find(key(2)) == new[0]
 
 
-def test_a_hit_takes_a_block_out_of_the_free_ones() -> None:
+def test_a_hit_makes_a_cached_block_owned() -> None:
     pool = BlockPool(3)
     (block,) = pool.allocate(1)
     pool.publish(block, key(1))
@@ -44,14 +44,14 @@ def test_a_hit_takes_a_block_out_of_the_free_ones() -> None:
     pool.acquire([block])
     pool.acquire([block])
     assert pool.state(block) is BlockState.OWNED
-    pool.drop("reader")  # A hit does not change what the block means.
+    pool.drop("reader")  # A hit does not change the block's content.
     pool.release([block])
     pool.check_integrity([[block]])
     pool.release([block])
     pool.check_integrity([])
 
 
-def test_a_holder_finds_out_that_its_block_went_to_another() -> None:
+def test_the_reallocation_of_a_pinned_block_is_detected() -> None:
     pool = BlockPool(2)
     (block,) = pool.allocate(1)
     pool.hold("writer", [block], writes=True)
@@ -90,7 +90,7 @@ def test_a_fenced_block_can_be_hit_and_is_then_not_freed_by_its_fence() -> None:
     assert pool.num_available == 1
 
 
-def test_a_holder_outlives_the_owner() -> None:
+def test_a_pin_outlives_the_owner() -> None:
     pool = BlockPool(3)
     (block,) = pool.allocate(1)
     pool.hold("read-1", [block], writes=False)
@@ -102,7 +102,7 @@ def test_a_holder_outlives_the_owner() -> None:
     assert pool.num_available == 2
 
 
-def test_a_writer_puts_a_block_into_loading_until_it_ends() -> None:
+def test_a_block_is_loading_until_its_writer_ends() -> None:
     pool = BlockPool(3)
     (block,) = pool.allocate(1)
     pool.hold("load-1", [block], writes=True)
@@ -115,7 +115,7 @@ def test_a_writer_puts_a_block_into_loading_until_it_ends() -> None:
     pool.check_integrity([])
 
 
-def test_the_cache_is_cleared_only_when_nobody_holds_blocks() -> None:
+def test_the_cache_is_cleared_only_without_owners_and_pins() -> None:
     pool = BlockPool(3)
     (block,) = pool.allocate(1)
     pool.publish(block, key(1))

@@ -15,14 +15,14 @@ from penstock.utils.errors import ConfigError
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("is_wide", [False, True])
-def test_sound_weights_pass(dtype: torch.dtype, is_wide: bool) -> None:
+def test_correct_weights_pass(dtype: torch.dtype, is_wide: bool) -> None:
     weight = torch.randn(70, 45, generator=torch.Generator().manual_seed(0)).to(dtype)
     weight[0, :4] = torch.tensor([0.0, -0.0, torch.finfo(dtype).tiny / 4, -torch.finfo(dtype).tiny / 2]).to(dtype)
     compare("layer", Linear(weight, torch.randn(70).to(dtype), is_wide=is_wide), weight)
 
 
 def spoil(linear: PackedLinear, weight: torch.Tensor) -> None:
-    """Doubles the middle weight where the layer keeps it."""
+    """Doubles the middle weight in the layer's own memory."""
     into = linear._into
     kept = getattr(into, "_packed", None)
     if kept is None:
@@ -41,7 +41,7 @@ def test_a_wrong_packed_weight_is_found() -> None:
         compare("layers.3.mlp.down_proj", linear, weight)
 
 
-def test_an_engine_checks_its_weights_when_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_checks_its_weights_with_check_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     set_up, made = PackedLinear._set_up, []
 
     def faulty(self: PackedLinear, weight: torch.Tensor, *others: object) -> None:

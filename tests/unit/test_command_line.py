@@ -1,4 +1,4 @@
-"""The command line before anything runs: help, errors, sizes, which modules are imported."""
+"""The command line before a command runs: help, errors, sizes, and imported modules."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_help_fits_a_terminal_of_80_columns(command: list[str], capsys: pytest.C
     assert lines[1] == "", "the usage is one line"
 
 
-def test_every_engine_flag_stands_in_a_group_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_engine_flags_in_groups_with_their_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         run_command(["serve", "--help"])
     text = capsys.readouterr().out
@@ -99,7 +99,7 @@ def test_every_engine_flag_stands_in_a_group_with_its_default(capsys: pytest.Cap
         ),
     ],
 )
-def test_mistakes_are_named_with_what_may_be_meant(
+def test_errors_name_the_mistake_and_suggest_a_correction(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert error_of(capsys, *arguments) == message + "\n"
@@ -109,7 +109,7 @@ def test_no_flag_may_be_abbreviated(capsys: pytest.CaptureFixture[str]) -> None:
     assert "unknown flag --max-model;" in error_of(capsys, "chat", "--max-model", "128")
 
 
-def test_flags_of_bytes_take_units() -> None:
+def test_flags_in_bytes_accept_units() -> None:
     args = parsed("serve", "--kv-cache-memory", "5GB", "--max-body-bytes", "512KiB")
     assert (args.kv_cache_memory, args.max_body_bytes) == (5_000_000_000, 512 << 10)
     assert parsed("serve").max_body_bytes == 16 << 20

@@ -1,4 +1,4 @@
-"""The two sides of a connector: made in different processes from plain data, within their role and their abilities."""
+"""The two sides of a connector: construction from messages in different processes, roles, and optional abilities."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Setup(msgspec.Struct):
     setup: ConnectorSetup | None
 
 
-def test_what_the_sides_are_made_from_survives_the_wire() -> None:
+def test_context_and_setup_of_the_sides_survive_the_wire() -> None:
     both = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [OFFLOADING]}}
     sent = context(**both)
     part = make_scheduler_connector(sent)
@@ -78,7 +78,7 @@ assert bytes(region.chunk(0)[:3]) == b"abc"
     part.shutdown()
 
 
-def test_memory_ends_with_its_creator() -> None:
+def test_shared_memory_ends_with_its_creator() -> None:
     code = "from penstock.utils.shared_memory import create_memory; print(create_memory(4096).name)"
     name = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
     with pytest.raises(OSError, match="/proc/"):
@@ -119,7 +119,7 @@ TWO_WAY: dict[str, Any] = {"kv_connector": "TwoWayConnector", "kv_connector_modu
 
 
 @pytest.mark.parametrize(("role", "loads", "saves"), [("kv_both", 1, 1), ("kv_producer", 0, 1), ("kv_consumer", 1, 0)])
-def test_a_role_decides_what_a_connector_does(role: str, loads: int, saves: int) -> None:
+def test_the_role_decides_whether_a_connector_loads_and_saves(role: str, loads: int, saves: int) -> None:
     child = {**TWO_WAY, "name": "child"}
     of_parent = {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [child]}}
     of_child = {
@@ -134,7 +134,7 @@ def test_a_role_decides_what_a_connector_does(role: str, loads: int, saves: int)
         assert sum(Abilities(part).counters().values()) == 2 * saves
 
 
-def test_an_engine_id_is_bounded() -> None:
+def test_invalid_engine_ids_are_refused() -> None:
     for engine_id in ("", "a\nb", "x" * 129):
         with pytest.raises(ConfigError, match="engine_id"):
             context(**OFFLOADING, engine_id=engine_id)
@@ -166,13 +166,13 @@ class PipelineAware(NullSchedulerConnector):
 
 
 class WithoutHandshake:
-    """Has what the protocol asks for, and derives from nothing."""
+    """Has no method for handshakes, and no base class."""
 
 
 STAGES = {(0, 0): Hello(1), (1, 0): Hello(2)}
 
 
-def test_a_connector_that_does_not_know_pipeline_ranks_refuses_them(tmp_path: Path) -> None:
+def test_a_connector_without_support_for_pipeline_ranks_refuses_them(tmp_path: Path) -> None:
     example = ExampleConnector.make_scheduler_connector(
         context(kv_connector="ExampleConnector", kv_connector_extra_config={"shared_storage_path": str(tmp_path)})
     )
@@ -193,11 +193,11 @@ def test_handshakes_reach_every_child() -> None:
         MultiScheduler({"aware": aware, "other": unaware}).set_xfer_handshake_metadata_pp_aware(payloads)
 
 
-# ---- What was chosen at match time ----
+# ---- The choice at match time ----
 
 
 class Vanishing(NullSchedulerConnector):
-    """Has 4 tokens for everybody, until a file is removed."""
+    """Has 4 tokens for every request while `has_it` is true."""
 
     def __init__(self, has_it: bool) -> None:
         self.has_it = has_it
@@ -210,7 +210,7 @@ class Vanishing(NullSchedulerConnector):
         self.begun.append(transfer_id)
 
 
-def test_what_was_chosen_is_remembered_until_allocation() -> None:
+def test_the_chosen_child_is_remembered_until_allocation() -> None:
     children = {"first": Vanishing(False), "second": Vanishing(True), "third": Vanishing(True)}
     multi, request = MultiScheduler(cast(Any, children)), cast(Any, SimpleNamespace(request_id="r"))
     assert multi.get_num_new_matched_tokens(request, 0) == multi.get_num_new_matched_tokens(request, 0) == Match(4)
@@ -224,7 +224,7 @@ def test_what_was_chosen_is_remembered_until_allocation() -> None:
 
 @pytest.fixture
 def example(tmp_path: Path) -> Iterator[tuple[Any, Any]]:
-    """Both sides over a memory, with the two blocks of a request saved."""
+    """Yields both sides of a connector that has saved the two blocks of a request."""
     given = context(kv_connector="ExampleConnector", kv_connector_extra_config={"shared_storage_path": str(tmp_path)})
     scheduler, worker = make_scheduler_connector(given), make_worker_connector(given, (0, 0), None)
     worker.register_kv_caches(OracleMemory(CACHE, (0, 0), range(2)))
@@ -238,7 +238,7 @@ def example(tmp_path: Path) -> Iterator[tuple[Any, Any]]:
 REQUEST: Any = SimpleNamespace(request_id="r", block_hashes=[b"a" * 32, b"b" * 32], num_tokens=9)
 
 
-def test_a_file_that_vanishes_behind_its_match_is_a_failed_load(example: tuple[Any, Any], tmp_path: Path) -> None:
+def test_a_file_that_vanishes_after_its_match_is_a_failed_load(example: tuple[Any, Any], tmp_path: Path) -> None:
     scheduler, worker = example
     assert scheduler.get_num_new_matched_tokens(REQUEST, 0).num_tokens == 8
     (second,) = [path for path in tmp_path.rglob("*.safetensors") if path.name.startswith((b"b" * 32).hex())]
@@ -257,7 +257,7 @@ def test_a_file_that_vanishes_behind_its_match_is_a_failed_load(example: tuple[A
 # ---- Layouts ----
 
 
-def test_a_memorys_layout_says_where_a_blocks_bytes_are() -> None:
+def test_a_layout_locates_the_bytes_of_a_block() -> None:
     cache = cache_config(make_layers((0, 8), 2, has_drafter=True), 8, 4, num_heads=1)
     memory = OracleMemory(cache, (0, 1), range(1, 2))
     for number, words in enumerate(memory.words.values()):

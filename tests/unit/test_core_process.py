@@ -40,14 +40,14 @@ sys.exit(core_process.main())
     [("pass", 1), ("raise RuntimeError('still on fire')", 1), ("os.abort()", -signal.SIGABRT)],
     ids=["frees", "raises", "aborts"],
 )
-def test_the_reason_is_told_before_anything_is_freed(shutdown: str, code: int) -> None:
-    """Torch ends the process where memory of a broken GPU is freed."""
+def test_the_reason_is_sent_before_anything_is_freed(shutdown: str, code: int) -> None:
+    """Torch aborts the process when it frees memory of a broken GPU."""
     ours, theirs = socket.socketpair()
     script = BREAKS.format(shutdown=shutdown)
     with ours, theirs:
         command = [sys.executable, "-c", script, str(theirs.fileno())]
         with started(command, pass_fds=(theirs.fileno(),), stderr=subprocess.DEVNULL) as process:
             theirs.close()
-            told = b"".join(iter(lambda: ours.recv(1 << 16), b""))
-            assert FrameReader(CODEC).feed(told) == [Failed("the device is on fire", is_config=False)]
+            received = b"".join(iter(lambda: ours.recv(1 << 16), b""))
+            assert FrameReader(CODEC).feed(received) == [Failed("the device is on fire", is_config=False)]
             assert process.wait(30) == code

@@ -1,4 +1,4 @@
-"""The engine core's successors: how many there may be, how long they are waited for, and what refuses meanwhile."""
+"""Restarts of the engine core: their limit, the pauses between them, and the errors that requests get meanwhile."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.utils.errors import ConfigError, EngineDeadError, OverloadedError
 
 
 class FakeCore:
-    """A core that is ready, or fails to be, and dies when it is told to."""
+    """A core that starts, or fails to start with `failure`, and dies on demand."""
 
     def __init__(self, failure: Exception | None = None) -> None:
         self.ready: asyncio.Future[object] = asyncio.get_running_loop().create_future()
@@ -80,7 +80,7 @@ def scenario(run: Callable[[pytest.MonkeyPatch], Coroutine[Any, Any, None]]) -> 
 
 
 @scenario
-async def test_without_restarts_the_first_death_is_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_restarts_the_first_death_is_final(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, max_restarts=0)
     await world.kill("it broke")
     assert world.owner.died.is_set()
@@ -91,7 +91,7 @@ async def test_without_restarts_the_first_death_is_the_end(monkeypatch: pytest.M
 
 
 @scenario
-async def test_attempts_in_a_row_are_limited_and_wait_longer_and_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_consecutive_attempts_are_limited_and_wait_increasingly_long(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, max_restarts=7)
     for number in range(7):
         await world.kill()
@@ -105,7 +105,7 @@ async def test_attempts_in_a_row_are_limited_and_wait_longer_and_longer(monkeypa
 
 
 @scenario
-async def test_a_core_that_has_served_for_a_while_ends_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_core_that_has_served_for_a_while_resets_the_count(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, max_restarts=1)
     for _ in range(3):
         await world.kill()
@@ -118,8 +118,8 @@ async def test_a_core_that_has_served_for_a_while_ends_the_row(monkeypatch: pyte
 
 
 @scenario
-async def test_a_start_that_fails_is_an_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one that fails by the configuration, which has worked before."""
+async def test_a_failed_start_counts_as_an_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This includes configuration errors, because the configuration has worked before."""
     world = World(monkeypatch, max_restarts=3)
     world.failures = [ConfigError("no memory"), EngineDeadError("it was killed")]
     await world.kill()
@@ -156,7 +156,7 @@ async def test_shutdown_ends_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @scenario
-async def test_a_death_before_anything_listens_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_death_before_the_handler_is_set_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, max_restarts=0)
     core = FakeCore()
     core.die("too early")

@@ -1,4 +1,4 @@
-"""The built-in model's training data: the answers are right, the splits are apart, and everything fits the context.
+"""The built-in model's training data: answers are correct, splits are disjoint, and every item fits the context.
 
 Answers are recomputed here from the prompt's text alone, not with the generators' own code.
 """
@@ -54,7 +54,7 @@ def drawn(make: Generator, count: int, held_out: bool = False) -> Iterator[Item]
 
 
 def exchanges(item: Item) -> list[tuple[str, str]]:
-    """Each user turn with the assistant's answer to it."""
+    """Returns each user turn with the assistant's answer to it."""
     said = [m for m in item.messages if m["role"] != "system"]
     return [(a["content"], b["content"]) for a, b in itertools.pairwise(said) if a["role"] == "user"]
 
@@ -69,14 +69,14 @@ def test_a_seed_draws_the_same_items_again(make: Generator) -> None:
 @pytest.mark.parametrize(
     "task", [t for t in TASKS if t.name not in (*ALWAYS_TRAINED, "arithmetic")], ids=lambda t: t.name
 )
-def test_keys_say_the_split(task) -> None:
+def test_item_keys_determine_the_split(task) -> None:
     for held_out in (False, True):
         keys = [item.key for item in drawn(task.make, 40, held_out)]
         assert [is_held_out(key) for key in keys] == [held_out] * len(keys)
 
 
 @pytest.mark.parametrize("held_out", [False, True])
-def test_every_problem_of_an_arithmetic_conversation_is_of_the_split(held_out: bool) -> None:
+def test_every_problem_of_an_arithmetic_conversation_belongs_to_the_split(held_out: bool) -> None:
     for item in drawn(arithmetic.make, 60, held_out):
         assert {is_held_out(key) for key in item.key.split()} == {held_out}
 
@@ -96,7 +96,7 @@ def test_the_standard_library_is_found_and_split() -> None:
     assert any(path.name == "argparse.py" for path in trained | kept)
 
 
-def test_sums_are_right() -> None:
+def test_arithmetic_answers_are_correct() -> None:
     number = re.compile(r"\d+")
     seen = set()
     for item in [*drawn(arithmetic.make, 400), *drawn(arithmetic.make_three_digits, 50, held_out=True)]:
@@ -112,7 +112,7 @@ def test_sums_are_right() -> None:
     assert seen == {"+", "-", "*"}
 
 
-# A question, the sentence that answers it (with the value as its group), and the answer's text before the value.
+# Questions, and the sentences that answer them, with the value as the group.
 FACTS = (
     (r"(?:What is the|Tell me the|Which) code (?:of|does) (?P<n>\w+)", r"The code of {n} is (\d{{4}})\."),
     (r"(?:What is the name of|What is) (?P<n>\w+)'s (?P<o>\w+)(?: called)?\?", r"{n} has an? {o} called (\w+)\."),
@@ -140,7 +140,7 @@ def values_in(text: str, question: str) -> set[str]:
 
 
 @pytest.mark.parametrize("make", [lookup.make_short, lookup.make_long, lookup.make_forty, lookup.make_full])
-def test_facts_are_in_the_text_once_and_nowhere_contradicted(make: Generator) -> None:
+def test_facts_are_in_the_text_once_without_contradictions(make: Generator) -> None:
     num_known = num_unknown = 0
     for item in drawn(make, 40):
         whole = "\n".join(m["content"] for m in item.messages if m["role"] != "assistant")
@@ -210,7 +210,7 @@ def test_shapes_and_changes_keep_the_items() -> None:
             assert answer == text.upper()
 
 
-def test_json_answers_say_what_the_text_says() -> None:
+def test_json_answers_match_the_text() -> None:
     for item in drawn(records.to_json, 200):
         ((question, answer),) = exchanges(item)
         told = question.split(": ", 1)[1]
@@ -250,7 +250,7 @@ def test_tool_calls_follow_their_schema_and_render_as_they_are_parsed(make: Gene
         assert text.count("<|im_start|>system\n") == 1
 
 
-def test_the_template_gives_a_call_the_bytes_it_had_when_it_was_generated() -> None:
+def test_the_template_reproduces_the_bytes_of_a_generated_call() -> None:
     """A server sends a call back as parsed arguments or as their JSON text: the next prompt must be the same."""
     schema = tools.schema_of("get_weather", "Get the weather in a city.", city="string")
     parsed = {
@@ -318,7 +318,7 @@ RESULTS = {
 }
 
 
-def test_python_functions_do_what_they_say() -> None:
+def test_python_functions_give_the_expected_results() -> None:
     for family in python_functions.FAMILIES:
         if family.name in RESULTS:
             space: dict = {}
@@ -328,7 +328,7 @@ def test_python_functions_do_what_they_say() -> None:
             assert space["f"](given) == wanted, family.name
 
 
-def test_the_model_says_what_it_is() -> None:
+def test_answers_about_identity_are_always_the_same() -> None:
     asked = {q for item in drawn(chat.make_identity, 300) for q, _ in exchanges(item)}
     assert "What are you?" in asked
     assert all(a == chat.IDENTITY for item in drawn(chat.make_identity, 50) for _, a in exchanges(item))
@@ -348,7 +348,7 @@ def test_the_answer_follows_the_prompt() -> None:
 
 
 @pytest.mark.parametrize("make", [*(t.make for t in TASKS), *(e.make for e in EXAMS), mixed])
-def test_items_fit_the_context_and_come_back_from_tokens(make: Generator, tokenizer_path: Path) -> None:
+def test_items_fit_the_context_and_are_recovered_from_tokens(make: Generator, tokenizer_path: Path) -> None:
     tokenizer = load_tokenizer(tokenizer_path)
     for item in drawn(make, 60, held_out=make in [e.make for e in EXAMS]):
         text = document(item)
@@ -364,7 +364,7 @@ def test_the_exam_context_is_about_1500_tokens(tokenizer_path: Path) -> None:
     assert 1450 < np.mean(lengths) < 1600
 
 
-def test_digits_are_tokens_of_their_own(tokenizer_path: Path) -> None:
+def test_each_digit_is_a_token(tokenizer_path: Path) -> None:
     tokenizer = load_tokenizer(tokenizer_path)
     assert tokenizer.encode("12345").tokens == list("12345")
     assert [tokenizer.token_to_id(t) for t in SPECIAL_TOKENS] == [0, 1, 2]
@@ -401,10 +401,10 @@ def test_the_packer_keeps_documents_whole() -> None:
         assert all(length % value == 0 for value, length in runs)
 
 
-def test_a_bank_is_the_same_however_it_is_made(
+def test_a_bank_is_reproducible_with_any_number_of_processes(
     tokenizer_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The real library takes seconds to encode, and this test needs only to find it again.
+    # The real library takes seconds to encode, and this test works with any text.
     monkeypatch.setattr(standard_library, "sources", lambda held_out: ["import os\n" * 50, "x = 1\n"])
     encoder = Encoder(load_tokenizer(tokenizer_path))
     first, _ = make_rows(encoder, Draw("rows"), 60_000)

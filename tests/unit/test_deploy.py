@@ -1,4 +1,4 @@
-"""The files in deploy/ name flags, paths and times that exist."""
+"""The files in deploy/ name existing flags, paths and metrics, and have consistent addresses and timeouts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def environment() -> dict[str, str]:
     return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
 
 
-def test_the_command_of_the_unit_is_one_that_serves() -> None:
+def test_the_command_of_the_unit_is_valid() -> None:
     unit = configparser.ConfigParser(strict=False, interpolation=None)
     unit.optionxform = str  # type: ignore[assignment]
     unit.read(DEPLOY / "penstock.service")
@@ -69,21 +69,21 @@ def test_the_image_copies_what_the_package_needs() -> None:
 )
 def test_the_image_is_built_for_the_device_of_its_build_argument(device: str, index: str, has_compiler: bool) -> None:
     assert "ARG DEVICE=cpu\n" in (DEPLOY / "Containerfile").read_text(encoding="utf-8")
-    build, final = run_steps_about_the_device(device)
+    build, final = run_device_steps(device)
     assert build.returncode == final.returncode == 0
     assert f"pip install -c constraints.txt --index-url {index} --extra-index-url" in build.stdout
     assert ("install --yes --no-install-recommends gcc libc6-dev" in final.stdout) == has_compiler
 
 
-def test_another_device_ends_the_build_with_an_error() -> None:
-    build, _ = run_steps_about_the_device("tpu")
+def test_an_unknown_device_ends_the_build_with_an_error() -> None:
+    build, _ = run_device_steps("tpu")
     assert build.returncode == 1
     assert build.stderr == "DEVICE must be cpu or gpu, got tpu\n"
     assert not build.stdout
 
 
-def run_steps_about_the_device(device: str) -> list[subprocess.CompletedProcess[str]]:
-    """One of each stage, in a shell in which commands only say what they would do."""
+def run_device_steps(device: str) -> list[subprocess.CompletedProcess[str]]:
+    """Runs the step of each stage that depends on the device, in a shell whose commands only print themselves."""
     text = (DEPLOY / "Containerfile").read_text(encoding="utf-8").replace("\\\n", "")
     stages = [stage for stage in text.split("\nFROM ")[1:] if "\nARG DEVICE\n" in stage]
     steps = [step for stage in stages for step in re.findall(r"^RUN (.*DEVICE.*)$", stage, re.MULTILINE)]
@@ -146,14 +146,14 @@ def test_the_router_of_compose_knows_the_engines() -> None:
     assert targets == {f"{name}:{port}" for name, port in ports.items()}
 
 
-def test_what_compose_mounts_is_there() -> None:
+def test_the_mounts_of_compose_exist() -> None:
     for service in compose()["services"].values():
         for source in (volume.split(":")[0] for volume in service.get("volumes", ())):
             assert source in compose()["volumes"] or (DEPLOY / source).exists(), source
 
 
-def test_the_grafana_dashboard_shows_metrics_that_there_are() -> None:
-    """Of a histogram it needs the buckets, of a counter the total."""
+def test_the_grafana_dashboard_shows_existing_metrics() -> None:
+    """A histogram must be queried by its buckets, a counter by its total."""
     suffixes = {Kind.COUNTER: "_total", Kind.GAUGE: "", Kind.HISTOGRAM: "_bucket"}
     known = {metric.name + suffixes[metric.kind] for metric in (*METRICS, *ROUTER_METRICS)}
     folder = DEPLOY / "monitoring/grafana/provisioning"

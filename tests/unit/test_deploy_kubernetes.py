@@ -1,4 +1,4 @@
-"""The manifests in deploy/kubernetes/ are valid, name flags, ports and names that exist, and agree with one another."""
+"""The manifests in deploy/kubernetes/ are valid, name existing flags, ports and objects, and agree with one another."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def settings() -> dict[str, str]:
 
 
 def environment(name: str, pod: str) -> dict[str, str]:
-    """What the container of a pod finds."""
+    """Returns the environment variables of a pod's container."""
     sources = {"fieldRef": {"metadata.name": pod}, "configMapKeyRef": settings(), "secretKeyRef": SECRETS}
     found: dict[str, str] = {}
     for each in container(name).get("env", ()):
@@ -72,7 +72,7 @@ def pods(name: str) -> list[str]:
 
 
 def engines(name: str) -> Iterator[tuple[str, str, KVTransferConfig]]:
-    """Of each instance its pod, its URL and its transfer configuration."""
+    """Yields the pod, URL and transfer configuration of each instance."""
     for pod in pods(name):
         args = make_parser().parse_args(command(name, pod))
         server_args(args, api_key=("key",)).check()
@@ -82,7 +82,7 @@ def engines(name: str) -> Iterator[tuple[str, str, KVTransferConfig]]:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_the_manifests_have_the_schema_of_their_kinds(version: str) -> None:
+def test_the_manifests_match_the_schemas_of_their_kinds(version: str) -> None:
     for manifest in manifests():
         kubernetes_validate.validate(manifest, version, strict=True)
 
@@ -94,7 +94,7 @@ def test_a_wrong_field_is_found() -> None:
         kubernetes_validate.validate(manifest, VERSIONS[0], strict=True)
 
 
-def test_the_kustomization_names_every_manifest_and_what_they_refer_to() -> None:
+def test_the_kustomization_names_every_manifest_and_everything_they_refer_to() -> None:
     known = kustomization()
     assert set(known["resources"]) == {path.name for path in FOLDER.glob("*.yaml")} - {"kustomization.yaml"}
     assert known["namespace"] in named("Namespace")
@@ -121,7 +121,7 @@ def references(*fields: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_a_service_leads_to_the_pods(name: str) -> None:
+def test_a_service_selects_the_pods(name: str) -> None:
     service, spec = named("Service")[name]["spec"], WORKLOADS[name]["spec"]
     assert service["selector"] == spec["selector"]["matchLabels"] == spec["template"]["metadata"]["labels"]
     ports = {each["name"]: each["containerPort"] for each in container(name)["ports"]}
@@ -133,7 +133,7 @@ def test_a_service_leads_to_the_pods(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_probes_and_prometheus_ask_the_port_of_the_command(name: str) -> None:
+def test_probes_and_prometheus_use_the_port_of_the_command(name: str) -> None:
     args = make_parser().parse_args(command(name, f"{name}-0"))
     ports = {each["name"]: each["containerPort"] for each in container(name)["ports"]}
     assert ports["http"] == args.port
@@ -146,7 +146,7 @@ def test_probes_and_prometheus_ask_the_port_of_the_command(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_pods_end_after_their_requests(name: str) -> None:
+def test_pods_have_time_to_finish_their_requests(name: str) -> None:
     pause = int(container(name)["lifecycle"]["preStop"]["exec"]["command"][-1]) if name == "router" else 0
     grace = WORKLOADS[name]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
     assert grace > ServerArgs.shutdown_timeout + pause
@@ -206,7 +206,7 @@ def test_containers_have_no_privileges(name: str) -> None:
     assert pod["enableServiceLinks"] is False
 
 
-def test_the_transfer_configuration_is_json_before_names_are_filled_in() -> None:
+def test_the_transfer_configuration_is_json_before_substitution() -> None:
     for name in ("prefill", "decode"):
         (given,) = [each for each in container(name)["args"] if each.startswith("--kv-transfer-config=")]
         assert json.loads(given.partition("=")[2])["kv_ip"] == f"$(POD_NAME).{name}"

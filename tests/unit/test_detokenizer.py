@@ -1,4 +1,4 @@
-"""Text as it comes: whole characters only, stop strings across token borders, nothing shown that is taken back."""
+"""Streamed text: only whole characters, stop strings across token boundaries, and no text that is later withdrawn."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def tokenizer() -> Tokenizer:
 
 
 def feed(tokenizer: Tokenizer, token_ids: list[int], **params: Any) -> tuple[str, str | None, int, list[str]]:
-    """The final text, the stop string, how many tokens were taken, and what could be shown after each."""
+    """Returns the final text, the stop string, the number of tokens consumed, and the stable text after each token."""
     detokenizer = Detokenizer(tokenizer, [], SamplingParams(max_tokens=None, **params))
     shown = []
     for count, token_id in enumerate(token_ids, start=1):
@@ -39,7 +39,7 @@ def assert_grows(shown: list[str], final: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["naïve café", "日本語のテキスト", "👩‍👩‍👧 and 🏳️‍🌈!", "a\n\n  b\t", "Zoë → 𝔘"])
-def test_characters_arrive_whole(tokenizer: Tokenizer, text: str) -> None:
+def test_only_whole_characters_are_shown(tokenizer: Tokenizer, text: str) -> None:
     token_ids = tokenizer.encode(text)
     final, _, _, shown = feed(tokenizer, token_ids)
     assert final == text
@@ -113,10 +113,10 @@ def test_stop_strings_wait_for_min_tokens(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize(
     ("spaces", "text"), [(True, "<|im_start|> <|im_start|> a"), (False, "<|im_start|><|im_start|> a")]
 )
-def test_special_tokens_in_a_row_may_stand_without_spaces(
+def test_spaces_between_special_tokens_can_be_omitted(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, spaces: bool, text: str
 ) -> None:
-    """Some decoders put a space before every token; only that of a special token behind another one can be left out."""
+    """Some decoders put a space before every token; only that between special tokens can be omitted."""
     monkeypatch.setattr(tokenizer.backend, "decoder", tokenizers.decoders.WordPiece(cleanup=False))
     token_ids = [1, 1, *tokenizer.encode("a")]
     found, *_ = feed(tokenizer, token_ids, skip_special_tokens=False, spaces_between_special_tokens=spaces)

@@ -62,7 +62,7 @@ OWNERS = {
 ROWS = [(place, row) for place, rows in TABLES.items() for row in rows]
 MESSAGES = [{"role": "user", "content": "hi"}]
 
-# What vLLM's models hold where a client sets nothing: some clients send all of it.
+# The defaults of vLLM's request models: some clients send all of them.
 VLLM_DEFAULTS: dict[str, Any] = {
     "frequency_penalty": 0.0, "presence_penalty": 0.0, "logit_bias": None, "n": 1, "seed": None, "stop": [],
     "stream": False, "stream_options": None, "temperature": None, "top_p": None, "user": None, "use_beam_search": False,
@@ -91,7 +91,7 @@ OF_CHAT: dict[str, Any] = {
 
 
 def parse(kind: type[Any], fields: dict[str, Any]) -> Any:
-    """A request from JSON, as the routes make it; RequestError for what the table refuses."""
+    """Makes a request from JSON as the routes do. Raises RequestError for fields that the table refuses."""
     base = {"messages": MESSAGES} if kind is ChatCompletionRequest else {"prompt": "hi"}
     try:
         return kind.model_validate({**base, **fields})
@@ -104,19 +104,19 @@ def parse(kind: type[Any], fields: dict[str, Any]) -> Any:
 
 
 def example(row: DialectField) -> Any:
-    """A value that is not neutral."""
+    """Returns a value that is not neutral."""
     return next(value for value in ("x", 17) if value not in row.neutral)
 
 
 @pytest.mark.parametrize(("place", "row"), ROWS, ids=lambda value: getattr(value, "name", value))
-def test_fields_that_are_done_are_declared_and_no_others(place: str, row: DialectField) -> None:
+def test_exactly_the_implemented_fields_are_declared(place: str, row: DialectField) -> None:
     declared = {field.alias or name for owner in OWNERS[place] for name, field in owner.model_fields.items()}
     # Blocks and items are told apart by their `type`.
     assert (row.name in declared - {"type"}) == (row.effect is Effect.DONE)
 
 
 @pytest.mark.parametrize("kind", [ChatCompletionRequest, CompletionRequest])
-def test_every_row_does_what_it_says(kind: type[Any]) -> None:
+def test_every_row_has_its_stated_effect(kind: type[Any]) -> None:
     for row in REQUEST_FIELDS:
         if row.effect is Effect.DONE:
             continue
@@ -131,13 +131,13 @@ def test_every_row_does_what_it_says(kind: type[Any]) -> None:
         assert row.note in str(caught.value)
 
 
-def test_names_are_in_one_row() -> None:
+def test_no_name_is_in_two_rows() -> None:
     for rows in TABLES.values():
         names = [row.name for row in rows]
         assert len(names) == len(set(names))
 
 
-def test_the_defaults_of_vllm_are_taken() -> None:
+def test_the_defaults_of_vllm_are_accepted() -> None:
     parse(CompletionRequest, {**VLLM_DEFAULTS, **OF_COMPLETIONS})
     parse(ChatCompletionRequest, {**VLLM_DEFAULTS, **OF_CHAT})
     StructuredOutputs.model_validate(
@@ -149,7 +149,7 @@ def test_the_defaults_of_vllm_are_taken() -> None:
     )  # fmt: skip
 
 
-# What vllm-router 0.1.17 makes of a client's request: it adds fields, and the parameters of the transfer.
+# The fields that vllm-router 0.1.17 adds to a client's request, including the parameters of the transfer.
 FROM_ROUTER: dict[str, Any] = {
     "model": "demo", "max_tokens": 1, "min_tokens": 1, "stream": False, "no_stop_trim": False, "ignore_eos": False,
     "skip_special_tokens": True, "return_hidden_states": False,
@@ -164,7 +164,7 @@ FROM_ROUTER_CHAT: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_what_a_router_sends_is_taken() -> None:
+def test_requests_of_vllm_router_are_accepted() -> None:
     for body in (
         parse(CompletionRequest, {**FROM_ROUTER, "echo": False}),
         parse(ChatCompletionRequest, {**FROM_ROUTER, **FROM_ROUTER_CHAT}),
@@ -235,7 +235,7 @@ def test_unknown_fields_are_refused_unless_the_server_ignores_them() -> None:
         dialects.ignored_fields.reset(token)
 
 
-def test_parts_of_a_message() -> None:
+def test_only_text_parts_of_a_message_are_accepted() -> None:
     def content(*parts: Any) -> Any:
         return (
             parse(ChatCompletionRequest, {"messages": [{"role": "user", "content": list(parts)}]}).messages[0].content
@@ -250,7 +250,7 @@ def test_parts_of_a_message() -> None:
         content({"type": "text", "text": "a", "texts": "b"})
 
 
-def test_older_forms_of_tools() -> None:
+def test_legacy_forms_of_tools() -> None:
     function = {"name": "f", "parameters": {"type": "object"}}
     body = parse(ChatCompletionRequest, {"functions": [function], "function_call": {"name": "f"}})
     assert [tool.function.name for tool in body.tools] == ["f"]
@@ -264,7 +264,7 @@ def test_older_forms_of_tools() -> None:
 
 
 def _lines(rows: Sequence[DialectField]) -> list[str]:
-    """A table of the document: fields with the same effect and note share a line."""
+    """Returns the lines of a table of the document: fields with the same effect and note share a line."""
     groups: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         passing = ", ".join(f"`{json.dumps(value)}`" for value in row.neutral)

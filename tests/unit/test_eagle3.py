@@ -1,4 +1,4 @@
-"""The EAGLE-3 head against whole-sequence arithmetic in plain torch, and what the target hands it."""
+"""The EAGLE-3 head compared with whole-sequence arithmetic in plain torch, and its input from the target."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def make_target(config: ModelConfig = TARGET, aux_layers: tuple[int, ...] = (1, 
 
 
 def write_head(folder: Path, hidden: int = HIDDEN, is_reduced: bool = True, **fields: Any) -> dict[str, torch.Tensor]:
-    """A random checkpoint: with its own embedding and few tokens, or with the target's and all of them."""
+    """Writes a random checkpoint, with an embedding of its own and a reduced vocabulary or with the target's."""
     random = torch.Generator().manual_seed(5)
     layer = "midlayer" if is_reduced else "layers.0"
     shapes = {
@@ -93,7 +93,7 @@ def write_head(folder: Path, hidden: int = HIDDEN, is_reduced: bool = True, **fi
         "head_dim": HEAD,
         "rms_norm_eps": EPS,
         "rope_theta": THETA,
-        "max_position_embeddings": 4,  # less than what it will see: the target's number counts
+        "max_position_embeddings": 4,  # less than it will see: the target's number applies
         "eagle_aux_hidden_state_layer_ids": [3, 1],
     }
     (folder / "config.json").write_text(json.dumps({**shape, **fields}), encoding="utf-8")
@@ -107,7 +107,7 @@ def load_head(folder: Path, target: Decoder) -> Eagle3Head:
 
 
 def context_of(model: Model | DraftHead) -> dict[str, torch.Tensor]:
-    """Empty caches for one request of up to 64 tokens."""
+    """Returns empty caches for one request of up to 64 tokens."""
     cache = KVCacheConfig(6, 16, group_layers(model.kv_cache_specs))
     return {
         name: tensor.fill_(torch.nan)
@@ -133,11 +133,11 @@ def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def reference(
     tensors: dict[str, torch.Tensor],
-    embedded: torch.Tensor,  # [L, H] of the tokens behind each position
-    streams: torch.Tensor,  # [at most L, N * target's H]; behind them the head's own states go in
+    embedded: torch.Tensor,  # [L, H] of the token after each position
+    streams: torch.Tensor,  # [at most L, N * target's H]; after them the head's own states are the input
     norm_before_residual: bool,
 ) -> torch.Tensor:
-    """[L, H]: the state before the norm at every position, one position after the other."""
+    """Computes the state before the norm at every position, [L, H], one position after another."""
     t = {name.removeprefix("midlayer.").removeprefix("layers.0."): value for name, value in tensors.items()}
     turn = 1.0 / THETA ** (torch.arange(0, HEAD, 2) / HEAD)
     keys: list[torch.Tensor] = []
@@ -167,8 +167,8 @@ def reference(
 @pytest.mark.parametrize("norm_before_residual", [False, True])
 @pytest.mark.parametrize("is_reduced", [False, True])
 @torch.inference_mode()
-def test_the_head_is_its_formulas(tmp_path: Path, is_reduced: bool, norm_before_residual: bool) -> None:
-    """Over a prompt in two chunks with the target's streams, then two tokens on its own states."""
+def test_the_head_matches_its_formulas(tmp_path: Path, is_reduced: bool, norm_before_residual: bool) -> None:
+    """Runs a prompt in two chunks on the target's streams, then two tokens on the head's own states."""
     hidden = HIDDEN if is_reduced else TARGET_HIDDEN
     tensors = write_head(tmp_path, hidden, is_reduced, norm_before_residual=norm_before_residual)
     target = make_target()
@@ -198,8 +198,8 @@ def test_the_head_is_its_formulas(tmp_path: Path, is_reduced: bool, norm_before_
 
 
 @torch.inference_mode()
-def test_the_streams_are_what_goes_into_the_layers() -> None:
-    """Dummy weights go by name, so a model of fewer layers is the larger one's beginning."""
+def test_the_streams_are_the_inputs_of_the_layers() -> None:
+    """Dummy weights depend on their names only, so a smaller model equals the first layers of a larger one."""
     positions = torch.arange(LENGTH)
     ids = positions * 4
 
@@ -233,7 +233,7 @@ def test_the_streams_are_what_goes_into_the_layers() -> None:
         ("d2t", -torch.arange(DRAFT_VOCAB), "1 different ones"),
     ],
 )
-def test_unfit_tensors(tmp_path: Path, name: str, value: torch.Tensor | None, message: str) -> None:
+def test_unsuitable_tensors_are_refused(tmp_path: Path, name: str, value: torch.Tensor | None, message: str) -> None:
     tensors = write_head(tmp_path)
     del tensors[name]
     save_file(tensors if value is None else {**tensors, name: value}, tmp_path / "model.safetensors")

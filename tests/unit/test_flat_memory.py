@@ -20,7 +20,7 @@ from penstock.utils.errors import PeerError
 
 
 @given(st.lists(st.binary(max_size=9), max_size=6), st.data())
-def test_flat_offsets_address_the_regions_one_after_the_other(contents, data):
+def test_flat_offsets_address_the_regions_one_after_another(contents, data):
     flat = b"".join(contents)
     memory = FlatMemory([memoryview(bytearray(each)) for each in contents])
     assert memory.num_bytes == len(flat)
@@ -56,7 +56,7 @@ def test_ranges_outside_the_memory_are_refused(offset, size):
 
 
 @given(st.lists(st.integers(0, 9), max_size=5), st.lists(st.integers(0, 9), max_size=5), st.data())
-def test_runs_between_memories_with_other_regions_are_copied(local_sizes, remote_sizes, data):
+def test_runs_between_memories_with_different_regions_are_copied(local_sizes, remote_sizes, data):
     local = FlatMemory([memoryview(bytearray(size)) for size in local_sizes])
     remote = FlatMemory([memoryview(bytearray(b"\xff" * size)) for size in remote_sizes])
     remote.write(0, bytes(range(1, remote.num_bytes + 1)))
@@ -93,7 +93,7 @@ _RANGES = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 8)), max_size=6)
 
 
 @given(_RANGES, _RANGES)
-def test_a_set_of_ranges_covers_what_all_bytes_of_are_in_it(owned, asked):
+def test_a_range_set_covers_exactly_the_ranges_whose_bytes_it_contains(owned, asked):
     def array(ranges):
         return np.array(ranges, np.int64).reshape(-1, 2)
 

@@ -1,4 +1,4 @@
-"""`FusedDecoder` beside the model that it is made from: the same numbers but for rounding, and the same tokens."""
+"""`FusedDecoder` compared with the model that it is made from: equal numbers up to rounding, and equal tokens."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ MODELS = {
 
 
 class RandomSource:
-    """Every tensor random, biases and gains too: a forgotten one would show."""
+    """Random values for every tensor, including biases and gains, so that an omitted one is noticed."""
 
     def read(self, name: str, shape: Sequence[int], part: Part = ALL) -> torch.Tensor:
         random = torch.Generator().manual_seed(zlib.crc32(name.encode()))
@@ -82,7 +82,7 @@ def caches_of(model: Model, num_requests: int) -> dict[str, torch.Tensor]:
 
 
 def context_of(caches: dict[str, torch.Tensor], lengths: Sequence[int], counts: Sequence[int]) -> ForwardContext:
-    """Requests with `lengths` tokens in all, of which the last `counts` are this step's."""
+    """Returns the context of a step that computes the last `counts` tokens of requests with `lengths` tokens in all."""
     table = 1 + torch.arange(BLOCKS_EACH * len(lengths), dtype=torch.int32).view(len(lengths), BLOCKS_EACH)
     places = [torch.arange(n - c, n) for n, c in zip(lengths, counts, strict=True)]
     slots = [table[r].long()[p // BLOCK] * BLOCK + p % BLOCK for r, p in enumerate(places)]
@@ -107,7 +107,7 @@ def step(
 
 
 def prefilled(model: Model, lengths: Sequence[int]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Caches that hold random prompts of these lengths, and the tokens that follow them."""
+    """Returns caches that hold random prompts of these lengths, and the tokens that follow them."""
     caches = caches_of(model, len(lengths))
     ids = torch.randint(VOCAB, (sum(lengths),), generator=torch.Generator().manual_seed(1)).to(ON)
     hidden = step(model, caches, ids, lengths, lengths).hidden
@@ -122,7 +122,7 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.spread(1)
 @pytest.mark.parametrize("num_requests", [1, 2, 17])
 @pytest.mark.parametrize("name", MODELS)
-def test_tokens_of_a_few_steps(name: str, num_requests: int) -> None:
+def test_a_few_steps_give_the_same_numbers_and_tokens(name: str, num_requests: int) -> None:
     model = make(MODELS[name])
     fused = FusedDecoder(model, Capabilities.of(ON) if ON.type == "cuda" else Capabilities(tma=num_requests == 2))
     assert fused.kv_cache_specs is model.kv_cache_specs
@@ -143,7 +143,7 @@ def test_tokens_of_a_few_steps(name: str, num_requests: int) -> None:
         torch.testing.assert_close(fused_caches[layer], cache, atol=3e-5, rtol=3e-5, equal_nan=True)
 
 
-def test_rows_that_verify_drafts_and_hand_out_their_streams() -> None:
+def test_rows_that_verify_drafts_and_return_their_streams() -> None:
     model = make(MODELS["qwen3"], aux_layers=(0, 1, 2))
     caches, ids = prefilled(model, [4, 9])
     fused_caches = copy.deepcopy(caches)
@@ -156,12 +156,12 @@ def test_rows_that_verify_drafts_and_hand_out_their_streams() -> None:
 
 
 @pytest.mark.parametrize("config", [replace(CONFIG, attention_bias=True), replace(CONFIG, mlp_bias=True)])
-def test_biases_that_it_does_not_add(config: ModelConfig) -> None:
+def test_models_with_other_biases_are_not_supported(config: ModelConfig) -> None:
     assert "biases" in FusedDecoder.supports(make(config))
 
 
 class Halving:
-    """A feed-forward of no weights."""
+    """A feed-forward layer without weights."""
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None: ...
 
@@ -169,7 +169,7 @@ class Halving:
         return x / 2
 
 
-def test_supports() -> None:
+def test_supports_gives_the_reason_against_a_model() -> None:
     model = make(CONFIG)
     assert FusedDecoder.supports(model) == ""
     assert "FusedDecoder is no decoder" in FusedDecoder.supports(FusedDecoder(model, Capabilities()))

@@ -1,4 +1,4 @@
-"""Which GPU each rank gets, and what is said where there are too few; no test needs one."""
+"""The assignment of GPUs to ranks, and the errors if there are too few; no test needs a GPU."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_too_few_gpus_are_refused(device: str, visible: str | None, count: int, 
         gpus_of_ranks(args, visible, lambda: count)
 
 
-def test_threads_are_no_ranks_on_gpus() -> None:
+def test_several_ranks_on_gpus_need_processes() -> None:
     args = EngineArgs(tensor_parallel_size=2, device="cuda", distributed_executor_backend="uniproc")
     with pytest.raises(ConfigError, match=r"2 ranks on GPUs need a process each.*uniproc.*choose mp or ray"):
         gpus_of_ranks(args, None, lambda: 2)
@@ -58,7 +58,7 @@ def test_threads_are_no_ranks_on_gpus() -> None:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[LoadWorker, dict[str, str]]]:
-    """The ranks that the factory has started, on a host with four GPUs, and what was added to their environment."""
+    """Returns the ranks that the factory starts on a host with four GPUs, with the additions to their environment."""
     found: list[tuple[LoadWorker, dict[str, str]]] = []
 
     class NoWorker:
@@ -74,7 +74,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[LoadWorker, dict[str,
 
 
 @pytest.mark.parametrize("device", ["cuda", "auto"])
-def test_ranks_on_gpus_start_with_one_each(
+def test_each_rank_starts_with_one_gpu(
     device: str, started: list[tuple[LoadWorker, dict[str, str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1,2,0")
@@ -91,7 +91,7 @@ def test_ranks_on_gpus_start_with_one_each(
     assert rendezvous.address.startswith("127.0.0.1:")
 
 
-def test_the_ranks_of_an_engine_divide_the_gpus_that_it_has_beside_other_engines(
+def test_the_ranks_of_each_replica_divide_its_own_gpus(
     started: list[tuple[LoadWorker, dict[str, str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plans = core_plans(EngineArgs(data_parallel_size=2, tensor_parallel_size=2, device="cuda"), "6,4,2,0")
@@ -101,13 +101,13 @@ def test_the_ranks_of_an_engine_divide_the_gpus_that_it_has_beside_other_engines
     assert [own["CUDA_VISIBLE_DEVICES"] for _, own in started] == ["6", "4", "2", "0"]
 
 
-def test_nothing_is_started_where_gpus_are_missing(started: list[tuple[LoadWorker, dict[str, str]]]) -> None:
+def test_no_rank_is_started_if_gpus_are_missing(started: list[tuple[LoadWorker, dict[str, str]]]) -> None:
     with pytest.raises(ConfigError, match="8 ranks need 8 GPUs"):
         factory.make_executor(EngineArgs(tensor_parallel_size=8, device="cuda"))
     assert not started
 
 
-TELLS_ITS_GPUS = """
+REPORTS_ITS_GPUS = """
 import os, socket, sys
 from penstock.worker.messages import CODEC, WorkerFailed
 connection = socket.socket(fileno=int(sys.argv[1]))
@@ -115,10 +115,10 @@ connection.sendall(CODEC.encode(WorkerFailed(os.environ["CUDA_VISIBLE_DEVICES"] 
 """
 
 
-def test_a_process_sees_its_gpu_beside_what_this_one_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_inherits_the_environment_but_sees_only_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     monkeypatch.setenv("PATH", "/the/path")
-    worker = start_worker(LoadWorker(EngineArgs(), (0, 0)), ("-c", TELLS_ITS_GPUS), {"CUDA_VISIBLE_DEVICES": "2"})
+    worker = start_worker(LoadWorker(EngineArgs(), (0, 0)), ("-c", REPORTS_ITS_GPUS), {"CUDA_VISIBLE_DEVICES": "2"})
     with pytest.raises(EngineDeadError, match="2/the/path"):
         worker.load().result()
     worker.shutdown()

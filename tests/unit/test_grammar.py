@@ -1,4 +1,4 @@
-"""Grammars: what the masks admit is valid and what is valid they admit, drafts leave no trace, nothing is unbounded."""
+"""Grammars: masks allow exactly the valid outputs, drafts do not change the state, and time and memory are bounded."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from penstock.utils.wire import Codec, FrameReader
 DEMO = Path(penstock.__file__).parent / "demo"
 TOKENIZER_JSON = (DEMO / "tokenizer.json").read_text(encoding="utf-8")
 TOKENIZER = Tokenizer(DEMO, 4096)
-# More ids than the tokenizer knows, and no multiple of 32.
+# More ids than the tokenizer knows, and not a multiple of 32.
 VOCAB_SIZE = 4243
 EOS = (2, 0)
 
@@ -79,7 +79,7 @@ def text_of(token_ids: Sequence[int]) -> str:
 
 
 def walk(backend: LLGuidanceBackend, grammar: Grammar, rng: random.Random) -> list[int]:
-    """Random allowed tokens up to an end of sequence; closing what is open once it has become long."""
+    """Returns random allowed tokens up to an end of sequence; prefers closing characters once the output is long."""
     closing = [TOKENIZER.encode(character)[0] for character in '"}]']
     output: list[int] = []
     while len(output) < 2000:
@@ -95,7 +95,7 @@ def walk(backend: LLGuidanceBackend, grammar: Grammar, rng: random.Random) -> li
 
 def is_json(text: str, schema: dict[str, Any]) -> bool:
     value = json.loads(text)
-    # No whitespace but what json.dumps writes.
+    # There is only the whitespace that json.dumps writes.
     assert re.sub(r'"(\\.|[^"\\])*"', '""', text).count(" ") == text_spaces(value), text
     return jsonschema_rs.is_valid(schema, value)
 
@@ -149,7 +149,7 @@ class TestMasks:
     ) -> None:
         for text in EXAMPLES[name]:
             grammar = backend.compile(spec(**VALID[name][0]))
-            # A special token's name in a text is only text, which the tokenizer cannot say in one piece.
+            # A special token's name in a text is plain text; encoded in one piece it would become the special token.
             pieces = text if by_characters or "<|" in text else [text]
             for token_id in [token_id for piece in pieces for token_id in TOKENIZER.encode(piece)]:
                 allowed = masks(backend, grammar)[0]
@@ -175,13 +175,13 @@ class TestMasks:
         with pytest.raises(GrammarError, match="follows the end"):
             grammar.accept([a])
 
-    def test_an_accepted_end_finishes(self, backend: LLGuidanceBackend) -> None:
+    def test_an_accepted_end_of_sequence_finishes_the_grammar(self, backend: LLGuidanceBackend) -> None:
         grammar = backend.compile(spec(regex="a*"))
         grammar.accept([*TOKENIZER.encode("a"), EOS[0]])
         assert grammar.is_finished
         assert np.flatnonzero(masks(backend, grammar)[0]).tolist() == sorted(EOS)
 
-    def test_an_end_inside_a_grammar_is_no_end_of_the_output(self, backend: LLGuidanceBackend) -> None:
+    def test_an_end_of_sequence_inside_a_grammar_does_not_end_the_output(self, backend: LLGuidanceBackend) -> None:
         grammar = backend.compile(spec(grammar='start: "a" <|im_end|> "b"'))
         grammar.accept(TOKENIZER.encode("a"))
         with pytest.raises(GrammarError, match="no token"):
@@ -191,7 +191,7 @@ class TestMasks:
         assert not masks(backend, backend.compile(spec(regex="(?s).*")))[0][4096:].any()
         assert not masks(backend, backend.compile(spec(grammar="start: <[*]> <[*]>")))[0][4096:].any()
 
-    def test_what_is_not_allowed_is_not_accepted(self, backend: LLGuidanceBackend) -> None:
+    def test_tokens_that_are_not_allowed_are_not_accepted(self, backend: LLGuidanceBackend) -> None:
         for wrong in (TOKENIZER.encode("b"), [EOS[0]], [4200]):
             with pytest.raises(GrammarError):
                 backend.compile(spec(regex="a+")).accept(wrong)
@@ -205,7 +205,7 @@ class TestMasks:
 
 class TestDrafts:
     @pytest.mark.parametrize("name", VALID)
-    def test_masks_behind_drafts_are_those_of_accepted_tokens(self, backend: LLGuidanceBackend, name: str) -> None:
+    def test_masks_after_drafts_equal_those_after_accepted_tokens(self, backend: LLGuidanceBackend, name: str) -> None:
         for seed in range(5):
             rng = random.Random(seed)
             output = [*walk(backend, backend.compile(spec(**VALID[name][0])), rng), EOS[0], EOS[1]]
@@ -224,7 +224,7 @@ class TestDrafts:
                 drafted.accept([output[place]])
 
     @pytest.mark.parametrize("wrong", [-1, 4200, VOCAB_SIZE + 1000, EOS[0], 1, "z"])
-    def test_rows_behind_a_wrong_draft_allow_everything(self, backend: LLGuidanceBackend, wrong: int | str) -> None:
+    def test_rows_after_a_wrong_draft_allow_everything(self, backend: LLGuidanceBackend, wrong: int | str) -> None:
         grammar = backend.compile(spec(regex="aaaaaa"))
         (a,) = TOKENIZER.encode("a")
         draft = TOKENIZER.encode(wrong)[0] if isinstance(wrong, str) else wrong
@@ -255,7 +255,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refusals_say_why(backend: LLGuidanceBackend, name: str) -> None:
+def test_refusals_give_the_reason(backend: LLGuidanceBackend, name: str) -> None:
     params, reason = REFUSED[name]
     with pytest.raises(RequestError, match=re.escape(reason)) as caught:
         backend.compile(spec(**params))
@@ -279,8 +279,8 @@ def deep(count: int) -> dict[str, Any]:
     return {"$defs": {**pair, f"d{count}": {"type": "null"}}, "$ref": "#/$defs/d0"}
 
 
-# Each was measured with a walk of up to 2,000 tokens. The worst: 0.5 s to compile (multipleOf), 35 ms for a mask
-# (recursive rules), 30 MB while walking (dots), 60 MB to compile.
+# Each was measured with a walk of up to 2,000 tokens. The maxima were 0.5 s to compile (multipleOf), 35 ms for a mask
+# (recursive rules), 30 MB while walking (dots), and 60 MB to compile.
 HOSTILE: dict[str, dict[str, Any]] = {
     "alternatives": {"json": nested(10)},
     "product": {
@@ -310,7 +310,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_grammar_is_bounded(backend: LLGuidanceBackend, name: str) -> None:
-    # Of this process alone, whatever else the machine does.
+    # The CPU time of this process does not depend on other load.
     started = time.process_time()
     slowest = 0.0
     rng = random.Random(1)
@@ -329,7 +329,7 @@ def test_a_hostile_grammar_is_bounded(backend: LLGuidanceBackend, name: str) -> 
     assert time.process_time() - started < 10.0
 
 
-def test_a_request_outlives_the_lexer_that_others_filled(backend: LLGuidanceBackend) -> None:
+def test_a_request_survives_the_limit_of_a_shared_lexer(backend: LLGuidanceBackend) -> None:
     """Equal specs share a lexer. When it reaches its limit, each starts again from its own tokens and goes on."""
     hard = spec(regex=HOSTILE["states"]["regex"])
     (a,) = TOKENIZER.encode("a")
@@ -350,12 +350,12 @@ def test_a_request_outlives_the_lexer_that_others_filled(backend: LLGuidanceBack
     ("tokenizer_json", "eos", "reason"),
     [(TOKENIZER_JSON, (), "end-of-sequence"), ("/etc/passwd", (0,), "tokenizer"), (TOKENIZER_JSON, (4200,), "EOS")],
 )
-def test_a_tokenizer_that_cannot_be_constrained(tokenizer_json: str, eos: tuple[int, ...], reason: str) -> None:
+def test_unsuitable_tokenizers_are_refused(tokenizer_json: str, eos: tuple[int, ...], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         LLGuidanceBackend(tokenizer_json, VOCAB_SIZE, eos)
 
 
-def test_a_tokenizer_larger_than_the_model() -> None:
+def test_a_tokenizer_larger_than_the_model_is_refused() -> None:
     with pytest.raises(ConfigError, match="4000 vs 4096"):
         LLGuidanceBackend(TOKENIZER_JSON, 4000, EOS)
 
@@ -390,17 +390,17 @@ class TestParams:
             ({"choice": ["a"] * (MAX_CHOICES + 1)}, "choice"),
         ],
     )
-    def test_what_is_wrong_is_named(self, params: dict[str, Any], field: str) -> None:
+    def test_errors_name_the_field(self, params: dict[str, Any], field: str) -> None:
         with pytest.raises(RequestError) as caught:
             StructuredOutputsParams(**params)
         assert caught.value.field == field
 
-    def test_equal_requests_are_equal_specs(self) -> None:
+    def test_equal_requests_have_equal_specs(self) -> None:
         assert spec(json={"type": "null"}) == spec(json='{"type": "null"}')
         assert len({spec(regex="a"), spec(regex="a"), spec(grammar="a")}) == 2
 
     @pytest.mark.parametrize("name", VALID)
-    def test_they_cross_processes(self, name: str) -> None:
+    def test_params_and_specs_survive_the_wire(self, name: str) -> None:
         params = StructuredOutputsParams(**VALID[name][0])
         codec = Codec(GrammarSpec, StructuredOutputsParams)
         frames = codec.encode(params.spec()) + codec.encode(params)
@@ -423,7 +423,7 @@ def run(
 
 
 def is_gone(pid: int | None) -> bool:
-    """Neither running nor a zombie."""
+    """Returns whether the process is neither running nor a zombie."""
     assert pid is not None
     try:
         os.kill(pid, 0)
@@ -433,7 +433,7 @@ def is_gone(pid: int | None) -> bool:
 
 
 class TestChecker:
-    def test_it_answers_and_remembers(self) -> None:
+    def test_results_are_remembered(self) -> None:
         async def scenario(checker: GrammarChecker) -> None:
             assert checker.pid is None
             bad = spec(regex="(a")
@@ -443,7 +443,7 @@ class TestChecker:
             assert answers[0] is None
             assert all(isinstance(answer, RequestError) and "unclosed" in str(answer) for answer in answers[1:])
             await checker.shutdown()
-            # Without a process, only memory can answer.
+            # Without a process, only remembered results can be returned.
             await checker.check(spec(json=PERSON))
             with pytest.raises(RequestError):
                 await checker.check(bad)
@@ -452,7 +452,7 @@ class TestChecker:
 
         run(scenario)
 
-    def test_what_takes_too_long_is_killed(self) -> None:
+    def test_a_check_that_takes_too_long_is_killed(self) -> None:
         async def scenario(checker: GrammarChecker) -> None:
             await checker.check(spec(regex="a"))
             pid = checker.pid
@@ -470,7 +470,7 @@ class TestChecker:
 
         run(scenario, deadline_seconds=1.0)
 
-    def test_what_takes_the_core_too_long_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_grammar_that_needs_too_much_cpu_time_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(checker_module, "_CPU_SECONDS", 0.0)
 
         async def scenario(checker: GrammarChecker) -> None:
@@ -479,7 +479,7 @@ class TestChecker:
 
         run(scenario)
 
-    def test_what_takes_too_much_memory_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_grammar_that_needs_too_much_memory_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(checker_module, "_MEMORY_BYTES", 1 << 20)
 
         async def scenario(checker: GrammarChecker) -> None:
@@ -489,7 +489,7 @@ class TestChecker:
 
         run(scenario)
 
-    def test_it_survives_the_death_of_its_process(self) -> None:
+    def test_the_checker_survives_the_death_of_its_process(self) -> None:
         async def scenario(checker: GrammarChecker) -> None:
             await checker.check(spec(regex="a"))
             pid = checker.pid
@@ -507,7 +507,7 @@ class TestChecker:
 
         run(scenario)
 
-    def test_who_leaves_disturbs_nobody(self) -> None:
+    def test_a_cancelled_compilation_does_not_affect_others(self) -> None:
         async def scenario(checker: GrammarChecker) -> None:
             leaving = asyncio.create_task(checker.check(spec(regex="(a")))
             staying = asyncio.create_task(checker.check(spec(regex="b")))
@@ -539,7 +539,7 @@ class TestChecker:
 
         run(scenario)
 
-    def test_a_tokenizer_that_cannot_be_constrained(self) -> None:
+    def test_every_grammar_for_an_unsuitable_tokenizer_is_refused(self) -> None:
         async def scenario(checker: GrammarChecker) -> None:
             with pytest.raises(RequestError, match="tokenizer"):
                 await checker.check(spec(regex="a"))
@@ -547,5 +547,5 @@ class TestChecker:
         run(scenario, "no tokenizer")
 
 
-def test_a_kind_is_what_its_parameter_is_called() -> None:
+def test_grammar_kinds_are_named_like_their_parameters() -> None:
     assert {kind.value for kind in GrammarKind} == set(StructuredOutputsParams.__dataclass_fields__) - {"reasoning"}

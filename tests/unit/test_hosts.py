@@ -1,4 +1,4 @@
-"""The spelling of hosts: in URLs, for comparison, and as text that may be one."""
+"""Hosts: their form in URLs, their canonical form, and their validation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_a_url_has_an_ipv6_address_in_brackets(host: str, spelled: str) -> None:
     ("host", "canonical"),
     [("0:0:0:0:0:0:0:1", "::1"), ("FE80::0002", "fe80::2"), ("P-0.KV.", "p-0.kv"), ("localhost", "127.0.0.1")],
 )
-def test_one_host_has_one_spelling(host: str, canonical: str) -> None:
+def test_a_host_has_one_canonical_form(host: str, canonical: str) -> None:
     assert canonical_host(host) == canonical
 
 
@@ -26,7 +26,7 @@ def test_one_host_has_one_spelling(host: str, canonical: str) -> None:
     ("host", "is_one"),
     [("10.0.0.1", True), ("::1", True), ("p-0.kv.", True), ("10.0.0", False), ("a b", False), ("-a", False)],
 )
-def test_text_that_can_be_a_host(host: str, is_one: bool) -> None:
+def test_valid_and_invalid_hosts(host: str, is_one: bool) -> None:
     assert is_host(host) == is_one
 
 

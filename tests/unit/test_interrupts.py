@@ -1,4 +1,4 @@
-"""Interrupts that are held back or end the process: none is lost, none shows a traceback, other handlers stay."""
+"""Interrupts that are deferred or end the process: no interrupt is lost or shows a traceback; other handlers remain."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def interrupt() -> None:
     os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_one_comes_after_the_body() -> None:
+def test_an_interrupt_is_raised_after_the_body() -> None:
     steps: list[str] = []
 
     def body() -> None:
@@ -34,7 +34,7 @@ def test_one_comes_after_the_body() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_long_body_lets_it_through_once() -> None:
+def test_a_long_body_can_let_an_interrupt_through_once() -> None:
     with interrupts_held() as let_through:
         let_through()
         interrupt()
@@ -44,7 +44,7 @@ def test_a_long_body_lets_it_through_once() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_an_outer_body_holds_for_the_inner_one() -> None:
+def test_an_outer_body_defers_the_interrupts_of_an_inner_one() -> None:
     steps: list[str] = []
 
     def body() -> None:
@@ -60,7 +60,7 @@ def test_an_outer_body_holds_for_the_inner_one() -> None:
     assert steps == ["inner", "outer"]
 
 
-def test_handlers_of_the_program_stay() -> None:
+def test_handlers_of_the_program_remain() -> None:
     came: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
     try:
@@ -71,7 +71,7 @@ def test_handlers_of_the_program_stay() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_other_threads_change_nothing() -> None:
+def test_other_threads_do_not_change_the_handler() -> None:
     found: list[object] = []
 
     def look() -> None:
@@ -84,7 +84,7 @@ def test_other_threads_change_nothing() -> None:
     assert found == [signal.default_int_handler]
 
 
-def test_a_process_started_while_they_are_blocked_gets_none() -> None:
+def test_a_process_started_while_interrupts_are_blocked_receives_none() -> None:
     command = [sys.executable, "-c", "print('up', flush=True); input(); print('alive')"]
     with contextlib.ExitStack() as stack:
         with interrupts_blocked():
@@ -98,7 +98,7 @@ def test_a_process_started_while_they_are_blocked_gets_none() -> None:
         assert process.communicate("\n", timeout=30)[0] == "alive\n"
 
 
-def test_blocked_ones_come_afterwards() -> None:
+def test_blocked_interrupts_are_raised_afterwards() -> None:
     steps: list[str] = []
 
     def body() -> None:
@@ -109,7 +109,7 @@ def test_blocked_ones_come_afterwards() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         body()
-    # A thread that blocks nothing receives the signal in place of the main thread.
+    # A thread that does not block the signal receives it in place of the main thread.
     done = threading.Event()
     thread = threading.Thread(target=done.wait)
     thread.start()
@@ -122,7 +122,7 @@ def test_blocked_ones_come_afterwards() -> None:
     assert steps == ["all of it"] * 2
 
 
-def test_while_a_program_starts_they_end_it_at_once() -> None:
+def test_an_interrupt_during_startup_ends_the_program_at_once() -> None:
     program = """
 import os, signal
 from penstock.utils.interrupts import interrupts_end_at_once

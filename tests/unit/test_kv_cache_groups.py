@@ -1,4 +1,4 @@
-"""What each kind of attention finds in the cache and still needs, against brute force."""
+"""KV groups: longest prefix hits compared with brute force, grouping of layers, and planning."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCK_SIZE = 4
 
 
 def is_usable(cached: list[bool], length: int, window: int) -> bool:
-    """Whether the query behind `length` cached blocks finds everything that it reads."""
+    """Returns whether the query after `length` cached blocks finds everything that it reads."""
     position = length * BLOCK_SIZE
     first = max(0, position - window + 1) if window else 0
     return all(cached[index] for index in range(first // BLOCK_SIZE, length))
@@ -48,7 +48,7 @@ def test_a_block_holds_all_planes() -> None:
     assert KVCacheSpec.keys_and_values(4, 32, "float32").block_bytes(16) == 16 * 2 * 4 * 32 * 4
 
 
-def test_attached_layers() -> None:
+def test_attached_layers_share_the_block_tables_of_a_group() -> None:
     full, sliding = (KVCacheSpec.keys_and_values(2, 64, "bfloat16", window) for window in (0, 128))
     groups = group_layers({"a": full, "b": full, "c": sliding})
     small = KVCacheSpec.keys_and_values(1, 8, "bfloat16", 128)

@@ -1,4 +1,4 @@
-"""Prefix hits: how far they reach, and who may share them."""
+"""Prefix hits: their length, and which requests share them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make_request(prompt: range, salt: str | None = None, **params: int) -> Reque
 
 
 def run_and_release(kv: KVCacheManager, request: Request) -> None:
-    """Computes the whole prompt, publishes its blocks and gives them back."""
+    """Computes the whole prompt, publishes its blocks and releases them."""
     hit = kv.find_prefix(request)
     assert kv.admit(request, hit, request.num_tokens) is not None
     request.admit(1, hit.num_tokens)
@@ -63,7 +63,7 @@ def test_prompt_logprobs_need_every_position(kv: KVCacheManager) -> None:
     assert kv.find_prefix(make_request(range(13), prompt_logprobs=1)).num_tokens == 0
 
 
-def test_blocks_under_computation_are_worth_waiting_for(kv: KVCacheManager) -> None:
+def test_blocks_that_another_request_is_computing_are_recognised(kv: KVCacheManager) -> None:
     first, twin = make_request(range(13)), make_request(range(13))
     hit = kv.find_prefix(first)
     assert not kv.is_being_computed(twin, hit)
@@ -74,7 +74,7 @@ def test_blocks_under_computation_are_worth_waiting_for(kv: KVCacheManager) -> N
 
 
 def test_a_load_takes_no_more_of_a_hit_than_the_window_needs() -> None:
-    """A pool of the size that planning asks for lets every request in, also one whose hit and load lie far apart."""
+    """A pool of the minimum size admits every single request, also one whose hit and load are far apart."""
     groups = (KVCacheGroup(("layer",), KVCacheSpec.keys_and_values(1, 8, "float32", sliding_window=6)),)
     kv = KVCacheManager(KVCacheConfig(5, BLOCK_SIZE, groups), enable_prefix_caching=True)
     run_and_release(kv, make_request(range(16)))
@@ -84,7 +84,7 @@ def test_a_load_takes_no_more_of_a_hit_than_the_window_needs() -> None:
     num_external = 28 - hit.num_tokens
     block_ids = kv.admit(request, hit, num_tokens=31, num_external=num_external)
     assert block_ids is not None, "one request does not fit"
-    assert [i != 0 for i in block_ids[0]] == [False] * 5 + [True] * 3, "behind 28 tokens the window begins in block 5"
+    assert [i != 0 for i in block_ids[0]] == [False] * 5 + [True] * 3, "after 28 tokens the window begins in block 5"
     kv.release(request, fence=0)
     kv.check_integrity()
 

@@ -1,4 +1,4 @@
-"""KV events say exactly what the prefix cache holds, in vLLM's format, and no listener can hold the engine up."""
+"""KV events report exactly what the prefix cache holds, in vLLM's format, and no subscriber can delay the engine."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ ANYWHERE = "tcp://127.0.0.1:0"
 TIMEOUT_MS = 20_000
 END = b"\xff" * 8
 
-# ---- What is told ----
+# ---- Content ----
 
 
 class Mirror:
-    """Keeps what the events say is held, and compares it with the pool after every step (invariant I48)."""
+    """Tracks the cached blocks by the events, and compares them with the pool after every step (invariant I48)."""
 
     core: EngineCore
 
@@ -64,7 +64,7 @@ class Mirror:
 
 
 def check_chain(event: BlockStored, num_tokens_ahead: int) -> None:
-    """The hashes follow from what the event says alone, which is how a router finds them again."""
+    """Checks that the hashes follow from the event alone: a router computes them in this way."""
     extra = [key or () for key in event.extra_keys or [()] * len(event.block_hashes)]
     salts = [key[: len(key) - num_tokens_ahead] for key in extra]
     assert not any(salts[event.parent_block_hash is None :]), "a salt belongs to a prompt's first block"
@@ -82,7 +82,7 @@ def check_chain(event: BlockStored, num_tokens_ahead: int) -> None:
 @pytest.mark.spread(1)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("windows", [(0,), (6,), (0, 9)], ids=["full", "sliding", "hybrid"])
-def test_replaying_the_events_of_a_storm_gives_what_is_held(windows: tuple[int, ...], depth: int) -> None:
+def test_replaying_the_events_of_a_storm_gives_the_cached_blocks(windows: tuple[int, ...], depth: int) -> None:
     num_stored = num_removed = num_with_tokens_ahead = 0
     for seed in range(25):
         rng = random.Random(f"{seed} {windows} {depth}")
@@ -114,9 +114,7 @@ class Published:
 
 
 @pytest.mark.parametrize("reports", [True, False])
-def test_the_reports_carry_the_events_that_are_published_only_where_that_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch, reports: bool
-) -> None:
+def test_reports_carry_the_published_events_only_if_configured(monkeypatch: pytest.MonkeyPatch, reports: bool) -> None:
     published, reported, frames = Published(), list[KVEvent](), list[bytes]()
     rng = random.Random(1)
     core, devices = make_core(rng, (0, 9), 2, publisher=published, reports_kv_events=reports)
@@ -136,11 +134,11 @@ def test_the_reports_carry_the_events_that_are_published_only_where_that_is_aske
     assert any(b"kv_events" in frame for frame in frames) is reports
 
 
-# ---- How it looks ----
+# ---- Format ----
 
 
 def decode(data: bytes) -> Any:
-    """Msgpack, read by its specification (https://github.com/msgpack/msgpack/blob/master/spec.md)."""
+    """Decodes msgpack by its specification (https://github.com/msgpack/msgpack/blob/master/spec.md)."""
     value, rest = _decode(data)
     assert not rest, "bytes are left over"
     return value
@@ -185,7 +183,7 @@ STORED = BlockStored(
 )
 
 
-def test_the_payload_is_vllms() -> None:
+def test_the_payload_has_vllms_format() -> None:
     window = BlockStored(
         block_hashes=(b"a" * 32,),
         parent_block_hash=None,
@@ -246,7 +244,7 @@ def test_the_payload_byte_for_byte() -> None:
     assert encode_batch(1.5, (STORED, AllBlocksCleared())) == expected
 
 
-# ---- Over sockets ----
+# ---- Sockets ----
 
 
 Connect = Callable[..., zmq.Socket]
@@ -254,7 +252,7 @@ Connect = Callable[..., zmq.Socket]
 
 @pytest.fixture
 def connect() -> Iterator[Connect]:
-    """Makes connected sockets, and closes them."""
+    """Yields a function that makes connected sockets, which are closed after the test."""
     context = zmq.Context()
     made: list[zmq.Socket] = []
 
@@ -271,7 +269,7 @@ def connect() -> Iterator[Connect]:
 
 @pytest.fixture
 def start() -> Iterator[Any]:
-    """Starts publishers on free ports, and ends them."""
+    """Yields a function that starts publishers on free ports, which are shut down after the test."""
     started: list[ZmqEventPublisher] = []
 
     def _start(**options: Any) -> ZmqEventPublisher:
@@ -286,7 +284,7 @@ def start() -> Iterator[Any]:
 
 
 def subscribe(connect: Connect, publisher: ZmqEventPublisher, topic: str = "", hwm: int = 0) -> zmq.Socket:
-    """A SUB socket whose subscription has arrived."""
+    """Returns a SUB socket whose subscription has arrived."""
     listener = connect(zmq.SUB, publisher.endpoint, hwm)
     listener.subscribe(topic)
     for _ in range(1000):
@@ -301,7 +299,7 @@ def wait_until(is_true: Callable[[], bool]) -> None:
         if is_true():
             return
         threading.Event().wait(0.005)
-    raise AssertionError("it never came true")
+    raise AssertionError("the condition never became true")
 
 
 def removed(number: int) -> BlockRemoved:
@@ -309,12 +307,12 @@ def removed(number: int) -> BlockRemoved:
 
 
 def hash_in(frames: list[bytes]) -> int:
-    """The first event's; -1 of the batch that only says that a new engine holds nothing."""
+    """Returns the first event's hash; -1 for the batch by which a new engine reports an empty cache."""
     return decode(frames[2])[1][0].get("block_hashes", [-1])[0]
 
 
 def replay(connect: Connect, publisher: ZmqEventPublisher, first: int) -> list[list[bytes]]:
-    """Everything from number `first` on that the publisher still has, as [topic, number, payload]."""
+    """Returns the batches from number `first` on that the publisher still has, as [topic, number, payload]."""
     client = connect(zmq.DEALER, publisher.replay_endpoint)
     client.send_multipart([b"", first.to_bytes(8, "big")])
     batches = []
@@ -327,7 +325,7 @@ def replay(connect: Connect, publisher: ZmqEventPublisher, first: int) -> list[l
         batches.append(frames)
 
 
-def test_a_subscriber_hears_every_batch_in_order(connect: Connect, start: Any) -> None:
+def test_a_subscriber_receives_every_batch_in_order(connect: Connect, start: Any) -> None:
     publisher = start(topic="kv@here")
     listener = subscribe(connect, publisher, topic="kv@")
     for number in range(1000, 1100):
@@ -341,19 +339,19 @@ def test_a_subscriber_hears_every_batch_in_order(connect: Connect, start: Any) -
     assert [hash_in(frames) for frames in batches[-100:]] == list(range(1000, 1100))
 
 
-def test_what_was_missed_is_replayed_as_it_was_sent(connect: Connect, start: Any) -> None:
+def test_missed_batches_are_replayed_unchanged(connect: Connect, start: Any) -> None:
     publisher = start(topic="kv")
     listener = subscribe(connect, publisher)
     for number in range(3000):
         publisher.publish((removed(number),))
-    heard = {}
-    while not heard or hash_in(heard[max(heard)]) != 2999:
+    received = {}
+    while not received or hash_in(received[max(received)]) != 2999:
         frames = listener.recv_multipart()
-        heard[int.from_bytes(frames[1], "big")] = frames
-    last = max(heard)
-    # A listener that lost all but the last: its gap, and nothing that it has.
+        received[int.from_bytes(frames[1], "big")] = frames
+    last = max(received)
+    # A subscriber that lost the last 2501 batches gets exactly these.
     again = replay(connect, publisher, last - 2500)
-    assert again == [heard[number] for number in range(last - 2500, last + 1)]
+    assert again == [received[number] for number in range(last - 2500, last + 1)]
     everything = replay(connect, publisher, 0)
     assert [int.from_bytes(frames[1], "big") for frames in everything] == list(range(last + 1))
     assert decode(everything[0][2])[1] == [{"type": "AllBlocksCleared"}], "what an earlier engine held is gone"
@@ -368,14 +366,14 @@ def test_the_replay_buffer_is_bounded(connect: Connect, start: Any) -> None:
     assert [int.from_bytes(frames[1], "big") for frames in replay(connect, publisher, 0)] == list(range(41, 51))
 
 
-def test_requests_that_are_none_are_passed_over(connect: Connect, start: Any) -> None:
+def test_invalid_replay_requests_are_ignored(connect: Connect, start: Any) -> None:
     publisher = start()
     for frames in ([b"x"], [b""], [b"", b"12"], [b"", b"1" * 8, b"more"], [b"", b"x" * 100_000]):
         connect(zmq.DEALER, publisher.replay_endpoint).send_multipart(frames)
     assert len(replay(connect, publisher, 0)) == 1
 
 
-def test_who_does_not_read_holds_nobody_up(connect: Connect, start: Any) -> None:
+def test_a_subscriber_that_does_not_read_does_not_delay_the_engine(connect: Connect, start: Any) -> None:
     publisher = start(hwm=2, buffer_steps=100)
     subscribe(connect, publisher, hwm=1)
     silent = connect(zmq.DEALER, publisher.replay_endpoint, hwm=1)
@@ -383,7 +381,7 @@ def test_who_does_not_read_holds_nobody_up(connect: Connect, start: Any) -> None
     for _ in range(300):
         publisher.publish((big,))
         silent.send_multipart([b"", bytes(8)])
-    # Others are still served, and the end comes as soon as ever.
+    # Other clients are still served, and shutdown is not delayed.
     assert len(replay(connect, publisher, 0)) == 100
     other = subscribe(connect, publisher)
     publisher.publish((removed(7),))
@@ -391,7 +389,7 @@ def test_who_does_not_read_holds_nobody_up(connect: Connect, start: Any) -> None
         pass
 
 
-def test_overload_drops_the_oldest_and_the_numbers_tell(
+def test_overload_drops_the_oldest_batches_and_leaves_a_gap_in_the_numbers(
     connect: Connect, start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publisher = start(max_queue_size=4)
@@ -414,7 +412,7 @@ def test_overload_drops_the_oldest_and_the_numbers_tell(
     assert [hash_in(frames) for frames in got] == [0, 17, 18, 19, 20]
 
 
-def test_the_end_sends_what_waits_and_may_come_twice(connect: Connect, start: Any) -> None:
+def test_shutdown_sends_queued_batches_and_is_idempotent(connect: Connect, start: Any) -> None:
     publisher = start()
     listener = subscribe(connect, publisher)
     publisher.publish((removed(1234),))
@@ -425,10 +423,10 @@ def test_the_end_sends_what_waits_and_may_come_twice(connect: Connect, start: An
         pass
 
 
-# ---- How it is asked for ----
+# ---- Configuration ----
 
 
-def test_off_unless_asked_for() -> None:
+def test_events_are_off_by_default() -> None:
     assert not parse_kv_events_config(None).is_active
     assert not parse_kv_events_config({"endpoint": ANYWHERE}).is_active
     assert not parse_kv_events_config({"enable_kv_cache_events": True, "publisher": "null"}).is_active
@@ -436,13 +434,13 @@ def test_off_unless_asked_for() -> None:
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://127.0.0.9:5557", "tcp://[::1]:5557", "ipc:///tmp/events"])
-def test_endpoints_of_this_machine(endpoint: str) -> None:
+def test_local_endpoints_are_accepted(endpoint: str) -> None:
     parse_kv_events_config({"endpoint": endpoint, "replay_endpoint": endpoint})
 
 
 @pytest.mark.parametrize("endpoint", ["tcp://*:5557", "tcp://0.0.0.0:5557", "tcp://10.0.0.1:5557", "tcp://[::]:5557"])
 @pytest.mark.parametrize("key", ["endpoint", "replay_endpoint"])
-def test_other_machines_only_when_asked_for(key: str, endpoint: str) -> None:
+def test_remote_endpoints_need_allow_remote(key: str, endpoint: str) -> None:
     with pytest.raises(ConfigError, match=rf"{key}=.* tokens of all prompts .*allow_remote"):
         parse_kv_events_config({key: endpoint})
     parse_kv_events_config({key: endpoint, "allow_remote": True})
@@ -464,7 +462,7 @@ def test_other_machines_only_when_asked_for(key: str, endpoint: str) -> None:
         ({"topic": 5}, "must be text"),
     ],
 )
-def test_bad_configurations(given: Any, message: str) -> None:
+def test_invalid_configurations_are_refused(given: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_kv_events_config(given)
 

@@ -54,7 +54,7 @@ def test_a_shard_that_contradicts_itself_has_failed(order: tuple[TransferStatus,
     assert ledger.num_duplicates == 1
 
 
-def test_a_name_is_used_once() -> None:
+def test_a_transfer_name_is_used_once() -> None:
     ledger = TransferLedger()
     ledger.open("t", SHARDS)
     with pytest.raises(AssertionError, match="twice"):
@@ -63,14 +63,14 @@ def test_a_name_is_used_once() -> None:
         ledger.open("u", ())
 
 
-def test_what_is_missing_is_what_any_shard_misses() -> None:
+def test_the_missing_ranges_are_the_union_over_shards() -> None:
     first, second = BadRange(0, 16, 32), BadRange(1, 48, 64)
     assert bad_ranges([report((0, 0)), report((0, 1))], 2, 16, 64) == ()
     assert bad_ranges([report((0, 0), FAILED, first), report((0, 1), FAILED, second, first)], 2, 16, 64) == (
         first,
         second,
     )
-    # A failure without ranges has brought nothing.
+    # A failure without ranges has loaded nothing.
     assert bad_ranges([report((0, 0)), report((0, 1), FAILED)], 2, 16, 64) == (BadRange(0, 16, 64), BadRange(1, 16, 64))
 
 

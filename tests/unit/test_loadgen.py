@@ -56,7 +56,7 @@ def test_a_completion_is_timed_by_its_chunks() -> None:
     assert outcome.tpot == pytest.approx(0.5 / 4)
 
 
-def test_the_role_of_a_chat_is_no_token() -> None:
+def test_the_role_of_a_chat_is_not_a_token() -> None:
     stream = ResponseStream(0.0, prompt_len=1)
     stream.receive(events(chat(role="assistant", content="")), 1.0)
     stream.receive(events(chat(reasoning_content="hm")), 2.0)
@@ -68,7 +68,7 @@ def test_the_role_of_a_chat_is_no_token() -> None:
 
 
 @given(st.lists(st.integers(1, 60), max_size=20), st.sampled_from(["\n\n", "\r\n\r\n"]))
-def test_events_may_be_cut_anywhere(cuts: list[int], end: str) -> None:
+def test_events_may_be_split_anywhere(cuts: list[int], end: str) -> None:
     data = events(completion("añ"), completion("😀", "stop"), USAGE, "[DONE]", end=end)
     stream = ResponseStream(0.0, prompt_len=1)
     for cut in cuts:
@@ -88,12 +88,12 @@ def test_events_may_be_cut_anywhere(cuts: list[int], end: str) -> None:
         (events({"choices": [3]}), "not an event"),
     ],
 )
-def test_events_that_end_a_request(data: bytes, named: str) -> None:
+def test_events_that_fail_a_request(data: bytes, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         ResponseStream(0.0, prompt_len=1).receive(data, 1.0)
 
 
-def test_a_stream_that_stops_short_has_failed() -> None:
+def test_an_incomplete_stream_has_failed() -> None:
     stream = ResponseStream(0.0, prompt_len=1)
     stream.receive(events(completion("a")), 1.0)
     assert "ended before" in stream.finish().error
@@ -118,7 +118,7 @@ def test_random_prompts_are_exact_reproducible_and_share_only_the_prefix() -> No
     assert not {0, 1, 2} & {token_id for sample in samples for token_id in sample.prompt}
 
 
-def test_random_text_encodes_to_the_length() -> None:
+def test_random_text_encodes_to_the_stated_length() -> None:
     tokenizer = LocalTokenizer(DEMO)
     shape = RandomShape(num_prompts=10, input_len=100, output_len=4)
     samples = asyncio.run(random_samples(tokenizer, shape, 0, as_text=True))
@@ -184,7 +184,7 @@ def test_a_warm_up_shares_no_prefix(tmp_path: Path) -> None:
     assert sample.backwards().prompt == sample.prompt[::-1]
 
 
-def test_arrivals_offer_the_load_that_was_asked_for() -> None:
+def test_arrivals_offer_the_requested_load() -> None:
     assert arrivals(3, float("inf"), 1.0, 0) == [0.0, 0.0, 0.0]
     assert arrivals(4, 2.0, float("inf"), 0) == pytest.approx([0.5, 1.0, 1.5, 2.0])
 
@@ -200,7 +200,7 @@ def test_arrivals_offer_the_load_that_was_asked_for() -> None:
     assert arrivals(5, 1.0, 1.0, 3) == arrivals(5, 1.0, 1.0, 3) != arrivals(5, 1.0, 1.0, 4)
 
 
-def test_the_runner_keeps_times_and_the_limit() -> None:
+def test_the_runner_keeps_to_the_arrival_times_and_the_limit() -> None:
     sent: list[float] = []
     in_flight = most = done = 0
 
@@ -231,7 +231,7 @@ def test_the_runner_keeps_times_and_the_limit() -> None:
     assert run.duration >= 0.35
 
 
-def test_a_cancelled_run_keeps_what_has_ended() -> None:
+def test_a_cancelled_run_keeps_the_finished_requests() -> None:
     async def send(index: int) -> Outcome:
         await asyncio.sleep(0 if index == 0 else 60)
         return Outcome(started=0.0, prompt_len=index)
@@ -288,7 +288,7 @@ def test_figures_of_a_run() -> None:
     assert listed["errors"] == ["", "", "", "refused"]
 
 
-def test_figures_of_nothing_are_zeros() -> None:
+def test_figures_without_successful_requests_are_zero() -> None:
     run = Run([Outcome(0.0, 10, error="refused")], duration=1.0, interrupted=False)
     assert results.summarize(run, {})["max_output_tokens_per_s"] == 0
     assert results.latency_figures(run.outcomes, ("itl",), (99.0,))["p99_itl_ms"] == 0

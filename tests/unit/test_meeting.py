@@ -1,4 +1,4 @@
-"""How a rank finds the others of its engine."""
+"""How a rank connects to the other ranks of its engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.worker.messages import Rendezvous
 TWO = ParallelConfig(tp=2)
 
 
-def test_a_single_rank_meets_nobody() -> None:
+def test_a_single_rank_opens_no_connection() -> None:
     assert meet(Rendezvous(), ParallelConfig(), (0, 0), "cpu") is NO_LINKS
 
 
@@ -25,12 +25,12 @@ def test_ranks_of_a_host_share_memory() -> None:
     links.close()
 
 
-def test_memory_that_is_gone() -> None:
+def test_shared_memory_that_no_longer_exists_is_an_error() -> None:
     with pytest.raises(EngineDeadError, match="cannot be mapped"):
         meet(Rendezvous(memory="/proc/0/fd/0", num_bytes=4096), TWO, (0, 0), "cpu")
 
 
-def test_gpus_share_no_main_memory() -> None:
-    """The engine core has counted none, and yet this rank sees one."""
+def test_ranks_on_gpus_cannot_use_shared_memory() -> None:
+    """The engine core has found no GPU, and this rank has one."""
     with pytest.raises(ConfigError, match=r"CUDA's driver .* lists none.* set device=cpu"):
         meet(Rendezvous(memory="/proc/0/fd/0", num_bytes=4096), TWO, (0, 0), "cuda")

@@ -1,4 +1,4 @@
-"""Where a device's memory goes, and what is said when there is not enough of it. The device is made of numbers."""
+"""The memory budget of a device, and the errors if memory does not suffice. The device is simulated."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PARTS = make_parts(torch.device("cpu"))
 
 
 class FakeMeter:
-    """A device of 100 GiB. `peak_gib` is what torch holds at the most, `held` what it keeps, others have the rest."""
+    """A device of 100 GiB, of which `in_use` are used. Torch holds `held` of them, and during a step at most `peak`."""
 
     def __init__(self, in_use: int, held: int, peak: int) -> None:
         self.reading = (100 * GIB, (100 - in_use) * GIB, held * GIB)
@@ -60,7 +60,7 @@ def cache_config(**given: Any) -> CacheConfig:
     return CacheConfig(block_size=16, enable_prefix_caching=True, **{**defaults, **given})
 
 
-def test_what_is_left_for_the_cache() -> None:
+def test_the_memory_left_for_the_cache() -> None:
     meter = FakeMeter(in_use=25, held=20, peak=27)
     budget = measure(meter, lambda: meter.calls.append("step"), graph_bytes=3 * GIB)
     assert meter.calls == ["settle", "step", "peak", "settle"]
@@ -72,7 +72,7 @@ def test_what_is_left_for_the_cache() -> None:
     assert MemoryBudget(100 * GIB, 10 * GIB, most=4 * GIB).left(0.9) == 4 * GIB
 
 
-def test_a_step_that_fits_into_what_torch_holds_needs_nothing() -> None:
+def test_a_step_that_fits_into_the_memory_held_by_torch_needs_no_more() -> None:
     assert measure(FakeMeter(in_use=25, held=20, peak=19), lambda: None, 0).step == 0
 
 
@@ -88,7 +88,9 @@ def test_a_step_that_fits_into_what_torch_holds_needs_nothing() -> None:
         ({"kv_cache_memory": GIB}, 1, "less than two KV blocks of 1073741824 bytes: raise it to 2147483648"),
     ],
 )
-def test_a_budget_that_is_too_small_says_what_would_do(given: dict[str, Any], block_gib: int, message: str) -> None:
+def test_the_error_for_a_small_budget_names_a_sufficient_value(
+    given: dict[str, Any], block_gib: int, message: str
+) -> None:
     budget = MemoryBudget(100 * GIB, 25 * GIB, 7 * GIB, 3 * GIB)
     with pytest.raises(ConfigError, match=message):
         num_blocks_in_budget(cache_config(**given), budget, block_gib * GIB)
@@ -97,8 +99,8 @@ def test_a_budget_that_is_too_small_says_what_would_do(given: dict[str, Any], bl
 
 
 @pytest.mark.parametrize("speculative", [None, MTP], ids=["plain", "mtp"])
-def test_the_largest_step(speculative: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All tokens in all requests, every row sampled by every kind of sampling, and all drafts verified."""
+def test_the_largest_steps(speculative: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps have the maximum of tokens and requests, sample every row in every kind of sampling, and verify drafts."""
     seen: list[tuple[int, int, int]] = []
     execute_model = ModelRunner.execute_model
 
@@ -151,7 +153,7 @@ def raise_out_of_memory(*args: Any, **kwargs: Any) -> Any:
         ),
     ],
 )
-def test_every_way_to_run_out_names_its_flag(
+def test_every_error_for_insufficient_memory_names_its_flag(
     owner: Any, name: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, name, raise_out_of_memory)
@@ -166,12 +168,12 @@ def test_every_way_to_run_out_names_its_flag(
         ({"num_gpu_blocks_override": 1 << 46}, r"lower num_gpu_blocks_override to \d+ "),
     ],
 )
-def test_an_impossible_cache(given: dict[str, Any], message: str) -> None:
+def test_a_cache_larger_than_the_memory_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM(device="cpu", max_model_len=64, **given)
 
 
-def test_a_largest_step_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_largest_step_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_profile, "run_largest_steps", raise_out_of_memory)
     config = make_config(EngineArgs(device="cpu", max_num_batched_tokens=64, max_num_seqs=20))
     loaded = load.load_model(config, PARTS)
@@ -191,11 +193,11 @@ def test_a_largest_step_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> No
         (OSError(2, "No such file or directory"), False),
     ],
 )
-def test_what_counts_as_out_of_memory(error: Exception, expected: bool) -> None:
+def test_which_errors_count_as_out_of_memory(error: Exception, expected: bool) -> None:
     assert is_out_of_memory(error) is expected
 
 
-def test_other_errors_stay_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_errors_are_not_converted(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: Any) -> Callable[[], None]:
         raise RuntimeError("a bug")
 

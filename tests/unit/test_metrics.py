@@ -1,4 +1,4 @@
-"""Prometheus metrics, traces, the Grafana dashboard: what a request log was told is what a scrape and a span show."""
+"""Prometheus metrics, traces, and the Grafana dashboard: scrapes and spans show what the request log recorded."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ COMMON = {"model_name": "m", "engine": "0"}
 SCHEDULED, PREEMPTED = RequestEventKind.SCHEDULED, RequestEventKind.PREEMPTED
 SUFFIXES = {Kind.COUNTER: ("_total",), Kind.GAUGE: ("",), Kind.HISTOGRAM: ("_bucket", "_sum", "_count")}
 
-# It goes on complaining of collectors that are away when their test is long over.
+# It logs errors about unreachable collectors long after their test has ended.
 logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
 
-# A new name is a decision: dashboards and alerts are built on these.
+# A new name needs a decision: dashboards and alerts are built on these.
 NAMES = {
     "vllm:cache_config_info{block_size,num_gpu_blocks}", "vllm:e2e_request_latency_seconds", "vllm:generation_tokens",
     "vllm:inter_token_latency_seconds", "vllm:iteration_tokens_total", "vllm:kv_cache_usage_perc",
@@ -96,7 +96,7 @@ PEER_COUNTS = ("transfers", "tokens", "bytes", "seconds", "failed")
 
 
 def transfers(direction: str, peer: str, *counts: float) -> dict[str, float]:
-    """A connector's counters of transfers between its engine and one peer."""
+    """Returns a connector's counters of transfers between its engine and one peer."""
     return {f"p2p_{direction}/{peer}/{what}": count for what, count in zip(PEER_COUNTS, counts, strict=True)}
 
 
@@ -106,8 +106,8 @@ IDLE = SchedulerStats(
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _no_thread_stays_behind() -> Iterator[None]:
-    """An exporter that still retries draws random numbers, which later tests take for their own strategies' doing."""
+def _no_thread_remains() -> Iterator[None]:
+    """An exporter that still retries draws random numbers, which Hypothesis attributes to strategies of later tests."""
     before = set(threading.enumerate())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tracing, "_SEND_TIMEOUT_SECONDS", 1.0)
@@ -119,7 +119,7 @@ def _no_thread_stays_behind() -> Iterator[None]:
 
 @dataclass
 class World:
-    """A request log with its observers, told by hand what an engine would tell it; an engine to watch, too."""
+    """A request log with its observers, to which tests report what an engine would; also the engine that is watched."""
 
     metrics: PrometheusMetrics = field(default_factory=lambda: PrometheusMetrics("m"))
     observers: tuple[RequestTracer, ...] = ()
@@ -137,7 +137,7 @@ class World:
         self.log.add(RequestRecord(request_id, at, num_prompt_tokens, **facts))
 
     def step(self, now: float, tokens: dict[str, int], events=(), num_tokens=0, **stats: Any) -> None:
-        """A step that gave each of these requests so many tokens."""
+        """Reports a step that gave each of these requests this number of tokens."""
         self.stats = msgspec.structs.replace(self.stats, **stats)
         outputs = tuple(
             EngineOutput(request_id=request_id, new_token_ids=(7,) * count, num_cached_tokens=4)
@@ -147,7 +147,7 @@ class World:
         self.log.on_report(StepReport(outputs=outputs, events=events, num_tokens=num_tokens, stats=self.stats), now)
 
     def complete(self, request_id: str, at: float, reason: str = "stop", **facts) -> None:
-        """A request that waits 1 s, prefills 2 s, then gets 1 + 2 + 1 tokens within 1 s."""
+        """Reports a request that waits 1 s, prefills 2 s, then gets 1 + 2 + 1 tokens within 1 s."""
         self.add(request_id, at, **facts)
         self.step(at + 3, {request_id: 1}, [(request_id, SCHEDULED, at + 1)], num_tokens=10)
         self.step(at + 3.75, {request_id: 2}, num_tokens=1)
@@ -175,11 +175,11 @@ class Scrape:
         return self._values[name, frozenset((COMMON | labels).items())]
 
     def histogram(self, name: str) -> tuple[float, float]:
-        """Its count and its sum."""
+        """Returns the histogram's count and sum."""
         return self(f"{name}_count"), self(f"{name}_sum")
 
 
-def test_names() -> None:
+def test_the_names_of_metrics() -> None:
     assert {m.name + (f"{{{','.join(m.labels)}}}" if m.labels else "") for m in METRICS} == NAMES
     assert len({m.name for m in METRICS}) == len(METRICS)
 
@@ -234,7 +234,7 @@ def test_the_times_of_a_request() -> None:
     assert scrape("vllm:time_to_first_token_seconds_bucket", le="5.0") == 1
 
 
-def test_every_end_is_counted_but_only_own_ends_are_timed() -> None:
+def test_every_end_is_counted_but_only_completed_requests_are_timed() -> None:
     world = World()
     before = world.scrape()
     assert [before("vllm:request_success_total", finished_reason=reason) for reason in FinishReason] == [0, 0, 0, 0]
@@ -260,7 +260,7 @@ def test_one_token_has_no_time_per_token() -> None:
     assert scrape.histogram("vllm:request_params_max_tokens") == (0, 0)
 
 
-def test_n_completions_are_one_request_with_n() -> None:
+def test_n_completions_count_as_one_request() -> None:
     world = World()
     for index in range(3):
         world.complete(f"a#{index}", at=0.0, n=3)
@@ -275,7 +275,7 @@ def test_the_schedulers_totals_become_counters() -> None:
         world.step(0.0, {}, num_preemptions=preemptions, prefix_cache_queries=queries, prefix_cache_hits=hits)
         names = ("num_preemptions", "prefix_cache_queries", "prefix_cache_hits")
         assert tuple(world.scrape()(f"vllm:{name}_total") for name in names) == totals
-    # Steps that computed nothing are none.
+    # Steps that computed nothing are not counted.
     assert world.scrape()("penstock:steps_total") == 0
 
 
@@ -292,7 +292,7 @@ def test_gauges_are_read_when_scraped() -> None:
     assert (scrape("vllm:num_requests_running"), scrape("vllm:num_requests_waiting")) == (2, 2)
     assert scrape("vllm:kv_cache_usage_perc") == 0.25
     assert (scrape("penstock:engine_up"), scrape("penstock:seconds_without_progress")) == (1, 1.5)
-    # No step comes after the last abort, and after the engine's death.
+    # No step follows the last abort, or the engine's death.
     world.log.end("abcd", "abort", 2.0)
     world.stats, world.outage = IDLE, RuntimeError()
     scrape = world.scrape()
@@ -300,7 +300,7 @@ def test_gauges_are_read_when_scraped() -> None:
     assert (scrape("vllm:num_requests_running"), scrape("penstock:engine_up")) == (0, 0)
 
 
-def test_counters_go_on_when_another_engine_core_counts_from_0() -> None:
+def test_counters_continue_when_a_new_engine_core_counts_from_0() -> None:
     world = World()
     world.step(1.0, {}, num_preemptions=5, remote_kv=RemoteKVStats(num_loads=4))
     world.num_restarts = 1
@@ -348,7 +348,7 @@ def test_a_peer_may_have_any_name(peer: str, child: str) -> None:
     assert scrape.families["penstock:kv_connector"].samples == []
 
 
-def test_http() -> None:
+def test_http_requests_are_counted() -> None:
     world = World()
     for method, status in (("POST", 200), ("POST", 200), ("POST", 503), ("BREW", 405), ("PROPFIND", 405)):
         world.metrics.on_http("/v1/completions", method, status)
@@ -409,7 +409,7 @@ def test_every_format_has_the_same_names(accept: str, content_type: str) -> None
     }
 
 
-def test_two_servers_in_one_process_do_not_meet() -> None:
+def test_two_servers_in_one_process_have_separate_metrics() -> None:
     one, other = World(), World()
     one.complete("a", at=0.0)
     assert other.scrape()("vllm:generation_tokens_total") == 0
@@ -423,7 +423,7 @@ def _panels() -> list[dict]:
     return json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
 
 
-def test_the_dashboard_asks_for_metrics_that_exist() -> None:
+def test_the_dashboard_queries_existing_metrics() -> None:
     series = {metric.name + suffix: metric for metric in METRICS for suffix in SUFFIXES[metric.kind]}
     assert len(_expressions()) > 30
     for expression in _expressions():
@@ -456,7 +456,7 @@ def test_the_dashboards_panels_are_in_order() -> None:
 
 
 class Collector:
-    """An OTLP/HTTP receiver that keeps what it is sent."""
+    """An OTLP/HTTP receiver that keeps what it receives."""
 
     def __init__(self) -> None:
         self.paths: list[str] = []
@@ -503,7 +503,7 @@ def _attributes(span) -> dict[str, object]:
 
 
 def _trace(collector: Collector, path: str = "", **facts) -> World:
-    """One request, traced to the end."""
+    """Runs one traced request to its end."""
     tracer = make_tracer(collector.url + path, "m")
     world = World(observers=(tracer,))
     world.complete("a", at=1000.0, **facts)
@@ -563,7 +563,7 @@ def test_a_spans_attributes() -> None:
 @pytest.mark.parametrize(
     "trace", [None, "", "nonsense", "00-" + "0" * 32 + "-b7ad6b7169203331-01", "00-12-34-01", "é\n"]
 )
-def test_a_malformed_parent_is_passed_over(trace: str | None) -> None:
+def test_a_malformed_parent_is_ignored(trace: str | None) -> None:
     with Collector() as collector:
         _trace(collector, trace=trace)
     [root] = [span for span in collector.spans if span.name == "llm_request"]
@@ -572,14 +572,14 @@ def test_a_malformed_parent_is_passed_over(trace: str | None) -> None:
     assert len(collector.spans) == 4
 
 
-def test_what_the_caller_does_not_sample_is_not_sent() -> None:
+def test_requests_that_the_caller_does_not_sample_are_not_traced() -> None:
     with Collector() as collector:
         world = _trace(collector, trace="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00")
     assert collector.spans == []
     assert world.scrape()("vllm:request_success_total", finished_reason="stop") == 1
 
 
-def test_unhappy_ends() -> None:
+def test_traces_of_aborted_and_failed_requests() -> None:
     with Collector() as collector:
         tracer = make_tracer(collector.url, "m")
         world = World(observers=(tracer,))
@@ -603,8 +603,8 @@ def test_unhappy_ends() -> None:
 
 
 @pytest.mark.parametrize("accepts", [True, False])
-def test_a_collector_that_is_away_costs_nothing(accepts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It refuses the connection, or takes it and never answers."""
+def test_an_unreachable_collector_does_not_delay_requests(accepts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The collector refuses connections, or accepts them and never answers."""
     monkeypatch.setattr(tracing, "_SHUTDOWN_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
@@ -626,12 +626,12 @@ def test_a_collector_that_is_away_costs_nothing(accepts: bool, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("endpoint", ["", "localhost:4317", "grpc://localhost:4317", "http://", "file:///etc/passwd"])
-def test_an_endpoint_that_is_no_url_is_refused(endpoint: str) -> None:
+def test_an_endpoint_that_is_not_a_url_is_refused(endpoint: str) -> None:
     with pytest.raises(ConfigError, match=r"otlp_traces_endpoint must be an http:// or https:// URL"):
         make_tracer(endpoint, "m")
 
 
-def test_without_the_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_tracing_extra_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ConfigError, match=r"pip install 'penstock\[tracing\]'"):
         make_tracer("http://localhost:4318", "m")

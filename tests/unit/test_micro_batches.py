@@ -1,4 +1,4 @@
-"""Micro-batches: that they are balanced, stable and fair, and that no step is launched for nothing."""
+"""Micro-batches are balanced, stable and fair, and no empty step is launched."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_step_of_prompts_may_be_as_large_as_the_budget() -> None:
 
 
 @pytest.mark.parametrize(("num_stages", "is_async"), PIPELINES)
-def test_requests_stay_where_they_are_until_the_imbalance_is_considerable(num_stages: int, is_async: bool) -> None:
+def test_requests_keep_their_micro_batch_until_the_imbalance_is_large(num_stages: int, is_async: bool) -> None:
     config = make_config(num_stages, is_async)
     core, scheduler, stages = make_core(config)
     count = 8 * config.num_micro_batches
@@ -99,10 +99,10 @@ def test_every_request_is_scheduled_in_each_round(num_stages: int, is_async: boo
     for _ in range(40 * config.num_micro_batches):
         core.step()
     settled = stages.plans[config.num_micro_batches :]
-    everyone = {name for plan in settled for name in plan.num_scheduled_tokens}
+    all_requests = {name for plan in settled for name in plan.num_scheduled_tokens}
     for start in range(len(settled) - config.num_micro_batches):
         of_round = settled[start : start + config.num_micro_batches]
-        assert {name for plan in of_round for name in plan.num_scheduled_tokens} == everyone
+        assert {name for plan in of_round for name in plan.num_scheduled_tokens} == all_requests
 
 
 @pytest.mark.spread(1)
@@ -126,13 +126,13 @@ def test_random_traffic_is_served_fairly(num_stages: int, is_async: bool) -> Non
                 for name in plan.num_scheduled_tokens:
                     longest = max(longest, num_plans - last_seen.get(name, num_plans))
                     last_seen[name] = num_plans
-        # One that moves to another micro-batch, or that has come to the end of its prompt, may wait for a round more.
+        # A request that moves to another micro-batch, or reaches the end of its prompt, may wait one more round.
         assert longest < 2 * config.num_micro_batches
         assert number > 100
 
 
 def test_a_request_is_not_computed_before_its_token_is_known() -> None:
-    """Asynchronously one step may be ahead of it, whatever the number of stages."""
+    """With asynchronous scheduling one step may be ahead of it, for any number of stages."""
     for num_stages, is_async in PIPELINES:
         core, _, stages = make_core(make_config(num_stages, is_async))
         core.add_request(make_request("only", max_tokens=10))
@@ -145,7 +145,7 @@ def test_a_request_is_not_computed_before_its_token_is_known() -> None:
 
 
 @pytest.mark.parametrize(("num_stages", "is_async"), [(1, False), (1, True), *PIPELINES])
-def test_no_step_is_launched_for_nothing(num_stages: int, is_async: bool) -> None:
+def test_only_the_last_step_which_frees_rows_is_empty(num_stages: int, is_async: bool) -> None:
     core, _, stages = make_core(make_config(num_stages, is_async))
     for number in range(3):
         core.add_request(make_request(f"r{number}", max_tokens=5 + number))
@@ -159,7 +159,7 @@ def test_no_step_is_launched_for_nothing(num_stages: int, is_async: bool) -> Non
 
 
 class OneMask(StructuredOutputs):
-    """Grammars that allow everything; notes how many tokens of a request were unknown when its mask was asked for."""
+    """Grammars that allow everything; records how many tokens of a request were unknown when its mask was requested."""
 
     def __init__(self) -> None:
         super().__init__(None)

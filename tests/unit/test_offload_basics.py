@@ -1,4 +1,4 @@
-"""Digests, which keys get one, the region they are computed from, and the choice to load or to compute."""
+"""Digests, the keys that get one, the region of chunks, and the choice between loading and computing."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ MIB = 1 << 20
 
 
 @given(data=st.binary(max_size=200), cuts=st.lists(st.integers(0, 200), max_size=3))
-def test_a_digest_does_not_depend_on_where_the_bytes_are_cut(data: bytes, cuts: list[int]) -> None:
+def test_a_digest_does_not_depend_on_how_the_bytes_are_split(data: bytes, cuts: list[int]) -> None:
     places = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
     parts = [memoryview(data)[start:end] for start, end in itertools.pairwise(places)]
     assert digest(*parts) == digest(data)
     assert len(digest(data)) == DIGEST_BYTES
 
 
-def test_a_digest_is_the_published_one() -> None:
+def test_the_digest_matches_a_published_test_vector() -> None:
     # The XXH3-128 of the empty input, from the specification's test vectors.
     assert digest().hex() == "99aa06d3014798d86001c324468d497f"
 
 
 @given(st.binary(min_size=1, max_size=300), st.integers(0, 10_000))
-def test_one_flipped_bit_is_another_digest(data: bytes, place: int) -> None:
+def test_a_flipped_bit_changes_the_digest(data: bytes, place: int) -> None:
     changed = bytearray(data)
     changed[place // 8 % len(data)] ^= 1 << place % 8
     assert digest(changed) != digest(data)
 
 
-def test_attestation_covers_what_it_says() -> None:
+def test_attestation_covers_all_none_or_a_sample_of_the_keys() -> None:
     keys = [make_key(number, group) for number in range(4000) for group in range(4)]
     assert all(Attestation("all").covers(key) for key in keys)
     assert not any(Attestation("off").covers(key) for key in keys)
@@ -52,7 +52,7 @@ def test_attestation_covers_what_it_says() -> None:
         assert all(Attestation("sampled").covers((key[0], bytes(key[1]))) for key in covered), "both ends agree"
 
 
-def test_chunks_of_a_region_are_apart() -> None:
+def test_chunks_of_a_region_do_not_overlap() -> None:
     region = OffloadRegion(1 << 10, MIB)
     region.chunk(3)[:] = b"\x03" * MIB
     region.chunk(4)[0] = 4
@@ -66,8 +66,8 @@ def test_chunks_of_a_region_are_apart() -> None:
 
 @pytest.mark.long
 @pytest.mark.alone
-def test_memory_is_ready_ahead_of_use_and_not_far_ahead() -> None:
-    """In a process of its own: others' memory comes and goes."""
+def test_memory_is_populated_shortly_ahead_of_use() -> None:
+    """It is measured in a process of its own, because the memory of other tests varies."""
     code = f"""
 import mmap, time
 from pathlib import Path
@@ -97,13 +97,13 @@ print(wait_for(300 << 20))
 
 
 @pytest.mark.parametrize("num_chunks", [0, -1, 1 << 42, 1 << 62])
-def test_a_region_that_cannot_be_had_names_the_flag(num_chunks: int) -> None:
+def test_the_error_for_an_impossible_region_names_the_flag(num_chunks: int) -> None:
     with pytest.raises(ConfigError, match="cpu_bytes_to_use"):
         OffloadRegion(num_chunks, mmap.PAGESIZE)
 
 
 def measured(load_seconds: float, compute_seconds: float) -> LoadCostModel:
-    """A model that has seen 100 tokens computed, and 1 and 3 MiB of the disk loaded at that pace."""
+    """Returns a model that has measured 100 tokens computed, and loads of 1 and 3 MiB at `load_seconds` per MiB."""
     model = LoadCostModel(retry_seconds=10.0)
     model.on_computed(100, compute_seconds)
     for num_mib in (1, 3, 1, 3):
@@ -111,22 +111,22 @@ def measured(load_seconds: float, compute_seconds: float) -> LoadCostModel:
     return model
 
 
-def test_what_was_never_measured_is_loaded() -> None:
+def test_chunks_are_loaded_until_both_costs_are_measured() -> None:
     model = LoadCostModel()
     assert model.should_load("STORAGE", 1, MIB)
     model.on_loaded("STORAGE", MIB, 100.0)
     assert model.should_load("STORAGE", 1, MIB), "computing has not been measured yet"
     model.on_computed(1000, 0.01)
     assert not model.should_load("STORAGE", 1, MIB)
-    assert model.should_load("CPU", 1, MIB), "another medium has not"
+    assert model.should_load("CPU", 1, MIB), "the other medium has not been measured yet"
 
 
-def test_the_cheaper_way_is_taken() -> None:
+def test_the_cheaper_choice_is_made() -> None:
     assert measured(load_seconds=0.01, compute_seconds=1.0).should_load("STORAGE", 100, MIB)
     assert not measured(load_seconds=1.0, compute_seconds=0.1).should_load("STORAGE", 100, MIB)
 
 
-def test_the_fixed_part_makes_short_loads_not_worth_it() -> None:
+def test_the_fixed_cost_makes_short_loads_uneconomical() -> None:
     model = LoadCostModel()
     model.on_computed(100, 0.1)
     for num_mib in (1, 10, 1, 10):
@@ -135,12 +135,12 @@ def test_the_fixed_part_makes_short_loads_not_worth_it() -> None:
     assert model.should_load("STORAGE", 160, 10 * MIB)
 
 
-def test_asking_changes_nothing() -> None:
+def test_should_load_does_not_change_the_model() -> None:
     model = measured(load_seconds=1.0, compute_seconds=0.1)
     assert not any(model.should_load("STORAGE", 100, MIB) for _ in range(1000))
 
 
-def test_the_loser_is_tried_again_after_a_while_and_a_wrong_first_measurement_fades() -> None:
+def test_a_slower_medium_is_retried_and_a_wrong_measurement_fades() -> None:
     model = measured(load_seconds=100.0, compute_seconds=0.1)
     num_tries = 0
     for _ in range(20_000):
@@ -149,10 +149,10 @@ def test_the_loser_is_tried_again_after_a_while_and_a_wrong_first_measurement_fa
             model.on_loaded("STORAGE", MIB, 0.01)
         else:
             model.on_computed(100, 0.1)
-    assert num_tries > 15_000, "in the end it is seen to be the cheaper way"
+    assert num_tries > 15_000, "in the end loading is recognised as cheaper"
 
 
-def test_a_loser_that_is_one_is_tried_rarely() -> None:
+def test_a_slower_medium_is_retried_rarely() -> None:
     model = measured(load_seconds=1.0, compute_seconds=0.1)
     num_tries = 0
     for _ in range(10_000):
@@ -161,7 +161,7 @@ def test_a_loser_that_is_one_is_tried_rarely() -> None:
             model.on_loaded("STORAGE", MIB, 1.0)
         else:
             model.on_computed(100, 0.1)
-    assert 50 <= num_tries <= 110, "once in 10 seconds of computing, and each took 0.1"
+    assert 50 <= num_tries <= 110, "once in 10 seconds of computing, at 0.1 s each"
 
 
 @given(

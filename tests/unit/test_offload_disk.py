@@ -1,4 +1,4 @@
-"""The disk tier on a real disk: what it says it has is whole, whatever happened to the files or to their writer."""
+"""The disk tier on a real disk: it loads only intact chunks, whatever happened to the files or to their writer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NUM_KILLS = 20
 
 
 class Disk:
-    """One tier and a region of its own, driven job by job."""
+    """A tier with a region of its own, controlled job by job."""
 
     def __init__(self, path: Path, num_files: int = 100, fingerprint: bytes = FINGERPRINT, **options: int) -> None:
         self.region = OffloadRegion(64, CHUNK)
@@ -92,7 +92,7 @@ def keys(*numbers: int) -> set[OffloadKey]:
     return {make_key(number) for number in numbers}
 
 
-def test_what_is_stored_is_loaded(tmp_path: Path) -> None:
+def test_stored_chunks_can_be_loaded(tmp_path: Path) -> None:
     disk = Disk(tmp_path)
     assert disk.store(1, 2, 3) == keys(1, 2, 3)
     assert disk.load([3, 1, 9]) == keys(1, 3)
@@ -102,7 +102,7 @@ def test_what_is_stored_is_loaded(tmp_path: Path) -> None:
     disk.tier.shutdown()
 
 
-def test_a_restart_is_warm_and_cleans_up(tmp_path: Path) -> None:
+def test_a_restart_finds_intact_files_and_deletes_others(tmp_path: Path) -> None:
     first = Disk(tmp_path)
     first.store(*range(10))
     first.tier.shutdown()
@@ -121,7 +121,7 @@ def test_a_restart_is_warm_and_cleans_up(tmp_path: Path) -> None:
     second.tier.shutdown()
 
 
-def test_another_model_or_another_chunk_size_sees_nothing(tmp_path: Path) -> None:
+def test_another_model_or_another_chunk_size_finds_nothing(tmp_path: Path) -> None:
     Disk(tmp_path).store(1)
     assert Disk(tmp_path, fingerprint=b"\x02" * 32).present([1]) == []
     other_size = DiskTier(DiskTierConfig(tmp_path, 10 * FILE), FINGERPRINT, OffloadRegion(4, CHUNK // 2))
@@ -129,7 +129,7 @@ def test_another_model_or_another_chunk_size_sees_nothing(tmp_path: Path) -> Non
     assert Disk(tmp_path).present([1]) == [1]
 
 
-def test_a_file_of_another_model_in_our_place_is_not_believed(tmp_path: Path) -> None:
+def test_a_file_of_another_model_is_not_loaded(tmp_path: Path) -> None:
     Disk(tmp_path / "a", fingerprint=b"\x02" * 32).store(1)
     disk = Disk(tmp_path / "b")
     disk.store(1)
@@ -138,7 +138,7 @@ def test_a_file_of_another_model_in_our_place_is_not_believed(tmp_path: Path) ->
     assert disk.tier.stats().num_corrupted == 1
 
 
-def test_a_file_under_another_keys_name_is_not_believed(tmp_path: Path) -> None:
+def test_a_file_under_another_keys_name_is_not_loaded(tmp_path: Path) -> None:
     disk = Disk(tmp_path)
     disk.store(1, 2)
     file_of(tmp_path, 1).write_bytes(file_of(tmp_path, 2).read_bytes())
@@ -153,7 +153,7 @@ def test_every_damaged_file_is_found_counted_and_deleted(tmp_path: Path) -> None
     for start in range(0, 600, 50):
         disk.store(*numbers[start : start + 50])
     damaged = sorted(chance.sample(numbers, 6))
-    # One per cent of the files: half in what stands before the payload, half in the payload.
+    # One per cent of the files are damaged, half of them before the payload, half in the payload.
     for place, number in enumerate(damaged):
         offset = chance.randrange(HEAD) if place % 2 else chance.randrange(HEAD, FILE)
         file = file_of(tmp_path, number)
@@ -167,14 +167,14 @@ def test_every_damaged_file_is_found_counted_and_deleted(tmp_path: Path) -> None
     assert disk.tier.stats().num_corrupted == 6
     assert disk.present(damaged) == []
     assert len(files(tmp_path)) == 594
-    assert disk.store(*damaged) == keys(*damaged), "the next store heals them"
+    assert disk.store(*damaged) == keys(*damaged), "the next store replaces them"
 
 
 @pytest.mark.spread(1)
 @pytest.mark.parametrize("num_bytes", [CHUNK, 1000], ids=["whole pages", "a part of one"])
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.floats(0, 1), bit=st.integers(0, 7), cut=st.booleans())
-def test_no_single_bit_and_no_cut_goes_unseen(
+def test_every_flipped_bit_and_truncation_is_detected(
     tmp_path: Path, num_bytes: int, place: float, bit: int, cut: bool
 ) -> None:
     folder = chunk_file.ChunkFolder(tmp_path, FINGERPRINT, num_bytes)
@@ -192,8 +192,8 @@ def test_no_single_bit_and_no_cut_goes_unseen(
     assert folder.read(key, memoryview(target)) is None
 
 
-def test_a_folder_without_direct_access(tmp_path: Path, monkeypatch) -> None:
-    """As on file systems in memory of older kernels, which refuse the flag."""
+def test_a_folder_without_direct_io(tmp_path: Path, monkeypatch) -> None:
+    """In-memory file systems of older kernels refuse O_DIRECT."""
     open_file = os.open
 
     def refuse(path: Path, flags: int, *mode: int) -> int:
@@ -207,7 +207,7 @@ def test_a_folder_without_direct_access(tmp_path: Path, monkeypatch) -> None:
     assert disk.load([1, 2]) == keys(1, 2)
 
 
-def test_the_bound_holds_at_every_moment_and_the_least_used_goes(tmp_path: Path, monkeypatch) -> None:
+def test_the_limit_always_holds_and_the_least_recently_used_is_evicted(tmp_path: Path, monkeypatch) -> None:
     most = 0
     write_all = chunk_file._write_all
 
@@ -242,7 +242,7 @@ def test_a_file_is_not_evicted_while_it_is_loaded(tmp_path: Path) -> None:
     disk = Disk(tmp_path, num_files=1)
     disk.store(1)
     disk.submit([make_key(1)], is_promotion=True)
-    # Not into the chunk that is being loaded.
+    # The store has another chunk than the load.
     disk.submit([make_key(2)], is_promotion=False, first_chunk=1)
     disk.tier.drain_jobs()
     results = {result.is_promotion: set(result.successful_keys) for result in disk.tier.get_finished_jobs()}
@@ -251,7 +251,7 @@ def test_a_file_is_not_evicted_while_it_is_loaded(tmp_path: Path) -> None:
     assert disk.store(2) == keys(2)
 
 
-def test_a_smaller_bound_at_restart_drops_the_oldest(tmp_path: Path) -> None:
+def test_a_smaller_limit_at_restart_drops_the_oldest(tmp_path: Path) -> None:
     Disk(tmp_path).store(1, 2, 3, 4)
     for age, number in enumerate((2, 4, 1, 3)):
         os.utime(file_of(tmp_path, number), (1000 + age, 1000 + age))
@@ -259,7 +259,7 @@ def test_a_smaller_bound_at_restart_drops_the_oldest(tmp_path: Path) -> None:
     assert len(files(tmp_path)) == 2
 
 
-def test_a_load_is_a_use_that_a_restart_remembers(tmp_path: Path) -> None:
+def test_a_load_counts_as_use_across_restarts(tmp_path: Path) -> None:
     disk = Disk(tmp_path)
     disk.store(1, 2)
     for number in (1, 2):
@@ -268,16 +268,18 @@ def test_a_load_is_a_use_that_a_restart_remembers(tmp_path: Path) -> None:
     assert Disk(tmp_path, num_files=1).present([1, 2]) == [1]
 
 
-def test_a_full_queue_refuses(tmp_path: Path) -> None:
+def test_a_full_queue_refuses_jobs(tmp_path: Path) -> None:
     disk = Disk(tmp_path, max_queued_chunks=4)
-    assert disk.submit([make_key(number) for number in range(6)], is_promotion=False), "alone, any job is taken"
+    assert disk.submit([make_key(number) for number in range(6)], is_promotion=False), (
+        "a job that is alone is accepted whatever its size"
+    )
     assert not disk.submit([make_key(9)], is_promotion=False)
     assert disk.tier.stats().num_refused == 1
     assert len(disk.finish().successful_keys) == 6
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES, errno.EIO])
-def test_a_disk_that_does_not_take_it_is_counted_and_logged_once(tmp_path: Path, monkeypatch, caplog, code) -> None:
+def test_failed_writes_are_counted_and_logged_once(tmp_path: Path, monkeypatch, caplog, code) -> None:
     disk = Disk(tmp_path)
     disk.store(1)
     write_all = chunk_file._write_all
@@ -293,13 +295,13 @@ def test_a_disk_that_does_not_take_it_is_counted_and_logged_once(tmp_path: Path,
     assert disk.store(4) == set()
     assert disk.tier.stats().num_failed == 3
     assert len(caplog.records) == 1
-    assert len(files(tmp_path)) == 1, "no half-written file stays"
+    assert len(files(tmp_path)) == 1, "no half-written file remains"
     monkeypatch.undo()
     assert disk.store(2, 3) == keys(2, 3)
     assert disk.load([1, 2, 3]) == keys(1, 2, 3)
 
 
-def test_a_file_that_cannot_be_deleted_keeps_its_place_and_is_never_found(tmp_path: Path, monkeypatch) -> None:
+def test_a_file_that_cannot_be_deleted_still_counts_and_is_never_found(tmp_path: Path, monkeypatch) -> None:
     disk = Disk(tmp_path, num_files=2)
     disk.store(1, 2)
 
@@ -308,7 +310,7 @@ def test_a_file_that_cannot_be_deleted_keeps_its_place_and_is_never_found(tmp_pa
 
     with monkeypatch.context() as patch:
         patch.setattr(chunk_file.os, "unlink", refuse)
-        assert disk.store(3) == set(), "its victim could not go"
+        assert disk.store(3) == set(), "its victim could not be deleted"
         assert disk.present([1, 2]) == [1, 2]
         disk.tier.forget(make_key(1))
         disk.tier.drain_jobs()
@@ -352,7 +354,7 @@ def test_reset_and_forget_reach_stores_in_flight(tmp_path: Path) -> None:
     assert disk.store(1, 2) == keys(1, 2)
 
 
-def test_two_engines_in_one_folder_do_not_harm_each_other(tmp_path: Path) -> None:
+def test_two_engines_in_one_folder_do_not_damage_each_others_files(tmp_path: Path) -> None:
     first, second = Disk(tmp_path, num_files=6), Disk(tmp_path, num_files=6)
     chance = random.Random(3)
     for _ in range(60):
@@ -364,7 +366,7 @@ def test_two_engines_in_one_folder_do_not_harm_each_other(tmp_path: Path) -> Non
         second.load(chance.sample(range(12), 6))
     for disk in (first, second):
         stats = disk.tier.stats()
-        assert (stats.num_corrupted, stats.num_failed) == (0, 0), "a file is whole or it is not there"
+        assert (stats.num_corrupted, stats.num_failed) == (0, 0), "a file is complete or does not exist"
         assert stats.num_loaded > 0
     third = Disk(tmp_path, num_files=12)
     assert third.load(third.present(range(12))) == keys(*third.present(range(12)))
@@ -386,7 +388,7 @@ while True:
 
 
 @pytest.mark.long
-def test_a_writer_killed_at_any_moment_leaves_whole_files_only(tmp_path: Path) -> None:
+def test_a_writer_killed_at_any_moment_leaves_only_complete_files(tmp_path: Path) -> None:
     chance = random.Random(11)
     num_temporaries = num_warm = 0
     for turn in range(NUM_KILLS):
@@ -401,14 +403,14 @@ def test_a_writer_killed_at_any_moment_leaves_whole_files_only(tmp_path: Path) -
         assert all(file.suffix == ".kv" and file.stat().st_size == FILE for file in files(tmp_path))
         found = [event.key for event in disk.tier.take_events()]
         assert len(found) == len(files(tmp_path)) <= 40
-        assert disk.load_keys(found) == set(found), "what the restart finds is whole"
+        assert disk.load_keys(found) == set(found), "all files that the restart finds are intact"
         num_warm += len(found)
         disk.tier.shutdown()
     assert num_warm > NUM_KILLS
-    assert num_temporaries > 0, "the kills came while it wrote"
+    assert num_temporaries > 0, "some processes were killed during a write"
 
 
-def test_the_manager_over_the_disk(tmp_path: Path) -> None:
+def test_the_manager_with_a_disk_tier(tmp_path: Path) -> None:
     region = OffloadRegion(8, CHUNK)
     tier = DiskTier(DiskTierConfig(tmp_path, 20 * FILE), FINGERPRINT, region)
     manager = OffloadingManager(8, LRUPolicy(), [tier])
@@ -434,7 +436,7 @@ def test_the_manager_over_the_disk(tmp_path: Path) -> None:
     manager.shutdown()
 
 
-def test_what_the_operator_got_wrong_is_said(tmp_path: Path) -> None:
+def test_configuration_errors_name_the_option(tmp_path: Path) -> None:
     region = OffloadRegion(1, CHUNK)
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="path"):

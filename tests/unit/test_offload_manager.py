@@ -1,4 +1,4 @@
-"""The CPU tier's index: storms of all that can happen, with the bytes as the judge, and its promises."""
+"""The CPU tier's index: random operations with a check of all bytes, and tests of its guarantees."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HIT, PENDING, MISS = LookupResult.HIT, LookupResult.PENDING, LookupResult.MISS
 prompts = st.sampled_from(PROMPTS)
 lengths = st.integers(1, 4)
 picks = st.integers(0, 1000)
-# What empties the tiers must not be as frequent as what fills them.
+# Operations that empty the tiers must be rarer than operations that fill them.
 rarely = st.sampled_from([False] * 7 + [True])
 
 
@@ -35,7 +35,7 @@ def write(region: OffloadRegion, key: OffloadKey, chunk_id: int) -> None:
 
 
 class Replay:
-    """The state according to a reader of the events alone."""
+    """The state as a reader of the events knows it."""
 
     def __init__(self) -> None:
         self.keys: dict[str, set[OffloadKey]] = {"CPU": set(), "STORAGE": set(), "SLOW": set()}
@@ -43,7 +43,7 @@ class Replay:
     def apply(self, events: list[OffloadEvent]) -> None:
         for event in events:
             there = self.keys[event.medium]
-            assert (event.key in there) != event.is_stored, f"{event} tells nothing new"
+            assert (event.key in there) != event.is_stored, f"{event} changes nothing"
             (there.add if event.is_stored else there.remove)(event.key)
 
 
@@ -81,7 +81,7 @@ class ManagerMachine(RuleBasedStateMachine):
         if not self.stores:
             return
         key, chunk_id = self.stores.pop(pick % len(self.stores))
-        # Only now the last byte is there.
+        # The bytes are complete only now.
         if success:
             write(self.region, key, chunk_id)
         was_stale = key in self.stale
@@ -91,7 +91,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(prompt=prompts, length=lengths)
     def store_and_settle(self, prompt: list[OffloadKey], length: int) -> None:
-        """The usual case, which fills the tiers: the prompt is stored and cascades."""
+        """Stores a prompt and lets it cascade, which is the usual case and fills the tiers."""
         self.begin_store(prompt, length)
         while self.stores:
             self.end_store(0, True, True)
@@ -115,7 +115,7 @@ class ManagerMachine(RuleBasedStateMachine):
 
     @rule(prompt=prompts, length=st.integers(2, 4), polls=st.integers(0, 2))
     def bring_up(self, prompt: list[OffloadKey], length: int, polls: int) -> None:
-        """The actions of a request that waits for its prompt."""
+        """Acts as a request that waits for its prompt."""
         self.promote(prompt, length)
         for _ in range(polls):
             self.manager.poll()
@@ -157,7 +157,7 @@ class ManagerMachine(RuleBasedStateMachine):
             assert self.replay.keys[tier.medium] == tier.bytes.keys()
 
     @invariant()
-    def the_index_is_whole(self) -> None:
+    def the_index_is_consistent(self) -> None:
         self.manager.check_integrity()
         if isinstance(self.policy, ARCPolicy):
             self.policy.check_integrity()
@@ -167,7 +167,7 @@ class ManagerMachine(RuleBasedStateMachine):
         assert sum(parts) == NUM_CHUNKS, stats
 
     @invariant()
-    def what_can_be_loaded_is_the_keys_content(self) -> None:
+    def loadable_chunks_have_the_content_of_their_keys(self) -> None:
         for key in KEYS:
             if self.manager.lookup(key) is HIT:
                 chunk = self.manager._chunks[key]
@@ -178,13 +178,13 @@ class ManagerMachine(RuleBasedStateMachine):
                 assert data == content(key)
 
     @invariant()
-    def what_is_being_loaded_does_not_change(self) -> None:
+    def chunks_that_are_being_loaded_do_not_change(self) -> None:
         for load in self.loads:
             for key, chunk in load:
                 assert self.region.chunk(chunk.chunk_id) == content(key)
 
     def teardown(self) -> None:
-        """Once everybody has ended, nothing is pinned, and a reset gives every chunk back."""
+        """When all jobs have ended, nothing is pinned, and a reset frees every chunk."""
         if not hasattr(self, "manager"):
             return
         while self.stores:
@@ -207,7 +207,7 @@ TestStorm.settings = settings(max_examples=200, stateful_step_count=50)
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_long_storm(seed: int) -> None:
-    """Hypothesis looks for short stories; these are long ones, with all chunks in use."""
+    """Hypothesis generates short sequences; these are long ones, with all chunks in use."""
     chance = random.Random(seed)
     machine = ManagerMachine()
     machine.start(seed=seed, arc=bool(seed % 2), delays=seed % 3, reliable=seed < 3)
@@ -230,19 +230,19 @@ def test_a_long_storm(seed: int) -> None:
             ]
         )
         act(*arguments)
-        # With more loads open every chunk is pinned, and nothing moves.
+        # With more open loads every chunk would be pinned, and nothing could change.
         while len(machine.loads) > 2:
             machine.end_load(pick)
-        machine.the_index_is_whole()
-        machine.what_can_be_loaded_is_the_keys_content()
-        machine.what_is_being_loaded_does_not_change()
+        machine.the_index_is_consistent()
+        machine.loadable_chunks_have_the_content_of_their_keys()
+        machine.chunks_that_are_being_loaded_do_not_change()
     stats = machine.manager.stats
     assert min(stats.num_promoted, stats.num_evicted, stats.num_cascaded, stats.num_loads) > 5, stats
     machine.teardown()
 
 
 class World:
-    """A manager over one tier, and short ways to do whole things."""
+    """A manager with one tier, and methods for common sequences."""
 
     def __init__(self, num_chunks: int = 4, **options: int) -> None:
         self.region = OffloadRegion(num_chunks, CHUNK_BYTES)
@@ -283,7 +283,7 @@ def test_a_failed_store_leaves_no_entry() -> None:
     manager.check_integrity()
 
 
-def test_room_is_made_for_as_many_from_the_head_as_fit() -> None:
+def test_room_is_made_for_as_many_chunks_from_the_head_as_fit() -> None:
     world = World(4)
     world.store(1, 2, 3, 4)
     world.manager.poll()
@@ -295,15 +295,17 @@ def test_room_is_made_for_as_many_from_the_head_as_fit() -> None:
     world.manager.check_integrity()
 
 
-def test_a_growing_prompt_stays_as_young_as_its_tail() -> None:
+def test_storing_a_longer_prompt_refreshes_its_head() -> None:
     world = World(4)
     for prompt in ((1, 2), (10, 11), (1, 2, 3), (20,), (21,)):
         world.store(*prompt)
         world.manager.poll()
-    assert world.lookups(1, 2, 3, 10, 11, 20, 21) == [HIT, HIT, MISS, MISS, MISS, HIT, HIT], "the tail went first"
+    assert world.lookups(1, 2, 3, 10, 11, 20, 21) == [HIT, HIT, MISS, MISS, MISS, HIT, HIT], (
+        "the tail was evicted first"
+    )
 
 
-def test_what_was_evicted_comes_back_from_the_tier() -> None:
+def test_evicted_chunks_are_promoted_from_the_tier() -> None:
     world = World(2)
     world.store(1, 2)
     world.manager.poll()
@@ -313,17 +315,17 @@ def test_what_was_evicted_comes_back_from_the_tier() -> None:
     assert world.lookups(1, 2) == [MISS, MISS]
     assert [world.manager.medium_of(key) for key in keys] == ["STORAGE", "STORAGE", None]
     assert world.manager.promote(keys) == 2
-    assert world.manager.promote(keys) == 2, "asking again starts nothing"
+    assert world.manager.promote(keys) == 2, "a repeated call starts nothing"
     assert world.lookups(1, 2) == [PENDING, PENDING]
     world.manager.poll()
     for key, chunk in zip(keys, world.manager.prepare_load(keys[:2]), strict=False):
         assert world.region.chunk(chunk.chunk_id) == content(key)
-        assert chunk.digest == digest(content(key)), "the digest comes back with the bytes"
+        assert chunk.digest == digest(content(key)), "the tier returns the digest with the bytes"
     assert world.manager.stats.num_promoted == 2
     world.manager.check_integrity()
 
 
-def test_a_failed_promotion_is_a_miss_and_is_not_tried_for_ever() -> None:
+def test_a_failed_promotion_is_a_miss_and_is_not_retried() -> None:
     world = World(2)
     world.store(1, 2)
     world.manager.poll()
@@ -339,7 +341,7 @@ def test_a_failed_promotion_is_a_miss_and_is_not_tried_for_ever() -> None:
     world.manager.check_integrity()
 
 
-def test_bad_bytes_are_forgotten_everywhere_at_once_and_their_chunk_at_the_last_unpin() -> None:
+def test_a_corrupted_chunk_is_forgotten_at_once_and_freed_at_the_last_unpin() -> None:
     world = World(1)
     world.store(1)
     world.manager.poll()
@@ -357,7 +359,7 @@ def test_bad_bytes_are_forgotten_everywhere_at_once_and_their_chunk_at_the_last_
     world.manager.check_integrity()
 
 
-def test_bad_bytes_on_their_way_down_do_not_arrive() -> None:
+def test_corrupted_chunks_are_not_cascaded() -> None:
     world = World(1)
     world.store(1)
     world.manager.mark_bad(make_key(1))
@@ -366,7 +368,7 @@ def test_bad_bytes_on_their_way_down_do_not_arrive() -> None:
     assert world.manager.stats.num_free == 1
 
 
-def test_a_reset_forgets_what_is_being_stored_loaded_and_promoted() -> None:
+def test_a_reset_forgets_chunks_that_are_being_stored_or_loaded() -> None:
     world = World(4)
     world.tier.num_delays = 2
     world.store(1)
@@ -376,7 +378,7 @@ def test_a_reset_forgets_what_is_being_stored_loaded_and_promoted() -> None:
     world.manager.prepare_store([(make_key(2), 0)])
     world.manager.reset()
     assert world.lookups(1, 2) == [MISS, MISS]
-    assert world.manager.stats.num_free == 2, "chunks in use come back later"
+    assert world.manager.stats.num_free == 2, "chunks in use are freed later"
     world.manager.complete_store(make_key(2), None, success=True)
     world.manager.complete_load([make_key(1)])
     assert world.lookups(1, 2) == [MISS, MISS]
@@ -413,7 +415,7 @@ def test_cascades_and_promotions_are_bounded() -> None:
     world.manager.check_integrity()
 
 
-def test_a_tier_that_refuses_costs_nothing() -> None:
+def test_refused_jobs_lose_nothing() -> None:
     world = World(2)
     world.store(1, 2)
     world.manager.poll()
@@ -428,7 +430,7 @@ def test_a_tier_that_refuses_costs_nothing() -> None:
     world.manager.check_integrity()
 
 
-def test_the_first_tier_that_has_a_key_brings_it_up() -> None:
+def test_the_first_tier_that_has_a_key_promotes_it() -> None:
     region = OffloadRegion(1, CHUNK_BYTES)
     tiers = [FakeTier(region, medium="STORAGE"), FakeTier(region, medium="SLOW")]
     manager = OffloadingManager(1, LRUPolicy(), tiers)
@@ -447,10 +449,10 @@ def test_lookups_change_nothing() -> None:
         world.manager.lookup(make_key(1))
     world.manager.poll()
     world.store(3)
-    assert world.lookups(1, 2, 3) == [MISS, HIT, HIT], "a lookup is no use"
+    assert world.lookups(1, 2, 3) == [MISS, HIT, HIT], "a lookup does not count as use"
 
 
-def test_the_tiers_hear_of_uses_from_the_head_on() -> None:
+def test_the_tiers_are_told_of_uses_from_head_to_tail() -> None:
     world = World(4)
     world.store(1, 2, 3)
     keys = [make_key(number) for number in (1, 2, 3)]
@@ -458,7 +460,7 @@ def test_the_tiers_hear_of_uses_from_the_head_on() -> None:
     assert world.tier.touched == keys
 
 
-def test_a_completion_that_nobody_waits_for_is_our_bug() -> None:
+def test_an_unexpected_completion_is_an_assertion_error() -> None:
     manager = World().manager
     with pytest.raises(AssertionError, match="no store of"):
         manager.complete_store(make_key(1), None, success=True)
@@ -466,7 +468,7 @@ def test_a_completion_that_nobody_waits_for_is_our_bug() -> None:
         manager.complete_load([make_key(1)])
 
 
-def test_events_tell_the_difference_only() -> None:
+def test_events_report_only_changes() -> None:
     world = World(1)
     world.store(1)
     world.manager.poll()

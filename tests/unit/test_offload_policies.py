@@ -1,4 +1,4 @@
-"""The policies against models that are too simple to be wrong, and ARC within its bounds."""
+"""Eviction policies compared with simple models, and the bounds of ARC."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class NaiveLRU:
 
 
 class NaiveARC(NaiveLRU):
-    """The paper's lists as lists, key by key."""
+    """Keeps the paper's lists as plain lists, key by key."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class PolicyMachine(RuleBasedStateMachine):
         victims, expected = self.policy.evict(count, protected), self.model.evict(count, protected)
         if expected is None:
             assert victims is None
-            assert self.policy.members() == before, "all of them or none"
+            assert self.policy.members() == before, "it evicts all of them or none"
         else:
             assert victims is not None
             assert sorted(victims) == sorted(expected)
@@ -202,13 +202,13 @@ def fill(policy: CachePolicy, names: str) -> None:
         policy.insert((0, name.encode()), moment, place)
 
 
-def test_a_tail_goes_before_its_head() -> None:
+def test_a_tail_is_evicted_before_its_head() -> None:
     for policy in (LRUPolicy(), ARCPolicy(6)):
         fill(policy, "abc")
         assert policy.evict(2, []) == [(0, b"c"), (0, b"b")]
 
 
-def test_a_head_stays_as_young_as_the_tail_that_follows_later() -> None:
+def test_storing_a_later_tail_refreshes_its_head() -> None:
     for policy in (LRUPolicy(), ARCPolicy(6)):
         fill(policy, "ab")
         fill(policy, "xy")
@@ -217,7 +217,7 @@ def test_a_head_stays_as_young_as_the_tail_that_follows_later() -> None:
         assert policy.evict(3, []) == [(0, b"y"), (0, b"x"), (0, b"c")]
 
 
-def test_arc_keeps_what_is_used_again_through_a_scan() -> None:
+def test_arc_keeps_reused_keys_during_a_scan() -> None:
     policy = ARCPolicy(4)
     fill(policy, "ab")
     policy.touch([(0, b"a"), (0, b"b")])

@@ -1,4 +1,4 @@
-"""What the OffloadingConnector does per step and per completed block: bounded, whatever the prompt's length."""
+"""The work of the OffloadingConnector per step and per completed block is bounded for any length of prompt."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MIB = 1 << 20
 
 
 class CountingView:
-    """A cache that the host can see, or not, of one layer; counts what is written."""
+    """A cache of one layer, in the memory of the host or of a device; records the blocks that are written."""
 
     def __init__(self, block_bytes: int, device: str = "cpu") -> None:
         shape = (99, 2, 1, 4, block_bytes // 32)
@@ -88,7 +88,7 @@ def test_a_bad_block_of_any_step_is_reported_at_the_end() -> None:
     assert [bad.start for bad in report.bad_ranges] == [0, 4, 8]
 
 
-def test_a_block_that_is_larger_than_the_bound_comes_alone() -> None:
+def test_a_block_larger_than_the_limit_is_loaded_alone() -> None:
     view = CountingView(9 * MIB)
     worker = make_worker(view, 9 * MIB)
     assert run_step(worker, make_load("one", 2)) == []
@@ -96,12 +96,12 @@ def test_a_block_that_is_larger_than_the_bound_comes_alone() -> None:
     assert [report.transfer_id for report in run_step(worker)] == ["one"]
 
 
-def test_a_device_copies_a_load_at_once() -> None:
+def test_a_load_to_a_device_takes_one_step() -> None:
     view = CountingView(3 * MIB, device="cuda")
     assert len(run_step(make_worker(view, 3 * MIB), make_load("one", 9))) == 1
 
 
-def test_a_shutdown_drops_what_no_step_has_begun() -> None:
+def test_shutdown_drops_loads_that_no_step_has_begun() -> None:
     view = CountingView(3 * MIB)
     worker = make_worker(view, 3 * MIB)
     run_step(worker, make_load("one", 5))
@@ -120,7 +120,7 @@ def make_scheduler(manager: OffloadingManager, policy: OffloadPolicy) -> Offload
     ("policy", "expected"), [(OffloadPolicy.CHUNK_LEVEL, range(3, 10)), (OffloadPolicy.REQUEST_LEVEL, range(10))]
 )
 def test_only_new_blocks_are_offered(monkeypatch: pytest.MonkeyPatch, policy: OffloadPolicy, expected: range) -> None:
-    """Found in the engine's cache: 3 blocks. Then 7 are computed, one by one."""
+    """Three blocks are found in the engine's cache, and seven are then computed, one by one."""
     manager = OffloadingManager(100, LRUPolicy())
     scheduler = make_scheduler(manager, policy)
     prepare_store, offered = manager.prepare_store, []

@@ -1,4 +1,4 @@
-"""Control connections between engine cores, over real sockets: what arrives, what is refused, what wakes the core."""
+"""Control connections between engine cores over real sockets: delivery, refusals, and wake-ups of the core."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def channels(count: int = 2, key: bytes = KEY) -> Iterator[list[SocketChannel]]:
 
 
 def take(channel: SocketChannel, count: int = 1) -> list[ChannelEvent]:
-    """The next events, at least `count`."""
+    """Returns the next events, at least `count`."""
     events: list[ChannelEvent] = []
     deadline = SystemClock().now() + SECONDS
     while len(events) < count:
@@ -47,7 +47,7 @@ def take(channel: SocketChannel, count: int = 1) -> list[ChannelEvent]:
 
 
 def connect(left: SocketChannel, right: SocketChannel) -> tuple[str, str]:
-    """What each end calls the connection."""
+    """Connects two channels; returns the name of the connection at each end."""
     peer = left.dial(right.address)
     assert take(left) == [Connected(peer, is_outgoing=True)]
     (event,) = take(right)
@@ -66,7 +66,7 @@ def test_messages_arrive_in_order_in_both_directions() -> None:
         assert take(left, 100) == [Received(there, Abort("x" * number * 1000)) for number in range(100)]
 
 
-def test_what_was_sent_before_the_end_arrives() -> None:
+def test_messages_sent_before_the_end_arrive() -> None:
     with channels() as (left, right):
         there, here = connect(left, right)
         left.send(there, Bye("enough"))
@@ -77,7 +77,7 @@ def test_what_was_sent_before_the_end_arrives() -> None:
         assert events[1].peer == here
 
 
-def test_an_address_without_an_engine_is_told() -> None:
+def test_an_address_without_an_engine_is_reported() -> None:
     with channels(1) as (left,):
         with socket.socket() as free:
             free.bind(HERE)
@@ -89,8 +89,8 @@ def test_an_address_without_an_engine_is_told() -> None:
         assert "refused" in event.reason
 
 
-def names(monkeypatch: pytest.MonkeyPatch, known: Mapping[str, Sequence[str]]) -> None:
-    """In place of the name servers."""
+def set_names(monkeypatch: pytest.MonkeyPatch, known: Mapping[str, Sequence[str]]) -> None:
+    """Replaces name resolution by a table."""
     real = socket.getaddrinfo
 
     def look_up(host: Any, port: Any, *args: Any, **options: Any) -> Any:
@@ -101,8 +101,8 @@ def names(monkeypatch: pytest.MonkeyPatch, known: Mapping[str, Sequence[str]]) -
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
 
 
-def test_an_engine_with_a_name_is_reached_by_it_on_all_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    names(monkeypatch, {"prefill-0.prefill": ["127.0.0.2"]})
+def test_an_engine_with_a_host_name_listens_on_all_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_names(monkeypatch, {"prefill-0.prefill": ["127.0.0.2"]})
     right = SocketChannel(("prefill-0.prefill", 0), KEY)
     with contextlib.closing(right), channels(1) as (left,):
         host, port = right.address
@@ -113,23 +113,23 @@ def test_an_engine_with_a_name_is_reached_by_it_on_all_interfaces(monkeypatch: p
             socket.create_connection((address, port), SECONDS).close()
 
 
-def test_an_engine_with_an_address_listens_on_that_alone() -> None:
+def test_an_engine_with_an_address_listens_only_there() -> None:
     with channels(1) as (left,), pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", left.address[1]), SECONDS)
 
 
 def test_every_address_of_a_name_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing listens on the first, and this host may not have the family of the second."""
+    """Nothing listens on the first, and this host may not support the address family of the second."""
     with channels() as (left, right):
-        names(monkeypatch, {"p.example": ["127.0.0.9", "::1", "127.0.0.1"]})
+        set_names(monkeypatch, {"p.example": ["127.0.0.9", "::1", "127.0.0.1"]})
         peer = left.dial(("p.example", right.address[1]))
         assert take(left) == [Connected(peer, is_outgoing=True)]
 
 
-def test_a_name_without_an_address_ends_that_connection_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_without_an_address_fails_only_that_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     with channels() as (left, right):
         there, _ = connect(left, right)
-        names(monkeypatch, {})
+        set_names(monkeypatch, {})
         peer = left.dial(("prefill-9.prefill", 5600))
         (event,) = take(left)
         assert isinstance(event, Lost)
@@ -139,8 +139,8 @@ def test_a_name_without_an_address_ends_that_connection_alone(monkeypatch: pytes
         assert isinstance(take(right)[0], Received)
 
 
-def test_a_name_server_that_does_not_answer_holds_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One thread waits for it, however often the name is dialled, and what it says later has no effect."""
+def test_an_unresponsive_name_server_delays_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread waits for it however often the name is dialled, and a late answer has no effect."""
     monkeypatch.setattr(channel_module, "_OPEN_SECONDS", 0.2)
     answer, asked = threading.Event(), list[str]()
 
@@ -173,13 +173,13 @@ def test_an_engine_with_another_key_is_refused() -> None:
         (event,) = take(left)
         assert isinstance(event, Lost)
         assert event.peer == peer
-        assert not right.take(), "a peer without the key is nothing that the engine hears of"
+        assert not right.take(), "a peer without the key is not reported to the engine"
 
 
 @pytest.mark.parametrize(
     "data", [b"", b"\0" * 100, b"POST / HTTP/1.1\r\n\r\n", b"\xff" * 70_000], ids=["nothing", "zeros", "post", "flood"]
 )
-def test_garbage_is_refused_and_nothing_else_happens(data: bytes) -> None:
+def test_garbage_is_refused_and_does_not_affect_other_connections(data: bytes) -> None:
     with channels() as (left, right):
         there, here = connect(left, right)
         with socket.create_connection(right.address, SECONDS) as rogue, contextlib.suppress(OSError):
@@ -191,7 +191,7 @@ def test_garbage_is_refused_and_nothing_else_happens(data: bytes) -> None:
         assert take(right) == [Received(here, Done("still here"))]
 
 
-def test_a_frame_that_was_changed_ends_the_connection() -> None:
+def test_an_altered_frame_ends_the_connection() -> None:
     with channels(1) as (right,), socket.create_connection(right.address, SECONDS) as rogue:
         authentication = Authentication(KEY, True, PURPOSE)
         rogue.sendall(authentication.greeting())
@@ -206,7 +206,7 @@ def test_a_frame_that_was_changed_ends_the_connection() -> None:
         assert "altered" in events[1].reason
 
 
-def test_news_and_deadlines_wake_the_core() -> None:
+def test_events_and_deadlines_wake_the_core() -> None:
     with channels() as (left, right):
         woken = threading.Event()
         right.set_waker(woken.set)
@@ -225,7 +225,7 @@ def test_news_and_deadlines_wake_the_core() -> None:
         assert not right.has_news
 
 
-def test_an_orderly_end_is_quick_and_final() -> None:
+def test_close_delivers_sent_messages_and_is_idempotent() -> None:
     with channels() as (left, right):
         there, here = connect(left, right)
         left.send(there, Bye("the engine shuts down"))
@@ -247,7 +247,7 @@ def get(address: tuple[str, int], path: str) -> tuple[int, object]:
     return int(head.split()[1]), json.loads(body)
 
 
-def test_proxies_find_the_engine_by_http() -> None:
+def test_proxies_query_the_engine_by_http() -> None:
     channel = SocketChannel(HERE, KEY, more_ports=(0,))
     try:
         for address in channel._addresses:
@@ -269,7 +269,7 @@ def test_engines_of_one_user_find_each_other(tmp_path: Path) -> None:
     assert not local.has(channel.address)
 
 
-def test_a_deadline_wakes_the_core_although_other_news_came_before_it() -> None:
+def test_a_deadline_wakes_the_core_after_an_earlier_event() -> None:
     with channels() as (left, right):
         there, here = connect(left, right)
         woken = threading.Event()
@@ -286,7 +286,7 @@ def test_a_deadline_wakes_the_core_although_other_news_came_before_it() -> None:
         assert SystemClock().now() >= when
 
 
-def test_what_comes_while_the_core_takes_does_not_silence_what_comes_later() -> None:
+def test_an_event_during_take_does_not_suppress_later_wake_ups() -> None:
     with channels() as (left, right):
         there, _ = connect(left, right)
         woken = threading.Event()
@@ -302,8 +302,8 @@ def test_what_comes_while_the_core_takes_does_not_silence_what_comes_later() -> 
         right.wait(SECONDS)
         assert len(right.take()) == 2
         right._news.__class__ = threading.Event
-        while right.has_news:  # as the engine core does before it rests
+        while right.has_news:  # as the engine core does before it waits
             right.take()
         right.set_waker(woken.set)
         left.send(there, Done("later"))
-        assert woken.wait(2.0), "the core rests, and is not told"
+        assert woken.wait(2.0), "the core waits and is not woken"

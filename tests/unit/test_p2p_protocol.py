@@ -33,7 +33,7 @@ ADDRESS = ("127.0.0.1", 5600)
 # ---- Tickets ----
 
 
-def test_a_ticket_comes_back_as_it_was() -> None:
+def test_an_issued_ticket_is_read_unchanged() -> None:
     ticket = Ticket("engine", "epoch", "hold", PROMPT, 3)
     assert OFFICE.read(OFFICE.issue(ticket)) == ticket
 
@@ -64,13 +64,13 @@ def test_a_ticket_of_another_cluster_is_refused() -> None:
         OFFICE.read(TicketOffice(b"other").issue(Ticket("engine", "epoch", "hold", PROMPT, 3)))
 
 
-def test_the_prompt_decides_its_digest_and_so_does_the_salt() -> None:
+def test_the_digest_of_a_prompt_depends_on_tokens_and_salt() -> None:
     prompts: list[tuple[Sequence[int], str | None]] = [((1, 2), None), ((1, 2, 3), None), ((1, 2), "a"), ((2, 1), None)]
     assert len({digest_prompt(*each) for each in prompts}) == len(prompts)
     assert digest_prompt([1, 2], None) == digest_prompt((1, 2), "")
 
 
-# ---- What requests say ----
+# ---- Request parameters ----
 
 SERIAL = {
     "do_remote_prefill": True,
@@ -117,12 +117,12 @@ def test_parameters_of_both_styles() -> None:
         ({**CONCURRENT, "remote_bootstrap_addr": "host:99999"}, "remote_bootstrap_addr"),
     ],
 )
-def test_half_of_the_parameters_is_an_error_that_names_the_rest(params: dict[str, Any], named: str) -> None:
+def test_errors_name_the_missing_or_invalid_parameter(params: dict[str, Any], named: str) -> None:
     with pytest.raises(RequestError, match=named):
         read_params(params)
 
 
-# ---- Who is a peer ----
+# ---- Peers ----
 
 
 def test_only_known_addresses_are_dialled(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_only_known_addresses_are_dialled(tmp_path: Path) -> None:
         peers.resolve(ADDRESS)
 
 
-def test_peers_may_be_names_which_are_compared_and_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_may_be_names_which_are_compared_without_a_lookup(monkeypatch: pytest.MonkeyPatch) -> None:
     def look_up(*_: object, **__: object) -> None:
         raise AssertionError("a name of a request or of the list is looked up")
 
@@ -214,7 +214,7 @@ def test_a_key_file_is_checked(tmp_path: Path) -> None:
 def test_a_group_may_read_a_key_of_root(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: int, mode: int, is_right: bool
 ) -> None:
-    """So Kubernetes mounts a secret for an unprivileged user with an fsGroup."""
+    """Kubernetes mounts a secret in this way for an unprivileged user with an fsGroup."""
     path = tmp_path / "key"
     path.write_bytes(b"a key that is long enough\n")
     path.chmod(mode)
@@ -229,7 +229,7 @@ def test_a_group_may_read_a_key_of_root(
             read_cluster_key(path)
 
 
-def test_hosts() -> None:
+def test_checks_of_hosts() -> None:
     assert is_loopback("localhost")
     assert is_loopback("127.0.0.5")
     assert is_loopback("::1")
@@ -272,7 +272,7 @@ def answers(producer: Producer) -> list[Message]:
 
 
 def granted(now: float = 0.0) -> Producer:
-    """A producer that has granted "load" at that time."""
+    """Returns a producer that granted "load" at time `now`."""
     producer = make_producer()
     ticket = producer.offer(OFFER, now)
     producer.receive(PEER, fetch(ticket=ticket), now)
@@ -291,7 +291,7 @@ def test_a_grant_that_is_read_in_time_is_confirmed_and_released() -> None:
     assert producer.next_deadline is None
 
 
-def test_a_renewed_lease_lives_on_and_one_that_ends_is_not_confirmed() -> None:
+def test_a_renewed_lease_continues_and_an_expired_one_is_not_confirmed() -> None:
     producer = granted()
     producer.receive(PEER, Renew("load"), 9.0)
     producer.poll(15.0)
@@ -303,7 +303,7 @@ def test_a_renewed_lease_lives_on_and_one_that_ends_is_not_confirmed() -> None:
     assert answers(producer) == [DoneAck("load", False)]
 
 
-def test_a_lease_that_has_ended_is_not_confirmed_before_it_was_noticed() -> None:
+def test_an_expired_lease_is_not_confirmed_even_before_a_poll() -> None:
     producer = granted()
     producer.receive(PEER, Renew("load"), 10.0)
     producer.receive(PEER, Done("load"), 10.0)
@@ -311,7 +311,7 @@ def test_a_lease_that_has_ended_is_not_confirmed_before_it_was_noticed() -> None
     assert producer.num_held == 0
 
 
-def test_a_ticket_is_good_for_one_reader() -> None:
+def test_a_ticket_is_valid_for_one_reader() -> None:
     producer = make_producer()
     ticket = producer.offer(OFFER, 0.0)
     producer.receive(PEER, fetch(ticket=ticket), 0.0)
@@ -334,7 +334,7 @@ def test_a_ticket_is_good_for_one_reader() -> None:
         ({"ticket": OFFICE.issue(Ticket("p", "epoch", "another", PROMPT, 32))}, Reason.UNKNOWN_REQUEST),
     ],
 )
-def test_what_cannot_be_granted_is_refused_and_the_hold_stays(changes: dict[str, Any], reason: Reason) -> None:
+def test_invalid_fetches_are_refused_and_the_hold_remains(changes: dict[str, Any], reason: Reason) -> None:
     producer = make_producer()
     ticket = producer.offer(OFFER, 0.0)
     producer.receive(PEER, fetch(**{"ticket": ticket, **changes}), 0.0)
@@ -345,7 +345,7 @@ def test_what_cannot_be_granted_is_refused_and_the_hold_stays(changes: dict[str,
     assert isinstance(producer.take_actions()[0], Attest)
 
 
-def test_a_hold_that_is_not_fetched_ends() -> None:
+def test_a_hold_that_is_not_fetched_expires() -> None:
     producer = make_producer()
     producer.offer(OFFER, 0.0)
     assert producer.next_deadline == 100.0
@@ -359,7 +359,7 @@ def test_a_hold_that_is_not_needed_ends_at_once() -> None:
     assert producer.take_actions() == [Release("hold")]
 
 
-def test_blocks_stay_while_they_are_digested_for_a_reader_that_has_gone() -> None:
+def test_blocks_stay_held_while_they_are_digested_for_a_lost_reader() -> None:
     producer = make_producer()
     producer.receive(PEER, fetch(ticket=producer.offer(OFFER, 0.0)), 0.0)
     producer.take_actions()
@@ -370,7 +370,7 @@ def test_blocks_stay_while_they_are_digested_for_a_reader_that_has_gone() -> Non
     assert producer.take_actions() == [Release("hold")]
 
 
-def test_a_reader_may_come_before_its_request() -> None:
+def test_a_reader_may_arrive_before_its_request() -> None:
     producer = make_producer()
     producer.receive(PEER, fetch(rendezvous="x"), 0.0)
     assert producer.take_actions() == []
@@ -379,7 +379,7 @@ def test_a_reader_may_come_before_its_request() -> None:
     assert isinstance(producer.take_actions()[0], Attest)
 
 
-def test_a_parked_reader_is_told_when_its_request_does_not_come_or_fails() -> None:
+def test_a_parked_reader_is_refused_when_its_request_fails_or_never_arrives() -> None:
     producer = make_producer()
     producer.receive(PEER, fetch("a", rendezvous="a"), 0.0)
     producer.receive(PEER, fetch("b", rendezvous="b"), 0.0)
@@ -391,7 +391,7 @@ def test_a_parked_reader_is_told_when_its_request_does_not_come_or_fails() -> No
     assert producer.next_deadline is None
 
 
-def test_a_reader_that_comes_after_the_end_of_its_request_does_not_wait() -> None:
+def test_a_reader_that_arrives_after_its_request_has_failed_does_not_wait() -> None:
     producer = make_producer()
     producer.withdraw("x", 0.0)
     producer.receive(PEER, fetch(rendezvous="x"), 1.0)
@@ -402,7 +402,7 @@ def test_a_reader_that_comes_after_the_end_of_its_request_does_not_wait() -> Non
     assert answers(producer) == []
 
 
-def test_what_no_reader_wants_any_more_is_not_held() -> None:
+def test_kv_whose_reader_has_aborted_is_not_held() -> None:
     producer = make_producer()
     producer.receive(PEER, fetch(rendezvous="x"), 0.0)
     producer.receive(PEER, Abort("load"), 1.0)
@@ -412,7 +412,7 @@ def test_what_no_reader_wants_any_more_is_not_held() -> None:
     assert producer.take_actions() == []
 
 
-def test_what_is_remembered_of_a_rendezvous_is_forgotten_in_time() -> None:
+def test_a_withdrawn_rendezvous_is_forgotten_after_a_time_limit() -> None:
     producer = make_producer()
     producer.withdraw("x", 0.0)
     producer.poll(5.0)
@@ -473,7 +473,7 @@ def test_a_load_ends_when_the_producer_has_confirmed_it() -> None:
     assert consumer.next_deadline is None
 
 
-def test_bad_ranges_are_handed_on() -> None:
+def test_bad_ranges_are_passed_on() -> None:
     consumer, bad = reading(), (BadRange(0, 0, 16),)
     consumer.on_read("load", bad, is_complete=True)
     consumer.receive(PEER, DoneAck("load", True), 1.0)
@@ -481,7 +481,7 @@ def test_bad_ranges_are_handed_on() -> None:
 
 
 @pytest.mark.parametrize("detail", ["", "the pool is full"])
-def test_a_refusal_without_words_is_a_refusal(detail: str) -> None:
+def test_a_refusal_without_detail_still_has_a_reason(detail: str) -> None:
     consumer = asking()
     consumer.receive(PEER, Refuse("load", Reason.OVERLOADED, detail), 1.0)
     (ended,) = consumer.take_actions()
@@ -493,7 +493,7 @@ def test_a_refusal_without_words_is_a_refusal(detail: str) -> None:
     assert consumer.take_actions()[-1].reason  # type: ignore[union-attr]
 
 
-def test_what_is_not_confirmed_is_not_used() -> None:
+def test_kv_that_is_not_confirmed_is_not_used() -> None:
     consumer = confirming()
     consumer.receive(PEER, DoneAck("load", False), 1.0)
     (ended,) = consumer.take_actions()
@@ -501,7 +501,7 @@ def test_what_is_not_confirmed_is_not_used() -> None:
     assert "lease" in ended.reason
 
 
-def test_a_lease_is_renewed_while_it_is_read_only() -> None:
+def test_a_lease_is_renewed_only_during_the_read() -> None:
     consumer = reading()
     assert consumer.next_deadline == 3.0
     consumer.poll(3.0)
@@ -512,7 +512,7 @@ def test_a_lease_is_renewed_while_it_is_read_only() -> None:
 
 
 @pytest.mark.parametrize("make", [asking, confirming])
-def test_where_nothing_moves_a_lost_connection_ends_the_load(make: Any) -> None:
+def test_a_lost_connection_ends_a_load_that_reads_nothing(make: Any) -> None:
     consumer = make()
     consumer.on_lost(PEER, "gone")
     assert consumer.take_actions() == [Ended("load", reason="gone")]
@@ -552,7 +552,7 @@ def test_an_answer_to_a_load_that_has_ended_has_no_effect() -> None:
     assert consumer.take_actions() == []
 
 
-def test_a_load_that_ends_before_it_was_asked_for_leaves_nothing_held() -> None:
+def test_a_load_that_ends_before_its_fetch_leaves_nothing_held() -> None:
     consumer = Consumer(30.0, OFFICE)
     consumer.begin("load", source(), PROMPT, 0, 16, now=0.0)
     consumer.fail("load", "the request has ended")
@@ -571,7 +571,7 @@ def test_an_answer_from_another_peer_has_no_effect() -> None:
     assert consumer.take_actions() == []
 
 
-def test_another_engine_at_the_address_is_not_asked() -> None:
+def test_another_engine_at_the_address_gets_no_fetch() -> None:
     consumer = Consumer(30.0, OFFICE)
     consumer.begin("load", source(), PROMPT, 0, 16, now=0.0)
     consumer.take_actions()
@@ -597,7 +597,7 @@ def test_a_ticket_that_would_be_refused_is_not_sent(changes: dict[str, Any], rea
     assert reason in ended.reason
 
 
-def test_a_producer_hears_that_nothing_is_needed() -> None:
+def test_a_producer_is_told_that_nothing_is_needed() -> None:
     consumer = Consumer(30.0, OFFICE)
     consumer.dismiss("none", source(), PROMPT)
     consumer.on_dialled(ADDRESS, PEER)

@@ -43,7 +43,7 @@ def fetch(ticket: str, **changes: Any) -> FetchInto:
 
 
 def writing(rules: ProducerRules = RULES) -> Producer:
-    """A producer whose workers write since time 0."""
+    """Returns a producer whose workers have been writing since time 0."""
     producer = Producer("p", "epoch", rules, OFFICE)
     producer.receive(PEER, fetch(producer.offer(OFFER, 0.0)), 0.0)
     grant = Send(PEER, Grant(transfer_id="load", lease=10.0, block_ids=((5, 6),)))
@@ -53,7 +53,7 @@ def writing(rules: ProducerRules = RULES) -> Producer:
     return producer
 
 
-def test_a_write_is_granted_at_once_and_told_when_it_has_landed() -> None:
+def test_a_write_is_granted_at_once_and_reported_when_it_is_complete() -> None:
     producer = writing()
     producer.on_attested("attest-1", DIGESTS, 4.0)
     assert producer.take_actions() == [Send(PEER, Written("load", DIGESTS))]
@@ -64,13 +64,13 @@ def test_a_write_is_granted_at_once_and_told_when_it_has_landed() -> None:
     producer.check_integrity()
 
 
-def test_a_write_without_digests_is_told_too() -> None:
+def test_a_write_without_digests_is_reported_too() -> None:
     producer = writing(replace(RULES, is_attested=False))
     producer.on_attested("attest-1", (), 4.0)
     assert producer.take_actions() == [Send(PEER, Written("load"))]
 
 
-def test_a_write_that_failed_is_refused_and_its_blocks_are_given_back() -> None:
+def test_a_failed_write_is_refused_and_its_blocks_are_released() -> None:
     producer = writing()
     producer.on_attested("attest-1", None, 4.0)
     actions = producer.take_actions()
@@ -100,7 +100,7 @@ def _end_of_lease(producer: Producer) -> None:
     ],
     ids=["lease", "abort", "lost", "early done"],
 )
-def test_blocks_are_given_back_when_the_workers_have_stopped_writing(end: Callable[[Producer], None]) -> None:
+def test_blocks_are_released_when_the_workers_have_stopped_writing(end: Callable[[Producer], None]) -> None:
     producer = writing()
     end(producer)
     actions = producer.take_actions()
@@ -161,7 +161,7 @@ def checking() -> Consumer:
     return consumer
 
 
-def test_nothing_is_done_before_the_producer_has_said_that_it_has_written() -> None:
+def test_a_load_waits_for_the_producers_written_message() -> None:
     consumer = waiting()
     assert consumer.next_deadline == 3.0
     consumer.poll(3.0)
@@ -179,7 +179,7 @@ def test_nothing_is_done_before_the_producer_has_said_that_it_has_written() -> N
     assert consumer.num_loads == 0
 
 
-def test_what_is_written_without_a_grant_does_not_count() -> None:
+def test_a_written_message_without_a_grant_is_ignored() -> None:
     consumer = asking()
     consumer.receive(PEER, Written("load", DIGESTS), 1.0)
     assert consumer.take_actions() == []
@@ -190,7 +190,7 @@ STATES = [opening, dialling, asking, waiting, checking]
 
 @pytest.mark.parametrize("make", STATES)
 @pytest.mark.parametrize("how", ["deadline", "abort"])
-def test_whatever_ends_it_a_load_ends_with_the_workers_reports(make: Callable[[], Consumer], how: str) -> None:
+def test_a_load_ends_only_with_the_workers_reports(make: Callable[[], Consumer], how: str) -> None:
     consumer = make()
     if how == "deadline":
         consumer.poll(30.0)
@@ -199,7 +199,7 @@ def test_whatever_ends_it_a_load_ends_with_the_workers_reports(make: Callable[[]
     actions = consumer.take_actions()
     assert CANCEL in actions
     assert (Send(PEER, Abort("load")) in actions) == (make not in (opening, dialling))
-    # Nothing that comes now ends it.
+    # No message that arrives now ends it.
     consumer.on_opened("load", DESTINATION)
     for message in (GRANT, Written("load"), Refuse("load", Reason.NOT_WRITTEN, ""), DoneAck("load", True)):
         consumer.receive(PEER, message, 31.0)
@@ -215,7 +215,7 @@ def test_whatever_ends_it_a_load_ends_with_the_workers_reports(make: Callable[[]
 
 @pytest.mark.parametrize("make", [asking, waiting, checking])
 @pytest.mark.parametrize("how", ["refused", "lost"])
-def test_a_refusal_or_a_lost_connection_closes_the_blocks_first(make: Callable[[], Consumer], how: str) -> None:
+def test_a_refusal_or_a_lost_connection_first_cancels_the_write(make: Callable[[], Consumer], how: str) -> None:
     consumer = make()
     if how == "refused":
         consumer.receive(PEER, Refuse("load", Reason.NOT_WRITTEN, "because"), 1.0)
@@ -238,7 +238,7 @@ def test_workers_that_cannot_open_their_memory_end_the_load() -> None:
     assert consumer.take_actions() == [CANCEL]
 
 
-def test_a_load_that_ended_before_it_was_asked_for_tells_the_producer() -> None:
+def test_a_load_that_ended_before_its_fetch_is_reported_to_the_producer() -> None:
     consumer = dialling()
     consumer.fail("load", "the request has ended")
     consumer.on_read("load", (), is_complete=False)
@@ -250,7 +250,7 @@ def test_a_load_that_ended_before_it_was_asked_for_tells_the_producer() -> None:
     assert sent.message.first == sent.message.end
 
 
-def test_what_is_not_needed_is_dismissed_as_with_pull() -> None:
+def test_kv_that_is_not_needed_is_dismissed_as_with_pull() -> None:
     consumer = Consumer(30.0, OFFICE, is_pushed=True)
     consumer.dismiss("none", source(), PROMPT)
     assert consumer.take_actions() == [Dial(ADDRESS)]

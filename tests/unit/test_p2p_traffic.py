@@ -1,4 +1,4 @@
-"""What is counted of each peer: names that clients make up take no room."""
+"""Counters of each peer's transfers; names that clients invent take no memory."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def test_transfers_are_counted_by_direction_and_peer() -> None:
     }
 
 
-def test_names_that_no_peer_has_are_counted_together() -> None:
+def test_names_of_unknown_peers_are_counted_together() -> None:
     traffic = Traffic()
     for number in range(1000):
         traffic.on_failed("from", f"made up {number}")
     assert traffic.counters == {"p2p_from/others/failed": 1000}
 
 
-def test_there_is_room_for_some_peers() -> None:
+def test_the_number_of_separately_counted_peers_is_limited() -> None:
     traffic = Traffic()
     for number in range(100):
         traffic.introduce(f"p{number}")

@@ -45,7 +45,7 @@ def allocate(cache: KVCacheConfig) -> KVCache:
 
 
 @pytest.mark.parametrize(("pp", "tp", "counts"), GRIDS + UNEVEN)
-def test_the_plan_is_that_of_one_rank(pp: int, tp: int, counts: tuple[int, ...] | None) -> None:
+def test_the_plan_equals_that_of_one_rank(pp: int, tp: int, counts: tuple[int, ...] | None) -> None:
     config = make_engine_config(num_gpu_blocks_override=40)
     limits, cache = plan_cache(config, make_facts(pp, tp, counts))
     limits_of_one, cache_of_one = plan_cache(config, make_facts(1, 1))
@@ -82,7 +82,7 @@ def test_every_rank_has_its_layers_and_heads(pp: int, tp: int, counts: tuple[int
 
 
 @pytest.mark.parametrize(("pp", "tp", "counts"), [*GRIDS, *UNEVEN])
-def test_a_part_takes_what_was_counted(pp: int, tp: int, counts: tuple[int, ...] | None) -> None:
+def test_a_part_takes_exactly_the_planned_bytes(pp: int, tp: int, counts: tuple[int, ...] | None) -> None:
     facts = make_facts(pp, tp, counts)
     _, cache = plan_cache(make_engine_config(num_gpu_blocks_override=40), facts)
     per_rank = bytes_per_block(cache, facts)
@@ -126,7 +126,7 @@ def test_ranks_in_one_memory_share_it(caplog: pytest.LogCaptureFixture) -> None:
     assert "leave too little memory" in caplog.text
 
 
-def test_a_part_that_was_not_planned_is_a_bug() -> None:
+def test_a_part_that_was_not_planned_is_an_assertion_error() -> None:
     facts = make_facts(1, 2)
     _, cache = plan_cache(make_engine_config(num_gpu_blocks_override=40), facts)
     own = dict(facts[0].kv_cache_specs)
@@ -136,7 +136,7 @@ def test_a_part_that_was_not_planned_is_a_bug() -> None:
         cache.part({layer_name(0): KVCacheSpec.keys_and_values(2, HEAD_SIZE, "bfloat16", 32, 0, 5)})
 
 
-def test_heads_that_no_rank_has_are_a_bug() -> None:
+def test_heads_that_no_rank_has_are_an_assertion_error() -> None:
     facts = make_facts(1, 3)
     for missing in range(3):
         with pytest.raises(AssertionError, match="no rank has the KV heads"):
@@ -155,7 +155,7 @@ def test_the_cache_before_the_plan_has_the_drafters_window() -> None:
     assert set(allocate(cache).tensors) == {layer_name(5), layer_name(6), *DRAFT}
 
 
-def test_a_window_that_no_layer_of_the_model_has() -> None:
+def test_a_drafters_window_that_no_layer_of_the_model_has_is_refused() -> None:
     facts = make_facts(2, 1, (5, 2))
     specs = {name: replace(spec, sliding_window=8) for name, spec in facts[1].draft_kv_cache_specs.items()}
     odd = structs.replace(facts[1], draft_kv_cache_specs=specs)

@@ -1,4 +1,4 @@
-"""Tiers that all ranks share: what ranks of one engine have stored, ranks of an engine divided in another way load."""
+"""Tiers shared by all ranks: an engine can load chunks that an engine with another split has stored."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Values = dict[str, np.ndarray]  # by layer: [num_blocks, 2, heads of the model, 
 
 
 class Engine:
-    """All ranks of an engine, with caches of their own, at one tier."""
+    """All ranks of an engine, with caches of their own and one shared tier."""
 
     def __init__(self, split: Split, region: OffloadRegion | None = None) -> None:
         pp, tp, counts = split
@@ -72,7 +72,7 @@ class Engine:
             tensor[block_id] = torch.from_numpy(values[name][block_id, :, first:end]).view(torch.bfloat16)
 
     def holds(self, values: Values, group: int, block_id: int, of: int) -> bool:
-        """Whether all ranks have in block `block_id` what block `of` is."""
+        """Returns whether block `block_id` of all ranks has the content of block `of`."""
         found = True
         for name, shard, tensor in self.layers_of(group):
             first, end = self.heads[shard][name]
@@ -87,7 +87,7 @@ class Engine:
                     yield name, shard, tensor
 
     def run(self, metadata: OffloadMetadata, order: random.Random) -> list[TransferReport]:
-        """A step of every rank, in any order."""
+        """Runs a step of every rank, in random order."""
         reports: list[TransferReport] = []
         for shard in order.sample(sorted(self.workers), len(self.workers)):
             worker = self.workers[shard]
@@ -98,7 +98,7 @@ class Engine:
         return sorted(reports, key=lambda report: report.shard)
 
     def store(self, blocks: Sequence[StoreBlock], order: random.Random) -> list[bytes]:
-        """The digest of each block, as the scheduler's side has it."""
+        """Stores blocks; returns their digests as the scheduler's side computes them."""
         reports = self.run(OffloadMetadata((OffloadStore("store", tuple(blocks)),)), order)
         assert [report.shard for report in reports] == sorted(self.workers)
         return [reduce(add_digests, each) for each in zip(*(report.digests for report in reports), strict=True)]
@@ -126,7 +126,7 @@ def stored_by(split: Split, seed: int = 1) -> tuple[Engine, list[bytes]]:
 
 
 def payloads(engine: Engine) -> list[bytes]:
-    """The content of the chunks, up to the end of the table."""
+    """Returns the content of the chunks, up to the end of the table."""
     found: list[bytes] = []
     for block in STORES:
         chunk = engine.region.chunk(block.chunk_id)
@@ -136,7 +136,7 @@ def payloads(engine: Engine) -> list[bytes]:
 
 
 @pytest.mark.parametrize("split", [*SPLITS, *UNEVEN])
-def test_a_chunk_does_not_depend_on_who_wrote_it(split: Split) -> None:
+def test_a_chunk_does_not_depend_on_the_split_that_wrote_it(split: Split) -> None:
     one, digests_of_one = stored_by((1, 1, None))
     engine, digests = stored_by(split, seed=sum(split[:2]))
     assert digests == digests_of_one
@@ -159,7 +159,7 @@ def loaded(writer: Split, reader: Split) -> Iterator[tuple[Engine, Engine, list[
 
 @pytest.mark.parametrize("reader", [*SPLITS, *UNEVEN])
 @pytest.mark.parametrize("writer", [(1, 1, None), (1, 2, None), (4, 3, None), (3, 4, (1, 1, 5)), (2, 5, None)])
-def test_every_split_loads_what_another_has_stored(writer: Split, reader: Split) -> None:
+def test_every_split_loads_the_chunks_of_every_other(writer: Split, reader: Split) -> None:
     with loaded(writer, reader) as (_, engine, loads):
         reports = engine.load(loads, random.Random(2))
         assert [report.status for report in reports] == [TransferStatus.DONE] * len(engine.workers)
@@ -169,7 +169,7 @@ def test_every_split_loads_what_another_has_stored(writer: Split, reader: Split)
 
 @pytest.mark.parametrize("reader", [(1, 1, None), (2, 3, None), (1, 7, None)])
 def test_a_changed_byte_is_found_by_the_ranks_that_have_it(reader: Split) -> None:
-    """A byte of the payload by those ranks alone; one of the table, or another chunk, by all that have the group."""
+    """Only these ranks find a changed payload byte; all ranks of the group find a changed table or another chunk."""
     rng = random.Random(0)
     with loaded((2, 2, None), reader) as (stored, engine, loads):
         start = engine.chunks.table_starts[0]
@@ -192,7 +192,7 @@ def test_a_changed_byte_is_found_by_the_ranks_that_have_it(reader: Split) -> Non
         assert failed == with_group, "chunk 2 is another block's"
 
 
-def test_where_ranks_share_heads_one_writes() -> None:
+def test_one_rank_writes_a_head_that_several_ranks_have() -> None:
     engine = Engine((1, 7, None))
     written: dict[tuple[str, int], int] = {}
     for shard, worker in engine.workers.items():
@@ -215,7 +215,9 @@ def test_a_block_without_attestation() -> None:
 
 
 @pytest.mark.parametrize(("writer", "reader"), [((1, 2, None), (1, 1, None)), ((3, 1, None), (2, 4, None))])
-def test_from_disk_behind_a_restart_with_other_ranks(writer: Split, reader: Split, tmp_path: Path) -> None:
+def test_chunks_on_disk_are_loaded_after_a_restart_with_other_ranks(
+    writer: Split, reader: Split, tmp_path: Path
+) -> None:
     keys: tuple[OffloadKey, ...] = tuple((block.group, bytes([number]) * 32) for number, block in enumerate(STORES))
     stored, digests = stored_by(writer)
     config = DiskTierConfig(tmp_path, 1 << 30)

@@ -83,7 +83,7 @@ def test_the_weights_digest_does_not_depend_on_the_split(pp: int, tp: int) -> No
         assert digest_weights(facts_of(tensors, pp, tp, (1, 1, 5))) == WHOLE
 
 
-def test_it_covers_every_byte() -> None:
+def test_the_weights_digest_covers_every_byte() -> None:
     found = {WHOLE}
     count = 1
     for name in ("embed", "3.k", "norm"):
@@ -96,7 +96,7 @@ def test_it_covers_every_byte() -> None:
     assert len(found) == count
 
 
-def test_it_covers_where_rows_lie_and_what_they_are() -> None:
+def test_the_weights_digest_covers_positions_names_and_types() -> None:
     tensors = make_checkpoint()
     swapped = {**tensors, "embed": tensors["embed"][[1, 0, *range(2, VOCAB)]]}
     exchanged = {**tensors, "0.up": tensors["1.up"], "1.up": tensors["0.up"]}
@@ -108,7 +108,7 @@ def test_it_covers_where_rows_lie_and_what_they_are() -> None:
 
 
 def test_ranks_that_have_read_other_bytes_are_refused() -> None:
-    """Also where no two have read the same rows: one has read all, and others parts that add up to something else."""
+    """This includes the case that one rank has read all rows, and others parts that add up to a different digest."""
     other = make_checkpoint()
     other["embed"][7, 3] += 1
     facts = facts_of(make_checkpoint(), 2, 3)
@@ -125,7 +125,7 @@ def test_ranks_that_have_read_other_bytes_are_refused() -> None:
         digest_weights(facts)
 
 
-def test_rows_that_no_rank_has_read_are_a_bug() -> None:
+def test_rows_that_no_rank_has_read_are_an_assertion_error() -> None:
     facts = facts_of(make_checkpoint(), 2, 3)
     for shard in ((0, 1), (1, 2)):
         with pytest.raises(AssertionError, match="are not all of its"):
@@ -136,9 +136,9 @@ def test_digests_of_rows_add_up() -> None:
     rows = np.random.default_rng(0).integers(0, 256, (37, 11), dtype=np.uint8)
     whole = digest_rows(rows, 0)
     for cut in (0, 1, 16, 36, 37):
-        before, behind = digest_rows(rows[:cut], 0), digest_rows(rows[cut:], cut)
-        assert add_digests(before, behind) == whole
-        assert subtract_digests(whole, behind) == before
+        before, after = digest_rows(rows[:cut], 0), digest_rows(rows[cut:], cut)
+        assert add_digests(before, after) == whole
+        assert subtract_digests(whole, after) == before
     assert digest_rows(rows, 1) != whole
 
 

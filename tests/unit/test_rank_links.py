@@ -1,4 +1,4 @@
-"""Groups and channels: what one rank sends, the others receive, bit for bit; none waits for a rank that has ended."""
+"""Groups and channels: other ranks receive exactly the bits that a rank sends; no rank waits for one that has ended."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from penstock.utils.errors import ConfigError, RanksLostError
 from penstock.utils.hosts import free_port
 from tests.unit.rank_harness import Ranks, own_part, raises_soon, random_bits, run_ranks, same_bits
 
-WAYS = ["native", "reference", "gloo"]
+BACKENDS = ["native", "reference", "gloo"]
 SHARED = ["native", "reference"]
 
 
-@pytest.fixture(params=WAYS)
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How the ranks exchange: what `Ranks` takes."""
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Returns the implementation of the links, as `Ranks` takes it."""
     if request.param == "native":
         if not instruction_sets():
             pytest.skip("the native kernels are not installed")
@@ -51,29 +51,29 @@ def set_sizes(monkeypatch: pytest.MonkeyPatch, **sizes: int) -> None:
                 monkeypatch.setattr(module, name, size)
 
 
-def gather_all(count: int, cases: list[tuple[torch.Tensor, list[int]]], way: str) -> None:
-    """Every rank gathers each case, and gets the whole of it."""
+def gather_all(count: int, cases: list[tuple[torch.Tensor, list[int]]], backend: str) -> None:
+    """Checks that every rank gets the whole of each case by a gather."""
 
     def body(links: RankLinks, shard: ShardId) -> None:
         for whole, sizes in cases:
             got = links.group.gather_columns(own_part(whole, sizes, shard[1]), sizes)
             assert same_bits(got, whole), (tuple(whole.shape), sizes)
 
-    run_ranks(1, count, body, way)
+    run_ranks(1, count, body, backend)
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
-def test_a_gather_puts_the_parts_side_by_side(count: int, dtype: torch.dtype, way: str) -> None:
+def test_a_gather_puts_the_parts_side_by_side(count: int, dtype: torch.dtype, backend: str) -> None:
     generator, draw = torch.Generator().manual_seed(count), random.Random(count)
     cases: list[tuple[torch.Tensor, list[int]]] = []
     for rows in (1, 0, 2, 7, 33, 1):
         for sizes in ([5] * count, [0] * count, [draw.choice((0, 1, 3, 64)) for _ in range(count)]):
             cases.append((random_bits(rows, sum(sizes), dtype, generator), sizes))
-    gather_all(count, cases, way)
+    gather_all(count, cases, backend)
 
 
-def test_a_part_need_not_be_contiguous(way: str) -> None:
+def test_a_part_need_not_be_contiguous(backend: str) -> None:
     whole = random_bits(6, 8, torch.float32, torch.Generator().manual_seed(0))
 
     def body(links: RankLinks, shard: ShardId) -> None:
@@ -83,12 +83,14 @@ def test_a_part_need_not_be_contiguous(way: str) -> None:
             got = links.group.gather_columns(part, [3, 5])
             assert same_bits(own_part(got, [3, 5], shard[1]), expected)
 
-    run_ranks(1, 2, body, way)
+    run_ranks(1, 2, body, backend)
 
 
-@pytest.mark.parametrize("way", SHARED, indirect=True)
+@pytest.mark.parametrize("backend", SHARED, indirect=True)
 @pytest.mark.parametrize("count", [2, 5])
-def test_a_gather_larger_than_a_buffer_goes_in_pieces(count: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gather_larger_than_a_buffer_goes_in_pieces(
+    count: int, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     set_sizes(monkeypatch, GATHER_BUFFER_BYTES=4096)
     generator = torch.Generator().manual_seed(1)
     columns = [0, 40, 3, 17, 4][:count]
@@ -97,23 +99,23 @@ def test_a_gather_larger_than_a_buffer_goes_in_pieces(count: int, way: str, monk
         (random_bits(rows, sum(columns), torch.float32, generator), columns)
         for rows in (1, 4096 // row, 4096 // row + 1, 200, 2, 401, 199, 1)
     ]
-    gather_all(count, cases, way)
+    gather_all(count, cases, backend)
 
 
-@pytest.mark.parametrize("way", ["native"], indirect=True)
-def test_logits_of_many_rows_are_larger_than_a_buffer(way: str) -> None:
-    """With the sizes of production: 64 rows of 151936 columns are 39 MB."""
+@pytest.mark.parametrize("backend", ["native"], indirect=True)
+def test_logits_of_many_rows_are_larger_than_a_buffer(backend: str) -> None:
+    """The sizes are those of production: 64 rows of 151936 columns are 39 MB."""
     whole = random_bits(64, 151936, torch.float32, torch.Generator().manual_seed(2))
     assert whole.nbytes > rank_memory.GATHER_BUFFER_BYTES
-    gather_all(2, [(whole, [100000, 51936])], way)
+    gather_all(2, [(whole, [100000, 51936])], backend)
 
 
 @pytest.mark.spread(2)
 @pytest.mark.parametrize("count", [2, 4])
-def test_a_storm_of_gathers_with_delays(count: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every result stays as it is until the second next call, also between gathers in pieces and barriers."""
+def test_a_storm_of_gathers_with_delays(count: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every result is valid until the second next call, also between gathers in pieces and barriers."""
     set_sizes(monkeypatch, GATHER_BUFFER_BYTES=1 << 14)
-    calls = {"native": 20_000 // count, "reference": 800, "gloo": 200}[way]
+    calls = {"native": 20_000 // count, "reference": 800, "gloo": 200}[backend]
     pool = random_bits(64, 512, torch.bfloat16, torch.Generator().manual_seed(3))
 
     def body(links: RankLinks, shard: ShardId) -> int:
@@ -135,11 +137,13 @@ def test_a_storm_of_gathers_with_delays(count: int, way: str, monkeypatch: pytes
             previous = (got, whole)
         return calls
 
-    assert set(run_ranks(1, count, body, way).values()) == {calls}
+    assert set(run_ranks(1, count, body, backend).values()) == {calls}
 
 
 @pytest.mark.parametrize("large", [False, True], ids=["small", "in pieces"])
-def test_a_result_is_valid_until_the_second_next_call(large: bool, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_is_valid_until_the_second_next_call(
+    large: bool, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The other rank is already in that call, and has written its columns."""
     set_sizes(monkeypatch, GATHER_BUFFER_BYTES=4096)
     ahead = threading.Event()
@@ -158,12 +162,12 @@ def test_a_result_is_valid_until_the_second_next_call(large: bool, way: str, mon
                 assert (second == 3.0 * k + 1).all()
             gather(3.0 * k + 2)
 
-    run_ranks(1, 2, body, way)
+    run_ranks(1, 2, body, backend)
 
 
-@pytest.mark.parametrize("way", SHARED, indirect=True)
+@pytest.mark.parametrize("backend", SHARED, indirect=True)
 @pytest.mark.parametrize("count", [2, 3])
-def test_ranks_that_disagree_are_told(count: int, way: str) -> None:
+def test_gathers_with_different_shapes_are_an_assertion_error(count: int, backend: str) -> None:
     def body(links: RankLinks, shard: ShardId) -> None:
         columns = 4 + (shard[1] == 0)
         links.group.gather_columns(torch.zeros(2, columns), [columns] * count)
@@ -176,8 +180,8 @@ def test_ranks_that_disagree_are_told(count: int, way: str) -> None:
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
-def test_a_sum_is_added_in_float32_in_the_order_of_the_ranks(count: int, dtype: torch.dtype, way: str) -> None:
-    """And rounded once, on every rank alike, whatever the shape; zero rows or columns are no exception."""
+def test_a_sum_is_added_in_float32_in_the_order_of_the_ranks(count: int, dtype: torch.dtype, backend: str) -> None:
+    """The sum is rounded once, equally on every rank, for every shape, including zero rows or columns."""
     shapes = [(1, 64), (0, 8), (33, 7), (2, 0), (5, 96), (1, 1)]
     generator = torch.Generator().manual_seed(count)
     cases = [(100 * torch.randn(count, *shape, generator=generator)).to(dtype) for shape in shapes]
@@ -190,11 +194,11 @@ def test_a_sum_is_added_in_float32_in_the_order_of_the_ranks(count: int, dtype: 
             got = links.group.sum_parts(parts[shard[1]].clone())
             assert same_bits(got, expected.to(dtype)), tuple(parts.shape)
 
-    run_ranks(1, count, body, way)
+    run_ranks(1, count, body, backend)
 
 
-def test_a_sum_remains_when_others_follow(way: str) -> None:
-    """It is the caller's, unlike the result of a gather; the two may alternate."""
+def test_a_sum_remains_valid_after_later_calls(backend: str) -> None:
+    """A sum belongs to the caller, unlike the result of a gather; the two may alternate."""
 
     def body(links: RankLinks, shard: ShardId) -> None:
         first = links.group.sum_parts(torch.full((3, 4), 1.0 + shard[1]))
@@ -204,10 +208,10 @@ def test_a_sum_remains_when_others_follow(way: str) -> None:
         first += 1
         assert (first == 4).all()
 
-    run_ranks(1, 2, body, way)
+    run_ranks(1, 2, body, backend)
 
 
-def test_the_sum_of_a_gpu_is_a_call_that_torch_takes() -> None:
+def test_the_all_reduce_of_gpus_works_with_gloo() -> None:
     """NCCL's groups and gloo's have the same methods."""
 
     def body(links: RankLinks, shard: ShardId) -> torch.Tensor:
@@ -219,7 +223,7 @@ def test_the_sum_of_a_gpu_is_a_call_that_torch_takes() -> None:
         assert same_bits(total, torch.full((3, 4), 3.0))
 
 
-def test_a_barrier_waits_for_every_rank(way: str) -> None:
+def test_a_barrier_waits_for_every_rank(backend: str) -> None:
     arrived: list[int] = []
 
     def body(links: RankLinks, shard: ShardId) -> None:
@@ -231,7 +235,7 @@ def test_a_barrier_waits_for_every_rank(way: str) -> None:
             assert arrived.count(turn) == 3
             links.group.barrier()
 
-    run_ranks(1, 3, body, way)
+    run_ranks(1, 3, body, backend)
 
 
 def test_a_stage_of_one_rank_gathers_nothing() -> None:
@@ -256,7 +260,7 @@ MESSAGES: list[tuple[torch.Tensor, ...]] = [
 ]
 
 
-def test_a_message_arrives_as_it_was_sent(way: str) -> None:
+def test_a_message_arrives_unchanged(backend: str) -> None:
     def body(links: RankLinks, shard: ShardId) -> None:
         for message in MESSAGES * 2:
             if links.downstream:
@@ -266,10 +270,10 @@ def test_a_message_arrives_as_it_was_sent(way: str) -> None:
                 assert len(received) == len(message)
                 assert all(same_bits(a, b) for a, b in zip(received, message, strict=True))
 
-    run_ranks(3, 1, body, way)
+    run_ranks(3, 1, body, backend)
 
 
-def test_every_channel_leads_to_its_rank(way: str) -> None:
+def test_every_channel_connects_the_right_ranks(backend: str) -> None:
     def body(links: RankLinks, shard: ShardId) -> None:
         stage, rank = shard
         tag = lambda *numbers: torch.tensor(numbers)  # noqa: E731
@@ -284,11 +288,13 @@ def test_every_channel_leads_to_its_rank(way: str) -> None:
         if links.results_in:
             assert links.results_in.receive()[0].tolist() == [stage, rank, 1]
 
-    run_ranks(3, 2, body, way)
+    run_ranks(3, 2, body, backend)
 
 
 @pytest.mark.parametrize("ring", [1 << 12, 1 << 16])
-def test_messages_larger_than_the_ring_stream_through_it(ring: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_larger_than_the_ring_stream_through_it(
+    ring: int, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     set_sizes(monkeypatch, STAGE_RING_BYTES=ring, RESULTS_RING_BYTES=ring)
     generator = torch.Generator().manual_seed(4)
     messages = [
@@ -304,11 +310,11 @@ def test_messages_larger_than_the_ring_stream_through_it(ring: int, way: str, mo
                 assert links.upstream is not None
                 assert all(same_bits(a, b) for a, b in zip(links.upstream.receive(), message, strict=True))
 
-    run_ranks(2, 1, body, way)
+    run_ranks(2, 1, body, backend)
 
 
-@pytest.mark.parametrize("way", ["native"], indirect=True)
-def test_a_large_prefill_streams_through_a_ring_of_production(way: str) -> None:
+@pytest.mark.parametrize("backend", ["native"], indirect=True)
+def test_a_large_prefill_streams_through_a_ring_of_production_size(backend: str) -> None:
     whole = random_bits(5000, 4096, torch.bfloat16, torch.Generator().manual_seed(5))
     assert whole.nbytes > rank_memory.STAGE_RING_BYTES
 
@@ -322,13 +328,13 @@ def test_a_large_prefill_streams_through_a_ring_of_production(way: str) -> None:
     run_ranks(2, 1, body)
 
 
-def ends_of_a_channel(way: str) -> tuple[TensorChannel, TensorChannel, Callable[[], None]]:
-    """Sender, receiver, and what closes both."""
+def ends_of_a_channel(backend: str) -> tuple[TensorChannel, TensorChannel, Callable[[], None]]:
+    """Returns a sender, its receiver, and a function that closes both."""
     address, memory = f"127.0.0.1:{free_port()}", create_rank_memory(2, 1)
     found: dict[ShardId, RankLinks] = {}
 
     def link(shard: ShardId) -> None:
-        if way == "gloo":
+        if backend == "gloo":
             found[shard] = distributed_links(address, 2, 1, shard, "gloo", 60.0)
         else:
             found[shard] = shared_links(memory, 2, 1, shard)
@@ -344,10 +350,10 @@ def ends_of_a_channel(way: str) -> tuple[TensorChannel, TensorChannel, Callable[
     return sender, receiver, lambda: [links.close() for links in found.values()] and None
 
 
-def test_send_waits_only_while_the_ring_is_full(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_send_waits_only_while_the_ring_is_full(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     set_sizes(monkeypatch, STAGE_RING_BYTES=1 << 16)
     monkeypatch.setattr("penstock.parallel.distributed.BUFFERED_BYTES", 1 << 16)
-    sender, receiver, close = ends_of_a_channel(way)
+    sender, receiver, close = ends_of_a_channel(backend)
     message = torch.zeros(15 << 10, dtype=torch.uint8)
     for _ in range(4):
         sender.send(message)
@@ -368,8 +374,8 @@ def test_send_waits_only_while_the_ring_is_full(way: str, monkeypatch: pytest.Mo
     close()
 
 
-def test_poll_says_whether_a_message_has_begun(way: str) -> None:
-    sender, receiver, close = ends_of_a_channel(way)
+def test_poll_returns_whether_a_message_has_begun(backend: str) -> None:
+    sender, receiver, close = ends_of_a_channel(backend)
     for _ in range(3):
         assert not receiver.poll()
         sender.send(torch.arange(4))
@@ -380,10 +386,10 @@ def test_poll_says_whether_a_message_has_begun(way: str) -> None:
     close()
 
 
-@pytest.mark.parametrize("way", SHARED, indirect=True)
+@pytest.mark.parametrize("backend", SHARED, indirect=True)
 @pytest.mark.parametrize("what", ["gather", "channel", "full ring"])
-def test_a_rank_that_sleeps_is_woken(what: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wait that nothing ends but its slice of a tenth of a second would make these turns take 4 seconds."""
+def test_a_rank_that_sleeps_is_woken(what: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without wake-ups each wait would take a tenth of a second, and these turns 4 seconds."""
     set_sizes(monkeypatch, STAGE_RING_BYTES=1 << 12, RESULTS_RING_BYTES=1 << 12)
     monkeypatch.setattr(rank_memory, "usable_cores", lambda: 1)
     turns, size = 40, 1 << 14 if what == "full ring" else 1
@@ -429,9 +435,9 @@ def wait_in(what: str, links: RankLinks) -> None:
 WAITS = ["gather", "sum", "a gather in pieces", "barrier", "receive", "send"]
 
 
-@pytest.mark.parametrize("way", SHARED, indirect=True)
+@pytest.mark.parametrize("backend", SHARED, indirect=True)
 @pytest.mark.parametrize("what", WAITS)
-def test_abort_ends_every_wait_and_every_later_call(what: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_abort_ends_every_wait_and_every_later_call(what: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     set_sizes(monkeypatch, GATHER_BUFFER_BYTES=1 << 14, STAGE_RING_BYTES=1 << 20)
     memory = create_rank_memory(2, 2)
     links, raised = shared_links(memory, 2, 2, (0, 0)), threading.Event()
@@ -455,7 +461,7 @@ def test_abort_ends_every_wait_and_every_later_call(what: str, way: str, monkeyp
         links.results_in.poll()
 
 
-def test_a_rank_that_closes_its_links_is_waited_for_no_more(way: str) -> None:
+def test_no_rank_waits_for_one_that_has_closed_its_links(backend: str) -> None:
     closed = threading.Event()
 
     def body(links: RankLinks, shard: ShardId) -> None:
@@ -475,11 +481,11 @@ def test_a_rank_that_closes_its_links_is_waited_for_no_more(way: str) -> None:
             with raises_soon():
                 links.group.barrier()
 
-    run_ranks(2, 2, body, way)
+    run_ranks(2, 2, body, backend)
 
 
-@pytest.mark.parametrize("way", SHARED, indirect=True)
-def test_two_engines_do_not_touch_each_other(way: str) -> None:
+@pytest.mark.parametrize("backend", SHARED, indirect=True)
+def test_two_engines_do_not_affect_each_other(backend: str) -> None:
     go_on = threading.Event()
 
     def engine(value: float, calls: int) -> Callable[[RankLinks, ShardId], int]:
@@ -497,7 +503,7 @@ def test_two_engines_do_not_touch_each_other(way: str) -> None:
 
         return body
 
-    calls = 2000 if way == "native" else 100
+    calls = 2000 if backend == "native" else 100
     one, two = Ranks(2, 2, engine(1.0, calls)), Ranks(2, 2, engine(2.0, calls))
     abort(one.memory)
     go_on.set()
@@ -549,7 +555,7 @@ def test_nothing_in_the_memory_overlaps(pp: int, tp: int) -> None:
     assert all(start % 128 == 0 for start, _ in spans)
 
 
-def test_the_memory_takes_room_only_as_it_is_used() -> None:
+def test_the_memory_is_allocated_only_as_it_is_used() -> None:
     memory = create_rank_memory(4, 8)
     assert len(memory.view) > 1 << 30
     assert os.stat(memory.name).st_blocks * 512 < 4 << 20
@@ -593,6 +599,6 @@ def test_nothing_listens_on_other_addresses_of_the_machine() -> None:
     Ranks(1, 2, body, "gloo", port=port).finish()
 
 
-def test_ranks_that_do_not_come_are_not_waited_for_forever() -> None:
+def test_missing_ranks_are_not_waited_for_forever() -> None:
     with raises_soon(5.0):
         distributed_links(f"127.0.0.1:{free_port()}", 1, 2, (0, 0), "gloo", timeout_s=0.5)

@@ -1,4 +1,4 @@
-"""Ranks as processes: what they exchange, and how one that is killed ends the others."""
+"""Ranks as processes: their exchanges, and the end of the other ranks when one is killed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.utils.shared_memory import attach_memory
 from tests.unit import rank_harness
 from tests.unit.rank_harness import raises_soon
 
-# Processes that share nothing, forked from one that has imported torch: each is there in milliseconds.
+# Processes that share nothing, forked from one that has imported torch, start in milliseconds.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["tests.unit.rank_harness"])
 START_S = 60.0
@@ -35,7 +35,7 @@ class Child:
         theirs.close()
 
     def receive(self, seconds: float = START_S):
-        assert self.pipe.poll(seconds), f"nothing was said in {seconds} s"
+        assert self.pipe.poll(seconds), f"nothing was received in {seconds} s"
         return self.pipe.recv()
 
     def kill(self) -> None:
@@ -61,7 +61,7 @@ def start() -> Iterator[type[Child]]:
 
 
 def let_it_wait() -> None:
-    """Until a process that has said that it will wait, does."""
+    """Gives a process that has announced its wait the time to begin it."""
     threading.Event().wait(0.3)
 
 
@@ -78,7 +78,7 @@ def test_two_engines_of_processes_at_once(start: type[Child]) -> None:
 
 
 def test_a_process_that_sleeps_is_woken_by_another(start: type[Child], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without spinning, and faster than by the end of a slice of a wait: those would take ten seconds."""
+    """Nothing spins, and without wake-ups these waits would take ten seconds."""
     monkeypatch.setattr("penstock.parallel.rank_memory.usable_cores", lambda: 1)
     memory = create_rank_memory(1, 2)
     ranks = [
@@ -91,7 +91,7 @@ def test_a_process_that_sleeps_is_woken_by_another(start: type[Child], monkeypat
 
 
 def test_a_killed_rank_ends_the_others_by_abort(start: type[Child]) -> None:
-    """The two that die and that remain wait for a third, which is this process."""
+    """The killed and the remaining process wait for a third rank, which is this process."""
     memory = create_rank_memory(1, 3)
     doomed, remaining = (
         start(rank_harness.wait_in_process, memory.name, len(memory.view), (1, 3), (0, rank)) for rank in (0, 1)
@@ -128,8 +128,8 @@ def test_a_rank_that_waits_handles_signals(start: type[Child]) -> None:
     assert rank.receive(0.5).startswith("KeyboardInterrupt")
 
 
-def test_a_process_killed_in_a_gather_leaves_no_trap(start: type[Child]) -> None:
-    """It is killed at an arbitrary moment of many gathers; whatever it has left in the memory, abort ends the wait."""
+def test_abort_ends_a_wait_for_a_process_killed_in_a_gather(start: type[Child]) -> None:
+    """The process is killed at an arbitrary moment, and may leave any state in the memory."""
     for delay in (0.0, 0.011, 0.023):
         memory = create_rank_memory(1, 2)
         ranks = [start(rank_harness.gather_and_report, memory.name, len(memory.view), (0, rank)) for rank in range(2)]
@@ -141,10 +141,10 @@ def test_a_process_killed_in_a_gather_leaves_no_trap(start: type[Child]) -> None
 
 
 def test_gloo_notices_a_killed_process(start: type[Child]) -> None:
-    """Rank (0, 1) dies; its neighbours by a group and by a channel raise, and rank (1, 0) does once they have left."""
+    """Rank (0, 1) is killed; its neighbours in a group and a channel raise, and then rank (1, 0) does."""
     address = f"127.0.0.1:{free_port()}"
-    doings = {(0, 0): "gather", (0, 1): "die", (1, 0): "receive", (1, 1): "receive"}
-    ranks = {shard: start(rank_harness.wait_by_gloo, address, shard, how) for shard, how in doings.items()}
+    roles = {(0, 0): "gather", (0, 1): "die", (1, 0): "receive", (1, 1): "receive"}
+    ranks = {shard: start(rank_harness.wait_with_gloo, address, shard, how) for shard, how in roles.items()}
     assert [rank.receive() for rank in ranks.values()] == ["waiting"] * 4
     let_it_wait()
     ranks[0, 1].kill()

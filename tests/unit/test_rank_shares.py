@@ -1,4 +1,4 @@
-"""Which part of a model each rank holds."""
+"""The part of a model that each rank holds."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_every_query_head_has_one_rank_that_has_its_kv_head(num_heads: int, num_
     group = num_heads // num_kv_heads
     for each in found:
         assert sorted({head // group for head in each.queries}) == list(each.kv)
-        # The kernels take equally many query heads of every KV head.
+        # The kernels need equally many query heads for every KV head.
         assert len(each.queries) % len(each.kv) == 0
         assert len({sum(head // group == kv for head in each.queries) for kv in each.kv}) == 1
 
@@ -50,10 +50,10 @@ def test_stages_have_all_layers_in_order(num_layers: int, num_stages: int) -> No
     assert [stage.is_last for stage in found] == [False] * (num_stages - 1) + [True]
 
 
-def test_ends_of_the_pipeline_have_fewer_layers_where_they_do_not_divide() -> None:
+def test_the_ends_of_the_pipeline_have_fewer_layers_if_they_do_not_divide_evenly() -> None:
     assert [len(stage.layers) for stage in stages(6, 4)] == [1, 2, 2, 1]
     assert [len(stage.layers) for stage in stages(7, 2)] == [4, 3]
 
 
-def test_layers_of_stages_may_be_named() -> None:
+def test_layers_of_stages_may_be_given() -> None:
     assert [stage.layers for stage in stages(28, 3, (10, 12, 6))] == [range(10), range(10, 22), range(22, 28)]

@@ -29,7 +29,7 @@ GRID: list[Split] = [(pp, tp, None) for pp, tp in itertools.product(range(1, 5),
 UNEVEN: list[Split] = [(2, 3, (6, 1)), (3, 2, (1, 1, 5)), (1, 7, None)]
 NUM_BLOCKS, BLOCK_SIZE = 10, 16
 NUM_TOKENS = 45
-# The second group has lost its first block to the window.
+# The first block of the second group has left its window.
 TABLES = {"producer": ((3, 4, 9), (NULL_BLOCK, 2, 1)), "consumer": ((1, 7, 5), (NULL_BLOCK, 8, 6))}
 
 
@@ -48,19 +48,19 @@ def layouts_of(split: Split) -> dict[ShardId, KVLayout]:
 
 @cache
 def values_of(name: str) -> np.ndarray:  # [tokens, planes, heads, head_size] int16
-    """The expected content of every token in all of the model's heads."""
+    """Returns the expected content of every token in all of the model's heads."""
     rng = np.random.default_rng(crc32(name.encode()))
     num_heads = NUM_HEADS // (2 if name in DRAFT else 1)
     return rng.integers(1, 1 << 15, (3 * BLOCK_SIZE, 2, num_heads, HEAD_SIZE), np.int16)
 
 
 def memory_of(layout: KVLayout) -> np.ndarray:
-    """All regions of a rank one after the other, as bytes."""
+    """Returns zeroed memory for all regions of a rank, one after another, as bytes."""
     return np.zeros(sum(region.num_bytes for region in layout.regions), np.uint8)
 
 
 def layer_of(layout: KVLayout, layer: LayerLayout, memory: np.ndarray) -> np.ndarray:
-    """[block, kv, head, token, dim] int16, by the declared strides alone."""
+    """Returns the layer as [block, kv, head, token, dim] int16, by the declared strides alone."""
     start = layer.offset
     for region in layout.regions:
         if region.name == layer.region:
@@ -71,7 +71,7 @@ def layer_of(layout: KVLayout, layer: LayerLayout, memory: np.ndarray) -> np.nda
 
 
 def own_values(layer: LayerLayout, index: int) -> np.ndarray:
-    """[kv, head, token, dim] of block `index` of the request, in the heads that are here."""
+    """Returns [kv, head, token, dim] of block `index` of the request, for the heads of this rank."""
     tokens = values_of(layer.name)[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE, :, slice(*layer.heads)]
     return tokens.transpose(1, 2, 0, 3)
 
@@ -98,7 +98,7 @@ def expected(layout: KVLayout, tables: Sequence[Sequence[int]], first: int, end:
 
 @pytest.mark.parametrize("split", [*GRID, *UNEVEN])
 def test_every_split_is_accepted(split: Split) -> None:
-    """By the checks of what a peer declares, beside an engine of one rank."""
+    """The checks of a peer's declaration accept it, for an engine of one rank."""
     for layout in layouts_of(split).values():
         check_layout(layout)
     topology = TransferTopology("own", BLOCK_SIZE, layouts_of((1, 1, None)))

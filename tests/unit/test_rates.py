@@ -1,4 +1,4 @@
-"""The sliding window of the dashboard, on a clock that stands still."""
+"""The sliding window of the dashboard, on a manual clock."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from penstock.metrics.request_log import RequestLog, RequestRecord
 from penstock.utils.clock import ManualClock
 
 
-def test_rates_are_of_the_last_seconds_and_totals_of_all() -> None:
+def test_rates_cover_the_last_seconds_and_totals_everything() -> None:
     clock = ManualClock(100.0)
     rates = RecentRates(clock)
     log = RequestLog([rates])
@@ -20,7 +20,7 @@ def test_rates_are_of_the_last_seconds_and_totals_of_all() -> None:
     found = rates.rates()
     assert found.window == WINDOW_SECONDS
     assert found.requests_per_second == 4 / WINDOW_SECONDS
-    # The aborted and the failed one count as requests, and their times do not.
+    # The aborted and the failed request count as requests, but their times do not.
     assert (found.e2e_p50, found.queue_p50, found.queue_p90) == (3.0, 1.0, 1.0)
     assert (found.ttft_p50, found.itl_p90) == (None, None)
     clock.advance(WINDOW_SECONDS + 1)

@@ -1,4 +1,4 @@
-"""Reasoning apart from content: where it begins, where it ends, and what a grammar lets come before an answer."""
+"""Separation of reasoning and content: its beginning and end, and grammars that apply after the reasoning."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CASES: list[tuple[Start, str, str, str]] = [
     (Start.POSSIBLE, "\n It is <think>4</think>", "", "\n It is <think>4</think>"),
     (Start.POSSIBLE, "\n <think>a</think>b", "a", "b"),
     (Start.EXPECTED, "Two.\n</think>4", "Two.", "4"),
-    # Nothing thought, nothing said.
+    # Empty reasoning, or an empty answer.
     (Start.POSSIBLE, "<think>\n\n</think>\n\n4", "", "4"),
     (Start.POSSIBLE, "<think></think>", "", ""),
     (Start.INSIDE, "a</think>\n\n", "a", ""),
@@ -77,7 +77,7 @@ def test_any_split_gives_the_same(start: Start, text: str, cuts: list[int]) -> N
     assert read(QWEN3, start, [text[a:b] for a, b in itertools.pairwise(borders)]) == whole
 
 
-def test_reasoning_goes_out_as_it_comes() -> None:
+def test_reasoning_is_streamed_as_it_arrives() -> None:
     reader = QWEN3.reader(Start.INSIDE)
     assert reader.feed("\nTwo") == ("Two", "")
     assert reader.feed(" and <") == (" and ", "")
@@ -98,7 +98,9 @@ def test_reasoning_goes_out_as_it_comes() -> None:
         ("assistant\n<think>a</think>b", "<think>a</think>b", Start.OVER, Start.OVER),
     ],
 )
-def test_where_an_answer_begins(prompt: str, continued: str | None, qwen3: Start, deepseek: Start) -> None:
+def test_the_start_of_an_answer_depends_on_the_prompt(
+    prompt: str, continued: str | None, qwen3: Start, deepseek: Start
+) -> None:
     tokens = TOKENIZER.encode(prompt, add_special_tokens=False)
     assert QWEN3.start_of(TOKENIZER, tokens, continued) is qwen3
     assert DEEPSEEK.start_of(TOKENIZER, tokens, continued) is deepseek
@@ -125,7 +127,7 @@ def is_accepted(form: ReasoningFormat, start: Start, text: str, **answer: object
     ],
     ids=lambda answer: next(iter(answer)),
 )  # fmt: skip
-def test_a_grammar_holds_behind_the_reasoning(answer: dict[str, object]) -> None:
+def test_a_grammar_applies_after_the_reasoning(answer: dict[str, object]) -> None:
     good, bad = '{"a": 1}', '{"a": x}'
     thought = 'so {"a": x} < </thin\n'
     assert is_accepted(QWEN3, Start.OVER, good, **answer)
@@ -165,7 +167,7 @@ def test_the_tokenizer_s_tags_are_looked_up() -> None:
     assert make_reasoning_format("qwen3", TOKENIZER) == QWEN3
 
 
-def test_a_grammar_of_reasoning_is_bounded_text() -> None:
+def test_invalid_grammars_of_reasoning_are_refused() -> None:
     for bad in (5, "\ud800", "x" * 70_000):
         with pytest.raises(RequestError, match="reasoning"):
             StructuredOutputsParams(json_object=True, reasoning=bad)  # pyright: ignore[reportArgumentType]

@@ -1,7 +1,7 @@
-"""Drafts that are drawn: whatever the drafter's distribution, what comes out has the target's.
+"""Sampled drafts: for any distribution of the drafter, the output has the distribution of the target.
 
 The pieces that the runner puts together (`SamplingPicker`, `RejectionVerifier`, `SyntheticVerifier`) work here on a toy
-vocabulary, with 10^5 requests that differ in their seeds alone. Each request verifies a window of two drafts.
+vocabulary, with 10^5 requests that differ only in their seeds. Each request verifies a window of two drafts.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def many_requests() -> list[EngineRequest]:
 
 @dataclass
 class Toy:
-    """A runner reduced to drafts: every request is in the same place, and only the seeds differ."""
+    """A runner reduced to drafts: all requests are at the same position, and only their seeds differ."""
 
     requests: list[EngineRequest]
     vocab_size: int = 8
@@ -105,7 +105,7 @@ class Toy:
             self.drafts[:, place] = picker(each.expand(len(every), -1), place)
 
     def verify(self, verifier: Verifier[TorchSampledStep], *logits: torch.Tensor) -> TorchSampledStep:
-        """`logits` [vocab_size] of each of the window's places; a request's drafts are one less."""
+        """Verifies a window with `logits` [vocab_size] for each place; it has one draft less than places."""
         count, width = len(self.requests), len(logits)
         index = np.repeat(np.arange(count), width)
         positions = np.tile(np.arange(width), count) + NUM_COMPUTED + 1
@@ -122,7 +122,7 @@ class Toy:
 
 
 def run(requests: list[EngineRequest], target: list[torch.Tensor], drafter: list[torch.Tensor], **toy: Any) -> Any:
-    """[num_requests, width] tokens and [num_requests] accepted drafts."""
+    """Returns tokens [num_requests, width], numbers of accepted drafts [num_requests], and the toy."""
     made = Toy(requests, len(target[0]), **toy)
     made.propose(*drafter)
     step = made.verify(made.rejection(), *target)
@@ -132,7 +132,7 @@ def run(requests: list[EngineRequest], target: list[torch.Tensor], drafter: list
 @pytest.mark.spread(1)
 @pytest.mark.parametrize("quality", DRAFTERS)
 def test_the_output_has_the_target_s_distribution(many_requests: list[EngineRequest], quality: str) -> None:
-    """At each place of the window, given that the drafts before it were accepted, and drafts are taken as they can be.
+    """This holds at each place of the window, given that the drafts before it were accepted.
 
     Leviathan et al. 2023, theorem 3.5: a draft is accepted with probability sum(min(p, q)).
     """
@@ -153,7 +153,7 @@ def test_the_output_has_the_target_s_distribution(many_requests: list[EngineRequ
 
 
 def test_the_features_of_the_request_shape_the_target() -> None:
-    """Temperature, top_k, allowed tokens and a bias: the drafter knows the temperature alone."""
+    """These are temperature, top_k, allowed tokens and a bias; the drafter applies only the temperature."""
     params: dict[str, Any] = {"temperature": 0.7, "top_k": 3, "logit_bias": {2: 1.0}, "allowed_token_ids": [1, 2, 3, 4]}
     scaled = TARGET.log()
     scaled = torch.where(torch.isin(torch.arange(8), torch.tensor([1, 2, 3])), scaled, -torch.inf)
@@ -176,10 +176,10 @@ def test_the_features_of_the_request_shape_the_target() -> None:
     ("shared", "with_"),
     [("RESAMPLE", "DRAFT"), ("ACCEPT", "DRAFT"), ("RESAMPLE", "ACCEPT")],
 )
-def test_a_number_used_twice_would_be_noticed(
+def test_a_random_number_used_twice_would_be_detected(
     monkeypatch: pytest.MonkeyPatch, many_requests: list[EngineRequest], shared: str, with_: str
 ) -> None:
-    """The distributions are right because no number serves two purposes; the tests above must see it if one did."""
+    """The distributions are correct because no number serves two purposes; the tests above must detect a violation."""
     true_noise = SamplingBatch.noise
     replaced = {Purpose[shared]: Purpose[with_]}
 
@@ -192,7 +192,7 @@ def test_a_number_used_twice_would_be_noticed(
     assert not chi_square_is_fine(tokens[:, 0], TARGET)
 
 
-def test_purposes_share_nothing() -> None:
+def test_noise_of_different_purposes_is_uncorrelated() -> None:
     seeds, positions = range(NUM_DRAWS), np.full(NUM_DRAWS, 3)
     noise = np.stack([uniform(seeds, positions, purpose) for purpose in Purpose])
     correlation = np.corrcoef(noise) - np.eye(len(noise))
@@ -200,7 +200,7 @@ def test_purposes_share_nothing() -> None:
 
 
 def test_greedy_requests_in_the_same_batch_are_matched_exactly() -> None:
-    """And get the bits of the plain run; a random request does not know of them."""
+    """Random requests get the same tokens as in a batch without greedy requests."""
     mixed = make_requests(1000)
     for i in range(0, 1000, 2):
         mixed[i] = make_requests(1, temperature=0.0)[0]
@@ -214,8 +214,8 @@ def test_greedy_requests_in_the_same_batch_are_matched_exactly() -> None:
     assert torch.equal(accepted[1::2], alone_accepted[1::2])
 
 
-def test_positions_without_a_draft_are_those_of_the_plain_run() -> None:
-    """Requests that opted out, and the row behind the last draft."""
+def test_positions_without_a_draft_are_sampled_as_in_the_plain_run() -> None:
+    """These are requests that opted out, and the row after the last draft."""
     made = Toy(make_requests(500))
     made.propose(DRAFTERS["sometimes"].log())
     step = made.verify(made.rejection(), TARGET.log())
@@ -232,7 +232,7 @@ def test_positions_without_a_draft_are_those_of_the_plain_run() -> None:
 
 
 def test_equal_distributions_leave_nothing_to_reject() -> None:
-    """Nor do they crash where a rounding makes the target's probability of every token the smaller one."""
+    """Rejection also works if rounding makes the target's probability of every token the smaller one."""
     probs = torch.randn((2000, 300), generator=torch.Generator().manual_seed(1)).softmax(-1)
     highest = torch.full((2000,), 1 - 2.0**-53, dtype=torch.float64)
     drafts = draw(probs, torch.rand(2000, dtype=torch.float64, generator=torch.Generator().manual_seed(2)))
@@ -248,33 +248,33 @@ def test_corner_cases() -> None:
     one_hot = torch.tensor([[0.0, 1.0, 0.0]])
     flat = torch.full((1, 3), 1 / 3)
     draft = torch.tensor([2])
-    # A target with one token, which the draft is not; then which it is.
+    # The target allows one token: another draft is rejected, and this token accepted.
     assert accept_or_resample(one_hot, flat, draft, zero, half).tolist() == [1]
     assert accept_or_resample(one_hot, flat, torch.tensor([1]), half, half).tolist() == [1]
-    # A draft that has no mass, by underflow, is not accepted for certain.
+    # A draft whose probability has underflowed to 0 is not accepted with certainty.
     assert accept_or_resample(flat, one_hot, draft, half, zero).tolist() == [0]
-    # A drafter that is not a number: the target draws, without bias.
+    # If the drafter's distribution is NaN, the token is drawn from the target, without bias.
     nan = torch.full((1, 3), torch.nan)
     assert [accept_or_resample(flat, nan, draft, zero, zero + n / 3 + 0.1).item() for n in range(3)] == [0, 1, 2]
-    # A target that is none: any token of the vocabulary, which is reported as not valid.
+    # If the target's distribution is NaN, the token is any of the vocabulary, and is reported as invalid.
     assert 0 <= accept_or_resample(nan, flat, draft, half, half).item() < 3
 
 
-def test_a_model_without_numbers_is_reported() -> None:
+def test_nan_logits_are_reported() -> None:
     nan = torch.full((8,), torch.nan)
     made = Toy(make_requests(20))
     made.propose(TARGET.log(), TARGET.log())
     step = made.verify(made.rejection(), nan, TARGET.log(), TARGET.log())
     assert not step.distributions.is_valid.view(20, 3)[:, 0].any()
     assert step.distributions.is_valid.view(20, 3)[:, 1:].all()
-    # And a drafter without finite logits does no harm.
+    # A drafter without finite logits does no harm.
     made.propose(nan, nan)
     step = made.verify(made.rejection(), TARGET.log(), TARGET.log(), TARGET.log())
     assert step.distributions.is_valid.all()
     assert (step.num_accepted >= 0).all()
 
 
-def test_a_grammar_s_word_is_final() -> None:
+def test_tokens_that_the_grammar_forbids_are_never_returned() -> None:
     bitmask = np.array([0b0000_1010], dtype=np.int32)  # tokens 1 and 3
     expected = torch.tensor([0.0, 0.6, 0.0, 0.4, 0.0, 0.0, 0.0, 0.0])
     draft = DRAFTERS["sometimes"].log()
@@ -285,8 +285,8 @@ def test_a_grammar_s_word_is_final() -> None:
     assert 0 < accepted.float().mean() < 2
 
 
-def test_a_row_that_is_taken_again_reads_no_old_logits() -> None:
-    """The draft and what it was drawn from are replaced together, and only for the rows that draft."""
+def test_a_reused_row_reads_no_old_logits() -> None:
+    """A draft and the logits it was drawn from are replaced together, and only for the rows that draft."""
     made = Toy(make_requests(400))
     made.propose(torch.tensor([9.0, *[-9.0] * 7]), torch.tensor([9.0, *[-9.0] * 7]))
     made.propose(TARGET.log(), TARGET.log())
@@ -305,9 +305,9 @@ def test_the_buffer_is_refused_when_it_does_not_fit() -> None:
 @pytest.mark.spread(2)
 @pytest.mark.parametrize("rates", [(0.8, 0.5), (0.0, 1.0), (1.0, 0.3)])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_synthetic_acceptance_is_what_was_asked_for(rates: tuple[float, float], temperature: float) -> None:
+def test_synthetic_acceptance_has_the_configured_rates(rates: tuple[float, float], temperature: float) -> None:
     made = Toy(make_requests(20_000, temperature=temperature))
-    made.drafts[:] = torch.tensor([1, 7])  # the likeliest token, and one that the target never says
+    made.drafts[:] = torch.tensor([1, 7])  # the likeliest token, and one that the target never samples
     step = made.verify(SyntheticVerifier(made.drafts, rates), *[TARGET.log()] * 3)
     tokens, accepted = step.token_ids.view(-1, 3), step.num_accepted
     for place, rate in enumerate(rates):
@@ -318,7 +318,7 @@ def test_synthetic_acceptance_is_what_was_asked_for(rates: tuple[float, float], 
         assert (tokens[accepted > place, place] == made.drafts[0, place]).all()
 
 
-def test_synthetic_acceptance_keeps_to_gaps_and_grammars() -> None:
+def test_synthetic_acceptance_respects_gaps_and_grammars() -> None:
     made = Toy(make_requests(10), bitmask=np.array([0b0000_1010], dtype=np.int32))
     made.drafts[:] = torch.tensor([3, 2])
     made.drafts[5] = torch.tensor([-1, 3])

@@ -15,7 +15,7 @@ from penstock.worker.messages import CODEC, LoadWorker, SampleTokens
 
 
 class NoProcess:
-    """A rank's process that is never asked for."""
+    """A rank's process that must be neither waited for nor killed."""
 
     def ended(self, seconds: float) -> str | None:
         raise AssertionError("the process was waited for")

@@ -1,4 +1,4 @@
-"""Data parallelism without engines: what each core is told, and which replica gets a request."""
+"""Data parallelism without engines: the arguments of each core, and the choice of a replica for a request."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from penstock.messages.stats import SchedulerStats, StepReport
 
 
 @dataclass(eq=False)
-class Stand:
-    """As much of a `Replica` as a choice looks at."""
+class StubReplica:
+    """The attributes of a `Replica` that placement reads."""
 
     load: int = 0
     outage: Exception | None = None
 
 
-def placement(*replicas: Stand) -> Placement:
+def placement(*replicas: StubReplica) -> Placement:
     return Placement(cast("tuple[Replica, ...]", replicas), is_prefix_aware=False)
 
 
@@ -45,43 +45,43 @@ def request(num_tokens: int = 4, cache_salt: str | None = None) -> ProcessedRequ
 
 
 def test_idle_replicas_take_turns() -> None:
-    replicas = [Stand(), Stand(), Stand()]
+    replicas = [StubReplica(), StubReplica(), StubReplica()]
     choice = placement(*replicas)
     assert [choice.choose(request(), None).replica for _ in range(6)] == 2 * replicas
 
 
-def test_the_one_with_the_least_work_is_chosen() -> None:
-    replicas = [Stand(500), Stand(20), Stand(700)]
+def test_the_replica_with_the_least_work_is_chosen() -> None:
+    replicas = [StubReplica(500), StubReplica(20), StubReplica(700)]
     choice = placement(*replicas)
     assert [choice.choose(request(), None).replica for _ in range(2)] == [replicas[1], replicas[1]]
 
 
-def test_one_that_does_not_serve_is_left_out() -> None:
-    replicas = [Stand(0, RuntimeError("restarting")), Stand(900)]
+def test_a_replica_that_does_not_serve_is_left_out() -> None:
+    replicas = [StubReplica(0, RuntimeError("restarting")), StubReplica(900)]
     assert placement(*replicas).choose(request(), None).replica is replicas[1]
 
 
-def test_where_none_serves_one_of_them_says_why() -> None:
-    replicas = [Stand(0, RuntimeError("gone"))] * 2
+def test_when_no_replica_serves_one_is_chosen_to_give_the_reason() -> None:
+    replicas = [StubReplica(0, RuntimeError("gone"))] * 2
     assert placement(*replicas).choose(request(), None).replica in replicas
 
 
-def test_a_rank_that_is_asked_for_is_taken() -> None:
-    replicas = [Stand(0), Stand(900)]
+def test_a_requested_rank_is_chosen() -> None:
+    replicas = [StubReplica(0), StubReplica(900)]
     assert placement(*replicas).choose(request(), 1).replica is replicas[1]
 
 
 @pytest.mark.parametrize("rank", [-1, 2])
 def test_an_unknown_rank_is_refused(rank: int) -> None:
     with pytest.raises(RequestError, match="from 0 to 1"):
-        placement(Stand(), Stand()).choose(request(), rank)
+        placement(StubReplica(), StubReplica()).choose(request(), rank)
 
 
-# ---- By what the replicas have cached ----
+# ---- Prefix-aware placement ----
 
 
 class SilentCore:
-    """Takes requests, and says what the test has it say."""
+    """Accepts requests; a test passes its reports to `emit`."""
 
     outage = None
     death = None
@@ -89,10 +89,10 @@ class SilentCore:
     def __init__(self) -> None:
         self.died = asyncio.Event()
         self.client = self
-        self.say: Callable[[Any], None] = lambda _: None
+        self.emit: Callable[[Any], None] = lambda _: None
 
     def set_handler(self, handler: Callable[[Any], None]) -> None:
-        self.say = handler
+        self.emit = handler
 
     def add_request(self, request: EngineRequest) -> None: ...
 
@@ -111,7 +111,7 @@ def report(*events: KVEvent) -> StepReport:
 
 
 def stored(num_blocks: int, cache_salt: str | None = None, **more: Any) -> BlockStored:
-    """The beginning of `request`, in blocks of 16."""
+    """Returns the event for the beginning of `request`'s prompt, in blocks of 16 tokens."""
     return BlockStored(
         block_hashes=tuple(number.to_bytes(32, "big") for number in range(num_blocks)),
         parent_block_hash=None,
@@ -131,7 +131,7 @@ class Pair:
         self.placement = Placement(self.replicas, is_prefix_aware)
 
     def choose(self, wanted: ProcessedRequest) -> tuple[int, int]:
-        """The rank, and how much it is expected to have cached."""
+        """Returns the rank, and how many tokens it is expected to have cached."""
         place = self.placement.choose(wanted, None)
         return self.replicas.index(place.replica), place.num_cached
 
@@ -144,24 +144,24 @@ class Pair:
 
 def test_a_conversation_stays_with_the_replica_that_has_it_cached() -> None:
     pair = Pair()
-    pair.cores[1].say(report(stored(50)))
+    pair.cores[1].emit(report(stored(50)))
     assert [pair.choose(request(1000)) for _ in range(4)] == [(1, 800)] * 4
     assert sorted(pair.ranks(request(10))) == [0, 0, 1, 1], "less than a block"
 
 
-def test_it_leaves_a_replica_that_has_much_more_to_do() -> None:
+def test_a_conversation_leaves_a_replica_with_much_more_work() -> None:
     pair = Pair()
-    pair.cores[1].say(report(stored(50)))
+    pair.cores[1].emit(report(stored(50)))
     stream = pair.occupy(1, 543)
-    assert pair.choose(request(1000)) == (1, 800), "799 of work are less than 800 of prompt"
+    assert pair.choose(request(1000)) == (1, 800), "a load of 799 tokens is less than 800 cached tokens"
     stream.close()
     pair.occupy(1, 545)
     assert pair.choose(request(1000)) == (0, 0)
 
 
-def test_cached_tokens_are_no_work_for_their_replica() -> None:
+def test_cached_tokens_do_not_count_as_work() -> None:
     pair = Pair()
-    pair.cores[1].say(report(stored(50)))
+    pair.cores[1].emit(report(stored(50)))
     place = pair.placement.choose(request(1000), None)
     stream = place.replica.submit(request(1000), 0.0, None, place.num_cached)
     assert pair.replicas[1].load == 200 + 256
@@ -171,33 +171,33 @@ def test_cached_tokens_are_no_work_for_their_replica() -> None:
 
 def test_without_the_policy_only_the_load_counts() -> None:
     pair = Pair(is_prefix_aware=False)
-    pair.cores[1].say(report(stored(50)))
+    pair.cores[1].emit(report(stored(50)))
     assert pair.ranks(request(1000)) == [0, 1, 0, 1]
 
 
-def test_a_core_that_was_started_again_has_nothing_cached() -> None:
+def test_a_restarted_core_has_nothing_cached() -> None:
     pair = Pair()
-    pair.cores[1].say(report(stored(50)))
-    pair.cores[1].say(EngineDeadError("it broke"))
+    pair.cores[1].emit(report(stored(50)))
+    pair.cores[1].emit(EngineDeadError("it broke"))
     assert pair.ranks(request(1000)) == [0, 1, 0, 1]
-    pair.cores[1].say(report(stored(2)))
+    pair.cores[1].emit(report(stored(2)))
     assert pair.choose(request(1000)) == (1, 32)
 
 
-def test_what_is_removed_or_cleared_is_not_cached() -> None:
+def test_removed_and_cleared_blocks_are_not_cached() -> None:
     pair = Pair()
-    pair.cores[1].say(report(stored(50)))
-    pair.cores[1].say(report(BlockRemoved(block_hashes=stored(50).block_hashes[2:])))
+    pair.cores[1].emit(report(stored(50)))
+    pair.cores[1].emit(report(BlockRemoved(block_hashes=stored(50).block_hashes[2:])))
     assert pair.choose(request(1000)) == (1, 32)
-    pair.cores[1].say(report(AllBlocksCleared()))
+    pair.cores[1].emit(report(AllBlocksCleared()))
     assert pair.ranks(request(1000)) == [0, 1, 0, 1]
 
 
-def test_another_salt_another_memory_and_windows_do_not_count() -> None:
+def test_blocks_of_other_salts_other_media_and_windows_do_not_count() -> None:
     pair = Pair()
-    pair.cores[1].say(report(stored(50, medium="CPU"), stored(50, kv_cache_spec_sliding_window=64)))
+    pair.cores[1].emit(report(stored(50, medium="CPU"), stored(50, kv_cache_spec_sliding_window=64)))
     assert pair.ranks(request(1000)) == [0, 1, 0, 1]
-    pair.cores[1].say(report(stored(50, "mine")))
+    pair.cores[1].emit(report(stored(50, "mine")))
     assert [pair.choose(request(1000, salt))[1] for salt in ("mine", None, "yours", "mine")] == [800, 0, 0, 800]
 
 
@@ -215,12 +215,12 @@ def test_prefix_aware_needs_a_prefix_cache() -> None:
 @pytest.mark.parametrize(
     ("policy", "size", "wanted"), [("least-loaded", 2, False), ("prefix-aware", 1, False), ("prefix-aware", 2, True)]
 )
-def test_cores_report_what_is_cached_only_where_that_decides(policy: str, size: int, wanted: bool) -> None:
+def test_cores_report_cached_blocks_only_if_placement_uses_them(policy: str, size: int, wanted: bool) -> None:
     args = EngineArgs(data_parallel_size=size, data_parallel_policy=policy)
     assert resolve(localise(args), "cpu").is_prefix_aware is wanted
 
 
-# ---- What each core is told ----
+# ---- Arguments of each core ----
 
 
 def test_one_core_keeps_its_arguments() -> None:
@@ -249,7 +249,7 @@ def test_ports_and_names_differ_from_core_to_core() -> None:
     assert len({each["replay_endpoint"] for each in published}) == 2
 
 
-def test_a_port_that_is_chosen_freely_stays_so() -> None:
+def test_automatically_chosen_ports_stay_automatic() -> None:
     args = EngineArgs(
         data_parallel_size=2,
         kv_transfer_config={"kv_connector": "P2PConnector"},
@@ -274,7 +274,7 @@ def test_too_few_gpus_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("device", "visible"), [("cpu", "0"), ("auto", "")])
-def test_cores_on_a_cpu_see_what_there_is(device: str, visible: str) -> None:
+def test_cores_on_a_cpu_get_no_environment_of_their_own(device: str, visible: str) -> None:
     assert [plan.environment for plan in core_plans(EngineArgs(data_parallel_size=2, device=device), visible)] == [
         {},
         {},

@@ -1,4 +1,4 @@
-"""Every start compares its rotary tables with others before the first request."""
+"""Every start checks its rotary tables before the first request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROPES = {
 
 @pytest.mark.parametrize("name", list(ROPES))
 @pytest.mark.parametrize(("head_dim", "num_positions"), [(64, 2048), (128, 9001), (2, 100), (80, 1), (10_000, 5)])
-def test_sound_tables_pass(name: str, head_dim: int, num_positions: int) -> None:
+def test_correct_tables_pass(name: str, head_dim: int, num_positions: int) -> None:
     table = rotary_table(ROPES[name], head_dim, num_positions)
     assert table.shape == (num_positions, head_dim)
 
@@ -45,7 +45,7 @@ def test_a_table_is_the_same_for_any_number_of_threads() -> None:
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, row: int, column: int, bit: int) -> None:
-    """Turns a bit of a table over when its rows have been made: what makes them again is as it was."""
+    """Flips a bit of a table after its rows have been computed; the check computes them again without the fault."""
     cat, has_planted = torch.cat, []
 
     def faulty(parts: object, dim: int = 0) -> torch.Tensor:
@@ -70,13 +70,13 @@ def test_any_wrong_bit_of_a_short_table_is_found(
 @pytest.mark.parametrize("bit", [31, 30, 22])
 @pytest.mark.parametrize("column", [3, 63, 64, 127])
 def test_a_wrong_entry_of_a_long_table_is_found(monkeypatch: pytest.MonkeyPatch, column: int, bit: int) -> None:
-    """Most rows of a long table are compared within rounding alone."""
+    """Most rows of a long table are compared only up to rounding."""
     plant(monkeypatch, 10_001, column, bit)
     with pytest.raises(ConfigError, match="the rotary table is wrong"):
         rotary_table(DEFAULT, 128, 32768)
 
 
-def test_a_table_with_its_rows_in_another_order_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_with_shifted_rows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = rotary._rows
 
     def shifted(positions: torch.Tensor, inv_freq: torch.Tensor, amplitude: float) -> torch.Tensor:
@@ -88,7 +88,7 @@ def test_a_table_with_its_rows_in_another_order_is_found(monkeypatch: pytest.Mon
 
 
 def test_wrong_frequencies_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table and what it is compared with are made of them."""
+    """Both the table and the rows that it is compared with are computed from the frequencies."""
     monkeypatch.setattr(torch.Tensor, "__rpow__", lambda exponents, theta: torch.pow(theta * 1.001, exponents))
     with pytest.raises(ConfigError, match="31 of its 32 frequencies are wrong"):
         rotary_table(DEFAULT, 64, 2048)

@@ -21,7 +21,7 @@ from penstock.utils.errors import ConfigError
 
 
 def dispatcher(policy: Policy = Policy.PREFIX_AWARE, dead_after: float = 30, **roles: int) -> Dispatcher:
-    """Ready instances, named p0, d0 and s0 and so on."""
+    """Returns a dispatcher with ready instances named p0, d0, s0 and so on."""
     pool = Pool(dead_after)
     for role, count in roles.items():
         for number in range(count):
@@ -68,7 +68,7 @@ def test_round_robin_ignores_load_and_caches() -> None:
     assert chosen == ["s0", "s1", "s2"] * 2
 
 
-def test_a_finished_prompt_weighs_nothing_on_its_prefill_instance() -> None:
+def test_a_finished_prompt_is_no_load_of_its_prefill_instance() -> None:
     router = dispatcher(prefill=2, decode=1)
     first = request(10_000)
     assert plan(router.submit(first, 0)) == ("d0", "p0")
@@ -82,7 +82,7 @@ def test_a_finished_prompt_weighs_nothing_on_its_prefill_instance() -> None:
 # ---- Retries ----
 
 
-def test_another_prefill_instance_is_tried_and_then_none() -> None:
+def test_another_prefill_instance_is_tried_and_then_the_decode_instance() -> None:
     router, each = dispatcher(prefill=2, decode=1), request()
     assert plan(router.submit(each, 0)) == ("d0", "p0")
     assert plan(router.failed(each, "p0", "x", 1)) == ("d0", "p1")
@@ -103,7 +103,7 @@ def test_a_request_is_not_given_to_the_same_instance_again() -> None:
     assert message(router.failed(each, "s1", "it broke", 2)) == "no instance is left that could answer; s1: it broke"
 
 
-def test_a_request_that_is_tried_again_waits_before_those_that_came_later() -> None:
+def test_a_retried_request_waits_ahead_of_later_requests() -> None:
     router = dispatcher(serve=2)
     running = [request() for _ in range(4)]
     chosen = [plan(router.submit(each, 0))[0] for each in running]
@@ -133,13 +133,13 @@ def test_the_queue_is_bounded_in_length_and_in_time() -> None:
     assert (router.num_queued, router.next_poll) == (1, 14)
 
 
-def test_without_hope_a_request_is_refused_at_once() -> None:
+def test_a_request_that_no_instance_can_take_is_refused_at_once() -> None:
     router = dispatcher(serve=2)
     router.pool.observe("s0", Signal.LOST, 0)
     router.pool.drain("s1")
     assert message(router.submit(request(), 0)) == "no instance is left that could answer"
     router.pool.observe("s0", Signal.STARTING, 1)
-    assert router.submit(request(), 1) is None, "one that starts may answer soon"
+    assert router.submit(request(), 1) is None, "an instance that is starting may answer soon"
 
 
 def test_without_a_prefill_instance_decode_instances_compute_a_bounded_number_of_prompts() -> None:
@@ -157,7 +157,7 @@ def test_without_a_prefill_instance_decode_instances_compute_a_bounded_number_of
 # ---- Health ----
 
 
-def test_one_that_falls_silent_is_unhealthy_and_then_dead_and_comes_back() -> None:
+def test_a_silent_instance_becomes_unhealthy_and_then_dead_and_can_recover() -> None:
     pool = dispatcher(dead_after=30, serve=1).pool
     member = pool.get("s0")
     assert member is not None
@@ -173,7 +173,7 @@ def test_one_that_falls_silent_is_unhealthy_and_then_dead_and_comes_back() -> No
         assert member.state is state, now
 
 
-def test_one_that_has_stalled_gets_one_request_until_it_makes_progress() -> None:
+def test_a_stalled_instance_gets_one_request_until_it_makes_progress() -> None:
     router = dispatcher(serve=1)
     pool = router.pool
     first = request()
@@ -182,17 +182,17 @@ def test_one_that_has_stalled_gets_one_request_until_it_makes_progress() -> None
     pool.observe("s0", Signal.STALLED, 65)
     assert router.submit(request(), 65) is None
     router.end(first)
-    assert pool.stalled_for("s0", 66) == 0, "nothing is asked of it"
+    assert pool.stalled_for("s0", 66) == 0, "it has no request"
     pool.observe("s0", Signal.READY, 66)
     ((second, _),) = router.poll(66)
     waiting = request()
-    assert router.submit(waiting, 67) is None, "it has one"
+    assert router.submit(waiting, 67) is None, "it already has a request"
     router.answer_goes_on(second, 68)
     assert [each for each, _ in router.poll(68)] == [waiting]
 
 
-class Answers:
-    """An instance that says that it is well and counts tokens, for `HealthChecks` (`exchange.Upstream`)."""
+class HealthyInstance:
+    """An instance that reports good health and counts tokens, for `HealthChecks` (an `exchange.Upstream`)."""
 
     def __init__(self) -> None:
         self.num_tokens = 0
@@ -217,8 +217,8 @@ class Answers:
         return True
 
 
-def test_one_that_says_that_it_is_well_and_computes_nothing_for_its_requests_has_stalled() -> None:
-    router, clock, instance = dispatcher(serve=1), ManualClock(), Answers()
+def test_an_instance_that_reports_good_health_and_computes_nothing_has_stalled() -> None:
+    router, clock, instance = dispatcher(serve=1), ManualClock(), HealthyInstance()
     checks = HealthChecks(router.pool, instance, HealthConfig(stall_after=60), clock)
     member = router.pool.get("s0")
     assert member is not None
@@ -232,9 +232,9 @@ def test_one_that_says_that_it_is_well_and_computes_nothing_for_its_requests_has
     assert state_at(1000, 5) is State.READY, "without requests there is nothing to compute"
     router.submit(request(), 1000)
     assert state_at(1029, 5) is State.READY
-    assert "metrics" not in instance.asked, "they are read where there is a doubt"
+    assert "metrics" not in instance.asked, "metrics are read only in case of doubt"
     assert state_at(1031, 5) is State.READY
-    assert state_at(1059, 6) is State.READY, "it computes a long prompt, or what is not streamed"
+    assert state_at(1059, 6) is State.READY, "it computes a long prompt or an answer that is not streamed"
     assert state_at(1091, 6) is State.READY
     assert state_at(1120, 6) is State.UNHEALTHY
     assert "no progress for 61 s" in member.reason
@@ -252,7 +252,7 @@ def test_one_that_says_that_it_is_well_and_computes_nothing_for_its_requests_has
         (Reply(500, b"\xff"), Reply(200, b""), Signal.STALLED),
     ],
 )
-def test_what_an_instance_says_of_itself(health: Reply, ready: Reply, signal: Signal) -> None:
+def test_the_signal_of_an_instances_replies(health: Reply, ready: Reply, signal: Signal) -> None:
     assert signal_of(health, ready)[0] is signal
 
 
@@ -304,7 +304,7 @@ def test_errors_in_an_instance_say_how_to_write_it(text: str, error: str) -> Non
         (["--serve", "http://h,x"], "write NAME=VALUE"),
     ],
 )
-def test_the_command_says_what_is_missing(flags: list[str], error: str) -> None:
+def test_the_command_names_missing_and_invalid_flags(flags: list[str], error: str) -> None:
     args = make_parser().parse_args(["route", *flags])
     with pytest.raises(ConfigError, match=error):
         args.run(args)
@@ -328,11 +328,11 @@ def test_only_one_prompt_can_be_divided(prompt: object, only: object) -> None:
     assert is_divisible({"messages": []})
 
 
-# ---- All of it ----
+# ---- Random traffic ----
 
 
 def disturb(router: Dispatcher, rng: Random, url: str, now: float) -> None:
-    """Something happens to an instance, which may have left."""
+    """Changes the state of an instance, which may have been removed."""
     what = rng.randrange(3)
     if url not in router.pool or what == 0:
         router.pool.add(Instance(url, {"p": Role.PREFILL, "d": Role.DECODE, "s": Role.SERVE}[url[0]]))
@@ -344,8 +344,8 @@ def disturb(router: Dispatcher, rng: Random, url: str, now: float) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_lives_leave_nothing_behind(seed: int) -> None:
-    """Requests come, fail, are answered and leave while instances fall silent, drain, leave and return."""
+def test_random_traffic_leaves_nothing_behind(seed: int) -> None:
+    """Requests arrive, fail, are answered and end while instances fall silent, drain, are removed and return."""
     rng, now = Random(seed), 0.0
     router = dispatcher(prefill=2, decode=2, serve=1, dead_after=3)
     urls = [each.url for each in router.pool]

@@ -1,4 +1,4 @@
-"""The router's HTTP, byte by byte: what clients may send, and connections to instances that are kept or break."""
+"""The router's HTTP, byte by byte: requests of clients, and connections to instances that are kept or break."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ BODY = b"Content-Length: 4\r\n\r\nbody"
 
 
 async def echo(request: Request, response: Response) -> None:
-    """Answers in two parts, whose length is not told."""
+    """Answers in two parts, without a Content-Length."""
     response.begin(200, ())
     response.write(f"{request.method} {request.target} ".encode(), False)
     response.write(request.body, True)
 
 
 async def talk(sent: list[bytes], handler: Callable[[Request, Response], Awaitable[None]] = echo) -> bytes:
-    """Sends parts, each when an answer to those before it has begun, and reads until the server closes."""
+    """Sends each part after the answer to the previous one has begun, and reads until the server closes."""
     async with asyncio.timeout(SECONDS), serving(handler, "127.0.0.1", 0) as url:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
         answer = b""
@@ -56,7 +56,7 @@ async def talk(sent: list[bytes], handler: Callable[[Request, Response], Awaitab
             b"2\r\nbo\r\n2\r\ndy\r\n0\r\n\r\n",
             OK + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n8\r\nPOST /a \r\n4\r\nbody\r\n0\r\n\r\n",
         ),
-        # A client that knows no chunks gets none.
+        # A client of HTTP/1.0 gets no chunks.
         (b"POST /a HTTP/1.0\r\n" + BODY, OK + b"Connection: close\r\n\r\nPOST /a body"),
     ],
 )
@@ -67,7 +67,7 @@ def test_requests_are_read_and_answered(sent: bytes, expected: bytes) -> None:
     run(check)
 
 
-def test_requests_that_come_at_once_are_answered_in_turn() -> None:
+def test_pipelined_requests_are_answered_in_order() -> None:
     async def check() -> None:
         last = b"GET /last HTTP/1.1\r\nConnection: close\r\n\r\n"
         answer = await talk([b"".join(b"GET /%d HTTP/1.1\r\n\r\n" % number for number in range(3)) + last])
@@ -79,7 +79,7 @@ def test_requests_that_come_at_once_are_answered_in_turn() -> None:
 
 
 def test_a_request_that_offers_another_protocol_is_answered() -> None:
-    """As the first one of Java's client does."""
+    """The first request of Java's client offers HTTP/2."""
 
     async def check() -> None:
         offer = b"POST /a HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n" + BODY
@@ -90,7 +90,7 @@ def test_a_request_that_offers_another_protocol_is_answered() -> None:
     run(check)
 
 
-def test_a_client_that_waits_for_a_sign_gets_one() -> None:
+def test_expect_100_continue_is_answered() -> None:
     async def check() -> None:
         head = b"POST /a HTTP/1.1\r\nConnection: close\r\nExpect: 100-continue\r\nContent-Length: 4\r\n\r\n"
         answer = await talk([head, b"body"])
@@ -110,7 +110,7 @@ def test_a_client_that_waits_for_a_sign_gets_one() -> None:
         (b"POST /a HTTP/1.1\r\nContent-Length: 70000000\r\n\r\n" + b"x" * 70_000_000, 413),
     ],
 )
-def test_what_is_no_request_or_too_large_is_refused(sent: bytes, status: int) -> None:
+def test_invalid_and_oversized_requests_are_refused(sent: bytes, status: int) -> None:
     async def check() -> None:
         answer = await talk([sent])
         assert answer.startswith(b"HTTP/1.1 %d " % status)
@@ -119,7 +119,7 @@ def test_what_is_no_request_or_too_large_is_refused(sent: bytes, status: int) ->
     run(check)
 
 
-def test_an_error_of_the_handler_is_told_and_ends_the_connection_in_the_middle_of_an_answer() -> None:
+def test_a_handlers_error_is_status_500_or_cuts_an_answer_that_has_begun() -> None:
     async def fail(request: Request, response: Response) -> None:
         if request.target == "/late":
             response.begin(200, ())
@@ -156,7 +156,7 @@ def test_a_client_that_leaves_before_the_end_of_its_answer_is_not_a_failure(monk
 
 
 class Scripted:
-    """A server whose connections send what the script says for each request that they get, and are counted."""
+    """A server that sends one of its scripted answers for each request, and counts its connections."""
 
     def __init__(self, *answers: bytes) -> None:
         self.answers = list(answers)
@@ -165,7 +165,7 @@ class Scripted:
         self.writers: list[asyncio.StreamWriter] = []
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """An answer that ends in a NUL is the last one of its connection; an empty one closes it."""
+        """Closes the connection after an answer that ends in a NUL, and in place of an empty answer."""
         self.num_connections += 1
         self.writers.append(writer)
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
@@ -204,7 +204,7 @@ MEASURED = OK + b"Content-Length: 2\r\n\r\nab"
         b"HTTP/1.1 102 Processing\r\n\r\n" + MEASURED,
     ],
 )
-def test_a_connection_is_used_again(answer: bytes) -> None:
+def test_a_connection_is_reused(answer: bytes) -> None:
     async def check() -> None:
         server = Scripted(*[answer] * 3)
         async with server.running() as (upstream, url):
@@ -219,11 +219,11 @@ def test_a_connection_is_used_again(answer: bytes) -> None:
     [
         (OK + b"Connection: close\r\nContent-Length: 2\r\n\r\nab", b"ab"),
         (OK + b"\r\nab\0", b"ab"),
-        # It would be taken for the answer to the next request.
+        # The second answer would be taken for the answer to the next request.
         (MEASURED + MEASURED, b"ab"),
     ],
 )
-def test_a_connection_that_cannot_be_used_again_is_not(answer: bytes, content: bytes) -> None:
+def test_a_connection_that_cannot_be_reused_is_replaced(answer: bytes, content: bytes) -> None:
     async def check() -> None:
         server = Scripted(*[answer] * 3)
         async with server.running() as (upstream, url):
@@ -241,7 +241,7 @@ def test_an_answer_to_head_has_no_body() -> None:
     run(check)
 
 
-def test_a_kept_connection_that_ends_without_an_answer_costs_no_request() -> None:
+def test_a_kept_connection_that_ends_without_an_answer_fails_no_request() -> None:
     async def check() -> None:
         server = Scripted(MEASURED, b"", MEASURED)
         async with server.running() as (upstream, url):
@@ -252,13 +252,13 @@ def test_a_kept_connection_that_ends_without_an_answer_costs_no_request() -> Non
 
 
 @pytest.mark.parametrize(
-    ("answers", "num_asked"),
+    ("answers", "num_requests"),
     [
-        # A new connection has been no one's before: its end is the instance's.
+        # A new connection was not used before, so its end is the instance's failure.
         ((b"",), 1),
-        # Once more, and not again and again.
+        # The request is sent once more, and then fails.
         ((MEASURED, b"", b""), 3),
-        # What has begun is not asked for twice.
+        # A request whose answer has begun is not sent again.
         ((MEASURED, b"HTTP/1.1 2\0"), 2),
         ((MEASURED, OK + b"Content-Length: 3\r\n\r\nab\0"), 2),
         ((MEASURED, OK + b"Transfer-Encoding: chunked\r\n\r\n2\r\nab\r\n\0"), 2),
@@ -266,7 +266,7 @@ def test_a_kept_connection_that_ends_without_an_answer_costs_no_request() -> Non
         ((MEASURED, OK + b"X: " + b"x" * 70_000 + b"\0"), 2),
     ],
 )
-def test_an_answer_that_does_not_come_or_end_is_the_instances_failure(answers: list[bytes], num_asked: int) -> None:
+def test_a_missing_or_incomplete_answer_is_the_instances_failure(answers: list[bytes], num_requests: int) -> None:
     async def check() -> None:
         server = Scripted(*answers)
         async with server.running() as (upstream, url):
@@ -274,12 +274,12 @@ def test_an_answer_that_does_not_come_or_end_is_the_instances_failure(answers: l
                 await ask(upstream, url)
             with pytest.raises(PeerError):
                 await ask(upstream, url)
-            assert len(server.asked) == num_asked
+            assert len(server.asked) == num_requests
 
     run(check)
 
 
-def test_what_an_idle_connection_sends_is_no_answer() -> None:
+def test_data_of_an_idle_connection_is_not_an_answer() -> None:
     async def check() -> None:
         server = Scripted(MEASURED, MEASURED)
         async with server.running() as (upstream, url):
@@ -303,7 +303,7 @@ def test_connections_that_are_not_used_are_closed(monkeypatch: pytest.MonkeyPatc
     run(check)
 
 
-def test_a_client_that_reads_slowly_holds_the_instance_back() -> None:
+def test_a_client_that_reads_slowly_slows_the_instance_down() -> None:
     async def check() -> None:
         size = 64 << 20
         server = Scripted(OK + b"Content-Length: %d\r\n\r\n" % size + b"x" * size)
@@ -318,7 +318,7 @@ def test_a_client_that_reads_slowly_holds_the_instance_back() -> None:
                 for _ in range(2):
                     assert not await answer.pass_to(take)
                     await asyncio.sleep(0.1)
-                # What the transport reads at once, beyond the limit.
+                # The transport reads up to 1 MiB at once beyond the limit.
                 assert max(sizes) < http_client._MAX_BUFFERED_BYTES + (1 << 20)
                 assert await answer.pass_to(take)
                 assert sum(sizes) == size
@@ -326,7 +326,7 @@ def test_a_client_that_reads_slowly_holds_the_instance_back() -> None:
     run(check)
 
 
-def test_an_error_of_the_client_ends_the_answer_that_is_passed_on() -> None:
+def test_an_error_of_the_client_ends_the_answer_from_the_instance() -> None:
     async def check() -> None:
         server = Scripted(OK + b"Content-Length: 4\r\n\r\nab", MEASURED)
         taken: list[bytes] = []

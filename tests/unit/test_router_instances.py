@@ -1,4 +1,4 @@
-"""Instances that come, go, fall silent and die behind the router, and its administration."""
+"""Instances that are added, removed, unhealthy or dead behind the router, and its administration."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.unit.router_stubs import (
     until,
 )
 
-# ---- Instances that come and go ----
+# ---- States of instances ----
 
 
 @pytest.mark.parametrize(
@@ -33,18 +33,18 @@ from tests.unit.router_stubs import (
         (None, "unhealthy"),
     ],
 )  # fmt: skip
-def test_an_instance_gets_requests_while_it_says_that_it_takes_them(health: str | None, state: str) -> None:
+def test_an_instance_gets_requests_only_while_it_is_ready(health: str | None, state: str) -> None:
     async def check() -> None:
         first, second = serve(echo), serve(echo)
         async with routed(first, second, health=WATCHFUL) as client:
             first.health = health
             await until(lambda: _is(client, first, state))
             assert [(await client.ask())[0] for _ in range(4)] == [200] * 4
-            assert (first.num_asked, second.num_asked) == (0, 4)
+            assert (first.num_requests, second.num_requests) == (0, 4)
             first.health = "ok"
             await until(lambda: _is(client, first, "ready"))
             await asyncio.gather(*(client.ask() for _ in range(4)))
-            assert first.num_asked > 0
+            assert first.num_requests > 0
 
     run(check)
 
@@ -53,36 +53,36 @@ async def _is(client: Client, stub: Stub, state: str) -> bool:
     return await client.state_of(stub) == state
 
 
-def test_what_a_dead_instance_had_goes_to_another_one() -> None:
-    """It does not answer any more, and does not end its connections either."""
+def test_requests_of_a_dead_instance_go_to_another_one() -> None:
+    """The instance neither answers nor closes its connections."""
 
     async def check() -> None:
         first, second = serve(never), serve(echo)
         async with routed(first, second, health=WATCHFUL) as client:
             asked = [asyncio.create_task(client.ask()) for _ in range(2)]
-            await until(lambda: first.num_asked == 1)
+            await until(lambda: first.num_requests == 1)
             first.health = None
             assert {status for status, _ in await asyncio.gather(*asked)} == {200}
-            assert second.num_asked == 2
+            assert second.num_requests == 2
             assert await client.state_of(first) == "dead"
 
     run(check)
 
 
-def test_what_waits_for_an_instance_without_progress_goes_to_another_one() -> None:
-    """It says that it is well, and answers nothing."""
+def test_requests_of_an_instance_without_progress_go_to_another_one() -> None:
+    """The instance reports good health, and answers nothing."""
 
     async def check() -> None:
         first, second = serve(never), serve(echo)
         async with routed(first, second, health=HealthConfig(0.05, SECONDS, stall_after=1, dead_after=0.5)) as client:
             asked = [asyncio.create_task(client.ask()) for _ in range(2)]
             assert {status for status, _ in await asyncio.gather(*asked)} == {200}
-            assert (first.num_left, second.num_asked) == (1, 2)
+            assert (first.num_cancelled, second.num_requests) == (1, 2)
 
     run(check)
 
 
-def test_no_instance_is_left() -> None:
+def test_requests_without_an_instance_get_status_503() -> None:
     async def check() -> None:
         stub = serve(echo)
         async with routed(stub) as client:
@@ -105,13 +105,13 @@ def test_instances_are_added_drained_and_removed() -> None:
         first, second = serve(waits.answer), serve(echo)
         async with routed(first) as client, serving(second):
             asked = asyncio.create_task(client.ask())
-            await until(lambda: first.num_asked == 1)
+            await until(lambda: first.num_requests == 1)
             await client.admin("/instances", url=second.url + "/")
             await until(lambda: _is(client, second, "ready"))
             await client.admin("/drain", url=first.url)
             assert await client.state_of(first) == "draining"
             assert [(await client.ask())[0] for _ in range(3)] == [200] * 3
-            assert (first.num_asked, second.num_asked) == (1, 3)
+            assert (first.num_requests, second.num_requests) == (1, 3)
             await client.admin("/resume", url=first.url)
             await until(lambda: _is(client, first, "ready"))
             await client.admin("/remove", url=first.url)
@@ -123,23 +123,23 @@ def test_instances_are_added_drained_and_removed() -> None:
     run(check)
 
 
-def test_removing_at_once_moves_what_has_not_been_answered() -> None:
+def test_immediate_removal_moves_unanswered_requests() -> None:
     async def check() -> None:
         first, second = serve(never), serve(echo)
         async with routed(first) as client, serving(second):
             asked = asyncio.create_task(client.ask())
-            await until(lambda: first.num_asked == 1)
+            await until(lambda: first.num_requests == 1)
             await client.admin("/instances", url=second.url)
             await until(lambda: _is(client, second, "ready"))
             await client.admin("/remove", url=first.url, now=True)
             assert (await asked)[0] == 200
             assert await client.state_of(first) == "removed"
-            assert first.num_left == 1
+            assert first.num_cancelled == 1
 
     run(check)
 
 
-def test_administration_refuses_what_it_does_not_understand() -> None:
+def test_administration_refuses_invalid_requests() -> None:
     async def check() -> None:
         stub = serve(echo)
         async with routed(stub) as client:
@@ -156,7 +156,7 @@ def test_administration_refuses_what_it_does_not_understand() -> None:
 
 
 @pytest.mark.parametrize("headers", [{"Host": "evil.example"}, {"Origin": "http://evil.example"}])
-def test_web_pages_of_others_are_refused_on_both_ports(headers: dict[str, str]) -> None:
+def test_requests_of_foreign_web_pages_are_refused_on_both_ports(headers: dict[str, str]) -> None:
     async def check() -> None:
         stub = serve(echo)
         async with routed(stub) as client:
@@ -164,7 +164,7 @@ def test_web_pages_of_others_are_refused_on_both_ports(headers: dict[str, str]) 
             url = client.router.admin_url + "/drain"
             async with client.session.post(url, json={"url": stub.url}, headers=headers) as response:
                 assert response.status == 403
-            assert stub.num_asked == 0
+            assert stub.num_requests == 0
 
     run(check)
 

@@ -1,4 +1,4 @@
-"""The router's queue, and clients that leave."""
+"""The router's queue, and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ from tests.unit.router_stubs import (
 # ---- Load ----
 
 
-def test_requests_go_where_the_least_is_to_be_done() -> None:
+def test_requests_go_to_the_instance_with_the_least_work() -> None:
     async def check() -> None:
         waits = Gathering(9)
         stubs = [serve(waits.answer) for _ in range(3)]
         async with routed(*stubs) as client:
             await asyncio.gather(*(client.ask() for _ in range(9)))
-            assert [stub.num_asked for stub in stubs] == [3, 3, 3]
+            assert [stub.num_requests for stub in stubs] == [3, 3, 3]
             waits._missing, _ = 3, waits.is_complete.clear()
             long = asyncio.create_task(client.ask(body={"prompt": "a" * 40_000}))
-            await until(lambda: sum(stub.num_asked for stub in stubs) == 10)
+            await until(lambda: sum(stub.num_requests for stub in stubs) == 10)
             await asyncio.gather(long, *(client.ask() for _ in range(2)))
-            assert [stub.num_asked for stub in stubs] == [4, 4, 4]
+            assert [stub.num_requests for stub in stubs] == [4, 4, 4]
 
     run(check)
 
 
-def test_requests_wait_for_room_and_are_refused_when_the_queue_is_full() -> None:
+def test_requests_are_queued_and_refused_when_the_queue_is_full() -> None:
     async def check() -> None:
         waits = Gathering(4)
         async with routed(serve(waits.answer), limits=Limits(max_outstanding=1, max_queued=3)) as client:
-            # They are let in one by one, so that the first can only answer when the test says so.
+            # They are admitted one by one, so that the first is answered only when the test allows it.
             asked = [asyncio.create_task(client.ask()) for _ in range(4)]
             await until(lambda: client.router.dispatcher.num_queued == 3)
             async with client.session.post(client.router.url + PATH, json={}) as response:
@@ -75,7 +75,7 @@ def test_a_request_does_not_wait_for_ever() -> None:
     run(check)
 
 
-def test_there_is_room_for_as_many_requests_as_the_instances_take() -> None:
+def test_the_router_admits_as_many_requests_as_the_instances_accept() -> None:
     async def check() -> None:
         count = 150
         async with routed(prefill(prefilled), decode(Gathering(count).answer)) as client:
@@ -84,19 +84,19 @@ def test_there_is_room_for_as_many_requests_as_the_instances_take() -> None:
     run(check)
 
 
-# ---- Clients that leave ----
+# ---- Clients that disconnect ----
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_both_halves_end_when_the_client_leaves(style: str) -> None:
+def test_both_halves_end_when_the_client_disconnects(style: str) -> None:
     async def check() -> None:
         p, d = prefill(never, style), decode(never)
         options = {"timeouts": Timeouts(prefill=SECONDS)}
         async with routed(p, d, **options) as client:
             asked = asyncio.create_task(client.ask())
-            await until(lambda: p.num_asked == 1 and d.num_asked == (style == "concurrent"))
+            await until(lambda: p.num_requests == 1 and d.num_requests == (style == "concurrent"))
             asked.cancel()
-            await until(lambda: p.num_left == 1 and d.num_left == (style == "concurrent"))
+            await until(lambda: p.num_cancelled == 1 and d.num_cancelled == (style == "concurrent"))
             await until(lambda: not client.router.dispatcher.num_live)
             name = f'vllm_router_request_errors_total{{error_type="client_left",route="{PATH}"}}'
             assert await client.metric(name) == 1
@@ -104,7 +104,7 @@ def test_both_halves_end_when_the_client_leaves(style: str) -> None:
     run(check)
 
 
-def test_a_stream_ends_when_the_client_leaves() -> None:
+def test_a_stream_ends_when_the_client_disconnects() -> None:
     async def endless(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
@@ -117,12 +117,12 @@ def test_a_stream_ends_when_the_client_leaves() -> None:
         async with routed(stub) as client:
             async with client.session.post(client.router.url + PATH, json={}) as response:
                 await response.content.readany()
-            await until(lambda: stub.num_left == 1 and not client.router.dispatcher.num_live)
+            await until(lambda: stub.num_cancelled == 1 and not client.router.dispatcher.num_live)
 
     run(check)
 
 
-def test_a_waiting_client_that_leaves_makes_room_in_the_queue() -> None:
+def test_a_waiting_client_that_disconnects_leaves_the_queue() -> None:
     async def check() -> None:
         waits = Gathering(9)
         async with routed(serve(waits.answer), limits=Limits(max_outstanding=1)) as client:
@@ -136,7 +136,7 @@ def test_a_waiting_client_that_leaves_makes_room_in_the_queue() -> None:
     run(check)
 
 
-def test_a_client_that_closes_at_the_last_event_has_its_answer() -> None:
+def test_a_client_that_closes_at_the_last_event_counts_as_answered() -> None:
     async def stream(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)

@@ -1,4 +1,4 @@
-"""What the router makes of KV events and of a request's prompt, without sockets."""
+"""The router's view of KV events, and its reading of a request's prompt, without sockets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.utils.held_blocks import PromptKeys
 
 
 def stored(first: int, count: int, salt: str | None = None, *, group: int = 0, **more: Any) -> BlockStored:
-    """Blocks of four tokens, which number from 0 in every prompt."""
+    """Returns the event for blocks of four tokens; token ids count from 0 in every prompt."""
     prefix = f"{salt}-{group}-"
     names = [f"{prefix}{number:08}".encode() for number in range(first, first + count)]
     keys = ((salt,), *[None] * (count - 1)) if salt and not first else None
@@ -47,14 +47,14 @@ def cached(made: KVView, num_tokens: int = 40, *salts: str) -> int:
     return made.num_cached(PromptKeys(range(num_tokens), salts or ("",)))
 
 
-def test_the_beginning_of_a_prompt_that_is_held_counts_in_whole_blocks() -> None:
+def test_the_cached_beginning_of_a_prompt_counts_in_whole_blocks() -> None:
     made = view(stored(0, 3), stored(3, 2))
     assert [cached(made, count) for count in (3, 4, 19, 20, 40)] == [0, 4, 16, 20, 20]
     assert made.num_cached(PromptKeys([9, *range(1, 40)], ("",))) == 0
     assert made.num_cached(PromptKeys([*range(8), 9, *range(9, 40)], ("",))) == 8
 
 
-def test_what_is_removed_or_cleared_does_not_count() -> None:
+def test_removed_and_cleared_blocks_do_not_count() -> None:
     made = view(stored(0, 5))
     made.receive(2, batch(BlockRemoved(block_hashes=stored(2, 1).block_hashes)))
     assert cached(made) == 8
@@ -72,7 +72,7 @@ def test_a_block_counts_until_its_last_copy_is_removed() -> None:
     assert cached(made) == 0
 
 
-def test_windows_and_other_memory_do_not_count() -> None:
+def test_blocks_of_windows_and_other_media_do_not_count() -> None:
     made = view(stored(0, 1, kv_cache_spec_sliding_window=8), stored(0, 2, medium="CPU"))
     assert cached(made) == 0
 
@@ -82,7 +82,7 @@ def test_prompts_of_other_salts_do_not_count() -> None:
     assert [cached(made, 40, *salts) for salts in ((), ("yours",), ("mine",), ("", "mine"))] == [0, 0, 8, 8]
 
 
-def test_what_was_missed_is_asked_for_and_applied_once() -> None:
+def test_missed_batches_are_requested_and_applied_once() -> None:
     made = view(stored(0, 1))
     assert made.receive(4, batch(stored(3, 1))) == 2
     assert cached(made) == 4
@@ -102,7 +102,7 @@ def test_a_view_with_a_gap_that_cannot_be_filled_starts_afresh() -> None:
     assert cached(made) == 8
 
 
-def test_an_instance_that_was_started_again_holds_nothing() -> None:
+def test_a_restarted_instance_has_nothing_cached() -> None:
     made = view(stored(0, 2))
     assert made.receive(0, batch(AllBlocksCleared())) is None
     assert cached(made) == 0
@@ -135,7 +135,7 @@ def test_block_hashes_may_be_bytes_and_tokens_any_number() -> None:
 # ---- Prompts ----
 
 
-def test_the_question_to_the_tokenizer_has_what_decides_the_prompt() -> None:
+def test_the_request_to_the_tokenizer_has_the_fields_that_determine_the_prompt() -> None:
     body = {"model": "m", "messages": [1], "tools": [2], "temperature": 1, "stream": True}
     question = question_of("/v1/chat/completions", body, None)
     assert question is not None
@@ -148,7 +148,7 @@ def test_the_question_to_the_tokenizer_has_what_decides_the_prompt() -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"tokens": ["a"]}', b"\xff"])
-def test_an_answer_without_tokens_is_none(content: bytes) -> None:
+def test_an_answer_without_tokens_is_ignored(content: bytes) -> None:
     assert tokens_of(content) == ()
     assert tokens_of(b'{"count": 2, "tokens": [1, 2]}') == [1, 2]
 

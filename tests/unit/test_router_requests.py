@@ -1,4 +1,4 @@
-"""How the router carries a request: two halves, retries, streams, what passes unchanged."""
+"""Requests through the router: two halves, retries, streams, and answers that pass unchanged."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.unit.router_stubs import (
 
 @pytest.mark.parametrize("style", STYLES)
 def test_both_halves_get_the_whole_prompt(style: str) -> None:
-    """Tools are a part of it: a prefill instance without them would compute another prompt."""
+    """Tools are a part of the prompt: a prefill instance without them would compute another prompt."""
     body = {
         "messages": [{"role": "user", "content": "Hi"}],
         "tools": [{"type": "function", "function": {"name": "f"}}],
@@ -86,7 +86,7 @@ def test_another_prefill_instance_takes_over(style: str, broken: Handler) -> Non
 
         async def answer(request: web.Request) -> web.StreamResponse:
             # The answer has not begun when the first prefill instance fails.
-            await until(lambda: second.num_asked > 0)
+            await until(lambda: second.num_requests > 0)
             return await echo(request)
 
         d = decode(answer)
@@ -94,9 +94,9 @@ def test_another_prefill_instance_takes_over(style: str, broken: Handler) -> Non
         async with routed(first, second, d, **options) as client:
             status, _ = await client.ask()
             assert status == 200
-            # One that ends a connection which was kept is asked once more, over a new one.
-            assert first.num_asked in ((1, 2) if broken is abort else (1,))
-            assert second.num_asked == 1
+            # An instance that ends a kept connection gets the request once more, over a new one.
+            assert first.num_requests in ((1, 2) if broken is abort else (1,))
+            assert second.num_requests == 1
             assert "kv_transfer_params" in d.bodies[-1]
             assert await client.metric(f'vllm_router_pd_prefill_errors_total{{worker="{first.url}"}}') == 1
             assert await client.metric(f'vllm_router_retries_total{{route="{PATH}"}}') == 1
@@ -120,7 +120,7 @@ def test_the_decode_instance_prefills_when_no_prefill_instance_can(style: str) -
     run(check)
 
 
-def test_decode_instances_prefill_only_so_many_prompts_at_once() -> None:
+def test_decode_instances_prefill_a_limited_number_of_prompts_at_once() -> None:
     async def check() -> None:
         go = asyncio.Event()
         running_now = most = 0
@@ -145,7 +145,7 @@ def test_decode_instances_prefill_only_so_many_prompts_at_once() -> None:
     run(check)
 
 
-def test_the_clients_error_of_a_prefill_instance_is_the_answer() -> None:
+def test_a_client_error_of_a_prefill_instance_is_the_answer() -> None:
     async def refuse(request: web.Request) -> web.StreamResponse:
         return web.json_response({"error": {"message": "no"}}, status=400)
 
@@ -153,7 +153,7 @@ def test_the_clients_error_of_a_prefill_instance_is_the_answer() -> None:
         d = decode(echo)
         async with routed(prefill(refuse), d) as client:
             assert await client.ask() == (400, b'{"error": {"message": "no"}}')
-            assert d.num_asked == 0
+            assert d.num_requests == 0
 
     run(check)
 
@@ -212,27 +212,27 @@ def test_another_instance_answers_when_one_fails_before_the_first_byte(broken: H
         first, second = serve(broken), serve(echo)
         async with routed(first, second) as client:
             assert [(await client.ask())[0] for _ in range(4)] == [200] * 4
-            assert first.num_asked >= 1
-            assert second.num_asked == 4
+            assert first.num_requests >= 1
+            assert second.num_requests == 4
 
     run(check)
 
 
-def test_retries_end() -> None:
+def test_retries_are_limited() -> None:
     async def check() -> None:
         stubs = [serve(fail) for _ in range(5)]
         async with routed(*stubs, limits=Limits(max_retries=2)) as client:
             async with client.session.post(client.router.url + PATH, json={}) as response:
                 assert (response.status, response.headers["Retry-After"]) == (503, "1")
                 assert "3 instances have failed" in (await response.json())["error"]["message"]
-            assert sum(stub.num_asked for stub in stubs) == 3
+            assert sum(stub.num_requests for stub in stubs) == 3
             assert await client.metric(f'vllm_router_retries_exhausted_total{{route="{PATH}"}}') == 1
 
     run(check)
 
 
 @pytest.mark.parametrize("status", [200, 400, 404, 429, 500])
-def test_an_answer_is_not_asked_for_twice(status: int) -> None:
+def test_an_answered_request_is_not_retried(status: int) -> None:
     async def check() -> None:
         async def answer(request: web.Request) -> web.StreamResponse:
             return web.Response(status=status, text="x")
@@ -240,25 +240,25 @@ def test_an_answer_is_not_asked_for_twice(status: int) -> None:
         first, second = serve(answer), serve(answer)
         async with routed(first, second) as client:
             assert await client.ask() == (status, b"x")
-            assert first.num_asked + second.num_asked == 1
+            assert first.num_requests + second.num_requests == 1
 
     run(check)
 
 
-def test_an_answer_that_ends_too_early_is_cut_for_the_client_too() -> None:
+def test_an_incomplete_answer_is_also_cut_for_the_client() -> None:
     async def check() -> None:
         first, second = serve(half), serve(half)
         async with routed(first, second) as client:
             with pytest.raises(aiohttp.ClientPayloadError):
                 await client.ask()
-            assert first.num_asked + second.num_asked == 1
+            assert first.num_requests + second.num_requests == 1
             name = f'vllm_router_request_errors_total{{error_type="cut",route="{PATH}"}}'
             assert await client.metric(name) == 1
 
     run(check)
 
 
-def test_a_connection_that_an_instance_ends_after_an_answer_costs_no_request() -> None:
+def test_a_connection_that_an_instance_ends_after_an_answer_fails_no_request() -> None:
     async def check() -> None:
         async with routed(serve(OncePerConnection().answer)) as client:
             assert [(await client.ask())[0] for _ in range(3)] == [200] * 3

@@ -1,4 +1,4 @@
-"""State rows: which row a request gets, and which requests of a step sample."""
+"""State rows: the row that a request gets, and the requests of a step that sample."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from penstock.runner.host_batch import read_plan
 from penstock.runner.rows import Rows
 
 
-def test_rows_are_freed_alike_on_every_rank_and_the_lowest_is_reused() -> None:
+def test_rows_are_freed_equally_on_every_rank_and_the_lowest_is_reused() -> None:
     ranks = [Rows(4), Rows(4)]
     for rows, order in zip(ranks, (("b", "a", "unknown"), ("unknown", "a", "b")), strict=True):
         assert [rows.add(name, 3) for name in "abcd"] == [0, 1, 2, 3]

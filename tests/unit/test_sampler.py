@@ -1,4 +1,4 @@
-"""Sampling features against their definitions, written out again in plain Python or by statistics."""
+"""Sampling features compared with their definitions, in plain Python or by statistics."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def sample_one(logits: torch.Tensor, params: dict[str, Any], tokens: list[int], 
 
 
 def kept_tokens(logits: torch.Tensor, params: dict[str, Any]) -> set[int]:
-    """Every token that can be drawn, found by drawing with many seeds."""
+    """Returns every token that can be drawn, found by drawing with many seeds."""
     count = 4000
     batch = make_batch([{**params, "seed": s} for s in range(count)], [[1]] * count, [1] * count)
     return set(sample(logits.expand(count, -1), batch).token_ids.tolist())
@@ -59,7 +59,7 @@ def test_greedy_takes_the_first_of_equal_logits() -> None:
         assert sample_one(logits.to(dtype), {"temperature": 0.0}, [1]) == 7
 
 
-def test_top_k_top_p_min_p_keep_what_they_say() -> None:
+def test_top_k_top_p_and_min_p_keep_the_expected_tokens() -> None:
     logits = torch.full((VOCAB,), -40.0)
     logits[:4] = torch.tensor([0.5, 0.25, 0.15, 0.1]).log()
     assert kept_tokens(logits, {}) == {0, 1, 2, 3}
@@ -67,7 +67,7 @@ def test_top_k_top_p_min_p_keep_what_they_say() -> None:
     assert kept_tokens(logits, {"top_p": 0.7}) == {0, 1}
     assert kept_tokens(logits, {"top_p": 0.76}) == {0, 1, 2}
     assert kept_tokens(logits, {"min_p": 0.4}) == {0, 1}
-    # top_p counts within what top_k has left.
+    # top_p applies to the tokens that top_k has kept.
     assert kept_tokens(logits, {"top_k": 2, "top_p": 0.6}) == {0}
 
 
@@ -99,7 +99,7 @@ def test_draw_never_takes_a_token_without_mass() -> None:
             assert probs[0, token] > 0
 
 
-def test_rows_do_not_know_each_other() -> None:
+def test_a_row_does_not_depend_on_the_other_rows() -> None:
     generator = torch.Generator().manual_seed(2)
     logits = torch.randn(33, 151_936, generator=generator).mul_(3).bfloat16()
     params: list[dict[str, Any]] = [
@@ -119,7 +119,7 @@ def test_penalties() -> None:
     assert sample_one(logits, {"temperature": 0.0}, [3, 4], num_prompt=1) == 3
     # Repetition counts the prompt: 2.0 / 1.2 and 1.9 / 1.2 fall below 1.7.
     assert sample_one(logits, {"temperature": 0.0, "repetition_penalty": 1.2}, [3, 4], num_prompt=1) == 5
-    # Presence and frequency count the output alone: 3 stands in the prompt, 4 in the output.
+    # Presence and frequency count only the output: 3 is in the prompt, 4 in the output.
     assert sample_one(logits, {"temperature": 0.0, "presence_penalty": 0.5}, [4, 3], num_prompt=1) == 4
     assert sample_one(logits, {"temperature": 0.0, "presence_penalty": 0.5}, [3, 4], num_prompt=1) == 3
     assert sample_one(logits, {"temperature": 0.0, "frequency_penalty": 0.06}, [1, 3, 3], num_prompt=1) == 4
@@ -145,7 +145,7 @@ def test_bias_allowed_min_tokens_and_bad_words() -> None:
     assert sample_one(logits, {**greedy, "bad": [[1, 7, 8, 3]]}, [7, 8]) == 3
 
 
-def test_what_cannot_be_drawn_is_reported() -> None:
+def test_rows_of_nan_are_reported() -> None:
     logits = torch.zeros(2, VOCAB)
     logits[1] = math.nan
     output = sample(logits, make_batch([{"temperature": 0.0}, {"temperature": 0.0}], [[1], [1]], [1, 1]))
@@ -161,7 +161,7 @@ def test_noise_is_uniform_and_a_function_of_its_key() -> None:
     assert ((histogram - 1000) ** 2 / 1000).sum() < 45
     assert uniform([5], positions[7:8], Purpose.SAMPLE)[0] == noise[7]
     assert len({*uniform([1, 2, -1, 2**62], np.zeros(4, dtype=np.int64), Purpose.SAMPLE)}) == 4
-    # Neighbouring seeds at neighbouring positions share nothing.
+    # Neighbouring seeds at neighbouring positions are uncorrelated.
     assert abs(np.corrcoef(noise[1:], uniform([6] * 19999, positions[:-1], Purpose.SAMPLE))[0, 1]) < 0.03
 
 

@@ -1,4 +1,4 @@
-"""Every field's bound, and that the refusal names the field."""
+"""The bounds of every field, and errors that name the field."""
 
 from __future__ import annotations
 
@@ -79,13 +79,13 @@ BAD = [
 
 
 @pytest.mark.parametrize(("field", "value"), BAD)
-def test_out_of_bounds_is_refused_by_name(field: str, value: Any) -> None:
+def test_the_error_for_an_invalid_value_names_the_field(field: str, value: Any) -> None:
     with pytest.raises(RequestError, match=field) as caught:
         SamplingParams(**{field: value})
     assert caught.value.field == field
 
 
-def test_what_routers_send_is_taken() -> None:
+def test_transfer_parameters_of_routers_are_accepted() -> None:
     from_prefill = {
         "do_remote_prefill": True,
         "remote_block_ids": [list(range(8192)), []],
@@ -110,11 +110,11 @@ def test_unknown_fields_are_refused_with_the_nearest_name() -> None:
     assert caught.value.field == "max_token"
 
 
-def test_numbers_of_numpy_are_numbers() -> None:
+def test_numpy_numbers_are_accepted() -> None:
     assert SamplingParams(temperature=np.float32(0.5), max_tokens=np.int64(3)).max_tokens == 3
 
 
-def test_several_greedy_completions_may_be_asked_for() -> None:
+def test_several_greedy_completions_may_be_requested() -> None:
     assert SamplingParams(n=2, temperature=0.0).is_greedy
 
 

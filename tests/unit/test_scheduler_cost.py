@@ -1,4 +1,4 @@
-"""What a step of the scheduler may look at: never everything that waits, and never every load."""
+"""The cost of a step of the scheduler: it visits neither all waiting requests nor all loads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BLOCK_SIZE = 4
 
 
 class LoadsEverything(NullSchedulerConnector):
-    """Promises a block of every prompt, which never comes."""
+    """Promises a block of every prompt, which never arrives."""
 
     has_pending_work = True
 
@@ -50,7 +50,7 @@ def add(scheduler: Scheduler, count: int) -> None:
 
 
 def watch(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The waiting and running requests that are looked at; to copy or walk over a queue of them all is an error."""
+    """Returns a list that grows by the index of every waiting or running request that is looked at."""
     looked_at: list[int] = []
     original = RequestQueue.__getitem__
 
@@ -76,11 +76,11 @@ def test_a_full_engine_looks_at_no_waiting_request(monkeypatch: pytest.MonkeyPat
     assert not looked_at
 
 
-class NeverWalked(dict[str, Any]):
-    """A table in which single entries are found and added."""
+class NeverIterated(dict[str, Any]):
+    """A table that allows only access to single entries."""
 
     def _refuse(self) -> Any:
-        raise AssertionError("all loads are walked over for one request")
+        raise AssertionError("all loads are visited for one request")
 
     values = items = keys = __iter__ = _refuse
 
@@ -88,7 +88,7 @@ class NeverWalked(dict[str, Any]):
 def test_loads_are_not_counted_for_every_request() -> None:
     scheduler = make(300, KVTransfer(LoadsEverything()))
     add(scheduler, 200)
-    scheduler._remote._loads = NeverWalked()
+    scheduler._remote._loads = NeverIterated()
     scheduler._remote.give_up_overdue = lambda: None
     plan: SchedulerOutput = scheduler.schedule()
     assert plan.num_scheduled_tokens == {}

@@ -1,5 +1,5 @@
-"""Random traffic on the scheduler over a simulated rank: whatever is preempted, aborted, shared or in flight,
-every request gets the tokens that its prompt alone decides, and at idle every block is back.
+"""Random traffic on the scheduler with a simulated rank: whatever is preempted, aborted, shared or in flight,
+every request gets the tokens that only its prompt determines, and every block is free when the engine is idle.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def make_core(
         drafts=((2, drafts), (rng.choice([3, 100]), max(0, drafts - 1))) if drafts else (),
         num_lookahead_tokens=drafts if any(layer.is_draft for layer in layers) else 0,
     )
-    # The smallest pool is what planning says one request needs: less would be refused at start.
+    # The smallest pool is what one request needs according to planning: less would be refused at start.
     in_flight = depth * config.max_num_batched_tokens + config.num_lookahead_tokens
     groups = cache_config(layers, 2, BLOCK_SIZE, NUM_HEADS).groups
     smallest = 1 + blocks_for_one_request(groups, BLOCK_SIZE, MAX_MODEL_LEN, in_flight)
@@ -144,11 +144,11 @@ def test_storm_with_drafts(windows: tuple[int, ...], depth: int, drafts: int) ->
     assert num_steps > 1000
     assert preemptions > 10
     assert 100 < num_accepted < num_draft_tokens
-    assert ahead == 0 if depth == 1 else ahead > 0, "rejections were meant to happen behind the scheduler's back"
+    assert ahead == 0 if depth == 1 else ahead > 0, "rejections were meant to happen before the scheduler knows of them"
 
 
 def run_storm(rng: random.Random, core: EngineCore, devices: Devices) -> int:
-    """Runs 25 requests to their ends; returns how many steps it took. The rank checks the counts at each of them."""
+    """Runs 25 requests to their ends; returns how many steps it took. The rank checks the counts at each step."""
     stems = [[rng.randrange(VOCAB_SIZE) for _ in range(40)] for _ in range(3)]
     live: dict[str, tuple[EngineRequest, list[int]]] = {}
     num_added, num_left, num_steps = 0, 25, 0

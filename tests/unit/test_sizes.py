@@ -1,4 +1,4 @@
-"""Sizes in bytes with units, as flags take them and as help texts show them."""
+"""Sizes in bytes with units, as flags accept them and help texts show them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts: verifying them changes no distribution, n-grams are found where they are, configurations are checked."""
+"""Drafts: verification changes no distribution, prompt lookup finds n-grams, and configurations are checked."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SYNTHETIC: dict[str, object] = {
 
 
 def test_accepted_drafts_are_those_before_the_first_wrong_one() -> None:
-    # Windows of 3, 0, 2 and 2 drafts: all right, none to check, the first wrong, a gap behind a right one.
+    # Windows of 3, 0, 2 and 2 drafts: all correct, none to check, the first wrong, a gap after a correct one.
     num_drafts = np.array([3, 0, 2, 2])
     drafts = torch.tensor([[5, 6, 7], [9, 9, 9], [1, 2, 0], [3, -1, 0]])
     sampled = torch.tensor([5, 6, 7, 8, 4, 9, 2, 3, 3, 4, 5])
@@ -40,7 +40,7 @@ def test_accepted_drafts_are_those_before_the_first_wrong_one() -> None:
 
 
 def test_a_gap_is_never_accepted() -> None:
-    """Not even by a sampler that returns -1, as one without anything to draw might."""
+    """It is rejected even if the sampler returns -1, as it might with nothing to draw."""
     num_accepted, _ = count_accepted(torch.tensor([-1, 4]), torch.tensor([[-1]]), torch.arange(1), np.array([1]))
     assert num_accepted.tolist() == [0]
 
@@ -67,7 +67,9 @@ def test_drafts_change_no_distribution(quality: float) -> None:
     assert abs(accepted.float().mean().item() - expected) <= 4 * deviation + 1e-9
     for tokens in (sampled[:, 0], sampled[accepted, 1]):
         if len(tokens):
-            assert chi_square(tokens, probs) < 24.3, "beyond the 99.9th percentile of 6 degrees of freedom, and some"
+            assert chi_square(tokens, probs) < 24.3, (
+                "beyond the 99.9th percentile of 6 degrees of freedom, with a margin"
+            )
 
 
 def chi_square(tokens: torch.Tensor, probs: torch.Tensor) -> float:
@@ -80,12 +82,12 @@ def chi_square(tokens: torch.Tensor, probs: torch.Tensor) -> float:
 @pytest.mark.parametrize(
     ("tokens", "expected"),
     [
-        ([1, 2, 3, 4, 1, 2, 3], [4, 1, 2]),  # the longest suffix that stood there before
+        ([1, 2, 3, 4, 1, 2, 3], [4, 1, 2]),  # the longest suffix that occurred before
         ([1, 2, 9, 1, 2, 8, 1, 2], [8, 1, 2]),  # the latest of two
         ([5, 1, 2, 7, 6, 1, 2, 8, 5, 1, 2], [7, 6, 1]),  # a longer match before a later one
-        ([7, 7, 7, 7], [7]),  # it may overlap itself; one token is left behind it
+        ([7, 7, 7, 7], [7]),  # a match may overlap the suffix; one token follows it
         ([1, 2, 3, 4], []),
-        ([3, 1, 3], []),  # one token is less than the shortest
+        ([3, 1, 3], []),  # one token is less than the minimum
         ([4], []),
     ],
 )
@@ -136,7 +138,7 @@ def plain_search(tokens: list[int], shortest: int, longest: int, count: int) -> 
         (SYNTHETIC | {"draft_sample_method": "probabilistic"}, "not rejection_sample_method=synthetic"),
     ],
 )
-def test_mistakes_in_the_configuration(value: object, message: str) -> None:
+def test_invalid_configurations_are_refused(value: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_speculative_config(value, load_model_config(resolve_model_path("demo")))
 
@@ -164,7 +166,7 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
 
 def eagle3_config(folder: Path, **changed: Any) -> SpeculativeConfig:
-    """The configuration of a head for the built-in model, described with these changes."""
+    """Returns the configuration of a head for the built-in model, described with these changes."""
     (folder / "config.json").write_text(json.dumps({**EAGLE3_HEAD, **changed}), encoding="utf-8")
     return parse_speculative_config(
         {"model": str(folder), "num_speculative_tokens": 2}, load_model_config(resolve_model_path("demo"))
@@ -203,7 +205,7 @@ def test_an_eagle3_head_is_recognised_in_both_layouts(tmp_path: Path) -> None:
         ({LAYER_IDS: [1, 1]}, f"{LAYER_IDS} .*different"),
         ({LAYER_IDS: ["1"]}, LAYER_IDS),
         ({LAYER_IDS: 3}, LAYER_IDS),
-        # Of six layers the usual choice is 2, 3 and 3.
+        # For six layers the usual choice is 2, 3 and 3.
         ({LAYER_IDS: None}, f"does not say .*{LAYER_IDS}"),
     ],
 )
@@ -212,7 +214,7 @@ def test_an_eagle3_head_must_fit_its_target(tmp_path: Path, changed: dict[str, A
         eagle3_config(tmp_path, **changed)
 
 
-def test_the_table_is_read_in_order() -> None:
+def test_the_table_is_sorted_by_batch_size() -> None:
     table = {"16": 1, "4": 3}
     target = load_model_config(resolve_model_path("demo"))
     config = parse_speculative_config(

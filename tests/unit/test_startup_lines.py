@@ -1,4 +1,4 @@
-"""What a command says of its engine when it is ready."""
+"""The lines that a command prints about its engine when it is ready."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Case:
         Case({"num_blocks": 0, "kv_cache_bytes": 0}, "  KV cache   none: the model stores nothing"),
     ],
 )
-def test_lines(case: Case) -> None:
+def test_the_startup_lines(case: Case) -> None:
     lines = describe_engine("demo", msgspec.structs.replace(ONE, **case.changes)).splitlines()
     assert case.line in lines
     assert any("ranks" in line for line in lines) == (len(case.changes) > 0 and "tensor_parallel_size" in case.changes)

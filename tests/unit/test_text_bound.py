@@ -1,4 +1,4 @@
-"""The bound on a text's tokens never exceeds the true number, and there is none where a tokenizer drops characters."""
+"""The bound on a text's tokens never exceeds the true number; tokenizers that drop characters have no bound."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ TEXTS = st.lists(
 @pytest.mark.parametrize("kind", SOUND)
 @given(text=TEXTS | st.text(st.characters(exclude_categories=("Cs",)), max_size=60))
 @settings(max_examples=150)
-def test_no_text_has_fewer_tokens(kind: str, text: str) -> None:
+def test_no_text_has_fewer_tokens_than_its_bound(kind: str, text: str) -> None:
     bound = find_text_bound(SOUND[kind])
     assert bound is not None
     assert bound.min_tokens(text) <= len(SOUND[kind].encode(text, add_special_tokens=False).ids)
@@ -116,5 +116,5 @@ def test_a_text_that_is_far_too_long_is_refused_before_it_is_tokenized(monkeypat
         assert caught.value.code == "context_length_exceeded"
         with pytest.raises(RequestError, match="characters"):
             tokenizer.apply_chat_template([{"role": "user", "content": text}])
-    assert len(tokenizer.encode("a fox " * 2000)) > MAX_TOKENS, "a smaller one is counted"
+    assert len(tokenizer.encode("a fox " * 2000)) > MAX_TOKENS, "a shorter text is tokenized"
     assert len(Tokenizer(DEMO, 4096).encode(text)) > MAX_TOKENS, "without a bound it is tokenized"

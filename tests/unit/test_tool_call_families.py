@@ -1,4 +1,4 @@
-"""Tool calls of each family of models: what is one, what is content, and what a forced answer must look like."""
+"""Tool calls of each family of models: the distinction of calls and content, and the form of forced answers."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ QWEN3_CODER = {
     "<function=f>\n<parameter=city>\nParis\n</parameter>\n</function>": ("", [PARIS_CALL]),
     "<tool_call><function=f><parameter=city>Paris</parameter></function></tool_call>": ("", [PARIS_CALL]),
     xml("ns.g-1"): ("", [G]),
-    # Text as it stands, whatever it looks like; only one line break at either end belongs to the tags.
+    # Text is taken literally; only one line break at either end belongs to the tags.
     xml("f", ("city", 'a "b"\n\\c\n'), ("note", "x")): ("", [("f", '{"city": "a \\"b\\"\\n\\\\c\\n", "note": "x"}')]),
     xml("f", ("city", "12")): ("", [("f", '{"city": "12"}')]),
     xml("f", ("city", "a </param> <b")): ("", [("f", '{"city": "a </param> <b"}')]),
     xml("f", ("city", "")): ("", [("f", '{"city": ""}')]),
     xml("f", ("unknown", "1")): ("", [("f", '{"unknown": "1"}')]),
-    # Everything else by its type.
+    # Other values are parsed by their types.
     xml("f", ("days", " 3 "), ("tags", '["x", "y"]'), ("exact", "True")): (
         "",
         [("f", '{"days": 3, "tags": ["x", "y"], "exact": true}')],
@@ -76,12 +76,12 @@ QWEN3_CODER = {
     ),
     xml("f", ("note", "12")): ("", [("f", '{"note": "12"}')]),
     xml("f", ("city", "a"), ("city", "b")): ("", [("f", '{"city": "a"}')]),
-    # What is no call.
+    # Not a call.
     xml("h", ("city", "Paris")): (xml("h", ("city", "Paris")), []),
     "<tool_call>\nf(1)\n</tool_call>": ("<tool_call>\nf(1)\n</tool_call>", []),
     "<function=>": ("<function=>", []),
     "a < b": ("a < b", []),
-    # Cut off, and broken off.
+    # Truncated, and malformed.
     "<tool_call>\n<function=f": ("<tool_call>\n<function=f", []),
     "<tool_call>\n<function=f>\n<parameter=city>\nPar": ("", [("f", '{"city": "Par')]),
     "<tool_call>\n<function=f>\n<parameter=city>\nParis\n</parameter>\noh": ("oh", [PARIS_CALL]),
@@ -96,7 +96,7 @@ MISTRAL = {
     '[TOOL_CALLS]f{"city": "Paris"}': ("", [PARIS_CALL]),
     '[TOOL_CALLS]f[ARGS]{"city": "Paris"}[TOOL_CALLS]ns.g-1[ARGS]{}\n': ("", [PARIS_CALL, G]),
     '[TOOL_CALLS]f[CALL_ID]abcdefgh1[ARGS]{"city": "Paris"}': ("", [PARIS_CALL]),
-    # What is no call.
+    # Not a call.
     '[TOOL_CALLS]h{"city": "Paris"}': ('[TOOL_CALLS]h{"city": "Paris"}', []),
     '[TOOL_CALLS][{"name": "h", "arguments": {}}]': ('[TOOL_CALLS][{"name": "h", "arguments": {}}]', []),
     '[{"name": "f", "arguments": {}}]': ('[{"name": "f", "arguments": {}}]', []),
@@ -151,7 +151,7 @@ PYTHONIC = {
         [("f", '{"tags": [], "exact": true, "note": {"a": [1.5, null]}}')],
     ),
     "[f(city='Paris')] Done": (" Done", [PARIS_CALL]),
-    # What is no call: also a call that has begun well.
+    # Not a call, including a call with a valid beginning.
     "[h(city='Paris')]": ("[h(city='Paris')]", []),
     "[f('Paris')]": ("[f('Paris')]", []),
     "[f(city=Paris)]": ("[f(city=Paris)]", []),
@@ -196,7 +196,7 @@ def test_every_family_has_a_flag_and_cases() -> None:
 
 
 @pytest.mark.parametrize(("name", "text"), CASES)
-def test_answers(name: str, text: str) -> None:
+def test_content_and_calls_of_answers(name: str, text: str) -> None:
     content, calls = FAMILIES[name][text]
     got = assert_any_split_agrees(name, text, [], TOOLS)
     assert (got.content, got.calls) == (content, calls)
@@ -215,7 +215,7 @@ def test_any_split_of_any_beginning_gives_the_same(
         assert got.content == text
 
 
-def test_mistral_s_ids_are_what_its_templates_take() -> None:
+def test_mistral_s_ids_have_the_form_that_its_templates_accept() -> None:
     got = assert_any_split_agrees("mistral", '[TOOL_CALLS]f[CALL_ID]abcdefgh1[ARGS]{"a": 1}', [], TOOLS)
     assert got.ids == ["abcdefgh1"]
     got = assert_any_split_agrees("mistral", '[TOOL_CALLS]f[CALL_ID]no good[ARGS]{"a": 1}', [], TOOLS)
@@ -223,7 +223,7 @@ def test_mistral_s_ids_are_what_its_templates_take() -> None:
     assert len(got.ids[0]) == 9
 
 
-def test_text_arguments_go_out_as_they_come() -> None:
+def test_text_arguments_are_streamed_as_they_arrive() -> None:
     parser = FORMATS["qwen3_coder"]().parser(TOOLS)
     assert parser.feed("<tool_call>\n<function=f>\n").tool_calls[0].name == "f"
     assert parser.feed("<parameter=city>\nPa").tool_calls[0].arguments == '{"city": "Pa'
@@ -247,7 +247,7 @@ def test_calls_beyond_the_limit_are_content(name: str) -> None:
 
 @pytest.mark.spread(1)
 @pytest.mark.parametrize("name", sorted(FORMATS))
-def test_depth_and_length_cost_no_more_than_their_characters(name: str) -> None:
+def test_the_cost_is_linear_in_depth_and_length(name: str) -> None:
     size = 20_000
     deep = "[" * size + "]" * size
     for head in (f"[f(city={deep}", xml("f", ("tags", deep)), f"[TOOL_CALLS]f{{{deep}", "<" * size, "\n" * size):
@@ -270,7 +270,7 @@ WRONG = [("Rome", '"Rome'), ("2", '"x"'), ("2", "2.5"), ("city", "town"), ("days
 
 
 def is_accepted(grammar: str, text: str, reasoning: str | None = None) -> bool:
-    """Whether the text, and nothing more, is what the grammar asks for."""
+    """Returns whether the grammar accepts exactly this text."""
     state = BACKEND.compile(StructuredOutputsParams(grammar=grammar, reasoning=reasoning).spec())
     try:
         state.accept([*TOKENIZER.encode(text, add_special_tokens=False), 2])
@@ -301,7 +301,7 @@ def test_a_forced_answer_is_one_call_that_fits_the_schema(name: str, named: bool
 
 
 @pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral", "deepseek_v3", "deepseek_v31"])
-def test_forced_json_has_no_room_for_endless_whitespace(name: str) -> None:
+def test_forced_json_allows_no_extra_whitespace(name: str) -> None:
     form = FORMATS[name]()
     grammar = form.forced_grammar({"f": TOOLS["f"]}, "f", with_prefix=True)
     assert is_accepted(grammar, FORCED[name])
@@ -354,7 +354,7 @@ def test_mistral_s_newer_templates_put_the_name_first() -> None:
     assert not is_accepted(form.forced_grammar(TOOLS, None, with_prefix=True), '[TOOL_CALLS]h[ARGS]{"city": "x"}')
 
 
-def test_tags_that_are_tokens_are_asked_for_as_tokens() -> None:
+def test_tags_that_are_tokens_may_be_generated_as_tokens() -> None:
     """The tokenizer here has no such tag, so an end of sequence stands in for one."""
     form = FORMATS["hermes"]({"</tool_call>": AddedToken(1, True), "other": AddedToken(0, True)})
     assert form.needs_special_tokens
@@ -375,7 +375,7 @@ def test_the_format_of_a_tokenizer() -> None:
     assert named.NAME == "mistral"
 
 
-# ---- Calls that must fit their schema, and calls that must not be ----
+# ---- Strict calls, and answers without calls ----
 
 WITH_TRIGGERS = ["hermes", "qwen3_coder", "mistral", "deepseek_v3", "deepseek_v31"]
 
@@ -402,7 +402,7 @@ def test_a_strict_answer_has_only_calls_that_fit(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(set(FORMATS) - set(WITH_TRIGGERS)))
-def test_formats_without_triggers_hold_nothing(name: str) -> None:
+def test_formats_without_triggers_have_no_such_grammars(name: str) -> None:
     form = FORMATS[name]()
     assert form.strict_grammar(TOOLS, several=True) is None
     assert form.no_call_grammar() is None
@@ -410,7 +410,7 @@ def test_formats_without_triggers_hold_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WITH_TRIGGERS)
-def test_an_answer_that_must_not_call(name: str) -> None:
+def test_the_grammar_of_answers_without_calls(name: str) -> None:
     form = FORMATS[name]()
     grammar = form.no_call_grammar()
     assert grammar is not None

@@ -1,4 +1,4 @@
-"""Tool calls in an answer: what is one, what it carries, and that how the text is cut changes nothing."""
+"""Tool calls in an answer: their detection and their content, for any split of the text."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ HERMES_CASES = {
     '<tool_call>{"name":"f","arguments":{}}</tool_call>': ("", [("f", "{}")]),
     '<tool_call>{"name": "f"}</tool_call>': ("", [("f", "{}")]),
     '<tool_call>{"name": "f", "arguments": ""}</tool_call>': ("", [("f", "{}")]),
-    # The arguments as they stand: spaces, escapes, numbers, brackets and tags in strings.
+    # The arguments are taken literally: spaces, escapes, numbers, brackets and tags in strings.
     '<tool_call>{"name": "f", "arguments": { "a":[1.50, {"b": "}\\"]\\u00e9</tool_call>"}] } }</tool_call>': (
         "",
         [("f", '{ "a":[1.50, {"b": "}\\"]\\u00e9</tool_call>"}] }')],
     ),
     '<tool_call>{"name": "f", "arguments": [1]}</tool_call>': ("", [("f", "[1]")]),
     '<tool_call>{"name": "f", "arguments": null}</tool_call>': ("", [("f", "null")]),
-    # Members in any order, more of them than are known, and twice.
+    # Members in any order, unknown members, and duplicates.
     '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>': ("", [F]),
     '<tool_call>{"id": [0, {}], "name": "f", "x": -1e3, "arguments": {"a": 1}, "y": "}"}</tool_call>': ("", [F]),
     '<tool_call>{"name": "f", "name": "g", "arguments": {"a": 1}, "arguments": 2}</tool_call>': ("", [F]),
@@ -98,7 +98,7 @@ LLAMA3_CASES = {
     '{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}};\n': ("", [F, ("g", "{}")]),
     '{"name": "f", "parameters": {"a": 1}}\n{"name": "f", "parameters": {"a": 1}}': ("", [F, F]),
     '<|python_tag|>{"name": "f", "parameters": {"a": 1}};<|python_tag|>{"name": "f"}': ("", [F, ("f", "{}")]),
-    # What is no call is content, JSON or not.
+    # Everything else is content, JSON or not.
     '{"city": "Paris"}\n': ('{"city": "Paris"}\n', []),
     '{"name": "Ada", "age": 36}': ('{"name": "Ada", "age": 36}', []),
     '{"name": null, "parameters": {}}': ('{"name": null, "parameters": {}}', []),
@@ -124,7 +124,7 @@ CASES = [(name, text) for name, cases in (("hermes", HERMES_CASES), ("llama3_jso
 
 
 @pytest.mark.parametrize(("name", "text"), CASES)
-def test_answers(name: str, text: str) -> None:
+def test_content_and_calls_of_answers(name: str, text: str) -> None:
     content, calls = (HERMES_CASES if name == "hermes" else LLAMA3_CASES)[text]
     got = assert_any_split_agrees(name, text, [])
     assert got.content == content
@@ -158,7 +158,7 @@ SIGNIFICANT = [
     st.lists(st.sampled_from(SIGNIFICANT), max_size=30).map("".join),
     st.lists(st.integers(0), max_size=6),
 )
-def test_any_split_of_anything_gives_the_same(name: str, text: str, cuts: list[int]) -> None:
+def test_any_split_of_any_text_gives_the_same(name: str, text: str, cuts: list[int]) -> None:
     got = assert_any_split_agrees(name, text, cuts)
     if not got.calls:
         assert got.content == text
@@ -192,7 +192,7 @@ def written(name: str, arguments: str, style: str) -> str:
 
 @settings(max_examples=150)
 @given(st.lists(parts, max_size=5), st.lists(st.integers(0), max_size=6))
-def test_what_was_written_is_what_is_read(parts: list[str | tuple[str, str, str]], cuts: list[int]) -> None:
+def test_written_calls_are_read_unchanged(parts: list[str | tuple[str, str, str]], cuts: list[int]) -> None:
     content, calls, answer = "", [], ""
     for part in parts:
         if isinstance(part, str):
@@ -208,7 +208,7 @@ def test_what_was_written_is_what_is_read(parts: list[str | tuple[str, str, str]
     assert (got.content, got.calls) == ("", calls)
 
 
-def test_name_and_arguments_go_out_as_soon_as_they_are_there() -> None:
+def test_name_and_arguments_are_streamed_as_they_arrive() -> None:
     parser = HERMES.parser(ANY_TOOL)
     assert parser.feed('ok\n<tool_call>\n{"name": "f').tool_calls == ()
     (begun,) = parser.feed('"').tool_calls
@@ -221,7 +221,7 @@ def test_name_and_arguments_go_out_as_soon_as_they_are_there() -> None:
     assert parser.feed("}\n</tool_call>").tool_calls == ()
 
 
-def test_content_goes_out_at_once_unless_a_call_may_follow() -> None:
+def test_content_is_streamed_at_once_unless_a_call_may_follow() -> None:
     parser = HERMES.parser(ANY_TOOL)
     assert parser.feed("a b").content == "a b"
     assert parser.feed("\n<tool").content == ""
@@ -249,7 +249,7 @@ def test_a_call_beyond_the_limit_keeps_its_tags_after_an_unclosed_one() -> None:
     assert got.content == CALL
 
 
-def test_depth_and_length_cost_no_more_than_their_characters() -> None:
+def test_the_cost_is_linear_in_depth_and_length() -> None:
     """Quadratic work would take minutes here, and recursion would not return."""
     size = 100_000
     deep = "[" * size + "]" * size
@@ -268,7 +268,7 @@ def test_a_forced_answer_is_a_call(each: JsonObjectFormat) -> None:
     assert stream(each.parser(ANY_TOOL), [any_call]).calls == [F]
 
 
-def test_the_template_writes_what_is_parsed() -> None:
+def test_calls_written_by_the_template_are_parsed() -> None:
     """The built-in model's own turn, as the template renders it, is read back; a forced answer begins like it."""
     template = ChatTemplate(TEMPLATE.read_text(encoding="utf-8"), {})
     calls = [{"function": {"name": name, "arguments": text}} for name, text in (F, ("g", '{"b": "é"}'))]
@@ -302,5 +302,5 @@ def test_the_template_writes_what_is_parsed() -> None:
         ('[AVAILABLE_TOOLS] [{"type": "function", "function": {"name": "f", "description": "d"}}]', None),
     ],
 )
-def test_the_format_is_read_off_the_template(source: str | None, expected: str | None) -> None:
+def test_the_format_is_detected_from_the_template(source: str | None, expected: str | None) -> None:
     assert detect_format(source) == expected

@@ -1,4 +1,4 @@
-"""Plans of copies between engines, held against memory whose every cell has a value of its own."""
+"""Plans of copies between engines, checked on memory in which every cell has a unique value."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Tables = Sequence[Sequence[int]]
 
 
 def make_tables(engine: FakeEngine, rng: random.Random, num_null: int, shuffled: bool = True) -> list[list[int]]:
-    """Blocks of two groups, none twice; the window's group has lost its first `num_null`."""
+    """Returns distinct blocks for two groups; the first `num_null` blocks of the second one have left its window."""
     ids = list(range(1, engine.num_blocks))
     if shuffled:
         rng.shuffle(ids)
@@ -56,7 +56,7 @@ def make_tables(engine: FakeEngine, rng: random.Random, num_null: int, shuffled:
 
 @dataclass
 class Transfer:
-    """Both engines' memory before a transfer of tokens [first, end), and what must come of it."""
+    """Both engines' memory before a transfer of tokens [first, end), and methods that check its result."""
 
     local: FakeEngine
     remote: FakeEngine
@@ -83,7 +83,7 @@ class Transfer:
         return list(zip(self.local_tables, self.remote_tables, strict=True))
 
     def check(self) -> None:
-        """Copies what is planned, and looks at every byte of the local memory."""
+        """Copies as planned, and checks every byte of the local memory."""
         values = values_of(self.layers, NUM_TOKENS)
         self.remote.fill(values, self.remote_tables, range(NUM_TOKENS))
         for shard, layout in self.local.shards.items():
@@ -108,7 +108,7 @@ class Transfer:
             into[mine : mine + num_bytes] = out_of[theirs : theirs + num_bytes]
 
     def _check_pieces(self, shard: ShardId, source: ShardId, slices: Sequence[LayerSlice]) -> None:
-        """Both sides read the same bytes, in the order of the sender's axes; all units at once give the same."""
+        """Checks that both sides read the same bytes in the order of the sender's axes, also with all units at once."""
         order, unit = self.remote.axes, digest_unit(self.local.block_size, self.remote.block_size)
         values = values_of(self.layers, NUM_TOKENS)
         edges = digest_edges(self.first, self.end, unit)
@@ -155,7 +155,7 @@ def region_starts(layout: KVLayout) -> list[int]:
 
 
 def check_maximal(runs: Sequence[Sequence[int]], local: KVLayout, remote: KVLayout) -> None:
-    """No run could be joined with another, and none lies in two regions."""
+    """Checks that no run could be joined with another, and that none lies in two regions."""
     edges = [region_starts(local), region_starts(remote)]
     starts = {(mine, theirs) for mine, theirs, _ in runs}
     for mine, theirs, num_bytes in runs:
@@ -251,7 +251,7 @@ def test_digest_units_lie_in_blocks(first: int, count: int, unit: int) -> None:
 
 
 def test_pieces_of_a_range_over_several_blocks() -> None:
-    """Equal bytes on both sides also where the range does not lie within a block."""
+    """Both sides have equal bytes even if the range does not lie within one block."""
     layers = model(2)
     local, remote = FakeEngine([layers], 1, 4, TOKEN_MAJOR), FakeEngine([layers], 1, 6)
     values, rng = values_of(layers, NUM_TOKENS), random.Random(0)
@@ -266,11 +266,11 @@ def test_pieces_of_a_range_over_several_blocks() -> None:
     assert len(strings[0]) == 9 * (3 * 2 + 1) * 2 * 2 * ITEM_BYTES
 
 
-# ---- How many runs ----
+# ---- Number of runs ----
 
 
 def serving_layout(num_blocks: int, block_size: int = 16, rank: int = 0, tp: int = 1) -> KVLayout:
-    """28 layers of keys and values of 8 heads by 128, each in a region of its own, in production's order of axes."""
+    """Returns 28 layers of keys and values, 8 heads by 128, each in its own region, with production's order of axes."""
     layers = [FakeLayer(f"layer.{number}", 0, 8, 2 * number, 2, 128) for number in range(28)]
     return make_layout(layers, block_size, PRODUCTION, num_blocks, rank, tp)
 
@@ -291,25 +291,25 @@ def test_whole_blocks_are_one_run_each(num_tokens: int) -> None:
     assert count_runs(layout, layout, neighbours, neighbours, num_tokens) == 28
     assert count_runs(layout, layout, apart, neighbours, num_tokens) == 28 * count
     assert count_runs(layout, layout, neighbours, apart, num_tokens) == 28 * count
-    # Neighbours in pairs.
+    # Pairs of neighbouring blocks.
     pairs = [block for start in range(1, 2 * count, 4) for block in (start, start + 1)]
     assert count_runs(layout, layout, pairs, neighbours, num_tokens) == 28 * count // 2
-    # The same blocks the other way round are neighbours, but not in the order of both sides.
+    # Blocks in reverse order on both sides form one run; on one side only, every block is a run.
     assert count_runs(layout, layout, neighbours[::-1], neighbours[::-1], num_tokens) == 28
     assert count_runs(layout, layout, neighbours[::-1], neighbours, num_tokens) == 28 * count
 
 
-def test_half_of_the_heads_is_a_run_per_plane() -> None:
+def test_half_of_the_heads_need_a_run_per_plane() -> None:
     whole, half = serving_layout(513), serving_layout(513, rank=1, tp=2)
     assert count_runs(half, whole, range(1, 513), range(1, 513), 8192) == 28 * 512 * 2
 
 
-def test_other_block_sizes_are_a_run_per_head_and_plane() -> None:
+def test_different_block_sizes_need_a_run_per_head_and_plane() -> None:
     small, large = serving_layout(513), serving_layout(513, block_size=32)
     assert count_runs(small, large, range(1, 513), range(1, 512, 2), 8192) == 28 * 512 * 2 * 8
 
 
-# ---- What does not fit ----
+# ---- Invalid plans and layouts ----
 
 
 def with_first_layer(layout: KVLayout, **changes: object) -> KVLayout:

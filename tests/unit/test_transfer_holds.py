@@ -1,5 +1,5 @@
-"""What a connector reads or writes without a request to wait for it: held under a name that comes only once, bounded,
-and taken back when a request is refused."""
+"""Blocks that a connector reads or writes after their request has ended: they are held under unique names and limited.
+A request that one connector refuses is withdrawn from the others."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def make_request(request_id: str, first_token: int, num_tokens: int = 4) -> Engi
 CONFIG = SchedulerConfig(max_num_batched_tokens=16, max_num_seqs=4, max_model_len=20)
 
 
-def test_two_lives_of_a_request_id_are_held_apart() -> None:
+def test_requests_that_reuse_an_id_have_separate_holds() -> None:
     connector, kv = HoldingConnector(), make_kv(10)
     scheduler = Scheduler(CONFIG, kv, None, KVTransfer(connector))
 
@@ -82,9 +82,9 @@ def test_two_lives_of_a_request_id_are_held_apart() -> None:
     step()
     both = kv.pool.num_usable - kv.pool.num_available
     assert len(set(connector.held)) == 2
-    connector.to_release = [connector.held[0], connector.held[0], "nobody/hold-7"]
+    connector.to_release = [connector.held[0], connector.held[0], "unknown/hold-7"]
     step()
-    assert kv.pool.num_usable - kv.pool.num_available == both // 2, "one is read no more, the other still is"
+    assert kv.pool.num_usable - kv.pool.num_available == both // 2, "one hold is released, the other is not"
     connector.to_release = [connector.held[1]]
     step()
     assert kv.pool.num_available == kv.pool.num_usable
@@ -92,7 +92,7 @@ def test_two_lives_of_a_request_id_are_held_apart() -> None:
 
 
 class LosingConnector(NullSchedulerConnector):
-    """Promises everything, and no load ever ends."""
+    """Promises every block, and no load ever ends."""
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
         return Match((request.num_tokens - 1 - num_computed_tokens) // 4 * 4, is_async=True)
@@ -100,7 +100,7 @@ class LosingConnector(NullSchedulerConnector):
     def update_state_after_alloc(self, *_: object) -> None: ...
 
 
-def test_no_load_begins_while_lost_ones_hold_a_quarter_of_the_pool() -> None:
+def test_no_load_begins_while_lost_loads_pin_a_quarter_of_the_pool() -> None:
     clock, kv = ManualClock(), make_kv(41)
     scheduler = Scheduler(CONFIG, kv, None, KVTransfer(LosingConnector(), load_timeout=1.0, clock=clock))
     plan = None
@@ -135,7 +135,7 @@ class PickyConnector(NullSchedulerConnector):
         return FREED
 
 
-def test_what_one_of_several_connectors_refuses_stays_with_none() -> None:
+def test_a_request_that_one_connector_refuses_is_withdrawn_from_the_others() -> None:
     children = {"first": PickyConnector(False), "second": PickyConnector(True), "third": PickyConnector(False)}
     scheduler = Scheduler(CONFIG, make_kv(10), None, KVTransfer(MultiScheduler(children)))
     with pytest.raises(RequestError, match="not this one"):

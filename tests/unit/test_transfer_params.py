@@ -1,4 +1,4 @@
-"""What a connector tells the next engine when a request ends, and what it may read of the request."""
+"""The parameters that a connector returns for the next engine when a request ends, and the fields that it can read."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ CONFIG = SchedulerConfig(max_num_batched_tokens=16, max_num_seqs=4, max_model_le
 CACHE = KVCacheConfig(10, 4, (KVCacheGroup(("layer.0",), KVCacheSpec.keys_and_values(1, 1, "float32")),))
 
 
-class Telling(NullSchedulerConnector):
-    """Answers what it saw of the request under a key of its own."""
+class ReportingConnector(NullSchedulerConnector):
+    """Returns the fields of the request that it has read, under its own key."""
 
     def __init__(self, key: str = "seen") -> None:
         self._key = key
@@ -59,8 +59,8 @@ def step(scheduler: Scheduler, **result: Any) -> list[EngineOutput]:
     return scheduler.update_from_output(scheduler.schedule(), ModelRunnerOutput(**result))
 
 
-def test_the_output_that_ends_a_request_carries_what_its_connector_answers() -> None:
-    scheduler = make_scheduler(Telling())
+def test_the_last_output_carries_the_parameters_of_the_connector() -> None:
+    scheduler = make_scheduler(ReportingConnector())
     add(scheduler, "r")
     (first,) = step(scheduler, sampled_token_ids={"r": (1,)})
     assert (first.finish_reason, first.kv_transfer_params) == (None, None)
@@ -73,7 +73,7 @@ def test_the_output_that_ends_a_request_carries_what_its_connector_answers() -> 
 
 
 def test_a_connector_knows_how_a_request_ended() -> None:
-    scheduler = make_scheduler(Telling())
+    scheduler = make_scheduler(ReportingConnector())
     for name in ("aborted", "stopped", "failed"):
         add(scheduler, name)
     outputs = scheduler.abort_requests(["aborted"])
@@ -82,7 +82,7 @@ def test_a_connector_knows_how_a_request_ended() -> None:
     assert ends == {"aborted": "abort", "stopped": "stop", "failed": "error"}
 
 
-def test_an_engine_without_a_connector_answers_nothing() -> None:
+def test_an_engine_without_a_connector_returns_no_parameters() -> None:
     scheduler = make_scheduler(NullSchedulerConnector())
     add(scheduler, "r", max_tokens=1)
     (last,) = step(scheduler, sampled_token_ids={"r": (1,)})
@@ -90,19 +90,21 @@ def test_an_engine_without_a_connector_answers_nothing() -> None:
     assert last.kv_transfer_params is None
 
 
-class TellingAlone(Telling):
+class HoldingConnector(ReportingConnector):
     def request_finished(self, request: RequestView, block_ids: BlockIds, reason: FinishReason) -> FinishResult:
         return FinishResult(FinishAction.HOLD, {self._key: 1})
 
 
-def test_what_several_connectors_answer_is_one_answer() -> None:
+def test_parameters_of_several_connectors_are_merged() -> None:
     request: Any = type("View", (), {"request_id": "r", "hold_id": "r/hold-0"})
-    multi = MultiScheduler({"one": TellingAlone("a"), "silent": NullSchedulerConnector(), "two": TellingAlone("b")})
+    multi = MultiScheduler(
+        {"one": HoldingConnector("a"), "silent": NullSchedulerConnector(), "two": HoldingConnector("b")}
+    )
     result = multi.request_finished(request, ((1,),), FinishReason.STOP)
     assert result == FinishResult(FinishAction.HOLD, {"a": 1, "b": 1})
     silent = MultiScheduler({"silent": NullSchedulerConnector()})
     assert silent.request_finished(request, (), FinishReason.STOP) == FREED
-    twins = MultiScheduler({"one": TellingAlone("a"), "two": TellingAlone("a")})
+    twins = MultiScheduler({"one": HoldingConnector("a"), "two": HoldingConnector("a")})
     with pytest.raises(AssertionError, match=r"two answers \['a'\]"):
         twins.request_finished(request, ((1,),), FinishReason.STOP)
 
@@ -110,7 +112,7 @@ def test_what_several_connectors_answer_is_one_answer() -> None:
 # ---- Configuration ----
 
 
-def test_a_connector_is_told_where_to_listen() -> None:
+def test_the_listening_address_is_checked() -> None:
     config = parse_kv_transfer_config({"kv_connector": "X"})
     assert (config.kv_ip, config.kv_port) == ("127.0.0.1", 0)
     for ip in ("10.0.0.7", "::1", "prefill-0.penstock.svc", "prefill_1"):

@@ -1,4 +1,4 @@
-"""Which engines are known, what they may declare, and who reads from whom."""
+"""Registration of engines, checks of their declarations, and the ranks that read from each rank."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def stages(pp: int, tp: int = 1, name: str = "p") -> tuple[EngineTransferInfo, .
 # ---- Registration ----
 
 
-def test_stages_are_declared_whole() -> None:
+def test_each_stage_is_declared_completely() -> None:
     first, second = engine_infos("p", 8, FakeEngine(split_at(LAYERS, [4]), 2, 4, TOKEN_MAJOR).shards)
     assert (first.remote_pp_rank, first.start_layer, first.end_layer, first.tp_size) == (0, 0, 4, 2)
     assert (second.remote_pp_rank, second.start_layer, second.end_layer, second.pp_size) == (1, 4, 6, 2)
@@ -84,7 +84,7 @@ def test_an_engine_is_known_when_all_its_stages_are() -> None:
     assert known.target_remote_ranks("p", (0, 0)) == ((0, 0), (1, 0))
 
 
-def test_a_forgotten_engine_may_come_back_otherwise() -> None:
+def test_a_forgotten_engine_may_return_with_another_declaration() -> None:
     known = topology(engine(), "d", ("p", engine(2)), ("q", engine()))
     assert known.target_remote_ranks("p", (0, 0)) == ((0, 0), (1, 0))
     known.check_integrity()
@@ -155,7 +155,7 @@ def test_a_layer_that_the_other_engine_lacks_is_named() -> None:
     known = topology(engine(), "d", ("p", FakeEngine([LAYERS[:-1]], 1, 4)))
     with pytest.raises(PeerError, match=r"draft\.0"):
         known.target_remote_ranks("p", (0, 0))
-    # The other way round it is not needed.
+    # In the other direction it is not needed.
     assert topology(FakeEngine([LAYERS[:-1]], 1, 4), "d", ("p", engine())).reading_shards("p") == {(0, 0)}
 
 
@@ -174,7 +174,7 @@ def test_replicas(tp: int, num_heads: int, is_replicated: bool, is_whole: bool) 
     assert known.replicates_kv_cache("p") is is_whole
 
 
-def test_logical_blocks_are_several_in_memory() -> None:
+def test_a_logical_block_is_several_physical_blocks() -> None:
     assert physical_block_ids([3, 0, 1], 2).tolist() == [6, 7, 0, 0, 2, 3]
     assert physical_block_ids([3, 0, 1], 1).tolist() == [3, 0, 1]
     assert physical_block_ids([], 4).tolist() == []
@@ -182,13 +182,13 @@ def test_logical_blocks_are_several_in_memory() -> None:
         physical_block_ids([1 << 64], 2)
 
 
-# ---- Who reads from whom ----
+# ---- Readers and sources ----
 
 
 @pytest.mark.parametrize(
     ("remote_pp", "remote_tp", "local_pp", "local_tp"), grid(range(1, 5), range(1, 5), range(1, 5), range(1, 5))
 )
-def test_both_engines_expect_the_same(remote_pp: int, remote_tp: int, local_pp: int, local_tp: int) -> None:
+def test_both_engines_expect_the_same_transfers(remote_pp: int, remote_tp: int, local_pp: int, local_tp: int) -> None:
     for num_heads in (1, 2, 4):
         layers = model(num_heads)
         prefill, decode = engine(remote_pp, remote_tp, layers), engine(local_pp, local_tp, layers, block_size=6)

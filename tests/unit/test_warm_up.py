@@ -1,4 +1,4 @@
-"""The warm-up walks the paths that traffic takes, and leaves nothing behind."""
+"""The warm-up runs the code paths of traffic, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN = 4, 60, 80
 
 
 class Recorder(SimWorker):
-    """A rank that remembers what it was asked to run."""
+    """A rank that records the plans that it runs."""
 
     def __init__(self, devices: Devices) -> None:
         super().__init__(devices, (0, 0), NullWorkerConnector())
@@ -50,7 +50,7 @@ def test_warm_up_takes_the_real_paths(drafts: int, depth: int) -> None:
     warm_up(executor, cache, limits)
     prefills = [new for plan in recorder.plans for new in plan.new_requests]
     assert {len(new.token_ids) for new in prefills} == {2 + drafts}
-    assert any(len(plan.new_requests) > 1 for plan in recorder.plans), "alone and in company"
+    assert any(len(plan.new_requests) > 1 for plan in recorder.plans), "prompts run alone and together"
     decodes = {
         count
         for plan in recorder.plans

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors as a model gets them: on a CPU as they lie, on a GPU through staging into their place."""
+"""A checkpoint's tensors as a model gets them: on a CPU as the file's pages, on a GPU through staging buffers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ CPU = torch.device("cpu")
 
 
 class Member(NullGroup):
-    """One of so many ranks, whose others are not there."""
+    """One of `count` ranks, without the others."""
 
     def __init__(self, index: int = 0, count: int = 1) -> None:
         self.index, self.count = index, count
@@ -64,7 +64,9 @@ def stored(tmp_path: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("is_staged", [False, True])
-def test_every_tensor(stored: dict[str, torch.Tensor], tmp_path: Path, dtype: torch.dtype, is_staged: bool) -> None:
+def test_tensors_are_read_joined_and_converted(
+    stored: dict[str, torch.Tensor], tmp_path: Path, dtype: torch.dtype, is_staged: bool
+) -> None:
     source = open_weights(tmp_path, "auto")
     with closing(source), closing(Stager(LateQueue(), 64, 2)) as stager, torch.inference_mode():
         delivery = partial(staged, stager) if is_staged else direct
@@ -84,21 +86,21 @@ def test_every_tensor(stored: dict[str, torch.Tensor], tmp_path: Path, dtype: to
             layer.tensor("o_proj.weight", 33, 48)
 
 
-def test_a_cpu_gets_the_pages_of_the_file(stored: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_a_cpu_uses_the_pages_of_the_file(stored: dict[str, torch.Tensor], tmp_path: Path) -> None:
     with closing(open_weights(tmp_path, "auto")) as source:
         first, again = (Weights(source, torch.bfloat16, CPU).tensor("norm.weight", 33) for _ in range(2))
         assert first.data_ptr() == again.data_ptr()
 
 
 @pytest.mark.usefixtures("stored")
-def test_a_truncated_file(tmp_path: Path) -> None:
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
     with pytest.raises(ConfigError, match="is truncated or no safetensors file"):
         open_weights(tmp_path, "auto")
 
 
-def test_dummy_weights_are_the_names_alone() -> None:
+def test_dummy_weights_depend_only_on_their_names() -> None:
     pool = 1 << 22
     for shape in ((3, 5), (2, pool + 7)):
         a, b = (DummySource(CPU).read("w", shape) for _ in range(2))
@@ -116,7 +118,7 @@ def test_dummy_weights_are_the_names_alone() -> None:
 
 
 class CountingSource:
-    """Another source, with how many elements were read of it."""
+    """Wraps a source, and counts the elements that are read from it."""
 
     def __init__(self, source: WeightSource) -> None:
         self.source = source
@@ -167,7 +169,7 @@ def test_a_shard_is_its_rows_of_the_whole(tmp_path: Path, count: int, is_staged:
 @pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.usefixtures("stored")
 def test_a_layer_divided_by_inputs(tmp_path: Path, count: int, is_staged: bool, load_format: str) -> None:
-    """Each rank has its columns in memory that holds nothing else, and only the first one the bias."""
+    """Each rank has its columns in memory that holds nothing else, and only the first rank has the bias."""
     widths = {1: [33], 2: [20, 13], 3: [5, 1, 27]}[count]
     source = CountingSource(open_weights(tmp_path, load_format))
     with closing(source), closing(Stager(LateQueue(), 64, 2)) as stager, torch.inference_mode():
@@ -192,7 +194,7 @@ def test_a_layer_divided_by_inputs(tmp_path: Path, count: int, is_staged: bool, 
 
 
 def id_of_inputs(folder: Path, widths: list[int]) -> bytes:
-    """As the engine core has it when the ranks have read these columns."""
+    """Returns the digest of the engine core when the ranks have read these columns."""
     facts: list[WorkerFacts] = []
     for index in range(len(widths)):
         found = WeightsDigest(has_bytes=True)
@@ -205,7 +207,7 @@ def id_of_inputs(folder: Path, widths: list[int]) -> bytes:
     return digest_weights(facts)
 
 
-def test_the_digest_of_columns_is_of_every_byte(stored: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_the_digest_of_columns_covers_every_byte(stored: dict[str, torch.Tensor], tmp_path: Path) -> None:
     name = "layer.q_proj.weight"
     found = {id_of_inputs(tmp_path, [20, 13])}
     for number, (row, column) in enumerate(((0, 0), (47, 32), (13, 20))):
@@ -222,7 +224,7 @@ def test_the_digest_of_columns_is_of_every_byte(stored: dict[str, torch.Tensor],
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_only_a_gpu_that_need_not_be_deterministic_divides_inputs(device: str) -> None:
+def test_only_a_gpu_without_deterministic_execution_divides_inputs(device: str) -> None:
     """The meta device has a GPU's parts."""
     parts = make_parts(torch.device(device))
     for is_exact in (False, True):
@@ -230,8 +232,8 @@ def test_only_a_gpu_that_need_not_be_deterministic_divides_inputs(device: str) -
         assert parts.divides_inputs(execution) == (device == "meta" and not is_exact)
 
 
-def test_a_slice_of_a_file_is_its_pages(stored: dict[str, torch.Tensor], tmp_path: Path) -> None:
-    """Where it lies: nothing before it and nothing behind it is read."""
+def test_a_slice_of_a_file_uses_its_pages(stored: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    """A slice of rows is not copied: nothing before it and nothing after it is read."""
     name, shape = "layer.q_proj.weight", (48, 33)
     with closing(open_weights(tmp_path, "auto")) as source:
         whole, part = source.read(name, shape), source.read(name, shape, (slice(7, 20),))
@@ -252,7 +254,7 @@ def test_a_slice_of_dummy_weights() -> None:
 
 
 def digest_of(folder: Path, *names: str, load_format: str = "auto", count: int = 1, width: int = 33) -> bytes:
-    """As the engine core has it when `count` ranks have read their shares."""
+    """Returns the digest of the engine core when `count` ranks have read their shares."""
     facts: list[WorkerFacts] = []
     for index in range(count):
         found = WeightsDigest(has_bytes=load_format == "auto")
@@ -264,7 +266,7 @@ def digest_of(folder: Path, *names: str, load_format: str = "auto", count: int =
     return digest_weights(facts)
 
 
-def test_the_digest_is_of_what_is_read(stored: dict[str, torch.Tensor], tmp_path: Path) -> None:
+def test_the_digest_covers_exactly_the_tensors_that_are_read(stored: dict[str, torch.Tensor], tmp_path: Path) -> None:
     q, k, v = ROWS
     first = digest_of(tmp_path, q, k)
     assert len(first) == 16
@@ -281,7 +283,7 @@ def test_the_digest_is_of_what_is_read(stored: dict[str, torch.Tensor], tmp_path
     assert digest_of(other, k, v) == digest_of(tmp_path, k, v)
 
 
-def test_the_digest_tells_a_target_from_its_drafter(tmp_path: Path) -> None:
+def test_the_digest_distinguishes_a_target_from_its_drafter(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("one", "other")]
     for folder, inner in zip(folders, (32, 48), strict=True):
         folder.mkdir()
@@ -304,7 +306,7 @@ def test_the_digest_tells_a_target_from_its_drafter(tmp_path: Path) -> None:
     assert len({load(one, other), load(other, one), load(one, None), load(other, None)}) == 4
 
 
-def test_the_digest_of_dummy_weights_is_of_names_and_shapes(tmp_path: Path) -> None:
+def test_the_digest_of_dummy_weights_covers_names_and_shapes(tmp_path: Path) -> None:
     q, k, v = ROWS
     first = digest_of(tmp_path, q, k, load_format="dummy")
     assert first == digest_of(tmp_path / "other", q, k, load_format="dummy")
@@ -314,8 +316,8 @@ def test_the_digest_of_dummy_weights_is_of_names_and_shapes(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("divides_inputs", [False, True])
 @pytest.mark.parametrize(("model_type", "count"), [("qwen2", 2), ("qwen3", 3)])
-def test_the_shards_of_a_model(model_type: str, count: int, divides_inputs: bool) -> None:
-    """Of three heads of keys and values, with two of queries each: a head goes whole, with its queries."""
+def test_the_shards_of_a_model_add_up_to_the_whole(model_type: str, count: int, divides_inputs: bool) -> None:
+    """The model has three KV heads with two query heads each; a KV head stays whole, with its query heads."""
     config = ModelConfig(
         path=Path("nowhere"),
         model_type=model_type,
@@ -364,6 +366,6 @@ def test_the_shards_of_a_model(model_type: str, count: int, divides_inputs: bool
             dimension = 1 if divides_inputs and name in ("out", "down") else 0
             assert torch.equal(torch.cat(parts, dimension), tensor)
     if count == 3:
-        # The heads are divided equally, the rest nearly so: in both ways a rank has a third.
+        # The heads are divided equally, the rest almost equally: in both cases a rank has a third.
         sizes = [sum(part.numel() for parts in shard.values() for part in parts) for shard in shards]
         assert max(sizes) <= sum(part.numel() for parts in whole.values() for part in parts) / count + 3 * 48

@@ -1,4 +1,4 @@
-"""The messages between the processes: everything comes back as it was, and nothing else comes back at all."""
+"""Messages between processes: every message is decoded unchanged, and nothing else is decoded."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def frame(number: int, payload: bytes) -> bytes:
 
 @given(st.lists(messages, max_size=6), st.data())
 @settings(max_examples=150)
-def test_messages_survive_any_cutting(sent: list[Any], data: st.DataObject) -> None:
+def test_messages_survive_any_splitting(sent: list[Any], data: st.DataObject) -> None:
     stream = b"".join(map(CODEC.encode, sent))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
     reader = FrameReader(CODEC)
@@ -127,7 +127,7 @@ def test_messages_survive_any_cutting(sent: list[Any], data: st.DataObject) -> N
     assert [type(message) for message in received] == [type(message) for message in sent]
 
 
-def test_what_the_core_is_started_with() -> None:
+def test_arguments_of_the_core_and_its_ready_message_survive_the_wire() -> None:
     numbers: dict[str, Any] = {
         name: 64 for name, field in SchedulerConfig.__dataclass_fields__.items() if field.type == "int"
     }
@@ -150,7 +150,7 @@ def test_what_the_core_is_started_with() -> None:
         assert [m for byte in stream for m in reader.feed(bytes([byte]))] == [message]
 
 
-def test_numbers_of_other_libraries_become_plain_ones() -> None:
+def test_numpy_numbers_become_plain_numbers() -> None:
     params = SamplingParams(temperature=np.float32(0.5), top_k=np.int64(3), logit_bias={4: np.float64(1.5)})  # pyright: ignore
     request = EngineRequest(request_id="a", prompt_token_ids=(1,), sampling_params=params, max_tokens=3, seed=5)
     (received,) = FrameReader(CODEC).feed(CODEC.encode(request))
@@ -159,7 +159,7 @@ def test_numbers_of_other_libraries_become_plain_ones() -> None:
     assert type(received.sampling_params.top_k) is int
 
 
-def test_a_whole_configuration_with_its_paths() -> None:
+def test_a_whole_configuration_with_its_paths_survives_the_wire() -> None:
     config = make_config(EngineArgs(device="cpu", speculative_config={"method": "mtp", "num_speculative_tokens": 2}))
     codec = Codec(EngineConfig)
     (received,) = FrameReader(codec).feed(codec.encode(config))
@@ -207,28 +207,28 @@ ABORT = 2
         msgspec.msgpack.encode({"request_ids": [1]}),
         msgspec.msgpack.encode({"request_ids": "a"}),
         msgspec.msgpack.encode({"request_ids": ["a"]}) + b"\x00",
-        b"\x81\xabrequest_ids\xdd\xff\xff\xff\xff",  # a list of four thousand million entries
+        b"\x81\xabrequest_ids\xdd\xff\xff\xff\xff",  # a list of four billion entries
         b"\x81\xabrequest_ids\x91\xdb\xff\xff\xff\xff",
-        b"\x81\xabrequest_ids\x91\xa1\xff",  # no UTF-8
+        b"\x81\xabrequest_ids\x91\xa1\xff",  # not UTF-8
         b"\x81\xa1x" + b"\x91" * 100_000 + b"\xc0",  # deeper than any stack
         b"\x91" * 100_000 + b"\xc0",
         b"\xdf\xff\xff\xff\xff",
     ],
     ids=lambda payload: f"{payload[:20]!r}",
 )
-def test_payloads_that_are_no_message(payload: bytes) -> None:
+def test_invalid_payloads_are_refused(payload: bytes) -> None:
     assert CODEC.encode(AbortRequests(()))[4] == ABORT
     with pytest.raises(WireError, match="type 2"):
         FrameReader(CODEC).feed(frame(ABORT, payload))
 
 
 @pytest.mark.parametrize("number", [11, 12, 255])
-def test_unknown_types(number: int) -> None:
+def test_unknown_message_types_are_refused(number: int) -> None:
     with pytest.raises(WireError, match=f"no message type {number}"):
         FrameReader(CODEC).feed(frame(number, b""))
 
 
-def test_values_out_of_their_bounds_do_not_pass() -> None:
+def test_values_out_of_bounds_are_refused() -> None:
     """The bounds of sampling parameters hold for whatever arrives, not only for what was constructed here."""
     request = EngineRequest(
         request_id="a", prompt_token_ids=(1,), sampling_params=SamplingParams(), max_tokens=3, seed=5
@@ -241,7 +241,7 @@ def test_values_out_of_their_bounds_do_not_pass() -> None:
             FrameReader(CODEC).feed(frame(stream[4], msgspec.msgpack.encode(damaged)))
 
 
-def test_frames_that_are_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frames_that_are_too_large_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(WireError, match="exceeds"):
         FrameReader(CODEC).feed(HEADER.pack(wire.MAX_PAYLOAD_BYTES + 1, 0))
     monkeypatch.setattr(wire, "MAX_PAYLOAD_BYTES", 64)
@@ -251,13 +251,13 @@ def test_frames_that_are_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
         FrameReader(CODEC).feed(HEADER.pack(65, ABORT))
 
 
-def test_a_reader_keeps_only_what_is_unfinished() -> None:
+def test_a_reader_keeps_only_the_unfinished_frame() -> None:
     reader = FrameReader(CODEC)
     stream = CODEC.encode(ResetPrefixCache(1))
     assert reader.feed(stream * 1000 + stream[:-1]) == [ResetPrefixCache(1)] * 1000
     assert reader.feed(stream[-1:]) == [ResetPrefixCache(1)]
 
 
-def test_a_type_that_is_not_in_the_table_is_a_bug() -> None:
+def test_a_type_that_is_not_in_the_table_is_a_key_error() -> None:
     with pytest.raises(KeyError):
         Codec(Reply).encode(ResetPrefixCache(1))

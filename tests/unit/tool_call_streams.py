@@ -1,4 +1,4 @@
-"""Feeds parsers of tool calls, and merges what they say as a client would."""
+"""Feeds parsers of tool calls, and merges their deltas as a client would."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from penstock.server.openai.tool_calls.registry import FORMATS
 
 
 class _AnyTool(Mapping[str, Any]):
-    """Every function is offered, with a schema that says nothing."""
+    """Offers every function, with an empty schema."""
 
     def __getitem__(self, name: str) -> Mapping[str, Any]:
         return {}
@@ -30,7 +30,7 @@ ANY_TOOL = _AnyTool()
 
 @dataclass
 class Streamed:
-    """A client's view of a stream: the pieces put together."""
+    """A client's view of a stream: the deltas merged."""
 
     content: str = ""
     ids: list[str] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Streamed:
 
 
 def stream(parser: ToolCallParser, pieces: list[str]) -> Streamed:
-    """Feeds the pieces and merges the deltas, checking that each is in order and of the promised form."""
+    """Feeds the pieces and merges the deltas, checking the order and form of each."""
     merged = Streamed()
     for delta in [*map(parser.feed, pieces), parser.finish()]:
         merged.content += delta.content
@@ -66,7 +66,7 @@ def assert_any_split_agrees(name: str, text: str, cuts: list[int], tools: Tools 
     whole, *others = [stream(FORMATS[name]().parser(tools), split) for split in ([text], list(text), pieces)]
     for other in others:
         assert (other.content, other.calls) == (whole.content, whole.calls)
-    # What is here whole comes whole: one delta per call, with its name.
+    # A complete text gives complete calls: one delta per call, with its name.
     deltas = FORMATS[name]().parser(tools).feed(text).tool_calls
     assert [(call.name, call.arguments) for call in deltas] == whole.calls
     return whole
