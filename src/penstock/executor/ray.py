@@ -225,7 +225,7 @@ def _authenticate(connection: socket.socket, side: Authentication) -> None:
     while not side.is_done:
         data = connection.recv(side.num_missing)
         if not data:
-            raise PeerError("the other side hung up before it was authenticated")
+            raise PeerError("the other side closed the connection before it was authenticated")
         connection.sendall(side.receive(data))
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

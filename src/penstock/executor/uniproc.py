@@ -123,7 +123,7 @@ class ThreadWorker:
 
 
 class Steps(Protocol):
-    """Where and when the steps of a local worker run. A `Worker` runs or launches them on the calling thread."""
+    """Runs the steps of a local worker. A `Worker` runs or launches them on the calling thread."""
 
     def execute_model(self, plan: SchedulerOutput) -> None: ...
 
@@ -133,7 +133,7 @@ class Steps(Protocol):
 
 
 class NoSteps:
-    """The steps of a worker that is not initialized: raises."""
+    """Stands for the steps of a worker that is not initialized: every step raises AssertionError."""
 
     def execute_model(self, plan: SchedulerOutput) -> None:
         raise AssertionError("a step before initialize")

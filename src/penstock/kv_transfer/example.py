@@ -67,7 +67,7 @@ class ExampleMetadata(KVConnectorMetadata, msgspec.Struct, frozen=True, tag=True
 
 
 class ExampleConnector:
-    """Option: `shared_storage_path`, the folder."""
+    """Takes one option: `shared_storage_path`, the folder."""
 
     @staticmethod
     def make_scheduler_connector(context: ConnectorContext) -> ExampleScheduler:

@@ -14,7 +14,7 @@ Choice = Callable[[Sequence[Member], Mapping[str, int]], Member]
 
 class Policy(enum.StrEnum):
     PREFIX_AWARE = "prefix-aware"
-    """The least work, without cached tokens. Equals least-loaded if there are no KV events."""
+    """Chooses the least work, not counting cached tokens. Equals least-loaded if there are no KV events."""
     LEAST_LOADED = "least-loaded"
     ROUND_ROBIN = "round-robin"
 
