@@ -219,7 +219,7 @@ def _start_rank(listener: socket.socket, shard: ShardId, actor: Any, place: Plac
 
 
 def _authenticate(connection: socket.socket, side: Authentication) -> None:
-    """Both sides prove that they have the key. Raises PeerError or OSError."""
+    """Makes both sides prove that they have the key. Raises PeerError or OSError."""
     connection.settimeout(_HANDSHAKE_SECONDS)
     connection.sendall(side.greeting())
     while not side.is_done:

@@ -19,8 +19,8 @@ _Answer = TypeVar("_Answer")
 
 
 def make_local_worker(load: LoadWorker, abort: Callable[[], None] | None = None) -> WorkerHandle:
-    """In debug mode every message is encoded and decoded, as between processes. With several ranks, a failing rank
-    calls `abort` to end the waits of the others.
+    """Makes the worker of a rank in this process. With several ranks, a failing rank calls `abort` to end the waits of
+    the others. In debug mode every message is encoded and decoded, as between processes.
     """
     worker = LocalWorker(load) if abort is None else ThreadWorker(LocalWorker(load, is_direct=True), abort)
     return OverTheWire(worker) if env.debug() else worker

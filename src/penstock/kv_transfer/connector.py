@@ -52,7 +52,7 @@ class RequestView(Protocol):
     def prompt_token_ids(self) -> Sequence[int]: ...
     @property
     def cache_salt(self) -> str | None:
-        """KV is shared only between requests with the same salt, which `block_hashes` include."""
+        """The salt, which `block_hashes` include: KV is shared only between requests with the same one."""
         ...
 
     @property

@@ -45,7 +45,7 @@ class Asked(msgspec.Struct, frozen=True, dict=True):
 
     @functools.cached_property
     def completion(self) -> dict[str, Any] | None:
-        """The body of a request for a completion; None for others. Parsed only if a decision needs it."""
+        """Returns the body of a request for a completion; None for others. Parses it only if a decision needs it."""
         is_completion = self.method == "POST" and self.path in bodies.COMPLETIONS
         return bodies.parse_object(self.body) if is_completion else None
 
@@ -138,7 +138,7 @@ class Observer(Protocol):
     def arrived(self, asked: Asked) -> None: ...
 
     def refused(self, asked: Asked, seconds: float, *, was_tried: bool) -> None:
-        """No instance could answer; `was_tried`: at least one request was sent."""
+        """Called when no instance could answer; `was_tried`: at least one request was sent."""
         ...
 
     def answered(self, asked: Asked, instance: Instance, status: int, seconds: float, tail: bytes) -> None:
@@ -148,13 +148,13 @@ class Observer(Protocol):
     def cut(self, asked: Asked) -> None: ...
 
     def left(self, asked: Asked) -> None:
-        """The client has disconnected before its answer was complete."""
+        """Called when the client has disconnected before its answer was complete."""
         ...
 
     def planned(self, asked: Asked, plan: Plan, *, is_retry: bool) -> None: ...
 
     def failed(self, instance: Instance) -> None:
-        """An instance has failed on a request, before the answer's first byte or later."""
+        """Called when an instance has failed on a request, before the answer's first byte or later."""
         ...
 
 

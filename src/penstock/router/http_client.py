@@ -125,7 +125,7 @@ class _Connection(asyncio.Protocol):
 
     @property
     def is_free(self) -> bool:
-        """Whether it can handle another request."""
+        """Returns whether it can handle another request."""
         return self._is_complete and self._is_kept and not (self._parts or self._error)
 
     def __enter__(self) -> Self:
@@ -307,7 +307,7 @@ def _secure() -> ssl.SSLContext:
 
 @functools.lru_cache(1024)
 def _origin(url: str) -> _Origin:
-    """`url` has no path."""
+    """Parses a URL without a path."""
     parts = urlsplit(url)
     is_secure = parts.scheme == "https"
     port = parts.port or (443 if is_secure else 80)

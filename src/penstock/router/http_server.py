@@ -69,7 +69,7 @@ class Response:
         self.is_kept = request.is_kept
 
     def begin(self, status: int, headers: Headers) -> None:
-        """The body must match a Content-Length among the headers. The head is sent with the first part."""
+        """Sets the head, which is sent with the first part. The body must match a Content-Length in `headers`."""
         lines = [_STATUS_LINES.get(status) or f"HTTP/1.1 {status} \r\n"]
         is_measured = False
         for name, value in headers:

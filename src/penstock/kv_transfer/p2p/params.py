@@ -2,7 +2,7 @@
 
 Serial ("NIXL style"): the proxy sends the request to P with `do_remote_decode`, gets P's answer, and passes its
 `kv_transfer_params` on to D. Concurrent ("Mooncake style"): both get the request at once, with a common `transfer_id`,
-and D is told the address of P.
+and D gets the address of P.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class Traffic:
 
     @property
     def counters(self) -> Mapping[str, float]:
-        """`p2p_from/ENGINE/tokens` and the like: transfers, tokens, bytes, seconds, failed."""
+        """Returns counters such as `p2p_from/ENGINE/tokens`, for transfers, tokens, bytes, seconds and failed."""
         return self._counters
 
     def introduce(self, engine_id: str) -> None:

@@ -179,7 +179,7 @@ class P2PWorker(NullWorkerConnector):
         return TransferReport(attest.job_id, self._shard, TransferStatus.DONE, digests=digests)
 
     def _digest_own(self, job: AttestJob, digests: list[bytes]) -> Iterator[int]:
-        """Digests for each rank of the peer that reads from this one, group by group and unit by unit."""
+        """Computes the digests for each rank of the peer that reads from this one, by group and unit."""
         for _, slices, layout in _readers(self._shard, self._own, self._tables.get(job.peer, {})):
             unit = digest_unit(self._layout.block_size, layout.block_size)
             for group, table in enumerate(job.block_ids):
