@@ -115,4 +115,4 @@ otherkey=$(ask "$D_NS" http://127.0.0.1:8002)
 echo "with another list of peers: $strangers"
 echo "with another cluster key:  $otherkey"
 [[ $strangers == *"not in the list of peers"* ]] || fail "it was not refused"
-[[ $otherkey == *"not of this cluster"* ]] || fail "it was not refused"
+[[ $otherkey == *"does not belong to this cluster"* ]] || fail "it was not refused"

@@ -23,4 +23,4 @@ def test_two_network_namespaces_answer_as_one_engine_does() -> None:
     assert "(1.0 transferred)" in done.stdout
     assert "set peers" in done.stdout
     assert "not in the list of peers" in done.stdout
-    assert "not of this cluster" in done.stdout
+    assert "does not belong to this cluster" in done.stdout

@@ -153,7 +153,7 @@ def test_sharegpt_takes_first_exchanges_within_bounds(tmp_path: Path) -> None:
     (sample,) = asyncio.run(sharegpt_samples(tokenizer, file, 10, 3, 0))
     assert sample.output_len == 3
     file.write_text('[{"conversations": [{"text": "a"}, {"text": "b"}]}]')
-    with pytest.raises(ConfigError, match="no ShareGPT file"):
+    with pytest.raises(ConfigError, match="not a ShareGPT file"):
         asyncio.run(sharegpt_samples(tokenizer, file, 10, None, 0))
 
 

@@ -60,7 +60,7 @@ def test_any_text_is_refused_with_a_peer_error(text: str) -> None:
 
 
 def test_a_ticket_of_another_cluster_is_refused() -> None:
-    with pytest.raises(PeerError, match="not of this cluster"):
+    with pytest.raises(PeerError, match="does not belong to this cluster"):
         OFFICE.read(TicketOffice(b"other").issue(Ticket("engine", "epoch", "hold", PROMPT, 3)))
 
 
@@ -583,7 +583,7 @@ def test_another_engine_at_the_address_gets_no_fetch() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"ticket": "nonsense"}, "not of this cluster"),
+        ({"ticket": "nonsense"}, "does not belong to this cluster"),
         ({"ticket": "\u00e4"}, "malformed"),
         ({"engine_id": "q"}, "not of q"),
         ({"ticket": OFFICE.issue(Ticket("p", "epoch", "hold", b"other", 32))}, "another prompt"),

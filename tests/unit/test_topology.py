@@ -378,8 +378,8 @@ def test_a_missing_head_is_named() -> None:
         ({"strides": (0, 32, 16, 4, 2)}, "overlap"),
         ({"strides": (-64, 32, 16, 4, 2)}, r"strides .* are impossible"),
         ({"strides": (1 << 63, 32, 16, 4, 2)}, r"strides .* are impossible"),
-        ({"shape": (25, 2, 2, 4, 2)}, "ends behind its region"),
-        ({"offset": 2}, "ends behind its region"),
+        ({"shape": (25, 2, 2, 4, 2)}, "ends after its region"),
+        ({"offset": 2}, "ends after its region"),
     ],
 )
 def test_declared_layouts_are_checked(changes: dict[str, object], message: str) -> None:

@@ -68,7 +68,7 @@ def test_another_declaration_under_the_same_key_is_refused() -> None:
         with pytest.raises(PeerError, match="forget the engine"):
             known.register(other)
     assert known.get_engine_info("p") == first
-    with pytest.raises(PeerError, match="engine_id of its own"):
+    with pytest.raises(PeerError, match="unique engine_id"):
         known.register(stages(2, name="d")[0])
 
 
@@ -111,8 +111,8 @@ FIRST, SECOND = stages(2)
         (replace(SECOND, layouts=()), "impossible"),
         (replace(SECOND, start_layer=-1), "impossible"),
         (replace(SECOND, engine_id=""), "impossible"),
-        (replace(SECOND, block_size=6), "no whole blocks"),
-        (replace(SECOND, block_size=0), "no whole blocks"),
+        (replace(SECOND, block_size=6), "not a whole number of memory blocks"),
+        (replace(SECOND, block_size=0), "not a whole number of memory blocks"),
         (replace(SECOND, block_size=8), "differ in pp_size or block size"),
         (replace(SECOND, pp_size=3), "differ in pp_size or block size"),
         (replace(SECOND, start_layer=3), "begins at layer 3, but stage 0 ends at 2"),

@@ -80,14 +80,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=number,
         default=60.0,
         metavar="N",
-        help="seconds without progress despite requests until an instance is sick (default: 60)",
+        help="seconds without progress despite requests until an instance is unhealthy (default: 60)",
     )
     health.add_argument(
         "--dead-after",
         type=number,
         default=30.0,
         metavar="N",
-        help="seconds until a sick instance is dead (default: 30)",
+        help="seconds until an unhealthy instance is dead (default: 30)",
     )
     parser.set_defaults(run=run)
 

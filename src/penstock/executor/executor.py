@@ -2,8 +2,8 @@
 
 The engine core calls `execute_model` and `sample_tokens` in strict alternation and may be ahead of the workers by as
 many steps as it keeps in flight; results come back in order. Every rank responds to every step, and the responses are
-aggregated into one result, for one rank and for many. The step's result raises an exception of a worker, and also
-reports the death of a worker, which is reported to `watch` while no step runs.
+aggregated into one result, for one rank and for many. A step's result raises the error of a worker that failed or
+died; while no step runs, a worker's death is reported to `watch`.
 """
 
 from __future__ import annotations

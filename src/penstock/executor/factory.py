@@ -44,8 +44,8 @@ def make_executor(args: EngineArgs, shares_memory: bool = True) -> Executor:
 def _make_distributed(args: EngineArgs, gpus: list[str]) -> Executor:
     """Starts a process for each rank, with its GPU if there are `gpus`; they connect through torch.distributed.
 
-    There is no abort: gloo notices that the connections of a dead rank end, and NCCL does not, so that the executor
-    kills the other ranks.
+    There is no abort: gloo notices that the connections of a dead rank end, but NCCL does not, so the executor kills
+    the other ranks.
     """
     rendezvous = Rendezvous(address=f"127.0.0.1:{free_port()}")
     ranks = [

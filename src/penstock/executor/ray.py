@@ -219,13 +219,13 @@ def _start_rank(listener: socket.socket, shard: ShardId, actor: Any, place: Plac
 
 
 def _authenticate(connection: socket.socket, side: Authentication) -> None:
-    """Both sides prove that they have the key. Raises PeerError or OSError."""
+    """Makes both sides prove that they have the key. Raises PeerError or OSError."""
     connection.settimeout(_HANDSHAKE_SECONDS)
     connection.sendall(side.greeting())
     while not side.is_done:
         data = connection.recv(side.num_missing)
         if not data:
-            raise PeerError("the other side hung up before it was authenticated")
+            raise PeerError("the other side closed the connection before it was authenticated")
         connection.sendall(side.receive(data))
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -79,7 +79,7 @@ class RemoteWorker:
         if plan.grammar_request_ids:
             self._send(plan)
         else:
-            # Sampled at once: with the next message, so that the process is woken once.
+            # Sent with the next message, which follows at once, so that the process is woken once.
             self._unsent = CODEC.encode(plan)
 
     def sample_tokens(self, grammars: GrammarOutput | None) -> Pending[ModelRunnerOutput]:
@@ -158,7 +158,7 @@ class RemoteWorker:
             self._received.append(self._unexpected_end())
         except WireError as error:
             self._process.kill()
-            self._received.append(EngineDeadError(f"{self._name} sent what cannot be read: {error}"))
+            self._received.append(EngineDeadError(f"{self._name} sent an invalid message: {error}"))
 
     @property
     def _name(self) -> str:
@@ -176,7 +176,8 @@ class RemoteWorker:
         if self._was_killed:
             return RanksLostError(f"{self._name} was stopped because another rank had ended")
         how = self._process.ended(_DEATH_SECONDS)
-        return EngineDeadError(f"{self._name} hung up" if how is None else f"the process of {self._name} {how}")
+        closed = f"{self._name} closed the connection"
+        return EngineDeadError(closed if how is None else f"the process of {self._name} {how}")
 
 
 def _hang_up(connection: socket.socket) -> None:

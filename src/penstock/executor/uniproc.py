@@ -19,8 +19,8 @@ _Answer = TypeVar("_Answer")
 
 
 def make_local_worker(load: LoadWorker, abort: Callable[[], None] | None = None) -> WorkerHandle:
-    """In debug mode every message is encoded and decoded, as between processes. With several ranks, a failing rank
-    calls `abort` to end the waits of the others.
+    """Makes the worker of a rank in this process. With several ranks, a failing rank calls `abort` to end the waits of
+    the others. In debug mode every message is encoded and decoded, as between processes.
     """
     worker = LocalWorker(load) if abort is None else ThreadWorker(LocalWorker(load, is_direct=True), abort)
     return OverTheWire(worker) if env.debug() else worker
@@ -123,7 +123,7 @@ class ThreadWorker:
 
 
 class Steps(Protocol):
-    """Where and when the steps of a local worker run. A `Worker` runs or launches them on the calling thread."""
+    """Runs the steps of a local worker. A `Worker` runs or launches them on the calling thread."""
 
     def execute_model(self, plan: SchedulerOutput) -> None: ...
 
@@ -133,7 +133,7 @@ class Steps(Protocol):
 
 
 class NoSteps:
-    """The steps of a worker that is not initialized: raises."""
+    """Stands for the steps of a worker that is not initialized: every step raises AssertionError."""
 
     def execute_model(self, plan: SchedulerOutput) -> None:
         raise AssertionError("a step before initialize")

@@ -166,7 +166,7 @@ class CoreClient(asyncio.Protocol):
         try:
             code = self._process.wait(timeout=1.0)
         except subprocess.TimeoutExpired:
-            return EngineDeadError("the engine core hung up")
+            return EngineDeadError("the engine core closed the connection")
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         return EngineDeadError(f"the engine core's process {how}")
 

@@ -12,7 +12,7 @@ from penstock.messages.kv_transfer import ConnectorSetup, HandshakePayload, Shar
 
 
 class Abilities:
-    """Each ability as a function, with a default if the part lacks it. Resolved once."""
+    """Provides each ability as a function, with a default if the part lacks it. Resolves them once."""
 
     worker_setup: Callable[[], ConnectorSetup | None]
     """Returns the data that the workers' parts are built with."""

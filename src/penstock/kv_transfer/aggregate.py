@@ -8,7 +8,7 @@ from penstock.messages.kv_transfer import KVConnectorOutput, TransferReport
 
 
 def aggregate(outputs: Iterable[KVConnectorOutput]) -> KVConnectorOutput:
-    """Commutative in the ranks; a duplicate report counts once."""
+    """Returns the union of the ranks' reports. Their order has no meaning, and a duplicate report counts once."""
     reports: dict[TransferReport, None] = {}
     for output in outputs:
         reports.update(dict.fromkeys(output.reports))

@@ -75,7 +75,7 @@ class Authentication:
         """Takes received bytes and returns the bytes to send, which may be empty. Raises PeerError."""
         if self._error is not None:
             raise self._error
-        assert not self.is_done, "what comes behind the handshake belongs to the opener"
+        assert not self.is_done, "data after the handshake belongs to the opener"
         try:
             return self._receive(data)
         except PeerError as error:

@@ -41,7 +41,7 @@ class RequestView(Protocol):
 
     @property
     def block_hashes(self) -> Sequence[bytes]:
-        """One per block whose tokens are known, chained from the start of the prompt (`core.block_hash`)."""
+        """One hash per block whose tokens are known, chained from the start of the prompt (`core.block_hash`)."""
         ...
 
     @property
@@ -52,7 +52,7 @@ class RequestView(Protocol):
     def prompt_token_ids(self) -> Sequence[int]: ...
     @property
     def cache_salt(self) -> str | None:
-        """KV is shared only between requests with the same salt, which `block_hashes` include."""
+        """The salt, which `block_hashes` include: KV is shared only between requests with the same one."""
         ...
 
     @property
@@ -65,7 +65,7 @@ class RequestView(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """How many tokens a connector can load beyond those that the engine has.
+    """The number of tokens that a connector can load beyond those that the engine has.
 
     `is_async`: the request waits while they are loaded; otherwise they are loaded in the step that first computes the
     tokens after them. `is_pending`: the connector cannot tell yet and will be asked again.

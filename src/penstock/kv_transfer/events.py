@@ -154,7 +154,7 @@ class ZmqEventPublisher:
                 self._replay.answer(self._topic)
             self._send_waiting()
         except zmq.ZMQError as error:
-            logger.error("KV events stop here, the engine does not: %s", error)
+            logger.error("no further KV events are published, the engine continues: %s", error)
         finally:
             self._bell.close()
             self._context.destroy(linger=_LINGER_MS)
@@ -171,7 +171,7 @@ class ZmqEventPublisher:
 
 
 class _NoReplay:
-    """Missed events cannot be requested again."""
+    """Keeps no batches: missed events cannot be requested again."""
 
     endpoint = ""
 
@@ -201,7 +201,7 @@ class _Replay:
         with contextlib.suppress(zmq.Again):
             frames = self._router.recv_multipart(zmq.NOBLOCK)
             if len(frames) != 3 or len(frames[2]) != _NUMBER_BYTES:
-                logger.debug("a request for KV events that is none, of %d frames", len(frames))
+                logger.debug("an invalid request for KV events, of %d frames", len(frames))
                 return
             self._send_from(int.from_bytes(frames[2], "big"), frames[:2], topic)
 

@@ -67,7 +67,7 @@ class ExampleMetadata(KVConnectorMetadata, msgspec.Struct, frozen=True, tag=True
 
 
 class ExampleConnector:
-    """Option: `shared_storage_path`, the folder."""
+    """Takes one option: `shared_storage_path`, the folder."""
 
     @staticmethod
     def make_scheduler_connector(context: ConnectorContext) -> ExampleScheduler:
@@ -203,7 +203,7 @@ class ExampleWorker(NullWorkerConnector):
             self._view.write_layer(layer_name, block_id, tensors[layer_name].data)
 
     def save_kv_layer(self, layer_name: str) -> None:
-        """Blocks are saved with the next step, when they are complete in all layers."""
+        """Does nothing: blocks are saved with the next step, when they are complete in all layers."""
 
     def get_finished(self, finished_request_ids: frozenset[str]) -> KVConnectorOutput:
         return KVConnectorOutput(tuple(map(self._report, self._metadata.loads)))
@@ -224,7 +224,7 @@ class ExampleWorker(NullWorkerConnector):
         self._lost.clear()
 
     def _save(self, block_id: int, name: str) -> None:
-        """The file becomes visible only by an atomic rename, so that no partial file is ever read."""
+        """Writes a file that becomes visible only by an atomic rename, so that no partial file is ever read."""
         tensors: dict[str, np.ndarray] = {}
         for layer_name, num_bytes in self._bytes_of.items():
             tensors[layer_name] = np.empty(num_bytes, dtype=np.uint8)

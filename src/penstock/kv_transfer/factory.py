@@ -92,8 +92,8 @@ def _find(config: KVTransferConfig) -> Connector:
     name, path = config.kv_connector, config.kv_connector_module_path
     if path is None and name not in CONNECTORS:
         raise ConfigError(
-            f"unknown kv_connector {name!r}{did_you_mean(name, tuple(CONNECTORS))}; there are {', '.join(CONNECTORS)}, "
-            "and others with kv_connector_module_path"
+            f"unknown kv_connector {name!r}{did_you_mean(name, tuple(CONNECTORS))}: choose one of "
+            f"{', '.join(CONNECTORS)}, or name the module of another one in kv_connector_module_path"
         )
     try:
         module = importlib.import_module(path or CONNECTORS[name])

@@ -75,7 +75,7 @@ class MultiConnector:
 
     @staticmethod
     def children(config: KVTransferConfig) -> dict[str, KVTransferConfig]:
-        """Returns them by name. Raises ConfigError if a child's configuration is invalid or a name is repeated."""
+        """Returns their configurations by name. Raises ConfigError if one is invalid or a name is repeated."""
         given = config.kv_connector_extra_config
         options = read_options("MultiConnector", given, {}, connectors=(_is_list_of_objects, "a list of objects"))
         shared = {name: getattr(config, name) for name in ("engine_id", "kv_role", "kv_ip", "kv_port")}
@@ -84,7 +84,7 @@ class MultiConnector:
             parsed = parse_kv_transfer_config({**shared, **{key: child[key] for key in child if key != "name"}})
             name = child.get("name", parsed.kv_connector)
             if not isinstance(name, str) or not name or not name.isprintable() or name in configs:
-                raise ConfigError(f"connectors of MultiConnector need different names of their own, got {name!r}")
+                raise ConfigError(f"connectors of MultiConnector need unique names, got {name!r}")
             configs[name] = parsed
         return configs
 
@@ -245,7 +245,7 @@ def _merged(results: Mapping[str, FinishResult]) -> dict[str, Any] | None:
     params: dict[str, Any] = {}
     for name, result in results.items():
         given = result.kv_transfer_params or {}
-        assert params.keys().isdisjoint(given), f"{name} answers {sorted(params.keys() & given)}, and another child too"
+        assert params.keys().isdisjoint(given), f"{name} and another child both answer {sorted(params.keys() & given)}"
         params.update(given)
     return params or None
 

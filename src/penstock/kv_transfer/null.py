@@ -47,7 +47,7 @@ class NullSchedulerConnector:
         return FREED
 
     def set_xfer_handshake_metadata_pp_aware(self, payloads: Mapping[ShardId, HandshakePayload | None]) -> None:
-        """For connectors that know only tensor ranks. Raises ConfigError if there are pipeline ranks above 0."""
+        """Passes the payloads on by tensor rank. Raises ConfigError if there are pipeline ranks above 0."""
         set_handshakes_of_one_stage(self, payloads)
 
     def set_xfer_handshake_metadata(self, payloads: Mapping[int, HandshakePayload | None]) -> None:
@@ -62,8 +62,8 @@ def set_handshakes_of_one_stage(part: Any, payloads: Mapping[ShardId, HandshakeP
     """Gives the payloads by tensor rank to a part without pipeline ranks, if it takes any. Raises ConfigError."""
     if any(pp_rank > 0 for pp_rank, _ in payloads):
         raise ConfigError(
-            f"{type(part).__name__} does not know pipeline ranks: set pipeline_parallel_size to 1, or choose another "
-            "kv_connector"
+            f"{type(part).__name__} does not support pipeline ranks: set pipeline_parallel_size to 1, or choose "
+            "another kv_connector"
         )
     take = getattr(part, "set_xfer_handshake_metadata", None)
     if take is not None:

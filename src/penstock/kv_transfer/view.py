@@ -14,7 +14,7 @@ Parts = Sequence[memoryview]
 """A block's bytes, layer after layer."""
 
 Take = Callable[[int, Parts], None]
-"""Is called with a block's index in `places` and its parts, which are valid only during the call."""
+"""A function that takes a block's index in `places` and its parts, which are valid only during the call."""
 
 
 class Transfer(Protocol):

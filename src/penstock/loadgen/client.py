@@ -1,4 +1,4 @@
-"""The HTTP side: an OpenAI-compatible server as a load generator needs it."""
+"""The HTTP client of the load generator, for OpenAI-compatible servers."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ _MAX_OPEN_FILES = 65536
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """`max_model_len` is in tokens, None where the server does not tell."""
+    """`max_model_len` is in tokens, None if the server does not state it."""
 
     name: str
     max_model_len: int | None
 
 
 class Server:
-    """One session with as many connections as there are requests in flight. An async context manager."""
+    """An HTTP session with as many connections as there are requests in flight. An async context manager."""
 
     def __init__(self, base_url: str, api_key: str | None = None) -> None:
         self._base_url = base_url
@@ -60,9 +60,9 @@ class Server:
         await self._session.close()
 
     async def find_model(self, name: str | None, patience: float = 0.0) -> ServedModel:
-        """The model `name`, or the first of `/v1/models`. Asks again for `patience` seconds while there is no answer.
+        """Returns the model `name`, or the first of `/v1/models`. Retries for `patience` seconds without an answer.
 
-        Raises ConfigError when the server cannot be reached or names no model.
+        Raises ConfigError if the server cannot be reached or lists no model.
         """
         deadline = self._clock.now() + patience
         while True:
@@ -79,11 +79,11 @@ class Server:
                     limit = model.get("max_model_len")
                     return ServedModel(model["id"], None if limit is None else int(limit))
         if name is None:
-            raise ConfigError(f"{self._base_url}/v1/models names no model: pass --model")
+            raise ConfigError(f"{self._base_url}/v1/models lists no model: pass --model")
         return ServedModel(name, None)
 
     async def call(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """One JSON answer; a body makes it a POST. Raises ConfigError for every failure."""
+        """Returns a JSON object; sends a POST if there is a body. Raises ConfigError for every failure."""
         url = self._base_url + path
         try:
             async with self._session.request(
@@ -97,11 +97,11 @@ class Server:
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise ConfigError(f"{url}: {str(error) or type(error).__name__}") from None
         if not isinstance(answer, dict):
-            raise ConfigError(f"{url} answered no JSON object")
+            raise ConfigError(f"{url} did not answer with a JSON object")
         return answer
 
     async def generate(self, path: str, body: bytes, prompt_len: int) -> Outcome:
-        """Sends one request and times its stream; what goes wrong is the outcome's `error`."""
+        """Sends one request and times its stream; failures are the outcome's `error`."""
         error = ""
         stream = ResponseStream(self._clock.now(), prompt_len)
         headers = {"Content-Type": "application/json"}
@@ -135,7 +135,7 @@ class Server:
 class ServerTokenizer:
     """A `Tokenizer` that asks the server's `/tokenize` and `/detokenize`, in vLLM's shapes.
 
-    Raises ConfigError when the server has none.
+    Raises ConfigError if the server lacks them.
     """
 
     def __init__(self, server: Server, model: str) -> None:
@@ -144,7 +144,7 @@ class ServerTokenizer:
         self._slots = asyncio.Semaphore(_MAX_LOOKUPS)
 
     async def vocabulary(self) -> Sequence[int]:
-        """No server lists its vocabulary: these are the tokens of texts made of random letters."""
+        """Returns the tokens of texts of random letters, because no server lists its vocabulary."""
         rng = random.Random(0)
         texts = [
             " ".join("".join(rng.choices(string.ascii_lowercase, k=rng.randint(1, 8))) for _ in range(32))
@@ -166,23 +166,23 @@ class ServerTokenizer:
             async with self._slots:
                 return (await self._server.call(path, {"model": self._model, **body}))[field]
         except KeyError:
-            raise ConfigError(f"the server's {path} answers no {field!r}: pass --tokenizer FOLDER") from None
+            raise ConfigError(f"the answer of the server's {path} has no {field!r}: pass --tokenizer FOLDER") from None
         except ConfigError as error:
             raise ConfigError(f"{error}; without {path}, pass --tokenizer FOLDER") from None
 
 
 def request_body(sample: Sample, model: str, options: Mapping[str, Any]) -> bytes:
-    """The JSON of a streaming completion of ids or text; `chat_body` is its chat form."""
+    """Returns the JSON of a streaming completion of ids or text; `chat_body` is its chat form."""
     return _body({"model": model, "prompt": sample.prompt}, sample, options)
 
 
 def chat_body(sample: Sample, model: str, options: Mapping[str, Any]) -> bytes:
-    """The JSON of a streaming chat completion whose one message is the prompt."""
+    """Returns the JSON of a streaming chat completion whose only message is the prompt."""
     return _body({"model": model, "messages": [{"role": "user", "content": sample.prompt}]}, sample, options)
 
 
 def embedding_body(sample: Sample, model: str, options: Mapping[str, Any]) -> bytes:
-    """The JSON of a request for one vector, in base64, the shorter encoding."""
+    """Returns the JSON of a request for one vector, in base64, which is the shorter encoding."""
     return json.dumps({"model": model, "input": sample.prompt, "encoding_format": "base64", **options}).encode()
 
 
@@ -192,7 +192,7 @@ def _body(head: dict[str, Any], sample: Sample, options: Mapping[str, Any]) -> b
 
 
 def _allow_open_files(number: int) -> None:
-    """Lifts the process's own limit, as far as the system lets it: each request in flight holds a connection."""
+    """Raises the process's limit as far as the system allows: each request in flight has a connection."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = number if hard == resource.RLIM_INFINITY else min(number, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,4 +1,4 @@
-"""What to ask the server: prompts drawn at random, first exchanges of ShareGPT conversations, a recorded trace."""
+"""Makes requests from random prompts, first exchanges of ShareGPT conversations, or a recorded trace."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from penstock.loadgen.tokens import Tokenizer
 from penstock.utils.errors import ConfigError
 
 TRACE_BLOCK = 512
-"""Tokens that one hash id of a Mooncake trace stands for."""
+"""Tokens per hash id of a Mooncake trace."""
 
 _FIT_ATTEMPTS = 10
-# Exchanges outside these bounds are left out, as in the field's other load generators: figures stay comparable.
+# Exchanges outside these bounds are skipped, as in other load generators, so that figures are comparable.
 _SHAREGPT_MIN_LEN, _SHAREGPT_MAX_PROMPT_LEN, _SHAREGPT_MAX_TOTAL_LEN = 4, 1024, 2048
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One request; lengths in tokens. `at` is its second after the start, None where the request rate decides."""
+    """One request; lengths in tokens. `at` is its time in seconds after the start, None if the request rate decides."""
 
     prompt: str | list[int]
     prompt_len: int
@@ -34,7 +34,7 @@ class Sample:
     at: float | None = None
 
     def backwards(self) -> Sample:
-        """A request about as long that shares no prefix with this one, so that no prefix cache learns this one."""
+        """Returns a request of about this length without a common prefix, so that no prefix cache learns this one."""
         prompt = self.prompt
         return replace(self, prompt=" ".join(prompt.split(" ")[::-1]) if isinstance(prompt, str) else prompt[::-1])
 
@@ -54,7 +54,7 @@ class RandomShape:
 
 
 async def random_samples(tokenizer: Tokenizer, shape: RandomShape, seed: int, as_text: bool) -> list[Sample]:
-    """Prompts of random tokens: as ids, whose number is exact, or as text whose encoding was fitted to the length."""
+    """Returns prompts of random tokens: ids, whose number is exact, or text whose encoding was fitted to the length."""
     vocabulary = await tokenizer.vocabulary()
     prefix = random.Random(f"{seed}:prefix").choices(vocabulary, k=shape.prefix_len)
 
@@ -73,14 +73,14 @@ async def random_samples(tokenizer: Tokenizer, shape: RandomShape, seed: int, as
 async def sharegpt_samples(
     tokenizer: Tokenizer, path: Path, num_prompts: int, output_len: int | None, seed: int
 ) -> list[Sample]:
-    """First exchanges of conversations in shuffled order: the human's turn is the prompt, the answer sets the length.
+    """Returns first exchanges of conversations, shuffled: the human's turn is the prompt, the answer sets the length.
 
-    `output_len` overrides the answers' lengths. Fewer than `num_prompts` come back when the file holds no more.
+    `output_len` overrides the answers' lengths. Returns fewer than `num_prompts` if the file has no more.
     """
     try:
         exchanges = [pair for entry in json.loads(_read(path)) if (pair := _first_exchange(entry)) is not None]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"--dataset-path {path} is no ShareGPT file: {error}") from None
+        raise ConfigError(f"--dataset-path {path} is not a ShareGPT file: {error}") from None
     random.Random(seed).shuffle(exchanges)
 
     async def sample(prompt: str, answer: str) -> Sample | None:
@@ -100,10 +100,10 @@ async def sharegpt_samples(
 def trace_samples(
     vocabulary: Sequence[int], path: Path, num_prompts: int | None, scale: float, seed: int
 ) -> list[Sample]:
-    """The first requests of a Mooncake trace (JSON lines), `scale` times as fast as they were recorded.
+    """Returns the first requests of a Mooncake trace (JSON lines), `scale` times as fast as they were recorded.
 
-    Equal hash ids become equal blocks of tokens wherever they stand, so that prefixes are shared as they were; tokens
-    that no hash id covers belong to their request alone.
+    Equal hash ids become equal blocks of tokens, so that prefixes are shared as in the trace; tokens that no hash id
+    covers are not shared.
     """
 
     @functools.lru_cache(maxsize=16384)
@@ -117,7 +117,7 @@ def trace_samples(
             length, output_len, at = int(row["input_length"]), int(row["output_length"]), float(row["timestamp"])
             names = [f"hash {hash_id}" for hash_id in row.get("hash_ids", ())]
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"--dataset-path {path}, line {number}: no request of a trace ({error!r})") from None
+            raise ConfigError(f"--dataset-path {path}, line {number}: not a valid trace request ({error!r})") from None
         num_blocks = -(-length // TRACE_BLOCK)
         names += [f"line {number}, block {index}" for index in range(len(names), num_blocks)]
         token_ids = list(itertools.chain.from_iterable(map(block, names[:num_blocks])))[:length]
@@ -134,9 +134,10 @@ def _near(length: int, ratio: float, rng: random.Random) -> int:
 async def _fitted_text(
     tokenizer: Tokenizer, token_ids: list[int], vocabulary: Sequence[int], rng: random.Random
 ) -> tuple[str, int]:
-    """Text that encodes to as many tokens as `token_ids`, and that number: text seldom encodes to what it came from.
+    """Returns text that encodes to as many tokens as `token_ids`, and that number.
 
-    Where the attempts do not suffice, the number is the true one, and near.
+    Decoded text seldom encodes to the same tokens. If no attempt gives the exact number, the returned one is the text's
+    actual number, which is close.
     """
     wanted = len(token_ids)
     for _ in range(_FIT_ATTEMPTS):

@@ -1,4 +1,4 @@
-"""From outcomes to figures, under the names and definitions that `vllm bench serve` gives them."""
+"""Computes figures from outcomes, with the names and definitions of `vllm bench serve`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REQUEST_METRICS: dict[str, Callable[[Outcome], float]] = {
     "tpot": lambda outcome: outcome.tpot,
     "e2el": lambda outcome: outcome.latency,
 }
-"""What a request can be held to: seconds of one outcome."""
+"""The metrics that can have objectives, in seconds of one outcome."""
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 _OF_OUTPUT = {
@@ -26,7 +26,7 @@ _OF_OUTPUT = {
 
 
 def summarize(run: Run, objectives: Mapping[str, float]) -> dict[str, Any]:
-    """Counts, tokens and rates per second. `objectives` maps names of REQUEST_METRICS to limits in milliseconds."""
+    """Returns counts, tokens and rates per second. `objectives` maps names in REQUEST_METRICS to limits in ms."""
     completed = [outcome for outcome in run.outcomes if not outcome.error]
     good = sum(_meets(outcome, objectives) for outcome in completed)
     num_input = sum(outcome.prompt_len for outcome in completed)
@@ -47,7 +47,7 @@ def summarize(run: Run, objectives: Mapping[str, float]) -> dict[str, Any]:
 
 
 def without_output(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures of `summarize` or `details` that apply to requests without output tokens."""
+    """Returns the figures of `summarize` or `details` that apply to requests without output tokens."""
     return {name: value for name, value in figures.items() if name not in _OF_OUTPUT}
 
 
@@ -62,7 +62,7 @@ def percentile(values: Sequence[float], percentage: float) -> float:
 def latency_figures(
     outcomes: Sequence[Outcome], metrics: Sequence[str], percentages: Sequence[float]
 ) -> dict[str, float]:
-    """Mean, median, standard deviation and percentiles of each metric, in milliseconds; zeros where nothing ended."""
+    """Returns mean, median, standard deviation and percentiles of each metric, in ms; zeros if nothing ended."""
     figures: dict[str, float] = {}
     completed = [outcome for outcome in outcomes if not outcome.error]
     for metric in metrics:
@@ -76,7 +76,7 @@ def latency_figures(
 
 
 def details(outcomes: Sequence[Outcome]) -> dict[str, list[Any]]:
-    """One entry per request that ended, failed ones included; times in seconds."""
+    """Returns lists with one entry per request that ended, including failed ones; times in seconds."""
     return {
         "input_lens": [outcome.prompt_len for outcome in outcomes],
         "output_lens": [0 if outcome.error else outcome.output_len for outcome in outcomes],
@@ -93,7 +93,7 @@ def _values(outcomes: Sequence[Outcome], metric: str) -> list[float]:
     if metric == "itl":
         return [gap for outcome in outcomes for gap in outcome.itls]
     if metric == "tpot":
-        # One token has no time per further token; its zero would only flatter the others.
+        # A request with one token has no time per further token; its zero would only improve the figure.
         outcomes = [outcome for outcome in outcomes if outcome.output_len > 1]
     return [REQUEST_METRICS[metric](outcome) for outcome in outcomes]
 
@@ -103,7 +103,7 @@ def _meets(outcome: Outcome, objectives: Mapping[str, float]) -> bool:
 
 
 def _peak_tokens(outcomes: Sequence[Outcome]) -> float:
-    """Most output tokens in one second of the run. A response's tokens are spread evenly over its chunks."""
+    """Returns the most output tokens in one second. A response's tokens are spread evenly over its chunks."""
     if not outcomes:
         return 0.0
     start = min(outcome.started for outcome in outcomes)
@@ -116,7 +116,7 @@ def _peak_tokens(outcomes: Sequence[Outcome]) -> float:
 
 
 def _peak_concurrency(outcomes: Sequence[Outcome]) -> int:
-    """Most requests that were in flight at one moment; one that ends as another starts does not count with it."""
+    """Returns the most requests in flight at once; one that ends as another starts does not overlap with it."""
     starts = [(outcome.started, 1) for outcome in outcomes]
     ends = [(outcome.started + outcome.latency, -1) for outcome in outcomes]
     return max(itertools.accumulate((change for _, change in sorted(starts + ends)), initial=0))

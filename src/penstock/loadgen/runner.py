@@ -1,4 +1,4 @@
-"""Sends requests when they are due and collects what came of them."""
+"""Sends requests when they are due and collects their outcomes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from penstock.loadgen.stream import Outcome
 from penstock.loadgen.waiting import wait_until
 
 Send = Callable[[int], Awaitable[Outcome]]
-"""Sends the request of this index and answers when it has ended; it raises nothing."""
+"""Sends the request of this index and returns its outcome when it has ended; does not raise for failures."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`outcomes` of the requests that ended, in the order of the requests; `duration` in seconds."""
+    """The result: `outcomes` of the requests that ended, in the order of the requests; `duration` in seconds."""
 
     outcomes: list[Outcome]
     duration: float
@@ -27,11 +27,11 @@ class Run:
 
 
 def arrivals(num_requests: int, request_rate: float, burstiness: float, seed: int) -> list[float]:
-    """Seconds after the start at which each request is sent; an infinite `request_rate` (per second) sends all at 0.
+    """Returns how many seconds after the start to send each request: 0 if `request_rate` (per second) is infinite.
 
-    The gaps are gamma distributed with shape `burstiness`: 1 is a Poisson process, less is burstier, infinity is a
-    metronome. They are scaled so that the last request comes at exactly `num_requests / request_rate`, whatever was
-    drawn: runs with different seeds offer the same load.
+    The gaps are gamma distributed with shape `burstiness`: 1 is a Poisson process, less is burstier, infinity gives
+    equal gaps. They are scaled so that the last request is sent at exactly `num_requests / request_rate`: runs with
+    different seeds offer the same load.
     """
     if math.isinf(request_rate):
         return [0.0] * num_requests
@@ -45,7 +45,7 @@ def arrivals(num_requests: int, request_rate: float, burstiness: float, seed: in
 async def run_load(
     send: Send, times: Sequence[float], max_concurrency: int | None, on_done: Callable[[], object]
 ) -> Run:
-    """Sends request `index` `times[index]` seconds after the start, or later where `max_concurrency` are in flight.
+    """Sends request `index` `times[index]` seconds after the start, or later while `max_concurrency` are in flight.
 
     A cancellation (Ctrl-C) ends the run: requests in flight are dropped, and those that have ended are returned.
     """
@@ -60,7 +60,7 @@ async def run_load(
             outcomes[index] = await send(index)
         on_done()
 
-    # A collection stops every stream's clock at once, and would look at all the prompts again each time.
+    # A garbage collection would delay the timing of all streams, and would scan all prompts each time.
     gc.collect()
     gc.freeze()
     started = loop.time()

@@ -9,11 +9,11 @@ from typing import Any
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of one request. Times are in seconds; `error` is empty when it succeeded.
+    """The outcome of one request. Times are in seconds; `error` is empty if it succeeded.
 
     `itls` are the gaps between the chunks that carry output, however many tokens a chunk carries; `latency` runs from
-    the sending to the last of them. Where the server reports no usage, `has_usage` is False and each chunk is taken for
-    one token.
+    the sending to the last of them. If the server reports no usage, `has_usage` is False and each chunk counts as one
+    token.
     """
 
     started: float
@@ -28,12 +28,12 @@ class Outcome:
 
     @property
     def tpot(self) -> float:
-        """Seconds per output token after the first; 0 where there is only one."""
+        """Seconds per output token after the first; 0 if there is only one."""
         return (self.latency - self.ttft) / (self.output_len - 1) if self.output_len > 1 else 0.0
 
 
 class ResponseStream:
-    """Reads the server-sent events of `/v1/completions` or `/v1/chat/completions`; `finish` gives what they said."""
+    """Reads the server-sent events of `/v1/completions` or `/v1/chat/completions`; `finish` returns the result."""
 
     def __init__(self, started: float, prompt_len: int) -> None:
         self._outcome = Outcome(started, prompt_len)
@@ -43,14 +43,14 @@ class ResponseStream:
         self._ended = False
 
     def receive(self, data: bytes, now: float) -> None:
-        """Takes bytes as they come, cut anywhere. Raises ValueError for an error event or one that cannot be read."""
+        """Takes bytes as they arrive, divided anywhere. Raises ValueError for an error event or an invalid one."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):
                 self._take_event(line[5:].strip(), now)
 
     def finish(self, error: str = "") -> Outcome:
-        """Ends the response; `error` says what kept it from ending by itself."""
+        """Ends the response; `error` is the failure that ended it early, if any."""
         outcome = self._outcome
         outcome.text = "".join(self._texts)
         outcome.latency = self._newest - outcome.started
@@ -85,8 +85,8 @@ class ResponseStream:
         message = choice.get("delta", choice)
         text = message.get("content") or message.get("reasoning_content") or message.get("text") or ""
         if not text and message.get("role") and not self._ended:
-            # A chat begins by naming the assistant's role, which is no token yet. Any other chunk without text stands
-            # for a token without text: a special one, or a piece of a character.
+            # A chat begins with a chunk that has the role and no token. Any other chunk without text is a token without
+            # text: a special one, or a piece of a character.
             return
         if self._texts:
             self._outcome.itls.append(now - self._newest)
@@ -102,7 +102,7 @@ class ResponseStream:
 
 
 def take_vector(body: bytes, outcome: Outcome) -> None:
-    """Reads a response of `/v1/embeddings` into `outcome`. Raises ValueError if it holds no vector."""
+    """Reads a response of `/v1/embeddings` into `outcome`. Raises ValueError if it has no vector."""
     try:
         response = json.loads(body)
         if not response["data"][0]["embedding"]:
@@ -113,7 +113,7 @@ def take_vector(body: bytes, outcome: Outcome) -> None:
 
 
 def error_message(body: Any) -> str:
-    """The message in an OpenAI error body, or the body as it is."""
+    """Returns the message in an OpenAI error body, or the body as it is."""
     error = body.get("error", body) if isinstance(body, dict) else body
     message = error.get("message", error) if isinstance(error, dict) else error
     return str(message)

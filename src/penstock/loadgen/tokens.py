@@ -12,10 +12,10 @@ from penstock.utils.errors import ConfigError
 
 
 class Tokenizer(Protocol):
-    """Lengths are counted without the special tokens that a server may put around a prompt."""
+    """Counts lengths without the special tokens that a server may add to a prompt."""
 
     async def vocabulary(self) -> Sequence[int]:
-        """Token ids that a prompt may hold anywhere, none of them special; sorted."""
+        """Returns the token ids that may be anywhere in a prompt, none of them special; sorted."""
         ...
 
     async def encode(self, text: str) -> list[int]: ...
@@ -24,12 +24,12 @@ class Tokenizer(Protocol):
 
 
 class LocalTokenizer:
-    """The `tokenizer.json` of a checkpoint's folder. Raises ConfigError when it is missing or broken."""
+    """Uses the `tokenizer.json` of a checkpoint's folder. Raises ConfigError if it is missing or invalid."""
 
     def __init__(self, folder: Path) -> None:
         file = folder / "tokenizer.json"
         if not file.is_file():
-            raise ConfigError(f"--tokenizer {folder} holds no tokenizer.json")
+            raise ConfigError(f"--tokenizer {folder} has no tokenizer.json")
         try:
             self._backend = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # noqa: BLE001 - the library raises bare Exception for every malformed file

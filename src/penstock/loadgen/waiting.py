@@ -1,4 +1,4 @@
-"""Waiting in an event loop."""
+"""Waits in an event loop."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 
 async def wait_until(moment: float) -> None:
-    """Waits for the running loop's clock, and not at all for what is past."""
+    """Waits until the running loop's clock reaches `moment`; returns at once if that time has passed."""
     loop = asyncio.get_running_loop()
     if moment <= loop.time():
         return

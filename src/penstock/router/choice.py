@@ -14,7 +14,7 @@ Choice = Callable[[Sequence[Member], Mapping[str, int]], Member]
 
 class Policy(enum.StrEnum):
     PREFIX_AWARE = "prefix-aware"
-    """The least work, without cached tokens. Equals least-loaded if there are no KV events."""
+    """Chooses the least work, not counting cached tokens. Equals least-loaded if there are no KV events."""
     LEAST_LOADED = "least-loaded"
     ROUND_ROBIN = "round-robin"
 
@@ -29,7 +29,7 @@ def load_of(member: Member) -> int:
 
 
 def _least_work(members: Sequence[Member], cached: Mapping[str, int]) -> Member:
-    """Among equals returns the one chosen least recently, so that idle instances alternate."""
+    """Returns, among equals, the member chosen least recently, so that idle instances alternate."""
     return min(members, key=lambda member: (load_of(member) - cached.get(member.url, 0), member.last_chosen))
 
 

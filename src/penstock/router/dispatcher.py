@@ -127,7 +127,7 @@ class Dispatcher:
         """The number of requests that have not ended."""
         return len(self._live)
 
-    # ---- The life of a request ----
+    # ---- Lifecycle of a request ----
 
     def submit(self, request: Routed, now: float) -> Decision:
         self._live.add(request)
@@ -267,7 +267,7 @@ class Dispatcher:
         request.prefill = None if prefill is None else self.pool.lease(prefill, num_tokens, now)
         return Plan(target.instance, prefill and prefill.instance, request.computes_itself, num_cached)
 
-    # ---- What a request holds ----
+    # ---- Leases of a request ----
 
     def _release(self, request: Routed) -> None:
         for lease in (request.target, request.prefill):

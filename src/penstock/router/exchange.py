@@ -45,7 +45,7 @@ class Asked(msgspec.Struct, frozen=True, dict=True):
 
     @functools.cached_property
     def completion(self) -> dict[str, Any] | None:
-        """The body of a request for a completion; None for others. Parsed only if a decision needs it."""
+        """Returns the body of a request for a completion; None for others. Parses it only if a decision needs it."""
         is_completion = self.method == "POST" and self.path in bodies.COMPLETIONS
         return bodies.parse_object(self.body) if is_completion else None
 
@@ -77,8 +77,8 @@ class Answer(Protocol):
     def __exit__(self, *_: object) -> None: ...
 
     async def pass_to(self, take: Take) -> bool:
-        """Passes the body on as it arrives, until its end or until `take` can take no more. Returns whether that was
-        the end. Raises PeerError if the body ends too early, and the errors of `take`, which are OSErrors.
+        """Passes the body on as it arrives, until its end or until `take` returns False. Returns whether the body has
+        ended. Raises PeerError if it ends too early, and the errors of `take`, which are OSErrors.
         """
         ...
 
@@ -138,7 +138,7 @@ class Observer(Protocol):
     def arrived(self, asked: Asked) -> None: ...
 
     def refused(self, asked: Asked, seconds: float, *, was_tried: bool) -> None:
-        """No instance could answer; `was_tried`: at least one request was sent."""
+        """Called when no instance could answer; `was_tried`: at least one request was sent."""
         ...
 
     def answered(self, asked: Asked, instance: Instance, status: int, seconds: float, tail: bytes) -> None:
@@ -148,13 +148,13 @@ class Observer(Protocol):
     def cut(self, asked: Asked) -> None: ...
 
     def left(self, asked: Asked) -> None:
-        """The client has disconnected before its answer was complete."""
+        """Called when the client has disconnected before its answer was complete."""
         ...
 
     def planned(self, asked: Asked, plan: Plan, *, is_retry: bool) -> None: ...
 
     def failed(self, instance: Instance) -> None:
-        """An instance has failed on a request, before the answer's first byte or later."""
+        """Called when an instance has failed on a request, before the answer's first byte or later."""
         ...
 
 
@@ -176,7 +176,7 @@ class _InstanceFailedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """In seconds. `prefill`: a prompt in a prefill instance; `query`: the request for a prefill instance's id."""
+    """Limits in seconds. `prefill`: for a prompt in a prefill instance; `query`: for a request of its engine id."""
 
     prefill: float = 60.0
     query: float = 5.0
@@ -330,7 +330,7 @@ class Exchanges:
         try:
             return json.loads(content)["0"]["engine_id"]
         except (ValueError, KeyError, TypeError):
-            raise _InstanceFailedError(prefill, f"{call.url} names no engine") from None
+            raise _InstanceFailedError(prefill, f"{call.url} does not name an engine") from None
 
     async def _fetch(self, instance: Instance, call: Call, timeout: float) -> tuple[int, bodies.Headers, bytes]:
         """Returns a whole answer. Raises _InstanceFailedError."""
@@ -395,7 +395,7 @@ class Exchanges:
 
     @contextlib.contextmanager
     def _watched(self, instance: Instance, scope: asyncio.Timeout) -> Generator[None]:
-        """The scope ends with TimeoutError if the instance dies meanwhile (`cut_off`)."""
+        """Ends the scope with TimeoutError if the instance dies meanwhile (`cut_off`)."""
         scopes = self._scopes[instance.url]
         scopes.add(scope)
         try:
@@ -411,7 +411,7 @@ async def _refuse(client: Client, refusal: Refusal) -> None:
 
 @contextlib.asynccontextmanager
 async def _beside(work: Coroutine[Any, Any, Any]) -> AsyncGenerator[asyncio.Task[Any]]:
-    """Runs while the body does, and is cancelled at its end."""
+    """Runs `work` concurrently with the body, and cancels it at the body's end."""
     task = asyncio.create_task(work)
     try:
         yield task

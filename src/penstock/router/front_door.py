@@ -38,7 +38,7 @@ class FrontDoor:
         self._own = {"/health": self._health, "/ready": self._ready, "/metrics": self._metrics}
 
     def close(self) -> None:
-        """From now on `/ready` fails and new requests are refused."""
+        """Makes `/ready` fail and refuses new requests from now on."""
         self._is_closing = True
 
     async def handle(self, request: Request, response: Response) -> None:

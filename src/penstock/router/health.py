@@ -33,8 +33,8 @@ _TOKEN_COUNTERS = (b"vllm:prompt_tokens_total", b"vllm:generation_tokens_total",
 
 @dataclass(frozen=True, slots=True)
 class HealthConfig:
-    """In seconds. `timeout`: for one answer; `stall_after`: without progress although it has requests, until an
-    instance counts as sick; `dead_after`: sick, until it counts as dead.
+    """Times in seconds. `interval`: between checks; `timeout`: for one answer; `stall_after`: without progress despite
+    requests, until an instance counts as unhealthy; `dead_after`: unhealthy, until it counts as dead.
     """
 
     interval: float = 1.0

@@ -49,7 +49,7 @@ class HttpUpstream:
     """An async context manager, which must be entered before `ask`."""
 
     async def __aenter__(self) -> Self:
-        # By the URL's part before the path.
+        # By scheme, host and port.
         self._free: dict[str, list[_Connection]] = {}
         self._loop = asyncio.get_running_loop()
         self._sweep: asyncio.TimerHandle | None = None
@@ -125,7 +125,7 @@ class _Connection(asyncio.Protocol):
 
     @property
     def is_free(self) -> bool:
-        """Whether it can handle another request."""
+        """Returns whether it can handle another request."""
         return self._is_complete and self._is_kept and not (self._parts or self._error)
 
     def __enter__(self) -> Self:
@@ -168,7 +168,7 @@ class _Connection(asyncio.Protocol):
             self._take = None
 
     def _deliver(self) -> None:
-        """Passes on what has arrived. Then `_take` is None if it takes no more."""
+        """Passes on what has arrived. Sets `_take` to None if it takes no more."""
         if self._take is None or not (self._parts or self._is_complete):
             return
         part = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
@@ -183,7 +183,7 @@ class _Connection(asyncio.Protocol):
             self._take = take
 
     def _deliver_due(self) -> None:
-        """Passes on what has arrived without a turn of the request's task, which waits in `pass_to`."""
+        """Passes on what has arrived without resuming the request's task, which waits in `pass_to`."""
         self._is_due = False
         try:
             self._deliver()
@@ -212,7 +212,7 @@ class _Connection(asyncio.Protocol):
         self._transport.abort()
         self._wake()
 
-    # ---- What the transport calls ----
+    # ---- Calls from the transport ----
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -225,7 +225,7 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if not self._is_asked or self._is_complete:
-            self._fail("it has sent what it was not asked for")
+            self._fail("it has sent data that was not requested")
             return
         self._has_begun = True
         try:
@@ -244,11 +244,11 @@ class _Connection(asyncio.Protocol):
             self._is_due = True
             self._loop.call_soon(self._deliver_due)
 
-    # ---- What the parser calls ----
+    # ---- Calls from the parser ----
 
     def on_message_begin(self) -> None:
         if self._is_complete:
-            self._error = "it has sent what it was not asked for"
+            self._error = "it has sent data that was not requested"
 
     def on_header(self, name: bytes, value: bytes) -> None:
         # A chunked body may be followed by further headers.
@@ -258,11 +258,11 @@ class _Connection(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
         if status < 200 or self.status:
-            # The answer comes later, or has already come.
+            # An interim response, or a message after the answer.
             self._found.clear()
             return
         self.status, self.headers = status, tuple(self._found)
-        # A body that lasts until the connection ends is neither.
+        # Both are False if the body lasts until the connection ends.
         self._is_kept = self._is_measured = self._parser.should_keep_alive()
         if not self._is_kept:
             self._is_measured = any(name.lower() in ("content-length", "transfer-encoding") for name, _ in self._found)
@@ -307,7 +307,7 @@ def _secure() -> ssl.SSLContext:
 
 @functools.lru_cache(1024)
 def _origin(url: str) -> _Origin:
-    """`url` has no path."""
+    """Parses a URL without a path."""
     parts = urlsplit(url)
     is_secure = parts.scheme == "https"
     port = parts.port or (443 if is_secure else 80)

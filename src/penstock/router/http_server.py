@@ -69,7 +69,7 @@ class Response:
         self.is_kept = request.is_kept
 
     def begin(self, status: int, headers: Headers) -> None:
-        """The body must match a Content-Length among the headers. The head is sent with the first part."""
+        """Sets the head, which is sent with the first part. The body must match a Content-Length in `headers`."""
         lines = [_STATUS_LINES.get(status) or f"HTTP/1.1 {status} \r\n"]
         is_measured = False
         for name, value in headers:
@@ -140,7 +140,7 @@ class Connection(asyncio.Protocol):
         self.is_last = False
         self.deadline = math.inf
 
-    # ---- What the transport calls ----
+    # ---- Calls from the transport ----
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -179,7 +179,7 @@ class Connection(asyncio.Protocol):
                 if self._num_head_bytes > _MAX_HEAD_BYTES:
                     self._refuse(431, f"the request's head is larger than {_MAX_HEAD_BYTES} bytes")
 
-    # ---- What the parser calls ----
+    # ---- Calls from the parser ----
 
     def on_message_begin(self) -> None:
         self._wait_for_head(_HEAD_SECONDS)
@@ -234,7 +234,7 @@ class Connection(asyncio.Protocol):
         return self._can_send is None
 
     async def drained(self) -> None:
-        """Raises ClientLeftError."""
+        """Waits until the client can take more data. Raises ClientLeftError."""
         if self._can_send is not None:
             await self._can_send
         if self._transport.is_closing():
@@ -263,7 +263,7 @@ class Connection(asyncio.Protocol):
         response = Response(self, request)
         if self.is_last:
             response.is_kept = False
-        # A client that disconnects is no error; the connection is closed then.
+        # A client that disconnects is not an error; the connection is closed then.
         with contextlib.suppress(ClientLeftError):
             try:
                 await self._handler(request, response)

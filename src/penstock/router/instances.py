@@ -30,7 +30,7 @@ class State(enum.StrEnum):
     UNHEALTHY = "unhealthy"
     """Does not answer, or has work and makes no step. Gets no requests; its current ones may still be answered."""
     DEAD = "dead"
-    """Has been sick for too long, or reports that its engine has died. Its remaining requests have failed."""
+    """Has been unhealthy for too long, or reports that its engine has died. Its remaining requests have failed."""
 
 
 class Signal(enum.StrEnum):
@@ -44,8 +44,8 @@ class Signal(enum.StrEnum):
     LOST = "lost"
 
 
-SICK = (Signal.STALLED, Signal.SILENT)
-"""An instance that stays so becomes dead in the end."""
+UNHEALTHY_SIGNALS = (Signal.STALLED, Signal.SILENT)
+"""An instance that keeps giving these signals eventually becomes dead."""
 
 _AS_IT_SAYS = {
     Signal.READY: State.READY,
@@ -104,7 +104,7 @@ def parse_instance(text: str, role: Role) -> Instance:
     for each in rest:
         name, equals, value = each.partition("=")
         if name not in OPTIONS or not equals or name in options:
-            raise ConfigError(f"{text}: behind the URL write NAME=VALUE, with the names {', '.join(OPTIONS)}")
+            raise ConfigError(f"{text}: after the URL, write NAME=VALUE, with the names {', '.join(OPTIONS)}")
         options[name] = value
     return make_instance(url, role, **options)
 

@@ -54,7 +54,7 @@ class KVSubscriptions:
                 self._tasks[member.url] = asyncio.create_task(self._follow(member.instance, view))
 
     def lost(self, url: str) -> None:
-        """Called when the instance has died: its blocks are gone."""
+        """Forgets the blocks of an instance that has died."""
         if url in self._views:
             self._views[url].restart()
 

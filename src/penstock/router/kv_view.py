@@ -48,8 +48,9 @@ _decode = msgspec.msgpack.Decoder(_Batch).decode
 
 
 class KVView:
-    """One instance. `receive` takes published batches, and returns the number of the first missing one. `take` takes
-    replayed batches, and then the batch that showed the gap; if some are missing even then, the view is reset.
+    """The view of one instance. `receive` takes published batches, and returns the number of the first missing one.
+    `take` takes replayed batches, and then the batch that showed the gap; if some are missing even then, the view is
+    reset.
     """
 
     def __init__(self) -> None:
@@ -104,7 +105,7 @@ class KVView:
         try:
             batch = _decode(payload)
         except msgspec.MsgspecError as error:
-            logger.warning("KV events that cannot be read: %s", error)
+            logger.warning("invalid KV events: %s", error)
             self.clear()
             return
         for event in batch.events:
@@ -117,7 +118,7 @@ class KVView:
         group = event.group_idx or 0
         if isinstance(event, _Removed):
             self._held.remove(event.block_hashes, group)
-        # A window's blocks are freed while those of the other layers stay, and say less about the prefix.
+        # Blocks of a sliding window are freed while those of other layers stay, so they say little about the prefix.
         elif not event.kv_cache_spec_sliding_window:
             self._held.store(
                 event.block_hashes,

@@ -76,7 +76,7 @@ class RouterObserver:
     def left(self, asked: Asked) -> None:
         self._metrics.on_error(asked.path, "client_left")
 
-    # ---- What is shown ----
+    # ---- Metrics and page ----
 
     def instances(self) -> list[InstanceView]:
         num_blocks = self._views.num_blocks
@@ -94,7 +94,7 @@ class RouterObserver:
         ]
 
     def num_blocks(self, url: str) -> int | None:
-        """Returns the number of blocks by the instance's KV events; None if it publishes none."""
+        """Returns how many blocks the instance holds, by its KV events; None if it publishes none."""
         return self._views.num_blocks.get(url)
 
     def render(self, accept: str) -> tuple[bytes, str]:

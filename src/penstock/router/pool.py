@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from penstock.router.instances import SICK, TRANSITIONS, Instance, Role, Signal, State
+from penstock.router.instances import TRANSITIONS, UNHEALTHY_SIGNALS, Instance, Role, Signal, State
 from penstock.utils.logging import get_logger
 
 logger = get_logger(__name__)
@@ -17,9 +17,10 @@ logger = get_logger(__name__)
 @dataclass(slots=True, eq=False)
 class Member:
     """An instance in the pool. `reason` is the text of its last signal. `is_held`: the operator drains it;
-    `is_leaving`: and it is removed when it has no requests left. `sick_since`: the first of the signals `SICK` after
-    the last other one. `progressed_at`: when it last got its first request or sent a part of an answer; `is_suspect`:
-    it has stalled since, and gets one request at a time. `last_chosen` orders instances with the same load.
+    `is_leaving`: and it is removed when it has no requests left. `unhealthy_since`: the time of the first of the
+    `UNHEALTHY_SIGNALS` after the last other signal. `progressed_at`: when it last got its first request or sent a part
+    of an answer; `is_suspect`: it has stalled since, and gets one request at a time. `last_chosen` orders instances
+    with the same load.
     """
 
     instance: Instance
@@ -27,7 +28,7 @@ class Member:
     reason: str = ""
     is_held: bool = False
     is_leaving: bool = False
-    sick_since: float | None = None
+    unhealthy_since: float | None = None
     progressed_at: float = 0.0
     is_suspect: bool = False
     num_outstanding: int = 0
@@ -50,7 +51,7 @@ class Lease:
 
 
 class Pool:
-    """`dead_after`: seconds after which a sick instance counts as dead."""
+    """`dead_after`: seconds after which an unhealthy instance counts as dead."""
 
     def __init__(self, dead_after: float) -> None:
         self._dead_after = dead_after
@@ -69,7 +70,7 @@ class Pool:
     def get(self, url: str) -> Member | None:
         return self._members.get(url)
 
-    # ---- Which there are ----
+    # ---- Membership ----
 
     def add(self, instance: Instance) -> Member:
         """Adds an instance, or reactivates one that is being drained or removed, with its former role."""
@@ -95,7 +96,7 @@ class Pool:
             self._members.pop(member.url, None)
             self._ready = None
 
-    # ---- How they are ----
+    # ---- States ----
 
     def observe(self, url: str, signal: Signal, now: float, reason: str = "") -> bool:
         """Records an instance's signal. Returns True if the instance has died with it."""
@@ -103,12 +104,12 @@ class Pool:
         if member is None:
             return False
         member.is_suspect = member.is_suspect or signal is Signal.STALLED
-        if signal in SICK:
-            member.sick_since = now if member.sick_since is None else member.sick_since
-            if now - member.sick_since >= self._dead_after:
+        if signal in UNHEALTHY_SIGNALS:
+            member.unhealthy_since = now if member.unhealthy_since is None else member.unhealthy_since
+            if now - member.unhealthy_since >= self._dead_after:
                 signal = Signal.LOST
         else:
-            member.sick_since = None
+            member.unhealthy_since = None
         if signal is Signal.READY and member.is_held:
             signal = Signal.DRAINING
         member.reason = reason
@@ -149,7 +150,7 @@ class Pool:
         member = self._members.get(url)
         return now - member.progressed_at if member is not None and member.num_outstanding else 0.0
 
-    # ---- What they have to do ----
+    # ---- Load ----
 
     def lease(self, member: Member, num_prompt_tokens: int, now: float) -> Lease:
         lease = Lease(member, num_prompt_tokens)

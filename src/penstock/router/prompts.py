@@ -39,7 +39,7 @@ class Views(Protocol):
 
 
 class EstimatedPrompts:
-    """Uses no caches, and queries no instance."""
+    """Estimates lengths; uses no caches and queries no instance."""
 
     async def look_up(self, asked: Asked) -> tuple[int, Mapping[str, int]]:
         return bodies.estimate_tokens(len(asked.body)), {}

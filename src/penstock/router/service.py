@@ -58,7 +58,7 @@ class Listening:
 
 @asynccontextmanager
 async def running(config: RouterConfig) -> AsyncGenerator[Listening]:
-    """The router listens while the body runs. Raises ConfigError if an address cannot be bound."""
+    """Runs the router while the body runs. Raises ConfigError if an address cannot be bound."""
     clock: Clock = SystemClock()
     pool = Pool(config.health.dead_after)
     for instance in config.instances:

@@ -12,7 +12,7 @@ _USAGE = re.compile(rb'[{,]\s*"usage"\s*:\s*(?=\{)')
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """In tokens. `num_cached` of the prompt's tokens were found in the instance's prefix cache, or were loaded."""
+    """Counts tokens. `num_cached` of the prompt's tokens were found in the instance's prefix cache, or were loaded."""
 
     num_prompt: int = 0
     num_output: int = 0

@@ -26,7 +26,10 @@ class _Line:
         self.xy = self.xy * kept_weight + x * y
 
     def at(self, x: float) -> float:
-        """Neither part is ever negative; if all sizes are equal, the fixed part is unknown and taken as 0."""
+        """Returns the seconds for `x` bytes. Neither part is ever negative.
+
+        If all sizes are equal, the fixed part is unknown and taken as 0.
+        """
         spread = self.xx * self.weight - self.x * self.x
         if spread <= 1e-9 * self.xx * self.weight:
             return self.y / self.x * x if self.x else self.y / self.weight

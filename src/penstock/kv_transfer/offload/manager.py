@@ -80,7 +80,7 @@ class StoredChunk:
 
 @dataclass(frozen=True, slots=True)
 class OffloadStats:
-    """In chunks. The gauges add up: free + stored + being written + pinned == chunks; all others are counters."""
+    """Counts chunks. The gauges add up: free + stored + being written + pinned == chunks; all others are counters."""
 
     num_chunks: int
     num_free: int
@@ -399,7 +399,7 @@ class OffloadingManager:
             chunk = self._chunks[key]
             if key not in digests:
                 self._counts["num_promotions_failed"] += 1
-                # Even if the tier disagrees, the next lookup must be a miss, or a request would ask for ever.
+                # Even if the tier disagrees, the next lookup must be a miss, or a request would ask forever.
                 in_flight.tier.forget(key)
             if chunk.state is ChunkState.PROMOTING and key in digests:
                 self._counts["num_promoted"] += 1

@@ -76,7 +76,7 @@ class _ByAge:
         return num_unpinned - sum(key in self._members and not self._members[key].is_pinned for key in protected)
 
     def pop_oldest(self, num_keys: int, protected: Collection[OffloadKey]) -> list[OffloadKey]:
-        """Requires that at least `num_keys` members are neither pinned nor protected."""
+        """Removes and returns the oldest members that are neither pinned nor protected; `num_keys` must exist."""
         popped: list[OffloadKey] = []
         kept: list[tuple[int, int, OffloadKey]] = []
         while len(popped) < num_keys:

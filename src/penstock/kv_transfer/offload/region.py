@@ -34,7 +34,7 @@ class OffloadRegion:
         try:
             self._memory = memory or create_memory(num_bytes)
         except (OSError, OverflowError) as error:
-            raise ConfigError(f"cpu_bytes_to_use is too much: the system does not give {num_bytes} bytes") from error
+            raise ConfigError(f"cpu_bytes_to_use is too large: the system cannot provide {num_bytes} bytes") from error
         self.memory = MemoryRegion("offload", num_bytes, address=self._memory.address, path=self._memory.name)
         self._ready = 0  # bytes from the start whose population has been requested
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-region", initializer=give_way)

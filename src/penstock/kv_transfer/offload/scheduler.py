@@ -150,12 +150,12 @@ class OffloadingScheduler(NullSchedulerConnector):
         self._last_end = 0.0
 
     def set_xfer_handshake_metadata_pp_aware(self, payloads: Mapping[ShardId, HandshakePayload | None]) -> None:
-        """Not needed: the context gives the layers and heads of each rank."""
+        """Does nothing: the context gives the layers and heads of each rank."""
 
     def worker_setup(self) -> OffloadSetup:
         return OffloadSetup(self._region.memory, self._region.chunk_bytes)
 
-    # ---- Requests come and go ----
+    # ---- Start and end of requests ----
 
     def on_new_request(self, request: RequestView) -> None:
         asked = request.kv_transfer_params
@@ -380,7 +380,7 @@ class OffloadingScheduler(NullSchedulerConnector):
         self._manager.wait(seconds)
 
     def take_events(self) -> Sequence[KVEvent]:
-        """Tiers know only hashes: the tokens of a block are in the engine's own event."""
+        """Returns the tiers' events. They have hashes only: a block's tokens are in the engine's own event."""
         return [self._event(event) for event in self._manager.take_events()]
 
     def _event(self, event: OffloadEvent) -> KVEvent:

@@ -1,12 +1,11 @@
-"""Authenticated connections between engine cores, on a thread of their own.
+"""Authenticated connections between engine cores, on a separate thread.
 
-The engine core's thread says what to send and takes what has come; nothing that it calls blocks. The same port answers
-`GET /query` of proxies that look for an engine in the Mooncake style. What arrives, and a time that was asked for,
-wake the core.
+The engine core's thread submits messages and takes events; none of its calls blocks. The same port answers `GET /query`
+of Mooncake-style proxies that look for an engine. Events, and the time set by `wake_at`, wake the core.
 
-Failure: a connection that cannot be made, is not authenticated in time, breaks, or carries what is no message ends as
-`Lost`, and nothing else is affected. Everything is bounded: connections, the size of a frame, what waits to be sent and
-what waits to be taken.
+Failure: a connection that cannot be made, is not authenticated in time, breaks, or carries an invalid message ends as
+`Lost`, or only in the log if it was incoming and never authenticated. Nothing else is affected. Everything is bounded:
+connections, the size of a frame, unsent data, and events that have not been taken.
 """
 
 from __future__ import annotations
@@ -71,41 +70,41 @@ ChannelEvent = Connected | Received | Lost
 
 
 class Channel(Protocol):
-    """What the scheduler side needs of the connections."""
+    """The scheduler side's interface to the connections."""
 
     address: Address
 
     def answer_queries(self, answer: Mapping[str, Any]) -> None:
-        """What `GET /query` returns as JSON; until then the answer is 503."""
+        """Sets the JSON that `GET /query` returns; until then the answer is 503."""
         ...
 
     def dial(self, address: Address) -> PeerKey:
-        """Begins to connect; the result is an event."""
+        """Begins to connect; the result arrives as an event."""
         ...
 
     def send(self, peer: PeerKey, message: Message) -> None: ...
 
     def hang_up(self, peer: PeerKey) -> None:
-        """Ends the connection once everything has been sent. No event follows."""
+        """Closes the connection when everything has been sent. No event follows."""
         ...
 
     def take(self) -> list[ChannelEvent]:
-        """What has happened since the last call, in its order. The time to wake the core at must be given anew."""
+        """Returns the events since the last call, in order. Afterwards `wake_at` must be called again."""
         ...
 
     def wake_at(self, when: float | None) -> None:
-        """Wakes the core at this time of the clock, in place of the time given before."""
+        """Wakes the core at this time of the clock. Replaces the time of the last call."""
         ...
 
     @property
     def has_news(self) -> bool:
-        """There are events to take, or the time has come."""
+        """Returns whether there are events to take, or the time of `wake_at` has come."""
         ...
 
     def set_waker(self, callback: Callable[[], None]) -> None: ...
 
     def wait(self, seconds: float) -> None:
-        """Returns as soon as there is news, at the latest after so many seconds."""
+        """Returns as soon as there is news, at the latest after this many seconds."""
         ...
 
     def close(self) -> None: ...
@@ -113,7 +112,7 @@ class Channel(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Connection:
-    """`others` are tried in its place if it cannot be opened."""
+    """`others` are the endpoints to try next if this connection cannot be opened."""
 
     peer: PeerKey
     socket: socket.socket
@@ -131,10 +130,10 @@ class _Connection:
 
 
 class SocketChannel:
-    """Is reached at `address`, and on more ports of the host, from the start on; port 0 takes a free one.
+    """Listens at `address`, and on more ports of the host, as soon as it is made; port 0 takes a free one.
 
-    It listens there or, if the host is a name, on all interfaces. `local` is told the addresses, so that engines of the
-    same user may dial them. Raises OSError when one is in use.
+    If the host is a name, it listens on all interfaces. It announces the addresses to `local`, so that engines of the
+    same user may dial them. Raises OSError if one is in use.
     """
 
     def __init__(
@@ -195,7 +194,7 @@ class SocketChannel:
 
     def take(self) -> list[ChannelEvent]:
         if self._news.is_set():
-            # As long as there was news, the thread has not watched the time: it does so again when it is given one.
+            # While there was news, the thread did not watch the time; a call of `wake_at` makes it do so again.
             self._wake_time = None
             self._news.clear()
         events: list[ChannelEvent] = []
@@ -211,7 +210,7 @@ class SocketChannel:
     @property
     def has_news(self) -> bool:
         when = self._wake_time
-        # As long as the flag is set the core is not woken, so it must not rest: it may have been set within `take`.
+        # While the flag is set the core is not woken, so it must not sleep: the flag may have been set within `take`.
         return self._news.is_set() or bool(self._events) or (when is not None and when <= self._clock.now())
 
     def set_waker(self, callback: Callable[[], None]) -> None:
@@ -322,11 +321,11 @@ class SocketChannel:
         endpoint, *others = endpoints
         try:
             made = socket.socket(endpoint.family, socket.SOCK_STREAM)
-        except OSError as error:  # a host without IPv6 may still look such addresses up
+        except OSError as error:  # a host without IPv6 may still find such addresses
             self._connect_to_next(peer, others, str(error))
             return
         made.setblocking(False)
-        with contextlib.suppress(OSError):  # the first attempt to send tells what is wrong
+        with contextlib.suppress(OSError):  # the first attempt to send reports the error
             made.connect(endpoint.address)
         connection = self._add(peer, made, is_outgoing=True)
         connection.others = others
@@ -353,7 +352,7 @@ class SocketChannel:
 
     def _read(self, connection: _Connection) -> None:
         if len(self._events) > _MAX_UNTAKEN:
-            raise PeerError("the peer sends more than the engine takes")
+            raise PeerError("the peer exceeds the limit of unread data")
         try:
             data = connection.socket.recv(MAX_READ_BYTES)
         except BlockingIOError:
@@ -382,7 +381,7 @@ class SocketChannel:
                 self._put(Received(connection.peer, message))
 
     def _is_query(self, connection: _Connection, data: bytes) -> bool:
-        """Whether this is an HTTP request; answers it when it is complete."""
+        """Returns whether this is an HTTP request; answers it when it is complete."""
         if not connection.request and not (connection.is_first_read and data.startswith(b"GET ")):
             return False
         connection.request += data
@@ -399,7 +398,7 @@ class SocketChannel:
         if connection is None or connection.sealer is None:
             return
         if len(connection.unsent) > _MAX_UNSENT_BYTES:
-            self._lose(connection, "the peer takes nothing")
+            self._lose(connection, "the peer does not read what is sent")
             return
         try:
             self._queue(connection, connection.sealer.seal(data))

@@ -1,21 +1,21 @@
-"""`P2PConnector`: one engine prefills, another decodes, and the KV comes over a transport.
+"""`P2PConnector`: one engine prefills, another decodes, and the KV moves over a transport.
 
 `NixlConnector` and `MooncakeConnector` are the same connector under the names that users of other engines write; the
 second also answers `GET /query` on its bootstrap port. Options, in `kv_connector_extra_config`:
 
     transport               "sockets" (TCP, the default), "shared_memory" (engines of one host), "nixl" or
                             "mooncake" (the library of that name, in helper processes)
-    transfer                "pull", the default: the engine that decodes reads; "push": the other one writes, where
-                            the transport allows it. The setting of the engine that decodes is the one that counts
+    transfer                "pull", the default: the engine that decodes reads; "push": the other one writes, if the
+                            transport supports it. The setting of the engine that decodes applies
     backends                of NIXL, ["UCX"] by default
     mooncake_protocol       "rdma", the default: RDMA where Mooncake finds devices, else TCP; or "tcp"
     peers                   addresses or names of engines, such as ["10.0.0.1:5600"]; not needed on one host
     cluster_key_file        a file with the key that all engines share; not needed on one host
-    attestation             "all": what is read is compared with digests of the sender; "off"
-    hold_seconds            how long the blocks of a prefilled request wait for their reader, 120 by default
-    lease_seconds           how long a reader has, 15 by default; it renews its lease as long as it reads
+    attestation             "all": received KV is compared with digests of the sender; "off"
+    hold_seconds            how long the blocks of a prefilled request wait for a reader, 120 by default
+    lease_seconds           duration of a reader's lease, 15 by default; it renews the lease while it reads
     bootstrap_port          of MooncakeConnector, 8998 by default
-    allow_other_arithmetic  true to take KV from other kernels or another device, whose last bits differ
+    allow_other_arithmetic  true accepts KV from other kernels or another device, whose last bits differ
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _DEFAULTS = {
     "bootstrap_port": 8998,
     "allow_other_arithmetic": False,
 }
-# Of `kv_load_timeout`: what is given up then has time to settle before the request is taken away from its blocks.
+# Part of `kv_load_timeout` after which a load is cancelled, so that it settles before the request loses its blocks.
 _LOAD_PART = 0.8
 _MAX_PARKED = 4096
 
@@ -78,7 +78,7 @@ class P2PConnector:
 
     @classmethod
     def make_scheduler_connector(cls, context: ConnectorContext) -> P2PScheduler:
-        """Listens on kv_ip and kv_port. Raises ConfigError for invalid options, and when the port is in use."""
+        """Listens on kv_ip and kv_port. Raises ConfigError for invalid options, or if the port is in use."""
         config = context.config
         options = _read_options(config)
         host = check_host(config.kv_ip)
@@ -142,21 +142,21 @@ def _transport_maker(setup: P2PSetup) -> Callable[[KVLayout], DataTransport]:
 
 
 def _is_pushed(config: KVTransferConfig, options: dict[str, Any]) -> bool:
-    """Raises ConfigError where this engine could not end what others write into its memory."""
+    """Returns whether others write into this engine's memory. Raises ConfigError if it could not end their writes."""
     if options["transfer"] == "pull" or config.kv_role == "kv_producer":
         return False
     transport = options["transport"]
     if not TRANSPORTS[transport].can_settle_incoming_writes:
         able = [name for name, kind in TRANSPORTS.items() if kind.can_settle_incoming_writes]
         raise ConfigError(
-            f"transfer=push does not work with transport={transport}: what a peer has begun to write into the KV cache "
-            f"cannot be ended without it. Choose transfer=pull, or transport={' or '.join(able)}"
+            f"transfer=push does not work with transport={transport}: the engine cannot end a write into its KV cache "
+            f"without the peer that began it. Choose transfer=pull, or transport={' or '.join(able)}"
         )
     return True
 
 
 def _agent_settings(options: dict[str, Any], host: str) -> AgentSettings | None:
-    """Of a transport over a library. Raises ConfigError when the library is not installed."""
+    """Returns the settings of a library's transport, else None. Raises ConfigError if the library is not installed."""
     library = options["transport"]
     if library not in LIBRARIES:
         return None

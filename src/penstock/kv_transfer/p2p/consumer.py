@@ -1,17 +1,17 @@
-"""The receiving half: from what a request says of another engine to KV that may be used (sans-IO).
+"""The receiving half: from a request's parameters to KV of another engine that may be used (sans-IO).
 
     asking -> reading -> confirming -> ended
                      \\-> cancelling -> ended
 
-Where the producer writes, the workers first open their memory to it, and until they have closed it again whatever goes
-wrong is a cancellation:
+If the producer writes, the workers first open their memory to it, and until they have closed it again every failure is
+a cancellation:
 
     opening -> asking -> reading -> confirming -> ended
            \\---------\\---------\\-> cancelling -> ended
 
-A load ends well only if all shards have landed, every compared digest is right, and the producer has confirmed that its
-blocks were held through the whole read. It never ends while bytes may still move: what is given up while it is being
-read, or may be written, is cancelled, and ends with the workers' reports.
+A load succeeds only if all shards have landed, every compared digest is equal, and the producer has confirmed that its
+blocks were held through the whole read. It never ends while bytes may still move: a load that is given up while it is
+being read, or may be written, is cancelled, and ends with the workers' reports.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ _NEXT = {
 
 @dataclass(frozen=True, slots=True)
 class Dial:
-    """A connection to this address is wanted; `Consumer.on_dialled` says which it is."""
+    """Requests a connection to this address; `Consumer.on_dialled` takes its name."""
 
     address: Address
 
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """The workers shall open the load's blocks to be written; `Consumer.on_opened` says how."""
+    """Requests that the workers open the load's blocks for writing; `Consumer.on_opened` takes the result."""
 
     transfer_id: TransferId
     first: int
@@ -79,7 +79,7 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """The workers shall read what has been granted; what `is_written` they only check, once they have closed it."""
+    """Requests that the workers read the granted blocks; if `is_written`, they close their windows and check it."""
 
     transfer_id: TransferId
     peer: PeerKey
@@ -91,8 +91,10 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """The workers shall end the read as soon as they can, and close what they have opened for a producer that writes;
-    their reports are awaited."""
+    """Requests that the workers end the read as soon as possible, and close their windows if the producer writes.
+
+    The load ends with their reports.
+    """
 
     transfer_id: TransferId
     is_pushed: bool = False
@@ -100,7 +102,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """`reason` says why all tokens are missing; without one only `bad_ranges` are."""
+    """The end of a load. With a `reason` all tokens are missing, without one only `bad_ranges`."""
 
     transfer_id: TransferId
     bad_ranges: tuple[BadRange, ...] = ()
@@ -130,7 +132,7 @@ class _Load:
 
     @property
     def may_move(self) -> bool:
-        """Whether bytes may land in its blocks."""
+        """Returns whether bytes may land in its blocks."""
         is_open = self.is_pushed and self.state in (LoadState.OPENING, LoadState.ASKING)
         return is_open or self.state is LoadState.READING
 
@@ -152,7 +154,7 @@ class ConsumerCounts:
 
 @dataclass(slots=True)
 class _Line:
-    """A connection to an address, and what is to be sent when it is open."""
+    """A connection to an address, and the fetches to be sent when it is open."""
 
     peer: PeerKey = ""
     is_open: bool = False
@@ -160,9 +162,9 @@ class _Line:
 
 
 class Consumer:
-    """Every call may add actions; `take_actions` returns them. `timeout` bounds a load from its beginning, seconds.
+    """Every call may add actions; `take_actions` returns them. `timeout` is the limit of a load's duration in seconds.
 
-    With `is_pushed` the producer writes the KV; else this engine reads it.
+    With `is_pushed` the producer writes the KV; otherwise this engine reads it.
     """
 
     def __init__(self, timeout: float, office: TicketOffice, *, is_pushed: bool = False) -> None:
@@ -184,7 +186,7 @@ class Consumer:
     def begin(
         self, transfer_id: TransferId, source: RemotePrefill, prompt_digest: bytes, first: int, end: int, *, now: float
     ) -> None:
-        """Tokens [first, end) of a prompt shall come from another engine; they end in an `Ended`."""
+        """Begins to load tokens [first, end) of a prompt from another engine. Every load ends in an `Ended`."""
         self.counts.num_loads += 1
         load = _Load(source, prompt_digest, first, end, now + self._timeout, self._is_pushed)
         self._loads[transfer_id] = load
@@ -200,12 +202,12 @@ class Consumer:
             self._ask(transfer_id, load)
 
     def dismiss(self, name: TransferId, source: RemotePrefill, prompt_digest: bytes) -> None:
-        """Nothing is needed of what another engine holds for a request: tells it so, without an answer."""
+        """Tells another engine that nothing it holds for a request is needed. There is no answer."""
         self.counts.num_not_needed += 1
         self._send_when_open(source.address, _fetch(name, source, prompt_digest, 0, 0))
 
     def fail(self, transfer_id: TransferId, reason: str) -> None:
-        """A load cannot be had, for a reason that its owner has found; or is not wanted any more."""
+        """Ends a load that cannot succeed, for a reason that its owner has found, or that is no longer wanted."""
         load = self._loads.get(transfer_id)
         if load is None or load.state is LoadState.CANCELLING:
             return
@@ -216,12 +218,12 @@ class Consumer:
     # ---- Peers ----
 
     def on_dialled(self, address: Address, peer: PeerKey) -> None:
-        """The connection that was wanted is being made."""
+        """Called when the requested connection is being made."""
         self._lines[address].peer = peer
         self._address_of[peer] = address
 
     def on_open(self, peer: PeerKey, engine_id: str) -> None:
-        """Both ends know each other now."""
+        """Called when both ends have introduced themselves."""
         address = self._address_of.get(peer)
         if address is None:
             return
@@ -231,10 +233,10 @@ class Consumer:
         for fetch in waiting:
             load = self._loads.get(fetch.transfer_id)
             if load is None:
-                # It has ended meanwhile, or has never needed anything: nothing is to be held for it.
+                # It has ended meanwhile, or has never needed anything: the producer need not hold anything.
                 self._actions.append(Send(peer, msgspec.structs.replace(fetch, first=0, end=0)))
                 continue
-            # A proxy may know the engine id of an earlier life; a rendezvous is found by its own name.
+            # A proxy may know the engine id of an earlier life; a rendezvous is identified by its own name.
             if load.source.ticket and load.source.engine_id != engine_id:
                 self._stop(fetch.transfer_id, load, f"the engine there is {engine_id}, not {load.source.engine_id}")
                 continue
@@ -242,7 +244,7 @@ class Consumer:
             self._actions.append(Send(peer, fetch))
 
     def on_lost(self, peer: PeerKey, reason: str) -> None:
-        """The connection has ended, or has never been made."""
+        """Called when the connection has ended, or could not be made."""
         address = self._address_of.pop(peer, None)
         if address is None:
             return
@@ -255,7 +257,7 @@ class Consumer:
                 self.fail(transfer_id, reason)
 
     def receive(self, peer: PeerKey, message: Message, now: float) -> None:
-        """Messages about loads that have ended have no effect. Raises PeerError for one that no producer sends."""
+        """Applies a message, if its load has not ended. Raises PeerError for a message that no producer sends."""
         if not isinstance(message, Grant | Refuse | DoneAck | Written):
             raise PeerError(f"the peer sent {type(message).__name__}, which a producer does not send")
         load = self._loads.get(message.transfer_id)
@@ -277,7 +279,7 @@ class Consumer:
     # ---- Workers ----
 
     def on_opened(self, transfer_id: TransferId, destination: Destination | None) -> None:
-        """The blocks can be written by who knows the windows; None if they cannot."""
+        """Called when the workers have opened the load's blocks for writing; None if they cannot."""
         load = self._loads.get(transfer_id)
         if load is None or load.state is not LoadState.OPENING:
             return
@@ -289,7 +291,7 @@ class Consumer:
         self._ask(transfer_id, load)
 
     def on_read(self, transfer_id: TransferId, bad_ranges: tuple[BadRange, ...], is_complete: bool) -> None:
-        """All shards have reported, and nothing of the read moves any more."""
+        """Called when all shards have reported, so that nothing of the read moves any more."""
         load = self._loads.get(transfer_id)
         if load is None:
             return
@@ -306,7 +308,7 @@ class Consumer:
             self._actions.append(Send(load.peer, Done(transfer_id)))
 
     def on_read_refused(self, transfer_id: TransferId, reason: str) -> None:
-        """The workers have not begun to read, and will not."""
+        """Called when the workers have not begun to read, and will not."""
         load = self._loads[transfer_id]
         if load.is_pushed:
             self.fail(transfer_id, reason)
@@ -323,7 +325,7 @@ class Consumer:
                 load.renew_at = now + load.lease / _RENEWALS_PER_LEASE
                 self._actions.append(Send(load.peer, Renew(transfer_id)))
             if load.deadline <= now:
-                self.fail(transfer_id, f"the KV has not come within {self._timeout:g} seconds")
+                self.fail(transfer_id, f"the KV has not arrived within {self._timeout:g} seconds")
 
     @property
     def next_deadline(self) -> float | None:
@@ -338,17 +340,17 @@ class Consumer:
         actions, self._actions = self._actions, []
         return actions
 
-    # ---- Steps ----
+    # ---- Transitions ----
 
     def _check_ticket(self, source: RemotePrefill, prompt_digest: bytes) -> None:
-        """Raises PeerError for a ticket that the producer would refuse: it need not be asked."""
+        """Raises PeerError for a ticket that the producer would refuse, so that it need not be asked."""
         if not source.ticket:
             return
         ticket = self._office.read(source.ticket)
         if ticket.engine_id != source.engine_id:
-            raise PeerError(f"the ticket is of engine {ticket.engine_id}, not of {source.engine_id}")
+            raise PeerError(f"the ticket was issued by engine {ticket.engine_id}, not by {source.engine_id}")
         if ticket.prompt_digest != prompt_digest:
-            problem = "the ticket is of another prompt or salt"
+            problem = "the ticket is for another prompt or salt"
             raise PeerError(f"{problem}: both engines need the same chat template and API keys")
 
     def _ask(self, transfer_id: TransferId, load: _Load) -> None:
@@ -382,7 +384,7 @@ class Consumer:
         self._actions.append(Read(grant.transfer_id, load.peer, grant, load.first, load.end))
 
     def _on_written(self, message: Written, load: _Load, grant: Grant) -> None:
-        load.grant = None  # it comes once
+        load.grant = None  # a second message has no effect
         grant = msgspec.structs.replace(grant, digests=message.digests)
         self._actions.append(Read(grant.transfer_id, load.peer, grant, load.first, load.end, is_written=True))
 
@@ -393,7 +395,7 @@ class Consumer:
             self._actions.append(Ended(message.transfer_id, load.bad_ranges))
         else:
             self.counts.num_unconfirmed += 1
-            self._end(message.transfer_id, "the lease had ended before everything was read")
+            self._end(message.transfer_id, "the lease ended before everything was read")
 
     def _stop(self, transfer_id: TransferId, load: _Load, reason: str) -> None:
         if load.state is LoadState.CANCELLING:
@@ -410,18 +412,18 @@ class Consumer:
         self._actions.append(Cancel(transfer_id, load.is_pushed))
 
     def _end(self, transfer_id: TransferId, reason: str) -> None:
-        """Without KV. The reason may be what a peer says, and a peer may say nothing."""
+        """Ends a load without KV. The reason may be a peer's, and may be empty."""
         del self._loads[transfer_id]
         self._actions.append(Ended(transfer_id, reason=reason or "no reason was given"))
 
     def check_integrity(self) -> None:
-        """Recomputes what must agree."""
+        """Recomputes derived state; raises AssertionError if it is inconsistent."""
         for address, line in self._lines.items():
             assert not line.peer or self._address_of[line.peer] == address, address
             assert not (line.is_open and line.waiting), f"{address} is open and {len(line.waiting)} fetches wait"
         for transfer_id, load in self._loads.items():
             is_late = load.state in (LoadState.READING, LoadState.CONFIRMING)
-            assert load.is_asked or not is_late, f"{transfer_id}: {load.state} and never asked for"
+            assert load.is_asked or not is_late, f"{transfer_id}: {load.state}, but it was never requested"
 
 
 def _fetch(name: TransferId, source: RemotePrefill, prompt_digest: bytes, first: int, end: int) -> Fetch:

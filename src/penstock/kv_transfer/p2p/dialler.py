@@ -1,4 +1,4 @@
-"""Connections of a rank's transport, made beside the steps: a peer that does not answer must not hold up a step."""
+"""Connects a rank's transport in the background: a peer that does not answer must not delay a step."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Background = Callable[[Callable[[], PeerId]], "Future[PeerId]"]
 
 
 def threads() -> Background:
-    """On threads, which end when they are no longer referred to."""
+    """Returns one that runs functions on threads, which end when it is no longer referenced."""
     return ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="kv-dial").submit
 
 
 class Dialler:
-    """By descriptor. One thread calls it; `connect` of the transport runs in the background."""
+    """Keeps connections by descriptor. One thread calls it; the transport's `connect` runs in the background."""
 
     def __init__(self, transport: DataTransport, background: Background) -> None:
         self._transport = transport
@@ -28,7 +28,7 @@ class Dialler:
         self._peers: dict[bytes, Future[PeerId]] = {}
 
     def find(self, descriptor: bytes) -> PeerId | None:
-        """The peer, None while it is being connected. Raises PeerError when it cannot be; the next call tries again."""
+        """Returns the peer, None while it is being connected. Raises PeerError if that fails; the next call retries."""
         if descriptor not in self._peers:
             self._peers[descriptor] = self._background(lambda: self._transport.connect(descriptor))
         future = self._peers[descriptor]
@@ -41,5 +41,5 @@ class Dialler:
             raise
 
     def forget(self, descriptor: bytes) -> None:
-        """The connection is of no use any more: it is made anew when it is next needed."""
+        """Drops an unusable connection; the next `find` makes it again."""
         self._peers.pop(descriptor, None)

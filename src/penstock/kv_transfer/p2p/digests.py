@@ -1,7 +1,7 @@
-"""Digests of the KV of tokens, which do not depend on how either side lays it out.
+"""Digests of the KV of tokens, independent of the memory layout of either side.
 
-Both sides digest the same bytes in the same order, which is that of the sender's axes. A unit of tokens lies in one
-block on either side, so that a wrong digest tells which block to compute again.
+Both sides digest the same bytes in the same order, which is that of the sender's axes. A unit of tokens is within one
+block on either side, so a wrong digest identifies the block to compute again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.utils.digest import digest
 
 
 class UnitDigests:
-    """Of one rank's memory, `regions` as its layout lists them."""
+    """Computes digests of one rank's memory. `regions` are in the order of its layout."""
 
     def __init__(self, layout: KVLayout, regions: Sequence[memoryview]) -> None:
         self._layout = layout
@@ -35,9 +35,9 @@ class UnitDigests:
         end: int,
         unit: int,
     ) -> Iterator[tuple[int, bytes, int]]:
-        """For every unit of tokens [first, end): its first token, its digest, and how many bytes were digested.
+        """Yields for every unit of tokens [first, end): its first token, its digest, and the number of digested bytes.
 
-        `table` is the request's block table; the digest is empty where it has no block, or the group no layer here.
+        `table` is the request's block table. The digest is empty if the unit has no block, or the group no layer here.
         """
         edges = digest_edges(first, end, unit)
         runs, bounds = unit_runs(self._layout, order, slices, table, group, edges)

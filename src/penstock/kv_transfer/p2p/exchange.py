@@ -1,6 +1,6 @@
-"""Where sessions, producer and consumer meet connections and workers.
+"""Connects sessions, producer and consumer with connections and workers.
 
-The three say what is to be done, as actions; here the actions are carried out. It belongs to the scheduler side and is
+The three decide what to do, as actions, and an `Exchange` executes the actions. It belongs to the scheduler side and is
 driven by the engine's steps: `take_metadata` once for every step, `apply` with every step's reports.
 """
 
@@ -48,7 +48,7 @@ from penstock.utils.logging import get_logger
 
 logger = get_logger(__name__)
 
-# How soon the end of a read is noticed in an engine that has nothing else to do.
+# Seconds between polls for the end of a read while the engine is idle.
 _READ_SECONDS = 0.001
 _ABANDONED = "the request has ended"
 _PRODUCER_COUNTS = [(field.name, f"p2p_producer_{field.name[4:]}") for field in fields(ProducerCounts)]
@@ -57,8 +57,8 @@ _CONSUMER_COUNTS = [(field.name, f"p2p_consumer_{field.name[4:]}") for field in 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class P2PSettings:
-    """Who this engine is to others. `ignored` names parts of the meaning of KV that may differ; `setup` is for the
-    workers. With `requires_digests` KV that comes without them is not used."""
+    """This engine's identity and its requirements. `ignored` names parts of the meaning of KV that may differ; `setup`
+    is for the workers. With `requires_digests` KV without digests is not used."""
 
     engine_id: str
     epoch: str
@@ -72,9 +72,9 @@ class P2PSettings:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Tokens [first, end) of a prompt, which shall come from `source` into the request's blocks `block_ids`.
+    """Tokens [first, end) of a prompt, to be loaded from `source` into the request's blocks `block_ids`.
 
-    `began` is when the request came to need them.
+    `began` is the time at which the request needed them.
     """
 
     source: RemotePrefill
@@ -86,7 +86,7 @@ class Load:
 
 
 class Exchange:
-    """It has no ranks until `introduce_as` has been called, before the first step."""
+    """Has no ranks until `introduce_as` is called, before the first step."""
 
     def __init__(
         self, settings: P2PSettings, channel: Channel, producer: Producer, consumer: Consumer, clock: Clock
@@ -105,11 +105,11 @@ class Exchange:
 
     @property
     def address(self) -> Address:
-        """Where peers reach this engine."""
+        """Returns the address at which peers reach this engine."""
         return self._channel.address
 
     def introduce_as(self, payloads: Mapping[ShardId, HandshakePayload | None]) -> None:
-        """What the ranks have said of themselves; from now on peers are answered."""
+        """Takes the handshakes of all ranks; from now on peers are answered."""
         shards: dict[ShardId, Shard] = {}
         for shard, payload in sorted(payloads.items()):
             assert isinstance(payload, P2PHandshake), f"rank {shard} sent {payload} as its handshake"
@@ -122,7 +122,7 @@ class Exchange:
         by_rank: dict[str, dict[str, str]] = {}
         for pp_rank, tp_rank in shards:
             by_rank.setdefault(str(tp_rank), {})[str(pp_rank)] = f"tcp://{in_url(host)}:{port}"
-        # By data-parallel rank, as proxies of the Mooncake style expect it.
+        # The keys are data-parallel ranks, as Mooncake-style proxies expect.
         self._channel.answer_queries({"0": {"engine_id": self._settings.engine_id, "worker_addr": by_rank}})
 
     def _hello(self, shards: tuple[Shard, ...]) -> Hello:
@@ -140,7 +140,7 @@ class Exchange:
         self._channel.set_waker(callback)
 
     def wait(self, seconds: float) -> None:
-        """Not at all while the workers compute digests, and not for long while they read."""
+        """Does not wait while the workers compute digests, and only briefly while they read."""
         if self._jobs.is_idle:
             self._channel.wait(seconds)
         elif not self._jobs.is_digesting:
@@ -154,34 +154,34 @@ class Exchange:
     # ---- Requests of this engine ----
 
     def begin_load(self, transfer_id: TransferId, load: Load) -> None:
-        """It ends in a `LoadEnded`."""
+        """Begins a load, which ends in a `LoadEnded`."""
         self._loads[transfer_id] = load
         self._consumer.begin(transfer_id, load.source, load.prompt_digest, load.first, load.end, now=load.began)
         self._perform()
 
     def refuse_load(self, transfer_id: TransferId, load: Load, reason: str) -> None:
-        """Its source cannot be asked."""
+        """Ends a load whose source cannot be asked."""
         self._loads[transfer_id] = load
         self._end_load(Ended(transfer_id, reason=reason))
 
     def abandon_load(self, transfer_id: TransferId) -> None:
-        """The request has ended; the load may have ended before."""
+        """Ends the load of a request that has ended; the load may have ended before."""
         self._consumer.fail(transfer_id, _ABANDONED)
         self._perform()
 
     def dismiss(self, name: TransferId, source: RemotePrefill, prompt_digest: bytes) -> None:
-        """Nothing of what another engine holds for a request is needed."""
+        """Tells another engine that nothing it holds for a request is needed."""
         self._consumer.dismiss(name, source, prompt_digest)
         self._perform()
 
     def offer(self, offer: Offer) -> str:
-        """A request's blocks are held for another engine. Returns its ticket."""
+        """Offers a request's held blocks to another engine. Returns its ticket."""
         ticket = self._producer.offer(offer, self._clock.now())
         self._perform()
         return ticket
 
     def withdraw(self, rendezvous: str) -> None:
-        """A request that another engine may wait for has ended without KV."""
+        """Called when a request that another engine may wait for has ended without KV."""
         self._producer.withdraw(rendezvous, self._clock.now())
         self._perform()
 
@@ -195,7 +195,7 @@ class Exchange:
         return self._jobs.take(self._sessions.engines(), has_time)
 
     def apply(self, output: KVConnectorOutput) -> list[ConnectorEvent]:
-        """The reports of a step. Returns what has ended since the last call."""
+        """Applies the reports of a step. Returns the events since the last call."""
         for report in output.reports:
             match self._jobs.apply(report):
                 case Attested(job_id, digests):
@@ -212,12 +212,12 @@ class Exchange:
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether steps are needed. What is merely held, or awaited from a peer, needs none."""
+        """Returns whether steps are needed. KV that is merely held, or awaited from a peer, needs none."""
         return not self._jobs.is_idle or bool(self._events) or self._channel.has_news
 
     def counters(self) -> Mapping[str, float]:
         counts = {"p2p_held": self._producer.num_held, **self._jobs.counters}
-        # Asked for with every step.
+        # Called in every step, so the names are precomputed.
         for names, of in ((_PRODUCER_COUNTS, self._producer.counts), (_CONSUMER_COUNTS, self._consumer.counts)):
             counts.update((name, getattr(of, field)) for field, name in names)
         counts.update(self._traffic.counters)
@@ -232,7 +232,7 @@ class Exchange:
     # ---- Peers ----
 
     def _take_news(self) -> None:
-        """Everything that has come, and every deadline that has passed."""
+        """Processes all events of the connections, and all deadlines that have passed."""
         now = self._clock.now()
         for event in self._channel.take():
             match event:
@@ -249,9 +249,9 @@ class Exchange:
         self._perform()
 
     def _receive(self, peer: PeerKey, message: Message, now: float) -> None:
-        """A peer that breaks the protocol loses its session; nothing else is affected."""
+        """Applies a message. A peer that violates the protocol loses its session; nothing else is affected."""
         if not self._sessions.has(peer):
-            return  # the session has been ended, and this was on its way
+            return  # the session has ended, and the message arrived later
         hello = self._sessions.hello_of(peer)
         try:
             if isinstance(message, Bye):
@@ -277,7 +277,7 @@ class Exchange:
             self._consumer.on_open(peer, hello.engine_id)
 
     def _end_session(self, peer: PeerKey, reason: str) -> None:
-        self._perform()  # a refusal goes out first
+        self._perform()  # sends a refusal first
         self._channel.hang_up(peer)
         self._forget(peer, reason)
 
@@ -289,7 +289,7 @@ class Exchange:
     # ---- Actions ----
 
     def _perform(self) -> None:
-        """Carries out all actions, and those that follow from them."""
+        """Executes all actions, and those that follow from them."""
         while actions := self._take_actions():
             for action in actions:
                 self._do(action)
@@ -330,7 +330,7 @@ class Exchange:
         reader = self._sessions.hello_of(action.peer)
         try:
             if reader is None:
-                raise PeerError("the connection has ended")  # since it has asked
+                raise PeerError("the connection has ended")  # since its request
             self._jobs.attest(action, reader)
         except PeerError as error:
             logger.warning("KV is not sent to %s: %s", action.peer, error)
@@ -348,7 +348,7 @@ class Exchange:
             if source is None:
                 raise PeerError("the connection has ended")
             if self._settings.requires_digests and not action.grant.digests:
-                raise PeerError("the KV comes without digests: set the same attestation on both engines")
+                raise PeerError("the KV has no digests: set the same attestation on both engines")
             self._jobs.read(action, self._loads[action.transfer_id].block_ids, source)
         except PeerError as error:
             self._consumer.on_read_refused(action.transfer_id, str(error))
@@ -358,7 +358,7 @@ class Exchange:
         bad = ended.bad_ranges
         if ended.reason:
             level = logging.DEBUG if ended.reason == _ABANDONED else logging.WARNING
-            logger.log(level, "KV of %s does not come from another engine: %s", ended.transfer_id, ended.reason)
+            logger.log(level, "KV of %s is not loaded from another engine: %s", ended.transfer_id, ended.reason)
             bad = tuple(BadRange(group, load.first, load.end) for group in range(self._settings.num_groups))
         if bad:
             self._traffic.on_failed("from", load.source.engine_id)

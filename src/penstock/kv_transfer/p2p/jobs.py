@@ -1,7 +1,7 @@
-"""What the workers of all ranks are told to do with the next step, and what their reports amount to.
+"""The jobs of the workers of all ranks: what they do with the next step, and the results of their reports.
 
-A job is named by the epoch of the engine's life and the transfer, so that a late report of an earlier life is about no
-job of this one. It ends when every rank has reported.
+A job is named by the engine's epoch and the transfer, so that a late report from an earlier epoch matches no job. It
+ends when every rank has reported.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from penstock.utils.errors import PeerError
 from penstock.utils.math import cdiv
 
 _OWN = "this engine"
-"""In its own table; the names of other engines, those of `engine_key`, have a slash in them."""
+"""This engine's name in its own table; the names of other engines, from `engine_key`, contain a slash."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attested:
-    """`digests` is None where a rank could not make them."""
+    """`digests` is None if a rank could not make them."""
 
     job_id: TransferId
     digests: tuple[ShardDigests, ...] | None
@@ -46,7 +46,7 @@ class Attested:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """`windows` is None where a rank could not open its memory."""
+    """`windows` is None if a rank could not open its memory."""
 
     transfer_id: TransferId
     windows: tuple[Window, ...] | None
@@ -54,7 +54,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class ReadEnded:
-    """Nothing of the read moves any more. Unless it `is_complete` nothing has come of it."""
+    """Nothing of the read moves any more. Unless it `is_complete`, none of its KV is usable."""
 
     transfer_id: TransferId
     bad_ranges: tuple[BadRange, ...]
@@ -85,7 +85,7 @@ class WorkerJobs:
         self._cancelled: list[TransferId] = []
 
     def register(self, peer: Hello, *, is_source: bool) -> None:
-        """Raises PeerError where one engine's KV has no place in the other's."""
+        """Adds an engine. Raises PeerError if the KV of one engine does not fit the other."""
         key, layouts = engine_key(peer), {each.shard: each.layout for each in peer.shards}
         self._known.add(key)
         for info in engine_infos(key, peer.shards[0].layout.block_size, layouts):
@@ -98,12 +98,12 @@ class WorkerJobs:
 
     @property
     def is_idle(self) -> bool:
-        """No job is open."""
+        """Returns whether no job is open."""
         return not self._open
 
     @property
     def is_digesting(self) -> bool:
-        """The workers have to compute digests, and do not wait for a peer to take what they write."""
+        """Returns whether the workers compute digests in a job that does not write to a peer."""
         return any(isinstance(job, AttestJob) and job.destination is None for job in self._open.values())
 
     @property
@@ -111,7 +111,7 @@ class WorkerJobs:
         return {"p2p_duplicate_reports": self._ledger.num_duplicates, "p2p_unknown_reports": self._ledger.num_unknown}
 
     def attest(self, action: Attest, reader: Hello) -> None:
-        """Raises PeerError when the destination cannot be one for these tokens."""
+        """Begins a job. Raises PeerError if its destination does not cover the tokens."""
         if action.destination is not None:
             self._check_tables(action.destination.block_ids, action.end, reader)
         job = AttestJob(
@@ -127,7 +127,7 @@ class WorkerJobs:
         self._attests.append(job)
 
     def offer(self, action: Open, block_ids: BlockIds) -> None:
-        """Whatever comes of it, a `read` or a `close` must follow."""
+        """Opens blocks for writing. Must be followed by `read` or `close`."""
         name = self._on_wire(action.transfer_id)
         job = OfferJob(job_id=name, offer_id=f"{name}/open", block_ids=block_ids, first=action.first, end=action.end)
         self._ledger.open(job.offer_id, self._own)
@@ -135,7 +135,7 @@ class WorkerJobs:
         self._offers.append(job)
 
     def read(self, action: Read, block_ids: BlockIds, source: Hello) -> None:
-        """Raises PeerError when what was granted cannot be what was asked for."""
+        """Begins a job. Raises PeerError if the grant does not cover the requested tokens."""
         grant = action.grant
         num_blocks = self._check_tables(grant.block_ids, action.end, source)
         job = ReadJob(
@@ -155,7 +155,7 @@ class WorkerJobs:
         self._cancelled.append(self._on_wire(transfer_id))
 
     def close(self, transfer_id: TransferId) -> None:
-        """Ends what was offered, and its read if there is one already; a `ReadEnded` follows."""
+        """Ends an offer, and its read if there is one already; a `ReadEnded` follows."""
         name = self._on_wire(transfer_id)
         if name not in self._open:
             nothing = ReadJob(
@@ -174,14 +174,14 @@ class WorkerJobs:
         self.cancel(transfer_id)
 
     def _check_tables(self, block_ids: BlockIds, end: int, owner: Hello) -> int:
-        """Returns how many blocks the other engine needs for so many tokens. Raises PeerError for fewer."""
+        """Returns how many blocks the other engine needs for `end` tokens. Raises PeerError if it names fewer."""
         num_blocks = cdiv(end, owner.shards[0].layout.block_size)
         if len(block_ids) != self._num_groups or any(len(table) < num_blocks for table in block_ids):
-            raise PeerError(f"{owner.engine_id} names no blocks for {end} tokens in every group")
+            raise PeerError(f"{owner.engine_id} does not name blocks for {end} tokens in every group")
         return num_blocks
 
     def take(self, live_engines: set[str], has_time: bool) -> P2PMetadata:
-        """What the next step says. Engines that are not connected any more are forgotten."""
+        """Returns the metadata of the next step. Forgets engines that are no longer connected."""
         in_use = {job.peer for job in self._open.values() if not isinstance(job, OfferJob)}
         gone = self._known - live_engines - in_use
         forgotten = self._told & gone
@@ -206,7 +206,7 @@ class WorkerJobs:
         return metadata
 
     def apply(self, report: TransferReport) -> Attested | Opened | ReadEnded | None:
-        """What has ended with this report, if it was the last one that was missing."""
+        """Returns the result of the job that ends with this report; None if other reports are missing."""
         reports = self._ledger.apply(report)
         if not reports:
             return None
@@ -223,7 +223,7 @@ class WorkerJobs:
         return ReadEnded(name, tuple(dict.fromkeys(bad)), is_complete)
 
     def _find_missing(self, job: ReadJob, source: Hello) -> Iterator[BadRange]:
-        """What the other engine has no blocks for, as behind its window: there, nothing has been written."""
+        """Yields ranges for which the other engine has no blocks, as before its window: they were not transferred."""
         size, remote_size = self.block_size, source.shards[0].layout.block_size
         for group, (table, remote) in enumerate(zip(job.block_ids, job.remote_block_ids, strict=True)):
             for start in range(job.first, job.end, size):
@@ -243,7 +243,7 @@ class WorkerJobs:
     def _collect(
         self, job: AttestJob, reader: Hello, reports: Sequence[TransferReport]
     ) -> tuple[ShardDigests, ...] | None:
-        """The ranks' digests, which come in one row, by the rank of the reader and by group."""
+        """Divides the ranks' digests, which are reported as one row, by the reader's rank and by group."""
         if any(report.status is not TransferStatus.DONE for report in reports):
             return None
         if not job.has_digests:
@@ -270,7 +270,7 @@ class WorkerJobs:
 
 
 def _windows(reports: Sequence[TransferReport]) -> tuple[Window, ...] | None:
-    """Each rank reports the name of its own."""
+    """Returns the windows of all ranks, each of which reports the name of its own."""
     if any(report.status is not TransferStatus.DONE for report in reports):
         return None
     return tuple(Window(report.shard, *report.digests) for report in reports)

@@ -1,6 +1,6 @@
-"""The addresses of hosts that are known by name, looked up beside everything else.
+"""Looks up the addresses of host names in the background.
 
-A name server may take seconds to answer, or never do: each name has a thread of its own, and holds up no other.
+A name server may take seconds to answer, or never answer: each name has its own thread, and delays no other.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ _MAX_ENDPOINTS = 8
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """What a socket of this family connects to."""
+    """An address to which a socket of this family connects."""
 
     family: socket.AddressFamily
     address: tuple[Any, ...]
 
 
 Found = Callable[[list[Endpoint], str], None]
-"""Takes the endpoints in the order in which they are to be tried; without any, the reason."""
+"""Takes the endpoints in the order in which to try them, and the reason if there are none."""
 
 
 class Lookups:
-    """Those for the same address that are under way at the same time are one."""
+    """Combines concurrent lookups of the same address."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waiting: dict[Address, list[Found]] = {}
 
     def begin(self, address: Address, found: Found) -> None:
-        """`found` is called later, on another thread."""
+        """Begins a lookup. `found` is called later, on another thread."""
         with self._lock:
             is_first = address not in self._waiting
             self._waiting.setdefault(address, []).append(found)

@@ -1,13 +1,13 @@
-"""What two engine cores say to each other, and what a core tells its own workers.
+"""The messages between two engine cores, and from a core to its own workers.
 
 Between cores, over one authenticated connection that the consumer D has opened to the producer P:
 
     D -> P   Hello                   P -> D   Hello, or Refuse
     D -> P   Fetch(what, tokens)     P -> D   Grant (once the blocks are digested), or Refuse
     D -> P   Renew                   every third of a lease while D reads
-    D -> P   Done                    P -> D   DoneAck: whether the grant has lived through the whole read
+    D -> P   Done                    P -> D   DoneAck: whether the lease lasted through the whole read
 
-or, where P writes and D does not read:
+or, if P writes and D does not read:
 
     D -> P   FetchInto(what, where)  P -> D   Grant (at once), or Refuse
     D -> P   Renew                   every third of a lease until D has what it needs
@@ -16,7 +16,7 @@ or, where P writes and D does not read:
 
 and in either case
 
-    D -> P   Abort                   D wants it no longer; there is no answer
+    D -> P   Abort                   D no longer needs it; there is no answer
     either   Bye                     the sender shuts down
 
 A lease is a duration from the receipt of the message that begins it, never a time of day of another host.
@@ -47,7 +47,7 @@ class Shard(msgspec.Struct, frozen=True):
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):
-    """`meaning` names everything that must be equal for KV to mean the same. `epoch` is another one after a restart."""
+    """`meaning` names everything that must be equal for KV to mean the same. A restart changes the `epoch`."""
 
     version: int
     engine_id: str
@@ -58,9 +58,9 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fetch(msgspec.Struct, frozen=True, kw_only=True):
-    """Asks for the KV of tokens [first, end) of a prompt. An empty range says that none is needed.
+    """Requests the KV of tokens [first, end) of a prompt. An empty range means that none is needed.
 
-    Either `ticket` or `rendezvous`, a name that the proxy has given to both engines, says of which request.
+    The prompt's request is identified by `ticket`, or by `rendezvous`, a name that the proxy gave to both engines.
     """
 
     transfer_id: TransferId
@@ -72,7 +72,7 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Window(msgspec.Struct, frozen=True):
-    """Where rank `shard` of D may be written: its transport's name for it."""
+    """The window through which rank `shard` of D may be written, and its name in the transport."""
 
     shard: ShardId
     name: bytes
@@ -86,15 +86,15 @@ class Destination(msgspec.Struct, frozen=True):
 
 
 class FetchInto(Fetch, frozen=True, kw_only=True):
-    """Asks P to write the tokens there."""
+    """Requests that P write the tokens to `destination`."""
 
     destination: Destination
 
 
 class ShardDigests(msgspec.Struct, frozen=True):
-    """Digests of what rank `consumer` of D reads from rank `producer` of P: per group, one for every unit of tokens.
+    """Digests of what rank `consumer` of D gets from rank `producer` of P: per group, one for every unit of tokens.
 
-    A digest of no bytes stands for a unit that P does not have.
+    An empty digest stands for a unit that P does not have.
     """
 
     producer: ShardId
@@ -103,7 +103,7 @@ class ShardDigests(msgspec.Struct, frozen=True):
 
 
 class Grant(msgspec.Struct, frozen=True, kw_only=True):
-    """The blocks stay as they are for `lease` seconds. Without `digests` nothing is compared."""
+    """The blocks do not change for `lease` seconds. Without `digests` nothing is compared."""
 
     transfer_id: TransferId
     lease: float
@@ -133,7 +133,7 @@ class Reason(enum.StrEnum):
 
 
 class Refuse(msgspec.Struct, frozen=True):
-    """`transfer_id` is empty where the whole session is refused."""
+    """`transfer_id` is empty if the whole session is refused."""
 
     transfer_id: TransferId
     reason: Reason
@@ -167,9 +167,9 @@ CODEC = Codec(Hello, Fetch, Grant, Refuse, Renew, Done, DoneAck, Abort, Bye, Fet
 
 
 class AttestJob(msgspec.Struct, frozen=True, kw_only=True):
-    """Digests of own blocks, for what engine `peer` gets of them. `block_ids` are the request's block tables.
+    """Requests digests of what engine `peer` gets of own blocks. `block_ids` are the request's block tables.
 
-    With a destination the tokens are written there too; then digests may be left out.
+    With a destination the tokens are also written there; then digests may be omitted.
     """
 
     job_id: TransferId
@@ -195,9 +195,9 @@ class OfferJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReadJob(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens [first, end) from the blocks of engine `peer` into own ones.
+    """Reads tokens [first, end) from the blocks of engine `peer` into own ones.
 
-    Where that engine has written them (`are_written`), nothing is read, and the window is closed.
+    If that engine has written them (`are_written`), nothing is read, and the window is closed.
     """
 
     job_id: TransferId
@@ -211,7 +211,7 @@ class ReadJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PeerShards(msgspec.Struct, frozen=True):
-    """All ranks of an engine, told to the workers once: before the first job that names it."""
+    """All ranks of an engine. Sent to the workers once, before the first job that names it."""
 
     peer: str
     shards: tuple[Shard, ...]
@@ -219,9 +219,9 @@ class PeerShards(msgspec.Struct, frozen=True):
 
 @register_kind
 class P2PMetadata(KVConnectorMetadata, msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """`own` are the ranks of this engine, told once. `cancelled` jobs end as soon as nothing of them moves any more.
+    """`own` are the ranks of this engine, sent once. `cancelled` jobs end as soon as nothing of them moves any more.
 
-    With `has_time` the step computes no tokens, so that digests hold nothing up.
+    With `has_time` the step computes no tokens, so that digests delay nothing.
     """
 
     own: tuple[Shard, ...] = ()
@@ -236,7 +236,7 @@ class P2PMetadata(KVConnectorMetadata, msgspec.Struct, frozen=True, tag=True, kw
 
 @register_kind
 class P2PHandshake(HandshakePayload, msgspec.Struct, frozen=True, tag=True):
-    """What a rank tells its own core of itself."""
+    """A rank's description of itself for its own core."""
 
     layout: KVLayout
     descriptor: bytes
@@ -244,7 +244,7 @@ class P2PHandshake(HandshakePayload, msgspec.Struct, frozen=True, tag=True):
 
 @register_kind
 class P2PSetup(ConnectorSetup, msgspec.Struct, frozen=True, tag=True):
-    """How a rank makes its transport. `key` is what peers prove to each other; `agent` is for those over a library."""
+    """The parameters of a rank's transport. `key` authenticates peers; `agent` is for transports over a library."""
 
     transport: str
     host: str

@@ -1,4 +1,4 @@
-"""Bytes between this rank and the ranks of another engine: connecting to them, transfers, and their end."""
+"""Moves bytes between this rank and the ranks of another engine: connections, transfers, and their end."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from penstock.utils.logging import get_logger
 logger = get_logger(__name__)
 
 Slices = tuple[LayerSlice, ...]
-"""What one rank sends to another one."""
+"""The parts of layers that one rank sends to another."""
 
 
 @dataclass(slots=True, eq=False)
 class Move:
-    """What moves between this rank and those of `peer`: of tokens [first, end), the `parts` of each rank.
+    """Transfers of tokens [first, end) between this rank and those of `peer`, at most one with each of them.
 
-    `tables` has this engine's and the other engine's block ids of each group; `windows` are where the other ranks may
-    be written. `parts` are those that have not begun; `is_retried` tells that a connection was made anew.
+    `tables` has this engine's and the other engine's block ids of each group; `windows` name where the other ranks may
+    be written. `parts` has the transfers that have not begun; `is_retried`: a connection has been made again.
     """
 
     name: TransferId
@@ -42,7 +42,7 @@ class Move:
 
 
 class Mover:
-    """One rank's. `background` makes connections."""
+    """Moves the bytes of one rank. `background` makes connections."""
 
     def __init__(self, layout: KVLayout, transport: DataTransport, background: Background) -> None:
         self._layout = layout
@@ -50,12 +50,12 @@ class Mover:
         self._dialler = Dialler(transport, background)
 
     def forget(self, shards: Sequence[Shard]) -> None:
-        """The life of an engine has ended."""
+        """Called when the life of an engine has ended."""
         for shard in shards:
             self._dialler.forget(shard.descriptor)
 
     def advance(self, move: Move) -> list[TransferState]:
-        """Begins what can be begun, and gives everything up if something has failed. Returns how all of it stands."""
+        """Begins the transfers that can begin, and gives the move up if one has failed. Returns the states of all."""
         self.begin(move)
         states = [self._transport.poll(handle) for _, handle in move.handles]
         if any(state in (TransferState.FAILED_SETTLED, TransferState.FAILED_UNSETTLED) for state in states):
@@ -63,7 +63,7 @@ class Mover:
         return states
 
     def give_up(self, move: Move) -> None:
-        """What is under way ends as soon as the transport can promise that nothing moves any more."""
+        """Ends the move. Its transfers settle as soon as the transport can promise that nothing moves any more."""
         move.parts.clear()
         if not move.has_failed:
             move.has_failed = True
@@ -71,7 +71,7 @@ class Mover:
                 self._transport.disconnect(peer)
 
     def begin(self, move: Move) -> None:
-        """One transfer with each rank that is connected by now."""
+        """Begins one transfer with each rank that is connected by now."""
         try:
             for shard, slices in list(move.parts.items()):
                 other = move.peer[shard]

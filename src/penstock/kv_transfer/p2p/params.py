@@ -1,8 +1,8 @@
-"""`kv_transfer_params` of requests and answers, as the proxies of the field write them.
+"""Reads `kv_transfer_params` of requests, as proxies for vLLM write them.
 
 Serial ("NIXL style"): the proxy sends the request to P with `do_remote_decode`, gets P's answer, and passes its
 `kv_transfer_params` on to D. Concurrent ("Mooncake style"): both get the request at once, with a common `transfer_id`,
-and D is told the address of P.
+and D gets the address of P.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ Address = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class RemoteDecode:
-    """Another engine will decode: the KV is held for it. `rendezvous` is empty where it will come with a ticket."""
+    """Another engine will decode: the KV is held for it. `rendezvous` is empty if that engine will use a ticket."""
 
     rendezvous: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class RemotePrefill:
-    """Another engine has prefilled, or is doing so: either `ticket` or `rendezvous` says of which request.
+    """Another engine has prefilled, or is doing so. `ticket` or `rendezvous` identifies the request there.
 
-    `num_tokens` is how many tokens of the prompt it has the KV of, None where that is all of them.
+    `num_tokens` is the number of prompt tokens whose KV it has, None if it has all.
     """
 
     address: Address
@@ -43,7 +43,7 @@ class RemotePrefill:
 
 
 def read_params(params: Mapping[str, Any]) -> RemoteDecode | RemotePrefill | None:
-    """What the request asks for; None for nothing. Raises RequestError that names what is missing or invalid."""
+    """Returns what the request asks for, or None. Raises RequestError that names a missing or invalid parameter."""
     is_decode, is_prefill = _flag(params, "do_remote_decode"), _flag(params, "do_remote_prefill")
     if is_decode and is_prefill:
         raise RequestError("do_remote_decode and do_remote_prefill exclude each other", _FIELD)
@@ -76,7 +76,7 @@ def _text(params: Mapping[str, Any], name: str, is_required: bool = False) -> st
     if value is None and not is_required:
         return ""
     if not isinstance(value, str) or not value or len(value) > _MAX_TEXT:
-        raise RequestError(f"do_remote_prefill needs {name}, a text, in {_FIELD}; got {value!r:.80}", _FIELD)
+        raise RequestError(f"do_remote_prefill needs {name}, a string, in {_FIELD}; got {value!r:.80}", _FIELD)
     return value
 
 
@@ -90,7 +90,7 @@ def _integer(params: Mapping[str, Any], name: str, least: int, most: int) -> int
 
 
 def _read_url(text: str) -> Address:
-    """Of `http://host:port` or `host:port`."""
+    """Parses `http://host:port` or `host:port`. Raises RequestError."""
     try:
         parts = urlsplit(text if "://" in text else f"http://{text}")
         if parts.hostname and parts.port:

@@ -1,7 +1,7 @@
-"""The cluster key, and which addresses are engines: nothing that a client writes becomes a connection by itself.
+"""The cluster key, and the addresses of engines: an address in a client's request alone never causes a connection.
 
-On one host nothing needs configuring. The first engine of a user makes a key in a folder that only this user can read,
-and every engine that listens leaves its address there. On other hosts the operator gives a key file and a list of
+On one host no configuration is needed. The first engine of a user makes a key in a folder that only this user can read,
+and every engine that listens records its address there. Between hosts the operator provides a key file and a list of
 peers; without them the engine does not start.
 """
 
@@ -26,7 +26,7 @@ _MIN_KEY_BYTES = 16
 
 
 def is_loopback(host: str) -> bool:
-    """Whether the host is this one by a name or an address that no other host can reach."""
+    """Returns whether the host is this one, by a name or an address that no other host can reach."""
     if host == "localhost":
         return True
     try:
@@ -36,9 +36,9 @@ def is_loopback(host: str) -> bool:
 
 
 def read_cluster_key(path: Path) -> bytes:
-    """Raises ConfigError when the file cannot be read, is too short, or can be read by others.
+    """Returns the key. Raises ConfigError if the file cannot be read, is too short, or can be read by others.
 
-    A group may read a file of root's: so are secrets mounted for the user of a container.
+    A file that root owns may be readable by a group, like secrets mounted for the user of a container.
     """
     try:
         found = path.stat()
@@ -53,7 +53,7 @@ def read_cluster_key(path: Path) -> bytes:
 
 
 class LocalCluster:
-    """The engines of one user on one host. Raises ConfigError where the folder is not this user's alone."""
+    """The engines of one user on one host. Raises ConfigError unless the folder is exclusively this user's."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._announced: dict[Address, int] = {}
@@ -65,20 +65,20 @@ class LocalCluster:
             raise ConfigError(f"{self._folder} must be a folder that only its owner can use: remove it, or set TMPDIR")
 
     def key(self) -> bytes:
-        """The same for all engines of the user; made by the first."""
+        """Returns the key that all engines of the user share. The first one makes it."""
         path = self._folder / "cluster.key"
         if not path.exists():
             made = self._folder / f"cluster.key.{secrets.token_hex(8)}"
             with os.fdopen(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.write(secrets.token_bytes(_KEY_BYTES))
-            # Another engine may have been quicker: a link does not replace what is there.
+            # Another engine may have made one first: a link does not replace an existing file.
             with contextlib.suppress(FileExistsError):
                 os.link(made, path)
             made.unlink()
         return path.read_bytes()
 
     def announce(self, address: Address) -> None:
-        """An engine listens there, until `withdraw` or the end of this process, however it comes."""
+        """Records that an engine listens there, until `withdraw` or the end of this process, however it ends."""
         for path in self._folder.glob("engine.*"):
             if not _is_locked(path):
                 path.unlink(missing_ok=True)
@@ -86,7 +86,7 @@ class LocalCluster:
         while True:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(descriptor, fcntl.LOCK_SH)
-            # Another process may have taken the file for one that was left over.
+            # Another process may have deleted the file in the meantime, as a stale one.
             if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
                 self._announced[address] = descriptor
                 return
@@ -97,7 +97,7 @@ class LocalCluster:
         os.close(self._announced.pop(address))
 
     def has(self, address: Address) -> bool:
-        """Whether an engine of this user listens there."""
+        """Returns whether an engine of this user listens there."""
         return _is_locked(self._file(address))
 
     def _file(self, address: Address) -> Path:
@@ -106,7 +106,7 @@ class LocalCluster:
 
 
 def _is_locked(path: Path) -> bool:
-    """Whether a living process has announced this address."""
+    """Returns whether a living process has announced this address."""
     try:
         descriptor = os.open(path, os.O_RDWR)
     except OSError:
@@ -121,7 +121,7 @@ def _is_locked(path: Path) -> bool:
 
 
 class PeerList:
-    """Which addresses may be dialled: those that were configured, and on this host those that engines have left.
+    """The addresses that may be dialled: configured ones, and on this host those that engines have announced.
 
     Addresses are compared as they are written. A name is looked up only when its engine is dialled.
     """
@@ -131,7 +131,7 @@ class PeerList:
         self._local = local
 
     def resolve(self, address: Address) -> Address:
-        """The address to dial. Raises PeerError when it is not in the list."""
+        """Returns the address to dial. Raises PeerError if it is not in the list."""
         host, port = address
         address = (canonical_host(host), port)
         if address in self._configured:
@@ -142,7 +142,7 @@ class PeerList:
 
 
 def _parse(text: str) -> Address:
-    """Raises ConfigError."""
+    """Parses HOST:PORT. Raises ConfigError."""
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not is_host(host) or not port.isdecimal() or not 0 < int(port) < 1 << 16:
@@ -151,8 +151,8 @@ def _parse(text: str) -> Address:
 
 
 def check_host(host: str) -> str:
-    """How others are told to reach `kv_ip`: an address, or a name as it is. Raises ConfigError for all addresses."""
+    """Returns the address or name by which others reach `kv_ip`. Raises ConfigError for the unspecified address."""
     host = canonical_host(host)
     if is_ip_address(host) and ipaddress.ip_address(host).is_unspecified:
-        raise ConfigError(f"kv_ip must be the address or the name that the other engines reach, not {host}")
+        raise ConfigError(f"kv_ip must be an address or a name by which other engines reach this one, not {host}")
     return host

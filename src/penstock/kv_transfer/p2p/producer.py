@@ -1,13 +1,13 @@
-"""The sending half: what is held for other engines, which of them may read it, and for how long (sans-IO).
+"""The sending half: which KV is held for other engines, which of them may read it, and for how long (sans-IO).
 
-A finished request's blocks are held until a consumer has read them, has said that it does not need them, or has not
-come in time. A hold is given to one reader, once: a ticket that comes again is refused. A fetch that names a rendezvous
-may come before its request has ended; it is parked until then, with a deadline.
+A finished request's blocks are held until a consumer has read them, has reported that it does not need them, or has not
+come in time. A hold is given to one reader, once: a repeated ticket is refused. A fetch that names a rendezvous may
+come before its request has ended; it is parked until then, with a deadline.
 
     held -> attesting -> granted -> released
 
-A consumer that lets its blocks be written is granted them at once. The workers write, and digest meanwhile; then it is
-told, and confirms as one that has read.
+A fetch with a destination is granted at once. The workers write to it, and compute digests meanwhile; then the
+consumer is notified, and confirms as after a read.
 
     held -> granted, and being written -> granted -> released
 """
@@ -41,8 +41,9 @@ from penstock.utils.errors import PeerError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProducerRules:
-    """All times in seconds. `hold_seconds`: how long blocks are held for a reader that has not come; `park_seconds`:
-    how long a reader waits for a request that has not ended. Without `is_attested` blocks are not digested."""
+    """All times are in seconds. `hold_seconds`: how long blocks are held for a reader that has not come;
+    `park_seconds`: how long a reader waits for a request that has not ended. Without `is_attested` blocks are not
+    digested."""
 
     hold_seconds: float
     lease_seconds: float
@@ -64,7 +65,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Attest:
-    """The workers shall digest what `peer` is going to get; with a destination, also write it there."""
+    """Requests that the workers digest what `peer` is going to get and, with a destination, write it there."""
 
     job_id: TransferId
     peer: PeerKey
@@ -77,7 +78,7 @@ class Attest:
 
 @dataclass(frozen=True, slots=True)
 class StopWriting:
-    """The workers shall end the job as soon as they can; its end is awaited."""
+    """Requests that the workers end the job as soon as possible. Its blocks stay held until they have."""
 
     job_id: TransferId
 
@@ -89,7 +90,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A peer has read so many tokens, `seconds` after it was granted them."""
+    """A peer has read `num_tokens` tokens, `seconds` after it was granted them."""
 
     peer: PeerKey
     num_tokens: int
@@ -122,9 +123,9 @@ class _Grant:
     deadline: float
     granted_at: float = 0.0
     is_granted: bool = False
-    # The workers read the blocks.
+    # The workers are reading the blocks.
     is_busy: bool = False
-    # The reader has gone, or its time has passed, while they do.
+    # Meanwhile the reader has disconnected, cancelled, or exceeded its lease.
     is_abandoned: bool = False
 
     @property
@@ -149,12 +150,12 @@ class _State:
     parked: dict[_GrantKey, _Parked] = field(default_factory=dict[_GrantKey, _Parked])
     grants: dict[_GrantKey, _Grant] = field(default_factory=dict[_GrantKey, _Grant])
     jobs: dict[TransferId, _GrantKey] = field(default_factory=dict[TransferId, _GrantKey])
-    # Rendezvous at which one side will not come any more, with the time until which the other may.
+    # Rendezvous that one side has given up, with the time until which the other side may still come.
     closed: dict[str, float] = field(default_factory=dict[str, float])
 
 
 class Producer:
-    """`epoch` is another one in every life of the engine. Every call may add actions; `take_actions` returns them."""
+    """`epoch` differs in every life of the engine. Every call may add actions; `take_actions` returns them."""
 
     def __init__(self, engine_id: str, epoch: str, rules: ProducerRules, office: TicketOffice) -> None:
         self._engine_id = engine_id
@@ -173,7 +174,7 @@ class Producer:
     # ---- Requests of this engine ----
 
     def offer(self, offer: Offer, now: float) -> str:
-        """The request has ended and its blocks are held. Returns its ticket."""
+        """Offers the held blocks of a request that has ended. Returns its ticket."""
         held = _Held(offer, now + self._rules.hold_seconds)
         self._state.held[offer.hold_id] = held
         self.counts.num_offered += 1
@@ -188,7 +189,7 @@ class Producer:
         )
 
     def withdraw(self, rendezvous: str, now: float) -> None:
-        """The request with this rendezvous has ended without KV."""
+        """Called when the request with this rendezvous has ended without KV."""
         if rendezvous:
             self._close(rendezvous, now)
         for key in [key for key, each in self._state.parked.items() if each.fetch.rendezvous == rendezvous]:
@@ -196,13 +197,13 @@ class Producer:
             self._refuse(key, Reason.PREFILL_FAILED, "the request has ended before its prompt was computed")
 
     def can_be_met(self, rendezvous: str) -> bool:
-        """Whether a request may use this rendezvous: no other one is held under it."""
+        """Returns whether a request may use this rendezvous: no other one is held under it."""
         return rendezvous not in self._state.at_rendezvous
 
     # ---- Peers ----
 
     def receive(self, peer: PeerKey, message: Message, now: float) -> None:
-        """Raises PeerError for a message that no consumer sends."""
+        """Applies a message. Raises PeerError for one that no consumer sends."""
         match message:
             case Fetch():
                 self._on_fetch((peer, message.transfer_id), message, now)
@@ -221,12 +222,12 @@ class Producer:
                 raise PeerError(f"the peer sent {type(message).__name__}, which a consumer does not send")
 
     def on_lost(self, peer: PeerKey) -> None:
-        """The connection has ended: its grants cannot be confirmed any more."""
+        """Called when the connection has ended: its grants can no longer be confirmed."""
         for key in [key for key in (*self._state.parked, *self._state.grants) if key[0] == peer]:
             self._give_up(key)
 
     def on_attested(self, job_id: TransferId, digests: Sequence[ShardDigests] | None, now: float) -> None:
-        """The workers have digested the blocks, and written them where they were to; None if they could not."""
+        """Called when the workers have digested the blocks and done any writes; None if they could not."""
         key = self._state.jobs.pop(job_id, None)
         if key is None:
             return
@@ -249,7 +250,7 @@ class Producer:
     # ---- Time ----
 
     def poll(self, now: float) -> None:
-        """Ends what has waited too long."""
+        """Ends everything whose deadline has passed."""
         state = self._state
         for key in [key for key, each in state.parked.items() if each.deadline <= now]:
             del state.parked[key]
@@ -257,7 +258,7 @@ class Producer:
         for key in [key for key, each in state.grants.items() if each.is_live and each.deadline <= now]:
             self.counts.num_expired += 1
             if state.grants[key].is_busy:
-                self._refuse(key, Reason.NOT_WRITTEN, "the lease had ended before everything was written")
+                self._refuse(key, Reason.NOT_WRITTEN, "the lease ended before everything was written")
             self._give_up(key)
         for name in [name for name, until in state.closed.items() if until <= now]:
             del state.closed[name]
@@ -277,7 +278,7 @@ class Producer:
         actions, self._actions = self._actions, []
         return actions
 
-    # ---- Steps ----
+    # ---- Transitions ----
 
     def _on_fetch(self, key: _GrantKey, fetch: Fetch, now: float) -> None:
         if key in self._state.grants or key in self._state.parked:
@@ -294,7 +295,7 @@ class Producer:
         self._answer(key, fetch, now)
 
     def _close(self, rendezvous: str, now: float) -> None:
-        """The other side need not wait for its deadline, unless too many are known."""
+        """Records, up to a limit, that one side has given up, so that the other need not wait for its deadline."""
         if len(self._state.closed) < self._rules.max_parked:
             self._state.closed[rendezvous] = now + self._rules.park_seconds
 
@@ -311,7 +312,7 @@ class Producer:
             what = "the prompts or their salts differ: both engines need the same chat template and API keys"
             self._refuse(key, Reason.OTHER_PROMPT, what)
         elif not 0 <= fetch.first <= fetch.end <= held.offer.num_tokens:
-            what = f"tokens [{fetch.first}, {fetch.end}) of {held.offer.num_tokens}"
+            what = f"tokens [{fetch.first}, {fetch.end}) are not within the {held.offer.num_tokens} that are held"
             self._refuse(key, Reason.INVALID_RANGE, what)
         elif fetch.first == fetch.end:
             self.counts.num_not_needed += 1
@@ -320,12 +321,12 @@ class Producer:
             self._take(key, held, fetch, now)
 
     def _find(self, fetch: Fetch) -> _Held | None:
-        """Raises PeerError for a ticket that was not issued in this life of this engine."""
+        """Returns what a fetch names. Raises PeerError for a ticket that was not issued in this life of this engine."""
         if not fetch.ticket:
             return self._state.at_rendezvous.get(fetch.rendezvous)
         ticket = self._office.read(fetch.ticket)
         if (ticket.engine_id, ticket.epoch) != (self._engine_id, self._epoch):
-            raise PeerError("the ticket is of another engine, or from before this engine's restart")
+            raise PeerError("the ticket was issued by another engine, or before this engine restarted")
         return self._state.held.get(ticket.hold_id)
 
     def _take(self, key: _GrantKey, held: _Held, fetch: Fetch, now: float) -> None:
@@ -369,7 +370,7 @@ class Producer:
         self._actions.append(Send(key[0], DoneAck(key[1], is_valid)))
 
     def _give_up(self, key: _GrantKey) -> None:
-        """The reader wants it no longer, or has gone."""
+        """Called when the reader has cancelled, disconnected or exceeded its lease."""
         self._state.parked.pop(key, None)
         grant = self._state.grants.get(key)
         if grant is None:
@@ -395,7 +396,7 @@ class Producer:
         self._actions.append(Send(key[0], Refuse(key[1], reason, detail)))
 
     def check_integrity(self) -> None:
-        """Recomputes what must agree."""
+        """Recomputes derived state; raises AssertionError if it is inconsistent."""
         state = self._state
         taken = {each.offer.hold_id for each in state.held.values() if each.is_taken}
         granted = {grant.held.offer.hold_id for grant in state.grants.values()}

@@ -1,4 +1,4 @@
-"""The scheduler side of the `P2PConnector`: what requests ask of it, and what they are answered."""
+"""The scheduler side of the `P2PConnector`: the parameters of requests and of their responses."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _HELD = (FinishReason.LENGTH, FinishReason.STOP)
 
 @dataclass(slots=True)
 class _Remote:
-    """A request whose prompt another engine computes, under a name that comes only once. `is_settled`: that engine has
-    been told what is needed."""
+    """A request whose prompt another engine computes. `name` is never reused. `is_settled`: a load has begun or been
+    refused, or that engine has been told that nothing is needed."""
 
     name: TransferId
     source: RemotePrefill
@@ -80,7 +80,7 @@ class P2PScheduler(NullSchedulerConnector):
     def shutdown(self) -> None:
         self._exchange.shutdown()
 
-    # ---- Requests that come ----
+    # ---- New requests ----
 
     def on_new_request(self, request: RequestView) -> None:
         asked, role = read_params(request.kv_transfer_params), self._settings.role
@@ -111,7 +111,7 @@ class P2PScheduler(NullSchedulerConnector):
         return Match(num_tokens, is_async=True) if num_tokens > 0 else NO_MATCH
 
     def _num_remote_tokens(self, request: RequestView, remote: _Remote) -> int:
-        """Whole blocks of the prompt that the other engine has; the last token is computed here."""
+        """Returns the tokens in whole blocks of the prompt that the other engine has; the last one is computed here."""
         known, size = remote.source.num_tokens, self._block_size
         num_tokens = request.num_prompt_tokens if known is None else min(known, request.num_prompt_tokens)
         return max(0, num_tokens - 1) // size * size
@@ -140,7 +140,7 @@ class P2PScheduler(NullSchedulerConnector):
         except PeerError as error:
             logger.warning("the prefill of %s is not used: %s", request_id, error)
 
-    # ---- Requests that end ----
+    # ---- Finished requests ----
 
     def request_finished(self, request: RequestView, block_ids: BlockIds, reason: FinishReason) -> FinishResult:
         remote = self._remote.pop(request.request_id, None)
@@ -157,7 +157,7 @@ class P2PScheduler(NullSchedulerConnector):
         return FinishResult(FinishAction.HOLD, self._hold(request, block_ids, wanted))
 
     def _hold(self, request: RequestView, block_ids: BlockIds, wanted: RemoteDecode) -> dict[str, object]:
-        """Holds the blocks for another engine; returns what the request is answered."""
+        """Holds the blocks for another engine; returns the parameters of the response."""
         ticket = self._exchange.offer(
             Offer(
                 hold_id=request.hold_id,

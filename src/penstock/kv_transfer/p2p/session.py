@@ -1,7 +1,7 @@
-"""Who is at the other end of a connection: engines introduce themselves before anything else is said (sans-IO).
+"""Identifies the peer of a connection: engines introduce themselves before they send anything else (sans-IO).
 
-A connection is open once both have sent a `Hello` and neither has found a difference that matters. What follows on an
-open connection is for the producer or the consumer.
+A connection is open once both have sent a `Hello` and neither has found a difference that matters. The producer or the
+consumer handles later messages.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Ends the connection once everything has been sent."""
+    """Closes the connection when everything has been sent."""
 
     peer: PeerKey
 
@@ -50,19 +50,19 @@ class Sessions:
         self._actions: list[Send | Close] = []
 
     def hello_of(self, peer: PeerKey) -> Hello | None:
-        """The other end's, None as long as the connection is not open."""
+        """Returns the peer's hello, None while the connection is not open."""
         session = self._sessions.get(peer)
         return None if session is None else session.hello
 
     def is_outgoing(self, peer: PeerKey) -> bool:
-        """Whether this engine has opened the connection: then the other one is asked for KV, else it asks."""
+        """Returns whether this engine made the connection: it then requests KV from the peer, otherwise the reverse."""
         return self._sessions[peer].is_outgoing
 
     def has(self, peer: PeerKey) -> bool:
         return peer in self._sessions
 
     def engines(self) -> set[str]:
-        """The keys of all engines that a connection is open to."""
+        """Returns the keys of all engines with an open connection."""
         return {engine_key(session.hello) for session in self._sessions.values() if session.hello is not None}
 
     def on_connected(self, peer: PeerKey, is_outgoing: bool, now: float) -> None:
@@ -74,9 +74,9 @@ class Sessions:
         self._sessions.pop(peer, None)
 
     def introduce(self, peer: PeerKey, message: Message) -> str | None:
-        """Takes what comes on a connection that is not open. Returns why it cannot be used, None if it can.
+        """Takes a message on a connection that is not open. Returns why it cannot be used, None if it can.
 
-        Raises PeerError for anything but an introduction.
+        Raises PeerError for anything but an introduction or a refusal.
         """
         session = self._sessions[peer]
         if isinstance(message, Refuse):
@@ -96,7 +96,7 @@ class Sessions:
         return None
 
     def poll(self, now: float) -> list[PeerKey]:
-        """Connections that have not been opened in time; they are closed."""
+        """Closes connections that were not opened in time, and returns them."""
         late = [peer for peer, each in self._sessions.items() if each.hello is None and each.deadline <= now]
         self._actions += [Close(peer) for peer in late]
         return late
@@ -106,7 +106,7 @@ class Sessions:
         return min((each.deadline for each in self._sessions.values() if each.hello is None), default=None)
 
     def say_bye(self) -> None:
-        """This engine shuts down."""
+        """Tells all peers that this engine shuts down."""
         for peer, session in self._sessions.items():
             if session.hello is not None:
                 self._actions += [Send(peer, Bye("the engine shuts down")), Close(peer)]
@@ -130,7 +130,7 @@ class Sessions:
 
 
 def find_differences(own: Mapping[str, str], other: Mapping[str, str], ignored: frozenset[str]) -> list[str]:
-    """Which parts of the meaning of KV differ, with both values."""
+    """Returns the parts of the meaning of KV that differ, with both values."""
     names = sorted((own.keys() | other.keys()) - ignored)
     return [
         f"{name} ({own.get(name, 'none')} and {other.get(name, 'none')})"
@@ -140,7 +140,7 @@ def find_differences(own: Mapping[str, str], other: Mapping[str, str], ignored: 
 
 
 def check_shards(shards: Sequence[Shard]) -> None:
-    """Raises PeerError for ranks that no engine can have: what is worked out from them must not fail later."""
+    """Raises PeerError for ranks that no engine can have, so that later computations with them do not fail."""
     names = {each.shard for each in shards}
     stages = 1 + max((pp for pp, _ in names), default=-1)
     width = 1 + max((tp for _, tp in names), default=-1)
@@ -152,5 +152,5 @@ def check_shards(shards: Sequence[Shard]) -> None:
 
 
 def engine_key(hello: Hello) -> str:
-    """Names one life of an engine."""
+    """Returns a name for one life of an engine."""
     return f"{hello.engine_id}/{hello.epoch}"

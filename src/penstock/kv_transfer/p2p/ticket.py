@@ -1,8 +1,8 @@
 """The proof that a request may read KV of another engine, which travels through clients and proxies.
 
 A ticket names one finished request of one life of one engine, and the prompt whose KV it stands for. It carries an
-HMAC-SHA256 (RFC 2104) under the cluster key, so that only an engine of the cluster can make one. Whether it is still
-good, and has not been used, is known to the engine that made it.
+HMAC-SHA256 (RFC 2104) under the cluster key, so that only an engine of the cluster can make one. Only the engine that
+issued it knows whether it is still valid and unused.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Ticket(msgspec.Struct, frozen=True):
 
 
 def digest_prompt(token_ids: Sequence[int], cache_salt: str | None) -> bytes:
-    """[16 bytes] Equal where prompts are equal, whatever the block size; under another salt it is another one."""
+    """Returns [16 bytes], equal for equal prompts whatever the block size, and different for different salts."""
     salt = (cache_salt or "").encode()
     tokens = array("q", token_ids).tobytes()
     return hashlib.blake2b(len(salt).to_bytes(8, "little") + salt + tokens, digest_size=16).digest()
 
 
 class TicketOffice:
-    """Makes and reads tickets of one cluster."""
+    """Issues and reads the tickets of one cluster."""
 
     def __init__(self, key: bytes) -> None:
         self._key = hashlib.sha256(b"penstock ticket\0" + key).digest()
@@ -58,7 +58,7 @@ class TicketOffice:
             data = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
             mac, payload = data[:_MAC_BYTES], data[_MAC_BYTES:]
             if not hmac.compare_digest(mac, self._mac(payload)):
-                raise PeerError("the ticket is not of this cluster: its signature is invalid")
+                raise PeerError("the ticket does not belong to this cluster: its signature is invalid")
             return msgspec.msgpack.decode(payload, type=Ticket)
         except (ValueError, binascii.Error, msgspec.DecodeError):
             raise PeerError("the ticket is malformed") from None

@@ -1,4 +1,4 @@
-"""What has moved between this engine and each of its peers, for people who look at it."""
+"""Counts transfers between this engine and each of its peers, for metrics and the dashboard."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _OTHERS = "others"
 
 
 class Traffic:
-    """By direction and engine id. Counted as one are the peers beyond the first `_MAX_PEERS`, and all names that no
-    peer has introduced itself with: a client may write any."""
+    """Counts transfers by direction and engine id. Peers beyond the first `_MAX_PEERS` and names that no peer has
+    introduced itself with share one count: a client may write any name."""
 
     def __init__(self) -> None:
         self._peers: set[str] = set()
@@ -19,21 +19,21 @@ class Traffic:
 
     @property
     def counters(self) -> Mapping[str, float]:
-        """`p2p_from/ENGINE/tokens` and the like: transfers, tokens, bytes, seconds, failed."""
+        """Returns counters such as `p2p_from/ENGINE/tokens`, for transfers, tokens, bytes, seconds and failed."""
         return self._counters
 
     def introduce(self, engine_id: str) -> None:
-        """An engine has said who it is."""
+        """Called when an engine has introduced itself."""
         if len(self._peers) < _MAX_PEERS:
             self._peers.add(engine_id)
 
     def on_moved(self, direction: str, engine_id: str, num_tokens: int, num_bytes: int, seconds: float) -> None:
-        """A transfer "from" or "to" an engine has ended well. `seconds` is what its reader has waited."""
+        """Counts a complete transfer "from" or "to" an engine. `seconds` is how long its reader has waited."""
         moved = {"transfers": 1, "tokens": num_tokens, "bytes": num_bytes, "seconds": seconds}
         self._add(direction, engine_id, moved)
 
     def on_failed(self, direction: str, engine_id: str) -> None:
-        """It has not, or only a part of it: what is missing is computed by the reader."""
+        """Counts a transfer that was incomplete; the reader computes what is missing."""
         self._add(direction, engine_id, {"failed": 1})
 
     def _add(self, direction: str, engine_id: str, amounts: Mapping[str, float]) -> None:

@@ -1,8 +1,8 @@
-"""The worker side of the `P2PConnector`: digests of what others get, reads and writes, and the check of what has come.
+"""The worker side of the `P2PConnector`: digests of KV for other engines, reads and writes, and checks of received KV.
 
-Bytes move beside the steps, on the transport's own threads. What this rank computes itself, the digests, is bounded per
-step, so that the requests that it serves meanwhile do not wait. A read is reported when nothing of it can move any
-more, and what was opened to be written is closed before it is checked: so what is found right stays so.
+Bytes move in parallel with the steps, on the transport's threads. Digests, which this rank computes itself, are bounded
+per step, so that other requests do not wait for them. A read is reported when nothing of it can move any more, and a
+window is closed before its content is checked, so that checked KV cannot change.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from penstock.utils.logging import get_logger
 logger = get_logger(__name__)
 
 _DIGEST_BYTES_PER_STEP = 8 << 20
-# Times as much, in a step that computes nothing else.
+# Multiplies the limit in a step that computes nothing else.
 _IDLE_FACTOR = 8
 
 
@@ -54,7 +54,7 @@ class _Attest:
 
 @dataclass(slots=True, eq=False)
 class _Read:
-    """`move` reads; what the other engine has written has come through the `window`, and nothing is read."""
+    """`move` reads. If the other engine writes instead, through the `window`, `move` is empty."""
 
     job: ReadJob
     move: Move
@@ -65,7 +65,7 @@ class _Read:
 
 
 class P2PWorker(NullWorkerConnector):
-    """One rank's. `make_transport` is called when the rank's memory is known; `background` connects it to peers."""
+    """Serves one rank. `make_transport` is called when its memory is known; `background` connects it to peers."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class P2PWorker(NullWorkerConnector):
         return _Attest(job.job_id, work, digests, self._write(job))
 
     def _write(self, job: AttestJob) -> Move | None:
-        """One transfer to each rank that needs something that this one has."""
+        """Returns the transfers to the ranks that need KV of this one; None if nothing is written."""
         if job.destination is None:
             return None
         peer = self._tables.get(job.peer, {})
@@ -166,8 +166,8 @@ class P2PWorker(NullWorkerConnector):
         return Move(job.job_id, Operation.WRITE, peer, tables, job.first, job.end, parts, windows)
 
     def _report_sent(self, attest: _Attest) -> TransferReport | None:
-        """None as long as the job needs the blocks. Of a write that has failed bytes may still move: they are in memory
-        whose owner has closed it, or will, and does not rely on them."""
+        """Returns None while the job needs the blocks. Bytes of a write that has failed may still move, but only into
+        memory whose owner has closed it, or will, and does not rely on it."""
         states = self._mover.advance(attest.move) if attest.move is not None else []
         if TransferState.PENDING in states:
             return None
@@ -179,7 +179,7 @@ class P2PWorker(NullWorkerConnector):
         return TransferReport(attest.job_id, self._shard, TransferStatus.DONE, digests=digests)
 
     def _digest_own(self, job: AttestJob, digests: list[bytes]) -> Iterator[int]:
-        """For each rank of the peer that reads from this one, group by group and unit by unit."""
+        """Computes the digests for each rank of the peer that reads from this one, by group and unit."""
         for _, slices, layout in _readers(self._shard, self._own, self._tables.get(job.peer, {})):
             unit = digest_unit(self._layout.block_size, layout.block_size)
             for group, table in enumerate(job.block_ids):
@@ -191,7 +191,7 @@ class P2PWorker(NullWorkerConnector):
     def _axes(self) -> tuple[str, ...]:
         return self._layout.layers[0].axes
 
-    # ---- Receiving: reads, windows, and the check of what has come ----
+    # ---- Receiving: reads, windows and checks ----
 
     def _offer(self, job: OfferJob) -> TransferReport:
         try:
@@ -202,7 +202,7 @@ class P2PWorker(NullWorkerConnector):
         return TransferReport(job.offer_id, self._shard, TransferStatus.DONE, digests=(name,))
 
     def _ranges(self, job: OfferJob) -> np.ndarray:  # [n, 2] int64
-        """Where this rank has the tokens: what it would copy to a twin of itself."""
+        """Returns where this rank has the tokens: what it would copy to an identical rank."""
         layout = self._layout
         everything = sources(layout, {self._shard: layout}, self._shard)
         tables = tuple((table, table) for table in job.block_ids)
@@ -210,7 +210,7 @@ class P2PWorker(NullWorkerConnector):
         return np.concatenate([np.empty((0, 2), np.int64), *runs])
 
     def _begin(self, job: ReadJob) -> _Read:
-        """One transfer from each rank that has something that this one needs; none if the same step cancels it."""
+        """Begins one transfer from each rank that has KV for this one; none if the same step cancels the job."""
         window = self._windows.pop(job.job_id, None)
         if window is not None:
             self._transport.close_window(window)
@@ -233,7 +233,7 @@ class P2PWorker(NullWorkerConnector):
         return sources(self._layout, table, self._shard)
 
     def _watch(self, read: _Read) -> None:
-        """Takes over how its transfers stand."""
+        """Checks the state of the transfers, and begins to compare digests when all have settled."""
         if read.check is not None or read.is_checked:
             return
         states = self._mover.advance(read.move)
@@ -247,7 +247,7 @@ class P2PWorker(NullWorkerConnector):
             read.check = self._compare(read)
 
     def _check(self, read: _Read, room: int) -> int:
-        """Compares digests of at most `room` bytes; returns what is left of them."""
+        """Compares digests of about `room` bytes; returns the room that is left."""
         if read.check is not None and room > 0:
             room, read.is_checked = _advance(read.check, room)
         return room
@@ -263,13 +263,13 @@ class P2PWorker(NullWorkerConnector):
             for group, table in enumerate(job.block_ids):
                 wanted = iter(expected[group] if group < len(expected) else ())
                 for token, each, num_bytes in self._digests.of(slices, axes, table, group, job.first, job.end, unit):
-                    # Without a block here nothing was wanted.
+                    # Without a block here, nothing was requested.
                     if next(wanted, b"") != each and each:
                         read.bad_ranges.append(BadRange(group, token, min(token + unit, job.end)))
                     yield num_bytes
 
     def _report(self, read: _Read) -> TransferReport:
-        """A failure without ranges has brought nothing."""
+        """Returns the report; a failure without ranges means that no KV is usable."""
         if read.move.has_failed:
             return TransferReport(read.job.job_id, self._shard, TransferStatus.FAILED)
         status = TransferStatus.FAILED if read.bad_ranges else TransferStatus.DONE
@@ -279,7 +279,7 @@ class P2PWorker(NullWorkerConnector):
 def _readers(
     shard: ShardId, own: dict[ShardId, Shard], peer: dict[ShardId, Shard]
 ) -> Iterator[tuple[ShardId, Slices, KVLayout]]:
-    """What each rank of the peer gets from rank `shard`, in the order of the peer's ranks."""
+    """Yields what each rank of the peer gets from rank `shard`, in the order of the peer's ranks."""
     table = {each: entry.layout for each, entry in own.items()}
     for consumer in sorted(peer):
         slices = sources(peer[consumer].layout, table, consumer).get(shard)
@@ -288,7 +288,7 @@ def _readers(
 
 
 def _advance(work: Iterator[int], room: int) -> tuple[int, bool]:
-    """Lets it go on for `room` bytes. Returns what is left of them, and whether it has ended."""
+    """Continues the work for `room` bytes. Returns the room that is left, and whether the work has ended."""
     for num_bytes in work:
         room -= num_bytes
         if room <= 0:

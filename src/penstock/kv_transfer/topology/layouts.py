@@ -60,7 +60,7 @@ def check_layout(layout: KVLayout) -> None:
     """Raises PeerError unless every element of every layer is in bounds and no two elements of a layer overlap."""
     regions = {region.name: region for region in layout.regions}
     if len(regions) < len(layout.regions) or any(region.num_bytes < 0 for region in layout.regions):
-        raise PeerError("the KV layout is invalid: its regions need different names and no negative sizes")
+        raise PeerError("the KV layout is invalid: its regions need unique names and sizes of at least 0")
     if sum(region.num_bytes for region in layout.regions) > _MAX_BYTES:
         raise PeerError("the KV layout is invalid: its regions are larger than any memory")
     if len({layer.name for layer in layout.layers}) < len(layout.layers):
@@ -78,7 +78,7 @@ def _fault(layer: LayerLayout, block_size: int, regions: dict[str, MemoryRegion]
         return f"there is no region {layer.region!r}"
     axes = set(layer.axes)
     if len(axes) < len(layer.axes) or not axes <= AXES or not axes >= {"block", "token"}:
-        return f"its axes {layer.axes} must be different ones of {sorted(AXES)}, block and token among them"
+        return f"its axes {layer.axes} must be distinct, from {sorted(AXES)}, and include block and token"
     if not len(layer.axes) == len(layer.shape) == len(layer.strides) or min(layer.shape) < 1 or layer.offset < 0:
         return f"shape {layer.shape}, strides {layer.strides} or offset {layer.offset} is impossible"
     if extent(layer, "token")[0] != block_size:
@@ -93,5 +93,5 @@ def _fault(layer: LayerLayout, block_size: int, regions: dict[str, MemoryRegion]
             return f"its elements overlap: strides {layer.strides} of shape {layer.shape}"
         end += stride * (size - 1)
     if layer.offset + end > regions[layer.region].num_bytes:
-        return f"it ends behind its region of {regions[layer.region].num_bytes} bytes"
+        return f"it ends after its region of {regions[layer.region].num_bytes} bytes"
     return None

@@ -101,7 +101,7 @@ def plan_runs(
 
 @dataclass(frozen=True, slots=True)
 class SliceShape:
-    """What the offsets of a slice's bytes depend on, besides the start of its layer. (elements, stride) by axis."""
+    """Determines the offsets of a slice's bytes relative to its layer. The pairs are (elements, stride) of an axis."""
 
     block: tuple[int, int]
     token: tuple[int, int]

@@ -19,11 +19,11 @@ from penstock.utils.errors import PeerError
 class EngineTransferInfo(msgspec.Struct, frozen=True):
     """One pipeline stage of an engine, as the engine declares it to its peers.
 
-    `pp_size` is the engine's number of stages: it can be read from when all are known. `block_size` is the number of
-    tokens of a block in its block tables; memory may be cut into smaller blocks, all of one size. `start_layer` numbers
-    the stage's first layer among all of the engine's layers, including draft layers: each stage must begin where the
-    one before it ends, so that a missing or duplicate layer is found when stages are registered. `layouts` are those of
-    the stage's shards by tensor rank.
+    `pp_size` is the engine's number of stages: the engine can be read from when all are known. `block_size` is the
+    number of tokens of a block in its block tables; memory may be cut into smaller blocks, all of one size.
+    `start_layer` numbers the stage's first layer among all of the engine's layers, including draft layers: each stage
+    must begin where the one before it ends, so that a missing or duplicate layer is found when stages are registered.
+    `layouts` are those of the stage's shards by tensor rank.
     """
 
     engine_id: str
@@ -58,8 +58,8 @@ class EngineTransferInfo(msgspec.Struct, frozen=True):
             check_layout(layout)
             if layout.block_size < 1 or self.block_size < 1 or self.block_size % layout.block_size:
                 raise PeerError(
-                    f"engine {self.engine_id!r}: {self.block_size} tokens of a block are no whole blocks of "
-                    f"{layout.block_size} tokens in memory"
+                    f"engine {self.engine_id!r}: a block of {self.block_size} tokens is not a whole number of "
+                    f"memory blocks of {layout.block_size} tokens"
                 )
             if layout.block_size != self.layouts[0].block_size or _names(layout) != _names(self.layouts[0]):
                 raise PeerError(f"engine {self.engine_id!r}: tensor ranks of a stage differ in layers or block size")
@@ -100,7 +100,7 @@ class TransferTopology:
         for info in engine_infos(engine_id, block_size, shards):
             self.register(info)
 
-    # ---- Who is known ----
+    # ---- Known engines ----
 
     def register(self, info: EngineTransferInfo) -> None:
         """Adds a stage; repeating it has no effect. Raises PeerError, and adds nothing, if it does not fit."""
@@ -108,8 +108,8 @@ class TransferTopology:
         if key in self._stages:
             if self._stages[key] != info:
                 raise PeerError(
-                    f"engine {info.engine_id!r} declares stage {info.remote_pp_rank} otherwise than before: forget the "
-                    "engine first if it was restarted, or give each engine an engine_id of its own"
+                    f"engine {info.engine_id!r} declares stage {info.remote_pp_rank} differently than before: forget "
+                    "the engine first if it was restarted, or give each engine a unique engine_id"
                 )
             return
         info.check()
@@ -157,10 +157,10 @@ class TransferTopology:
             for layers in _layers_by_rank(info)
         )
 
-    # ---- Who reads from whom ----
+    # ---- Sources and readers ----
 
     def sources(self, engine_id: str, local_shard: ShardId) -> Mapping[ShardId, tuple[LayerSlice, ...]]:
-        """Returns what a shard of this engine reads from which shards of that one (`planner.sources`)."""
+        """Returns what a shard of this engine reads from which shards of the other one (`planner.sources`)."""
         key = engine_id, local_shard
         if key not in self._sources:
             own = self.shards(self.engine_id)
@@ -168,15 +168,15 @@ class TransferTopology:
         return self._sources[key]
 
     def target_remote_ranks(self, engine_id: str, local_shard: ShardId) -> tuple[ShardId, ...]:
-        """Returns the shards of that engine that a shard of this one reads from."""
+        """Returns the shards of the other engine that a shard of this one reads from."""
         return tuple(self.sources(engine_id, local_shard))
 
     def reading_shards(self, engine_id: str) -> frozenset[ShardId]:
-        """Returns the shards of this engine that report when it has read from that one: those that have layers."""
+        """Returns the shards of this engine that report a read from the other one: those that have layers."""
         return frozenset(shard for shard in self.shards(self.engine_id) if self.sources(engine_id, shard))
 
     def readers(self, engine_id: str) -> Mapping[ShardId, frozenset[ShardId]]:
-        """Returns for every shard of this engine the shards of that one that read from it, as it computes them."""
+        """Returns for every shard of this engine which shards of the other one read from it, by the other's plan."""
         own, theirs = self.shards(self.engine_id), self.shards(engine_id)
         targets = {shard: frozenset(sources(layout, own, shard)) for shard, layout in theirs.items()}
         return {mine: frozenset(shard for shard in theirs if mine in targets[shard]) for mine in own}
@@ -209,7 +209,7 @@ class TransferTopology:
                 )
 
     def _check_against_own(self, info: EngineTransferInfo) -> None:
-        """Checks that layers of both engines store alike and have the same total number of KV heads."""
+        """Checks that both engines' layers store KV in the same way and have the same total number of KV heads."""
         own = {
             layers[0].name: layers
             for (engine_id, _), stage in self._stages.items()

@@ -1,1 +1,1 @@
-"""How bytes get from one engine's memory into another's: one contract, several transports."""
+"""Transports, which move bytes between the memory of two engines: one contract, several implementations."""

@@ -1,16 +1,16 @@
-"""What two endpoints of an `AgentTransport` say to each other on their control connection.
+"""The messages of two `AgentTransport` endpoints on their control connection.
 
 client                          server
 hello                      ->
-                           <-   answer: its agent, and where that has its memory
+                           <-   answer: its agent, and where the agent has its memory
 landed, after a transfer
   with a notification      ->
 end agent, after a write
   that was given up        ->
                            <-   (the connection ends, once the server's agent has)
 
-The server closes the connection of a client that it has answered only when its agent has ended, or the client's
-connection has: so the end of the connection tells that nothing which the client has written can land any more.
+After its answer, the server closes the connection only when its agent or the client's end of the connection has ended:
+so the end of the connection proves that nothing that the client has written can land any more.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ class AgentAddress(msgspec.Struct, frozen=True, tag="agent", forbid_unknown_fiel
 
 
 class AgentAnswer(msgspec.Struct, frozen=True, tag="agent_answer"):
-    """`refusal` says why the server does not go on; it is empty if it does."""
+    """`refusal` is the reason if the server refuses the connection, else empty."""
 
     refusal: str = ""
     memory: ServedMemory | None = None
 
 
 class EndAgent(msgspec.Struct, frozen=True, tag="end_agent"):
-    """A write of the client was given up: nothing of it may land any more."""
+    """The client has given up a write: nothing of it may land any more."""
 
 
 _news = msgspec.msgpack.Decoder(Landed | EndAgent)
 
 
 def decode_news(payload: bytes) -> Landed | EndAgent:
-    """What a client says after its hello. Raises PeerError."""
+    """Decodes a client's message after its hello. Raises PeerError."""
     try:
         return _news.decode(payload)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:

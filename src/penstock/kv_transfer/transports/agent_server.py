@@ -27,7 +27,7 @@ OpenHelper = Callable[[], tuple[HelperProcess, ServedMemory]]
 
 
 class AgentServer:
-    """Listens from the constructor on; answers once it serves. Another agent follows one that has ended."""
+    """Listens as soon as it is made, and answers once it serves. Replaces an agent that has ended by another."""
 
     def __init__(self, host: str, key: bytes, epoch: bytes, limits: SocketLimits, board: TransferBoard) -> None:
         self._epoch = epoch
@@ -46,22 +46,22 @@ class AgentServer:
 
     @property
     def helper_pid(self) -> int | None:
-        """Of the process that serves, None while there is none."""
+        """Returns the id of the process that serves, None while there is none."""
         with self._board.lock:
             return None if self._helper is None else self._helper.pid
 
     def serve(self, open_helper: OpenHelper) -> None:
-        """Returns when the first agent serves. Raises ConfigError or PeerError."""
+        """Starts to serve. Returns when the first agent serves. Raises ConfigError or PeerError."""
         helper = self._open(open_helper)
         self._threads.start(self._keep, helper, open_helper)
 
     def close(self) -> None:
-        """Returns when the agent, which is to be killed, and all connections have ended."""
+        """Returns when the agent, which must have been killed, and all connections have ended."""
         assert self._threads.join(_CLOSE_SECONDS), f"a helper has not ended within {_CLOSE_SECONDS} seconds"
         self._listener.close(_CLOSE_SECONDS)
 
     def begin_to_close(self) -> None:
-        """No other agent follows the one that there is."""
+        """From now on an agent that ends is not replaced."""
         self._closing.set()
 
     def _open(self, open_helper: OpenHelper) -> HelperProcess:
@@ -72,7 +72,7 @@ class AgentServer:
         return helper
 
     def _keep(self, helper: HelperProcess | None, open_helper: OpenHelper) -> None:
-        """A thread: waits for the end of an agent, tells peers, and starts the next one."""
+        """Runs in a thread: waits for the end of an agent, disconnects peers, and starts the next agent."""
         pause = _FIRST_PAUSE_SECONDS
         while helper is not None or not self._closing.is_set():
             if helper is not None:
@@ -84,7 +84,7 @@ class AgentServer:
                 self._listener.cut_all()
                 helper = None
                 if not self._closing.is_set():
-                    _logger.warning("the process that serves KV memory %s: another one follows", how)
+                    _logger.warning("the process that serves KV memory %s: it is being replaced", how)
             if self._closing.wait(pause):
                 return
             try:
@@ -111,7 +111,7 @@ class AgentServer:
             self._listen(stream, hello.sender[:256], helper)
         finally:
             if stream.is_alive():
-                # To the client, the end of the connection is the end of the agent.
+                # The client takes the end of the connection for the end of the agent.
                 helper.kill()
                 with self._board.lock:
                     self._board.lock.wait_for(lambda: self._helper is not helper, _CLOSE_SECONDS)

@@ -1,19 +1,19 @@
-"""A transport over a library of its own, such as NIXL or Mooncake, that runs in helper processes.
+"""A transport over a transfer library, such as NIXL or Mooncake, which runs in helper processes.
 
 The KV memory has a name, so that a helper can map it. One helper serves it to peers for as long as the endpoint lives;
 for each peer that this endpoint is connected to there is another one, which reads from that peer or writes to it. No
-library is trusted to take a transfer back: what was not DONE is over when the helper that has begun it has ended, which
-the kernel confirms. So a transfer that fails, and a `disconnect`, end the helper for that peer, and no other; the next
-`connect` starts a new one. A library that aborts, as some do when a peer dies at the wrong moment, ends a helper and no
-engine.
+library is trusted to cancel a transfer: one that is not DONE is over when the helper that began it has ended, which the
+kernel confirms. So a transfer that fails, and a `disconnect`, end the helper for that peer, and no other; the next
+`connect` starts a new one. A library that aborts, as some do when a peer dies at the wrong moment, ends a helper and
+not the engine.
 
     READ     FAILED_UNSETTLED until the helper has ended, then FAILED_SETTLED
     WRITE    bytes may still be on their way into the peer's memory: FAILED_UNSETTLED until the peer has ended the
-             agent that takes them, or its process has ended. While the peer is stopped, the transfer stays as it is
+             agent that receives them, or its process has ended. While the peer is stopped, the state does not change
 
-Endpoints are joined by an authenticated control connection (`agent_protocol.py`). On it, a peer learns of the agent
-that serves now, notifications travel, and its end is the end of that agent. What the libraries themselves send is
-neither authenticated nor encrypted.
+Endpoints have an authenticated control connection (`agent_protocol.py`). It tells a peer which agent serves now and
+carries notifications, and its end means the end of that agent. What the libraries themselves send is neither
+authenticated nor encrypted.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ class _Peer:
 
 
 class AgentTransport(OnBoard):
-    """One life of one endpoint (`DataTransport`). `regions` say by which path each registered region can be mapped.
+    """One life of one endpoint (`DataTransport`). `regions` have the paths by which registered regions can be mapped.
 
-    Raises ConfigError when the host has no such address, or a region has no path.
+    Raises ConfigError if the host has no such address, or a region has no path.
     """
 
     def __init__(
@@ -102,11 +102,11 @@ class AgentTransport(OnBoard):
 
     @property
     def serving_pid(self) -> int | None:
-        """The process of the helper that serves the memory to peers, None while there is none."""
+        """Returns the process id of the helper that serves the memory to peers, None while there is none."""
         return self._server.helper_pid
 
     def register(self, regions: Sequence[memoryview]) -> None:
-        """Raises ConfigError when the library cannot be loaded, or cannot be used as it is configured."""
+        """Raises ConfigError if the library cannot be loaded, or cannot be used as it is configured."""
         assert not self._memory.num_bytes, "memory is registered once"
         sizes = [region.nbytes for region in regions]
         assert sizes == [region.num_bytes for region in self._regions], (sizes, self._regions)
@@ -173,7 +173,7 @@ class AgentTransport(OnBoard):
         self._memory = FlatMemory()
 
     def _open_helper(self, peer: ServedMemory | None) -> tuple[HelperProcess, ServedMemory]:
-        """Starts one that serves or, with a peer, one for that peer. Raises ConfigError or PeerError."""
+        """Starts a helper that serves or, with a `peer`, one for that peer. Raises ConfigError or PeerError."""
         with self._board.lock:
             if self._closing.is_set():
                 raise PeerError("this endpoint has been closed")
@@ -186,7 +186,7 @@ class AgentTransport(OnBoard):
             raise
 
     def _dial(self, address: AgentAddress) -> tuple[Stream, ServedMemory]:
-        """A connection to that life of the peer, and its agent. Raises PeerError."""
+        """Returns a connection to that life of the peer, and its agent. Raises PeerError."""
         seconds = self._limits.connect_seconds
         stream, answer = dial(address, AgentAnswer, self._address.peer_id, self._key, seconds, FRAME_BYTES)
         if answer.memory is None:
@@ -195,7 +195,7 @@ class AgentTransport(OnBoard):
         return stream, answer.memory
 
     def _begin(self, peer: _Peer) -> None:
-        """Makes it known, and gives it its threads. Raises PeerError."""
+        """Adds the peer and starts its threads. Raises PeerError."""
         with self._board.lock:
             self._peers[peer.address.peer_id] = peer
             self._all_peers.add(peer)
@@ -215,7 +215,7 @@ class AgentTransport(OnBoard):
             raise PeerError("this endpoint has been closed")
 
     def _watch(self, peer: _Peer) -> None:
-        """A thread per peer: waits for the end of its agent."""
+        """Runs in a thread per peer: waits for the end of the peer's agent."""
         is_confirmed = peer.control.wait_for_end()
         with self._board.lock:
             peer.is_confirmed = is_confirmed
@@ -223,11 +223,11 @@ class AgentTransport(OnBoard):
         self._lose(peer)
 
     def _drive(self, peer: _Peer) -> None:
-        """A thread per peer: has the helper execute transfers in their order, and ends it when the peer is lost."""
+        """Runs in a thread per peer: lets the helper execute transfers in order, and ends it when the peer is lost."""
         try:
             while (transfer := self._take(peer)) is not None:
                 peer.helper.move(transfer.operation, transfer.runs)
-                # What came from an agent that has ended meanwhile is not to be relied upon.
+                # Bytes from an agent that has ended meanwhile are not reliable.
                 if peer.has_left.is_set():
                     break
                 if transfer.notify:
@@ -249,7 +249,7 @@ class AgentTransport(OnBoard):
             return peer.running
 
     def _end(self, peer: _Peer) -> None:
-        """Ends the helper and, where it can be known, what the peer may still take. Then all has settled."""
+        """Ends the helper and settles its transfer; a write only if the peer confirms that it has ended."""
         self._lose(peer)
         peer.helper.end()
         transfer = peer.running
@@ -262,13 +262,13 @@ class AgentTransport(OnBoard):
             self._all_peers.discard(peer)
 
     def _end_write(self, peer: _Peer, transfer: Transfer) -> bool:
-        """Whether the peer takes no byte of the write any more; waits until that is known, or never will be."""
+        """Returns whether the write has ended in the peer's memory; waits until that is known, or never will be."""
         if transfer.state.is_settled:
             return True
         try:
             peer.control.send(encode(EndAgent()))
         except PeerError as error:
-            _logger.debug("the peer cannot be told of the end of a write: %s", error)
+            _logger.debug("the peer cannot be notified of the end of a write: %s", error)
         peer.has_left.wait()
         return peer.is_confirmed
 

@@ -1,8 +1,8 @@
-"""What a transfer library must do for `AgentTransport`, and which libraries there are.
+"""The interface of a transfer library for `AgentTransport`, and the list of libraries.
 
 An agent lives in a helper process (`helper_process.py`). It either serves registered memory to other agents, or moves
-bytes between it and the memory of one peer. It need not survive a failure, nor tell when bytes of a failed transfer
-have ceased to move: then the process ends, and another one takes its place.
+bytes between it and the memory of one peer. It need not survive a failure, nor report when bytes of a failed transfer
+have stopped moving: the process is then ended and replaced.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.utils.errors import ConfigError
 
 
 class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """`host` is the address by which peers reach this one; `is_local`: only peers on this host do.
+    """`host` is the address at which peers reach this endpoint; `is_local`: only peers on this host can.
 
     `backends` are NIXL's, `protocol` is Mooncake's.
     """
@@ -33,31 +33,31 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Agent(Protocol):
-    """Made from `AgentSettings`. One thread calls it. It raises whatever its library raises."""
+    """Made from `AgentSettings`, and called by one thread. Raises what its library raises."""
 
     max_pieces: int
-    """Of one call of `move`."""
+    """The maximum number of pieces in one call of `move`."""
 
     def register(self, regions: Sequence[tuple[int, int]]) -> None:
-        """Makes memory reachable: of each region, its address and its number of bytes. To be called once."""
+        """Makes memory reachable, by the address and number of bytes of each region. Called once."""
         ...
 
     def descriptor(self) -> bytes:
-        """What another agent needs to reach this one."""
+        """Returns what another agent needs to reach this one."""
         ...
 
     def connect(self, descriptor: bytes) -> None:
-        """Names the peer. To be called once, and not by an agent that serves."""
+        """Sets the peer. Called once, and not for an agent that serves."""
         ...
 
     def move(self, operation: Operation, pieces: np.ndarray) -> None:
-        """Moves [n, 3] int64 of local address, address in the peer's process, bytes; returns when all have landed."""
+        """Moves [n, 3] int64 of local address, address in the peer's process, bytes. Returns when all have landed."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """One of `modules` must be there. `packages` are Debian's, which a wheel does not bring along."""
+    """One of `modules` must be installed. `packages` are Debian packages that the wheel needs but does not contain."""
 
     modules: tuple[str, ...]
     packages: tuple[str, ...] = ()
@@ -70,7 +70,7 @@ LIBRARIES: Mapping[str, Library] = {
 
 
 def check_installed(library: str) -> None:
-    """Raises ConfigError that says how to install it. Imports nothing."""
+    """Raises ConfigError, with instructions, unless the library is installed. Imports nothing."""
     if all(importlib.util.find_spec(module) is None for module in LIBRARIES[library].modules):
         raise ConfigError(
             f"transport={library} needs a library that is not installed: pip install 'penstock[{library}]', or choose "
@@ -79,16 +79,16 @@ def check_installed(library: str) -> None:
 
 
 def why_not_loaded(library: str, error: ImportError) -> str:
-    """What to do about a library that is installed and cannot be imported."""
+    """Returns what to do about a library that is installed but cannot be imported."""
     packages = LIBRARIES[library].packages
     also = f", and on Debian: apt-get install {' '.join(packages)}" if packages else ""
     return f"the library for transport={library} cannot be loaded ({error}): pip install 'penstock[{library}]'{also}"
 
 
 def helper_environment(settings: AgentSettings) -> dict[str, str]:
-    """Settings that the libraries only take from the environment; a user's own have precedence."""
+    """Returns the settings that libraries read only from the environment; the user's own take precedence."""
     if settings.library == "mooncake":
-        # Its own choice between TCP and RDMA does not ask which protocol was configured.
+        # Mooncake's own choice between TCP and RDMA ignores the configured protocol.
         forced = {"MC_FORCE_TCP": "1"} if settings.protocol == "tcp" else {}
         return {"MC_LOG_LEVEL": "ERROR", **forced}
     return {"UCX_NET_DEVICES": "lo"} if settings.is_local else {}

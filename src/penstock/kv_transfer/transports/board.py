@@ -1,4 +1,4 @@
-"""What the thread that owns a transport and the threads that move its bytes tell each other."""
+"""The state that the owner of a transport shares with the threads that move its bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_NOTIFY_BYTES = 32 << 10
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """A handle. `state` changes under the board's lock; `polled` is what the owner knows of it."""
+    """A handle. `state` changes under the board's lock; `polled` is the state that the owner last saw."""
 
     operation: Operation
     runs: np.ndarray  # [n, 3] int64
@@ -32,7 +32,7 @@ class Transfer:
 
 
 class TransferBoard:
-    """States of transfers, and notifications. `lock` also guards what the transport shares between its threads."""
+    """Keeps states of transfers, and notifications. `lock` also guards other data that the threads share."""
 
     def __init__(self) -> None:
         self.lock = threading.Condition()
@@ -40,11 +40,11 @@ class TransferBoard:
         self._on_change: Callable[[], None] = lambda: None
 
     def set_on_change(self, callback: Callable[[], None]) -> None:
-        """It is called from another thread, without the lock, when a state has changed or a notification has come."""
+        """Sets a function that another thread calls, without the lock, after a change of state or a notification."""
         self._on_change = callback
 
     def set_state(self, transfers: Sequence[Transfer], state: TransferState) -> None:
-        """Does not change what has settled. Must not be called with the lock held."""
+        """Sets the state of transfers that have not settled. Must not be called with the lock held."""
         with self.lock:
             for transfer in transfers:
                 if not transfer.state.is_settled:
@@ -54,7 +54,7 @@ class TransferBoard:
             self._on_change()
 
     def finish(self, transfer: Transfer) -> None:
-        """Its last byte has landed. It is DONE if it has not been given up in the meantime."""
+        """Called when the last byte has landed. The transfer is DONE unless it has been given up in the meantime."""
         with self.lock:
             if transfer.state is TransferState.PENDING:
                 transfer.state = TransferState.DONE
@@ -88,7 +88,7 @@ class TransferBoard:
 
 
 class OnBoard:
-    """What transports have in common whose threads tell their owner by a board."""
+    """The common part of transports whose threads report to their owner through a board."""
 
     def __init__(self) -> None:
         self._board = TransferBoard()
@@ -96,7 +96,7 @@ class OnBoard:
     can_settle_incoming_writes = False
 
     def open_window(self, ranges: np.ndarray) -> bytes:
-        raise PeerError("this transport cannot end what peers write")
+        raise PeerError("this transport cannot end writes of its peers")
 
     def close_window(self, name: bytes) -> None: ...
 
@@ -104,7 +104,7 @@ class OnBoard:
         return True
 
     def set_on_change(self, callback: Callable[[], None]) -> None:
-        """It is called from a thread of the transport when a transfer has ended or a notification has come."""
+        """Sets a function that a thread of the transport calls when a transfer has ended or a notification has come."""
         self._board.set_on_change(callback)
 
     def poll(self, handle: TransferHandle) -> TransferState:

@@ -1,4 +1,4 @@
-"""Opening a connection to one life of a peer's endpoint."""
+"""Connects to one life of a peer's endpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.utils.errors import PeerError
 
 
 class PeerAddress(Protocol):
-    """The part that the descriptors of `Address` and `AgentAddress` share."""
+    """The common part of the descriptors `Address` and `AgentAddress`."""
 
     @property
     def host(self) -> str: ...
@@ -25,7 +25,7 @@ class PeerAddress(Protocol):
 
 
 class PeerAnswer(Protocol):
-    """What a server answers to a hello; `refusal` is empty if it goes on."""
+    """A server's answer to a hello; `refusal` is empty if the server accepts the connection."""
 
     @property
     def refusal(self) -> str: ...
@@ -42,9 +42,9 @@ def dial(
     seconds: float,
     max_frame_bytes: int = FRAME_BYTES,
 ) -> tuple[Stream, _Answer]:
-    """An authenticated connection, and the server's answer, of type `kind`, to the hello of the endpoint `sender`.
+    """Returns an authenticated connection, and the server's answer, of type `kind`, to the hello of endpoint `sender`.
 
-    `seconds` is the time that the peer has for each step. Raises PeerError, also when the peer refuses.
+    `seconds` is the time limit of each step. Raises PeerError, also if the peer refuses the connection.
     """
     try:
         connection = socket.create_connection((address.host, address.port), seconds)

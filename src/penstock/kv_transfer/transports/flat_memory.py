@@ -10,13 +10,13 @@ from penstock.utils.errors import PeerError
 
 
 class AddressSpace:
-    """Regions one after the other, by address: a region begins where the one before it ends.
+    """Regions of memory as one flat address space: a region begins where the one before it ends.
 
-    The addresses may be those of another process. A run may go from one region to the next.
+    The addresses may be those of another process. A run may extend from one region into the next.
     """
 
     def __init__(self, regions: Sequence[tuple[int, int]] = ()) -> None:
-        """Of each region, its address and its number of bytes."""
+        """`regions` has the address and the number of bytes of each region."""
         sizes = [num_bytes for _, num_bytes in regions]
         self._ends = np.cumsum(np.array(sizes, np.int64))  # [num_regions]
         self._starts = self._ends - np.array(sizes, np.int64)
@@ -24,15 +24,15 @@ class AddressSpace:
         self.num_bytes = sum(sizes)
 
     def segments(self, ranges: np.ndarray) -> np.ndarray:
-        """[m, 2] int64, address and bytes, of [n, 2] int64 ranges, flat offset and bytes, which have been checked.
+        """Returns [m, 2] int64, address and bytes, for checked ranges, [n, 2] int64, flat offset and bytes.
 
-        A range that crosses regions becomes several segments; one without bytes disappears.
+        A range that crosses regions becomes several segments; one without bytes is dropped.
         """
         return self.located(self.split(ranges, 0), 0)
 
     def split(self, runs: np.ndarray, column: int) -> np.ndarray:
         """Cuts runs where a region ends: [n, k] int64, whose last column is bytes and the others are offsets, those in
-        `column` of this memory. Runs without bytes disappear."""
+        `column` in this memory. Runs without bytes are dropped."""
         runs = runs[runs[:, -1] > 0]
         first = np.searchsorted(self._ends, runs[:, column], "right")
         last = np.searchsorted(self._ends, runs[:, column] + runs[:, -1], "left")
@@ -49,7 +49,7 @@ class AddressSpace:
         return pieces[ends > starts]
 
     def located(self, runs: np.ndarray, column: int) -> np.ndarray:
-        """The same runs with addresses instead of the offsets in `column`; each must lie in one region."""
+        """Returns the runs with addresses instead of the offsets in `column`; each must be within one region."""
         region = np.searchsorted(self._ends, runs[:, column], "right")
         located = runs.astype(np.int64)
         located[:, column] += self._addresses[region] - self._starts[region]
@@ -76,7 +76,7 @@ class FlatMemory(AddressSpace):
             position += end - start
 
     def _parts(self, offset: int, num_bytes: int) -> list[tuple[int, int, int]]:
-        """The regions' numbers and intervals that make up bytes [offset, offset + num_bytes)."""
+        """Returns the regions' numbers and intervals that make up bytes [offset, offset + num_bytes)."""
         parts: list[tuple[int, int, int]] = []
         number = int(np.searchsorted(self._ends, offset, "right"))
         while num_bytes > 0:
@@ -88,31 +88,31 @@ class FlatMemory(AddressSpace):
 
 
 class RangeSet:
-    """Bytes of a flat memory: [n, 2] int64 of offset and bytes."""
+    """A set of bytes of a flat memory, from [n, 2] int64 of offset and bytes."""
 
     def __init__(self, ranges: np.ndarray) -> None:
         ranges = ranges[ranges[:, 1] > 0]
         ranges = ranges[np.argsort(ranges[:, 0], kind="stable")]
-        # Ranges that overlap or touch are one, which ends at the furthest end that has been reached.
+        # Merges ranges that overlap or touch. A merged range ends at the largest of their ends.
         reached = np.maximum.accumulate(ranges.sum(1))
         is_first = np.ones(len(ranges) + 1, bool)
         is_first[1:-1] = ranges[1:, 0] > reached[:-1]
         self._starts, self._ends = ranges[is_first[:-1], 0], reached[is_first[1:]]
 
     def covers(self, ranges: np.ndarray) -> bool:
-        """Whether all bytes of these ranges, [n, 2] int64 that have been checked, are among them."""
+        """Returns whether the set has all bytes of these checked ranges, [n, 2] int64."""
         ranges = ranges[ranges[:, 1] > 0]
         index = np.searchsorted(self._starts, ranges[:, 0], "right") - 1
         return bool((index >= 0).all()) and bool((ranges.sum(1) <= self._ends[index]).all())
 
 
 def pair_segments(local: AddressSpace, remote: AddressSpace, runs: np.ndarray) -> np.ndarray:
-    """[m, 3] int64 of local address, remote address, bytes, of [n, 3] int64 runs that have been checked."""
+    """Returns [m, 3] int64 of local address, remote address and bytes for checked runs, [n, 3] int64."""
     return remote.located(local.located(remote.split(local.split(runs, 0), 1), 0), 1)
 
 
 def merged(segments: np.ndarray) -> np.ndarray:
-    """The same memory with as few segments as possible, in the same order."""
+    """Returns the same memory with as few segments as possible, in the same order."""
     if len(segments) < 2:
         return segments
     is_first = np.ones(len(segments), bool)
@@ -121,7 +121,7 @@ def merged(segments: np.ndarray) -> np.ndarray:
 
 
 def check_ranges(offsets: np.ndarray, sizes: np.ndarray, num_bytes: int, whose: str) -> None:
-    """Raises PeerError when a range of bytes does not lie in [0, num_bytes), also where a sum would overflow."""
+    """Raises PeerError unless all ranges of bytes are within [0, num_bytes), even if a sum would overflow."""
     is_bad = (offsets < 0) | (sizes < 0) | (offsets > num_bytes) | (sizes > num_bytes - offsets)
     if is_bad.any():
         at = int(is_bad.argmax())
@@ -131,7 +131,7 @@ def check_ranges(offsets: np.ndarray, sizes: np.ndarray, num_bytes: int, whose: 
 
 
 def check_runs(runs: np.ndarray, local_bytes: int, remote_bytes: int) -> None:
-    """Raises PeerError when a run is outside the memory of either side."""
+    """Raises PeerError if a run is outside the memory of either side."""
     assert runs.ndim == 2 and runs.shape[1] == 3 and runs.dtype == np.int64, (runs.shape, runs.dtype)
     check_ranges(runs[:, 0], runs[:, 2], local_bytes, "local")
     check_ranges(runs[:, 1], runs[:, 2], remote_bytes, "peer's")

@@ -1,4 +1,4 @@
-"""A helper process as the engine sees it: started by command, asked, and ended by a signal."""
+"""The engine's side of a helper process: starts it by command, sends it requests, and ends it by a signal."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _Answer = TypeVar("_Answer")
 
 
 class HelperProcess:
-    """One thread asks; any thread may `kill` it. Nothing that it has begun moves any more when `end` has returned."""
+    """One thread sends requests; any thread may call `kill`. After `end`, nothing that the process began moves."""
 
     def __init__(self, defaults: dict[str, str]) -> None:
-        """`defaults` are environment variables for those that the user has not set. Raises PeerError."""
+        """`defaults` are values of environment variables that the user has not set. Raises PeerError."""
         self._reader = FrameReader(CODEC)
         self._connection, theirs = socket.socketpair()
         hang_up, lifeline = os.pipe()
@@ -67,27 +67,27 @@ class HelperProcess:
         return self._process.poll() is None
 
     def open(self, message: OpenAgent, seconds: float) -> ServedMemory:
-        """Raises PeerError, or ConfigError where another configuration or an installation is needed."""
+        """Opens an agent. Raises PeerError, or ConfigError if the configuration or the installation must change."""
         self._connection.settimeout(seconds)
         memory = self._ask(message, AgentReady).memory
         self._connection.settimeout(None)
         return memory
 
     def move(self, operation: Operation, runs: np.ndarray) -> None:
-        """Returns when all bytes of the runs, [n, 3] int64, have landed. Raises PeerError, and they may still land."""
+        """Returns when all bytes of the runs, [n, 3] int64, have landed. After a PeerError they may still land."""
         self._ask(Move(operation, runs), Moved)
 
     def wait_for_end(self) -> str:
-        """Waits until the process has ended, and says how."""
+        """Waits until the process has ended, and returns how."""
         code = self._process.wait()
         return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
     def kill(self) -> None:
-        """From any thread, at any time."""
+        """Kills the process. May be called from any thread, at any time."""
         self._process.kill()
 
     def end(self) -> None:
-        """Kills it and waits for its end. Called by the thread that asks; idempotent."""
+        """Kills the process and waits for its end. Called by the thread that sends requests; idempotent."""
         self.kill()
         self._process.wait()
         self._connection.close()

@@ -1,11 +1,11 @@
-"""What an engine says to a helper process, and what it answers: one answer for each message.
+"""The messages between an engine and a helper process, with one answer for each request.
 
     OpenAgent  ->
                <-  AgentReady, or AgentFailed
     Move       ->
                <-  Moved, or AgentFailed; after a failure the helper ends
 
-The end of the connection, which the kernel brings about however a process ends, is the end of the helper.
+The end of the connection means the end of the helper; the kernel closes it however a process ends.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class NamedRegion(msgspec.Struct, frozen=True):
 
 
 class ServedMemory(msgspec.Struct, frozen=True):
-    """How to reach an agent, and where it has its regions: of each the address and the number of bytes."""
+    """An agent's descriptor, and the address and number of bytes of each of its regions."""
 
     agent: bytes
     regions: tuple[tuple[int, int], ...]
 
 
 class OpenAgent(msgspec.Struct, frozen=True):
-    """With a `peer` the agent moves bytes between the regions and the peer's. Without, it serves them."""
+    """With a `peer` the agent moves bytes between the regions and the peer's. Without one it serves them."""
 
     settings: AgentSettings
     regions: tuple[NamedRegion, ...]
@@ -54,7 +54,7 @@ class Moved(msgspec.Struct, frozen=True):
 
 
 class AgentFailed(msgspec.Struct, frozen=True):
-    """`is_config`: another configuration, or an installation, is needed."""
+    """`is_config`: the configuration or the installation must change."""
 
     reason: str
     is_config: bool

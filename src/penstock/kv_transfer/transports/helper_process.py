@@ -3,8 +3,8 @@
     python -m penstock.kv_transfer.transports.helper_process SOCKET LIFELINE
 
 Both are inherited descriptors: a stream socket to the engine, and a pipe on which nothing is ever sent. The kernel
-kills this process when the engine's end of the pipe is closed, in whichever call of the library it is at that moment:
-so it never outlives the engine, and what a library does when it loses a peer, as to abort, ends this process only.
+kills this process when the engine's end of the pipe is closed, whatever call of the library is in progress: so it
+never outlives the engine. A library that aborts, as when it loses a peer, ends only this process.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def make_agent(settings: AgentSettings) -> Agent:
 
 
 def die_with(lifeline: int) -> None:
-    """The kernel sends SIGKILL when the other end of the pipe is closed."""
+    """Makes the kernel send SIGKILL to this process when the other end of the pipe is closed."""
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
     if select.select([lifeline], [], [], 0)[0]:
-        signal.raise_signal(signal.SIGKILL)  # it was closed before
+        signal.raise_signal(signal.SIGKILL)  # it is already closed
 
 
 class Helper:
@@ -81,7 +81,7 @@ class Helper:
 
 
 def joined(pieces: np.ndarray) -> np.ndarray:
-    """The same copies, [n, 3] int64 of two addresses and bytes, with as few pieces as their order allows."""
+    """Returns the same copies, [n, 3] int64 of two addresses and bytes, in as few pieces as their order allows."""
     if len(pieces) < 2:
         return pieces
     is_first = np.ones(len(pieces), bool)
@@ -91,7 +91,7 @@ def joined(pieces: np.ndarray) -> np.ndarray:
 
 
 def answers(messages: Iterator[Any]) -> Iterator[AgentReady | Moved]:
-    """One for each message. Raises what the agent raises."""
+    """Yields one answer for each message. Raises what the agent raises."""
     message = next(messages, None)
     if message is None:
         return
@@ -101,7 +101,7 @@ def answers(messages: Iterator[Any]) -> Iterator[AgentReady | Moved]:
     yield AgentReady(helper.memory)
     for message in messages:
         if not isinstance(message, Move):
-            raise WireError(f"a helper takes no {type(message).__name__}")
+            raise WireError(f"a helper does not accept {type(message).__name__}")
         helper.move(message)
         yield Moved()
 
@@ -115,7 +115,7 @@ def received(connection: socket.socket) -> Iterator[Any]:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # It would have all of the KV memory in it.
+    # A core dump would contain all of the KV memory.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     sys.stdout = sys.stderr
     connection = socket.socket(fileno=int(sys.argv[1]))
@@ -123,7 +123,7 @@ def main() -> None:
     try:
         for answer in answers(received(connection)):
             connection.sendall(CODEC.encode(answer))
-    except Exception as error:  # noqa: BLE001 - it ends the process, and the engine is told
+    except Exception as error:  # noqa: BLE001 - it ends the process, and the engine is notified
         is_config = isinstance(error, ConfigError)
         if not is_config:
             _logger.warning("a helper process ends: %s: %s", type(error).__name__, error)

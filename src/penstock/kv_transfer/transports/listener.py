@@ -1,4 +1,4 @@
-"""How connections are accepted, and a listening TCP socket with a thread for each connection and limits on both."""
+"""Accepts connections, and serves each connection of a TCP socket in a thread, within limits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _logger = get_logger(__name__)
 
 
 def incoming(listener: socket.socket, closing: threading.Event) -> Iterator[socket.socket]:
-    """The connections that arrive, until `closing` is set and the listener is shut down."""
+    """Yields the connections that arrive, until `closing` is set and the listener is shut down."""
     while not closing.is_set():
         try:
             connection, _ = listener.accept()
@@ -31,10 +31,11 @@ def incoming(listener: socket.socket, closing: threading.Event) -> Iterator[sock
 
 
 class Listener:
-    """Listens from the constructor on. `serve` runs in the connection's thread, when the peer has authenticated itself.
+    """Listens as soon as it is made, and accepts after `start`. `serve` runs in a connection's thread when the peer has
+    authenticated itself.
 
-    It calls `has_introduced_itself` when it knows who the peer is: until then, a connection may be closed for a new
-    one. What it raises as a PeerError ends the connection.
+    `serve` calls `has_introduced_itself` when it knows the peer: until then, the connection may be closed in favour of
+    a new one. A PeerError that it raises ends the connection.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Listener:
             self._handshakes.pop(stream, None)
 
     def cut_all(self) -> None:
-        """Ends the connections that there are."""
+        """Ends all current connections."""
         with self._lock:
             for stream in self._streams:
                 stream.cut()
@@ -111,7 +112,7 @@ class Listener:
             self._handshakes[stream] = None
 
     def _end_handshake(self, stream: Stream) -> None:
-        """Returns when its thread has ended: until then the connection takes up room. Called with the lock held."""
+        """Ends a connection; returns when its thread has ended, as it counts until then. Called with the lock held."""
         stream.cut()
         self._lock.wait_for(lambda: stream not in self._streams, self._limits.connect_seconds)
 

@@ -1,7 +1,7 @@
-"""A transport within one process, on a manual clock, that does whatever a script of faults tells it.
+"""A transport within one process, on a manual clock, with faults that a script decides.
 
-Bytes are copied when their time has come, in two parts, out of memory as it is at that moment: code that reuses a
-source or reads a destination too early gets what a one-sided transfer would give it.
+Bytes are copied when their time has come, in two parts, from memory as it is at that moment: code that reuses a source
+or reads a destination too early gets what a one-sided transfer would give it.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ class FaultKind(enum.StrEnum):
     LOST_COMPLETION = "lost_completion"
     """Everything arrives, and no completion is reported."""
     DIE = "die"
-    """Ends as FAILED_SETTLED behind the first part of the bytes."""
+    """Ends as FAILED_SETTLED after the first part of the bytes."""
     DIE_UNSETTLED = "die_unsettled"
-    """Ends as FAILED_UNSETTLED behind the first part; the rest lands `late_by` seconds later."""
+    """Ends as FAILED_UNSETTLED after the first part; the rest lands `late_by` seconds later."""
     CORRUPT = "corrupt"
-    """DONE, and one byte is wrong."""
+    """Ends as DONE with one wrong byte."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens to one transfer: it takes `delay` seconds, and `at` of its bytes (0 to 1) land first."""
+    """What happens to one transfer: it takes `delay` seconds, and the fraction `at` of its bytes lands first."""
 
     kind: FaultKind = FaultKind.NONE
     delay: float = 0.0
@@ -53,7 +53,7 @@ class Fault:
 NO_FAULT = Fault()
 
 FaultScript = Callable[[Operation, int], Fault]
-"""From the operation and its number of bytes to what shall happen to it."""
+"""Returns what happens to an operation with this number of bytes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -103,7 +103,7 @@ class _Event:
 
 
 class MemoryFabric:
-    """What connects the endpoints. `drain` is how long after a `disconnect` bytes may still land."""
+    """Connects the endpoints. `drain` is for how many seconds after a `disconnect` bytes may still land."""
 
     def __init__(
         self, clock: ManualClock, script: FaultScript = lambda _operation, _size: NO_FAULT, drain: float = 0.0
@@ -116,13 +116,13 @@ class MemoryFabric:
         self._transfers: dict[_Transfer, None] = {}
         self._events: list[_Event] = []
         self._num_events = 0
-        # While an event happens it is that event's time, however far the clock has been moved.
+        # During an event this is the event's time, however far the clock has been moved.
         self._now = clock.now()
 
     def endpoint(self, name: str, *, has_windows: bool = True) -> MemoryTransport:
-        """A new life of the endpoint `name`; the one before it, if any, must have ended.
+        """Makes a new life of the endpoint `name`; the one before it, if any, must have ended.
 
-        Without windows its peers may write all of its memory, and by an agreement of their own decide when.
+        Without windows its peers may write all of its memory at any time.
         """
         assert name not in self._endpoints, f"endpoint {name} is still alive"
         self._lives[name] = self._lives.get(name, 0) + 1
@@ -134,11 +134,11 @@ class MemoryFabric:
         if found is None:
             raise PeerError(f"peer {name} is gone")
         if found.life != life:
-            raise PeerError(f"peer {name} lives its life {found.life}, not {life}")
+            raise PeerError(f"peer {name} is in its life {found.life}, not {life}")
         return found
 
     def run(self) -> None:
-        """Lets everything happen whose time has come."""
+        """Executes all events whose time has come."""
         while self._events and self._events[0].time <= self.clock.now():
             event = heapq.heappop(self._events)
             self._now = event.time
@@ -146,31 +146,31 @@ class MemoryFabric:
         self._now = self.clock.now()
 
     def run_next(self, deadline: float) -> None:
-        """Moves the clock to the next event, at the latest to the deadline, and lets it happen."""
+        """Moves the clock to the next event, at the latest to the deadline, and executes it."""
         then = min([deadline, *(event.time for event in self._events[:1])])
         self.clock.advance(max(0.0, then - self.clock.now()))
         self.run()
 
     def crash(self, transport: MemoryTransport) -> None:
-        """The endpoint's process dies. What it has begun to write elsewhere may be on its way and still lands."""
+        """Ends the endpoint's process. What it has begun to write elsewhere may still land."""
         self._endpoints.pop(transport.name, None)
         for transfer in self._transfers:
             if transfer.peer is transport:
                 transfer.settle(TransferState.FAILED_SETTLED)
 
     def is_quiet(self, transport: MemoryTransport) -> bool:
-        """Nothing that the endpoint has begun moves any more."""
+        """Returns whether nothing that the endpoint has begun moves any more."""
         return not any(each.owner is transport and each.num_events and not each.is_cut for each in self._transfers)
 
     def moving(self, owner: MemoryTransport) -> Iterator[tuple[Operation, int, int]]:
-        """What transfers of this endpoint may still touch: the local offsets and the bytes of their runs."""
+        """Yields what its own transfers may still touch: the operation, local offset and bytes of each run."""
         for transfer in self._transfers:
             if transfer.owner is owner and not transfer.is_cut:
                 yield from ((transfer.operation, local, num_bytes) for local, _, num_bytes in transfer.runs)
 
     def touched(self, endpoint: MemoryTransport) -> Iterator[tuple[int, int, bool]]:
-        """What may be touched of this endpoint's memory, by itself or by peers that write: offsets, bytes, and whether
-        they are written. The source of a write that has failed does not count: it may change."""
+        """Yields what may be touched of this endpoint's memory, by itself or by peers that write: offset, bytes, and
+        whether they are written. The source of a write that has failed does not count, as it may change."""
         for transfer in self._transfers:
             if transfer.is_cut:
                 continue
@@ -181,7 +181,7 @@ class MemoryFabric:
                 yield from ((remote, num_bytes, True) for _, remote, num_bytes in transfer.runs)
 
     def begin(self, transfer: _Transfer, notify: bytes) -> None:
-        """Schedules what the script says about a new transfer."""
+        """Schedules a new transfer as the script decides."""
         self.run()
         size = sum(num_bytes for _, _, num_bytes in transfer.runs)
         fault = self.script(transfer.operation, size)
@@ -207,7 +207,7 @@ class MemoryFabric:
         return [each for each in self._transfers if each.owner is owner]
 
     def transfers_in(self, window: bytes) -> list[_Transfer]:
-        """Those that may still write there."""
+        """Returns the transfers that may still write in the window."""
         return [each for each in self._transfers if each.window == window and not each.is_cut]
 
     def _lose(self, transfer: _Transfer, split: int, size: int, late_by: float) -> None:
@@ -271,7 +271,7 @@ class MemoryTransport:
     def connect(self, descriptor: bytes) -> PeerId:
         name, _, life = descriptor.decode(errors="replace").rpartition("#")
         if not life.isdigit():
-            raise PeerError(f"{descriptor!r} is no descriptor of an endpoint")
+            raise PeerError(f"{descriptor!r} is not a descriptor of an endpoint")
         peer = self._fabric.find(name, int(life))
         self._peers[peer.peer_id] = peer
         return peer.peer_id
@@ -293,7 +293,7 @@ class MemoryTransport:
         return transfer
 
     def takes(self, ranges: np.ndarray, window: bytes) -> bool:
-        """Whether a peer may write these ranges, [n, 2] int64."""
+        """Returns whether a peer may write these ranges, [n, 2] int64."""
         if not self.can_settle_incoming_writes:
             return True
         return window in self.windows and self.windows[window].covers(ranges)

@@ -1,8 +1,9 @@
-"""Copies between memory that this process has mapped, without keeping other threads from running.
+"""Copies between memory that this process has mapped, without blocking other threads.
 
-A copy by `memmove` gives the GIL up and takes it again, which a small run is not worth: beside a busy thread each time
-may take milliseconds. Small runs are copied up to 1024 at once, by `process_vm_readv` from the process itself, where
-the system allows it. (64 MB in runs of 4 KB: 27 ms, by `memmove` 43 ms; in runs of 64 KB and more `memmove` is faster.)
+A copy by `memmove` releases the GIL and acquires it again, which is too expensive for a small run: beside a busy thread
+it may take milliseconds each time. Small runs are copied up to 1024 at once, by `process_vm_readv` from this process
+itself, if the system allows it. (64 MB in runs of 4 KB: 27 ms, by `memmove` 43 ms; in runs of 64 KB and more `memmove`
+is faster.)
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-_MAX_RUNS = 1024  # of one system call (IOV_MAX)
+_MAX_RUNS = 1024  # in one system call (IOV_MAX)
 _SMALL_BYTES = 32 << 10
 _PIECE_BYTES = 8 << 20
 
@@ -27,7 +28,7 @@ if _process_vm_readv is not None:
 def copy_in_pieces(runs: np.ndarray) -> Iterator[None]:
     """Copies runs, [n, 3] int64 of destination address, source address, bytes. Yields between pieces of limited size.
 
-    The memory must be there, and no run may overlap another's destination.
+    The memory must be mapped, and no run may overlap another's destination.
     """
     for first in range(0, len(runs), _MAX_RUNS):
         some = runs[first : first + _MAX_RUNS]
@@ -37,7 +38,7 @@ def copy_in_pieces(runs: np.ndarray) -> Iterator[None]:
 
 
 def _copy_at_once(runs: np.ndarray) -> bool:
-    """Returns False where the system does not allow it."""
+    """Copies all runs in one system call. Returns False if the system does not allow it."""
     if _process_vm_readv is None:
         return False
     into, source = np.ascontiguousarray(runs[:, [0, 2]]), np.ascontiguousarray(runs[:, 1:])

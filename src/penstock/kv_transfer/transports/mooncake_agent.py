@@ -1,7 +1,7 @@
 """Mooncake's transfer engine as an `Agent`. This is the only module that imports mooncake.
 
 The engine listens for handshakes and, with TCP, for data on ports of its own choice on all interfaces, whatever host it
-is given. A read or write returns when it has ended or failed; that of a peer that is stopped may take very long.
+is given. A read or write returns when it has ended or failed, which may take very long if the peer is stopped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PEER_TO_PEER = "P2PHANDSHAKE"
 class MooncakeAgent:
     """See `Agent`."""
 
-    # Of its queue for one peer: from 4096 pieces on, version 0.3.13 fails the whole batch.
+    # Its queue for one peer is limited: with 4096 pieces or more, version 0.3.13 fails the whole batch.
     max_pieces = 2048
 
     def __init__(self, settings: AgentSettings) -> None:
@@ -34,7 +34,7 @@ class MooncakeAgent:
         if self._engine.initialize(self._host, _PEER_TO_PEER, settings.protocol, "") != 0:
             raise ConfigError(
                 f"Mooncake's transfer engine does not start on {settings.host} with mooncake_protocol="
-                f"{settings.protocol}; what it has written to stderr says why"
+                f"{settings.protocol}; its messages on stderr give the reason"
             )
 
     def register(self, regions: Sequence[tuple[int, int]]) -> None:

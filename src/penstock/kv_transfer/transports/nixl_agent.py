@@ -1,7 +1,7 @@
 """NIXL's agent as an `Agent`. This is the only module that imports nixl.
 
-It uses the bindings beneath NIXL's Python interface: that one gives its progress thread no pause, and an agent that
-serves would keep a core busy for as long as it lives. With a pause the thread sleeps until something arrives.
+It uses the bindings below NIXL's Python interface, because that interface gives its progress thread no pause, so an
+agent that serves would keep a core busy all the time. With a pause the thread sleeps until something arrives.
 
 UCX, the usual backend, is configured by its own environment variables, such as UCX_TLS and UCX_NET_DEVICES. Over some
 of its transports `postXferReq` returns only at the end of the transfer.
@@ -20,8 +20,8 @@ from penstock.kv_transfer.transports.agents import AgentSettings, why_not_loaded
 from penstock.kv_transfer.transports.base import Operation
 from penstock.utils.errors import ConfigError, PeerError
 
-_PROGRESS_PAUSE = 100_000  # microseconds that the progress thread sleeps at most
-# Seconds between two looks at a transfer: few at first, more for one that takes long, as from a peer that is stopped.
+_PROGRESS_PAUSE = 100_000  # maximum sleep of the progress thread, in microseconds
+# Seconds between polls of a transfer: short at first, longer for a slow one, such as from a peer that is stopped.
 _SHORT_PAUSE, _LONG_PAUSE, _NUM_SHORT_PAUSES = 50e-6, 2e-3, 20_000
 
 
@@ -41,7 +41,7 @@ class NixlAgent:
         available = self._agent.getAvailPlugins()
         for backend in settings.backends:
             if backend not in available:
-                raise ConfigError(f"NIXL has no backend {backend!r} here: backends can be {', '.join(available)}")
+                raise ConfigError(f"NIXL has no backend {backend!r} here: available are {', '.join(available)}")
             self._agent.createBackend(backend, {})
 
     def register(self, regions: Sequence[tuple[int, int]]) -> None:
@@ -70,14 +70,14 @@ class NixlAgent:
         self._agent.releaseXferReq(request)
 
     def _list(self, segments: np.ndarray) -> Any:
-        """From [n, 2] int64 of address and bytes; the third column is the device."""
+        """Makes a list from [n, 2] int64 of address and bytes; its third column is the device."""
         entries = np.zeros((len(segments), 3), np.uint64)
         entries[:, :2] = segments
         return self._nixl.nixlXferDList(self._nixl.DRAM_SEG, entries)
 
 
 def _bindings() -> Any:
-    """Of the wheel for CUDA 12 or 13; neither needs a GPU."""
+    """Imports the wheel for CUDA 12 or 13; neither needs a GPU."""
     try:
         from nixl_cu12 import _bindings as bindings  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
     except ImportError as error:

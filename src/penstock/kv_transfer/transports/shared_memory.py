@@ -1,15 +1,15 @@
 """A transport within one host: each side maps the memory of the other by its name, and copies.
 
-A transfer is executed by the thread of its submitter that belongs to the peer, in both directions. Copies are cut into
+The submitter has a thread for each peer, which executes the transfers of both directions. Copies are divided into
 pieces, so that giving a peer up takes no longer than one piece, and after its thread has ended nothing can move.
 
-Every endpoint also listens on a Unix socket without a file (an abstract address, which holds a random epoch). A peer
-keeps a connection to it open for as long as it has the memory mapped: its end is the end of that life, the kernel
-closes it however the process ends, and notifications travel on it. Both sides verify with the kernel that the other
-process belongs to the same user, who could open the memory anyway; so there is no key. `close` shuts the connections of
-peers down and waits until they have ended their copies.
+Every endpoint also listens on a Unix socket without a file (an abstract address, which contains a random epoch). A peer
+keeps a connection to it open for as long as it has the memory mapped. The end of the connection means the end of that
+life, because the kernel closes it however the process ends; it also carries notifications. Both sides verify with the
+kernel that the other process belongs to the same user or to root, which could open the memory anyway, so there is no
+key. `close` shuts the connections of peers down and waits until they have ended their copies.
 
-It works where processes share /proc and the network namespace: on one host, and not in different containers.
+It works if processes share /proc and the network namespace: on one host, and not in different containers.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class _Peer:
 
 
 class SharedMemoryTransport(OnBoard):
-    """One life of one endpoint (`DataTransport`). `regions` say by which path each registered region can be mapped."""
+    """One life of one endpoint (`DataTransport`). `regions` have the paths by which the registered ones are mapped."""
 
     def __init__(self, regions: Sequence[MemoryRegion]) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class SharedMemoryTransport(OnBoard):
             self._lose(known)
         control = self._dial(endpoint)
         try:
-            # The connection stands: what a path names now belongs to that life, and not to a later process.
+            # While the connection exists, a path names memory of that life, and not of a later process.
             mappings = [attach_memory(region.path, region.num_bytes) for region in endpoint.regions]
             if not _is_open(control):
                 raise PeerError(f"{endpoint.peer_id} has ended")
@@ -194,7 +194,7 @@ class SharedMemoryTransport(OnBoard):
         self._memory = FlatMemory()
 
     def _dial(self, endpoint: _Endpoint) -> socket.socket:
-        """A connection to that life of the peer. Raises PeerError."""
+        """Returns a connection to that life of the peer. Raises PeerError."""
         control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             control.settimeout(_ANSWER_SECONDS)
@@ -211,7 +211,7 @@ class SharedMemoryTransport(OnBoard):
         return control
 
     def _watch(self, peer: _Peer) -> None:
-        """A thread per peer: waits for its end."""
+        """Runs in a thread per peer: waits for the peer's end."""
         try:
             while peer.control.recv(_MESSAGE_BYTES):
                 pass
@@ -221,7 +221,7 @@ class SharedMemoryTransport(OnBoard):
         peer.has_left.set()
 
     def _copy_for(self, peer: _Peer) -> None:
-        """A thread per peer: executes transfers in their order. It closes the connection when it copies no more."""
+        """Runs in a thread per peer: executes transfers in order, and closes the connection when it copies no more."""
         try:
             while (transfer := self._take(peer)) is not None:
                 self._execute(peer, transfer)
@@ -244,7 +244,7 @@ class SharedMemoryTransport(OnBoard):
             return peer.running
 
     def _execute(self, peer: _Peer, transfer: Transfer) -> None:
-        """Returns early, without an end of the transfer, when the peer is lost."""
+        """Executes a transfer. Returns early, without completing it, if the peer is lost."""
         if not self._is_alive(peer):
             return
         runs = pair_segments(self._memory, peer.memory, transfer.runs)
@@ -253,7 +253,7 @@ class SharedMemoryTransport(OnBoard):
         for _ in copy_in_pieces(runs):
             if peer.is_lost:
                 return
-        # What came from a process that has died meanwhile is not to be relied upon.
+        # Bytes from a process that has died meanwhile are not reliable.
         if self._is_alive(peer) and self._notify(peer, transfer.notify):
             self._board.finish(transfer)
 
@@ -281,7 +281,7 @@ class SharedMemoryTransport(OnBoard):
             self._peers.pop(peer.endpoint.peer_id, None)
             queued, running = list(peer.queue), [] if peer.running is None else [peer.running]
             peer.queue.clear()
-            # Only this end: the peer takes the end of the other direction for the end of all copies.
+            # Only the receiving direction: the peer takes the end of the other one for the end of all copies.
             _shut(peer.control, socket.SHUT_RD)
             self._board.lock.notify_all()
         self._board.set_state(queued, TransferState.FAILED_SETTLED)
@@ -302,7 +302,7 @@ class SharedMemoryTransport(OnBoard):
                 connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
-        """A thread per connection: takes the peer's notifications until it has ended."""
+        """Runs in a thread per connection: takes the peer's notifications until it has ended."""
         try:
             self._receive(connection)
         except (OSError, PeerError, msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -328,7 +328,7 @@ class SharedMemoryTransport(OnBoard):
 
 
 def _check_user(connection: socket.socket) -> None:
-    """Raises PeerError when the other process belongs to another user."""
+    """Raises PeerError unless the other process belongs to the same user or to root."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     user = _CREDENTIALS.unpack(credentials)[1]
     if user not in (os.geteuid(), 0):
@@ -336,7 +336,7 @@ def _check_user(connection: socket.socket) -> None:
 
 
 def _is_open(connection: socket.socket) -> bool:
-    """Whether the other side has not ended; it says nothing that is kept for long."""
+    """Returns whether the other side has not ended. It sends no messages that stay unread and would hide its end."""
     try:
         return connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
     except BlockingIOError:

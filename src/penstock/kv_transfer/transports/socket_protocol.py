@@ -1,4 +1,4 @@
-"""What the two sides of a `SocketsTransport` connection say to each other: frames of these, and raw bytes between them.
+"""The messages of the two sides of a `SocketsTransport` connection, in frames, with raw bytes between them.
 
 client                          server
 hello                      ->
@@ -28,18 +28,18 @@ PURPOSE = b"data"
 EPOCH_BYTES = 16
 RANGE_BYTES = 16
 FRAME_BYTES = MAX_NOTIFY_BYTES + 4096
-"""The limit of frames without ranges."""
+"""The maximum size of frames without ranges."""
 
 _Message = TypeVar("_Message")
 
 
 @dataclass(frozen=True, slots=True)
 class SocketLimits:
-    """What an endpoint takes from others, and how long it waits for them.
+    """The limits of what an endpoint accepts from others, and of how long it waits for them.
 
-    `connections_per_peer` transfers to one peer are under way at once, the others wait. An incoming connection beyond
-    `max_connections` is closed; when `max_handshakes` have not authenticated themselves yet, the oldest of them is
-    closed for a new one. `max_runs` and `max_bytes` are limits of one transfer. `stall_seconds`: so long may a peer
+    At most `connections_per_peer` transfers with one peer run at once; others wait. An incoming connection beyond
+    `max_connections` is closed; if `max_handshakes` connections have not introduced themselves yet, the oldest of them
+    is closed for a new one. `max_runs` and `max_bytes` are limits of one transfer. `stall_seconds`: how long a peer may
     move no byte while it is its turn.
     """
 
@@ -65,21 +65,21 @@ class Address(msgspec.Struct, frozen=True, tag="sockets", forbid_unknown_fields=
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """`epoch` is the life of the server that is wanted; `sender` names the client."""
+    """`epoch` is the requested life of the server; `sender` names the client."""
 
     epoch: bytes
     sender: str
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer"):
-    """`refusal` says why the server does not go on; it is empty if it does."""
+    """`refusal` is the reason if the server refuses, else empty."""
 
     refusal: str = ""
     num_bytes: int = 0
 
 
 class Request(msgspec.Struct, frozen=True, tag="request"):
-    """`ranges` of the server's memory: [n, 2] int64, little-endian, offset and bytes; a WRITE's are in a `window`."""
+    """`ranges` of the server's memory: [n, 2] int64, little-endian, offset and bytes, for a WRITE in a `window`."""
 
     operation: Operation
     ranges: bytes
@@ -97,7 +97,7 @@ encode = msgspec.msgpack.encode
 
 
 def decode(kind: type[_Message], payload: bytes) -> _Message:
-    """Raises PeerError."""
+    """Decodes a message of this kind. Raises PeerError."""
     try:
         return msgspec.msgpack.decode(payload, type=kind)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -105,7 +105,7 @@ def decode(kind: type[_Message], payload: bytes) -> _Message:
 
 
 def decode_request(payload: bytes) -> Request | Landed:
-    """Raises PeerError."""
+    """Decodes a client's message after its hello. Raises PeerError."""
     try:
         return _requests.decode(payload)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""The listening half of `SocketsTransport`: it answers one request of a connection after the other."""
+"""The listening half of `SocketsTransport`: answers the requests of a connection one after the other."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from penstock.utils.errors import PeerError
 
 
 class SocketServer:
-    """Listens from the constructor on. `memory` is what it serves."""
+    """Listens as soon as it is made. `memory` is the memory that it serves."""
 
     def __init__(self, host: str, key: bytes, epoch: bytes, limits: SocketLimits, board: TransferBoard) -> None:
         self.memory = FlatMemory()
@@ -87,7 +87,7 @@ class SocketServer:
         stream.send(encode(Answer()))
 
     def _ranges(self, request: Request) -> np.ndarray:
-        """[n, 2] int64, checked. Raises PeerError."""
+        """Returns the request's ranges, [n, 2] int64, checked. Raises PeerError."""
         limits = self._limits
         if len(request.ranges) % RANGE_BYTES or len(request.ranges) > limits.max_runs * RANGE_BYTES:
             raise PeerError(f"a request has {len(request.ranges)} bytes of runs; the limit is {limits.max_runs} runs")

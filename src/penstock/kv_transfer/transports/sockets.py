@@ -1,24 +1,24 @@
-"""A transport over TCP, with nothing but the standard library.
+"""A transport over TCP, without a transfer library.
 
 Every endpoint listens. To read, a thread of the reader sends the ranges, and a thread of the peer answers with the
-bytes, straight out of its registered memory; the reader's thread receives them straight into its own. A write goes the
+bytes, directly from its registered memory; the reader's thread receives them directly into its own. A write goes the
 other way, after the peer has accepted its ranges. So registered memory is only written by threads of its own process:
 once such a thread has ended, nothing can land any more. Connections are authenticated with the cluster key, and the
 messages on them are sealed; the transferred bytes are neither sealed nor encrypted.
 
-A connection that breaks takes the whole peer with it, until `connect` is called again. What is under way then:
+If a connection breaks, the whole peer is lost until `connect` is called again. Its transfers in progress become:
 
     READ     FAILED_UNSETTLED until the thread that receives has noticed, which takes no longer than a system call,
              then FAILED_SETTLED
     WRITE    once bytes have been sent, FAILED_UNSETTLED until the peer has closed the connection: a process that is
-             stopped will still take what its kernel has received when it goes on. If the peer's host has become
-             unreachable, this cannot be known, and the transfer stays as it is
+             stopped will still take what its kernel has received when it continues. If the peer's host has become
+             unreachable, this cannot be known, and the state does not change
 
 A write is refused unless it lies in a window that the peer has opened. Closing a window cuts the connections that write
 in it: nothing lands there once their threads have left the system call that they were in, whatever the writer does.
 
 `close` waits for all threads. What they have sent for a WRITE may still land in the peer's memory; the peer's own
-`close` ends that. A peer that breaks the protocol, or that stalls, loses its connection and no more.
+`close` ends that. A peer that violates the protocol, or that stalls, loses only its connection.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ _GRACE_SECONDS = 1.0  # for peers to confirm the end of writes, in `close`
 
 @dataclass(slots=True, eq=False)
 class _Link:
-    """One connection to a peer. `transfer` is what its thread is at; `has_sent`: bytes of a write are on their way."""
+    """One connection to a peer. `transfer` is the one in progress; `has_sent`: bytes of a write may have been sent."""
 
     stream: Stream
     transfer: Transfer | None = None
     has_sent: bool = False
 
     def cut(self) -> None:
-        """A write's end is only known when the peer closes the connection: that direction stays open."""
+        """Ends the connection, but during a write only one direction: the peer's close then shows the write's end."""
         if self.has_sent:
             self.stream.cut_sending()
         else:
@@ -75,7 +75,7 @@ class _Link:
 
 @dataclass(slots=True, eq=False)
 class _Peer:
-    """Transfers in their order, which the first idle link takes. `num_links` counts those on their way too."""
+    """A peer and its queue of transfers, from which idle links take. `num_links` includes links being connected."""
 
     address: Address
     num_bytes: int
@@ -86,9 +86,10 @@ class _Peer:
 
 
 class SocketsTransport(OnBoard):
-    """One life of one endpoint (`DataTransport`). Peers connect to `host`; of an IP address it listens on that alone.
+    """One life of one endpoint (`DataTransport`).
 
-    Raises ConfigError when the host has no such address.
+    Peers connect to `host`; if that is an IP address, the endpoint listens only there. Raises ConfigError if the host
+    has no such address.
     """
 
     can_settle_incoming_writes = True
@@ -185,18 +186,18 @@ class SocketsTransport(OnBoard):
         self._memory = FlatMemory()
 
     def _dial(self, address: Address) -> tuple[Stream, int]:
-        """A connection to that life of the peer, and the size of its memory. Raises PeerError."""
+        """Returns a connection to that life of the peer, and the size of its memory. Raises PeerError."""
         stream, answer = dial(address, Answer, self._address.peer_id, self._key, self._limits.connect_seconds)
         stream.allow_stalls(self._limits.stall_seconds)
         return stream, answer.num_bytes
 
     def _is_alive(self, peer: _Peer) -> bool:
-        """As far as can be seen: connections on which the peer has something to say are not asked."""
+        """Returns whether the peer seems to be alive; connections with a transfer in progress are not checked."""
         with self._board.lock:
             return not peer.is_lost and all(link.transfer is not None or link.stream.is_alive() for link in peer.links)
 
     def _add_link(self, peer: _Peer) -> None:
-        """One more connection, so that another transfer can be under way. Without it, transfers wait."""
+        """Makes one more connection, so that another transfer can run at once. If that fails, transfers wait."""
         try:
             stream, _ = self._dial(peer.address)
         except PeerError as error:
@@ -207,7 +208,7 @@ class SocketsTransport(OnBoard):
         self._serve_link(peer, _Link(stream))
 
     def _serve_link(self, peer: _Peer, link: _Link) -> None:
-        """The thread of a link."""
+        """Runs in the thread of a link: executes transfers until the peer is lost."""
         with self._board.lock:
             peer.links.append(link)
             self._links.add(link)
@@ -236,7 +237,7 @@ class SocketsTransport(OnBoard):
             return True
 
     def _execute(self, link: _Link) -> None:
-        """Raises PeerError when the connection is of no use any more."""
+        """Executes the link's transfer. Raises PeerError if the connection is no longer usable."""
         stream, transfer = link.stream, link.transfer
         assert transfer is not None
         segments = merged(self._memory.segments(transfer.runs[:, [0, 2]]))
@@ -255,14 +256,14 @@ class SocketsTransport(OnBoard):
                 stream.send(encode(Landed(transfer.notify)))
         else:
             with self._board.lock:
-                # Before, a cut ends both directions.
+                # Before this, a cut ends both directions.
                 link.has_sent = not stream.is_cut
             stream.send_segments(segments)
             decode(Answer, stream.receive())
         self._board.finish(transfer)
 
     def _settle(self, link: _Link) -> None:
-        """The link's connection is of no use any more. Returns when its transfer has settled, or never will."""
+        """Called when the connection is no longer usable. Returns when the transfer has settled, or never will."""
         transfer = link.transfer
         if transfer is None:
             return

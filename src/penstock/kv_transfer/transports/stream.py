@@ -1,7 +1,7 @@
-"""One authenticated TCP connection as blocking threads use it: sealed frames, and raw bytes from and to memory.
+"""An authenticated TCP connection for blocking threads: sealed frames, and raw bytes from and to memory.
 
-One thread at a time reads and writes a stream, and only it may close it. Any thread may `cut` it: then the other one's
-call ends soon, with PeerError, and every later one at once. Everything that goes wrong on a connection is a PeerError.
+One thread at a time reads and writes a stream, and only it may close it. Any thread may `cut` it: then a call in
+progress soon raises PeerError, and every later one does at once. Every failure of a connection is a PeerError.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.kv_transfer.authentication import Authentication
 from penstock.utils.errors import PeerError
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_MAX_SEGMENTS = 1024  # of one system call (IOV_MAX)
+_MAX_SEGMENTS = 1024  # in one system call (IOV_MAX)
 
 
 class _MessageHeader(ctypes.Structure):
@@ -51,7 +51,7 @@ _sendmsg, _recvmsg = _system_call("sendmsg"), _system_call("recvmsg")
 
 
 class Stream:
-    """`stall_seconds`: so long may a peer not move a byte while it is its turn."""
+    """`stall_seconds`: how long a peer may move no byte while it is its turn."""
 
     def __init__(self, connection: socket.socket, stall_seconds: float) -> None:
         self._socket = connection
@@ -69,7 +69,7 @@ class Stream:
         self._limit(stall_seconds)
 
     def allow_stalls(self, seconds: float) -> None:
-        """From now on."""
+        """Changes `stall_seconds` from now on."""
         self._stall_seconds = seconds
         self._limit(seconds)
 
@@ -79,7 +79,7 @@ class Stream:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
 
     def authenticate(self, key: bytes, is_client: bool, purpose: bytes, seconds: float, max_frame_bytes: int) -> None:
-        """Must be over after so many seconds, however busily the peer sends."""
+        """Authenticates both sides. Raises PeerError after this many seconds, even if the peer is still sending."""
         deadline = time.monotonic() + seconds
         authentication = Authentication(key, is_client, purpose)
         self._limit(seconds)
@@ -95,11 +95,11 @@ class Stream:
         self._opener = authentication.opener(max_frame_bytes)
 
     def send(self, payload: bytes) -> None:
-        """One frame."""
+        """Sends one frame."""
         self._send(self._sealer.seal(payload))
 
     def receive(self) -> bytes:
-        """One frame."""
+        """Receives one frame."""
         while True:
             payloads = self._opener.feed(self._receive(self._opener.num_missing))
             if payloads:
@@ -112,7 +112,7 @@ class Stream:
         poll.poll()
 
     def is_alive(self) -> bool:
-        """Whether the peer has not closed the connection; for streams on which it is not the peer's turn."""
+        """Returns whether the peer has not closed the connection; for streams on which it is not the peer's turn."""
         try:
             return not self.is_cut and self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) != b""
         except BlockingIOError:
@@ -121,7 +121,7 @@ class Stream:
             return False
 
     def send_segments(self, segments: np.ndarray) -> None:
-        """Sends memory: [n, 2] int64 of address and bytes. The GIL is free meanwhile."""
+        """Sends memory: [n, 2] int64 of address and bytes. Releases the GIL meanwhile."""
         self._move(segments, _sendmsg, socket.MSG_NOSIGNAL)
 
     def receive_segments(self, segments: np.ndarray) -> None:
@@ -131,7 +131,7 @@ class Stream:
     def _move(self, segments: np.ndarray, call: Callable[[int, object, int], int], flags: int) -> None:
         ends = np.cumsum(segments[:, 1])
         total, done = int(ends[-1]) if len(ends) else 0, 0
-        # An array of `struct iovec`, whose first unfinished entry is shortened to what it lacks.
+        # An array of `struct iovec`, whose first unfinished entry is shortened to its missing part.
         vector = segments.copy()
         while done < total:
             self._check()
@@ -159,7 +159,7 @@ class Stream:
             self._fail(error)
 
     def _receive(self, num_bytes: int) -> bytes:
-        """At least one byte and at most so many."""
+        """Returns at least one byte and at most `num_bytes`."""
         self._check()
         try:
             data = self._socket.recv(min(num_bytes, 1 << 20))
@@ -171,7 +171,7 @@ class Stream:
 
     def _check(self) -> None:
         if self.is_cut:
-            raise PeerError("the connection has been given up")
+            raise PeerError("the connection was cancelled")
 
     def _fail(self, error: OSError) -> NoReturn:
         self._check()
@@ -180,12 +180,12 @@ class Stream:
         raise PeerError(f"the connection is lost: {error}") from error
 
     def cut(self) -> None:
-        """Ends both directions. Memory is written no more, but by a call that is under way and that this ends."""
+        """Ends both directions. Memory is no longer written, except by a call in progress, which this ends."""
         self._is_receiving_cut = True
         self._shut(socket.SHUT_RDWR)
 
     def cut_sending(self) -> None:
-        """The peer reads the end of the stream behind what was sent."""
+        """Ends the sending direction: the peer reads the end of the stream after the data that was sent."""
         self._shut(socket.SHUT_WR)
 
     def _shut(self, how: int) -> None:
@@ -197,7 +197,7 @@ class Stream:
                 return  # the connection has ended
 
     def wait_for_end(self) -> bool:
-        """After `cut_sending`: waits until the peer's process has closed its end; False when that cannot be told."""
+        """Waits, after `cut_sending`, until the peer's process has closed its end. Returns False if that is unknown."""
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, 0))
             while self._socket.recv(1 << 16):

@@ -18,7 +18,7 @@ class ThreadGroup:
         self._threads: set[threading.Thread] = set()
 
     def start(self, work: Callable[..., None], *args: object) -> None:
-        """Raises PeerError when the system has no more threads."""
+        """Starts a thread. Raises PeerError if the system has no more threads."""
 
         def run() -> None:
             try:
@@ -38,7 +38,7 @@ class ThreadGroup:
             raise PeerError(f"no thread for a connection: {error}") from error
 
     def join(self, seconds: float) -> bool:
-        """Waits for all threads, together for so many seconds; returns whether all have ended."""
+        """Waits for all threads, for at most this many seconds in total; returns whether all have ended."""
         deadline = time.monotonic() + seconds
         with self._lock:
             threads = list(self._threads)

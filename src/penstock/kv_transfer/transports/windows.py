@@ -1,4 +1,4 @@
-"""Which parts of an endpoint's memory its peers may write, and the end of that."""
+"""The parts of an endpoint's memory that its peers may write, and for how long."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ class _Window:
 
 
 class Windows:
-    """Those of one endpoint; `lock` is the endpoint's."""
+    """The windows of one endpoint; `lock` is the endpoint's."""
 
     def __init__(self, lock: threading.Condition) -> None:
         self._lock = lock
         self._windows: dict[bytes, _Window] = {}
 
     def open(self, ranges: np.ndarray) -> bytes:
-        """Over [n, 2] int64 of offset and bytes. Returns its name."""
+        """Opens a window over [n, 2] int64 of offset and bytes. Returns its name."""
         name = os.urandom(_NAME_BYTES)
         with self._lock:
             self._windows[name] = _Window(RangeSet(ranges))
         return name
 
     def close(self, name: bytes) -> None:
-        """Takes no further writer, and cuts those that are in it off."""
+        """Accepts no further writers, and cuts the connections of those that are writing."""
         with self._lock:
             window = self._windows.get(name)
             if window is None:
@@ -50,22 +50,22 @@ class Windows:
             self._forget(name, window)
 
     def is_closed(self, name: bytes) -> bool:
-        """Whether nothing lands in it any more."""
+        """Returns whether nothing lands in the window any more."""
         with self._lock:
             return name not in self._windows
 
     def enter(self, name: bytes, ranges: np.ndarray, stream: Stream) -> None:
-        """A thread is about to receive these ranges, [n, 2] int64. Raises PeerError unless they lie in the window."""
+        """Called before a thread receives these ranges, [n, 2] int64. Raises PeerError unless the window has them."""
         with self._lock:
             window = self._windows.get(name)
             if window is None or window.is_closing:
-                raise PeerError("a write names no window that is open: it comes too late, or was never asked for")
+                raise PeerError("the write names no open window: it is late or was not requested")
             if not window.ranges.covers(ranges):
-                raise PeerError("a write reaches beyond the memory that was offered for it")
+                raise PeerError("the write exceeds the memory of its window")
             window.writers.add(stream)
 
     def leave(self, name: bytes, stream: Stream) -> None:
-        """The thread receives no more."""
+        """Called when the thread receives no more."""
         with self._lock:
             window = self._windows[name]
             window.writers.discard(stream)

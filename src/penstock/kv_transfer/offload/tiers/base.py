@@ -13,7 +13,7 @@ moves bytes on its own threads, which are not visible outside.
 
 Failure: no method raises for external errors (a full disk, a lost peer, a damaged file). The error is counted in
 `stats`, logged once per kind, and the keys are reported as not successful. A key whose load failed must not be found by
-the next `lookup`, or a request would ask for it for ever.
+the next `lookup`, or a request would ask for it forever.
 
 Implementors must not use a job's chunks after its end, call back into the manager, or have unbounded queues.
 """
@@ -135,7 +135,7 @@ class SecondaryTierManager(Protocol):
         ...
 
     def submit_load(self, job: TransferJob) -> bool:
-        """As `submit_store`, in the other direction."""
+        """Like `submit_store`, in the other direction."""
         ...
 
     def get_finished_jobs(self) -> list[JobResult]:

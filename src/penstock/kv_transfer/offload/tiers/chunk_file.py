@@ -183,7 +183,7 @@ def _remove_foreign(path: str) -> None:
     try:
         os.unlink(path)
     except OSError as error:
-        _logger.warning("The disk tier passes over %s, which it did not write and cannot delete: %s", path, error)
+        _logger.warning("The disk tier ignores %s, which it did not write and cannot delete: %s", path, error)
 
 
 def _name(key: OffloadKey) -> str:
@@ -196,7 +196,7 @@ def _key_of(name: str) -> OffloadKey | None:
         key = (int(group), bytes.fromhex(block_hash))
     except ValueError:
         return None
-    # Only the exact spelling that `write` uses: with capitals, say, the same key would be found a second time.
+    # Accepts only the exact spelling that `write` uses: with capitals, for example, a key would be found twice.
     return key if name == _name(key) and key[0] >= 0 and len(key[1]) <= _MAX_HASH_BYTES else None
 
 

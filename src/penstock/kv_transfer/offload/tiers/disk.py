@@ -210,7 +210,7 @@ class DiskTier:
         self.drain_jobs()
 
     def _accept(self, job: TransferJob) -> _Job | None:
-        """Accepts any job if the queue is empty, because one that is too long would otherwise be refused for ever."""
+        """Accepts any job if the queue is empty, because one that is too long would otherwise be refused forever."""
         if self._num_queued and self._num_queued + len(job.keys) > self._max_queued:
             self._counts["num_refused"] += len(job.keys)
             return None
@@ -372,7 +372,7 @@ class DiskTier:
         assert outcome.error is not None, what
         self._counts["num_failed"] += 1
         kind = f"{what} {errno.errorcode.get(outcome.error.errno or 0, 'unknown')}"
-        self._log_once(kind, f"The disk tier failed to {what} a chunk and goes on without it: {outcome.error}")
+        self._log_once(kind, f"The disk tier failed to {what} a chunk and continues without it: {outcome.error}")
 
     def _log_once(self, kind: str, message: str) -> None:
         if kind not in self._logged:
