@@ -168,14 +168,14 @@ class KVCacheManager:
             self._recorder.on_stored(request, number, stored)
         self._num_published[request.request_id] = end
 
-    def hold(self, transfer_id: TransferId, block_ids: BlockIds, first: int, end: int | None, writes: bool) -> None:
-        """Holds blocks [first, end) of a request's table (None: to the last) for a transfer, until `drop_hold`."""
+    def pin(self, transfer_id: TransferId, block_ids: BlockIds, first: int, end: int | None, writes: bool) -> None:
+        """Pins blocks [first, end) of a request's table (None: to the last) for a transfer, until `unpin`."""
         ids = [i for table in block_ids for i in table[first:end] if i != NULL_BLOCK]
-        self.pool.hold(transfer_id, ids, writes)
+        self.pool.pin(transfer_id, ids, writes)
 
-    def drop_hold(self, transfer_id: TransferId) -> None:
-        """Ends the hold of a transfer."""
-        self.pool.drop(transfer_id)
+    def unpin(self, transfer_id: TransferId) -> None:
+        """Removes the pins of a transfer that has ended."""
+        self.pool.unpin(transfer_id)
 
     def block_ids(self, request: Request) -> BlockIds:
         """Returns the request's block table in every group."""
