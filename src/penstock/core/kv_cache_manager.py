@@ -78,7 +78,7 @@ class KVCacheManager:
         return PrefixHit(tuple(block_ids), length, num_tokens)
 
     def is_being_computed(self, request: Request, hit: PrefixHit) -> bool:
-        """Returns whether a running request is about to publish the block that follows this hit, so waiting pays."""
+        """Returns whether a running request will soon publish the block after this hit, so that waiting saves work."""
         if not self._enable_prefix_caching or not request.uses_prefix_cache:
             return False
         within_prompt = hit.num_blocks < (request.num_tokens - 1) // self.block_size
@@ -233,7 +233,7 @@ class KVCacheManager:
             self._being_computed[block_hash] = count - 1
         elif count:
             del self._being_computed[block_hash]
-        # Else the request learned it after its admission, and it was never announced.
+        # Otherwise the token that completes the block became known after the admission, and the hash was never counted.
 
     def check_integrity(self) -> None:
         """Recomputes the pool's counts from all block tables."""

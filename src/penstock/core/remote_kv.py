@@ -59,7 +59,7 @@ class _Load:
 
 
 class RemoteKV:
-    """Belongs to the scheduler."""
+    """Tracks the loads and holds of the scheduler's requests. Belongs to the scheduler."""
 
     def __init__(self, transfer: KVTransfer, kv: KVCacheManager) -> None:
         self._connector = transfer.connector
@@ -159,7 +159,7 @@ class RemoteKV:
         self._connector.update_state_after_alloc(request, transfer_id, block_ids, hit.num_tokens, end)
 
     def on_ended(self, event: LoadEnded) -> Request | None:
-        """Applies the result of a load; returns the request if KV is missing that it still wants."""
+        """Applies the result of a load; returns the request if it still needs KV that is missing."""
         load = self._loads.pop(event.transfer_id, None)
         if load is None:
             return None

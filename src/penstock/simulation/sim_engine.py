@@ -168,17 +168,17 @@ class SimEngine:
 
     @property
     def num_steps(self) -> int:
-        """Steps that it has executed."""
+        """The number of executed steps."""
         return self.scheduler._step
 
     @property
     def num_foreign_results(self) -> int:
-        """Results that reached an earlier stage after their request had lost its row to another."""
+        """The number of results that reached an earlier stage after their request's row had been reassigned."""
         return sum(rank.num_foreign_results for rank in self.devices.ranks.values())
 
     @property
     def num_holds(self) -> int:
-        """Finished requests whose blocks are held."""
+        """The number of finished requests whose blocks are held."""
         return self.scheduler._remote.num_holds
 
     def running_requests(self) -> list[Request]:
