@@ -62,7 +62,7 @@ def test_groups_have_processes_of_their_own_and_make_one_table(tmp_path: Path) -
     done = bench(*QUICK, *places, "--only", "decode,eager,soak", "--resume", "--within", "0.01")
     assert done.returncode == 0
     assert "== " not in done.stdout
-    assert done.stdout.endswith("--resume goes on with soak tiny\n")
+    assert done.stdout.endswith("--resume continues with soak tiny\n")
 
 
 @pytest.mark.parametrize(
