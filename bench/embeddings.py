@@ -307,7 +307,7 @@ def main() -> None:
         for name, make in makers.items():
             sides[name] = side = Side(make, model, args.dtype, args.threads)
             stack.callback(side.close)
-        print(f"{' beside '.join(sides)}, {args.dtype}, {args.threads} threads")
+        print(f"{' compared with '.join(sides)}, {args.dtype}, {args.threads} threads")
         compare(sides, args.pairs)
         if args.vllm is not None:
             sides["vLLM"] = vllm = VllmSide(args.vllm, model, args.dtype)

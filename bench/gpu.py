@@ -165,7 +165,7 @@ def table(path: Path) -> str:
     latest: dict[tuple[str, str], dict[str, Any]] = {}
     for line in lines(path):
         latest[line["shape"], line["key"]] = line
-    rows = ["| shape | figure | measured | goal | vLLM | beside vLLM | |", "|---|---|---|---|---|---|---|"]
+    rows = ["| shape | figure | measured | goal | vLLM | relative to vLLM | |", "|---|---|---|---|---|---|---|"]
     for (shape, key), line in latest.items():
         if "error" in line:
             if not line["error"]:

@@ -78,7 +78,7 @@ class EngineArgs:
     distributed_executor_backend: str | None = argument(
         RANKS,
         None,
-        "where the ranks run: uniproc in the engine's process, mp in processes of their own, ray on a cluster "
+        "where the ranks run: uniproc in the engine's process, mp in separate processes, ray on a cluster "
         "(default: mp if there are several, else uniproc)",
         EXECUTOR_BACKENDS,
     )

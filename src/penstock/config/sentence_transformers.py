@@ -63,7 +63,7 @@ def read_modules(path: Path) -> Modules | None:
             raise ConfigError(f"{file} lists a module {kind!r}; supported: {', '.join(_MODULES)}")
     if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         raise ConfigError(
-            f"{file} lists {', '.join(kinds) or 'no modules'}; supported: Transformer, Pooling and, behind them, "
+            f"{file} lists {', '.join(kinds) or 'no modules'}; supported: Transformer, Pooling and, after them, "
             "Normalize"
         )
     folder = path / str(modules[1].get("path", ""))

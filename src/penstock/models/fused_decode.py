@@ -84,7 +84,7 @@ class FusedDecoder:
             if not isinstance(attention, GroupedQueryAttention) or not isinstance(mlp, GatedMLP):
                 return f"layers are made of {type(attention).__name__} and {type(mlp).__name__}"
             if any(linear.bias is not None for linear in (attention.out.own, mlp.gate_up, mlp.down.own)):
-                return "there are biases behind the attention or in the MLP"
+                return "there are biases after the attention or in the MLP"
         return ""
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> ModelOutput:

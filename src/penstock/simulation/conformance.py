@@ -324,7 +324,7 @@ def _check_disconnect(pair: _Pair) -> None:
     pair.near = bytes(_SIZE)
     pair.left.wait(handles, 0.2)
     assert pair.near == bytes(_SIZE), "bytes landed after the end of a transfer"
-    _refuses(lambda: pair.left.submit(Operation.READ, pair.peer, _WHOLE), "a peer that was given up")
+    _refuses(lambda: pair.left.submit(Operation.READ, pair.peer, _WHOLE), "a disconnected peer")
     pair.left.disconnect(pair.peer)
     pair.peer = pair.left.connect(pair.right.descriptor())
     assert pair.move(Operation.READ, _WHOLE) is TransferState.DONE
