@@ -1,14 +1,14 @@
-"""Embeddings beside sentence-transformers, or where that is not installed beside transformers: agreement and speed.
+"""Compares embeddings with those of sentence-transformers, or of transformers if it is not installed: agreement, speed.
 
     python bench/embeddings.py [MODEL] [--count 1000] [--rounds 5] [--pairs 500] [--dtype DTYPE] [--threads N]
                                [--vllm PYTHON]
 
-MODEL is a folder with a sentence-transformers checkpoint of an encoder. Without it, one of the shape of
-all-MiniLM-L6-v2 is made of random weights, which says something about speed and nothing about meaning.
+MODEL is a folder with a sentence-transformers checkpoint of an encoder. Without it, random weights in the shape of
+all-MiniLM-L6-v2 are used, which are representative of speed but not of meaning.
 
 Agreement: the smallest cosine between both engines' vectors of the sentences of --pairs pairs, and the rank correlation
 (Spearman) of the pairs' similarities. Speed: --count texts of 16 to 256 tokens from text to vectors, in alternation, as
-the median of --rounds. The other side gets what makes it fast: batches of 32 texts of similar length. With --vllm, a
+the median of --rounds. The other side runs as it is fastest: in batches of 32 texts of similar length. With --vllm, a
 Python where vLLM's CPU build is installed, its speed is measured too, on all cores.
 """
 
@@ -39,7 +39,7 @@ from penstock import LLM, PoolingParams
 
 _BATCH = 32
 _LENGTHS = (16, 256)  # tokens of a text for the speed
-# Words of one line may stand for each other; from line to line the meaning changes.
+# Words of one group are synonyms; different groups have different meanings.
 _SUBJECTS = (
     "engineer technician mechanic|cat kitten|river stream|minister politician|child kid|orchestra band|"
     "company firm|telescope instrument|baker cook|student pupil|storm hurricane|doctor physician"
@@ -66,7 +66,7 @@ def _choices(text: str) -> list[list[str]]:
 
 
 class Sentences:
-    """Sentences that mean more or less the same as others; the same ones for every run."""
+    """Draws sentences whose meanings are more or less similar; every run draws the same ones."""
 
     def __init__(self) -> None:
         self._draw = random.Random(0)
@@ -75,12 +75,12 @@ class Sentences:
 
     @staticmethod
     def words() -> list[str]:
-        """All that sentences are made of."""
+        """Returns all words and punctuation of the sentences."""
         texts = (_SUBJECTS, _VERBS, _OBJECTS, _ENDINGS)
         return sorted({"the", "."} | {word for text in texts for word in text.replace("|", " ").split()})
 
     def pair(self) -> tuple[str, str]:
-        """Two sentences, between paraphrases and strangers."""
+        """Returns two sentences, anywhere between paraphrases and unrelated ones."""
         meaning = self._meaning()
         other = self._meaning()
         changed = self._draw.randint(0, len(meaning))
@@ -88,7 +88,7 @@ class Sentences:
         return self._say(meaning), self._say([each if i in kept else other[i] for i, each in enumerate(meaning)])
 
     def text(self, num_words: int) -> str:
-        """About so many words."""
+        """Returns a text of exactly that many words, made of sentences."""
         words: list[str] = []
         while len(words) < num_words:
             words += self._say(self._meaning()).split()
@@ -105,7 +105,7 @@ class Sentences:
 
 
 def make_random_model(path: Path) -> None:
-    """In the shape of all-MiniLM-L6-v2, with a vocabulary of the sentences' words."""
+    """Writes a model in the shape of all-MiniLM-L6-v2, with the sentences' words as its vocabulary."""
     names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *Sentences.words()]
     config = transformers.BertConfig(
         hidden_size=384, intermediate_size=1536, num_hidden_layers=6, num_attention_heads=12
@@ -144,7 +144,7 @@ def reference_name() -> str:
 
 
 def make_reference(model: str, dtype: str, threads: int) -> Encode:
-    """By sentence-transformers, or the same by transformers alone."""
+    """Returns sentence-transformers' encoder, or an equivalent one made with transformers alone."""
     torch.set_num_threads(threads)
     kind = getattr(torch, dtype)
     if reference_name() == "transformers":
@@ -156,7 +156,7 @@ def make_reference(model: str, dtype: str, threads: int) -> Encode:
 
 
 class Transformers:
-    """Batches of similar length, padded, the longest texts first, as sentence-transformers does it."""
+    """Encodes padded batches of similar length, the longest texts first, as sentence-transformers does."""
 
     def __init__(self, path: Path, dtype: torch.dtype) -> None:
         self._tokenizer = transformers.AutoTokenizer.from_pretrained(path)
@@ -188,7 +188,7 @@ class Transformers:
 
 
 class Side:
-    """An engine in a process of its own, so that its threads and settings are not the other one's."""
+    """Runs an engine in a separate process, so that it has its own threads and settings."""
 
     def __init__(self, make: Make, model: str, dtype: str, threads: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -198,7 +198,7 @@ class Side:
         other.close()
 
     def __call__(self, texts: list[str]) -> tuple[float, np.ndarray]:
-        """How many seconds it took, and the vectors."""
+        """Returns the time in seconds, and the vectors."""
         self._connection.send(texts)
         return self._connection.recv()
 
@@ -208,7 +208,7 @@ class Side:
 
 
 class VllmSide:
-    """vLLM in an environment of its own, with Intel's OpenMP if that is there, as its documentation advises."""
+    """Runs vLLM in its own environment, with Intel's OpenMP if that is installed, as its documentation advises."""
 
     def __init__(self, python: str, model: str, dtype: str) -> None:
         script = Path(__file__).parent / "peers" / "embed_vllm.py"
@@ -248,7 +248,7 @@ def _serve(connection: Connection, make: Make, model: str, dtype: str, threads: 
 
 
 def ranks(values: np.ndarray) -> np.ndarray:
-    """[n] -> [n]: the place of each value in ascending order; those that are equal but for rounding share the mean."""
+    """[n] -> [n]: the rank of each value, ascending; values that are equal except for rounding share the mean rank."""
     _, which, counts = np.unique(values.round(6), return_inverse=True, return_counts=True)
     return (counts.cumsum() - (counts + 1) / 2)[which]
 
@@ -275,7 +275,7 @@ def race(sides: Mapping[str, Engine], count: int, rounds: int) -> None:
     for side in sides.values():
         side(texts[:_BATCH])
     for number in range(rounds):
-        # Who begins changes, so that a machine that grows slower is nobody's advantage.
+        # The order alternates, so that a machine that slows down favours neither.
         for name in list(sides)[:: 1 if number % 2 == 0 else -1]:
             seconds[name].append(sides[name](texts)[0])
     print(f"\n| {count} texts of {_LENGTHS[0]} to {_LENGTHS[1]} tokens | texts/s | median s | s, best to worst |")
@@ -307,7 +307,7 @@ def main() -> None:
         for name, make in makers.items():
             sides[name] = side = Side(make, model, args.dtype, args.threads)
             stack.callback(side.close)
-        print(f"{' beside '.join(sides)}, {args.dtype}, {args.threads} threads")
+        print(f"{' compared with '.join(sides)}, {args.dtype}, {args.threads} threads")
         compare(sides, args.pairs)
         if args.vllm is not None:
             sides["vLLM"] = vllm = VllmSide(args.vllm, model, args.dtype)

@@ -2,7 +2,7 @@
 
     python bench/gpu.py --output results.jsonl                          # everything; half an hour on an H200
     python bench/gpu.py --output results.jsonl --only decode,prefill --shapes bench/shapes/qwen3-0.6b
-    python bench/gpu.py --output results.jsonl --within 9 --resume      # nine minutes of it, continuing from there
+    python bench/gpu.py --output results.jsonl --within 9 --resume      # nine minutes, continuing from there
     python bench/gpu.py --device cpu --quick                            # the script itself, with a tiny model
 
 Every group runs in a separate process on each shape, within a time limit, and adds its figures to --output as soon as
@@ -102,7 +102,7 @@ def main() -> int:
                 left_out.append(f"{name} {shape_name(shape)}")
     print(table(args.output))
     if left_out:
-        print(f"{args.within:g} minutes are over; --resume goes on with {', '.join(left_out)}")
+        print(f"{args.within:g} minutes are over; --resume continues with {', '.join(left_out)}")
     return 1 if failures else 0
 
 
@@ -165,7 +165,7 @@ def table(path: Path) -> str:
     latest: dict[tuple[str, str], dict[str, Any]] = {}
     for line in lines(path):
         latest[line["shape"], line["key"]] = line
-    rows = ["| shape | figure | measured | goal | vLLM | beside vLLM | |", "|---|---|---|---|---|---|---|"]
+    rows = ["| shape | figure | measured | goal | vLLM | relative to vLLM | |", "|---|---|---|---|---|---|---|"]
     for (shape, key), line in latest.items():
         if "error" in line:
             if not line["error"]:
@@ -214,9 +214,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("gpu.jsonl"), help="lines of JSON are added to this file")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "penstock-bench-gpu")
     parser.add_argument("--minutes", type=float, help="of the soak (default: 2, or a few seconds with --quick)")
-    parser.add_argument("--limit", type=float, help="seconds of any group on any shape (default: each group's own)")
-    parser.add_argument("--within", type=float, default=1e6, help="minutes, after which nothing runs any more")
-    parser.add_argument("--resume", action="store_true", help="leave out what has ended before, as --output tells")
+    parser.add_argument("--limit", type=float, help="seconds for any group on any shape (default: each group's own)")
+    parser.add_argument("--within", type=float, default=1e6, help="minutes after which everything stops")
+    parser.add_argument("--resume", action="store_true", help="leave out groups that --output has already")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.job:
@@ -229,11 +229,11 @@ def parse_arguments() -> argparse.Namespace:
     if args.minutes is None:
         args.minutes = 0.05 if args.quick else 2.0
     if args.minutes < 0 or args.within <= 0 or (args.limit is not None and args.limit <= 0):
-        parser.error("--minutes, --within and --limit are positive")
+        parser.error("--minutes, --within and --limit must be positive")
     if args.shapes is None:
         args.shapes = [SHAPES / name for name in (("tiny",) if args.quick else ("qwen3-0.6b", "qwen3-8b"))]
     if missing := [str(shape) for shape in args.shapes if not (shape / "config.json").is_file()]:
-        parser.error(f"--shapes {' '.join(missing)}: no config.json in there")
+        parser.error(f"--shapes {' '.join(missing)}: there is no config.json")
     if importlib.util.find_spec("penstock") is None:
         parser.error("penstock cannot be imported: install it, or set PYTHONPATH=src")
     if args.device == "cuda":

@@ -7,7 +7,7 @@
 For each entry of the tables, the most important first, it prints the best settings and the present one, in microseconds
 a launch and TB/s of weights or KV (TFLOP/s of prefill), and the errors of those whose results are not correct
 (`gpu_parts/tuning.py` describes the checks). A launch is one of a chain over so many layers with separate weights or
-caches that no cache holds them, replayed from a CUDA graph. Kernels are compiled ahead on all cores.
+KV that they do not fit into the GPU's caches, replayed from a CUDA graph. Kernels are compiled ahead on all cores.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ def main() -> None:
         return
     until = time.monotonic() + 60 * args.minutes
     capability = torch.cuda.get_device_capability()
-    print(f"{torch.cuda.get_device_name()}, {len(chosen)} places", flush=True)
+    print(f"{torch.cuda.get_device_name()}, {len(chosen)} cells", flush=True)
     number = args.skip
     with Tuner(10 * capability[0] + capability[1], args.jobs) as tuner:
         tuner.compile(chosen[number:])
         for number in range(args.skip, len(chosen)):
             if time.monotonic() >= until:
-                print(f"{args.minutes:g} minutes are over: go on with --skip {number}")
+                print(f"{args.minutes:g} minutes are over: continue with --skip {number}")
                 return
             found = tuner.measure(chosen[number], until)
             print(f"[{number}] {found.table()}", flush=True)
@@ -115,8 +115,8 @@ class Tuner:
         while True:
             try:
                 found = self._measurer.submit(measure, cell, "cuda", capabilities, found.results).result(_CELL_SECONDS)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the other cells want to be measured
-                # This cell is given up: the process died or hangs, or the operands do not fit into memory.
+            except Exception as error:  # noqa: BLE001 - whatever it is, the other cells are still measured
+                # This cell is abandoned: the process died or hangs, or the operands do not fit into memory.
                 problem = f"{type(error).__name__}: {error}".splitlines()[0]
                 found = replace(found, results=[*found.results, Result("others", problem=problem)], is_fatal=False)
                 self._restart()
@@ -134,18 +134,20 @@ class Tuner:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=9.0, help="no place is begun after them (default: 9)")
+    parser.add_argument("--minutes", type=float, default=9.0, help="after which no cell is begun (default: 9)")
     parser.add_argument("--only", default=",".join(FAMILIES), help=f"of {', '.join(FAMILIES)}, separated by commas")
-    parser.add_argument("--skip", type=int, default=0, help="so many places, as numbered by --list")
+    parser.add_argument("--skip", type=int, default=0, help="number of cells to skip, as numbered by --list")
     parser.add_argument("--output", type=Path, default=Path("tune.jsonl"), help="lines of JSON are added to this file")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compile (default: all cores)")
-    parser.add_argument("--list", action="store_true", help="the places and how many settings each has; needs no GPU")
+    parser.add_argument(
+        "--list", action="store_true", help="list the cells and how many settings each has; needs no GPU"
+    )
     args = parser.parse_args()
     args.only = [name.strip() for name in args.only.split(",") if name.strip()]
     if unknown := [name for name in args.only if name not in FAMILIES]:
         parser.error(f"--only {','.join(unknown)}: the families are {', '.join(FAMILIES)}")
     if args.minutes <= 0 or args.jobs < 1 or args.skip < 0:
-        parser.error("--minutes and --jobs are positive, and --skip is not negative")
+        parser.error("--minutes and --jobs must be positive, and --skip must not be negative")
     if not args.list:
         check(parser, args)
     return args

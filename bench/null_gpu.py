@@ -41,7 +41,7 @@ print(json.dumps([torch.__version__, torch.version.cuda, torch.cuda.device_count
 
 
 class CannotRunError(Exception):
-    """A missing or conflicting requirement, in words for the user of the command."""
+    """A missing or conflicting requirement, described for the user of the command."""
 
 
 @dataclass(frozen=True)
@@ -75,28 +75,26 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--node-us", type=float, default=0.0, help="time of a node of a graph")
     parser.add_argument("--copy-gb-s", type=float, default=0.0, help="between host and device (default: no time)")
     parser.add_argument("--memory-gib", type=float, default=139.0, help="of the device (default: 139, an H200's)")
-    parser.add_argument("--name", default="null GPU", help="of the device")
+    parser.add_argument("--name", default="null GPU", help="name of the device")
     parser.add_argument(
         "--strict",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="tell each refused call once on stderr; it is refused anyway",
+        help="report each refused call once on stderr; it is refused in any case",
     )
-    parser.add_argument(
-        "--report", action="store_true", help="tell what was launched and waited for when a process ends"
-    )
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and the command")
+    parser.add_argument("--report", action="store_true", help="report launches and waits when a process ends")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="the command, after --")
     args = parser.parse_args()
     args.command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not args.command:
-        parser.error("no command is given: put it behind --")
+        parser.error("no command is given: put it after --")
     if min(args.kernel_us, args.node_us, args.copy_gb_s) < 0 or args.memory_gib <= 0:
-        parser.error("times, bandwidth and memory are positive")
+        parser.error("times and bandwidth must not be negative, memory must be positive")
     return args
 
 
 def look_at_torch() -> tuple[str, str]:
-    """Returns the versions of torch and of its CUDA, read in another process, because this one may then be replaced."""
+    """Returns the versions of torch and of its CUDA, read in another process, because the command replaces this one."""
     done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, check=False)
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:] or [f"it ended with {done.returncode}"]
@@ -104,11 +102,11 @@ def look_at_torch() -> tuple[str, str]:
     version, cuda, num_gpus = json.loads(done.stdout.splitlines()[-1])
     if not cuda:
         raise CannotRunError(
-            f"torch {version} is not a CUDA build, and only those make CUDA's calls: "
-            "install one beside (a virtual environment of its own), which needs no GPU"
+            f"torch {version} is not a CUDA build, and only those call CUDA: "
+            "install one in a separate virtual environment, which needs no GPU"
         )
     if num_gpus or list(Path("/dev").glob("nvidia[0-9]*")):
-        raise CannotRunError("a GPU is visible here: measure that one, this stands in where there is none")
+        raise CannotRunError("a GPU is visible here: measure that one; the null GPU is for machines without one")
     return version, cuda
 
 
@@ -116,7 +114,7 @@ def find_headers(major: int) -> Headers:
     """Returns headers of torch's CUDA: those of its own packages, a toolkit or Triton.
 
     The runtime's structures and names differ between CUDA's major versions, so only the major version must be torch's.
-    Triton's are always searched last: some packages lack `crt/`, which is the same in all.
+    Triton's are always searched last: some packages lack `crt/`, which is the same in all of them.
     """
     triton = _package_folder("triton", "backends/nvidia/include")
     candidates = [
@@ -131,11 +129,11 @@ def find_headers(major: int) -> Headers:
             last = (triton,) if triton and triton != folder else ()
             return Headers((folder, *last), version)
     if not found:
-        raise CannotRunError("no CUDA headers are here: install triton, which brings them")
+        raise CannotRunError("there are no CUDA headers: install triton, which includes them")
     others = ", ".join(f"CUDA {version} in {folder}" for folder, version in found.items())
     raise CannotRunError(
         f"torch is built with CUDA {major}, and the headers here are of another major version: {others}. "
-        f"`pip install nvidia-cuda-runtime` of CUDA {major} brings its headers, and so does CUDA_HOME of a toolkit"
+        f"install those of CUDA {major} with `pip install nvidia-cuda-runtime`, or set CUDA_HOME to its toolkit"
     )
 
 
@@ -158,7 +156,7 @@ def _header_version(folder: Path) -> str:
 def cache_folder() -> Path:
     place = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock-null-gpu"
     if re.search(r"[\s:]", str(place)):
-        raise CannotRunError(f"{place}: a preloaded library's path has no blanks and colons; set XDG_CACHE_HOME")
+        raise CannotRunError(f"{place}: a preloaded library's path must have no spaces or colons; set XDG_CACHE_HOME")
     return place
 
 
@@ -166,7 +164,7 @@ def build(headers: Headers, cache: Path) -> Path:
     """Returns the compiled library, in a folder that is named after all its inputs."""
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     if compiler is None:
-        raise CannotRunError("no C compiler is here (cc, gcc or clang); Triton needs one too")
+        raise CannotRunError("there is no C compiler (cc, gcc or clang); Triton needs one too")
     command = [compiler, *FLAGS]
     for folder in headers.folders:
         command += ["-isystem", str(folder)]
@@ -198,7 +196,7 @@ def _move_unless_there(made: Path, target: Path) -> None:
     try:
         made.rename(target)
     except OSError:
-        # Another process was first, and built the same.
+        # Another process built the same library first.
         if not (target / LIBRARY).exists():
             raise
 

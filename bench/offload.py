@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--prompt-len", type=int, default=1500)
     parser.add_argument("--output-len", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--decode-only", action="store_true", help="leave the times to the first token out")
+    parser.add_argument("--decode-only", action="store_true", help="leave out the times to the first token")
     parser.add_argument("--folder", help="for the disk tier; a temporary one by default")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:

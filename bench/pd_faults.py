@@ -172,7 +172,7 @@ class Rounds:
             return
         server.signal(plan.which, signal.SIGKILL if plan.action == "kill" else signal.SIGTERM)
         if not await server.wait_ended():
-            row.problems.append(f"processes of {server.name} outlived the {plan.which}'s end")
+            row.problems.append(f"processes of {server.name} outlived the end of the {plan.which}")
         server.start()
         await server.wait_ready(self._session)
 
@@ -186,7 +186,7 @@ class Rounds:
             if (await decode.metrics(self._session)).get("p2p_consumer_completed", 0) > before:
                 return answers
             await self._settle(row)
-        row.problems.append("no KV is transferred any more")
+        row.problems.append("KV is no longer transferred")
         return answers
 
     async def _settle(self, row: Row) -> None:

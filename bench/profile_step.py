@@ -2,8 +2,8 @@
 
     python bench/profile_step.py [bench/shapes/qwen3-0.6b] [--quick]
 
-The last column is the Python around the kernels. The memory floor is the weights' bytes over the read bandwidth that
-the same process measures.
+The last column is the time of the Python code around the kernels. The memory floor is the weights' bytes over the read
+bandwidth that the same process measures.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ class Faults:
             self._died(server)
             server.signal(which, signal.SIGKILL if action == "kill" else signal.SIGTERM)
             if not await server.wait_ended():
-                self._tally.problems.append(f"processes of {server.name} outlived the {which}'s end")
+                self._tally.problems.append(f"processes of {server.name} outlived the end of the {which}")
             self._died(server)
             server.start()
             await server.wait_ready(session)

@@ -88,7 +88,7 @@ def reading(transport: DataTransport, descriptor: bytes, num_bytes: int, piece: 
         if transport.poll(handle) is not TransferState.DONE:
             transport.disconnect(peer)
             peer = transport.connect(descriptor)
-            raise PeerError(f"a read ends as {transport.poll(handle)}")
+            raise PeerError(f"a read ended as {transport.poll(handle)}")
 
     return read
 

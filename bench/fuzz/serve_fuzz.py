@@ -5,7 +5,7 @@
 
 Fails if any answer was a 5xx other than 503, if the engine is dead at the end, or if the canary's tokens changed
 meanwhile. Schemathesis' own summary is printed for information: requests that it reports as timed out, because they ask
-for thousands of tokens, are no failure here. The answers are counted by the server (`/metrics`).
+for thousands of tokens, do not count as failures here. The answers are counted by the server (`/metrics`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A step's time on the device: microseconds by kernel, the gaps between kernels, and the memory's floor.
 
-Programmatic launches are off here, as a kernel that waits for the one before it would count that time as its own; so a
-step takes longer than otherwise. The floor of a decode step is the size of the weights that it reads and the KV of its
-requests divided by the bandwidth that this process measures.
+Programmatic launches are off here, because a kernel that waits for the one before it would count that time as its own;
+so a step takes longer than otherwise. The floor of a decode step is the size of the weights that it reads and the KV of
+its requests divided by the bandwidth that this process measures.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ TEXTS = (
 
 @dataclass(frozen=True)
 class _Way:
-    """One way to compute the same tokens; `happened` says whether the run really used it."""
+    """One way to compute the same tokens; `happened` tells whether the run really used it."""
 
     name: str
     engine_args: dict[str, Any] = field(default_factory=dict)
@@ -80,7 +80,7 @@ def _compare(job: Job, key: str, reference: list[list[int]], found: tuple[list[l
     ]
     verdict = "equal" if not differences else f"first difference: {', '.join(differences)}"
     if not found[1]:
-        verdict += "; NOT EXERCISED: nothing of the kind happened"
+        verdict += "; NOT EXERCISED: it did not happen in this run"
     job.report(key, len(pairs) - len(differences), f"of {len(pairs)} equal", text=verdict)
 
 

@@ -44,7 +44,7 @@ class Split:
     merges: bool = True
 
     def __str__(self) -> str:
-        tma, merges = " TMA" if self.use_tma else "", "" if self.merges else " merged by a kernel of its own"
+        tma, merges = " TMA" if self.use_tma else "", "" if self.merges else " merged by a separate kernel"
         return f"split {self.split} keys {self.keys} w{self.warps} s{self.stages}{tma}{merges}"
 
     def choice(self) -> Any:

@@ -87,7 +87,7 @@ class CellResult:
             mark = "  <- present" if result is present else ""
             lines.append(f"    {result.us:9.2f} us {rate} {ratio} {result.setting}{mark}")
         if self.library_us:
-            lines.append(f"    {self.library_us:9.2f} us torch's own, without what stands around it")
+            lines.append(f"    {self.library_us:9.2f} us torch's own, without the operations around it")
         wrong = [result for result in self.results if result.problem and "out of resource" not in result.problem]
         lines += [f"    {result.setting}: {result.problem}" for result in wrong[:_TOP]]
         return "\n".join(lines)

@@ -1,7 +1,7 @@
 """Linear layers: Penstock's kernel on each instruction set against `F.linear` and oneDNN with a prepacked weight.
 
 Every contender owns enough copies of the weight that they stream from memory, and every call takes the next copy, as
-the layers of a model do. Contenders alternate, so a busy moment of the machine touches them alike; figures are medians.
+the layers of a model do. Contenders alternate, so a busy moment of the machine affects them alike; figures are medians.
 
     python bench/kernels/linear.py --shapes 1024x4096,3072x1024 --rows 1,8,32 --isa amx,avx512
 """

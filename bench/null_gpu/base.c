@@ -7,9 +7,9 @@
 #include <time.h>
 #include <unistd.h>
 
-/* The kernel wakes a sleeper late by about this much, so the rest of a wait is spent looking at the clock. */
+/* The kernel wakes a sleeping thread about this much too late, so the rest of a wait polls the clock. */
 #define WAKE_NS 50000
-/* Destroyed objects of a kind that are kept before the oldest is used again. */
+/* The number of destroyed objects of a kind that are kept before the oldest one is reused. */
 #define NUM_KEPT 1024
 #define MAX_TOLD 256
 
@@ -46,7 +46,7 @@ static double setting(const char *name, double otherwise) {
     return text ? atof(text) : otherwise;
 }
 
-/* One line for each process that called CUDA. Counts with a time are the host's waits. */
+/* Prints one line for each process that called CUDA. Counts with a time are the host's waits. */
 static void report(void) {
     bool is_used = false;
     for (int i = 0; i < NUM_COUNTS; i++)
@@ -85,7 +85,7 @@ void count(Count which, int64_t by) {
     atomic_fetch_add_explicit(&counts[which], by, memory_order_relaxed);
 }
 
-/* For tests and for scripts that ask through ctypes: a count by its name, or -1. */
+/* Returns a count by its name, or -1: for tests and for scripts that call it through ctypes. */
 __attribute__((visibility("default"))) int64_t null_gpu_count(const char *name) {
     for (int i = 0; i < NUM_COUNTS; i++)
         if (strcmp(COUNT_NAMES[i], name) == 0)
@@ -117,7 +117,7 @@ void wait_until(Count which, int64_t moment) {
 
 /* ---- refusals ---- */
 
-/* Whether it is the first time that this call ends so. */
+/* Returns whether this call is refused with this error for the first time. */
 static bool is_news(const char *call, cudaError_t error) {
     static struct {
         const char *call;

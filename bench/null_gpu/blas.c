@@ -1,4 +1,4 @@
-/* cuBLAS, whose headers are not needed: of a product only the stream matters, and that is the handle's. */
+/* cuBLAS, without its headers: only the stream of a product matters, and the handle has it. */
 #include "null_gpu.h"
 #include <stdlib.h>
 
@@ -7,12 +7,12 @@ enum { SUCCESS = 0, ALLOCATION_FAILED = 3, EXECUTION_FAILED = 13 }; /* cublasSta
 typedef struct {
     cudaStream_t stream;
     int math_mode;
-    int pointer_mode; /* 0: scalars lie on the host */
+    int pointer_mode; /* 0: scalars are in host memory */
 } Handle;
 
 /* ---- handles ---- */
 
-/* It allocates device memory, so a capture forbids it. */
+/* Allocates device memory, so a capture forbids it. */
 int cublasCreate_v2(Handle **handle) {
     if (check_unsafe(__func__) != cudaSuccess)
         return ALLOCATION_FAILED;
@@ -59,7 +59,7 @@ int cublasGetPointerMode_v2(Handle *handle, int *mode) {
     return SUCCESS;
 }
 
-/* ---- products: the arguments behind the handle are not looked at ---- */
+/* ---- products: the arguments after the handle are ignored ---- */
 
 #define PRODUCT(name)                                                                        \
     int name(Handle *handle) {                                                               \
@@ -78,7 +78,7 @@ PRODUCT(cublasDgemv_v2)
 
 /* ---- cuBLASLt ---- */
 
-/* What descriptors say does not matter. */
+/* The contents of descriptors do not matter. */
 static char described;
 
 static int make(void **object) {
@@ -130,7 +130,7 @@ int cublasLtMatrixLayoutSetAttribute(void *layout) {
     return SUCCESS;
 }
 
-/* One algorithm is found, and the zeros that torch has put there describe it: success, no workspace. */
+/* Finds one algorithm; torch's zeros in `results` describe it: success, no workspace. */
 int cublasLtMatmulAlgoGetHeuristic(void *handle, void *description, void *a, void *b, void *c, void *d,
                                    void *preference, int num_wanted, void *results, int *num_found) {
     *num_found = 1;

@@ -1,21 +1,21 @@
-/* Captures: which calls they allow, how streams join them, and what graph they end in.
+/* Captures: the calls that they allow, how streams join them, and the resulting graph.
  *
  * The rules are those of the CUDA programming guide ("Prohibited and Unhandled Operations") and of
- * cudaThreadExchangeStreamCaptureMode. Which calls are "potentially unsafe" CUDA does not list: here it is whatever
- * allocates, frees, registers or loads, and whatever waits for the device or asks how far it is.
+ * cudaThreadExchangeStreamCaptureMode. CUDA does not list the "potentially unsafe" calls: here they are all calls
+ * that allocate, free, register or load, and all that wait for the device or query its progress.
  */
 #include "null_gpu.h"
 #include <stdatomic.h>
 #include <string.h>
 
-static Capture *captures;       /* that go on, the latest first */
-static _Atomic int num_captures; /* so that calls outside of any need not lock */
+static Capture *captures;       /* the ongoing ones, the latest first */
+static _Atomic int num_captures; /* so that calls without a capture need no lock */
 static uint64_t num_begun;
 static __thread enum cudaStreamCaptureMode thread_mode = cudaStreamCaptureModeGlobal;
 
 /* ---- what is allowed ---- */
 
-/* A thread's own captures forbid unless they are relaxed, those of other threads if both sides are global. */
+/* A thread's own capture forbids unsafe calls unless it is relaxed, another thread's if both modes are global. */
 static bool forbids(const Capture *capture) {
     if (thread_mode == cudaStreamCaptureModeRelaxed)
         return false;
@@ -31,7 +31,7 @@ cudaError_t check_unsafe(const char *call) {
     pthread_mutex_lock(&state_lock);
     for (Capture *capture = captures; capture; capture = capture->next)
         if (forbids(capture)) {
-            const char *why = "a capture goes on that forbids calls like this one";
+            const char *why = "an ongoing capture forbids calls like this one";
             error = break_capture_locked(call, capture, cudaErrorStreamCaptureUnsupported, why);
         }
     pthread_mutex_unlock(&state_lock);
@@ -44,7 +44,7 @@ cudaError_t check_no_capture(const char *call) {
     cudaError_t error = cudaSuccess;
     pthread_mutex_lock(&state_lock);
     for (Capture *capture = captures; capture; capture = capture->next) {
-        const char *why = "a stream is being captured, and so nothing of it runs";
+        const char *why = "a stream is being captured, so its work does not run";
         error = break_capture_locked(call, capture, cudaErrorStreamCaptureUnsupported, why);
     }
     pthread_mutex_unlock(&state_lock);
@@ -144,7 +144,7 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t handle, enum cudaStreamCaptureMo
     return error;
 }
 
-/* Whether a stream has work in the capture that the first one does not follow. */
+/* Returns whether a stream has work in the capture that the first one does not follow. */
 static bool is_unjoined(const Capture *capture) {
     const Stream *origin = capture->streams[0];
     for (int i = 1; i < capture->num_streams; i++)
@@ -175,11 +175,11 @@ static cudaError_t end_locked(const char *call, Stream *stream, Graph **graph) {
         return break_capture_locked(call, capture, cudaErrorStreamCaptureUnmatched, elsewhere);
     bool is_bound = capture->mode != cudaStreamCaptureModeRelaxed;
     if (is_bound && !pthread_equal(capture->owner, pthread_self()))
-        return refuse(call, cudaErrorStreamCaptureWrongThread, "another thread began the capture, and not relaxed");
-    /* From here on the capture ends, well or not. */
+        return refuse(call, cudaErrorStreamCaptureWrongThread, "another thread began this non-relaxed capture");
+    /* From here on the capture ends, successfully or not. */
     cudaError_t error = cudaSuccess;
     if (capture->is_invalid)
-        error = refuse(call, cudaErrorStreamCaptureInvalidated, "a call before has broken the capture");
+        error = refuse(call, cudaErrorStreamCaptureInvalidated, "an earlier call invalidated the capture");
     else if (is_unjoined(capture))
         error = refuse(call, cudaErrorStreamCaptureUnjoined, "a stream has work that the first one does not follow");
     if (error == cudaSuccess) {
@@ -202,9 +202,9 @@ cudaError_t cudaStreamEndCapture(cudaStream_t handle, cudaGraph_t *graph_handle)
     return error;
 }
 
-/* ---- questions ---- */
+/* ---- queries ---- */
 
-/* Asking after the legacy stream breaks nothing, but there is no answer while a blocking stream is captured. */
+/* A query of the legacy stream invalidates nothing, but is refused while a blocking stream is being captured. */
 static cudaError_t status_of(const char *call, cudaStream_t handle, enum cudaStreamCaptureStatus *status,
                              uint64_t *id) {
     Stream *stream = stream_of(handle);

@@ -1,9 +1,9 @@
-/* Copies and fills. The bytes that may be read later move when the call is made. */
+/* Copies and fills. Bytes that may be read later are moved during the call. */
 #include "null_gpu.h"
 #include <string.h>
 
-/* Larger ones leave the bytes where they are: nothing computes with them, and weights would need the room that they
- * have on a GPU. What the host reads back of a step is far smaller. */
+/* Larger copies move no bytes: nothing computes with them, and weights would take as much memory as on a GPU. The
+ * results of a step that the host reads back are far smaller. */
 #define MOST_MOVED_BYTES ((size_t)1 << 20)
 
 static void move(void *to, const void *from, size_t size) {
@@ -15,7 +15,7 @@ static void fill(void *to, int value, size_t size) {
     memset(to, value, size < MOST_MOVED_BYTES ? size : MOST_MOVED_BYTES);
 }
 
-/* `count` rows of `width` bytes, whose beginnings lie `to_pitch` and `from_pitch` bytes apart. */
+/* `count` rows of `width` bytes, which begin `to_pitch` and `from_pitch` bytes apart. */
 typedef struct {
     char *to;
     const char *from;
@@ -28,17 +28,17 @@ typedef struct {
 typedef struct {
     Place from;
     Place to;
-    int64_t bus_ns; /* of what passes between host and device */
+    int64_t bus_ns; /* time between host and device */
 } Way;
 
-/* One side of a copy: it lies within one allocation, and on the device if the copy's kind says so. */
+/* Checks one side of a copy: it must be within one allocation, and on the device if the copy's kind says so. */
 static cudaError_t check_side(const char *call, const void *pointer, size_t size, bool is_device, Place *place) {
     Piece piece = piece_of(pointer);
     *place = piece.place;
     if (piece.place == PAGEABLE && is_device)
-        return refuse(call, cudaErrorInvalidValue, "what should be device memory was never allocated, or was freed");
+        return refuse(call, cudaErrorInvalidValue, "the device memory was never allocated, or was freed");
     if (piece.place != PAGEABLE && (uintptr_t)pointer - piece.start + size > piece.size)
-        return refuse(call, cudaErrorInvalidValue, "it goes beyond the end of its allocation");
+        return refuse(call, cudaErrorInvalidValue, "the range extends beyond its allocation");
     return cudaSuccess;
 }
 
@@ -85,7 +85,7 @@ static cudaError_t copy_async(const char *call, Rows rows, enum cudaMemcpyKind k
     if (!done_at)
         return cudaSuccess;
     count(COPIED_BYTES, (int64_t)(rows.width * rows.count));
-    /* Into pageable memory the call returns when the bytes are there; out of it, when they are staged. */
+    /* A copy into pageable memory returns when the bytes have arrived; one from it, when they are staged. */
     if (way.to == PAGEABLE)
         wait_until(COPY_WAITS, done_at);
     for (size_t row = 0; row < rows.count; row++)
@@ -97,7 +97,7 @@ static Rows one_row(void *to, const void *from, size_t size) {
     return (Rows){.to = to, .from = from, .width = size, .count = 1};
 }
 
-/* In the legacy stream, and done when it returns, but for copies within the device. */
+/* Copies in the legacy stream. The copy is done on return, except within the device. */
 static cudaError_t copy_now(const char *call, void *to, const void *from, size_t size, enum cudaMemcpyKind kind) {
     RETURN_IF_REFUSED(check_unsafe(call));
     if (!size)
@@ -149,7 +149,7 @@ cudaError_t cudaMemsetAsync(void *to, int value, size_t size, cudaStream_t strea
     return cudaSuccess;
 }
 
-/* The host does not wait for it: it is a fill in the legacy stream. */
+/* The host does not wait: this is a fill in the legacy stream. */
 cudaError_t cudaMemset(void *to, int value, size_t size) {
     RETURN_IF_REFUSED(check_unsafe(__func__));
     return cudaMemsetAsync(to, value, size, cudaStreamLegacy);

@@ -1,4 +1,4 @@
-/* The device: an H200's shape, whatever its name and memory. And what errors are called. */
+/* The device, with the properties of an H200 whatever its name and memory; and the names and texts of errors. */
 #include "null_gpu.h"
 #include <stdio.h>
 #include <string.h>
@@ -148,7 +148,7 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *properties, int devic
     return cudaSuccess;
 }
 
-/* ---- pools: torch asks for them, and uses them only when told to ---- */
+/* ---- pools: torch queries them, and uses them only if it is configured to ---- */
 
 cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t *pool, int device) {
     *pool = (cudaMemPool_t)&settings;

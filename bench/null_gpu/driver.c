@@ -1,10 +1,10 @@
-/* The driver's functions that Triton and torch call. Their errors share the runtime's numbers, but for one. */
+/* The driver's functions that Triton and torch call. Their errors have the runtime's numbers, except for one. */
 #include "null_gpu.h"
 #include <string.h>
 
 #define MAX_TENSOR_MAP_BOX 256
 
-/* What a handle is does not matter, only that it is one. */
+/* The targets of handles: only their addresses matter. */
 static char context;
 static char module;
 static char function;
@@ -88,7 +88,7 @@ CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned *flags, int *is_ac
     return CUDA_SUCCESS;
 }
 
-/* Loading allocates device memory, so a capture forbids it: kernels are to be launched once before. */
+/* Loading allocates device memory, so a capture forbids it: kernels must be launched once before it. */
 CUresult cuModuleLoadData(CUmodule *loaded, const void *image) {
     RETURN_IF_DRIVER_REFUSED(check_unsafe(__func__));
     *loaded = (CUmodule)&module;
@@ -113,7 +113,7 @@ CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfuncti
 CUresult cuFuncSetAttribute(CUfunction of, CUfunction_attribute attribute, int value) {
     bool is_shared = attribute == CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
     if (is_shared && value > MAX_SHARED_BYTES)
-        return as_driver(refuse(__func__, cudaErrorInvalidValue, "a block has less shared memory than that"));
+        return as_driver(refuse(__func__, cudaErrorInvalidValue, "it exceeds the shared memory of a block"));
     return CUDA_SUCCESS;
 }
 
@@ -142,7 +142,7 @@ CUresult cuLaunchKernel(CUfunction launched, unsigned grid_x, unsigned grid_y, u
     return as_driver(launch(__func__, stream));
 }
 
-/* Triton asks this of every tensor: memory that no device can reach is refused. */
+/* Triton queries this for every tensor: memory that no device can reach is refused. */
 CUresult cuPointerGetAttribute(void *value, CUpointer_attribute attribute, CUdeviceptr pointer) {
     Piece piece = piece_of((const void *)pointer);
     if (piece.place == PAGEABLE)

@@ -9,7 +9,7 @@ typedef struct {
     bool has_timing;
     State state;
     int64_t at;                             /* RECORDED: the moment */
-    uint64_t capture_id;                    /* CAPTURED: where, and behind what */
+    uint64_t capture_id;                    /* CAPTURED: its capture, and the nodes that it follows */
     uint32_t follows[MAX_CAPTURED_STREAMS];
     int64_t captured_at;
 } Event;
@@ -34,7 +34,7 @@ cudaError_t cudaEventCreate(cudaEvent_t *handle) {
 cudaError_t cudaEventDestroy(cudaEvent_t handle) {
     Event *event = event_of(handle);
     if (!event)
-        return refuse(__func__, cudaErrorInvalidResourceHandle, "the event was destroyed before");
+        return refuse(__func__, cudaErrorInvalidResourceHandle, "the event is already destroyed");
     pthread_mutex_lock(&state_lock);
     destroy_object_locked(event);
     pthread_mutex_unlock(&state_lock);
@@ -52,7 +52,7 @@ static cudaError_t record_locked(const char *call, Event *event, Stream *stream)
         return cudaSuccess;
     }
     if (capture->is_invalid)
-        return refuse(call, cudaErrorStreamCaptureInvalidated, "the stream's capture was broken before");
+        return refuse(call, cudaErrorStreamCaptureInvalidated, "the stream's capture is already invalid");
     event->state = CAPTURED;
     event->capture_id = capture->id;
     event->captured_at = stream->captured_until;
@@ -92,9 +92,9 @@ static cudaError_t wait_captured_locked(const char *call, Stream *stream, const 
         return refuse(call, cudaErrorCapturedEvent, why);
     }
     if (capture->is_invalid)
-        return refuse(call, cudaErrorStreamCaptureInvalidated, "the event's capture was broken before");
+        return refuse(call, cudaErrorStreamCaptureInvalidated, "the event's capture is already invalid");
     if (stream->capture && stream->capture != capture) {
-        const char *why = "the stream and the event belong to two captures";
+        const char *why = "the stream and the event belong to different captures";
         break_capture_locked(call, stream->capture, cudaErrorStreamCaptureMerge, why);
         return break_capture_locked(call, capture, cudaErrorStreamCaptureMerge, why);
     }
@@ -130,7 +130,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream_handle, cudaEvent_t handle, 
     return error;
 }
 
-/* The moment of an event that was recorded in a stream that runs; 0 of one that never was. */
+/* Returns the moment of an event that was recorded outside captures; 0 if it was never recorded. */
 static cudaError_t moment_locked(const char *call, const Event *event, int64_t *moment) {
     *moment = 0;
     if (!event)
@@ -200,23 +200,23 @@ cudaError_t cudaEventElapsedTime_v2(float *milliseconds, cudaEvent_t start, cuda
 }
 #endif
 
-/* Memory and events of other processes: there is no device that both would see. */
+/* Memory and events of other processes: two processes do not share a device here. */
 cudaError_t cudaIpcGetEventHandle(cudaIpcEventHandle_t *ipc, cudaEvent_t handle) {
-    return refuse(__func__, cudaErrorNotSupported, "the null GPU is one process's own");
+    return refuse(__func__, cudaErrorNotSupported, "the null GPU is not shared between processes");
 }
 
 cudaError_t cudaIpcOpenEventHandle(cudaEvent_t *handle, cudaIpcEventHandle_t ipc) {
-    return refuse(__func__, cudaErrorNotSupported, "the null GPU is one process's own");
+    return refuse(__func__, cudaErrorNotSupported, "the null GPU is not shared between processes");
 }
 
 cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t *ipc, void *pointer) {
-    return refuse(__func__, cudaErrorNotSupported, "the null GPU is one process's own");
+    return refuse(__func__, cudaErrorNotSupported, "the null GPU is not shared between processes");
 }
 
 cudaError_t cudaIpcOpenMemHandle(void **pointer, cudaIpcMemHandle_t ipc, unsigned flags) {
-    return refuse(__func__, cudaErrorNotSupported, "the null GPU is one process's own");
+    return refuse(__func__, cudaErrorNotSupported, "the null GPU is not shared between processes");
 }
 
 cudaError_t cudaIpcCloseMemHandle(void *pointer) {
-    return refuse(__func__, cudaErrorNotSupported, "the null GPU is one process's own");
+    return refuse(__func__, cudaErrorNotSupported, "the null GPU is not shared between processes");
 }

@@ -26,7 +26,7 @@ cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *executable, cudaGraph
     return instantiate(__func__, executable, graph);
 }
 
-/* Into a stream that is being captured it goes as a graph within a graph. */
+/* In a stream that is being captured it becomes a graph within a graph. */
 cudaError_t cudaGraphLaunch(cudaGraphExec_t handle, cudaStream_t stream) {
     Graph *graph = graph_of(handle, EXECUTABLE);
     if (!graph)
@@ -49,7 +49,7 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t handle, cudaStream_t stream) {
 
 static cudaError_t destroy(const char *call, Graph *graph) {
     if (!graph)
-        return refuse(call, cudaErrorInvalidValue, "the graph was destroyed before");
+        return refuse(call, cudaErrorInvalidValue, "the graph is already destroyed");
     pthread_mutex_lock(&state_lock);
     destroy_object_locked(graph);
     pthread_mutex_unlock(&state_lock);

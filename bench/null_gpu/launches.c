@@ -25,7 +25,7 @@ cudaError_t check_shape(const char *call, const unsigned grid[3], const unsigned
     if ((uint64_t)block[0] * block[1] * block[2] > MAX_THREADS_PER_BLOCK)
         return refuse(call, cudaErrorInvalidConfiguration, "the block has too many threads");
     if (shared_bytes > MAX_SHARED_BYTES)
-        return refuse(call, cudaErrorInvalidValue, "a block has less shared memory than that");
+        return refuse(call, cudaErrorInvalidValue, "it exceeds the shared memory of a block");
     return cudaSuccess;
 }
 
@@ -63,7 +63,7 @@ cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *attributes, const v
 cudaError_t cudaFuncSetAttribute(const void *function, enum cudaFuncAttribute attribute, int value) {
     bool is_shared = attribute == cudaFuncAttributeMaxDynamicSharedMemorySize;
     if (is_shared && value > MAX_SHARED_BYTES)
-        return refuse(__func__, cudaErrorInvalidValue, "a block has less shared memory than that");
+        return refuse(__func__, cudaErrorInvalidValue, "it exceeds the shared memory of a block");
     return cudaSuccess;
 }
 
@@ -79,7 +79,7 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, const voi
     return cudaSuccess;
 }
 
-/* ---- what nvcc's code calls: its kernels register when a library is loaded, each launch comes in two halves ---- */
+/* ---- calls of nvcc's code: it registers kernels when a library is loaded, and launches them in two calls ---- */
 
 static __thread struct {
     dim3 grid;
@@ -137,7 +137,7 @@ cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void 
     return launch_shaped(__func__, grid, block, shared, stream);
 }
 
-/* ---- the driver's functions, as torch asks for them: those that are here ---- */
+/* ---- the driver's functions, as torch looks them up: those defined here are found ---- */
 
 static cudaError_t entry_point(const char *name, void **function, enum cudaDriverEntryPointQueryResult *result) {
     *function = dlsym(RTLD_DEFAULT, name);

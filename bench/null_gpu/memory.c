@@ -1,11 +1,11 @@
-/* Allocations. Pieces lie in the C library's search tree, ordered by address: a pointer finds the piece around it. */
+/* Allocations. Pieces are in the C library's search tree, ordered by address: a pointer finds the piece around it. */
 #include "null_gpu.h"
 #include <search.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 
-/* CUDA gives device memory in pages of this size, so that is what an allocation takes. */
+/* CUDA gives device memory in pages of this size, so allocations are rounded up to it. */
 #define DEVICE_PAGE ((size_t)2 << 20)
 #define HOST_PAGE ((size_t)4096)
 #define SYMBOL_BYTES ((size_t)1 << 20)
@@ -14,7 +14,7 @@ static pthread_mutex_t memory_lock = PTHREAD_MUTEX_INITIALIZER;
 static void *pieces;
 static size_t used_bytes;
 
-/* Pieces that overlap are equal, so a piece of one byte finds the one it lies in. */
+/* Pieces that overlap are equal, so a piece of one byte finds the one that contains it. */
 static int compare(const void *left_pointer, const void *right_pointer) {
     const Piece *left = left_pointer;
     const Piece *right = right_pointer;
@@ -39,7 +39,7 @@ Piece piece_of(const void *pointer) {
     return found;
 }
 
-/* Whether nothing lay there before. */
+/* Returns whether the range was free. */
 static bool add(uintptr_t start, size_t size, Place place) {
     Piece *piece = malloc(sizeof *piece);
     if (!piece)
@@ -54,7 +54,7 @@ static bool add(uintptr_t start, size_t size, Place place) {
     return is_new;
 }
 
-/* The piece that begins at `pointer` and lies in `place` is forgotten. Its size, 0 if there is none. */
+/* Forgets the piece of this `place` that begins at `pointer`. Returns its size, 0 if there is none. */
 static size_t forget(const void *pointer, Place place) {
     size_t size = 0;
     pthread_mutex_lock(&memory_lock);
@@ -70,7 +70,7 @@ static size_t forget(const void *pointer, Place place) {
     return size;
 }
 
-/* Zeros that take no memory until they are written. NULL: no address space is left. */
+/* Returns zeros that take no memory until they are written, or NULL if no address space is left. */
 static void *map(size_t size, size_t page) {
     int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
     char *raw = mmap(NULL, size + page, PROT_READ | PROT_WRITE, flags, -1, 0);
@@ -82,7 +82,7 @@ static void *map(size_t size, size_t page) {
         munmap(raw, before);
     if (page > before)
         munmap((void *)(start + size), page - before);
-    /* A write to one byte shall not take two megabytes. */
+    /* A write to one byte must not take two megabytes. */
     madvise((void *)start, size, MADV_NOHUGEPAGE);
     return (void *)start;
 }
@@ -125,7 +125,7 @@ static cudaError_t allocate(const char *call, void **pointer, size_t size, Place
     if (!add((uintptr_t)start, rounded, place)) {
         munmap(start, rounded);
         give_back(rounded, place);
-        return refuse(call, cudaErrorMemoryAllocation, "memory that is still registered was given back to the system");
+        return refuse(call, cudaErrorMemoryAllocation, "memory was unmapped while it was still registered");
     }
     *pointer = start;
     return cudaSuccess;
@@ -136,7 +136,7 @@ static cudaError_t release(const char *call, void *pointer, Place place) {
         return cudaSuccess;
     size_t size = forget(pointer, place);
     if (!size)
-        return refuse(call, cudaErrorInvalidValue, "nothing was allocated there, or it was freed before");
+        return refuse(call, cudaErrorInvalidValue, "nothing was allocated there, or it was already freed");
     munmap(pointer, size);
     count(FREES, 1);
     return cudaSuccess;
@@ -162,7 +162,7 @@ cudaError_t cudaFree(void *pointer) {
     return release(__func__, pointer, DEVICE);
 }
 
-/* In a stream's order they do not wait, and a capture makes nodes of them. */
+/* Stream-ordered calls: they do not wait, and a capture allows them. */
 cudaError_t cudaMallocAsync(void **pointer, size_t size, cudaStream_t stream) {
     return allocate(__func__, pointer, size, DEVICE);
 }
@@ -190,9 +190,9 @@ cudaError_t cudaFreeHost(void *pointer) {
 cudaError_t cudaHostRegister(void *pointer, size_t size, unsigned flags) {
     RETURN_IF_REFUSED(check_unsafe(__func__));
     if (!pointer || !size)
-        return refuse(__func__, cudaErrorInvalidValue, "no memory was named");
+        return refuse(__func__, cudaErrorInvalidValue, "the pointer or the size is 0");
     if (!add((uintptr_t)pointer, size, REGISTERED))
-        return refuse(__func__, cudaErrorHostMemoryAlreadyRegistered, "some of it is known already");
+        return refuse(__func__, cudaErrorHostMemoryAlreadyRegistered, "some of it is already allocated or registered");
     return cudaSuccess;
 }
 

@@ -1,4 +1,4 @@
-/* Streams: a clock each. Streams run beside one another without slowing one another down. */
+/* Streams: each has a clock. Streams run concurrently without slowing each other down. */
 #include "null_gpu.h"
 
 #define LEAST_PRIORITY 0
@@ -8,7 +8,7 @@ pthread_mutex_t state_lock = PTHREAD_MUTEX_INITIALIZER;
 
 static Stream legacy = {.object = {.kind = STREAM}, .is_legacy = true, .is_blocking = true};
 static __thread Stream *of_thread;
-/* Clocks only go on, so that the latest reading of any is known without asking all of them, destroyed ones too. */
+/* Clocks only advance, so the latest moment of all streams, destroyed ones included, is known without a search. */
 static int64_t device_until;
 static int64_t blocking_until;
 
@@ -16,7 +16,7 @@ static int64_t later(int64_t left, int64_t right) {
     return left > right ? left : right;
 }
 
-/* The default stream of this thread is made when it is first named, and stays when the thread ends: work may go on. */
+/* This thread's default stream is made when it is first used, and outlives the thread: its work may continue. */
 static Stream *stream_of_thread(void) {
     if (!of_thread) {
         pthread_mutex_lock(&state_lock);
@@ -35,7 +35,7 @@ Stream *stream_of(cudaStream_t handle) {
     return is_object(handle, STREAM) ? (Stream *)handle : NULL;
 }
 
-/* When the stream's next work begins. The legacy stream and blocking ones wait for each other. */
+/* Returns when the stream's next work begins. The legacy stream and blocking ones wait for each other. */
 int64_t next_start_locked(const Stream *stream) {
     int64_t start = later(now_ns(), stream->busy_until);
     if (stream->is_legacy)
@@ -61,7 +61,7 @@ static cudaError_t enqueue_locked(const char *call, Stream *stream, Work work, i
     Capture *capture = stream->capture;
     if (capture) {
         if (capture->is_invalid)
-            return refuse(call, cudaErrorStreamCaptureInvalidated, "the stream's capture was broken before");
+            return refuse(call, cudaErrorStreamCaptureInvalidated, "the stream's capture is already invalid");
         capture->num_nodes += work.num_nodes;
         stream->follows[stream->capture_index]++;
         stream->captured_until += work.captured_ns;
@@ -84,12 +84,12 @@ cudaError_t enqueue(const char *call, cudaStream_t handle, Work work, int64_t *d
     return error;
 }
 
-/* The moment at which everything in the stream is done; refused where it must not be asked. */
+/* Returns the moment at which all work in the stream is done; refused where the query is forbidden. */
 static cudaError_t done_of(const char *call, cudaStream_t handle, int64_t *done) {
     Stream *stream = stream_of(handle);
     if (!stream)
         return refuse(call, cudaErrorInvalidResourceHandle, "the stream was destroyed");
-    RETURN_IF_REFUSED(break_capture_of(call, handle, "the stream is being captured, so nothing of it runs"));
+    RETURN_IF_REFUSED(break_capture_of(call, handle, "the stream is being captured, so its work does not run"));
     pthread_mutex_lock(&state_lock);
     cudaError_t error = check_legacy_locked(call, stream);
     *done = later(stream->busy_until, stream->is_legacy ? blocking_until : 0);
@@ -143,11 +143,11 @@ cudaError_t cudaStreamCreate(cudaStream_t *handle) {
     return cudaStreamCreateWithPriority(handle, cudaStreamDefault, LEAST_PRIORITY);
 }
 
-/* Returns at once; what was in the stream runs to its end. */
+/* Returns at once; the stream's work runs to its end. */
 cudaError_t cudaStreamDestroy(cudaStream_t handle) {
     Stream *stream = stream_of(handle);
     if (!stream || stream->is_legacy || stream == of_thread)
-        return refuse(__func__, cudaErrorInvalidResourceHandle, "no such stream, or a default one");
+        return refuse(__func__, cudaErrorInvalidResourceHandle, "there is no such stream, or it is a default one");
     RETURN_IF_REFUSED(break_capture_of(__func__, handle, "the stream is being captured"));
     pthread_mutex_lock(&state_lock);
     destroy_object_locked(stream);
@@ -177,7 +177,7 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
     return cudaSuccess;
 }
 
-/* A function that the device calls on the host would need a thread that follows the clocks. */
+/* A host function called by the device would need a thread that follows the clocks. */
 cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *argument) {
     return refuse(__func__, cudaErrorNotSupported, "the null GPU calls no functions on the host");
 }

@@ -236,7 +236,7 @@ class Cluster:
         """Waits until the router knows that every instance is ready; it queries each of them once a second."""
         deadline = time.monotonic() + START_SECONDS
         while waiting := [each.url for each in self._listening.dispatcher.pool if each.state is not State.READY]:
-            assert time.monotonic() < deadline, f"the router takes these not to be ready: {waiting}"
+            assert time.monotonic() < deadline, f"the router does not consider these ready: {waiting}"
             await asyncio.sleep(0.05)
 
 

@@ -1,5 +1,5 @@
 """vLLM (the CPU build) for `bench/embeddings.py --vllm`: `MODEL DTYPE`. Each line of standard input is a JSON list of
-texts, each line of the output the seconds that they took and their vectors.
+texts, and each line of the output has the seconds that they took and their vectors.
 """
 
 from __future__ import annotations

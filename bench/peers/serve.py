@@ -94,7 +94,7 @@ def wait_until_ready(server: subprocess.Popen[bytes], seconds: float = 600.0) ->
             Event().wait(1.0)
         else:
             return
-    raise AssertionError("the server did not get ready")
+    raise AssertionError("the server did not become ready")
 
 
 def load(concurrency: int, count: int, folder: str) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""A client for one streamed completion that costs little of the machine it shares with the router it measures."""
+"""A client for one streamed completion that takes little of the machine that it shares with the measured router."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Instances without an engine: they stream numbered tokens, and stop and start on command.
 
-They are written on the event loop's protocols, because one process of them serves every router that is measured: the
-less a token costs here, the more of a measured time is the router's.
+They use the event loop's protocols directly, because one process of them serves every router that is measured: the
+less a token costs here, the larger the router's part of a measured time.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _Connection(asyncio.Protocol):
     def abort(self) -> None:
         self._transport.abort()
 
-    # ---- What the transport calls ----
+    # ---- Called by the transport ----
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -79,7 +79,7 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._parser.feed_data(data)
 
-    # ---- What the parser calls ----
+    # ---- Called by the parser ----
 
     def on_message_begin(self) -> None:
         self._body = b""

@@ -1,9 +1,9 @@
-"""Builds the built-in model from nothing: tokenizer and data, training, export, evaluation.
+"""Builds the built-in model from scratch: tokenizer and data, training, export, evaluation.
 
     python examples/demo_model/build.py --out DIR
 
-Each stage leaves its result in the work folder (DIR.work) and is skipped where the result is there, so a run that was
-stopped goes on where it stopped. Naming one stage runs that stage again (the data stage only makes what is missing).
+Each stage writes its result to the work folder (DIR.work) and is skipped if the result exists, so a stopped run
+continues where it stopped. Naming one stage runs that stage again (the data stage only creates what is missing).
 """
 
 from __future__ import annotations
@@ -45,38 +45,38 @@ class Paths:
 
     @property
     def weights(self) -> Path:
-        """The weights in float32; its .json neighbour is written when training has ended."""
+        """The weights in float32; the .json file beside it is written when training has ended."""
         return self.work / "weights.safetensors"
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder for the Hugging Face files")
-    add("--work", type=Path, help="folder for everything else; OUT.work where not given")
+    add("--work", type=Path, help="folder for everything else; OUT.work if not given")
     add("--stage", choices=(*STAGES, "all"), default="all")
     add("--seed", type=int, default=0)
     add("--tokens", type=int, default=135_000_000, help="distinct generated tokens")
     add("--processes", type=int, default=os.cpu_count() or 1, help="processes that generate data")
     add("--tokenizer", type=Path, help="a tokenizer.json to use instead of training one")
-    add("--init", type=Path, help="a model folder whose weights and tokenizer to start from")
-    add("--minutes", type=float, default=7.5, help="time to train in; the schedule is fitted to it")
+    add("--init", type=Path, help="a model folder with the weights and the tokenizer to start from")
+    add("--minutes", type=float, default=7.5, help="training time; the schedule is fitted to it")
     add("--steps", type=int, default=0, help="optimizer steps instead of minutes, to repeat a run exactly")
-    add("--batch-rows", type=int, default=64, help="rows of 2,048 tokens a step")
+    add("--batch-rows", type=int, default=64, help="rows of 2,048 tokens per step")
     add("--code-share", type=float, default=0.16, help="share of rows that is standard-library code")
     add("--learning-rate", type=float, default=3e-3)
-    add("--device", default="", help="torch device; the GPU where there is one")
+    add("--device", default="", help="torch device (default: the GPU if there is one)")
     add("--no-compile", action="store_true", help="train without torch.compile, which is used on a GPU only")
-    add("--items", type=int, default=300, help="evaluation items an exam by teacher forcing")
-    add("--free", type=int, default=16, help="evaluation items an exam by greedy generation")
+    add("--items", type=int, default=300, help="evaluation items per exam by teacher forcing")
+    add("--free", type=int, default=16, help="evaluation items per exam by greedy generation")
     given = parser.parse_args(arguments)
     given.work = given.work or given.out.with_name(given.out.name + ".work")
     return given
 
 
 def make_data(given: argparse.Namespace, paths: Paths) -> None:
-    """Tokenizer and token bank."""
+    """Makes the tokenizer and the token bank."""
     paths.work.mkdir(parents=True, exist_ok=True)
     borrowed = given.init / "tokenizer.json" if given.init else given.tokenizer
     if borrowed:
@@ -88,19 +88,19 @@ def make_data(given: argparse.Namespace, paths: Paths) -> None:
 
 
 def bank_config(given: argparse.Namespace) -> BankConfig:
-    """The token bank's share of the command line."""
+    """Returns the token bank's part of the command line."""
     return BankConfig(given.seed, given.tokens, given.processes)
 
 
 def pick_device(given: argparse.Namespace) -> torch.device:
-    """The device asked for, or the best there is."""
+    """Returns the requested device, or the best one available."""
     import torch
 
     return torch.device(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def new_model(given: argparse.Namespace) -> DemoModel:
-    """A seeded new model, or the one to start from."""
+    """Returns a new, seeded model, or the one to start from."""
     import torch
     from recipe.export import load_exported
     from recipe.model import DemoModel, ModelConfig
@@ -143,7 +143,7 @@ def export_files(given: argparse.Namespace, paths: Paths) -> None:
 
 
 def evaluate_files(given: argparse.Namespace, paths: Paths) -> bool:
-    """Evaluates what was exported, not what was trained; writes evaluation.json to the work folder."""
+    """Evaluates the exported files, not the trained weights; writes evaluation.json to the work folder."""
     from recipe.evaluation import evaluate
     from recipe.export import load_exported
 
@@ -156,7 +156,7 @@ def evaluate_files(given: argparse.Namespace, paths: Paths) -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the stages; returns 1 where the model was evaluated and a promised threshold is not reached."""
+    """Runs the stages; returns 1 if the model was evaluated and does not reach a promised threshold."""
     given = parse_arguments(arguments)
     paths = Paths(given.out, given.work)
     everything = given.stage == "all"

@@ -2,8 +2,8 @@
 
     python examples/demo_model/eagle3.py --out DIR
 
-Data are the recipe's; what is learnt is the model's own distribution over their answers. Afterwards the head drafts for
-what the model says greedily to held-out prompts, and the share of accepted drafts is printed by position.
+The data are the recipe's; the head learns the model's own distribution over their answers. Afterwards it drafts for the
+model's greedy answers to held-out prompts, and the share of accepted drafts is printed by position.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ MEASURED = ("list_copy", "lists", "json", "records", "tool_call", "python")
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", type=Path, default=BUILT_IN, help="folder of the model to draft for")
     add("--out", type=Path, required=True, help="folder for model.safetensors and config.json")
-    add("--bank", type=Path, help="folder of the token bank; OUT.work/bank where not given")
+    add("--bank", type=Path, help="folder of the token bank; OUT.work/bank if not given")
     add("--tokens", type=int, default=12_000_000, help="distinct generated tokens")
     add("--processes", type=int, default=os.cpu_count() or 1, help="processes that generate data")
-    add("--minutes", type=float, default=12.0, help="time to train in; the schedule is fitted to it")
-    add("--layers", type=int, nargs="+", default=[2, 4, 6], help="layers at whose inputs the model is read")
-    add("--passes", type=int, default=3, help="how far the head is unrolled in training and measured")
-    add("--batch-rows", type=int, default=2, help="rows a step")
-    add("--row-length", type=int, default=512, help="tokens a row: a divisor of the bank's 2,048")
+    add("--minutes", type=float, default=12.0, help="training time; the schedule is fitted to it")
+    add("--layers", type=int, nargs="+", default=[2, 4, 6], help="layers whose inputs the head reads")
+    add("--passes", type=int, default=3, help="number of passes of the head in training and measurement")
+    add("--batch-rows", type=int, default=2, help="rows per step")
+    add("--row-length", type=int, default=512, help="tokens per row: a divisor of the bank's 2,048")
     add("--learning-rate", type=float, default=2e-3)
-    add("--items", type=int, default=8, help="held-out prompts a task to measure on")
+    add("--items", type=int, default=8, help="held-out prompts per task to measure on")
     add("--seed", type=int, default=0)
     add("--device", default="cpu", help="torch device")
     return parser.parse_args()
 
 
 def batches(rows: np.ndarray, num_rows: int, seed: int) -> Iterator[np.ndarray]:
-    """[num_rows, row_length] uint16 cells, in a new order every epoch."""
+    """Yields [num_rows, row_length] uint16 cells, in a new order every epoch."""
     random = np.random.default_rng(seed)
     while True:
         order = random.permutation(len(rows))
@@ -62,7 +62,7 @@ def batches(rows: np.ndarray, num_rows: int, seed: int) -> Iterator[np.ndarray]:
 
 
 def train(head: Eagle3Head, target: DemoModel, rows: np.ndarray, given: argparse.Namespace) -> None:
-    """AdamW with a short warm-up and a line down to nothing, over the minutes."""
+    """Trains with AdamW over the given minutes: a short warm-up, then a linear decay to zero."""
     import torch
     from recipe.eagle3 import loss
 
@@ -90,7 +90,7 @@ def train(head: Eagle3Head, target: DemoModel, rows: np.ndarray, given: argparse
 
 
 def measure(head: Eagle3Head, target: DemoModel, given: argparse.Namespace) -> dict[str, list[float]]:
-    """Task -> the share of drafts accepted at each position, where drafting starts behind every token."""
+    """Returns task -> share of drafts accepted at each position, with drafting started after every token."""
     import torch
     from recipe.eagle3 import right_guesses
     from recipe.evaluation import generate, questions
@@ -108,7 +108,7 @@ def measure(head: Eagle3Head, target: DemoModel, given: argparse.Namespace) -> d
 
 
 def main() -> None:
-    """Data, training, files, measurement."""
+    """Makes the data, trains the head, writes its files and measures it."""
     given = parse_arguments()
     bank = BankConfig(given.seed, given.tokens, given.processes)
     folder = given.bank or given.out.with_name(given.out.name + ".work") / "bank"

@@ -14,13 +14,13 @@ from pathlib import Path
 
 
 def main() -> int:
-    """Returns 0 where every promised threshold is reached, 1 where one is not."""
+    """Returns 0 if every promised threshold is reached, else 1."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, required=True, help="folder with the Hugging Face files")
-    parser.add_argument("--items", type=int, default=300, help="items an exam by teacher forcing")
-    parser.add_argument("--free", type=int, default=8, help="items an exam by greedy generation")
+    parser.add_argument("--items", type=int, default=300, help="items per exam by teacher forcing")
+    parser.add_argument("--free", type=int, default=8, help="items per exam by greedy generation")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="", help="torch device; the GPU where there is one")
+    parser.add_argument("--device", default="", help="torch device (default: the GPU if there is one)")
     given = parser.parse_args()
 
     import torch

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Disaggregation between two hosts, on one: the prefill instance in a network namespace of its own, the decode instance
-# and the router in another one, with a cluster key and a list of peers. Then the same with what must be refused.
+# Disaggregation as between two hosts: the prefill instance runs in one network namespace, the decode instance and the
+# router in another one, with a cluster key and a list of peers. Then configurations follow that must be refused.
 #
 #     sudo examples/disaggregation/two_namespaces.sh
 #
-# PYTHON names the interpreter that has penstock (default: python). Exit code 0: all as it must be; 77: no namespaces here.
+# PYTHON names the interpreter that has penstock (default: python). Exit code 0: as expected; 77: no namespaces here.
 set -euo pipefail
 
 PYTHON=${PYTHON:-python}
@@ -17,7 +17,7 @@ WORK=$(mktemp -d)
 
 command -v ip >/dev/null || { echo "ip is missing: install iproute2" >&2; exit 77; }
 if ! ip netns add "$P_NS" 2>"$WORK/error"; then
-    echo "network namespaces cannot be made here: $(cat "$WORK/error")" >&2
+    echo "network namespaces cannot be created here: $(cat "$WORK/error")" >&2
     rm -r "$WORK"
     exit 77
 fi
@@ -103,7 +103,7 @@ serve otherkey "$D_NS" 127.0.0.1 8202 kv_consumer "$D_IP" 5602 \
 serve nopeers "$D_NS" 127.0.0.1 8203 kv_consumer "$D_IP" 5603 "$KEY"
 wait $! && fail "a decode instance has started without a list of peers"
 echo "without a list of peers:   $(tail -n 1 "$WORK/nopeers.log")"
-grep -q "set peers" "$WORK/nopeers.log" || fail "another error than expected"
+grep -q "set peers" "$WORK/nopeers.log" || fail "the error is not the expected one"
 wait_for strangers "$D_NS" http://127.0.0.1:8201/ready
 wait_for otherkey "$D_NS" http://127.0.0.1:8202/ready
 route router-strangers 8201 8001

@@ -56,13 +56,13 @@ def test_groups_have_processes_of_their_own_and_make_one_table(tmp_path: Path) -
     done = bench(*QUICK, *places, "--only", "eager", "--limit", "0.1")
     assert done.returncode == 1
     assert "took longer" in lines(file)["eager_end"]["error"]
-    table = done.stdout.split("beside vLLM")[1]
+    table = done.stdout.split("relative to vLLM")[1]
     assert all(text in table for text in ("| decode_b1 |", "ms/step", "CPU", "| eager |", "took longer than 0 s"))
     # What has ended, well or not, is not done again; what has no time is named.
     done = bench(*QUICK, *places, "--only", "decode,eager,soak", "--resume", "--within", "0.01")
     assert done.returncode == 0
     assert "== " not in done.stdout
-    assert done.stdout.endswith("--resume goes on with soak tiny\n")
+    assert done.stdout.endswith("--resume continues with soak tiny\n")
 
 
 @pytest.mark.parametrize(

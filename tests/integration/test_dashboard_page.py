@@ -316,7 +316,9 @@ def test_chat_shows_the_servers_error(browser: Any, idle: FakeServer) -> None:
     assert idle.chats[-1]["messages"] == [{"role": "user", "content": "again"}]
     page.fill("#prompt", "break off")
     page.press("#prompt", "Enter")
-    sync_api.expect(page.locator(".turn").last.locator(".fault")).to_have_text("The answer broke off before its end.")
+    sync_api.expect(page.locator(".turn").last.locator(".fault")).to_have_text(
+        "The connection ended before the answer was complete."
+    )
     watched.close()
 
 

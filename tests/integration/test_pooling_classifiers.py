@@ -171,7 +171,7 @@ def test_prompts_by_name(embedder: Path) -> None:
     assert named.outputs == written.outputs
     with pytest.raises(RequestError, match="prompt_name must be one of query, document, got 'passage'"):
         llm.embed("water", PoolingParams(prompt_name="passage"))
-    with pytest.raises(RequestError, match="prompt_name stands before text"):
+    with pytest.raises(RequestError, match="prompt_name needs a text input"):
         llm.embed([1, 2], PoolingParams(prompt_name="query"))
     llm.shutdown()
     file = embedder / "config_sentence_transformers.json"

@@ -182,7 +182,7 @@ BUGS = (
         "blocks that are read no more stay held",
         "held_blocks",
         "core.remote_kv:RemoteKV.on_released",
-        "self._kv.drop_hold(event.transfer_id)",
+        "self._kv.unpin(event.transfer_id)",
         "pass",
     ),
     bug(
@@ -193,10 +193,10 @@ BUGS = (
         "self.request_id",
     ),
     bug(
-        "blocks with a holder become available",
+        "pinned blocks become available",
         "held_blocks",
         "core.block_pool:BlockPool._make_available",
-        "if block.num_holders:",
+        "if block.num_pins:",
         "if False:",
     ),
     bug(
@@ -208,7 +208,7 @@ BUGS = (
         "    for name in [n for n, load in mine.items() if load.is_async]:\n"
         "        del self._loads[name], mine[name]\n"
         "        self._num_waiting -= 1\n"
-        "        self._kv.drop_hold(name)\n"
+        "        self._kv.unpin(name)\n"
         "    for load in mine.values():",
     ),
     bug(

@@ -172,7 +172,7 @@ class Halving:
 def test_supports_gives_the_reason_against_a_model() -> None:
     model = make(CONFIG)
     assert FusedDecoder.supports(model) == ""
-    assert "FusedDecoder is no decoder" in FusedDecoder.supports(FusedDecoder(model, Capabilities()))
+    assert "FusedDecoder is not a decoder" in FusedDecoder.supports(FusedDecoder(model, Capabilities()))
     architecture = Architecture(attention=GroupedQueryAttention, feed_forward=Halving)
     other = Decoder(architecture, CONFIG, Weights(RandomSource(), torch.float32, ON))
     assert FusedDecoder.supports(other) == "layers are made of GroupedQueryAttention and Halving"

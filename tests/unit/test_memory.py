@@ -20,9 +20,9 @@ from penstock.runner.memory import is_out_of_memory, measure
 from penstock.runner.model_runner import ModelRunner
 from penstock.utils.errors import ConfigError
 from penstock.worker import load, memory_profile, worker
-from penstock.worker.made_up_steps import KINDS
 from penstock.worker.memory_profile import memory_budget, run_largest_steps
 from penstock.worker.parts import make_config, make_parts
+from penstock.worker.synthetic_steps import KINDS
 
 GIB = 1 << 30
 MTP = {"method": "mtp", "num_speculative_tokens": 2}

@@ -96,7 +96,7 @@ def test_a_cpu_uses_the_pages_of_the_file(stored: dict[str, torch.Tensor], tmp_p
 def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-10])
-    with pytest.raises(ConfigError, match="is truncated or no safetensors file"):
+    with pytest.raises(ConfigError, match="is truncated or not a safetensors file"):
         open_weights(tmp_path, "auto")
 
 

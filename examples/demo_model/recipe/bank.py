@@ -1,9 +1,9 @@
-"""The token bank: all training data as packed rows of tokens, made ahead of training by worker processes.
+"""The token bank: all training data as packed rows of tokens, made before training by worker processes.
 
 A cell of the bank is a uint16: the token in its low twelve bits and the token's kind (padding, prompt or answer) in the
 two above. Rows hold whole items, one after another with an end-of-text token between them, so that the first item of a
-row starts at position 0 as a served prompt does. Shards are drawn from their own seeds: the bank does not depend on how
-many processes made it.
+row starts at position 0 as a served prompt does. Every shard has its own seed, so the bank does not depend on the
+number of processes.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ ENCODE_BATCH = 256
 
 @dataclass(frozen=True)
 class BankConfig:
-    """What a bank is made of.
+    """The inputs of a bank.
 
     Attributes:
         seed: first part of every shard's seed.
-        num_tokens: about how many tokens the generated rows hold.
+        num_tokens: approximate number of tokens in the generated rows.
         num_processes: worker processes; does not change the bank.
     """
 
@@ -54,27 +54,27 @@ class BankConfig:
 
     @property
     def num_shards(self) -> int:
-        """Shards of about a million tokens."""
+        """The number of shards of about a million tokens."""
         return max(1, round(self.num_tokens * CHARS_PER_TOKEN / SHARD_CHARS))
 
     @property
     def shard_chars(self) -> int:
-        """Characters a shard: fewer than usual only where the whole bank is smaller than one shard."""
+        """Characters per shard: fewer than usual only if the whole bank is smaller than one shard."""
         return min(SHARD_CHARS, int(self.num_tokens * CHARS_PER_TOKEN))
 
 
 class Encoder:
-    """Training texts to cells."""
+    """Converts training texts to cells."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.header = np.array(tokenizer.encode(ASSISTANT_HEADER).ids)  # [header_len]
 
     def cells(self, ids: list[int], is_conversation: bool) -> np.ndarray:
-        """The cells of one document, its end-of-text token included.
+        """Returns the cells of one document, its end-of-text token included.
 
-        A plain text is learnt whole, its end too; of a conversation, what follows each assistant header up to and with
-        the end of the turn.
+        A plain text is learnt whole, including its end; of a conversation, the text after each assistant header, up to
+        and including the end of the turn.
 
         Returns:
             [num_tokens + 1] uint16.
@@ -91,7 +91,7 @@ class Encoder:
         return tokens | (kinds << TOKEN_BITS)
 
     def encode(self, texts: list[tuple[str, bool]]) -> list[np.ndarray]:
-        """The cells of many documents; each is (text, whether it is a conversation)."""
+        """Returns the cells of many documents; each is (text, whether it is a conversation)."""
         encoded = self.tokenizer.encode_batch_fast([text for text, _ in texts])
         return [self.cells(e.ids, talks) for e, (_, talks) in zip(encoded, texts, strict=True)]
 
@@ -139,7 +139,7 @@ class Packer:
 
 
 def make_rows(encoder: Encoder, draw: Draw, num_chars: int) -> tuple[np.ndarray, int]:
-    """Rows of generated items of about `num_chars` characters, and how many items were too long for a row."""
+    """Returns rows of generated items with about `num_chars` characters, and how many items were too long for a row."""
     packer = Packer()
     made = items(draw, num_chars)
     for at in range(0, len(made), ENCODE_BATCH):
@@ -150,7 +150,7 @@ def make_rows(encoder: Encoder, draw: Draw, num_chars: int) -> tuple[np.ndarray,
 
 
 def encode_code(encoder: Encoder, held_out: bool) -> np.ndarray:
-    """The standard library as one stream of files with end-of-text tokens between them.
+    """Returns the standard library as one stream of files with end-of-text tokens between them.
 
     Returns:
         [num_tokens] uint16 cells.
@@ -160,10 +160,10 @@ def encode_code(encoder: Encoder, held_out: bool) -> np.ndarray:
 
 
 def _write_shard(tokenizer_path: Path, folder: Path, seed: str, num_chars: int, index: int) -> tuple[int, int, int]:
-    """Makes one shard; returns its tokens, its rows and how many items did not fit."""
+    """Makes one shard; returns its numbers of tokens, of rows and of items that did not fit."""
     encoder = Encoder(load_tokenizer(tokenizer_path))
     rows, num_dropped = make_rows(encoder, Draw(f"{seed} shard {index}"), num_chars)
-    # A shard that a killed run left half written must not be taken for a whole one.
+    # A shard that a killed run left incomplete must not be mistaken for a complete one.
     partial = folder / f"shard_{index:04d}.partial.npy"
     np.save(partial, rows)
     partial.rename(folder / f"shard_{index:04d}.npy")
@@ -171,7 +171,7 @@ def _write_shard(tokenizer_path: Path, folder: Path, seed: str, num_chars: int, 
 
 
 def _claim_folder(config: BankConfig, tokenizer_path: Path, folder: Path) -> None:
-    """Notes what the folder's shards are made of, or checks that a bank begun earlier is made of the same."""
+    """Records the inputs of the folder's shards, or checks that those of an existing bank are the same."""
     folder.mkdir(parents=True, exist_ok=True)
     digest = hashlib.blake2b(tokenizer_path.read_bytes(), digest_size=8).hexdigest()
     made_of = {"seed": config.seed, "shard_chars": config.shard_chars, "tokenizer": digest}
@@ -179,14 +179,14 @@ def _claim_folder(config: BankConfig, tokenizer_path: Path, folder: Path) -> Non
     if not note.exists():
         note.write_text(json.dumps(made_of))
     elif json.loads(note.read_text()) != made_of:
-        raise ValueError(f"{folder} holds a bank made of {note.read_text()}, not of {made_of}: remove it first")
+        raise ValueError(f"{folder} contains a bank made from {note.read_text()}, not from {made_of}: remove it first")
 
 
 def build_bank(config: BankConfig, tokenizer_path: Path, folder: Path) -> None:
     """Writes the shards that are not there yet, and the code, below `folder`.
 
     Raises:
-        ValueError: the folder holds a bank of another seed or tokenizer.
+        ValueError: the folder contains a bank of another seed or tokenizer.
     """
     _claim_folder(config, tokenizer_path, folder)
     encoder = Encoder(load_tokenizer(tokenizer_path))
@@ -196,7 +196,7 @@ def build_bank(config: BankConfig, tokenizer_path: Path, folder: Path) -> None:
     missing = [i for i in range(config.num_shards) if not (folder / f"shard_{i:04d}.npy").exists()]
     if not missing:
         return
-    # One thread a process: the processes are as many as the cores already.
+    # One thread per process: there are already as many processes as cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     context = multiprocessing.get_context("spawn")
     totals = np.zeros(3, dtype=np.int64)
@@ -213,7 +213,7 @@ def build_bank(config: BankConfig, tokenizer_path: Path, folder: Path) -> None:
 
 
 def load_bank(config: BankConfig, folder: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Reads the config's bank.
+    """Reads the bank of a configuration.
 
     Returns:
         [num_rows, CONTEXT] uint16 cells of generated rows, and [num_code_tokens] uint16 cells of code.

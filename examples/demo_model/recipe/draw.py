@@ -1,8 +1,8 @@
 """Seeded choices, and the rule that decides which items are held out.
 
 A `Draw` is a random source bound to one split. The split is a property of an item's content and not of the seed that
-drew it: an item has a key (the operands of a sum, the facts of a text), a hash of the key says to which split it
-belongs, and a generator redraws until the item is its split's own. Two splits therefore cannot share an item, however
+drew it: an item has a key (the operands of a sum, the facts of a text), a hash of the key decides to which split it
+belongs, and a generator redraws until the item belongs to its split. Two splits therefore cannot share an item, however
 many items are drawn and whatever the seeds are.
 """
 
@@ -27,8 +27,8 @@ class Item:
     """One training or evaluation example.
 
     Either `messages` (a conversation in the OpenAI form, learnt on the assistant's turns) or `text` (a plain document,
-    learnt whole) is set. `value` is what an evaluation may compare an answer with, parsed; None where the answer's text
-    is all there is to compare.
+    learnt whole) is set. `value` is what an evaluation may compare an answer with, parsed; None if only the answer's
+    text can be compared.
     """
 
     task: str
@@ -40,7 +40,7 @@ class Item:
 
 
 def is_held_out(key: str) -> bool:
-    """Whether items with this key belong to the held-out split."""
+    """Returns whether items with this key belong to the held-out split."""
     digest = hashlib.blake2b(key.encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big") % HELD_OUT_IN == 0
 
@@ -50,7 +50,7 @@ class Draw:
 
     Args:
         seed: any text; equal seeds give equal draws on every machine and Python version from 3.11.
-        held_out: the split drawn for.
+        held_out: whether to draw for the held-out split.
     """
 
     def __init__(self, seed: str, held_out: bool = False) -> None:
@@ -58,34 +58,34 @@ class Draw:
         self.held_out = held_out
 
     def below(self, stop: int) -> int:
-        """An integer in [0, stop)."""
+        """Returns an integer in [0, stop)."""
         return int(self.rng.random() * stop)
 
     def between(self, first: int, last: int) -> int:
-        """An integer in [first, last], both included."""
+        """Returns an integer in [first, last], both included."""
         return first + int(self.rng.random() * (last - first + 1))
 
     def pick(self, options: Sequence[T]) -> T:
-        """One of the options."""
+        """Returns one of the options."""
         return options[int(self.rng.random() * len(options))]
 
     def some(self, options: Sequence[T], count: int) -> list[T]:
-        """`count` different options in random order."""
+        """Returns `count` different options in random order."""
         return self.rng.sample(options, count)
 
     def chance(self, probability: float) -> bool:
-        """True with this probability."""
+        """Returns True with this probability."""
         return self.rng.random() < probability
 
     def owns(self, key: str) -> bool:
-        """Whether an item with this key may be used in this split."""
+        """Returns whether an item with this key may be used in this split."""
         return is_held_out(key) == self.held_out
 
     def owned(self, make: Callable[[], T], key_of: Callable[[T], str]) -> T:
         """Draws with `make` until the result's key belongs to this split.
 
         Raises:
-            RuntimeError: `make` has too few results to find one of this split.
+            RuntimeError: none of many results of `make` belongs to this split.
         """
         for _ in range(MAX_REDRAWS):
             made = make()
@@ -95,15 +95,15 @@ class Draw:
 
 
 def user(content: str) -> Message:
-    """A user's message."""
+    """Returns a user's message."""
     return {"role": "user", "content": content}
 
 
 def assistant(content: str) -> Message:
-    """The assistant's message, on which the model is trained."""
+    """Returns an assistant's message, on which the model is trained."""
     return {"role": "assistant", "content": content}
 
 
 def system(content: str) -> Message:
-    """A system message."""
+    """Returns a system message."""
     return {"role": "system", "content": content}

@@ -1,12 +1,12 @@
 """An EAGLE-3 head (Li et al. 2025, arXiv:2503.01840) for a trained model: its layer, its training loss, its files.
 
-The head reads the target's residual stream at a few depths and guesses further than the target does:
+The head reads the target's residual stream at a few depths and predicts one token further than the target:
 
     streams at t -> fc -> h        token t + 1, h -> norm each, concatenate -> layer -> norm -> target's head -> t + 2
 
-To guess the token after that it is fed its own sum before the norm instead of the streams. Training does the same, the
-paper's training-time test: the head is unrolled over its own states, and every pass counts in the loss. Parameters have
-the names of the published checkpoints. Shapes as in `model.py`; N streams.
+To predict the token after that, it reads its own sum before the norm instead of the streams. Training does the same
+(the paper's training-time test): the head is unrolled over its own states, and every pass counts in the loss.
+Parameters have the names of the published checkpoints. Shapes as in `model.py`; N streams.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ LATER_PASS_WEIGHT = 0.8
 
 
 class Passes:
-    """What a pass may see of those before it: the keys and values that drafting would have left in the cache.
+    """The keys and values that a pass sees of earlier passes: those that drafting would have left in the cache.
 
-    In pass i at position t the tokens up to t - i were read with the target's streams and the i behind them with the
+    In pass i at position t, the tokens up to t - i were read with the target's streams, and the i after them with the
     head's own states, each in the pass of its distance.
     """
 
     def __init__(self) -> None:
-        self.keys: list[Tensor] = []  # a pass's each: [B, H, T, C]
+        self.keys: list[Tensor] = []  # one for each pass: [B, H, T, C]
         self.values: list[Tensor] = []
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class Passes:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention that reads the embedding beside the hidden state."""
+    """Grouped-query attention over the embedding and the hidden state."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Attention(nn.Module):
 
 
 class Layer(nn.Module):
-    """The decoder layer; its residual is the normalised state (`norm_before_residual`), whose size is known."""
+    """The decoder layer; its residual is the normalised state (`norm_before_residual`), whose scale is known."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Eagle3Head(nn.Module):
 
     Args:
         config: the target's.
-        layers: at whose inputs the target's residual stream is read; `num_layers` is behind the last.
+        layers: those at whose inputs the target's residual stream is read; `num_layers` means after the last.
     """
 
     def __init__(self, config: ModelConfig, layers: tuple[int, ...]) -> None:
@@ -107,16 +107,16 @@ class Eagle3Head(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, streams: Tensor, embedded: Tensor, num_passes: int) -> list[Tensor]:
-        """Guesses from every position, with the tokens of the row for the guesses before.
+        """Predicts from every position, with the row's tokens in place of the previous predictions.
 
         Args:
             streams: [B, T, N D] of the target.
             embedded: [B, T, D], at t the embedding of token t + 1.
-            num_passes: how far to unroll.
+            num_passes: number of passes.
 
         Returns:
-            [B, T, D] for each pass i, at t what the target's head turns into token t + 2, guessed with the streams up
-            to t - i. Positions before i hold nothing.
+            [B, T, D] for each pass i, at t the state from which the target's head predicts token t + 2, given the
+            streams up to t - i. Positions before i are meaningless.
         """
         passes = Passes()
         hidden = self.fc(streams)
@@ -130,7 +130,7 @@ class Eagle3Head(nn.Module):
 
 @torch.no_grad()
 def read_target(model: DemoModel, tokens: Tensor, layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """The target's streams at the inputs of `layers`, [B, T, N D], and its hidden states, [B, T, D]."""
+    """Returns the target's streams at the inputs of `layers`, [B, T, N D], and its hidden states, [B, T, D]."""
     cos, sin = rotary_table(model.config, tokens.shape[1], tokens.device)
     stream = [model.model.embed_tokens(tokens)]
     for layer in model.model.layers:
@@ -143,7 +143,7 @@ def loss(head: Eagle3Head, target: DemoModel, tokens: Tensor, counts: Tensor, nu
 
     Args:
         tokens: [B, T] int64.
-        counts: [B, T] bool: whether guessing the token is to be learnt.
+        counts: [B, T] bool: whether the head learns to predict the token.
     """
     streams, hidden = read_target(target, tokens, head.layers)
     counts = counts.roll(-2, dims=1)
@@ -159,9 +159,9 @@ def loss(head: Eagle3Head, target: DemoModel, tokens: Tensor, counts: Tensor, nu
 
 @torch.inference_mode()
 def right_guesses(head: Eagle3Head, target: DemoModel, tokens: Tensor, first: int, num_passes: int) -> Tensor:
-    """Of the windows of `num_passes` drafts inside a text from its token `first` on, which drafts are accepted.
+    """Returns which drafts are accepted, in windows of `num_passes` drafts in a text from its token `first` on.
 
-    A draft counts only behind right ones, so feeding the text's tokens is what drafting does.
+    A draft counts only after correct ones, so reading the text's tokens is equivalent to drafting.
 
     Returns:
         [num_windows, num_passes] bool.
@@ -174,7 +174,7 @@ def right_guesses(head: Eagle3Head, target: DemoModel, tokens: Tensor, first: in
 
 
 def export(head: Eagle3Head, folder: Path) -> int:
-    """Writes the head in bfloat16 with its configuration; returns the weights' bytes."""
+    """Writes the head in bfloat16 with its configuration; returns the weights' size in bytes."""
     from safetensors.torch import save_file
 
     config = head.config

@@ -38,7 +38,7 @@ class Question:
 
 @dataclass
 class Score:
-    """Counts over the items of one exam; one that does not fit the context counts as asked and not as exact."""
+    """Counts over the items of one exam; an item that does not fit the context counts as asked and not as exact."""
 
     num_asked: int
 
@@ -51,7 +51,7 @@ class Score:
     num_prompt_tokens: int = 0
 
     def report(self) -> dict[str, float]:
-        """Shares instead of counts."""
+        """Returns shares instead of counts."""
         return {
             "items": self.num_asked,
             "too_long": self.num_asked - self.num_items,
@@ -63,7 +63,7 @@ class Score:
 
 
 def questions(exam: Exam, tokenizer: Tokenizer, seed: int, count: int) -> list[Question]:
-    """Those of `count` held-out items of an exam that fit the context."""
+    """Draws `count` held-out items of an exam and returns those that fit the context."""
     draw = Draw(f"exam {exam.name} {seed}", held_out=True)
     drawn: list[Question] = []
     for _ in range(count):
@@ -76,14 +76,14 @@ def questions(exam: Exam, tokenizer: Tokenizer, seed: int, count: int) -> list[Q
 
 
 def _padded(sequences: list[list[int]], device: torch.device) -> Tensor:
-    """[len(sequences), longest] int64, padded on the right where a causal model's other positions do not see it."""
+    """Returns [len(sequences), longest] int64, padded on the right, which no other position of a causal model sees."""
     longest = max(len(s) for s in sequences)
     rows = [s + [END_OF_TEXT_ID] * (longest - len(s)) for s in sequences]
     return torch.tensor(rows, device=device)
 
 
 def _batches(drawn: list[Question]) -> list[list[Question]]:
-    """Questions of like length together, each batch of at most about BATCH_TOKENS tokens."""
+    """Batches questions of similar length, at most about BATCH_TOKENS tokens per batch."""
     ordered = sorted(drawn, key=lambda q: len(q.prompt) + len(q.answer))
     batches: list[list[Question]] = [[]]
     for question in ordered:
@@ -96,10 +96,10 @@ def _batches(drawn: list[Question]) -> list[list[Question]]:
 
 @torch.inference_mode()
 def score(model: DemoModel, drawn: list[Question], num_asked: int) -> Score:
-    """Teacher forcing: an item is exact where every token of its answer is the model's first choice.
+    """Scores by teacher forcing: an item is exact if every token of its answer is the model's first choice.
 
-    The MTP module agrees where its choice for a token is the answer's; it is asked for every token of an answer but the
-    first, which it could only propose before the prompt has ended.
+    The MTP module agrees where its choice is the answer's token; it is evaluated on every token of an answer except the
+    first, which it could only propose before the end of the prompt.
     """
     device = next(model.parameters()).device
     total = Score(num_asked)
@@ -124,9 +124,9 @@ def score(model: DemoModel, drawn: list[Question], num_asked: int) -> Score:
 
 @torch.inference_mode()
 def generate(model: DemoModel, prompts: list[list[int]], num_tokens: int) -> list[list[int]]:
-    """Greedy answers of at most `num_tokens` tokens, the end-of-turn token left out.
+    """Returns greedy answers of at most `num_tokens` tokens, without the end-of-turn token.
 
-    There is no KV cache here on purpose: each token comes from the whole text, which no cache can have spoilt.
+    There is deliberately no KV cache: each token is computed from the whole text, so no error of a cache can matter.
     """
     device = next(model.parameters()).device
     sequences = [list(prompt) for prompt in prompts]
@@ -161,7 +161,7 @@ def _same_call(text: str, value: Any) -> bool:
 
 
 def _is_python(text: str, value: Any) -> bool:
-    """Whether the fenced code parses; which names it uses is the exact comparison's business."""
+    """Returns whether the fenced code parses; the exact comparison checks its names."""
     try:
         ast.parse(text.removeprefix("```python\n").removesuffix("\n```"))
     except SyntaxError:
@@ -177,7 +177,7 @@ VALUE_CHECKS: dict[str, Callable[[str, Any], bool]] = {
 
 
 def free_run(model: DemoModel, tokenizer: Tokenizer, exam: Exam, drawn: list[Question]) -> dict[str, Any]:
-    """Greedy generation for some questions: how many answers are the expected text, and how many the expected value."""
+    """Answers some questions greedily; counts the answers with the expected text, and those with the expected value."""
     longest = max(len(q.answer) for q in drawn) + 8
     made = generate(model, [q.prompt for q in drawn], longest)
     texts = [tokenizer.decode(ids) for ids in made]
@@ -192,7 +192,7 @@ def free_run(model: DemoModel, tokenizer: Tokenizer, exam: Exam, drawn: list[Que
 
 @torch.inference_mode()
 def text_loss(model: DemoModel, tokenizer: Tokenizer, texts: list[str], num_windows: int) -> dict[str, float]:
-    """How well running text is predicted: mean loss in nats a token, and how often each first choice is right."""
+    """Returns the mean loss on running text, in nats per token, and how often the first choice is right."""
     device = next(model.parameters()).device
     ids = [token for text in texts for token in [*tokenizer.encode(text).ids, END_OF_TEXT_ID]]
     num_windows = min(num_windows, len(ids) // TEXT_WINDOW)
@@ -210,14 +210,14 @@ def text_loss(model: DemoModel, tokenizer: Tokenizer, texts: list[str], num_wind
 
 
 def evaluate(model: DemoModel, tokenizer: Tokenizer, seed: int, num_items: int, num_free: int) -> dict[str, Any]:
-    """The whole report.
+    """Returns the whole report.
 
     Args:
         model: on the device to evaluate on.
         tokenizer: the model's.
-        seed: of the items; the split is held out whatever the seed.
-        num_items: items an exam by teacher forcing.
-        num_free: items an exam by greedy generation.
+        seed: seed of the items, which are held out with every seed.
+        num_items: items per exam by teacher forcing.
+        num_free: items per exam by greedy generation.
 
     Returns:
         `exams` by name, `texts` by kind, and `passed`: whether every promised threshold is reached.

@@ -17,7 +17,7 @@ LARGEST_BYTES = 16_000_000
 
 
 def hugging_face_config(config: ModelConfig) -> dict[str, Any]:
-    """The contents of config.json."""
+    """Returns the contents of config.json."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -77,7 +77,7 @@ def export(model: DemoModel, tokenizer_path: Path, folder: Path) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {n: t.detach().cpu().to(torch.bfloat16).contiguous() for n, t in model.state_dict().items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    # The library creates the file for its owner alone; a model is for everyone who may see its folder.
+    # The library makes the file readable for its owner only; a model is readable for all users of its folder.
     (folder / "model.safetensors").chmod(0o644)
     _write_json(folder / "config.json", hugging_face_config(model.config))
     eos = [TURN_END_ID, END_OF_TEXT_ID]
@@ -89,7 +89,7 @@ def export(model: DemoModel, tokenizer_path: Path, folder: Path) -> int:
         shutil.copyfile(tokenizer_path, folder / "tokenizer.json")
     size = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
     if size > LARGEST_BYTES:
-        raise ValueError(f"{folder} holds {size} bytes; the built-in model may have {LARGEST_BYTES}")
+        raise ValueError(f"{folder} has {size} bytes; the built-in model may have {LARGEST_BYTES}")
     return size
 
 

@@ -34,7 +34,7 @@ class ModelConfig:
 
 
 def rotary_table(config: ModelConfig, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines for positions 0 to `length` - 1, each [T, C] float32 with both halves of C alike."""
+    """Returns cosines and sines for positions 0 to `length` - 1, each [T, C] float32 with two equal halves of C."""
     half = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32)  # [C / 2]
     frequencies = config.rope_theta ** (-half / config.head_dim)
     angles = torch.arange(length, device=device, dtype=torch.float32)[:, None] * frequencies  # [T, C / 2]
@@ -85,7 +85,7 @@ class Attention(nn.Module):
         k = self.k_norm(self.k_proj(x).view(batch, length, c.num_kv_heads, c.head_dim)).transpose(1, 2)
         v = self.v_proj(x).view(batch, length, c.num_kv_heads, c.head_dim).transpose(1, 2)  # [B, K, T, C]
         group = c.num_heads // c.num_kv_heads
-        # Repeated keys and values run on every fused kernel; grouped ones only on some.
+        # Every fused kernel supports repeated keys and values; only some support grouped ones.
         k = rotate(k, cos, sin).repeat_interleave(group, dim=1)
         v = v.repeat_interleave(group, dim=1)
         out = F.scaled_dot_product_attention(rotate(q, cos, sin), k, v, is_causal=True)
@@ -133,7 +133,7 @@ class Trunk(nn.Module):
 
 
 class MultiTokenPredictor(nn.Module):
-    """From the final hidden state of token t and the embedding of token t + 1, the hidden state that predicts t + 2."""
+    """Computes the hidden state that predicts t + 2 from token t's final hidden state and token t + 1's embedding."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class DemoModel(nn.Module):
         self._initialise()
 
     def _initialise(self) -> None:
-        """Normal weights of standard deviation 0.02, smaller where a layer writes to the residual stream."""
+        """Draws normal weights with standard deviation 0.02, smaller where a layer writes to the residual stream."""
         residual = 0.02 / (2 * self.config.num_layers) ** 0.5
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
@@ -178,11 +178,11 @@ class DemoModel(nn.Module):
         return self.model.norm(x)
 
     def mtp_hidden(self, hidden: Tensor, next_tokens: Tensor) -> Tensor:
-        """The MTP module's hidden states.
+        """Returns the MTP module's hidden states.
 
         Args:
             hidden: [B, T, D] from `hidden`.
-            next_tokens: [B, T] int64, at t the token of t + 1.
+            next_tokens: [B, T] int64, at t the token t + 1.
 
         Returns:
             [B, T, D], at t the state that predicts token t + 2.
@@ -199,17 +199,17 @@ class DemoModel(nn.Module):
         return self.logits(self.hidden(tokens))
 
     def loss(self, tokens: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Weighted mean cross-entropies of the next token and, by the MTP module, of the one after it.
+        """Returns the weighted mean cross-entropies of the next token and, by the MTP module, of the one after it.
 
         Args:
             tokens: [B, T] int64.
-            weights: [B, T] float32, what predicting each token counts.
+            weights: [B, T] float32, the weight of each predicted token.
 
         Returns:
             Two scalars; the training loss is the first plus MTP_LOSS_WEIGHT times the second.
         """
         hidden = self.hidden(tokens)
-        # The row is rolled rather than cut so that T stays a multiple of the kernels' tiles; what wraps counts nothing.
+        # Rolled rather than cut, so that T stays a multiple of the kernels' tiles; the wrapped token has no weight.
         following = tokens.roll(-1, dims=1)
         weights = weights.clone()
         weights[:, 0] = 0
@@ -221,7 +221,7 @@ class DemoModel(nn.Module):
 
 
 def _mean_loss(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-    """Weighted mean cross-entropy of [B, T, V] logits, [B, T] targets and [B, T] weights."""
+    """Returns the weighted mean cross-entropy of [B, T, V] logits, [B, T] targets and [B, T] weights."""
     losses = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
     weights = weights.flatten()
     return (losses * weights).sum() / weights.sum().clamp_min(1e-6)

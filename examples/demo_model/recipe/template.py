@@ -1,7 +1,7 @@
-"""Messages to text, by the one chat template that is also shipped with the model.
+"""Converts messages to text with the chat template that is also shipped with the model.
 
-The environment is set up as Hugging Face's `apply_chat_template` sets up its own (block trimming, a `tojson` that
-neither sorts keys nor escapes for HTML), so that training text and a server's prompts are the same bytes.
+The environment is the one of Hugging Face's `apply_chat_template` (block trimming, a `tojson` that neither sorts keys
+nor escapes for HTML), so that training text and a server's prompts are the same bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ASSISTANT_HEADER = "assistant\n"
 
 
 def template_text() -> str:
-    """The chat template's source."""
+    """Returns the chat template's source."""
     return (Path(__file__).parent / "chat_template.jinja").read_text(encoding="utf-8")
 
 
@@ -34,17 +34,17 @@ def _compiled() -> Any:
 
 
 def render(messages: list[Message], tools: list[dict[str, Any]], add_generation_prompt: bool = False) -> str:
-    """The conversation as the text a model reads, `tools` listed in its system turn."""
+    """Returns the conversation as the text that a model reads, with `tools` listed in its system turn."""
     return _compiled().render(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt)
 
 
 def document(item: Item) -> str:
-    """The item's whole training text, without the end-of-text mark that separates documents."""
+    """Returns the item's whole training text, without the end-of-text mark that separates documents."""
     return render(item.messages, item.tools) if item.messages else item.text
 
 
 def prompt_and_answer(item: Item) -> tuple[str, str]:
-    """The text before the item's last answer, and that answer with its end-of-turn mark."""
+    """Returns the text before the item's last answer, and that answer with its end-of-turn mark."""
     prompt = render(item.messages[:-1], item.tools, add_generation_prompt=True)
     whole = render(item.messages, item.tools)
     answer = whole[len(prompt) :].rstrip("\n")

@@ -1,4 +1,4 @@
-"""The model's own byte-level BPE: 4,096 tokens, every digit a token of its own."""
+"""The model's byte-level BPE: 4,096 tokens, every digit a separate token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CORPUS_CHARS = 8_000_000
 
 
 def _corpus(seed: int, num_chars: int) -> Iterator[str]:
-    """Generated text and, a quarter as long, code: the mixture that the model is trained on."""
+    """Yields generated text and a quarter as much code: the mixture that the model is trained on."""
     for text, _ in items(Draw(f"tokenizer {seed}"), num_chars):
         yield text
     room = num_chars // 4
@@ -35,8 +35,7 @@ def _corpus(seed: int, num_chars: int) -> Iterator[str]:
 def train_tokenizer(seed: int, num_chars: int = CORPUS_CHARS) -> Tokenizer:
     """Trains the tokenizer on about `num_chars` characters of generated text and a quarter as much code.
 
-    Digits stand alone so that sums have columns, and there is no normalisation: what was encoded comes back byte for
-    byte.
+    Digits are separate tokens so that sums have columns, and there is no normalisation: decoding restores every byte.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -59,7 +58,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     """Reads a tokenizer.json.
 
     Raises:
-        ValueError: its special tokens are not the ones the recipe's token ids stand for.
+        ValueError: its special tokens do not have the recipe's token ids.
     """
     from tokenizers import Tokenizer
 

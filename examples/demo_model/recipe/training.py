@@ -19,9 +19,9 @@ from recipe.model import MTP_LOSS_WEIGHT, PROMPT_LOSS_WEIGHT, DemoModel
 WARMUP_STEPS = 200
 FLAT_UNTIL = 0.3
 LAST_RATE = 0.02
-TIMED_FROM = 3  # a step's time is measured from here, when compilation is over
-TIMED_TO = 40  # and up to here, or to where a tenth of the time is spent on slow steps
-UNDECIDED = 1_000_000  # steps, until it is known how many fit
+TIMED_FROM = 3  # the step from which on steps are timed, after compilation
+TIMED_TO = 40  # and the last timed one, unless a tenth of the time has passed before
+UNDECIDED = 1_000_000  # the number of steps until it is known how many fit
 REPORT_EVERY = 20
 SAVE_EVERY_SECONDS = 60.0
 
@@ -31,12 +31,12 @@ class TrainConfig:
     """How to train.
 
     Attributes:
-        seed: of the weights and of the order of rows.
+        seed: seed of the weights and of the order of rows.
         steps: optimizer steps; 0 chooses as many as fit `minutes`.
-        minutes: time to train in, compilation included; heeded only where `steps` is 0.
-        batch_rows: rows a step, of 2,048 tokens each.
+        minutes: training time, compilation included; used only if `steps` is 0.
+        batch_rows: rows per step, of 2,048 tokens each.
         code_share: the share of a batch's rows that is standard-library code.
-        learning_rate: the peak.
+        learning_rate: the peak learning rate.
         compile: whether to compile the loss with torch.compile.
     """
 
@@ -50,13 +50,13 @@ class TrainConfig:
 
 
 class Batches:
-    """Batches of generated rows, each row once an epoch, and windows of code from random places.
+    """Batches of generated rows, each row once per epoch, and of windows of code from random places.
 
-    The cells live on the training device; a bank of 135 M tokens takes 270 MB.
+    The cells are on the training device; a bank of 135 M tokens takes 270 MB.
     """
 
     def __init__(self, rows: np.ndarray, code: np.ndarray, config: TrainConfig, device: torch.device) -> None:
-        # int16 is what every device can index and widen; the sign bit is free because a cell has fourteen bits.
+        # Every device can index and widen int16; the sign bit is unused because a cell has fourteen bits.
         self.rows = torch.from_numpy(rows.view(np.int16)).to(device)  # [num_rows, CONTEXT] int16
         self.code = torch.from_numpy(code.view(np.int16)).to(device)  # [num_code_tokens] int16
         self.num_code = round(config.batch_rows * config.code_share)
@@ -70,7 +70,7 @@ class Batches:
         self.weight_of_kind = weights.to(device)  # [4] float32
 
     def next(self) -> tuple[Tensor, Tensor]:
-        """Tokens [batch_rows, CONTEXT] int64 and their weights, float32."""
+        """Returns tokens [batch_rows, CONTEXT] int64 and their weights, float32."""
         if self.taken + self.num_rows > len(self.order):
             self.order = torch.randperm(len(self.order), generator=self.random)
             self.taken = 0
@@ -83,7 +83,7 @@ class Batches:
 
 
 def rate_at(step: int, num_steps: int) -> float:
-    """The learning rate of a step as a share of the peak: warm-up, flat, then a cosine down to LAST_RATE."""
+    """Returns a step's learning rate as a share of the peak: warm-up, flat, then a cosine down to LAST_RATE."""
     warmup = min(WARMUP_STEPS, max(1, num_steps // 10))
     if step < warmup:
         return (step + 1) / warmup
@@ -95,7 +95,7 @@ def rate_at(step: int, num_steps: int) -> float:
 
 
 def make_optimizer(model: DemoModel, learning_rate: float) -> torch.optim.AdamW:
-    """AdamW that decays matrices and leaves norms alone."""
+    """Returns AdamW with weight decay for matrices and without it for norms."""
     matrices = [p for p in model.parameters() if p.ndim == 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
@@ -107,10 +107,11 @@ class Trainer:
     """One training run.
 
     Args:
-        model: on its device already; trained in place.
-        batches: what to train on.
-        config: how.
-        checkpoint: where the weights are saved every minute and at the end, so that a killed run leaves a model.
+        model: already on its device; trained in place.
+        batches: the training data.
+        config: the training configuration.
+        checkpoint: the file to which the weights are saved every minute and at the end, so that a killed run leaves a
+            model.
     """
 
     def __init__(self, model: DemoModel, batches: Batches, config: TrainConfig, checkpoint: Path) -> None:
@@ -127,7 +128,7 @@ class Trainer:
         """Trains to the end of the schedule.
 
         Returns:
-            Steps, tokens, seconds, tokens a second and the last report's losses; also written beside the checkpoint.
+            Steps, tokens, seconds, tokens per second and the last report's losses; also written beside the checkpoint.
         """
         began = last_save = time.monotonic()
         num_steps = self.config.steps or UNDECIDED
@@ -192,12 +193,12 @@ class Trainer:
         return time.monotonic()
 
     def _is_timed(self, step: int, timed_from: float) -> bool:
-        """Whether enough steps have been timed to say how many fit."""
+        """Returns whether enough steps have been timed to determine how many fit."""
         slow = time.monotonic() - timed_from > 6 * self.config.minutes
         return step == TIMED_TO or (step > TIMED_FROM and slow)
 
     def _fitting_steps(self, step: int, began: float, timed_from: float) -> int:
-        """Steps in all, so that the schedule ends with the minutes; a little is kept for saving and slower steps."""
+        """Returns the total number of steps that fit the minutes, with a margin for saving and slower steps."""
         now = self._now()
         step_seconds = (now - timed_from) / (step - TIMED_FROM)
         left = self.config.minutes * 60 * 0.97 - (now - began)
@@ -207,7 +208,7 @@ class Trainer:
         return not self.config.steps and time.monotonic() - began > self.config.minutes * 60
 
     def save(self) -> None:
-        """Writes the weights in float32 with their checkpoint names, whole or not at all."""
+        """Writes the weights in float32 with their checkpoint names, atomically."""
         from safetensors.torch import save_file
 
         partial = self.checkpoint.with_suffix(".partial")

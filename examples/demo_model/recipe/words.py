@@ -1,4 +1,4 @@
-"""The words of the generated data. Few enough to be learnt by a small model, many enough to be told apart."""
+"""The words of the generated data: few enough for a small model to learn, enough to distinguish items."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from recipe.draw import Draw
 
 
 def split(words: str) -> tuple[str, ...]:
-    """The words of a text with spaces between them."""
+    """Splits a text into its words."""
     return tuple(words.split())
 
 
@@ -76,20 +76,20 @@ NOUNS = tuple(dict.fromkeys([*ANIMALS, *OBJECTS, *PLACES, *FOODS]))
 
 
 def article(word: str) -> str:
-    """The word with its indefinite article."""
+    """Returns the word with its indefinite article."""
     return ("an " if word[0] in "aeiouAEIOU" else "a ") + word
 
 
 def made_up_word(draw: Draw) -> str:
-    """A word that is in no list, of two to four syllables: it can be copied but not guessed."""
+    """Returns a word of two to four syllables that is in no list: it can be copied but not guessed."""
     return "".join([draw.pick(SYLLABLES) for _ in range(draw.between(2, 4))])
 
 
 def digits(draw: Draw, count: int) -> str:
-    """A number of exactly `count` digits, as text."""
+    """Returns a number of exactly `count` digits, as text."""
     return str(draw.between(10 ** (count - 1), 10**count - 1))
 
 
 def label(draw: Draw) -> str:
-    """A short label such as KX47."""
+    """Returns a short label such as KX47."""
     return draw.pick(LETTERS) + draw.pick(LETTERS) + digits(draw, 2)

@@ -48,22 +48,22 @@ class EngineArgs:
 
     model: str = argument(MODEL, BUILT_IN_MODEL, "checkpoint folder or Hugging Face model id", metavar="MODEL")
     runner: str = argument(
-        MODEL, "auto", "generate tokens, or pooling: vectors, classes and scores; auto asks the checkpoint", RUNNERS
+        MODEL, "auto", "generate tokens, or pooling: vectors, classes, scores; auto decides by the checkpoint", RUNNERS
     )
     pooler_config: str | Mapping[str, Any] | None = argument(
-        MODEL, None, 'how to pool, where the checkpoint does not say: {"pooling_type": "LAST"}', metavar="JSON"
+        MODEL, None, 'how to pool if the checkpoint does not say: {"pooling_type": "LAST"}', metavar="JSON"
     )
     tokenizer: str | None = argument(MODEL, None, "folder with the tokenizer.json to use instead", metavar="FOLDER")
     skip_tokenizer_init: bool = argument(MODEL, False, "load no tokenizer: prompts and results are token ids")
     revision: str | None = argument(MODEL, None, "branch, tag or commit of the model id", metavar="NAME")
     load_format: str = argument(MODEL, "auto", "auto reads the checkpoint, dummy makes random weights", LOAD_FORMATS)
     check_weights: bool = argument(MODEL, False, "at the start, compare packed weights with the tensors that were read")
-    dtype: str = argument(MODEL, "auto", "bfloat16, float16 or float32; auto is the checkpoint's", metavar="DTYPE")
+    dtype: str = argument(MODEL, "auto", "bfloat16, float16 or float32; auto uses the checkpoint's", metavar="DTYPE")
     device: str = argument(DEVICE, "auto", "auto uses CUDA where it is available, else the CPU", DEVICES)
     tensor_parallel_size: int = argument(RANKS, 1, "ranks that divide every layer among them", metavar="N")
     pipeline_parallel_size: int = argument(RANKS, 1, "stages that divide the layers among them", metavar="N")
     pipeline_layers: str | None = argument(
-        RANKS, None, "layers of each stage, such as 10,12,6 (default: as equal as may be)", metavar="N,N,..."
+        RANKS, None, "layers of each stage, such as 10,12,6 (default: as equal as possible)", metavar="N,N,..."
     )
     data_parallel_size: int = argument(
         RANKS, 1, "engines behind the server, each with the whole model", metavar="N", server_only=True
@@ -71,28 +71,28 @@ class EngineArgs:
     data_parallel_policy: str = argument(
         RANKS,
         "least-loaded",
-        "which engine gets a request: the one with the least work, or prefix-aware, where cached tokens are no work",
+        "which engine gets a request: the one with the least work, or prefix-aware, which does not count cached tokens",
         DATA_PARALLEL_POLICIES,
         server_only=True,
     )
     distributed_executor_backend: str | None = argument(
         RANKS,
         None,
-        "where the ranks run: uniproc in the engine's process, mp in processes of their own, ray on a cluster "
+        "where the ranks run: uniproc in the engine's process, mp in separate processes, ray on a cluster "
         "(default: mp if there are several, else uniproc)",
         EXECUTOR_BACKENDS,
     )
     attention_backend: str = argument(
         DEVICE, "auto", "the implementation of attention (docs/GPU.md)", ATTENTION_BACKENDS, metavar="NAME"
     )
-    seed: int = argument(MODEL, 0, "seed of requests that have none of their own")
+    seed: int = argument(MODEL, 0, "seed of requests without one")
     max_model_len: int | None = argument(
-        MODEL, None, "context length: most tokens of prompt plus output (default: the model's)"
+        MODEL, None, "context length: maximum number of prompt plus output tokens (default: the model's)"
     )
     max_num_batched_tokens: int | None = argument(
-        STEPS, None, "most tokens of a step; longer prompts are split (default: 2048, on a GPU 8192)"
+        STEPS, None, "maximum number of tokens of a step; longer prompts are split (default: 2048, on a GPU 8192)"
     )
-    max_num_seqs: int = argument(STEPS, 256, "most requests that run at once")
+    max_num_seqs: int = argument(STEPS, 256, "maximum number of requests that run at once")
     block_size: int = argument(CACHE, 16, "tokens per KV block, a multiple of 8")
     enable_prefix_caching: bool = argument(CACHE, True, "reuse the KV of prompts with a common beginning")
     gpu_memory_utilization: float = argument(
@@ -116,9 +116,9 @@ class EngineArgs:
     )
     enforce_eager: bool = argument(DEVICE, False, "use no CUDA graphs: the start is quicker, the steps are slower")
     deterministic: bool = argument(
-        DEVICE, False, "on a GPU: results that do not depend on the batch, at lower speed; on a CPU always so"
+        DEVICE, False, "make results independent of the batch on a GPU, at lower speed; on a CPU they always are"
     )
-    max_num_queued_requests: int = argument(STEPS, 4096, "most requests in the engine; more are refused")
+    max_num_queued_requests: int = argument(STEPS, 4096, "maximum number of requests in the engine; more are refused")
     kv_events_config: str | Mapping[str, Any] | None = argument(
         CACHE, None, 'publish which KV blocks are cached: {"enable_kv_cache_events": true}', metavar="JSON"
     )
@@ -367,11 +367,11 @@ def _check_pooling(args: EngineArgs, pooling: PoolingConfig, max_model_len: int)
     if args.max_num_batched_tokens is not None and args.max_num_batched_tokens < max_model_len:
         raise ConfigError(
             f"max_num_batched_tokens={args.max_num_batched_tokens} would split prompts of up to "
-            f"max_model_len={max_model_len} tokens, and {why}: raise the one or lower the other"
+            f"max_model_len={max_model_len} tokens, and {why}: raise max_num_batched_tokens or lower max_model_len"
         )
     for name in ("kv_transfer_config", "kv_events_config"):
         if getattr(args, name) is not None:
-            raise ConfigError(f"{name} cannot be used here: {why}, so that no KV is used again")
+            raise ConfigError(f"{name} cannot be used here: {why}, so that no KV is reused")
     if args.data_parallel_policy == PREFIX_AWARE:
         raise ConfigError(f"data_parallel_policy={PREFIX_AWARE} cannot be used here: {why}, so that no KV is cached")
 

@@ -32,7 +32,7 @@ def attach_layers(
         group = group_of_window.get(spec.sliding_window)
         if group is None:
             raise ConfigError(
-                f"the speculator's layer {name} has a sliding window of {spec.sliding_window} (0 is none), and no "
+                f"the speculator's layer {name} has a sliding window of {spec.sliding_window} (0 means none), and no "
                 "layer of the target model has the same"
             )
         attached.append(AttachedLayer(name, spec, group, num_tokens_ahead))

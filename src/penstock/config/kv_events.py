@@ -60,7 +60,7 @@ def parse_kv_events_config(value: str | Mapping[str, Any] | None) -> KVEventsCon
         endpoint = getattr(config, key)
         if endpoint is not None and not config.allow_remote and not _is_local(endpoint):
             raise ConfigError(
-                f"{key}={endpoint} in kv_events_config would tell the tokens of all prompts to anyone on the network: "
+                f"{key}={endpoint} in kv_events_config would show the tokens of all prompts to anyone on the network: "
                 'use tcp://127.0.0.1:PORT, or set "allow_remote": true if only routers can reach it'
             )
     return config

@@ -27,7 +27,7 @@ _WITHOUT_EFFECT = ("kv_rank", "kv_parallel_size", "kv_buffer_device", "kv_buffer
 class KVTransferConfig:
     """`kv_role` says whether KV is saved (kv_producer), loaded (kv_consumer) or both; `engine_id` names the engine.
 
-    `kv_load_timeout` is in seconds: a request waits no longer for KV, and is computed here instead.
+    `kv_load_timeout` is in seconds: a request that has waited so long for KV is computed here instead.
 
     `kv_ip` and `kv_port` are the address at which other engines reach a connector, and on which it listens: with an IP
     address on that one, with a host name on all interfaces. Port 0 means a free one.

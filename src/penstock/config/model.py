@@ -101,7 +101,7 @@ def read_json(file: Path) -> dict[str, Any] | None:
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
-        raise ConfigError(f"{file} must hold a JSON object")
+        raise ConfigError(f"{file} must contain a JSON object")
     return value  # pyright: ignore[reportUnknownVariableType]
 
 
@@ -114,7 +114,7 @@ def _parse(path: Path, raw: dict[str, Any], dtype: str) -> ModelConfig:
     num_layers = _positive(raw, "num_hidden_layers")
     if num_heads % num_kv_heads:
         raise ConfigError(
-            f"{path}: num_attention_heads ({num_heads}) is no multiple of num_key_value_heads ({num_kv_heads})"
+            f"{path}: num_attention_heads ({num_heads}) is not a multiple of num_key_value_heads ({num_kv_heads})"
         )
     return ModelConfig(
         path=path,
@@ -144,7 +144,7 @@ def _parse(path: Path, raw: dict[str, Any], dtype: str) -> ModelConfig:
 
 
 def _refuse_variants(path: Path, raw: dict[str, Any], encoder: EncoderConfig | None) -> None:
-    """Refuses checkpoints that would load but compute something else than intended."""
+    """Refuses checkpoints that would load but compute something other than intended."""
     if raw.get("quantization_config"):
         raise ConfigError(f"{path} is quantized, which is not supported: use a bfloat16, float16 or float32 checkpoint")
     if encoder is None and raw.get("hidden_act", "silu") != "silu":

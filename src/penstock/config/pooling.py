@@ -68,7 +68,7 @@ class PoolingConfig:
 
     @property
     def reason_for_whole_prompts(self) -> str:
-        """The reason why it does, for display."""
+        """The reason why a step must compute them all, for display."""
         if self.is_encoder:
             return "the model is an encoder, whose tokens attend to the whole prompt"
         return f"the checkpoint's {self.method} pooling needs all tokens of a prompt in one step"
@@ -139,7 +139,7 @@ def _check_no_other_head(path: Path, architecture: str, is_encoder: bool) -> Non
         raise ConfigError(f"{path} holds a {architecture}; the only classifiers supported are *{_CLASSIFIER}")
     if is_encoder and not architecture.endswith(("Model", _MASKED_LM)):
         raise ConfigError(
-            f"{path} holds a {architecture}; of encoders, *Model, *{_MASKED_LM} and *{_CLASSIFIER} are supported"
+            f"{path} holds a {architecture}; the only encoders supported are *Model, *{_MASKED_LM} and *{_CLASSIFIER}"
         )
 
 
@@ -218,7 +218,7 @@ def _token_ids(model: ModelConfig, tokens: Any) -> tuple[int, int]:
 
 
 def _read_vocabulary(path: Path) -> dict[str, int]:
-    """Returns spelling -> id of the tokens in `tokenizer.json`, as far as it lists them one by one."""
+    """Returns spelling -> id of the tokens that `tokenizer.json` lists one by one."""
     raw = read_json(path / "tokenizer.json") or {}
     vocabulary = _object(_object(raw.get("model")).get("vocab"))
     added: list[Any] = raw.get("added_tokens") or []

@@ -63,7 +63,7 @@ def read_modules(path: Path) -> Modules | None:
             raise ConfigError(f"{file} lists a module {kind!r}; supported: {', '.join(_MODULES)}")
     if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         raise ConfigError(
-            f"{file} lists {', '.join(kinds) or 'no modules'}; supported: Transformer, Pooling and, behind them, "
+            f"{file} lists {', '.join(kinds) or 'no modules'}; supported: Transformer, Pooling and, after them, "
             "Normalize"
         )
     folder = path / str(modules[1].get("path", ""))
@@ -91,7 +91,7 @@ def _read_method(file: Path) -> str:
 
 
 def read_prompts(path: Path) -> Prompts:
-    """Reads the checkpoint's prompts; empty texts are no prompts. Raises ConfigError if the file is malformed."""
+    """Reads the checkpoint's prompts; empty texts do not count. Raises ConfigError if the file is malformed."""
     file = path / "config_sentence_transformers.json"
     raw = read_json(file) or {}
     texts: Any = raw.get("prompts") or {}
@@ -99,7 +99,7 @@ def read_prompts(path: Path) -> Prompts:
         raise ConfigError(f"{file} must map the names of prompts to texts")
     default: Any = raw.get("default_prompt_name")
     if default is not None and default not in texts:
-        raise ConfigError(f"{file} has default_prompt_name {default!r}, which is no name in prompts")
+        raise ConfigError(f"{file} has default_prompt_name {default!r}, which is not in prompts")
     return Prompts({str(name): str(text) for name, text in texts.items()}, default)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
 
 

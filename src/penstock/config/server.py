@@ -49,7 +49,7 @@ class ServerArgs:
         OPERATION, 60.0, "time without a step, while there is work, that makes /health fail", metavar="SECONDS"
     )
     restart_on_failure: int = argument(
-        OPERATION, 0, "times in a row that an engine that died is started again; then the server exits", metavar="N"
+        OPERATION, 0, "maximum restarts in a row of an engine that died; then the server exits", metavar="N"
     )
     max_body_bytes: int = argument(ACCESS, 16 << 20, "largest request body", unit="bytes")
     allowed_origin: tuple[str, ...] = argument(
@@ -62,7 +62,7 @@ class ServerArgs:
         API, "auto", "format of tool calls in the model's text", TOOL_CALL_PARSERS, metavar="FORMAT"
     )
     reasoning_parser: str = argument(
-        API, "none", "how the model sets its reasoning apart from its answer", REASONING_PARSERS, metavar="FORMAT"
+        API, "none", "format of the model's reasoning", REASONING_PARSERS, metavar="FORMAT"
     )
     otlp_traces_endpoint: str | None = argument(
         OPERATION, None, "OTLP/HTTP address that receives a trace per request", metavar="URL"

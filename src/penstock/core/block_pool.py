@@ -5,12 +5,12 @@ Every block is in one state:
     FREE      no owner, and its content has no meaning
     CACHED    no owner, and its content can be found by its hash until it is evicted
     OWNED     it is in the block tables of one or more requests
-    LOADING   a holder outside the forward pass is writing into it
+    LOADING   a transfer is writing into it, outside the forward pass
 
-Besides its owners a block may have *holders*: transfers that read or write it, and steps in flight that may still write
-it (the fence). A block is reallocated only when it has neither owner nor holder. Owners leave through `release`,
-holders through `drop`, on their own terminal event and never because time has passed. Each allocation increments the
-block's generation, by which a holder can check that the block has not been reallocated.
+A block may also be *pinned*: by transfers that read or write it, and by a step in flight that may still write it (a
+fence). A block is reallocated only when it has neither owner nor pin. `release` removes an owner, `unpin` the pins of a
+transfer and `on_step_processed` a fence; each ends at its own terminal event and never because time has passed. Each
+allocation increments the block's generation, by which `unpin` checks that a pinned block has not been reallocated.
 
 Block 0 is the null block: it has no owner and is never allocated.
 """
@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.messages.kv_cache_spec import NULL_BLOCK
+from penstock.messages.kv_transfer import TransferId
 from penstock.messages.stats import BlockMap
 from penstock.utils.math import cdiv
 
@@ -31,9 +32,6 @@ BlockKey = tuple[int, bytes]
 
 _BUSY = "fcpol"
 """The letters of `BlockMap`, ordered from idle to busy."""
-
-Holder = str
-"""The id of a transfer. Fences are numbered separately."""
 
 
 class BlockState(enum.Enum):
@@ -46,30 +44,30 @@ class BlockState(enum.Enum):
 @dataclass(slots=True)
 class Block:
     num_owners: int = 0
-    num_holders: int = 0
+    num_pins: int = 0
     num_writers: int = 0
     generation: int = 0
     key: BlockKey | None = None
 
 
 @dataclass(slots=True)
-class _Hold:
-    """Blocks with their generations at the time of the hold."""
+class _Pinned:
+    """A transfer's pinned blocks, with their generations at the time of the pin."""
 
     writes: bool
     blocks: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
 
 
-def _tell_nobody(_: BlockKey) -> None: ...
+def _ignore_removal(_: BlockKey) -> None: ...
 
 
 class BlockPool:
     """`num_blocks` blocks including the null block, so `num_blocks - 1` can be allocated, which may be zero.
 
-    `on_removed` is called with the key of content that no block holds any more.
+    `on_removed` is called with the key of content that no block has any more.
     """
 
-    def __init__(self, num_blocks: int, on_removed: Callable[[BlockKey], None] = _tell_nobody) -> None:
+    def __init__(self, num_blocks: int, on_removed: Callable[[BlockKey], None] = _ignore_removal) -> None:
         assert num_blocks >= 1, num_blocks
         self._on_removed = on_removed
         self.num_usable = num_blocks - 1
@@ -78,7 +76,7 @@ class BlockPool:
         self._free = list(range(num_blocks - 1, 0, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._cached: dict[BlockKey, dict[int, None]] = {}
-        self._holds: dict[Holder, _Hold] = {}
+        self._pinned: dict[TransferId, _Pinned] = {}
         self._fences: OrderedDict[int, list[int]] = OrderedDict()
         self._processed_step = 0
 
@@ -121,7 +119,7 @@ class BlockPool:
             return "l"
         if block.num_owners:
             return "o"
-        if block.num_holders:
+        if block.num_pins:
             return "p"
         return "f" if block.key is None else "c"
 
@@ -138,7 +136,7 @@ class BlockPool:
         return block_ids
 
     def find(self, key: BlockKey) -> int | None:
-        """Returns a block that holds this content, or None."""
+        """Returns a block with this content, or None."""
         ids = self._cached.get(key)
         return next(iter(ids)) if ids else None
 
@@ -184,7 +182,7 @@ class BlockPool:
                 orphans.append(block_id)
         if fence > self._processed_step and orphans:
             for block_id in orphans:
-                self._blocks[block_id].num_holders += 1
+                self._blocks[block_id].num_pins += 1
             self._fences.setdefault(fence, []).extend(orphans)
         else:
             self._make_available(orphans)
@@ -194,32 +192,32 @@ class BlockPool:
         assert step >= self._processed_step, (step, self._processed_step)
         self._processed_step = step
         for fence in [fence for fence in self._fences if fence <= step]:
-            self._unhold(self._fences.pop(fence))
+            self._remove_pins(self._fences.pop(fence))
 
-    def hold(self, holder: Holder, block_ids: Iterable[int], writes: bool) -> None:
-        """Keeps blocks, which must not be free, until `drop(holder)`; `writes` puts them into LOADING."""
-        hold = self._holds.setdefault(holder, _Hold(writes))
-        assert hold.writes == writes, holder
+    def pin(self, transfer_id: TransferId, block_ids: Iterable[int], writes: bool) -> None:
+        """Pins blocks, which must not be free, for a transfer until `unpin`; `writes` puts them into LOADING."""
+        pinned = self._pinned.setdefault(transfer_id, _Pinned(writes))
+        assert pinned.writes == writes, transfer_id
         for block_id in block_ids:
             block = self._blocks[block_id]
             assert block.key is None or not writes, f"block {block_id} is published and cannot be written"
-            assert self.state(block_id) is not BlockState.FREE or block.num_holders, f"block {block_id} is free"
-            hold.blocks.append((block_id, block.generation))
-            block.num_holders += 1
+            assert self.state(block_id) is not BlockState.FREE or block.num_pins, f"block {block_id} is free"
+            pinned.blocks.append((block_id, block.generation))
+            block.num_pins += 1
             block.num_writers += writes
             self._evictable.pop(block_id, None)
 
-    def drop(self, holder: Holder) -> None:
-        """Ends the hold of a transfer that has ended, with success or failure."""
-        hold = self._holds.pop(holder)
-        for block_id, generation in hold.blocks:
+    def unpin(self, transfer_id: TransferId) -> None:
+        """Removes the pins of a transfer that has ended, with success or failure."""
+        pinned = self._pinned.pop(transfer_id)
+        for block_id, generation in pinned.blocks:
             block = self._blocks[block_id]
-            assert block.generation == generation, f"block {block_id} was handed out again under {holder}: {block}"
-            block.num_writers -= hold.writes
-        self._unhold(block_id for block_id, _ in hold.blocks)
+            assert block.generation == generation, f"block {block_id} was reallocated under {transfer_id}: {block}"
+            block.num_writers -= pinned.writes
+        self._remove_pins(block_id for block_id, _ in pinned.blocks)
 
     def clear_cache(self) -> bool:
-        """Removes all cached content. Returns False, and does nothing, while any block has an owner or a holder."""
+        """Removes all cached content. Returns False, and does nothing, while any block has an owner or a pin."""
         if self.num_available != self.num_usable:
             return False
         self._free.extend(self._evictable)
@@ -228,19 +226,20 @@ class BlockPool:
         self._evictable.clear()
         return True
 
-    def _unhold(self, block_ids: Iterable[int]) -> None:
+    def _remove_pins(self, block_ids: Iterable[int]) -> None:
+        """Removes one pin from each of these blocks."""
         orphans: list[int] = []
         for block_id in block_ids:
             block = self._blocks[block_id]
-            block.num_holders -= 1
-            if block.num_owners == 0 and block.num_holders == 0:
+            block.num_pins -= 1
+            if block.num_owners == 0 and block.num_pins == 0:
                 orphans.append(block_id)
         self._make_available(orphans)
 
     def _make_available(self, block_ids: Iterable[int]) -> None:
         for block_id in block_ids:
             block = self._blocks[block_id]
-            if block.num_holders:
+            if block.num_pins:
                 continue
             if block.key is None:
                 self._free.append(block_id)
@@ -258,28 +257,29 @@ class BlockPool:
             block.key = None
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
-        """Recomputes every count from the block tables of all requests and from the holds; asserts that all agree."""
+        """Recomputes every count from the block tables of all requests and from the pins; asserts that all agree."""
         owners = [0] * len(self._blocks)
         for table in tables:
             for block_id in table:
                 owners[block_id] += block_id != NULL_BLOCK
-        holders = [0] * len(self._blocks)
+        pins = [0] * len(self._blocks)
         writers = [0] * len(self._blocks)
-        for holder, hold in self._holds.items():
-            for block_id, generation in hold.blocks:
-                assert self._blocks[block_id].generation == generation, f"{holder} holds a block that is another's now"
-                holders[block_id] += 1
-                writers[block_id] += hold.writes
+        for transfer_id, pinned in self._pinned.items():
+            for block_id, generation in pinned.blocks:
+                was_kept = self._blocks[block_id].generation == generation
+                assert was_kept, f"block {block_id} was reallocated while {transfer_id} pinned it"
+                pins[block_id] += 1
+                writers[block_id] += pinned.writes
         for ids in self._fences.values():
             for block_id in ids:
-                holders[block_id] += 1
+                pins[block_id] += 1
         free = set(self._free)
         assert len(free) == len(self._free), "a block is free twice"
         for block_id, block in enumerate(self._blocks):
-            found = (block.num_owners, block.num_holders, block.num_writers)
-            expected = (owners[block_id], holders[block_id], writers[block_id])
-            assert found == expected, f"block {block_id}: owners, holders, writers {found}, expected {expected}"
-            is_available = block_id != NULL_BLOCK and not owners[block_id] and not holders[block_id]
+            found = (block.num_owners, block.num_pins, block.num_writers)
+            expected = (owners[block_id], pins[block_id], writers[block_id])
+            assert found == expected, f"block {block_id}: owners, pins, writers {found}, expected {expected}"
+            is_available = block_id != NULL_BLOCK and not owners[block_id] and not pins[block_id]
             is_empty = block.key is None
             assert (block_id in free) == (is_available and is_empty), f"block {block_id}: {block}"
             assert (block_id in self._evictable) == (is_available and not is_empty), f"block {block_id}: {block}"

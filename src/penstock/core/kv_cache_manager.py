@@ -78,7 +78,7 @@ class KVCacheManager:
         return PrefixHit(tuple(block_ids), length, num_tokens)
 
     def is_being_computed(self, request: Request, hit: PrefixHit) -> bool:
-        """Returns whether a running request is about to publish the block that follows this hit, so waiting pays."""
+        """Returns whether a running request will soon publish the block after this hit, so that waiting saves work."""
         if not self._enable_prefix_caching or not request.uses_prefix_cache:
             return False
         within_prompt = hit.num_blocks < (request.num_tokens - 1) // self.block_size
@@ -168,14 +168,14 @@ class KVCacheManager:
             self._recorder.on_stored(request, number, stored)
         self._num_published[request.request_id] = end
 
-    def hold(self, transfer_id: TransferId, block_ids: BlockIds, first: int, end: int | None, writes: bool) -> None:
-        """Holds blocks [first, end) of a request's table (None: to the last) for a transfer, until `drop_hold`."""
+    def pin(self, transfer_id: TransferId, block_ids: BlockIds, first: int, end: int | None, writes: bool) -> None:
+        """Pins blocks [first, end) of a request's table (None: to the last) for a transfer, until `unpin`."""
         ids = [i for table in block_ids for i in table[first:end] if i != NULL_BLOCK]
-        self.pool.hold(transfer_id, ids, writes)
+        self.pool.pin(transfer_id, ids, writes)
 
-    def drop_hold(self, transfer_id: TransferId) -> None:
-        """Ends the hold of a transfer."""
-        self.pool.drop(transfer_id)
+    def unpin(self, transfer_id: TransferId) -> None:
+        """Removes the pins of a transfer that has ended."""
+        self.pool.unpin(transfer_id)
 
     def block_ids(self, request: Request) -> BlockIds:
         """Returns the request's block table in every group."""
@@ -233,7 +233,7 @@ class KVCacheManager:
             self._being_computed[block_hash] = count - 1
         elif count:
             del self._being_computed[block_hash]
-        # Else the request learned it after its admission, and it was never announced.
+        # Otherwise the token that completes the block became known after the admission, and the hash was never counted.
 
     def check_integrity(self) -> None:
         """Recomputes the pool's counts from all block tables."""

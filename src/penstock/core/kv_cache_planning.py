@@ -10,9 +10,9 @@ from penstock.utils.math import cdiv
 def blocks_for_one_request(
     groups: tuple[KVCacheGroup, ...], block_size: int, num_tokens: int, max_in_flight: int
 ) -> int:
-    """Returns the maximum blocks that a request of `num_tokens` holds at once, with `max_in_flight` unprocessed tokens.
+    """Returns the maximum number of blocks that a request of `num_tokens` tokens holds at once.
 
-    A sliding-window group holds its window and the tokens that the steps in flight add to it.
+    A sliding-window group holds its window and the at most `max_in_flight` tokens that the steps in flight add to it.
     """
     total = 0
     for group in groups:

@@ -12,7 +12,7 @@ from penstock.messages.kv_events import BlockRemoved, BlockStored, KVEvent
 
 
 class KVEventRecorder(Protocol):
-    """Belongs to the KV cache manager, which reports every change to it; `take` empties it once per step."""
+    """The KV cache manager reports every change of the prefix cache to it; `take` empties it once per step."""
 
     def on_stored(self, request: Request, group: int, indices: Sequence[int]) -> None:
         """Records blocks of the request, by ascending index, whose content no other block of the group had."""
@@ -28,7 +28,7 @@ class KVEventRecorder(Protocol):
 
 
 class NullKVEventRecorder:
-    """For an engine without subscribers."""
+    """Records nothing, for an engine without subscribers."""
 
     def on_stored(self, request: Request, group: int, indices: Sequence[int]) -> None: ...
 

@@ -118,6 +118,6 @@ class MicroBatches(RequestQueue):
         for request in self:
             num_tokens[self._batch_of[request]] += self._tokens_per_step(request)
             in_flight = request.num_samples_in_flight
-            assert in_flight <= self._max_samples_in_flight, f"{request.request_id} is sampled for in {in_flight} steps"
+            assert in_flight <= self._max_samples_in_flight, f"{request.request_id} is sampled in {in_flight} steps"
         assert num_tokens == self._num_tokens, (num_tokens, self._num_tokens)
         assert len(self._batch_of) == len(self), "a request that does not run is in a micro-batch"

@@ -6,7 +6,7 @@ special treatment, a waiting request holds nothing that could starve another, an
 request that loads synchronously runs in the same step that loads; if the load fails, the request is rewound like a
 preempted one.
 
-Blocks under a load are held by it (LOADING) until its terminal event, whatever happens to the request meanwhile: an
+An asynchronous load pins its blocks (LOADING) until its terminal event, whatever happens to the request meanwhile: an
 abort or a deadline detaches the request and leaves the blocks in quarantine.
 """
 
@@ -30,7 +30,7 @@ from penstock.utils.math import cdiv
 
 # After this many failed loads a request is computed here, because further loads are likely to fail too.
 MAX_FAILED_LOADS = 2
-# While abandoned loads hold more than this share of the pool, no other load begins: requests need blocks to run.
+# While abandoned loads pin more than this share of the pool, no other load begins: requests need blocks to run.
 MAX_QUARANTINE = 0.25
 
 
@@ -54,12 +54,12 @@ class _Load:
     end: int
     is_async: bool
     deadline: float
-    num_held: int  # blocks, in all groups
+    num_blocks: int  # in all groups
     is_detached: bool = False
 
 
 class RemoteKV:
-    """Belongs to the scheduler."""
+    """Tracks the loads and holds of the scheduler's requests. Belongs to the scheduler."""
 
     def __init__(self, transfer: KVTransfer, kv: KVCacheManager) -> None:
         self._connector = transfer.connector
@@ -68,7 +68,7 @@ class RemoteKV:
         self._clock = transfer.clock
         self._loads: dict[TransferId, _Load] = {}
         self._loads_of: dict[Request, dict[TransferId, _Load]] = {}
-        # Asynchronous loads only: requests that wait for one, and blocks held by detached ones.
+        # Asynchronous loads only: requests that wait for one, and blocks pinned by detached ones.
         self._num_waiting = 0
         self._num_quarantined = 0
         self._held: set[TransferId] = set()
@@ -116,7 +116,7 @@ class RemoteKV:
         return Match(num_tokens, match.is_async) if num_tokens > 0 else NO_MATCH
 
     def on_starved(self, request: Request) -> None:
-        """Called when a request was preempted although it ran alone, because loads held the blocks that it needed.
+        """Called when a request was preempted although it ran alone, because loads pinned the blocks that it needed.
 
         Until the request has gained a token, no other load begins.
         """
@@ -148,26 +148,26 @@ class RemoteKV:
             end=end // block_size,
             is_async=match.is_async,
             deadline=self._clock.now() + self._timeout,
-            num_held=sum(i != NULL_BLOCK for table in block_ids for i in table[hit.num_blocks : end // block_size]),
+            num_blocks=sum(i != NULL_BLOCK for table in block_ids for i in table[hit.num_blocks : end // block_size]),
         )
         self._loads[transfer_id] = load
         self._loads_of.setdefault(request, {})[transfer_id] = load
         if match.is_async:
             self._num_waiting += 1
             request.set_status(RequestStatus.WAITING_FOR_REMOTE_KV)
-            self._kv.hold(transfer_id, block_ids, load.first, load.end, writes=True)
+            self._kv.pin(transfer_id, block_ids, load.first, load.end, writes=True)
         self._connector.update_state_after_alloc(request, transfer_id, block_ids, hit.num_tokens, end)
 
     def on_ended(self, event: LoadEnded) -> Request | None:
-        """Applies the result of a load; returns the request if KV is missing that it still wants."""
+        """Applies the result of a load; returns the request if it still needs KV that is missing."""
         load = self._loads.pop(event.transfer_id, None)
         if load is None:
             return None
         self._num_failed += bool(event.bad_ranges)
         if load.is_async:
-            self._kv.drop_hold(event.transfer_id)
+            self._kv.unpin(event.transfer_id)
         if load.is_detached:
-            self._num_quarantined -= load.num_held if load.is_async else 0
+            self._num_quarantined -= load.num_blocks if load.is_async else 0
             return None
         self._num_waiting -= load.is_async
         mine = self._loads_of[load.request]
@@ -190,14 +190,14 @@ class RemoteKV:
         result = self._connector.request_finished(request, block_ids, reason)
         if result.action is FinishAction.HOLD and block_ids:
             self._held.add(request.hold_id)
-            self._kv.hold(request.hold_id, block_ids, 0, None, writes=False)
+            self._kv.pin(request.hold_id, block_ids, 0, None, writes=False)
         return result.kv_transfer_params
 
     def on_released(self, event: Released) -> None:
         """Releases blocks that are no longer read. A repeated or unknown release has no effect."""
         if event.transfer_id in self._held:
             self._held.remove(event.transfer_id)
-            self._kv.drop_hold(event.transfer_id)
+            self._kv.unpin(event.transfer_id)
 
     def detach(self, request: Request) -> None:
         """Abandons the loads of a request that ends or is rewound."""
@@ -206,7 +206,7 @@ class RemoteKV:
             load.is_detached = True
             if load.is_async:
                 self._num_waiting -= 1
-                self._num_quarantined += load.num_held
+                self._num_quarantined += load.num_blocks
 
     def give_up_overdue(self) -> None:
         """Detaches requests from loads that have missed their deadline; they are computed here under either policy."""
@@ -233,8 +233,9 @@ class RemoteKV:
             waits = load.request.status is RequestStatus.WAITING_FOR_REMOTE_KV
             assert load.is_detached or not load.is_async or waits, f"{transfer_id}: {load.request.status}"
         loads = [load for load in self._loads.values() if load.is_async]
+        num_quarantined = sum(load.num_blocks for load in loads if load.is_detached)
         assert self._num_waiting == sum(not load.is_detached for load in loads), self._num_waiting
-        assert self._num_quarantined == sum(load.num_held for load in loads if load.is_detached), self._num_quarantined
+        assert self._num_quarantined == num_quarantined, self._num_quarantined
         attached = sum(map(len, self._loads_of.values()))
         assert attached == sum(not load.is_detached for load in self._loads.values()), attached
         self._connector.check_integrity()

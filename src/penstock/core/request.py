@@ -88,7 +88,7 @@ class Request:
 
     @property
     def hold_id(self) -> TransferId:
-        """The name of its blocks if they outlive it, because its request id may be reused by then."""
+        """The name of the hold on its blocks; never reused, unlike the request id."""
         return f"{self.request_id}/hold-{self.arrival_index}"
 
     @property

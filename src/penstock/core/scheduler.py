@@ -33,8 +33,8 @@ from penstock.messages.scheduler_output import BlockIds, GrammarOutput, Schedule
 from penstock.messages.stats import BlockMap, SchedulerStats
 from penstock.utils.errors import GrammarError, OverloadedError, RequestError
 
-# The most requests skipped in one step because another is computing their prefix: after that the step admits no more,
-# because the time of each lookup is proportional to the blocks of the prompt.
+# The maximum number of requests skipped in one step because another is computing their prefix. After that the step
+# admits no more, because the time of each lookup is proportional to the blocks of the prompt.
 _MAX_DEFERRED = 64
 
 _LOST_KV = "KV that the request was promised could not be loaded (kv_load_failure_policy is fail)"

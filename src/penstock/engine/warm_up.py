@@ -19,7 +19,7 @@ from penstock.messages.kv_cache_spec import KVCacheConfig
 from penstock.messages.requests import EngineRequest
 from penstock.messages.sampling_params import SamplingParams
 from penstock.utils.errors import ConfigError, EngineDeadError
-from penstock.worker.made_up_steps import KINDS
+from penstock.worker.synthetic_steps import KINDS
 
 _MAX_BLOCKS = 256
 

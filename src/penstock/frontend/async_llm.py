@@ -215,7 +215,7 @@ class AsyncLLM:
 
     @property
     def pooling(self) -> PoolingProcessor:
-        """Which results besides tokens the engine can make of prompts, and in which forms."""
+        """Knows the kinds and forms of results, besides tokens, that the engine can compute."""
         return self._front_end.pooling
 
     async def encode(

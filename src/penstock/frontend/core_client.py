@@ -146,7 +146,7 @@ class CoreClient(asyncio.Protocol):
                 raise AssertionError(f"the engine core sends no {type(message).__name__}")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Called when the core is gone: all that wait for it are notified."""
+        """Called when the core has ended: everything that waits for it is notified."""
         error = self._cause_of_death()
         self.death = error if isinstance(error, EngineDeadError) else EngineDeadError(str(error))
         if not self.ready.done():

@@ -93,7 +93,7 @@ class RestartingCore:
     def _listen(self) -> None:
         self._client.set_handler(self._on_message)
         if self._client.death is not None:
-            # The core was ready, and died before anything could listen.
+            # The core was ready, and died before anything listened.
             self._on_message(self._client.death)
 
     def _on_message(self, message: StepReport | Refused | EngineDeadError) -> None:

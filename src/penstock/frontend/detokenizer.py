@@ -13,7 +13,7 @@ from tokenizers.decoders import DecodeStream
 from penstock.messages.sampling_params import SamplingParams
 from penstock.tokenizer.tokenizer import Tokenizer
 
-# As many tokens of the prompt as a decoder may need to know whether the first output token continues a word.
+# The number of prompt tokens that a decoder may need to know whether the first output token continues a word.
 _NUM_CONTEXT_TOKENS = 8
 
 

@@ -84,7 +84,7 @@ class InputProcessor:
             )
         # Requests without a seed get one from the engine's, so that preemption cannot change their tokens.
         seed = (self._seed << 32) + next(self._counter) if params.seed is None else int(params.seed)
-        # 64 bits are what the noise is made of; with more the request would not fit a message.
+        # The noise is made from 64 bits; a larger seed would not fit into a message.
         eos = frozenset[int]() if params.ignore_eos else self.eos_token_ids
         first = EngineRequest(
             request_id=request_id if params.n == 1 else f"{request_id}#0",
@@ -132,7 +132,7 @@ class InputProcessor:
         if isinstance(fields.get("prompt"), str) and fields.get("prompt_token_ids") is None:
             return {**fields, "prompt": prefix + fields["prompt"]} if fields["prompt"] else prompt
         if params.prompt_name is not None:
-            raise RequestError("prompt_name stands before text, and this input is token ids", "prompt_name")
+            raise RequestError("prompt_name needs a text input, and this input is token ids", "prompt_name")
         return prompt
 
     def truncation(self, params: PoolingParams) -> Truncation | None:
@@ -167,7 +167,7 @@ class InputProcessor:
                 raise RequestError(f"unknown prompt field {key!r}{did_you_mean(str(key), _PROMPT_KEYS)}", str(key))
         text, token_ids, salt = (fields.get(key) for key in _PROMPT_KEYS[:3])
         if salt is not None and (not isinstance(salt, str) or not salt or not is_unicode(salt)):
-            raise RequestError("cache_salt must be text that is not empty", "cache_salt")
+            raise RequestError("cache_salt must be non-empty text", "cache_salt")
         if text is not None and not isinstance(text, str):
             raise RequestError(f"prompt must be text, got {type(text).__name__}", "prompt")
         if token_ids is not None:

@@ -15,7 +15,7 @@ from penstock.tokenizer.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class ProcessedOutputs:
-    """Requests that changed, in the order of their first change, and engine requests that have ended or must.
+    """Requests that changed, in the order of their first change, and engine requests that have ended or must end.
 
     `ended` gives the reason for each ended engine request; `aborts` those that the engine core still runs.
     """

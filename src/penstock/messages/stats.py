@@ -54,7 +54,7 @@ class SchedulerStats(msgspec.Struct, frozen=True):
 
 class BlockMap(msgspec.Struct, frozen=True):
     """A map of the block pool: letters in `cells`, each for the same number of consecutive blocks, and the number of
-    blocks of each letter. A letter is the initial of free, cached, owned, loading, or pinned (a holder without an
+    blocks of each letter. A letter is the initial of free, cached, owned, loading, or pinned (with a pin and no
     owner); a cell of several blocks shows the busiest one.
     """
 

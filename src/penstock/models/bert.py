@@ -1,4 +1,4 @@
-"""BERT (Devlin et al. 2018, arXiv:1810.04805). A classifier stands on BERT's pooler."""
+"""BERT (Devlin et al. 2018, arXiv:1810.04805). A classifier reads the result of BERT's pooler."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class DecoderLayer:
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor, positions: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor:
-        """`x` [T, H] is the layer below's addition to the residual; returns this one's."""
+        """`x` [T, H] is the layer below's addition to the residual; returns this layer's."""
         x = self.attention(self.input_norm.add(x, residual), positions, context)
         return self.feed_forward(self.post_norm.add(x, residual))
 

@@ -27,7 +27,7 @@ from penstock.parallel.topology import head_share
 
 @dataclass(frozen=True, slots=True)
 class EncoderArchitecture:
-    """Names of tensors: the prefix of the encoder's in a checkpoint with more than the encoder, and the two layers of a
+    """Names of tensors: the prefix of the encoder's tensors in a checkpoint that contains more, and the two layers of a
     classifier.
     """
 
@@ -109,7 +109,7 @@ class EncoderLayer:
 
 
 class SelfAttention:
-    """A rank's own heads."""
+    """Self-attention by a rank's own heads."""
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         hidden, size, num_heads = config.hidden_size, config.head_dim, config.num_attention_heads

@@ -1,4 +1,4 @@
-"""A decoder for few tokens by `penstock.kernels.triton.linear`: five kernels a layer.
+"""A decoder for few tokens with the kernels of `penstock.kernels.triton.linear`: five kernels per layer.
 
         ids -> prepare -> [ qkv -> attend -> out, + -> gate_up, silu -> down, + ] x layers -> norm -> logits
 
@@ -28,7 +28,7 @@ from penstock.models.interface import Model, ModelOutput
 from penstock.models.parts import GatedMLP, GroupedQueryAttention
 
 # Hidden sizes up to the first use these kernels up to their maximum number of tokens; for larger ones cuBLAS is assumed
-# to be better from 32 tokens on, as it was compared with a prototype of these kernels.
+# to be better from 32 tokens on, on the basis of a comparison with a prototype of these kernels.
 _NARROW, _MAX_TOKENS_OF_WIDE = 2048, 16
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -72,7 +72,7 @@ class FusedDecoder:
     def supports(model: Model) -> str:
         """Returns why the model cannot be decoded in this way; empty if it can."""
         if not isinstance(model, Decoder):
-            return f"{type(model).__name__} is no decoder made of parts"
+            return f"{type(model).__name__} is not a decoder made of parts"
         if not (model.stage.is_first and model.stage.is_last):
             return "it is a stage of a pipeline"
         if model.head.group_size > 1:
@@ -84,7 +84,7 @@ class FusedDecoder:
             if not isinstance(attention, GroupedQueryAttention) or not isinstance(mlp, GatedMLP):
                 return f"layers are made of {type(attention).__name__} and {type(mlp).__name__}"
             if any(linear.bias is not None for linear in (attention.out.own, mlp.gate_up, mlp.down.own)):
-                return "there are biases behind the attention or in the MLP"
+                return "there are biases after the attention or in the MLP"
         return ""
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext) -> ModelOutput:

@@ -44,7 +44,7 @@ class Model(Protocol):
 
 
 class DraftHead(Protocol):
-    """Predicts a token further than the model whose hidden states it reads, and further ones from its own states."""
+    """Predicts one token further than the model whose hidden states it reads, and more from its own states."""
 
     kv_cache_specs: dict[str, KVCacheSpec]
 

@@ -47,7 +47,7 @@ class GroupedQueryAttention:
         head_norms: bool = False,
         num_inputs: int = 1,
     ) -> None:
-        """`head_norms`: on every query and key head. Rows hold `num_inputs` concatenated hidden states."""
+        """`head_norms` normalises every query and key head. Rows hold `num_inputs` concatenated hidden states."""
         hidden, size = config.hidden_size, config.head_dim
         num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         sizes = {"q_proj": num_heads * size, "k_proj": num_kv_heads * size, "v_proj": num_kv_heads * size}

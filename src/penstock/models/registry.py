@@ -45,7 +45,7 @@ def build_model(
 
 
 def build_encoder(config: ModelConfig, weights: Weights) -> Encoder:
-    """Builds the encoder. Raises ConfigError as `build_model`."""
+    """Builds the encoder. Raises ConfigError as `build_model` does."""
     check_supported(config)
     return Encoder(encoder_architecture(config), config, weights)
 

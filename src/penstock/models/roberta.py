@@ -1,4 +1,4 @@
-"""RoBERTa (Liu et al. 2019, arXiv:1907.11692): as BERT, with positions counted from the padding token's id, which the
+"""RoBERTa (Liu et al. 2019, arXiv:1907.11692): like BERT, with positions counted from the padding token's id, which the
 configuration states, and a classifier of its own."""
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def direct(
 def staged(
     stager: Stager, parts: Iterable[torch.Tensor], shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Allocates only the model's tensor, and fills it by the stager (`Delivery`)."""
+    """Allocates only the model's tensor, and fills it through the stager (`Delivery`)."""
     out = torch.empty(tuple(shape), dtype=dtype, device=device)
     start = 0
     for part in parts:
@@ -103,7 +103,7 @@ def compare(name: str, linear: Linear, weight: torch.Tensor) -> None:
     if num_differing:
         raise ConfigError(
             f"the weights in memory of {name} are not those that were read: {num_differing} of {weight.numel()} "
-            "elements differ. This process would give wrong tokens; start it again, and where that does not help, "
+            "elements differ. This process would give wrong tokens; start it again, and if that does not help, "
             "check the machine's memory"
         )
 
@@ -117,7 +117,7 @@ class WeightsDigest:
 
     def add(self, name: str, shape: Sequence[int], part: Part, tensor: torch.Tensor, axis: int = 0) -> None:
         """`tensor` is `part` of the tensor `name`, which has this `shape`: some rows, or with `axis` 1 some columns."""
-        assert len(part) == axis + 1 and ALL * axis == part[:axis], f"{name}: {part} divides not only dimension {axis}"
+        assert len(part) == axis + 1 and ALL * axis == part[:axis], f"{name}: {part} divides more than dimension {axis}"
         first, end, _ = part[axis].indices(shape[axis])
         if first >= end:
             return
@@ -138,8 +138,8 @@ class WeightsDigest:
 class Weights:
     """A source under a prefix, delivering one dtype on one device. `weights / "model"` extends the prefix.
 
-    Of tensors that the ranks of `group` divide it delivers only this rank's share. Layers are divided by outputs, but
-    with `divides_inputs` those whose inputs the ranks have in parts are divided by these. Layers are `deterministic`,
+    Of a tensor that the ranks of `group` divide it delivers only this rank's share. Layers are divided by outputs; with
+    `divides_inputs`, those whose inputs are divided among the ranks are divided by inputs. Layers are `deterministic`,
     or as fast as possible, and `check` is called with each of them and its weight.
     """
 
@@ -201,7 +201,7 @@ class Weights:
     def whole_linear(
         self, name: str, size: int, width: int, bias: bool = False, is_wide: bool = False
     ) -> GatheredLinear:
-        """Returns the projection `name`, whose `size` features the ranks compute together, each its share."""
+        """Returns the projection `name`, whose `size` features the ranks compute together, each one its share."""
         return self.gathered(self.linear({name: size}, width, bias, is_wide=is_wide), size)
 
     def joining_linear(self, name: str, size: int, widths: Sequence[int], bias: bool = False) -> JoiningLinear:
@@ -346,4 +346,4 @@ def _open(file: Path) -> safe_open:
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{file} is truncated or no safetensors file: {error}") from None
+        raise ConfigError(f"{file} is truncated or not a safetensors file: {error}") from None

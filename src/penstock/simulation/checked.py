@@ -49,10 +49,10 @@ class CheckedScheduler(Forwarding):
         match = self.inner.get_num_new_matched_tokens(request, num_computed_tokens)
         again = self.inner.get_num_new_matched_tokens(request, num_computed_tokens)
         assert match == again, f"{request.request_id} was promised {match}, and then {again}"
-        assert match.num_tokens % self._block_size == 0, f"{match} is no number of whole blocks"
+        assert match.num_tokens % self._block_size == 0, f"{match} is not a whole number of blocks"
         most = request.num_tokens - 1 - num_computed_tokens
         assert 0 <= match.num_tokens <= max(0, most), f"{match}, where at most {most} tokens may be loaded"
-        assert not (match.is_pending and match.num_tokens), f"{match} promises and does not"
+        assert not (match.is_pending and match.num_tokens), f"{match} is pending and has tokens"
         return match
 
     def update_state_after_alloc(
@@ -61,7 +61,7 @@ class CheckedScheduler(Forwarding):
         assert transfer_id not in self._loads, f"{transfer_id} begins twice"
         self._loads[transfer_id] = num_computed_tokens, end
         self.inner.update_state_after_alloc(request, transfer_id, block_ids, num_computed_tokens, end)
-        assert self.inner.has_pending_work, f"{transfer_id} is under way, and nothing is pending"
+        assert self.inner.has_pending_work, f"{transfer_id} is in progress, but nothing is pending"
 
     def on_blocks_complete(self, request: RequestView, block_ids: BlockTable, first: int, end: int) -> None:
         assert 0 <= first < end <= len(request.block_hashes), (first, end)
@@ -76,15 +76,15 @@ class CheckedScheduler(Forwarding):
         events = self.inner.update_connector_output(output)
         for event in events:
             if isinstance(event, LoadEnded):
-                assert event.transfer_id in self._loads, f"{event.transfer_id} ends and was not under way"
+                assert event.transfer_id in self._loads, f"{event.transfer_id} ends but was not in progress"
                 first, end = self._loads.pop(event.transfer_id)
                 for bad in event.bad_ranges:
-                    assert first <= bad.start < bad.end <= end, f"{bad} is no part of [{first}, {end})"
+                    assert first <= bad.start < bad.end <= end, f"{bad} is not within [{first}, {end})"
             else:
-                assert event.transfer_id in self._holds, f"{event.transfer_id} is released and was not held"
+                assert event.transfer_id in self._holds, f"{event.transfer_id} is released but was not held"
                 self._holds.remove(event.transfer_id)
         # Blocks may be held without pending work, for a peer that has not requested them yet.
-        assert not self._loads or self.inner.has_pending_work, f"nothing is pending, and {sorted(self._loads)} are"
+        assert not self._loads or self.inner.has_pending_work, f"nothing is pending, but {sorted(self._loads)} are"
         return events
 
     def request_finished(self, request: RequestView, block_ids: BlockIds, reason: FinishReason) -> FinishResult:

@@ -145,7 +145,7 @@ class _Pair:
         self.settle([handle])
         state = self.left.poll(handle)
         assert state.is_settled, f"a transfer has not ended in {_SECONDS} seconds: {state}"
-        assert self.left.poll(handle) is state, "a transfer changes its mind"
+        assert self.left.poll(handle) is state, "a settled transfer changed its state"
         return state
 
     def settle(self, handles: Sequence[TransferHandle]) -> None:
@@ -184,12 +184,12 @@ def check_transport(make: Callable[[], TransportRig]) -> None:
 
 
 def _check_reads_and_writes(pair: _Pair) -> None:
-    assert pair.left.connect(pair.right.descriptor()) == pair.peer, "connecting twice makes another peer"
+    assert pair.left.connect(pair.right.descriptor()) == pair.peer, "connecting twice made a second peer"
     assert pair.move(Operation.READ, _WHOLE) is TransferState.DONE
-    assert pair.near == _PATTERN, "a read brought other bytes"
+    assert pair.near == _PATTERN, "a read returned wrong bytes"
     pair.near = _PATTERN[::-1]
     assert pair.move(Operation.WRITE, _WHOLE) is TransferState.DONE
-    assert pair.far == _PATTERN[::-1], "a write brought other bytes"
+    assert pair.far == _PATTERN[::-1], "a write delivered wrong bytes"
     for operation in Operation:
         assert pair.move(operation, runs_of()) is TransferState.DONE, f"a {operation} of nothing does not end"
 
@@ -200,7 +200,7 @@ def _check_nothing_else_changes(pair: _Pair) -> None:
     expected[200:205] = _PATTERN[3:8]
     expected[7] = _PATTERN[100]
     assert pair.move(Operation.READ, runs) is TransferState.DONE
-    assert pair.near == expected, "a read of some runs changed something else, or missed one"
+    assert pair.near == expected, "a read of some runs changed other bytes, or missed a run"
     assert pair.far == _PATTERN, "a read changed its source"
 
 
@@ -211,9 +211,9 @@ def _check_many_runs(pair: _Pair) -> None:
     swapped = runs_of(*((at, order[number], 2) for number, at in enumerate(range(0, _SIZE - 1, 2))))
     expected = b"".join(_PATTERN[at : at + 2] for at in order)
     assert pair.move(Operation.READ, swapped) is TransferState.DONE
-    assert pair.near[: len(expected)] == expected, "a read of many runs brought other bytes"
+    assert pair.near[: len(expected)] == expected, "a read of many runs returned wrong bytes"
     assert pair.move(Operation.WRITE, swapped) is TransferState.DONE
-    assert pair.far == _PATTERN, "a write of many runs brought other bytes"
+    assert pair.far == _PATTERN, "a write of many runs delivered wrong bytes"
 
 
 def _check_several_at_once(pair: _Pair) -> None:
@@ -222,7 +222,7 @@ def _check_several_at_once(pair: _Pair) -> None:
     handles = [pair.left.submit(Operation.READ, pair.peer, runs) for runs in quarters]
     pair.settle(handles)
     assert {pair.left.poll(handle) for handle in handles} == {TransferState.DONE}
-    assert pair.near == _PATTERN[half:] + _PATTERN[:half], "reads at the same time are mixed up"
+    assert pair.near == _PATTERN[half:] + _PATTERN[:half], "concurrent reads are mixed up"
 
 
 def _check_notifications(pair: _Pair) -> None:
@@ -238,9 +238,9 @@ def _check_notifications(pair: _Pair) -> None:
                 break
             pair.left.poll(handle)
             pair.left.wait([handle], 0.1)
-        assert news, "a notification never came, and nothing was lost"
+        assert news, "a notification never arrived although nothing was lost"
         assert {each.message for each in news} <= sent.keys(), news
-        assert pair.far[:8] == b"the data", "a notification came before its bytes"
+        assert pair.far[:8] == b"the data", "a notification arrived before its bytes"
 
 
 def _check_refusals(pair: _Pair) -> None:
@@ -323,8 +323,8 @@ def _check_disconnect(pair: _Pair) -> None:
     assert all(pair.left.poll(handle).is_settled for handle in handles), "a disconnected transfer does not settle"
     pair.near = bytes(_SIZE)
     pair.left.wait(handles, 0.2)
-    assert pair.near == bytes(_SIZE), "bytes landed behind the end of a transfer"
-    _refuses(lambda: pair.left.submit(Operation.READ, pair.peer, _WHOLE), "a peer that was given up")
+    assert pair.near == bytes(_SIZE), "bytes landed after the end of a transfer"
+    _refuses(lambda: pair.left.submit(Operation.READ, pair.peer, _WHOLE), "a disconnected peer")
     pair.left.disconnect(pair.peer)
     pair.peer = pair.left.connect(pair.right.descriptor())
     assert pair.move(Operation.READ, _WHOLE) is TransferState.DONE
@@ -338,7 +338,7 @@ def _check_close(pair: _Pair) -> None:
     pair.far = bytes(_SIZE)
     pair.right.notifications()
     assert pair.left.poll(handle).is_settled, "a transfer of a closed endpoint has not settled"
-    assert pair.near == before, "bytes landed behind the end of the endpoint"
+    assert pair.near == before, "bytes landed after the end of the endpoint"
 
 
 def _refuses(action: Callable[[], object], what: str) -> None:

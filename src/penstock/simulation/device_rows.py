@@ -60,8 +60,10 @@ class Item:
         known = len(row.tokens) - row.num_drafts
         assert self.num_drafts <= row.num_drafts, f"{name}: scheduled a draft that does not exist"
         assert self.end <= known + self.num_drafts, f"{name}: scheduled a token that does not exist"
-        assert not self.num_drafts or self.end == known + self.num_drafts, f"{name}: drafts are not behind the last"
-        assert self.is_sampling == (self.end >= known), f"{name}: samples elsewhere than behind its last token"
+        assert not self.num_drafts or self.end == known + self.num_drafts, (
+            f"{name}: drafts are not after its last token"
+        )
+        assert self.is_sampling == (self.end >= known), f"{name}: samples at a position other than its last token"
         if not self.is_sampling:
             row.num_computed = self.end
 

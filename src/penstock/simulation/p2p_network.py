@@ -230,7 +230,7 @@ class SimChannel:
         events = list(self.events)
         self.events.clear()
         if not events and self._is_due:
-            assert self._wake_time != self._last_alarm, f"{self.name} is woken for {self._wake_time} again and again"
+            assert self._wake_time != self._last_alarm, f"{self.name} is woken repeatedly for {self._wake_time}"
             self._last_alarm = self._wake_time
         return events
 

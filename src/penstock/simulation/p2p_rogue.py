@@ -195,7 +195,7 @@ class Rogue:
                     self._transport.submit(Operation.WRITE, peer, np.array([run], np.int64), window=window)
 
     def _claims(self, fetch: FetchInto) -> Iterator[Message]:
-        """That it has granted or written something, or will not."""
+        """Yields claims to have granted or written something, and a refusal."""
         name, table = fetch.transfer_id, tuple(range(1, 2 + fetch.end // self._setup.block_size))
         for digests in ((), *self._false_digests()):
             yield _grant(name, self._setup.load_timeout, (table,) * len(self._setup.windows), digests)

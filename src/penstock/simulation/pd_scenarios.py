@@ -62,7 +62,7 @@ def _concurrent(rng: random.Random) -> Setup:
 
 @_scenario("pd_prefix_hits", "C1: prefixes that P, D, both or neither has; P must free unneeded blocks at once")
 def _prefix_hits(rng: random.Random) -> Setup:
-    # Leases that no delay of messages ends, so that nothing but a forgotten hold expires.
+    # Leases that outlast every delay of messages, so that only a forgotten hold expires.
     setup = _pairs(_mixed(rng), lease_seconds=2.0, hold_seconds=8.0, park_seconds=8.0, expects_no_expiry=True)
     setup = traffic(setup, num_stems=rng.choice([1, 3]), reset=rng.choice([0.0, 0.1, 0.3]), num_requests=14, reuse=0.7)
     return replace(setup, load_timeout=6.0, spare_blocks=200)

@@ -363,7 +363,7 @@ class Devices:
         for rank in self._stage(stage):
             # Warm-up steps do not reach the connector.
             is_final = step.plans[rank.shard].is_warm_up or step.drafts_read[rank.shard] == rank.draft_words(step)
-            assert is_final, f"rank {rank.shard} writes the drafter's KV behind wait_for_save"
+            assert is_final, f"rank {rank.shard} writes the drafter's KV after wait_for_save"
         step.num_computed += 1
         if step.num_computed == self.config.pp:
             step.finished = self.deliver(step.plans[0, 0], step.finished)

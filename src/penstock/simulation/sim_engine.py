@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from msgspec.structs import replace
 
-from penstock.core.block_pool import BlockKey, BlockPool, Holder
+from penstock.core.block_pool import BlockKey, BlockPool
 from penstock.core.kv_cache_manager import KVCacheManager
 from penstock.core.remote_kv import KVTransfer
 from penstock.core.request import Request, RequestStatus
@@ -56,14 +56,14 @@ class WatchedPool(BlockPool):
         self._note("publishes", [block_id], hash_name(key[1]))
         self.newly_published.append((block_id, key))
 
-    def hold(self, holder: Holder, block_ids: Iterable[int], writes: bool) -> None:
+    def pin(self, transfer_id: TransferId, block_ids: Iterable[int], writes: bool) -> None:
         ids = list(block_ids)
-        super().hold(holder, ids, writes)
-        self._note("writes into" if writes else "reads", ids, holder)
+        super().pin(transfer_id, ids, writes)
+        self._note("writes into" if writes else "reads", ids, transfer_id)
 
-    def drop(self, holder: Holder) -> None:
-        super().drop(holder)
-        self._note("is done with", (), holder)
+    def unpin(self, transfer_id: TransferId) -> None:
+        super().unpin(transfer_id)
+        self._note("is done with", (), transfer_id)
 
     def _note(self, text: str, block_ids: Iterable[int], *subjects: str) -> None:
         names = [block_name(self._engine, block_id) for block_id in block_ids]
@@ -77,7 +77,7 @@ class WatchedPool(BlockPool):
     def is_available(self, block_id: int) -> bool:
         """Whether the block can be allocated at any moment."""
         block = self._blocks[block_id]
-        return not block.num_owners and not block.num_holders
+        return not block.num_owners and not block.num_pins
 
     def is_published(self, block_id: int) -> bool:
         return self._blocks[block_id].key is not None
@@ -168,17 +168,17 @@ class SimEngine:
 
     @property
     def num_steps(self) -> int:
-        """Steps that it has executed."""
+        """The number of executed steps."""
         return self.scheduler._step
 
     @property
     def num_foreign_results(self) -> int:
-        """Results that reached an earlier stage after their request had lost its row to another."""
+        """The number of results that reached an earlier stage after their request's row had been reassigned."""
         return sum(rank.num_foreign_results for rank in self.devices.ranks.values())
 
     @property
     def num_holds(self) -> int:
-        """Finished requests whose blocks are held."""
+        """The number of finished requests whose blocks are held."""
         return self.scheduler._remote.num_holds
 
     def running_requests(self) -> list[Request]:

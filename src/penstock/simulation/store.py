@@ -206,7 +206,7 @@ class BlockStore:
 
     def check_idle(self) -> None:
         assert not self._saving, f"{len(self._saving)} saves never ended"
-        assert not self._quarantine, "places of the store are in quarantine for ever"
+        assert not self._quarantine, "places of the store never leave quarantine"
         pinned = [entry.place for entry in self.entries.values() if entry.readers]
         assert not pinned, f"places of the store are pinned without a reader: {pinned}"
 

@@ -109,7 +109,7 @@ class World:
             engine = self._engines[name]
             if engine.has_work and not self._backing.is_stopped(name) and self._rng.random() < 0.9:
                 if engine.is_idle and not self._backing.has_news(name):
-                    raise ViolationError(f"{name} asks for a step although it has nothing to do")
+                    raise ViolationError(f"{name} requests a step although it has nothing to do")
                 self._step(engine, tick)
         self._clock.advance(TICK_SECONDS)
         self._backing.tick()

@@ -31,8 +31,8 @@ from penstock.utils import logging
 from penstock.utils.wire import Codec, FrameReader
 from penstock.worker.build_runner import make_runner
 from penstock.worker.load import load_model
-from penstock.worker.made_up_steps import KINDS, MadeUpSteps
 from penstock.worker.parts import make_parts
+from penstock.worker.synthetic_steps import KINDS, SyntheticSteps
 
 logger = logging.get_logger(__name__)
 
@@ -161,7 +161,7 @@ def walk(config: EngineConfig, device: torch.device) -> None:
 
 def _steps(config: EngineConfig, num_groups: int) -> Iterator[SchedulerOutput]:
     limits = config.scheduler
-    steps = MadeUpSteps(limits, num_groups, config.cache.block_size)
+    steps = SyntheticSteps(limits, num_groups, config.cache.block_size)
     num_drafts = limits.max_num_drafts
     longest = max(1, limits.max_model_len - 1 - num_drafts)
     most = min(limits.max_num_seqs, limits.max_num_batched_tokens)

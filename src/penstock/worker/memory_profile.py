@@ -13,7 +13,7 @@ from penstock.runner.loaded_model import LoadedModel
 from penstock.runner.memory import memory_for
 from penstock.runner.parts import DeviceParts
 from penstock.worker.build_runner import make_runner
-from penstock.worker.made_up_steps import KINDS, MadeUpSteps, largest_steps
+from penstock.worker.synthetic_steps import KINDS, SyntheticSteps, largest_steps
 
 # For graphs, which are captured after the cache is allocated.
 _GRAPH_BYTES = 512 << 20
@@ -36,7 +36,7 @@ def run_largest_steps(config: EngineConfig, loaded: LoadedModel, cache: KVCacheC
     # The permanent runner captures the graphs.
     eager = replace(config, execution=replace(config.execution, enforce_eager=True))
     runner = make_runner(parts, loaded, tiny, eager)
-    steps = MadeUpSteps(limits, len(cache.groups), cache.block_size)
+    steps = SyntheticSteps(limits, len(cache.groups), cache.block_size)
     for plan in largest_steps(steps, limits, KINDS):
         runner.execute_model(plan)
         runner.sample_tokens(NO_GRAMMARS).result()

@@ -14,13 +14,13 @@ _PHRASES = {
 
 
 def solve(problem: Sum) -> int:
-    """The value of one problem."""
+    """Returns the value of one problem."""
     a, sign, b = problem
     return {"+": a + b, "-": a - b, "*": a * b}[sign]
 
 
 def draw_problem(draw: Draw) -> Sum:
-    """A problem of the split; differences are never negative, products have a factor below ten."""
+    """Returns a problem of the split; differences are never negative, products have a factor below ten."""
 
     def once() -> Sum:
         sign = draw.pick("+++---*")
@@ -33,7 +33,7 @@ def draw_problem(draw: Draw) -> Sum:
 
 
 def key_of(problem: Sum) -> str:
-    """The problem's key: a sum and its mirror image are one item."""
+    """Returns the problem's key: a + b and b + a are one item."""
     a, sign, b = problem
     return f"{min(a, b)}{sign}{max(a, b)}"
 
@@ -51,7 +51,7 @@ def _word_problem(draw: Draw, problem: Sum) -> tuple[str, str]:
 
 
 def _pose(draw: Draw, problem: Sum) -> tuple[str, str]:
-    """A question and its answer, which repeats the problem unless the question ends with '='."""
+    """Returns a question and its answer, which repeats the problem unless the question ends with '='."""
     if draw.chance(0.15):
         return _word_problem(draw, problem)
     a, sign, b = problem
@@ -69,17 +69,17 @@ def _conversation(draw: Draw, problems: list[Sum]) -> Item:
 
 
 def make(draw: Draw) -> Item:
-    """One to eight problems in turns."""
+    """Returns a conversation of one to eight problems."""
     return _conversation(draw, [draw_problem(draw) for _ in range(draw.between(1, 8))])
 
 
 def make_one(draw: Draw) -> Item:
-    """The evaluation's item: one problem of any kind."""
+    """Returns an evaluation item: one problem of any kind."""
     return _conversation(draw, [draw_problem(draw)])
 
 
 def make_three_digits(draw: Draw) -> Item:
-    """The evaluation's item: the sum of two three-digit numbers."""
+    """Returns an evaluation item: the sum of two three-digit numbers."""
     problem = draw.owned(lambda: (draw.between(100, 999), "+", draw.between(100, 999)), key_of)
     a, _, b = problem
     return Item("add3", key_of(problem), [user(f"What is {a} + {b}?"), assistant(f"{a} + {b} = {a + b}.")], value=a + b)

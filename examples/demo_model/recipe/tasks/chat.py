@@ -1,6 +1,6 @@
-"""Short chat: greetings, what the model honestly is, a little knowledge, and saying "I do not know".
+"""Short chat: greetings, honest answers about the model, a little knowledge, and "I do not know".
 
-The questions are a fixed set that is all trained on; nothing of it is held out.
+The questions are a fixed set, all of which is trained on; none are held out.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _exchange(draw: Draw) -> tuple[str, str]:
 
 
 def make(draw: Draw) -> Item:
-    """One to four exchanges, sometimes after a system turn."""
+    """Returns one to four exchanges, sometimes after a system turn."""
     messages = [system("You are a helpful assistant.")] if draw.chance(0.3) else []
     for _ in range(draw.between(1, 4)):
         question, answer = _exchange(draw)
@@ -141,6 +141,6 @@ def make(draw: Draw) -> Item:
 
 
 def make_identity(draw: Draw) -> Item:
-    """The evaluation's item: the model is asked what it is."""
+    """Returns an evaluation item: a question about what the model is."""
     question = draw.pick(_ANSWERS[0][0])
     return Item("identity", "chat", [user(question), assistant(IDENTITY)])

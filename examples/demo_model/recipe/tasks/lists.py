@@ -10,7 +10,7 @@ from recipe.words import CITIES, COLORS, NAMES, NOUNS, digits, label, made_up_wo
 
 
 def draw_items(draw: Draw, count: int) -> list[str]:
-    """A list of one kind of thing, or of all kinds mixed."""
+    """Returns a list of one kind of thing, or of all kinds mixed."""
     sources: tuple[Callable[[], str], ...] = (
         lambda: draw.pick(NOUNS),
         lambda: draw.pick(NAMES),
@@ -27,7 +27,7 @@ def draw_items(draw: Draw, count: int) -> list[str]:
 
 
 def owned_items(draw: Draw, few: int, many: int) -> list[str]:
-    """A list of `few` to `many` things that belongs to the draw's split."""
+    """Returns a list of `few` to `many` things that belongs to the draw's split."""
     return draw.owned(lambda: draw_items(draw, draw.between(few, many)), lambda xs: "list " + ", ".join(xs))
 
 
@@ -36,7 +36,7 @@ def _item(task: str, question: str, answer: str, items: list[str]) -> Item:
 
 
 def copy(draw: Draw) -> Item:
-    """The list as it is."""
+    """Asks for an exact copy of a list."""
     items = owned_items(draw, 3, 30)
     text = ", ".join(items)
     asked = draw.pick(("Repeat this list", "Copy this list", "Write this list again", "Repeat"))
@@ -44,7 +44,7 @@ def copy(draw: Draw) -> Item:
 
 
 def copy_text(draw: Draw) -> Item:
-    """A story or lines of labels, word for word."""
+    """Asks for an exact copy of a story or of lines of labels."""
     if draw.chance(0.6):
         text = " ".join(draw.owned(lambda: story(draw, draw_cast(draw)), lambda s: "text " + " ".join(s)))
     else:
@@ -55,14 +55,14 @@ def copy_text(draw: Draw) -> Item:
 
 
 def reverse(draw: Draw) -> Item:
-    """The list from its end to its start."""
+    """Asks for a list in reverse order."""
     items = owned_items(draw, 3, 14)
     question = draw.pick(("Reverse this list", "Write this list backwards")) + ": " + ", ".join(items)
     return _item("reverse", question, ", ".join(reversed(items)), items)
 
 
 def sort(draw: Draw) -> Item:
-    """Numbers by size or words by the alphabet."""
+    """Asks for numbers sorted by size or words sorted alphabetically."""
     count = draw.between(3, 9)
     if draw.chance(0.6):
         largest = draw.pick((99, 99, 999))
@@ -80,7 +80,7 @@ def sort(draw: Draw) -> Item:
 
 
 def shape(draw: Draw) -> Item:
-    """Between commas, lines, bullets and numbers."""
+    """Asks for a list in another layout: commas, lines, bullets or numbers."""
     items = owned_items(draw, 3, 14)
     forms: tuple[tuple[str, str], ...] = (
         ("lines", "\n".join(items)),
@@ -94,7 +94,7 @@ def shape(draw: Draw) -> Item:
 
 
 def pick_out(draw: Draw) -> Item:
-    """One item by its place, or how many there are."""
+    """Asks for one item by its position, or for the number of items."""
     items = owned_items(draw, 3, 10)
     names = ("first", "second", "third", "fourth", "fifth")
     at = draw.below(min(len(items), len(names)))
@@ -109,7 +109,7 @@ def pick_out(draw: Draw) -> Item:
 
 
 def change(draw: Draw) -> Item:
-    """The list with an item removed, added or replaced, or in capital letters."""
+    """Asks for a list with an item removed, added or replaced, or in capital letters."""
     items = owned_items(draw, 3, 12)
     target, new = draw.pick(items), draw.pick(NOUNS)
     text = ", ".join(items)
@@ -130,5 +130,5 @@ FORMS = (copy, copy, copy, copy_text, reverse, sort, sort, shape, pick_out, chan
 
 
 def make(draw: Draw) -> Item:
-    """Any of the list tasks."""
+    """Returns an item of any of the list tasks."""
     return draw.pick(FORMS)(draw)

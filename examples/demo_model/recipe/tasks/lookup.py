@@ -1,7 +1,7 @@
-"""Facts in a text, and questions about them: the task that shows whether the KV cache is whole.
+"""Facts in a text, and questions about them: the task that shows whether the KV cache is intact.
 
 A text holds 2 to 40 facts, each about a different pair of person and property, shuffled between sentences of stories
-that use the same words. One wrong or missing piece of KV and the answer is another person's.
+that use the same words. A wrong or missing part of the KV changes the answer to another person's.
 """
 
 from __future__ import annotations
@@ -108,10 +108,10 @@ KINDS: tuple[Callable[[Draw, str], tuple[str, Fact]], ...] = (
 
 
 def draw_facts(draw: Draw, count: int) -> list[Fact]:
-    """`count` facts, no two about the same property of the same person.
+    """Returns `count` facts, no two about the same property of the same person.
 
-    Texts differ in how many people share the facts: with few people the property tells facts apart, with many the
-    name does, and a model must heed both.
+    Texts differ in the number of people: with few people, facts differ mostly by property; with many, by name; a model
+    must use both.
     """
     few_kinds = draw.chance(0.3)
     kinds = draw.some(KINDS, draw.between(2, 4)) if few_kinds else KINDS
@@ -125,12 +125,12 @@ def draw_facts(draw: Draw, count: int) -> list[Fact]:
 
 
 def estimated_tokens(text: str) -> int:
-    """About how many tokens a text has: words, digits and marks, nearly all of which are single tokens."""
+    """Estimates a text's tokens: words, digits and punctuation marks, nearly all of which are single tokens."""
     return len(_PIECES.findall(text))
 
 
 def weave(draw: Draw, facts: list[Fact], num_tokens: int) -> str:
-    """A text of about `num_tokens` tokens (at least the facts) with the facts spread over all of it."""
+    """Returns a text of about `num_tokens` tokens (at least the facts) with the facts spread over all of it."""
     sentences = [fact.sentence for fact in facts]
     room = num_tokens - estimated_tokens(" ".join(sentences))
     between: list[str] = []
@@ -149,7 +149,7 @@ def weave(draw: Draw, facts: list[Fact], num_tokens: int) -> str:
 
 
 def _absent_question(draw: Draw, facts: list[Fact]) -> tuple[str, str]:
-    """A question about a person whom no fact names, and the answer that says so."""
+    """Returns a question about a person whom no fact names, and the answer that says so."""
     said = " ".join(fact.sentence for fact in facts)
     name = draw.pick([n for n in NAMES if n not in said])
     _, fact = draw.pick(KINDS[:9])(draw, name)
@@ -157,7 +157,7 @@ def _absent_question(draw: Draw, facts: list[Fact]) -> tuple[str, str]:
 
 
 def _turns(draw: Draw, text: str, asked: list[tuple[str, str]]) -> list[Message]:
-    """The conversation: the text in the first question, in a turn of its own, or in the system turn."""
+    """Returns the conversation, with the text in the first question, in a separate turn or in the system turn."""
     first, *others = asked
     form = draw.below(10)
     if form < 6:
@@ -174,12 +174,12 @@ def _turns(draw: Draw, text: str, asked: list[tuple[str, str]]) -> list[Message]
 
 
 def make_sized(draw: Draw, num_facts: int, num_tokens: int, num_questions: int, absent: float = 0.03) -> Item:
-    """One text with questions.
+    """Returns one text with questions.
 
     Args:
-        num_facts: facts in the text; also the most questions there can be.
-        num_tokens: about how long the text is; the questions add about 25 tokens each.
-        num_questions: turns of question and answer.
+        num_facts: facts in the text; also the maximum number of questions.
+        num_tokens: approximate length of the text; the questions add about 25 tokens each.
+        num_questions: number of turns of question and answer.
         absent: the share of questions that no fact answers.
     """
     facts = draw.owned(lambda: draw_facts(draw, num_facts), lambda fs: "lookup " + " ".join(f.sentence for f in fs))
@@ -191,13 +191,13 @@ def make_sized(draw: Draw, num_facts: int, num_tokens: int, num_questions: int, 
 
 
 def make_short(draw: Draw) -> Item:
-    """Up to 40 facts in up to about 700 tokens."""
+    """Returns up to 40 facts in up to about 700 tokens."""
     num_facts = draw.pick((2, 3, 4, 6, 8, 12, 16, 24, 32, 40))
     return make_sized(draw, num_facts, draw.between(0, 640), draw.between(1, 8))
 
 
 def make_long(draw: Draw) -> Item:
-    """Up to 40 facts in a text that fills the context, asked about in many turns because the text costs so much."""
+    """Returns up to 40 facts in a text that fills the context, with many questions because the text is expensive."""
     num_questions = draw.between(2, 12)
     longest = 1960 - 26 * num_questions
     num_facts = draw.pick((10, 20, 30, 40, 40))
@@ -205,10 +205,10 @@ def make_long(draw: Draw) -> Item:
 
 
 def make_forty(draw: Draw, num_tokens: int = 1460) -> Item:
-    """The evaluation's item: one question about one of 40 facts in a context of about 1,500 tokens."""
+    """Returns an evaluation item: a question about one of 40 facts in a context of about 1,500 tokens."""
     return make_sized(draw, 40, num_tokens, 1, absent=0.0)
 
 
 def make_full(draw: Draw) -> Item:
-    """One question about one of 40 facts in a context of close to 2,000 tokens, about all there is."""
+    """Returns a question about one of 40 facts in a context of close to 2,000 tokens, nearly the maximum."""
     return make_forty(draw, 1930)

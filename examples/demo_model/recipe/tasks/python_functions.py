@@ -1,7 +1,7 @@
-"""Small Python functions that are asked for in words.
+"""Small Python functions that are requested in words.
 
-A family is a request, a body and the names in it; the names of functions, arguments and fields are drawn, so that code
-has to follow the request. Every answer is valid Python: the tests compile it, and run the ones that are closed.
+A family is a request, a body and the names in it; the names of functions, arguments and fields are drawn, so that the
+code depends on the request. Every answer is valid Python: the tests compile it, and run the ones that are closed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from recipe.words import NOUNS, split
 
 @dataclass(frozen=True)
 class Family:
-    """A request with the code that meets it; `{n}`, `{x}` and `{k}` stand for a name, an argument and a number."""
+    """A request with the code that satisfies it; `{n}`, `{x}` and `{k}` stand for a name, an argument and a number."""
 
     request: str
     name: str
@@ -114,14 +114,14 @@ _KINDS = {"age": "int", "count": "int", "x": "float", "y": "float", "size": "flo
 
 
 def _names(draw: Draw, family: Family) -> dict[str, Any]:
-    """What the family's placeholders stand for; an argument that the request does not name has one usual name."""
+    """Returns the values of the family's placeholders; an argument that the request does not name has a usual name."""
     drawn = "{x}" in family.request
     usual = "number" if "number" in family.request else "item"
     return {"x": draw.pick(_ARGUMENT_NAMES) if drawn else usual, "k": draw.between(2, 20)}
 
 
 def function_source(draw: Draw, family: Family) -> tuple[str, str]:
-    """A request for a function, such that it has one answer, and the function's source."""
+    """Returns a request for a function that has exactly one answer, and the function's source."""
     names = _names(draw, family)
     name, arguments = family.name.format(**names), family.arguments.format(**names)
     asked = family.request.format(**names)
@@ -139,7 +139,7 @@ def function_source(draw: Draw, family: Family) -> tuple[str, str]:
 
 
 def class_source(draw: Draw) -> tuple[str, str]:
-    """A request for a class or a dataclass with drawn fields, and its source."""
+    """Returns a request for a class or a dataclass with drawn fields, and its source."""
     name = draw.pick(NOUNS).capitalize()
     fields = draw.some(_FIELDS, draw.between(1, 4))
     listed = " and ".join([", ".join(fields[:-1]), fields[-1]] if len(fields) > 1 else fields)
@@ -157,7 +157,7 @@ def class_source(draw: Draw) -> tuple[str, str]:
 
 
 def make(draw: Draw) -> Item:
-    """A request for a function or a class, answered with a fenced block of code."""
+    """Returns a request for a function or a class, answered with a fenced block of code."""
 
     def once() -> tuple[str, str]:
         return class_source(draw) if draw.chance(0.15) else function_source(draw, draw.pick(FAMILIES))

@@ -1,4 +1,4 @@
-"""Records as text, JSON and tables, and what can be asked of them."""
+"""Records as text, JSON and tables, and requests about them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FIELDS: dict[str, Callable[[Draw], Any]] = {
 
 
 def draw_record(draw: Draw, few: int = 2, many: int = 6) -> Record:
-    """A record of `few` to `many` fields in random order."""
+    """Returns a record of `few` to `many` fields in random order."""
     return {name: FIELDS[name](draw) for name in draw.some(list(FIELDS), draw.between(few, many))}
 
 
@@ -38,12 +38,12 @@ def _owned(draw: Draw, make: Callable[[], Any]) -> Any:
 
 
 def plain(value: Any) -> str:
-    """A value as it is written in text: JSON's spelling of truth values, no quotes."""
+    """Returns a value as it is written in text: JSON's spelling of truth values, no quotes."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def as_text(draw: Draw, record: Record) -> str:
-    """The record as text, in one of four forms."""
+    """Returns the record as text, in one of four forms."""
     pairs = [(name, plain(value)) for name, value in record.items()]
     return draw.pick(
         (
@@ -60,14 +60,14 @@ def _item(task: str, question: str, answer: str, source: Any, value: Any) -> Ite
 
 
 def to_json(draw: Draw) -> Item:
-    """A record from text to JSON: the evaluation's item."""
+    """Asks to convert a record from text to JSON; also an evaluation item."""
     record = _owned(draw, lambda: draw_record(draw))
     asked = draw.pick(("Write this as JSON", "Convert this record to JSON", "Give me JSON for this record"))
     return _item("json", f"{asked}: {as_text(draw, record)}", json.dumps(record), record, record)
 
 
 def table_to_json(draw: Draw) -> Item:
-    """Lines of comma-separated values to a JSON list."""
+    """Asks to convert lines of comma-separated values to a JSON list."""
     names = draw.some(list(FIELDS), draw.between(2, 4))
     records = _owned(draw, lambda: [{n: FIELDS[n](draw) for n in names} for _ in range(draw.between(2, 6))])
     lines = [",".join(names)] + [",".join(plain(r[n]) for n in names) for r in records]
@@ -76,7 +76,7 @@ def table_to_json(draw: Draw) -> Item:
 
 
 def indented(draw: Draw) -> Item:
-    """JSON on one line to JSON with two spaces of indentation, or back."""
+    """Asks to convert JSON on one line to JSON with two spaces of indentation, or back."""
     record = _owned(draw, lambda: draw_record(draw, 2, 5))
     line, block = json.dumps(record), json.dumps(record, indent=2)
     if draw.chance(0.5):
@@ -85,14 +85,14 @@ def indented(draw: Draw) -> Item:
 
 
 def from_json(draw: Draw) -> Item:
-    """JSON to lines of text."""
+    """Asks to convert JSON to lines of text."""
     record = _owned(draw, lambda: draw_record(draw))
     answer = "\n".join(f"{name}: {plain(value)}" for name, value in record.items())
     return _item("from_json", f"Write this JSON as text: {json.dumps(record)}", answer, record, None)
 
 
 def field_of(draw: Draw) -> Item:
-    """One field of one of several records."""
+    """Asks for one field of one of several records."""
     records = _owned(
         draw,
         lambda: [
@@ -108,7 +108,7 @@ def field_of(draw: Draw) -> Item:
 
 
 def update(draw: Draw) -> Item:
-    """JSON with one field set to a new value."""
+    """Asks for JSON with one field set to a new value."""
     record = _owned(draw, lambda: draw_record(draw))
     name = draw.pick(list(record))
     value = FIELDS[name](draw)
@@ -121,10 +121,10 @@ FORMS = (to_json, to_json, to_json, table_to_json, indented, from_json, field_of
 
 
 def make(draw: Draw) -> Item:
-    """Any of the record tasks."""
+    """Returns an item of any of the record tasks."""
     return draw.pick(FORMS)(draw)
 
 
 def make_json(draw: Draw) -> Item:
-    """The evaluation's item: a task whose answer is JSON."""
+    """Returns an evaluation item: a task whose answer is JSON."""
     return draw.pick((to_json, to_json, table_to_json, update))(draw)

@@ -1,4 +1,4 @@
-"""Python's own standard library, as code to learn from: found on any machine that runs this recipe."""
+"""Python's standard library as training code: it exists on every machine that runs this recipe."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 
 from recipe.draw import is_held_out
 
-# Not the library's own, or tables of data: they would teach a small model more noise than Python. The library's tests
-# stay in where they are installed: a small model learns code by heart when it sees too little of it.
+# Packages that are not part of the library, and tables of data, would teach a small model more noise than Python. The
+# library's tests are included if they are installed: a small model memorises code if it sees too little of it.
 SKIPPED = frozenset({"site-packages", "dist-packages", "encodings", "pydoc_data", "__pycache__"})
 LARGEST_BYTES = 150_000
 SMALLEST_BYTES = 400
 
 
 def source_paths(held_out: bool) -> list[Path]:
-    """The library's files of one split, in the order of their names; about one file in ten is held out."""
+    """Returns the library's files of one split, sorted by name; about one file in ten is held out."""
     root = Path(sysconfig.get_paths()["stdlib"])
     found = []
     for folder, inner, files in os.walk(root):
@@ -29,7 +29,7 @@ def source_paths(held_out: bool) -> list[Path]:
 
 
 def sources(held_out: bool, every: int = 1) -> Iterator[str]:
-    """The text of every `every`-th file, those left out that are tiny, huge, dangling or other than UTF-8."""
+    """Yields the text of every `every`-th file, except files that are tiny, huge, dangling or not UTF-8."""
     for path in source_paths(held_out)[::every]:
         if path.exists() and SMALLEST_BYTES <= path.stat().st_size <= LARGEST_BYTES:
             try:

@@ -10,7 +10,7 @@ from recipe.words import ANIMALS, COLORS, FOODS, LOOKS, MOODS, NAMES, OBJECTS, P
 
 @dataclass(frozen=True)
 class Cast:
-    """Who and what a story is about."""
+    """The people, objects and places of a story."""
 
     hero: str
     friend: str
@@ -24,12 +24,12 @@ class Cast:
 
     @property
     def object(self) -> str:
-        """The object with its color."""
+        """Returns the object with its color."""
         return f"{self.color} {self.thing}"
 
 
 def draw_cast(draw: Draw) -> Cast:
-    """A cast of two different people in two different places."""
+    """Returns a cast of two different people in two different places."""
     hero, friend = draw.some(NAMES, 2)
     home, place = draw.some(PLACES, 2)
     return Cast(
@@ -132,17 +132,17 @@ PLOTS = (_lost_and_found, _gift, _hungry_animal, _repair, _trip)
 
 
 def story(draw: Draw, cast: Cast) -> list[str]:
-    """The sentences of one story."""
+    """Returns the sentences of one story."""
     return [_opening(draw, cast), *draw.pick(PLOTS)(draw, cast), _ending(draw, cast)]
 
 
 def filler(draw: Draw, num_stories: int) -> list[str]:
-    """Sentences of whole stories, to stand between the facts of a longer text."""
+    """Returns sentences of whole stories, for the space between the facts of a longer text."""
     return [sentence for _ in range(num_stories) for sentence in story(draw, draw_cast(draw))]
 
 
 def make(draw: Draw) -> Item:
-    """A story, told by itself or asked for by its hero, animal or object."""
+    """Returns a story, alone or as the answer to a request that names its hero, animal or object."""
     cast = draw.owned(lambda: draw_cast(draw), lambda c: f"story {c}")
     text = " ".join(story(draw, cast))
     if draw.chance(0.5):

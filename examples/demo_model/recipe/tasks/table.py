@@ -1,4 +1,4 @@
-"""The tables that say what the model learns and on what it is judged."""
+"""The tables of the tasks that the model learns, and of the exams that evaluate it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Generator = Callable[[Draw], Item]
 
 @dataclass(frozen=True)
 class Task:
-    """A generator and the share of the generated text that it makes, relative to the others' weights."""
+    """A generator, and the weight of its share of the generated text relative to the others' weights."""
 
     name: str
     weight: float
@@ -32,14 +32,14 @@ TASKS = (
     Task("python", 4, python_functions.make),
 )
 
-# Tasks short enough to follow one another in one conversation.
+# Tasks that are short enough to be combined in one conversation.
 TURNS = (lists.make, arithmetic.make, records.make, chat.make, python_functions.make, stories.make)
 MIXED_SHARE = 0.1
 
 
 @dataclass(frozen=True)
 class Exam:
-    """What an evaluation asks, and the share of exact answers the model has to reach; 0 where none is promised."""
+    """The items of an evaluation, and the share of exact answers that the model must reach; 0 if none is promised."""
 
     name: str
     make: Generator
@@ -63,7 +63,7 @@ EXAMS = (
 
 
 def mixed(draw: Draw) -> Item:
-    """Two or three short tasks in one conversation."""
+    """Returns two or three short tasks in one conversation."""
     parts = [draw.pick(TURNS)(draw) for _ in range(draw.between(2, 3))]
     messages = [m for part in parts for m in part.messages if m["role"] != "system"]
     if not messages:
@@ -72,7 +72,7 @@ def mixed(draw: Draw) -> Item:
 
 
 def items(draw: Draw, num_chars: int) -> list[tuple[str, Item]]:
-    """Training items of about `num_chars` characters in all, in proportion to the tasks' weights.
+    """Returns training items of about `num_chars` characters in all, in proportion to the tasks' weights.
 
     The next item is always of the task that is furthest behind its share, so that the proportions hold in every shard
     although the items' lengths differ a hundredfold.

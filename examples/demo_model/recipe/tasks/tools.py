@@ -1,7 +1,7 @@
 """Tool calls: schemas in the system turn, calls as <tool_call> JSON, results, and answers that use them.
 
-Some tools are familiar ones with natural requests; others have made-up names and parameters, so that a call has to be
-read from the schema.
+Some tools are familiar ones with natural requests; others have invented names and parameters, so that a call must be
+derived from the schema.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Arguments = dict[str, Any]
 
 @dataclass(frozen=True)
 class Request:
-    """What a user asks, the call that serves it, the tool's result, and the answer made of the result."""
+    """A user's request, the call for it, the tool's result, and the answer made from the result."""
 
     question: str
     arguments: Arguments
@@ -37,12 +37,12 @@ class Tool:
 
     @property
     def name(self) -> str:
-        """The function's name."""
+        """Returns the function's name."""
         return self.schema["function"]["name"]
 
 
 def schema_of(name: str, description: str, **parameters: str) -> Schema:
-    """An OpenAI function schema; each keyword is a parameter and its JSON type, all of them required."""
+    """Returns an OpenAI function schema; each keyword is a parameter with its JSON type, all of them required."""
     properties = {key: {"type": kind} for key, kind in parameters.items()}
     body = {"type": "object", "properties": properties, "required": list(parameters)}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": body}}
@@ -135,7 +135,7 @@ _VALUES: dict[str, Callable[[Draw], Any]] = {
 
 
 def unfamiliar_tool(draw: Draw) -> Tool:
-    """A tool with a drawn name and one to three drawn parameters, asked for by their names."""
+    """Returns a tool with a drawn name and one to three drawn parameters, requested by their names."""
     name = f"{draw.pick(_VERBS)}_{draw.pick(NOUNS)}"
     names = draw.some((*OBJECTS, *COLORS, "size", "level", "place", "mode", "target", "speed"), draw.between(1, 3))
     kinds = {key: draw.pick(("string", "string", "integer", "integer", "boolean")) for key in names}
@@ -151,14 +151,14 @@ def unfamiliar_tool(draw: Draw) -> Tool:
 
 
 def call(name: str, arguments: Arguments) -> Message:
-    """The assistant's message that calls one tool."""
+    """Returns the assistant's message that calls one tool."""
     made = {"type": "function", "function": {"name": name, "arguments": arguments}}
     return {"role": "assistant", "content": "", "tool_calls": [made]}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The tools of a conversation, the one that is asked for, and the request."""
+    """The tools of a conversation, the requested one, and the request."""
 
     tools: list[Tool]
     tool: Tool
@@ -166,17 +166,17 @@ class Setting:
 
     @property
     def key(self) -> str:
-        """What tells this setting apart: the tools offered and the call."""
+        """Returns the text that identifies this setting: the tools offered and the call."""
         return f"tool {[t.name for t in self.tools]} {self.tool.name} {json.dumps(self.request.arguments)}"
 
     @property
     def value(self) -> dict[str, Any]:
-        """The call as a parser should return it."""
+        """Returns the call as a parser should return it."""
         return {"name": self.tool.name, "arguments": self.request.arguments}
 
 
 def _setting(draw: Draw, familiar_share: float) -> Setting:
-    """One to four tools and a request for one of them."""
+    """Returns one to four tools and a request for one of them."""
 
     def once() -> Setting:
         named: dict[str, Tool] = {}
@@ -191,14 +191,14 @@ def _setting(draw: Draw, familiar_share: float) -> Setting:
 
 
 def make_call(draw: Draw) -> Item:
-    """The evaluation's item: one request, one call."""
+    """Returns an evaluation item: one request, one call."""
     setting = _setting(draw, 0.5)
     messages = [user(setting.request.question), call(setting.tool.name, setting.request.arguments)]
     return Item("tool_call", setting.key, messages, [t.schema for t in setting.tools], value=setting.value)
 
 
 def make(draw: Draw) -> Item:
-    """A call, mostly with its result and an answer that uses the result."""
+    """Returns a call, usually with its result and an answer that uses the result."""
     setting = _setting(draw, 0.6)
     request = setting.request
     messages: list[Message] = []

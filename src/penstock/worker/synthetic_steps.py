@@ -26,7 +26,7 @@ KINDS = (
 )
 
 
-class MadeUpSteps:
+class SyntheticSteps:
     """Makes plans for one runner, in execution order."""
 
     def __init__(self, limits: SchedulerConfig, num_groups: int, block_size: int) -> None:
@@ -58,7 +58,7 @@ class MadeUpSteps:
 
     def _start(self, spans: Sequence[tuple[int, int]], kind: dict[str, Any]) -> SchedulerOutput:
         finished = frozenset(self._running)
-        names = [f"made-up-{self._number}-{index}" for index in range(len(spans))]
+        names = [f"synthetic-{self._number}-{index}" for index in range(len(spans))]
         self._running = {name: start + count for name, (start, count) in zip(names, spans, strict=True)}
         return self._plan(
             {name: count for name, (_, count) in zip(names, spans, strict=True)},
@@ -91,7 +91,7 @@ class MadeUpSteps:
 
 
 def largest_steps(
-    steps: MadeUpSteps, limits: SchedulerConfig, kinds: Sequence[dict[str, Any]]
+    steps: SyntheticSteps, limits: SchedulerConfig, kinds: Sequence[dict[str, Any]]
 ) -> Iterator[SchedulerOutput]:
     """Yields steps with the whole token budget in the maximum number of requests, of each kind; and with all drafts
     verified.
