@@ -1,4 +1,4 @@
-"""An engine that prefills, in a process of its own, which stops itself in the middle of a write. Driven by JSON lines.
+"""A prefill engine in a separate process, which can stop itself during a write and is driven by JSON lines.
 
 python -m tests.integration.push_producer CONFIG
 """
@@ -21,7 +21,7 @@ from tests.integration.test_disaggregation import connector, engine, prefill_for
 
 
 class PushProducer:
-    """What stands for it in a test."""
+    """Controls the process from a test."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         command = [sys.executable, "-m", "tests.integration.push_producer", json.dumps(config)]
@@ -48,13 +48,13 @@ def say(what: Any) -> None:
 
 
 def stop() -> None:
-    """Until the test lets the process continue."""
+    """Stops the process until the test lets it continue."""
     say("stopped")
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def stop_before_a_write() -> None:
-    """The next write is ordered, and has not begun."""
+    """Makes the process stop before its next write begins."""
     real = SocketsTransport.submit
 
     def submit(self: SocketsTransport, *args: Any, **options: Any) -> Any:
@@ -66,7 +66,7 @@ def stop_before_a_write() -> None:
 
 
 def stop_halfway() -> None:
-    """A part of the next write has been sent."""
+    """Makes the process stop when half of its next write has been sent."""
     real = Stream.send_segments
 
     def send_segments(self: Stream, segments: np.ndarray) -> None:

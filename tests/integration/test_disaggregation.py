@@ -1,6 +1,6 @@
-"""Promise P4 for disaggregation: where a prompt is computed changes no token, and no draft is taken otherwise.
+"""Promise P4 for disaggregation: the engine that computes a prompt changes neither tokens nor accepted drafts.
 
-Every cell runs requests on one engine, and then each of them with its prompt in engine P and its answer in engine D.
+Every cell runs requests on one engine, and then with their prompts in engine P and their answers in engine D.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FACT = "Remember this. The key of Anna is in the red box. The key of Ben is unde
 
 
 def requests() -> list[tuple[str, SamplingParams]]:
-    """Of many lengths, among them whole blocks; some greedy, some seeded."""
+    """Returns requests of many lengths, among them whole blocks; some greedy, some seeded."""
     made = []
     for number in range(8):
         text = FACT * (number % 3 + 1) + f"Story {number} began" + " once" * (7 * number) + ". What is 12 + 30?"
@@ -65,7 +65,7 @@ def engine(**changes: Any) -> Iterator[LLM]:
 
 @contextlib.contextmanager
 def pair(transport: str = "sockets", options: Any = None, **changes: Any) -> Iterator[tuple[LLM, LLM]]:
-    """P and D. What is in `options` belongs to their connectors."""
+    """Starts P and D; `options` are options of their connectors."""
     with (
         engine(kv_transfer_config=transfer_config("kv_producer", transport, **(options or {})), **changes) as prefill,
         engine(kv_transfer_config=transfer_config("kv_consumer", transport, **(options or {})), **changes) as decode,
@@ -80,7 +80,7 @@ def complete(llm: LLM, prompt: Any, params: SamplingParams) -> Any:
 
 
 def prefill_for(llm: LLM, prompt: Any, params: SamplingParams) -> dict[str, Any]:
-    """What P says to D."""
+    """Computes the prompt in P; returns the parameters for D."""
     asked = replace(params, max_tokens=1, kv_transfer_params={"do_remote_decode": True})
     said = complete(llm, prompt, asked).kv_transfer_params
     assert said["do_remote_prefill"]
@@ -109,7 +109,7 @@ def test_tokens_and_acceptance_are_those_of_one_engine(
 
 
 def check_identity(method: str, overlap: bool, block_sizes: tuple[int, int], config: dict[str, Any]) -> None:
-    """`config` lacks the role and the id."""
+    """Compares P and D with one engine; `config` lacks the role and the id."""
     for_p, for_d = ({**config, "kv_role": role, "engine_id": role} for role in ("kv_producer", "kv_consumer"))
     common: dict[str, Any] = {"async_scheduling": overlap}
     if METHODS[method] is not None:
@@ -136,8 +136,8 @@ def check_identity(method: str, overlap: bool, block_sizes: tuple[int, int], con
         assert connector(prefill, "held") == 0
 
 
-def test_both_caches_know_the_second_turn() -> None:
-    """What D computed is found in D's cache; P computes what it has not seen, and D pulls what D has not seen."""
+def test_both_caches_are_used_in_the_second_turn() -> None:
+    """D finds in its cache what it computed; P computes only what is new to it, and D pulls only what is new to D."""
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     with pair() as (prefill, decode):
         tokenizer = decode.get_tokenizer()
@@ -156,7 +156,7 @@ def test_both_caches_know_the_second_turn() -> None:
         assert complete(one, {"prompt_token_ids": second}, params).outputs[0].token_ids == again.outputs[0].token_ids
 
 
-def test_what_d_has_already_is_not_held_by_p() -> None:
+def test_p_does_not_pin_blocks_that_d_has_already() -> None:
     params = SamplingParams(temperature=0, max_tokens=4)
     with pair() as (prefill, decode):
         complete(decode, FACT * 2, params)
@@ -175,11 +175,11 @@ def wait_for(llm: LLM, name: str, value: float) -> None:
     raise AssertionError(f"{name} is {connector(llm, name)} and not {value}")
 
 
-# ---- Concurrent, as MooncakeConnector's proxies do it ----
+# ---- Concurrent requests, as MooncakeConnector's proxies send them ----
 
 
 def concurrent_params(prefill: LLM, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """For P and for D, with what P's bootstrap server says."""
+    """Returns the parameters for P and for D, with the engine id that P's bootstrap server returns."""
     port = prefill.config.kv_transfer.kv_connector_extra_config["bootstrap_port"]  # type: ignore[union-attr]
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/query", timeout=10) as response:
         engine_id = json.load(response)["0"]["engine_id"]
@@ -206,7 +206,7 @@ def concurrent_pair(**changes: Any) -> Iterator[tuple[LLM, LLM]]:
 
 
 @pytest.mark.parametrize("p_waits", [0.0, 0.3], ids=["at_once", "d_first"])
-def test_both_engines_get_the_request_at_once(p_waits: float) -> None:
+def test_both_engines_receive_the_request_at_the_same_time(p_waits: float) -> None:
     prompt, params = requests()[1]
     with engine() as one:
         expected = complete(one, prompt, params).outputs[0].token_ids
@@ -223,7 +223,7 @@ def test_both_engines_get_the_request_at_once(p_waits: float) -> None:
         assert connector(decode, "consumer_completed") == 3
 
 
-def test_a_request_that_p_never_gets_is_computed_by_d() -> None:
+def test_a_request_that_p_never_receives_is_computed_by_d() -> None:
     prompt, params = requests()[1]
     config = {**transfer_config("kv_consumer", name="MooncakeConnector"), "kv_load_timeout": 1.0}
     with concurrent_pair() as (prefill, _), engine(kv_transfer_config=config) as decode:
@@ -235,7 +235,7 @@ def test_a_request_that_p_never_gets_is_computed_by_d() -> None:
         assert decode.stats().remote_kv.num_failed + decode.stats().remote_kv.num_timeouts == 1
 
 
-# ---- What can be wrong ----
+# ---- Faults ----
 
 
 def changed(said: dict[str, Any], what: str) -> dict[str, Any]:
@@ -264,7 +264,7 @@ REASONS = {
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_what_cannot_be_trusted_is_recomputed_or_an_error(policy: str) -> None:
+def test_refused_transfers_are_recomputed_or_an_error(policy: str) -> None:
     prompt, params = requests()[1]
     config = {**transfer_config("kv_consumer"), "kv_load_failure_policy": policy}
     with engine() as one:

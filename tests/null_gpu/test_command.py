@@ -23,7 +23,7 @@ def test_the_engine_core_counts_the_null_gpu(library: Path) -> None:
     assert count_gpus(str(library)) == 1
 
 
-def test_a_refusal_is_logged_once_with_the_names_of_call_and_error(load: Callable[..., Gpu], capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_refusal_is_logged_once_by_name(load: Callable[..., Gpu], capfd: pytest.CaptureFixture[str]) -> None:
     gpu = load()
     stream = gpu.stream()
     for _ in range(3):

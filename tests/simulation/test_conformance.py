@@ -1,4 +1,4 @@
-"""Penstock's own connectors and transports pass the conformance kit, and the kit refuses violations of the contracts."""
+"""Penstock's own connectors and transports pass the conformance kit, and the kit refuses violations of contracts."""
 
 from __future__ import annotations
 
