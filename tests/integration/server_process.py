@@ -44,7 +44,7 @@ class ServerProcess:
 
 @contextlib.contextmanager
 def serve(*flags: str, env: dict[str, str] | None = None) -> Iterator[ServerProcess]:
-    """Starts `penstock serve` on free ports and waits until it serves; with keys for clients, the admin key is ADMIN_KEY."""
+    """Starts `penstock serve` on free ports and waits until it serves; with client keys, the admin key is ADMIN_KEY."""
     env = env or {}
     if "--api-key" in flags or "PENSTOCK_API_KEY" in env:
         env = {"PENSTOCK_ADMIN_API_KEY": ADMIN_KEY, **env}

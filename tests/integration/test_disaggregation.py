@@ -82,14 +82,14 @@ def complete(llm: LLM, prompt: Any, params: SamplingParams) -> Any:
 def prefill_for(llm: LLM, prompt: Any, params: SamplingParams) -> dict[str, Any]:
     """Computes the prompt in P; returns the parameters for D."""
     asked = replace(params, max_tokens=1, kv_transfer_params={"do_remote_decode": True})
-    said = complete(llm, prompt, asked).kv_transfer_params
-    assert said["do_remote_prefill"]
-    return json.loads(json.dumps(said))
+    handoff = complete(llm, prompt, asked).kv_transfer_params
+    assert handoff["do_remote_prefill"]
+    return json.loads(json.dumps(handoff))
 
 
 def disaggregated(prefill: LLM, decode: LLM, prompt: Any, params: SamplingParams) -> Any:
-    said = prefill_for(prefill, prompt, params)
-    return complete(decode, prompt, replace(params, kv_transfer_params=said))
+    handoff = prefill_for(prefill, prompt, params)
+    return complete(decode, prompt, replace(params, kv_transfer_params=handoff))
 
 
 def connector(llm: LLM, name: str) -> float:
@@ -238,16 +238,16 @@ def test_a_request_that_p_never_receives_is_computed_by_d() -> None:
 # ---- Faults ----
 
 
-def changed(said: dict[str, Any], what: str) -> dict[str, Any]:
+def changed(handoff: dict[str, Any], what: str) -> dict[str, Any]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         unused = free.getsockname()[1]
     return {
-        "forged": {**said, "ticket": said["ticket"][:-8] + "AAAAAAAA"},
-        "truncated": {**said, "ticket": said["ticket"][:40]},
-        "other engine": {**said, "remote_engine_id": "somebody"},
-        "unknown address": {**said, "remote_port": unused},
-        "foreign address": {**said, "remote_host": "192.0.2.1"},
+        "forged": {**handoff, "ticket": handoff["ticket"][:-8] + "AAAAAAAA"},
+        "truncated": {**handoff, "ticket": handoff["ticket"][:40]},
+        "other engine": {**handoff, "remote_engine_id": "somebody"},
+        "unknown address": {**handoff, "remote_port": unused},
+        "foreign address": {**handoff, "remote_host": "192.0.2.1"},
     }[what]
 
 
@@ -274,9 +274,9 @@ def test_refused_transfers_are_recomputed_or_an_error(policy: str) -> None:
         engine(kv_transfer_config=transfer_config("kv_producer")) as prefill,
     ):
 
-        def check(name: str, said: dict[str, Any], number: int = 0) -> None:
+        def check(name: str, handoff: dict[str, Any], number: int = 0) -> None:
             decode.reset_prefix_cache()
-            asked = replace(params, kv_transfer_params=said)
+            asked = replace(params, kv_transfer_params=handoff)
             (found,) = decode.generate([(prompt, FACT * 3)[number]], [asked], use_tqdm=False)
             if policy == "recompute":
                 assert found.outputs[0].token_ids == expected[number], name
@@ -288,13 +288,13 @@ def test_refused_transfers_are_recomputed_or_an_error(policy: str) -> None:
 
         for name in ("forged", "truncated", "other engine", "unknown address", "foreign address"):
             check(name, changed(prefill_for(prefill, prompt, params), name))
-        said = prefill_for(prefill, prompt, params)
-        complete(decode, prompt, replace(params, kv_transfer_params=said))
-        check("used twice", said)
+        handoff = prefill_for(prefill, prompt, params)
+        complete(decode, prompt, replace(params, kv_transfer_params=handoff))
+        check("used twice", handoff)
         check("other prompt", prefill_for(prefill, prompt, params), number=1)
-        said = prefill_for(prefill, prompt, params)
+        handoff = prefill_for(prefill, prompt, params)
         prefill.shutdown()
-        check("gone", said)
+        check("gone", handoff)
 
 
 @pytest.mark.parametrize(
@@ -312,8 +312,8 @@ def test_an_engine_with_another_model_is_refused_with_the_difference(changes: di
         engine(kv_transfer_config=transfer_config("kv_producer"), **changes) as prefill,
         engine(kv_transfer_config=config) as decode,
     ):
-        said = prefill_for(prefill, prompt, params)
-        (found,) = decode.generate([prompt], [replace(params, kv_transfer_params=said)], use_tqdm=False)
+        handoff = prefill_for(prefill, prompt, params)
+        (found,) = decode.generate([prompt], [replace(params, kv_transfer_params=handoff)], use_tqdm=False)
     if not named:
         assert found.error is None  # the same model under another path, with another number of threads
         return
@@ -322,18 +322,18 @@ def test_an_engine_with_another_model_is_refused_with_the_difference(changes: di
     assert named in found.error
 
 
-def test_an_engine_restarted_at_the_same_address_knows_no_old_tickets() -> None:
+def test_an_engine_restarted_at_the_same_address_refuses_old_tickets() -> None:
     prompt, params = requests()[1]
     with engine() as one:
         expected = complete(one, prompt, params).outputs[0].token_ids
     with engine(kv_transfer_config=transfer_config("kv_consumer")) as decode:
         with engine(kv_transfer_config=transfer_config("kv_producer")) as prefill:
-            said = prefill_for(prefill, prompt, params)
+            handoff = prefill_for(prefill, prompt, params)
             complete(decode, prompt, replace(params, kv_transfer_params=prefill_for(prefill, prompt, params)))
-        config = {**transfer_config("kv_producer"), "kv_port": said["remote_port"]}
+        config = {**transfer_config("kv_producer"), "kv_port": handoff["remote_port"]}
         with engine(kv_transfer_config=config) as prefill:
             decode.reset_prefix_cache()
-            found = complete(decode, prompt, replace(params, kv_transfer_params=said))
+            found = complete(decode, prompt, replace(params, kv_transfer_params=handoff))
             assert found.outputs[0].token_ids == expected
             assert connector(decode, "consumer_refused") == 1
             decode.reset_prefix_cache()
@@ -351,7 +351,7 @@ def test_an_engine_restarted_at_the_same_address_knows_no_old_tickets() -> None:
         ("kv_both", {"do_remote_prefill": True, "do_remote_decode": True}, "exclude"),
     ],
 )
-def test_half_of_the_parameters_is_the_requests_error(role: str, params: dict[str, Any], named: str) -> None:
+def test_incomplete_parameters_are_request_errors(role: str, params: dict[str, Any], named: str) -> None:
     with engine(kv_transfer_config=transfer_config(role)) as llm:
         with pytest.raises(RequestError, match=named):
             complete(llm, FACT, SamplingParams(max_tokens=1, kv_transfer_params=params))
@@ -389,7 +389,7 @@ def test_other_hosts_need_a_key_and_a_list_of_peers(tmp_path: Path) -> None:
 
 
 def test_engines_find_each_other_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As pods do. A name that only a request gives is not looked up; without an address a request loses its KV."""
+    """Pods do this. A name that only a request contains is not looked up; KV of an unknown address is recomputed."""
     real, looked_up = socket.getaddrinfo, list[str]()
 
     def look_up(host: str, *args: Any, **options: Any) -> Any:
@@ -412,11 +412,11 @@ def test_engines_find_each_other_by_name(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     with engine(kv_transfer_config=for_p) as prefill, engine(kv_transfer_config=for_d) as decode:
         expected = complete(prefill, FACT * 2, params).outputs[0].token_ids
-        said = prefill_for(prefill, FACT * 2, params)
-        assert (said["remote_host"], said["remote_port"]) == ("prefill-0.prefill", port)
-        elsewhere = {**said, "remote_host": "prefill-0.example"}
-        missing = {**said, "remote_host": "prefill-1.prefill", "remote_port": 5600}
-        for asked, completed in ((elsewhere, 0), (missing, 0), (said, 1)):
+        handoff = prefill_for(prefill, FACT * 2, params)
+        assert (handoff["remote_host"], handoff["remote_port"]) == ("prefill-0.prefill", port)
+        elsewhere = {**handoff, "remote_host": "prefill-0.example"}
+        missing = {**handoff, "remote_host": "prefill-1.prefill", "remote_port": 5600}
+        for asked, completed in ((elsewhere, 0), (missing, 0), (handoff, 1)):
             found = complete(decode, FACT * 2, replace(params, kv_transfer_params=asked))
             assert found.outputs[0].token_ids == expected
             assert connector(decode, "consumer_completed") == completed
@@ -426,7 +426,7 @@ def test_engines_find_each_other_by_name(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.long
 def test_tiers_and_peers_at_once() -> None:
-    """What D has in its own memory tier is not fetched, and what it lacks is."""
+    """D fetches from P only what its own memory tier lacks."""
     tier = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 64 << 20}}
 
     def both(role: str) -> dict[str, Any]:

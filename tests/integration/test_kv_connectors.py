@@ -45,7 +45,7 @@ SPECULATORS: dict[str, dict[str, Any] | None] = {
 
 
 def offloading(**options: Any) -> dict[str, Any]:
-    """Loads whatever can be loaded, so that what happens does not depend on the machine's speed."""
+    """Loads everything that can be loaded, so that the result does not depend on the machine's speed."""
     return {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"load_policy": "always", **options}}
 
 
