@@ -148,7 +148,7 @@ def test_the_table_turns_drafts_off_under_load(plain_tokens: list[list[int]]) ->
 @pytest.mark.spread(1)
 @pytest.mark.parametrize(("method", "tier"), [("mtp", False), ("mtp", True), ("eagle3", False)])
 def test_a_hit_by_another_prompt_changes_no_draft(method: str, tier: bool) -> None:
-    """Prompts share whole blocks and then differ: a drafter that looks a token ahead must not find other prompts' KV."""
+    """Prompts share whole blocks and then differ: a drafter that looks a token ahead must not use another's KV."""
     story = "Once upon a time there was a fox who lived in a small red house near the old bridge. "
     tails = ("The fox", "Anna", "One day", "Ben had", "It was", "Every", "So", "What is 7 + 8?")
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

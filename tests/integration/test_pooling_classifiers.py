@@ -1,4 +1,4 @@
-"""Classifiers and rerankers of decoder models: right beside transformers, the same bits always, refused in words."""
+"""Classifiers and rerankers of decoder models: agreement with transformers, identical bits, and refusals."""
 
 from __future__ import annotations
 
