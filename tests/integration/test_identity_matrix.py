@@ -31,7 +31,7 @@ SMALL_POOL = {"num_gpu_blocks_override": MAX_MODEL_LEN // 16 + 2}
 
 
 def requests() -> list[tuple[str, SamplingParams]]:
-    """Returns stories, facts and sums of many lengths; every third is greedy, others are seeded; many share a prefix."""
+    """Returns stories, facts and sums of many lengths; a third greedy, the others seeded; many share a prefix."""
     fact = "Remember this. The key of Anna is in the red box. The key of Ben is under the old bridge. "
     openings = ("Once upon a time there was a fox", fact + "Where is the key of Ben?", "What is 12 + 30?", fact * 3)
     made = []

@@ -1,4 +1,4 @@
-"""Ranks that connect as on GPUs, on CPUs: processes that meet at an address and use gloo in place of NCCL."""
+"""Ranks on CPUs that connect as on GPUs: processes that meet at an address and use gloo instead of NCCL."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_killed_rank_ends_every_request_and_every_rank(pp: int, tp: int, victi
     endless = SamplingParams(max_tokens=480, ignore_eos=True)
     with pytest.raises(EngineDeadError, match=rf"worker \({victim // tp}, {victim % tp}\) was killed by signal 9"):
         llm.generate(["Once upon a time"] * 8, endless, use_tqdm=False)
-    told = since_killed()
+    seconds = since_killed()
     llm.shutdown()
     assert all(is_gone(pid) for pid in pids)
-    check_seconds(told, 3.0)
+    check_seconds(seconds, 3.0)

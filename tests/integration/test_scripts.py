@@ -1,6 +1,6 @@
 """Every script that the documentation names runs, with its smallest arguments.
 
-A script that takes minutes even so is started and ended after a while: it must have begun to work, and not have failed.
+A script that still takes minutes is ended after a while: until then it must have begun to work and not have failed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ LIMIT_S = 300
 
 @dataclass(frozen=True)
 class Trial:
-    """`says` is what its output must contain. With `seconds` the script may be ended after that time.
+    """How a script is run: its output must contain `output`. With `seconds` it may be ended after that time.
 
-    `codes` are exit codes that are no failure of the script.
+    `codes` are the exit codes that do not count as failures.
     """
 
     arguments: tuple[str, ...]
-    says: str
+    output: str
     seconds: float | None = None
     codes: tuple[int, ...] = (0,)
 
@@ -82,12 +82,12 @@ SLOW = {
         "",
         seconds=60,
     ),
-    # It returns 1 where the model does not reach the thresholds of the recipe.
+    # It returns 1 if the model does not reach the thresholds of the recipe.
     "examples/demo_model/evaluate.py": Trial(
         ("--model", "src/penstock/demo", "--items", "1", "--free", "1"), "evaluate:", seconds=60, codes=(0, 1)
     ),
 }
-# These have tests of their own.
+# These have their own tests.
 ELSEWHERE = {
     "bench/gpu.py": "tests/integration/test_bench_gpu.py",
     "bench/null_gpu.py": "tests/null_gpu/test_command.py",
@@ -100,11 +100,11 @@ def scripts_of_the_documentation() -> set[str]:
     found = {
         name for page in pages for name in re.findall(r"\b(?:bench|examples)/[\w/]+\.py\b", page.read_text("utf-8"))
     }
-    # Without its folder a script is named beside one with it.
+    # A script that is named without its folder is also named with it.
     return {name for name in found if (ROOT / name).parent.is_dir()}
 
 
-def test_every_script_of_the_documentation_is_tried() -> None:
+def test_every_script_of_the_documentation_has_a_trial() -> None:
     named = scripts_of_the_documentation()
     assert named <= {*QUICK, *SLOW, *ELSEWHERE}
     for name in named:
@@ -145,7 +145,7 @@ def try_script(name: str, trial: Trial, folder: Path) -> None:
     assert code in trial.codes or (code is None and trial.seconds is not None), (
         f"{name} ended with {code}:\n{text[-2000:]}"
     )
-    assert trial.says in text, text[-2000:]
+    assert trial.output in text, text[-2000:]
     assert "Traceback" not in text, text[-2000:]
 
 
