@@ -1,7 +1,7 @@
 """Aborts, preemption and reused rows while results of a pipeline are in flight: no request gets a foreign token.
 
-Requests arrive and end at random on few rows of real ranks. The tokens of each, when it ends or is aborted, are a prefix
-of its output when it runs alone on one rank.
+Requests arrive and end at random on few rows of real ranks. The tokens of each, when it ends or is aborted, are a
+prefix of its output when it runs alone on one rank.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def anthropic_client(server: ScriptedServer, key: str = "none") -> anthropic.Ant
 
 
 def chat(server: ScriptedServer, **fields: Any) -> tuple[Blocks, str]:
-    """Returns the blocks, which must be equal when streamed, and the finish reason. Chat does not order text and calls."""
+    """Returns the blocks, which must be equal when streamed, and the finish reason. Chat does not order the blocks."""
     with openai_client(server) as client:
         wanted = {"model": "demo", "messages": ASKED, "tools": TOOLS, **fields}
         (choice,) = client.chat.completions.create(**wanted).choices

@@ -82,7 +82,7 @@ def test_batches_and_chunks_change_nothing_if_the_windows_are_the_same(method: s
 @pytest.mark.spread(1)
 @pytest.mark.parametrize("overlap", [False, True])
 def test_drafts_of_the_target_itself_are_always_accepted(overlap: bool) -> None:
-    """The distributions are bit-identical. Rows change owners, so a draft verified by another one's logits would show."""
+    """The distributions are bit-identical. Rows change owners, so a draft verified by other logits would show."""
     count = 40
     llm = LLM(**{**PLAIN, **SMALL_POOL, "async_scheduling": overlap}, speculative_config=config("draft_model"))
     params = [
@@ -120,9 +120,7 @@ def plain_beginnings() -> Counter[tuple[int, ...]]:
 def test_the_distribution_equals_that_of_the_plain_run(
     plain_beginnings: Counter[tuple[int, ...]], overlap: bool
 ) -> None:
-    """Compares counts of the first token, the first two and the first three, in two samples of equal size with different
-    seeds.
-    """
+    """Compares counts of the first one, two and three tokens in two samples of equal size with different seeds."""
     beginnings, stats = count_beginnings(NUM_SEEDS, speculative_config=config("mtp"), async_scheduling=overlap)
     assert NUM_SEEDS / 8 < stats.num_accepted_tokens < stats.num_draft_tokens - NUM_SEEDS / 8
     for length in (1, 2, 3):

@@ -1,4 +1,4 @@
-"""`penstock route` in front of real engines: the tokens of one engine, and conversations that stay where their KV is."""
+"""`penstock route` in front of real engines: the tokens of one engine, and conversations that stay with their KV."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server among crashes, signals, clients that hang up or dawdle, and more requests than it takes."""
+"""A server under crashes, signals, clients that disconnect or are slow, and overload."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ pytestmark = pytest.mark.alone
 
 CHAT = "/v1/chat/completions"
 LONG_PROMPT = [5 + i % 3000 for i in range(1900)]
-# Megabytes of answer at little work, so that the server's buffers are full when it is not read.
+# Megabytes of answer for little work, which fill the server's buffers if the client does not read.
 BULKY: dict[str, Any] = {"prompt": LONG_PROMPT, "echo": True, "logprobs": 20, "n": 8, "temperature": 1}
 SIGNALS = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 
 
 def open_stream(server: ServerProcess, body: dict[str, Any] | None = None) -> tuple[Stream, Iterator[Any]]:
-    """A stream whose first event has come."""
+    """Opens a stream and reads its first event; returns it and the events that follow."""
     stream = Stream(server.url, COMPLETIONS, endless() if body is None else body)
     assert stream.begin() == 200
     events = stream.events()
