@@ -27,9 +27,9 @@ class PushProducer:
         command = [sys.executable, "-m", "tests.integration.push_producer", json.dumps(config)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def ask(self, what: str, *arguments: object) -> Any:
+    def ask(self, action: str, *arguments: object) -> Any:
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps([what, *arguments]) + "\n")
+        self.process.stdin.write(json.dumps([action, *arguments]) + "\n")
         self.process.stdin.flush()
         return self.answer()
 
@@ -42,8 +42,8 @@ class PushProducer:
         self.process.communicate()
 
 
-def say(what: Any) -> None:
-    sys.stdout.write(json.dumps(what) + "\n")
+def say(message: Any) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()
 
 
@@ -82,8 +82,8 @@ def main() -> None:
     config, *_ = map(json.loads, sys.argv[1:])
     with engine(kv_transfer_config=config) as llm:
         for line in sys.stdin:
-            what, *arguments = json.loads(line)
-            match what:
+            action, *arguments = json.loads(line)
+            match action:
                 case "prefill":
                     prompt, max_tokens = arguments
                     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)

@@ -24,7 +24,7 @@ from penstock.worker.messages import LoadWorker
 from tests.integration.raw_http import Stream, call, eventually
 from tests.integration.server_probes import COMPLETIONS, endless, ends_with_error, is_gone, wait_for
 from tests.integration.server_process import serve
-from tests.integration.timing import check_seconds, tried_again_when_slow
+from tests.integration.timing import check_seconds, retried_when_slow
 
 MTP = {"method": "mtp", "num_speculative_tokens": 2}
 OFFLOADING = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"load_policy": "always"}}
@@ -137,7 +137,7 @@ def test_a_killed_worker_is_noticed_within_a_second(executor: Executor, waits: b
 
 
 @pytest.mark.alone
-@tried_again_when_slow
+@retried_when_slow
 def test_every_client_of_a_killed_worker_receives_its_error_within_a_second() -> None:
     offload = '{"kv_connector": "OffloadingConnector"}'
     with (

@@ -25,7 +25,7 @@ from penstock.worker.messages import LoadWorker
 from tests.integration.raw_http import Stream, call, eventually
 from tests.integration.server_probes import COMPLETIONS, endless, ends_with_error, is_gone, wait_for
 from tests.integration.server_process import ServerProcess, serve
-from tests.integration.timing import check_seconds, kill_soon, tried_again_when_slow
+from tests.integration.timing import check_seconds, kill_soon, retried_when_slow
 
 SMALL: dict[str, Any] = {"max_model_len": 512, "num_gpu_blocks_override": 64, "num_threads": 1}
 
@@ -49,7 +49,7 @@ def rank_memory_mappings() -> int:
     [(1, 2, 0, False, True), (2, 1, 1, True, True), (2, 2, 2, True, False)],
     ids=["in a gather", "in a channel", "while stepping"],
 )
-@tried_again_when_slow
+@retried_when_slow
 def test_generate_raises_after_the_death_of_a_rank(pp: int, tp: int, victim: int, overlap: bool, waits: bool) -> None:
     """A rank that is stopped first makes the others wait for it before it dies."""
     before, mapped = set(children(os.getpid())), rank_memory_mappings()
@@ -92,7 +92,7 @@ def server_of_ranks(pp: int, tp: int, *flags: str) -> Iterator[tuple[ServerProce
 
 
 @pytest.mark.alone
-@tried_again_when_slow
+@retried_when_slow
 def test_every_client_receives_its_error_within_a_second() -> None:
     with (
         server_of_ranks(2, 2, "--async-scheduling") as (server, core, pids),

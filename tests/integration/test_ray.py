@@ -13,7 +13,7 @@ import pytest
 from penstock import LLM, ConfigError, EngineDeadError, SamplingParams
 from tests.integration.raw_http import eventually
 from tests.integration.server_probes import is_gone
-from tests.integration.timing import check_seconds, kill_soon, tried_again_when_slow
+from tests.integration.timing import check_seconds, kill_soon, retried_when_slow
 
 ray = pytest.importorskip("ray", reason="Ray is an optional dependency: pip install penstock[ray]")
 
@@ -76,7 +76,7 @@ def test_the_tokens_are_those_of_one_rank(
 @pytest.mark.spread(1)
 @pytest.mark.alone
 @pytest.mark.parametrize("is_here", [True, False], ids=["shared memory", "gloo"])
-@tried_again_when_slow
+@retried_when_slow
 def test_a_killed_actor_is_reported_within_a_second(
     cluster: None, monkeypatch: pytest.MonkeyPatch, is_here: bool
 ) -> None:

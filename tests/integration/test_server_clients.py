@@ -1,4 +1,4 @@
-"""Runs other projects' client libraries, unmodified, against the server. The official client is in test_server_openai."""
+"""Runs other projects' client libraries, unmodified, against the server. OpenAI's is in test_server_openai."""
 
 from __future__ import annotations
 

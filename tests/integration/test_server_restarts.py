@@ -22,7 +22,7 @@ from tests.integration.server_probes import (
     wait_for,
 )
 from tests.integration.server_process import ServerProcess, serve
-from tests.integration.timing import check_seconds, tried_again_when_slow
+from tests.integration.timing import check_seconds, retried_when_slow
 
 GREEDY: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 16, "temperature": 0}
 OFFLOADING = '{"kv_connector": "OffloadingConnector"}'
@@ -47,7 +47,7 @@ def health(server: ServerProcess) -> tuple[int, str]:
 
 
 @pytest.mark.alone
-@tried_again_when_slow
+@retried_when_slow
 def test_the_engine_is_restarted_and_the_server_keeps_running() -> None:
     ranks = ("--tensor-parallel-size", "2", "--num-threads", "1")
     with serve("--restart-on-failure", "2", *ranks) as server, ThreadPoolExecutor(8) as pool, ExitStack() as stack:
