@@ -129,7 +129,7 @@ class _Uvicorn(uvicorn.Server):
 
 @dataclass(frozen=True)
 class Setup:
-    """How the server is started."""
+    """The configuration of the server."""
 
     tool_call_parser: str = "auto"
     reasoning_parser: str = "none"

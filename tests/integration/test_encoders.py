@@ -249,7 +249,7 @@ def test_bits_do_not_depend_on_batch_or_configuration(row: str, weights: Path, a
     assert vectors(weights, **ROWS[row]) == alone
 
 
-def test_a_step_takes_whole_prompts(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_contains_whole_prompts(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[dict[str, int]] = []
     schedule = Scheduler.schedule
 

@@ -24,7 +24,7 @@ LIMIT_S = 300
 
 @dataclass(frozen=True)
 class Trial:
-    """How a script is run: its output must contain `output`. With `seconds` it may be ended after that time.
+    """The arguments of a script, whose output must contain `output`. With `seconds` it may be ended after that time.
 
     `codes` are the exit codes that do not count as failures.
     """

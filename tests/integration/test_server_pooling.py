@@ -371,7 +371,7 @@ def test_fields_of_other_clients(server: ServerProcess, llm: LLM) -> None:
             assert (error["param"], row.note in error["message"]) == (row.name, True)
 
 
-def test_metrics_count_requests_and_none_is_left(server: ServerProcess) -> None:
+def test_metrics_count_requests_and_nothing_is_left(server: ServerProcess) -> None:
     def count(name: str) -> float:
         text = raw_call(server.url, "GET", "/metrics").body.decode()
         return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))

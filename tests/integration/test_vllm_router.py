@@ -93,7 +93,7 @@ def answers(url: str) -> list[Any]:
     client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     found: list[Any] = []
     for number, prompt in enumerate(PROMPTS):
-        # Seeded as well as greedy: the tokens are the same wherever the prompt is computed.
+        # Seeded as well as greedy: tokens do not depend on the engine that computes the prompt.
         options: Any = {"model": MODEL, "max_tokens": 16, "temperature": number % 2, "seed": number}
         done = client.completions.create(prompt=prompt, **options)
         chunks = client.completions.create(prompt=prompt + " More.", stream=True, **options)

@@ -179,7 +179,7 @@ def test_an_idle_program_serves_its_connector(tmp_path: Path, overlap: bool) -> 
     llm.shutdown()
 
 
-def test_an_engine_whose_connector_takes_no_waker_has_no_thread() -> None:
+def test_an_engine_whose_connector_accepts_no_waker_has_no_thread() -> None:
     llm = LLM(max_model_len=256, kv_transfer_config={"kv_connector": "OffloadingConnector"})
     llm.generate(PROMPT, GREEDY, use_tqdm=False)
     assert not is_served()

@@ -149,7 +149,7 @@ def test_waiting_for_captured_work_is_refused(gpu: Gpu) -> None:
     assert gpu.cudaEventQuery(event) == OK
 
 
-def test_streams_join_a_capture_by_events_and_must_be_joined_to_its_end(gpu: Gpu) -> None:
+def test_streams_join_a_capture_by_events_and_must_be_joined_back(gpu: Gpu) -> None:
     first, second, event = gpu.stream(), gpu.stream(), gpu.event()
 
     def fork() -> None:
