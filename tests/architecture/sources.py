@@ -1,4 +1,4 @@
-"""The package's source files as syntax trees, for the tests that hold the architecture."""
+"""The package's source files as syntax trees, for the architecture tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PACKAGE = ROOT / "src" / "penstock"
 
 @functools.cache
 def modules() -> dict[str, ast.Module]:
-    """Module name without the package (`core.scheduler`) -> its tree."""
+    """Returns module name without the package (`core.scheduler`) -> syntax tree."""
     trees = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
@@ -22,7 +22,7 @@ def modules() -> dict[str, ast.Module]:
 
 
 def imports(tree: ast.Module) -> set[str]:
-    """Every module that is imported at run time, wherever the import stands; TYPE_CHECKING blocks are left out."""
+    """Returns every module imported at run time, also inside functions; TYPE_CHECKING blocks are left out."""
     found: set[str] = set()
     for node in _walk_at_run_time(tree):
         if isinstance(node, ast.Import):

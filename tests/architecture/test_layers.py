@@ -1,4 +1,4 @@
-"""The import direction: lower folders never import higher ones, and the brain imports no torch."""
+"""The import direction: lower folders never import higher ones, and the control plane imports no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.architecture.sources import imports, modules
 
-# Folder -> folders it may import, itself always included.
+# Folder -> folders that it may import, besides itself.
 ALLOWED = {
     "utils": set(),
     "messages": {"utils"},
@@ -76,7 +76,7 @@ WITHOUT_TORCH = (
     "simulation",
 )
 
-# Modules outside of those folders that the simulation drives, or that the executor needs beside the engine core.
+# Modules outside these folders that the simulation uses, or that the executor needs in the engine core's process.
 MODULES_WITHOUT_TORCH = (
     "runner.rows",
     "runner.host_batch",
@@ -89,11 +89,11 @@ MODULES_WITHOUT_TORCH = (
     "parallel.rank_memory",
 )
 
-# Models may build on one another only through these bases.
+# The only modules of `models` that models may import.
 MODEL_BASES = {"interface", "weights", "parts", "decoder", "encoder"}
 
-# A third-party package with a seam of its own is imported in exactly one place.
-ONE_PLACE = {
+# Third-party package -> the only modules that import it.
+IMPORTERS = {
     "safetensors": {"models.weights", "kv_transfer.example"},
     "huggingface_hub": {"config.model_path"},
     "jinja2": {"tokenizer.chat_template"},
@@ -123,11 +123,11 @@ def _runs_without_torch(module: str) -> bool:
 
 
 @pytest.mark.parametrize("module", sorted(modules()))
-def test_imports_go_down(module: str) -> None:
+def test_imports_follow_the_layers(module: str) -> None:
     if not module:
         return
     folder = _folder(module)
-    assert folder in ALLOWED, f"{module} lies in a folder that the table does not know"
+    assert folder in ALLOWED, f"{module} is in a folder that ALLOWED does not list"
     for name in imports(modules()[module]):
         if name.startswith("penstock.") and name.count(".") >= 1:
             target = name.split(".")[1]
@@ -156,7 +156,7 @@ def test_the_control_plane_runs_without_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("package", sorted(ONE_PLACE))
-def test_third_party_seams(package: str) -> None:
+@pytest.mark.parametrize("package", sorted(IMPORTERS))
+def test_third_party_packages_are_imported_only_where_listed(package: str) -> None:
     users = {m for m, tree in modules().items() if any(n.split(".")[0] == package for n in imports(tree))}
-    assert users == ONE_PLACE[package]
+    assert users == IMPORTERS[package]

@@ -1,4 +1,4 @@
-"""Every message that crosses a process boundary comes out of the wire as it went in, whatever it holds."""
+"""Every message that crosses a process boundary is decoded to an equal message, whatever it contains."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ _LEAVES: dict[Any, st.SearchStrategy[Any]] = {
 
 
 def values_of(hint: Any) -> st.SearchStrategy[Any]:
-    """Any value that a field of this type may hold."""
+    """Generates any value that a field of this type may have."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint in _LEAVES:
         return _LEAVES[hint]
@@ -98,14 +98,14 @@ def kinds_of(base: type) -> list[type]:
 
 
 def messages(kind: type) -> st.SearchStrategy[Any]:
-    """Any message of a Struct or a dataclass."""
+    """Generates any message of a Struct or dataclass type."""
     hints = typing.get_type_hints(kind)
     names = kind.__struct_fields__ if issubclass(kind, msgspec.Struct) else [f.name for f in dataclasses.fields(kind)]
     return st.builds(kind, **{name: values_of(hints[name]) for name in names})
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equal in value and in type, arrays included."""
+    """Tells whether both are equal in value and in type, arrays included."""
     if type(one) is not type(other):
         return False
     if isinstance(one, np.ndarray):
@@ -120,7 +120,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize(("codec", "kind"), KINDS, ids=[kind.__name__ for _, kind in KINDS])
-def test_messages_survive_the_wire(codec: Codec, kind: type) -> None:
+def test_decoded_messages_equal_the_encoded_ones(codec: Codec, kind: type) -> None:
     @settings(max_examples=60, database=None, suppress_health_check=list(HealthCheck))
     @given(messages(kind))
     def check(message: Any) -> None:
@@ -129,7 +129,7 @@ def test_messages_survive_the_wire(codec: Codec, kind: type) -> None:
     check()
 
 
-def test_there_are_kinds_of_connectors_to_try() -> None:
+def test_the_kinds_of_connector_metadata_are_registered() -> None:
     names = {kind.__name__ for kind in kinds_of(KVConnectorMetadata)}
     assert {"ExampleMetadata", "MultiMetadata", "OffloadMetadata", "StoreMetadata", "StepNumber"} <= names
 
@@ -138,21 +138,21 @@ class Unregistered(KVConnectorMetadata, msgspec.Struct, frozen=True, tag=True):
     number: int = 0
 
 
-def test_a_kind_that_is_not_registered_is_an_error_and_not_an_empty_message() -> None:
+def test_an_unregistered_kind_is_an_error_and_not_an_empty_message() -> None:
     plan = worker_messages.SchedulerOutput(step=1, kv_connector_metadata=Unregistered(3))
     with pytest.raises(WireError, match="'Unregistered' is not a registered kind of KVConnectorMetadata"):
         worker_messages.CODEC.copy(plan)
 
 
-def test_a_kind_needs_a_tag_of_its_own() -> None:
+def test_a_kind_needs_its_own_tag() -> None:
     with pytest.raises(TypeError, match="with a tag"):
         register_kind(type("Untagged", (KVConnectorMetadata,), {}))
     with pytest.raises(TypeError, match=r"taken by penstock\.kv_transfer\.multi"):
         register_kind(msgspec.defstruct("MultiMetadata", [], bases=(Unregistered,), frozen=True, tag="MultiMetadata"))
 
 
-def test_a_prompt_travels_once() -> None:
-    """A worker gets a request's tokens and not its prompt beside them."""
+def test_a_prompt_is_sent_once() -> None:
+    """A worker receives a request's tokens without a second copy of its prompt."""
     request = Request(
         EngineRequest(
             request_id="a", prompt_token_ids=(77,) * 1000, sampling_params=SamplingParams(), max_tokens=5, seed=0

@@ -1,4 +1,4 @@
-"""Caps on files, functions, classes and parameters. The waivers may only shrink, and each says why."""
+"""Limits on files, functions, classes and parameters. The waivers may only shrink, and each states its reason."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _definitions(tree: ast.Module):
 
 
 @pytest.mark.parametrize("module", sorted(modules()))
-def test_caps(module: str) -> None:
+def test_size_limits(module: str) -> None:
     tree = modules()[module]
     path = PACKAGE / (module.replace(".", "/") + ".py")
     if path.exists():

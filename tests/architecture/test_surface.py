@@ -1,6 +1,6 @@
-"""What users can see, frozen: the public names, the command-line flags, the environment.
+"""Snapshots of the public interface: the public names, the command-line flags, the environment variables.
 
-A new flag or name is a decision: change the snapshot here and the documentation together.
+A new flag or name is a deliberate decision: change the snapshot here and the documentation together.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def test_public_names() -> None:
         assert getattr(penstock, name) is not None
 
 
-def test_environment_is_read_in_one_file() -> None:
+def test_the_environment_is_read_in_one_module() -> None:
     for module, tree in modules().items():
         reads = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr in ("environ", "getenv")]
         assert not reads or module == "config.env", f"{module} reads the environment"
@@ -107,7 +107,7 @@ def test_environment_names_are_documented() -> None:
         assert name in documentation, f"docs/CONFIGURATION.md does not mention {name}"
 
 
-def test_nothing_runs_code_from_data() -> None:
+def test_no_code_is_run_from_data() -> None:
     banned = {"pickle", "cloudpickle", "marshal", "shelve", "dill", "joblib"}
     for module, tree in modules().items():
         assert not {name.split(".")[0] for name in imports(tree)} & banned, module

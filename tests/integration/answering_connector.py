@@ -1,4 +1,4 @@
-"""A connector from outside Penstock's tree that moves nothing and answers every request with what it knows of it."""
+"""An out-of-tree connector that moves nothing and answers requests with their parameters, finish reason and blocks."""
 
 from __future__ import annotations
 
@@ -26,5 +26,9 @@ class AnsweringScheduler(NullSchedulerConnector):
     def request_finished(self, request: RequestView, block_ids: BlockIds, reason: FinishReason) -> FinishResult:
         if not request.kv_transfer_params:
             return FinishResult(FinishAction.FREE)
-        said = {"asked": dict(request.kv_transfer_params), "reason": reason.value, "blocks": list(map(list, block_ids))}
-        return FinishResult(FinishAction.FREE, said)
+        answer = {
+            "asked": dict(request.kv_transfer_params),
+            "reason": reason.value,
+            "blocks": list(map(list, block_ids)),
+        }
+        return FinishResult(FinishAction.FREE, answer)

@@ -33,7 +33,7 @@ LLAMA3_ROPE = {
 }
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 
-# name -> (model_type, what differs from COMMON)
+# name -> (model_type, fields that differ from COMMON)
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2-mha-80": ("llama", {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 80}),
     "llama2-linear-rope": (
@@ -114,7 +114,7 @@ def make_checkpoint(name: str, folder: Path, dtype: torch.dtype = torch.float32,
 def make_classifier_checkpoint(
     name: str, folder: Path, dtype: torch.dtype = torch.float32, num_labels: int = 3, **config: Any
 ) -> Path:
-    """The same with a classifier in place of the output head; `config` are further fields of `config.json`."""
+    """Writes it with a classifier instead of the output head; `config` has further fields of `config.json`."""
     path = folder / f"{name}-{num_labels}-{dtype}".replace("torch.", "")
     kind = transformers.AutoModelForSequenceClassification
     return _make(name, path, kind, dtype, {"num_labels": num_labels, **config}, {})
@@ -123,7 +123,7 @@ def make_classifier_checkpoint(
 def make_encoder_checkpoint(
     name: str, folder: Path, dtype: torch.dtype = torch.float32, kind: Any = transformers.AutoModel, **config: Any
 ) -> Path:
-    """Of one of `ENCODERS`, as transformers' class `kind` has it; `config` are further fields of `config.json`."""
+    """Writes a checkpoint of one of `ENCODERS` for transformers' class `kind`; `config` extends `config.json`."""
     path = folder / f"{name}-{kind.__name__}-{dtype}-{len(list(folder.iterdir()))}".replace("torch.", "")
     return _make(name, path, kind, dtype, config, {})
 
@@ -144,7 +144,7 @@ def _make(name: str, path: Path, kind: Any, dtype: torch.dtype, fields: dict[str
 
 
 def save_tokenizer(path: Path, words: tuple[str, ...] = ("yes", "no")) -> tokenizers.Tokenizer:
-    """One token per byte, one for each of `words`, and special tokens behind a text and between the texts of a pair."""
+    """Writes a tokenizer with a token per byte and per word, a special one after a text and one between two texts."""
     alphabet = {byte: number for number, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=alphabet, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -162,7 +162,7 @@ def save_tokenizer(path: Path, words: tuple[str, ...] = ("yes", "no")) -> tokeni
 def make_pooling_checkpoint(
     name: str, folder: Path, dtype: torch.dtype = torch.float32, mode: str = "lasttoken", normalize: bool = True
 ) -> Path:
-    """The same model without its output head, as sentence-transformers keeps it; `mode` is its pooling mode."""
+    """Writes the model without its output head, as sentence-transformers stores it; `mode` is its pooling mode."""
     path = folder / f"{name}-{mode}-{dtype}-{normalize}".replace("torch.", "")
     whole = make_checkpoint(name, folder, dtype)
     transformers.AutoModel.from_pretrained(whole, dtype=dtype).save_pretrained(path)
@@ -171,7 +171,7 @@ def make_pooling_checkpoint(
 
 
 def save_modules(path: Path, mode: str, normalize: bool = True) -> None:
-    """What sentence-transformers keeps beside a model."""
+    """Writes the files that sentence-transformers adds to a model."""
     kinds = ["Transformer", "Pooling", *(["Normalize"] if normalize else [])]
     modules = [
         {"idx": index, "name": str(index), "path": f"{index}_{kind}" if index else "", "type": f"some.module.{kind}"}

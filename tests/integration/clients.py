@@ -2,7 +2,7 @@
 
     python -m tests.integration.clients NAME URL [vectors]
 
-The processes are separate because these libraries leave event loops and sockets open, which the tests take for errors.
+The processes are separate because these libraries leave event loops and sockets open, which the tests treat as errors.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TOOL = {
 
 
 def langchain(url: str) -> dict[str, Any]:
-    """LangChain's chat model and its text model, with the fields that they fill in by themselves."""
+    """LangChain's chat model and its text model, with the fields that they set by themselves."""
     library = importlib.import_module("langchain_openai")
     common = {"model": "demo", "base_url": f"{url}/v1", "api_key": "none", "temperature": 0}
     model = library.ChatOpenAI(**common, max_tokens=40, stream_usage=True)
@@ -75,7 +75,7 @@ def langchain_embeddings(url: str) -> dict[str, Any]:
 
 
 def llama_index_embeddings(url: str) -> dict[str, Any]:
-    """LlamaIndex's embeddings. They send `embed_batch_size` texts in a request, with spaces for line breaks."""
+    """LlamaIndex's embeddings. They send `embed_batch_size` texts in a request, with spaces instead of line breaks."""
     library = importlib.import_module("llama_index.embeddings.openai")
     common = {"model_name": "vectors", "api_base": f"{url}/v1", "api_key": "none"}
     embeddings = library.OpenAIEmbedding(**common, embed_batch_size=1)
@@ -87,7 +87,7 @@ def llama_index_embeddings(url: str) -> dict[str, Any]:
 
 
 def litellm(url: str) -> dict[str, Any]:
-    """LiteLLM in front of a server of the OpenAI API, and with the name under which it knows vLLM."""
+    """LiteLLM as a client of an OpenAI server, and of a vLLM server, which has another name there."""
     os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
     library = importlib.import_module("litellm")
     common = {"api_base": f"{url}/v1", "api_key": "none", "temperature": 0, "max_tokens": 40}
@@ -129,7 +129,7 @@ def llm(url: str) -> dict[str, Any]:
 
 
 def guidellm(url: str) -> dict[str, Any]:
-    """GuideLLM's benchmark, which reports for each request what was answered."""
+    """GuideLLM's benchmark, which reports the answer to each request."""
     os.environ.update(HF_HUB_OFFLINE="1", COLUMNS="200")
     command = importlib.import_module("guidellm.__main__").cli
     prompts = [{"prompt": STORY, "output_tokens_count": 8}] * 4

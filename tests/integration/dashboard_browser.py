@@ -1,4 +1,4 @@
-"""A browser that looks at a dashboard, for the tests of the page."""
+"""A browser for the tests of the dashboard's page."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ CHROMIUM_ARGS = [
 ]
 LAPTOP = {"width": 1280, "height": 800}
 PHONE = {"width": 390, "height": 844}
-PATIENCE_S = 60  # for what a loaded machine does late
+PATIENCE_S = 60  # timeout that suffices on a loaded machine
 
-# Every piece of text whose contrast with what is behind it is below 4.5, the least that WCAG AA allows.
+# Returns every text whose contrast with its background is below 4.5, the minimum of WCAG AA.
 FAINT_TEXT = """() => {
   const parse = (text) => text.match(/[\\d.]+/g).map(Number);
   const luminance = ([r, g, b]) => [r, g, b].map((v) => v / 255)
@@ -53,7 +53,7 @@ FAINT_TEXT = """() => {
 
 @contextlib.contextmanager
 def launched() -> Iterator[Any]:
-    """A browser, with assertions that wait long enough for a loaded machine."""
+    """Starts a browser; assertions wait long enough for a loaded machine."""
     sync_api.expect.set_options(timeout=1000 * PATIENCE_S)
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_ARGS)
@@ -62,7 +62,7 @@ def launched() -> Iterator[Any]:
 
 
 class Watched:
-    """A page, with what it asked for and what it complained about."""
+    """A page, with the hosts that it contacted and the messages and errors on its console."""
 
     def __init__(self, browser: Any, url: str, **options: Any) -> None:
         self.url = url
@@ -80,6 +80,6 @@ class Watched:
         return self.page
 
     def close(self) -> None:
-        """Closes the page; it must have spoken to its own server only (a `data:` address has no host)."""
+        """Closes the page, which must have contacted only its own server (a `data:` address has no host)."""
         self.page.close()
         assert self.hosts <= {urlsplit(self.url).netloc, ""}

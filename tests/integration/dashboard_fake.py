@@ -1,7 +1,7 @@
-"""A server that only has a dashboard: the real page, a made-up engine, and a chat that repeats what it is told.
+"""A server that only has a dashboard: the real page, a fake engine, and a chat that repeats its input.
 
-`python -m tests.integration.dashboard_fake [--idle] [--transfers] [--api-key KEY] [--port 8009]` serves it for work on
-the page.
+`python -m tests.integration.dashboard_fake [--idle] [--transfers] [--api-key KEY] [--port 8009]` serves it for
+development of the page.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class FakeRequest:
 
 
 class FakeTransfers:
-    """What a connector counts that reads KV from other engines and holds it for others.
+    """The counters of a connector that reads KV from other engines and pins it for others.
 
-    `step` makes up `TICK_S` of an engine between two that prefill for it and one that it prefills for.
+    `step` simulates `TICK_S` of an engine for which two others prefill, and which prefills for another one.
     """
 
     def __init__(self, seed: int = 7) -> None:
@@ -63,7 +63,7 @@ class FakeTransfers:
         self._random = random.Random(seed)
 
     def counters(self) -> dict[str, float]:
-        """As the exchange of engines names them (`penstock.kv_transfer.p2p`)."""
+        """Returns the counters with their names in `penstock.kv_transfer.p2p`."""
         return {
             "p2p_held": self.num_held,
             **{f"p2p_producer_{name[4:]}": value for name, value in asdict(self.producer).items()},
@@ -96,13 +96,13 @@ class FakeTransfers:
         self.on_moved(direction, engine_id, num_tokens, num_tokens << 17, num_tokens * 9e-5)
 
     def _add(self, direction: str, engine_id: str, **amounts: float) -> None:
-        for what, amount in amounts.items():
-            name = f"p2p_{direction}/{engine_id}/{what}"
+        for counter, amount in amounts.items():
+            name = f"p2p_{direction}/{engine_id}/{counter}"
             self.peers[name] = self.peers.get(name, 0) + amount
 
 
 class FakeEngine:
-    """Plays a small engine at `TICK_S` a step: admission, chunked prefill, decode, preemption, prefix caching.
+    """Simulates a small engine at `TICK_S` a step: admission, chunked prefill, decode, preemption, prefix caching.
 
     With `idle` set no request arrives; with `paused` set its server makes no steps.
     """
@@ -126,7 +126,7 @@ class FakeEngine:
         self._first: deque[tuple[float, float]] = deque()
 
     def step(self) -> None:
-        """One tick of made-up work."""
+        """Simulates one tick."""
         self._now += TICK_S
         self._cells = ["o" if cell == "l" and self._random.random() < 0.15 else cell for cell in self._cells]
         self.requests = [r for r in self.requests if r.state != "finished" or r.events[-1][1] > self._now - 30]
@@ -146,7 +146,7 @@ class FakeEngine:
                 window.popleft()
 
     def event(self) -> dict[str, Any]:
-        """The engine's state as the page gets it."""
+        """Returns the engine's state as the page receives it."""
         states = [request.state for request in self.requests]
         used = sum(cell in "olp" for cell in self._cells) / len(self._cells)
         waits = sorted(wait for _, wait in self._first)
@@ -275,10 +275,10 @@ class FakeEngine:
 
 
 class FakeServer:
-    """The fake's HTTP side, in a thread of its own; `url` is its address once the `with` block is entered.
+    """Serves the fake engine over HTTP in a thread of its own; `url` is its address within the `with` block.
 
-    `api_key` (None: not asked for) is checked on every route; with `cut` set, connections break at once.
-    `chats` collects the bodies of chat requests, `num_chats_left` counts the chats whose client went away.
+    `api_key` (None: not required) is checked on every route; with `cut` set, event streams break.
+    `chats` collects the bodies of chat requests, `num_chats_left` counts the chats whose client disconnected.
     """
 
     def __init__(self, engine: FakeEngine, *, api_key: str | None = None, port: int = 0) -> None:
@@ -399,7 +399,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--idle", action="store_true", help="no requests arrive")
     parser.add_argument("--transfers", action="store_true", help="KV moves between the engine and others")
-    parser.add_argument("--api-key", help="ask for this key")
+    parser.add_argument("--api-key", help="require this key")
     parser.add_argument("--port", type=int, default=8009)
     args = parser.parse_args()
     engine = FakeEngine(idle=args.idle)

@@ -1,4 +1,4 @@
-"""A connector from outside Penstock's tree without metadata: it gets on only if every step reaches its worker."""
+"""An out-of-tree connector without metadata, which makes progress only if every step reaches its worker."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class DrivenConnector:
 
 
 class DrivenScheduler(NullSchedulerConnector):
-    """The first request loads a block, which does not come; when it has ended, something is saved."""
+    """The first request loads a block, and the load fails; when a request finishes, a save begins."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size

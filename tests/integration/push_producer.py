@@ -1,4 +1,4 @@
-"""An engine that prefills, in a process of its own, which stops itself in the middle of a write. Driven by JSON lines.
+"""A prefill engine in a separate process, which can stop itself during a write and is driven by JSON lines.
 
 python -m tests.integration.push_producer CONFIG
 """
@@ -21,15 +21,15 @@ from tests.integration.test_disaggregation import connector, engine, prefill_for
 
 
 class PushProducer:
-    """What stands for it in a test."""
+    """Controls the process from a test."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         command = [sys.executable, "-m", "tests.integration.push_producer", json.dumps(config)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def ask(self, what: str, *arguments: object) -> Any:
+    def ask(self, action: str, *arguments: object) -> Any:
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps([what, *arguments]) + "\n")
+        self.process.stdin.write(json.dumps([action, *arguments]) + "\n")
         self.process.stdin.flush()
         return self.answer()
 
@@ -42,19 +42,19 @@ class PushProducer:
         self.process.communicate()
 
 
-def say(what: Any) -> None:
-    sys.stdout.write(json.dumps(what) + "\n")
+def say(message: Any) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()
 
 
 def stop() -> None:
-    """Until the test lets the process continue."""
+    """Stops the process until the test lets it continue."""
     say("stopped")
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def stop_before_a_write() -> None:
-    """The next write is ordered, and has not begun."""
+    """Makes the process stop before its next write begins."""
     real = SocketsTransport.submit
 
     def submit(self: SocketsTransport, *args: Any, **options: Any) -> Any:
@@ -66,7 +66,7 @@ def stop_before_a_write() -> None:
 
 
 def stop_halfway() -> None:
-    """A part of the next write has been sent."""
+    """Makes the process stop when half of its next write has been sent."""
     real = Stream.send_segments
 
     def send_segments(self: Stream, segments: np.ndarray) -> None:
@@ -82,8 +82,8 @@ def main() -> None:
     config, *_ = map(json.loads, sys.argv[1:])
     with engine(kv_transfer_config=config) as llm:
         for line in sys.stdin:
-            what, *arguments = json.loads(line)
-            match what:
+            action, *arguments = json.loads(line)
+            match action:
                 case "prefill":
                     prompt, max_tokens = arguments
                     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""HTTP by hand, for tests that must send what no client library would, and read when and as little as they like."""
+"""Raw HTTP, for tests that send what no client library would, and that choose when and how much they read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 @dataclass(frozen=True)
 class Answer:
-    """Header names are in lower case."""
+    """A response; header names are in lower case."""
 
     status: int
     headers: dict[str, str]
@@ -26,7 +26,7 @@ class Answer:
 
     @property
     def error(self) -> dict[str, Any]:
-        """The OpenAI error object; AssertionError when the body is none."""
+        """Returns the OpenAI error object; AssertionError if the body has none."""
         found = self.json()["error"]
         assert set(found) == {"message", "type", "param", "code"}, found
         return found
@@ -40,7 +40,7 @@ def call(
     headers: dict[str, str] | None = None,
     context: ssl.SSLContext | None = None,
 ) -> Answer:
-    """One request on a connection of its own; a `body` that is not bytes goes as JSON."""
+    """Sends one request on a new connection; a `body` that is not bytes is sent as JSON."""
     place = urlsplit(url)
     assert place.hostname is not None
     if context is None:
@@ -57,7 +57,7 @@ def call(
 
 
 def connect(url: str, receive_buffer: int | None = None) -> socket.socket:
-    """An open connection; `receive_buffer` bounds, in bytes, what arrives unread."""
+    """Opens a connection; `receive_buffer` limits the unread data, in bytes."""
     place = urlsplit(url)
     connection = socket.socket()
     connection.settimeout(60)
@@ -77,7 +77,7 @@ def send_raw(url: str, data: bytes) -> Answer:
 
 
 def post_bytes(path: str, body: Any, headers: dict[str, str] | None = None) -> bytes:
-    """A whole POST request, as it goes over the wire."""
+    """Returns the bytes of a whole POST request."""
     data = json.dumps(body).encode()
     head = {
         "Host": "localhost",
@@ -98,31 +98,31 @@ class Stream:
         self._response = http.client.HTTPResponse(self._connection)
 
     def begin(self) -> int:
-        """Waits for the status."""
+        """Waits for the status and returns it."""
         self._response.begin()
         return self._response.status
 
     def events(self) -> Iterator[Any]:
-        """The events' JSON; the end is "[DONE]" where the server sends that."""
+        """Yields the events' JSON, and "[DONE]" where the server sends it."""
         while line := self._response.readline():
             if line.startswith(b"data: "):
                 data = line[6:].strip()
                 yield "[DONE]" if data == b"[DONE]" else json.loads(data)
 
     def read(self) -> Answer:
-        """The whole answer, when nothing of it has been read yet."""
+        """Reads the whole answer, of which nothing may have been read yet."""
         self._response.begin()
         headers = {k.lower(): v for k, v in self._response.getheaders()}
         return Answer(self._response.status, headers, self._response.read())
 
     def close(self) -> None:
-        """Hangs up, whatever is still to come."""
+        """Closes the connection, even before the end of the answer."""
         self._response.close()
         self._connection.close()
 
 
 def eventually(condition: Callable[[], Any], seconds: float = 10.0) -> None:
-    """Waits until `condition` holds; AssertionError when it does not within `seconds`."""
+    """Waits until `condition` holds; AssertionError if it does not within `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"not within {seconds:g} s"

@@ -1,4 +1,4 @@
-"""A connector from outside Penstock's tree that moves nothing and writes down what it is told."""
+"""An out-of-tree connector that moves nothing and records its calls."""
 
 from __future__ import annotations
 

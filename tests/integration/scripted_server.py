@@ -1,4 +1,4 @@
-"""The real server over an engine that says what a test tells it to: for answers that the built-in model cannot give."""
+"""The real server with a scripted engine, for answers that the built-in model cannot give."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ VOCAB_SIZE = 4096
 
 @dataclass
 class Script:
-    """Sets the answer to every request from now on: `text` is streamed in pieces of `step` characters."""
+    """The answer to every request from now on: `text` is streamed in pieces of `step` characters."""
 
     text: str = ""
     step: int = 3
@@ -74,7 +74,7 @@ class ScriptedStream:
 
 
 class ScriptedLLM:
-    """As much of an `AsyncLLM` as answers need. `prompts` and `params` are what it was asked with."""
+    """The part of `AsyncLLM` that answers need. `prompts` and `params` are those of the requests so far."""
 
     max_model_len = 2048
     has_tokenizer = True
@@ -129,7 +129,7 @@ class _Uvicorn(uvicorn.Server):
 
 @dataclass(frozen=True)
 class Setup:
-    """How the server is started."""
+    """The configuration of the server."""
 
     tool_call_parser: str = "auto"
     reasoning_parser: str = "none"

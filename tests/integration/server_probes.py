@@ -1,4 +1,4 @@
-"""What tests ask a running server, and what they see of its processes from outside."""
+"""Requests to a running server, and checks of its state and its processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COMPLETIONS = "/v1/completions"
 
 
 def endless(**fields: Any) -> dict[str, Any]:
-    """A request that is still running when a test has done with it."""
+    """Returns a request that is still running when its test ends."""
     return {"prompt": "Once upon a time", "max_tokens": 2000, "ignore_eos": True, "stream": True, **fields}
 
 
@@ -26,21 +26,21 @@ def num_unfinished(server: ServerProcess) -> int:
 
 
 def wait_for(server: ServerProcess, num: int, seconds: float = 10.0) -> None:
-    """Waits until the engine holds so many completions."""
+    """Waits until the engine has `num` unfinished completions."""
     eventually(lambda: num_unfinished(server) == num, seconds)
 
 
 def check_idle(server: ServerProcess) -> None:
-    """Nothing is left of any request."""
+    """Asserts that nothing is left of any request."""
     wait_for(server, 0)
     assert call(server.admin_url, "POST", "/check_integrity").json() == {"whole": True}
-    # The step that was in flight when the last request was aborted may still be on its way.
+    # The step that was in flight when the last request was aborted may not be processed yet.
     eventually(lambda: call(server.admin_url, "POST", "/reset_prefix_cache").status == 200, 2)
     assert call(server.admin_url, "POST", "/reset_prefix_cache?reset_external=true").status == 409, "no connector"
 
 
 def is_gone(pid: int) -> bool:
-    """Whether the process has ended; one that has not been waited for yet counts as ended."""
+    """Tells whether the process has ended; one that has not been waited for yet counts as ended."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except (FileNotFoundError, ProcessLookupError):
@@ -50,7 +50,7 @@ def is_gone(pid: int) -> bool:
 
 @contextlib.contextmanager
 def stopped(pid: int) -> Iterator[None]:
-    """A process that does nothing for a while."""
+    """Stops the process within the `with` block."""
     os.kill(pid, signal.SIGSTOP)
     try:
         yield
@@ -64,7 +64,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def send_dashboard_request(server: ServerProcess) -> socket.socket:
-    """An open event stream of the dashboard that has begun."""
+    """Opens an event stream of the dashboard and waits until it begins."""
     connection = connect(server.url)
     connection.sendall(b"GET /dashboard/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
     assert connection.recv(4096).startswith(b"HTTP/1.1 200")
@@ -72,7 +72,7 @@ def send_dashboard_request(server: ServerProcess) -> socket.socket:
 
 
 def ends_with_error(events: Iterator[Any]) -> dict[str, Any]:
-    """Reads a stream to its end: an error event, and `[DONE]`."""
+    """Reads a stream to its end, an error event and `[DONE]`; returns the error."""
     *_, error, done = events
     assert done == "[DONE]"
     return error["error"]

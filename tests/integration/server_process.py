@@ -1,4 +1,4 @@
-"""A real `penstock serve` in a process of its own, for tests that talk to it as its users do."""
+"""A real `penstock serve` in a separate process, for tests that use it as clients do."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class ServerProcess:
         return core
 
     def terminate(self, timeout: float = 60) -> int:
-        """SIGTERM, and the exit code."""
+        """Sends SIGTERM; returns the exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout)
 
 
 @contextlib.contextmanager
 def serve(*flags: str, env: dict[str, str] | None = None) -> Iterator[ServerProcess]:
-    """Starts `penstock serve` on free ports and waits until it serves; beside keys for clients ADMIN_KEY is one too."""
+    """Starts `penstock serve` on free ports and waits until it serves; with client keys, the admin key is ADMIN_KEY."""
     env = env or {}
     if "--api-key" in flags or "PENSTOCK_API_KEY" in env:
         env = {"PENSTOCK_ADMIN_API_KEY": ADMIN_KEY, **env}

@@ -1,7 +1,7 @@
-"""A process of the soak with a fault in it, which the quiet reference does not have: `KIND FOLDER` (soak_run).
+"""A process of the soak (`soak_run`) with a fault that the quiet reference does not have: `KIND FOLDER`.
 
-- layer: layer 3 turns the smallest bit of one number over, when request 2 comes to position 20;
-- weight: a bit of a packed weight of layer 4 is turned over, after the start's own checks;
+- layer: layer 3 flips the lowest bit of one number when request 2 reaches position 20;
+- weight: a bit of a packed weight of layer 4 is flipped after the checks at the start;
 - table: the same in the rotary table;
 - token: the tokens that request 1 gets are not those that were sampled.
 """

@@ -1,4 +1,4 @@
-"""A real terminal around a `penstock` process: what is typed into it, and what it shows."""
+"""Runs a `penstock` process in a real terminal, types into it, and reads its output."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Terminal:
         pytest.fail(f"no prompt after Ctrl-C: {self._unread!r}")
 
     def wait(self, timeout: float = PATIENCE_S) -> int:
-        """The exit code; everything that was shown is in `shown`."""
+        """Returns the exit code; all output is in `shown`."""
         while self._receive(timeout):
             pass
         return self.process.wait(timeout)
@@ -74,7 +74,7 @@ class Terminal:
 
 @contextlib.contextmanager
 def in_terminal(command: Sequence[str], env: Mapping[str, str] | None = None) -> Iterator[Terminal]:
-    """Runs a command in a terminal of its own."""
+    """Runs a command in a new terminal."""
     controller, end = pty.openpty()
     # A new session takes the first terminal that it opens as its own.
     take_terminal = "import os, sys; os.close(os.open(os.ttyname(0), os.O_RDWR)); os.execvp(sys.argv[1], sys.argv[1:])"

@@ -1,5 +1,5 @@
-"""Transports over a library in helper processes: what is left of a transfer, and of a helper, when a process stops or
-dies, or the library does."""
+"""Transports over a library in helper processes: how transfers and helpers end when a process stops or dies, or when
+the library fails."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def children(pid: int) -> list[int]:
 
 
 def is_alive(pid: int) -> bool:
-    """Neither gone nor a zombie."""
+    """Tells whether the process is neither gone nor a zombie."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False
@@ -90,7 +90,7 @@ class Pair:
         return self.reader.submit(operation, self.name, runs_of((0, 0, SIZE)))
 
     def read_and_stop_peer(self) -> TransferHandle:
-        """A read of which a part has landed when all processes of the peer are stopped."""
+        """Begins a read, and stops all processes of the peer when a part has landed."""
         for _ in range(20):
             self.array[:] = 1
             handle = self.submit()
@@ -107,7 +107,7 @@ class Pair:
         return self.reader.poll(handle)
 
     def read_again(self) -> None:
-        """Another reader, with memory of its own, reads everything: the peer's engine and helper are well."""
+        """Reads everything with another reader, which shows that the peer's engine and helper work."""
         other = create_memory(SIZE)
         reader = endpoint(self.library, other)
         try:
@@ -140,10 +140,10 @@ def pair_of(library: str) -> Iterator[Pair]:
 
 @pytest.mark.spread(1)
 @pytest.mark.parametrize(("library", "ucx"), [*LIBRARY_CASES, with_library("nixl", "nixl", "tcp,self")])
-def test_a_stopped_peer_that_goes_on_writes_nothing_and_serves_the_next_reader(
+def test_a_peer_that_continues_after_a_stop_writes_nothing_and_serves_the_next_reader(
     library: str, ucx: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over UCX's own choice of transports, and over TCP, where the end of a reader has made a stopped peer abort."""
+    """Uses UCX's own choice of transports, and TCP, where the end of a reader has made a stopped peer abort."""
     monkeypatch.setenv("UCX_TLS", ucx)
     with pair_of(library) as pair:
         handle = pair.read_and_stop_peer()
@@ -166,7 +166,7 @@ def test_an_engine_survives_the_death_of_its_helper_and_starts_another(library: 
         wait_until(lambda: not is_alive(helper), "the helper dies")
         pair.read_again()
         assert pair.peer.process.poll() is None
-        # What was connected to the helper that died is lost, and can be connected again.
+        # The connection to the dead helper is lost, and can be made again.
         wait_until(lambda: not _is_connected(pair), "the reader learns that the peer's agent has ended")
         pair.name = pair.reader.connect(pair.peer.descriptor())
         assert pair.settled(pair.submit()) is TransferState.DONE
@@ -204,7 +204,7 @@ def _is_running(pair: Pair) -> bool:
 @pytest.mark.spread(1)
 @pytest.mark.parametrize("library", LIBRARY_KINDS)
 def test_helpers_do_not_outlive_their_engine(library: str) -> None:
-    """Also one that waits for a peer in a call of the library."""
+    """This includes a helper that waits for a peer in a call of the library."""
     with pair_of(library) as pair:
         code = (
             "import sys, base64\n"
@@ -236,7 +236,7 @@ def test_helpers_do_not_outlive_their_engine(library: str) -> None:
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_a_library_that_is_missing_is_named_with_the_command_that_installs_it(
+def test_the_error_for_a_missing_library_names_the_command_that_installs_it(
     library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
@@ -244,10 +244,8 @@ def test_a_library_that_is_missing_is_named_with_the_command_that_installs_it(
         check_installed(library)
 
 
-def test_a_library_that_cannot_be_loaded_is_an_error_of_the_configuration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In place of the library there is a module that needs what is not there."""
+def test_a_library_that_cannot_be_loaded_is_a_config_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library is replaced by a module whose import fails."""
     (tmp_path / "mooncake").mkdir()
     (tmp_path / "mooncake" / "__init__.py").touch()
     (tmp_path / "mooncake" / "engine.py").write_text("raise ImportError('libibverbs.so.1: cannot open')\n")
@@ -266,7 +264,7 @@ def test_memory_without_a_name_is_refused() -> None:
         AgentTransport(AgentSettings(library="mooncake", host="127.0.0.1"), [MemoryRegion("kv", 8)], KEY)
 
 
-def test_pieces_are_joined_where_both_sides_go_on() -> None:
+def test_pieces_that_are_contiguous_on_both_sides_are_joined() -> None:
     pieces = runs_of((0, 100, 4), (4, 104, 4), (8, 112, 4), (12, 116, 2), (20, 118, 2))
     assert joined(pieces).tolist() == [[0, 100, 8], [8, 112, 6], [20, 118, 2]]
     assert joined(runs_of()).tolist() == []

@@ -1,4 +1,4 @@
-"""`AsyncLLM` as a program with an event loop holds it: many at once, given up at any moment, refused at once."""
+"""`AsyncLLM` in a program with an event loop: concurrent requests, aborts at any moment, immediate refusals."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_output_grows_and_is_never_taken_back(engine: AsyncLLM, run: Run) -> Non
     run(watch())
 
 
-def test_a_slow_reader_misses_states_and_no_token(engine: AsyncLLM, run: Run) -> None:
+def test_a_slow_reader_misses_states_but_no_tokens(engine: AsyncLLM, run: Run) -> None:
     async def watch() -> int:
         count = 0
         async for _ in engine.generate(STORY, GREEDY):
@@ -104,7 +104,7 @@ def test_closing_the_generator_aborts(engine: AsyncLLM, run: Run) -> None:
     run(leave())
 
 
-def test_cancelling_the_task_aborts_at_whatever_moment(engine: AsyncLLM, run: Run) -> None:
+def test_cancelling_the_task_aborts_at_any_moment(engine: AsyncLLM, run: Run) -> None:
     async def leave(seconds: float) -> None:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(last(engine, "word " * 300, ENDLESS), seconds)
@@ -114,7 +114,7 @@ def test_cancelling_the_task_aborts_at_whatever_moment(engine: AsyncLLM, run: Ru
         run(leave(seconds))
 
 
-def test_one_leaves_and_the_other_does_not_notice(engine: AsyncLLM, run: Run) -> None:
+def test_an_aborted_request_does_not_affect_another(engine: AsyncLLM, run: Run) -> None:
     async def race() -> tuple[RequestOutput, RequestOutput]:
         alone = await last(engine)
         async with aclosing(engine.generate("The moon", ENDLESS)) as outputs:
@@ -150,7 +150,7 @@ def test_mistakes_are_refused_before_anything_runs(
     assert caught.value.field == field
 
 
-def test_a_request_id_is_used_once_at_a_time(engine: AsyncLLM, run: Run) -> None:
+def test_a_request_id_cannot_be_in_use_twice(engine: AsyncLLM, run: Run) -> None:
     async def twice() -> None:
         async with aclosing(engine.generate(STORY, ENDLESS, "mine")) as outputs:
             await anext(outputs)
@@ -161,7 +161,7 @@ def test_a_request_id_is_used_once_at_a_time(engine: AsyncLLM, run: Run) -> None
     run(twice())
 
 
-def test_there_is_room_for_so_many(engine: AsyncLLM, run: Run) -> None:
+def test_requests_beyond_max_num_queued_requests_are_refused(engine: AsyncLLM, run: Run) -> None:
     async def fill() -> None:
         streams = [await engine.submit(STORY, ENDLESS) for _ in range(MAX_QUEUED - 1)]
         assert engine.num_unfinished == MAX_QUEUED - 1
@@ -213,8 +213,8 @@ def test_a_stream_that_has_ended_stays_ended(engine: AsyncLLM, run: Run) -> None
     run(read_on())
 
 
-def test_a_stream_that_has_failed_does_not_keep_its_reader(run: Run) -> None:
-    async def shut_down_below_a_reader() -> None:
+def test_a_failed_stream_does_not_block_its_reader(run: Run) -> None:
+    async def shut_down_during_a_read() -> None:
         engine = await AsyncLLM.start(max_model_len=64)
         stream = await engine.submit(STORY, ENDLESS)
         await anext(stream)
@@ -232,7 +232,7 @@ def test_a_stream_that_has_failed_does_not_keep_its_reader(run: Run) -> None:
         assert engine.num_unfinished == 0
         await engine.shutdown()
 
-    run(shut_down_below_a_reader())
+    run(shut_down_during_a_read())
 
 
 @pytest.mark.parametrize(
@@ -243,12 +243,12 @@ def test_a_stream_that_has_failed_does_not_keep_its_reader(run: Run) -> None:
         ({"model": "/nowhere"}, "/nowhere"),
     ],
 )
-def test_an_engine_that_cannot_be(run: Run, options: dict[str, Any], words: str) -> None:
+def test_an_invalid_configuration_is_a_config_error(run: Run, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         run(AsyncLLM.start(**options))
 
 
-def test_every_error_has_one_root() -> None:
+def test_all_errors_have_one_base_class() -> None:
     assert all(
         issubclass(kind, PenstockError) for kind in (RequestError, OverloadedError, EngineDeadError, ConfigError)
     )

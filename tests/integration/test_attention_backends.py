@@ -1,4 +1,4 @@
-"""Optional attention backends on stand-ins for their libraries: a whole engine gives the native backend's tokens."""
+"""Optional attention backends with fakes of their libraries: a whole engine gives the native backend's tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Made while there is no stand-in yet, because transformers looks for the libraries too."""
+    """Makes the checkpoints before the libraries are faked, because transformers looks for them too."""
     folder = tmp_path_factory.mktemp("checkpoints")
     names = ("mistral-window", "qwen2-hybrid-window", "llama2-mha-80")
     return {name: {"model": str(make_checkpoint(name, folder)), "skip_tokenizer_init": True} for name in names}
@@ -42,13 +42,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str,
 def backend(
     checkpoints: dict[str, dict[str, Any]], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> str:
-    """A CPU stands in for a Hopper GPU and has the library of the backend, which also computes in float32."""
+    """Makes the CPU stand in for a Hopper GPU with the backend's library, which also computes in float32."""
     pretend(request.param, monkeypatch)
     return request.param
 
 
 def cpu_with_libraries(device: torch.device) -> DeviceParts:
-    """A CPU's parts with a GPU's choice of attention."""
+    """Returns the CPU's parts with a GPU's choice of attention."""
     check, make = partial(select.check_gpu_attention, device), partial(select.make_gpu_attention, device)
     return replace(cpu_parts(), check_attention=check, make_attention=make)
 
@@ -102,7 +102,7 @@ def native_tokens() -> list[list[int]]:
     ],
     ids=["chunks", "preemption", "mtp", "ngram-preemption"],
 )
-def test_the_same_tokens(
+def test_tokens_equal_those_of_the_native_backend(
     backend: str, native_tokens: list[list[int]], engine_args: dict[str, Any], overlap: bool
 ) -> None:
     found = tokens_of(PROMPTS, attention_backend=backend, async_scheduling=overlap, **engine_args)
@@ -115,7 +115,7 @@ def test_the_same_tokens(
 def test_sliding_windows(
     backend: str, checkpoints: dict[str, dict[str, Any]], name: str, speculative: dict[str, Any] | None
 ) -> None:
-    """Long enough that blocks leave the window and are others', or where prefixes are found the null block."""
+    """Prompts are so long that blocks leave the window and are reused, or replaced by the null block on prefix hits."""
     model = checkpoints[name]
     prompts = [[(7 * i + n) % 90 + 1 for i in range(20 * n + 5)] for n in range(4)]
     with pytest.MonkeyPatch.context() as without_library:
@@ -135,39 +135,39 @@ def make(name: str, max_decode_query_len: int = 4) -> Any:
 
 @pytest.mark.parametrize("window", [0, 1, 20])
 @pytest.mark.parametrize("counts", [(1, 1, 1), (4, 4, 4), (3, 1, 40), (2, 2, 2)])
-def test_one_batch(backend: str, counts: tuple[int, ...], window: int) -> None:
+def test_a_batch_agrees_with_the_native_backend(backend: str, counts: tuple[int, ...], window: int) -> None:
     case = Case.random([7, 90, 47], counts, window=window)
     expected = case.run(NativeAttention())
     torch.testing.assert_close(case.run(make(backend)), expected, atol=2e-6, rtol=2e-5)
 
 
-def test_no_library_is_deterministic(backend: str) -> None:
+def test_the_libraries_are_refused_in_deterministic_engines(backend: str) -> None:
     with pytest.raises(ConfigError, match=f"attention_backend={backend} cannot be deterministic"):
         LLM(**LIMITS, attention_backend=backend, deterministic=True)
 
 
 def test_padding_of_a_captured_batch(backend: str) -> None:
-    """Its rows may come out as anything."""
+    """The results of padding rows are arbitrary."""
     case = Case.random([7, 90, 47], [1, 1, 1])
     found = case.padded(5).run(make(backend))
     torch.testing.assert_close(found[:3], case.run(NativeAttention()), atol=2e-6, rtol=2e-5)
 
 
-def test_who_can_be_captured(backend: str) -> None:
+def test_graphs_are_captured_for_the_longest_context(backend: str) -> None:
     assert make(backend).graph_contexts == (MAX_MODEL_LEN,)
 
 
-def test_flash_attention_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attention_never_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend("flash_attention", monkeypatch)
     attention = make("flash_attention")
     module = "penstock.attention.flash_attention"
     monkeypatch.setattr(f"{module}.rotate_and_store", lambda *args: None)
     monkeypatch.setattr(f"{module}.flash_attn_with_kvcache", lambda q, *args, **kwargs: torch.empty_like(q))
-    # On this device nothing can be read.
+    # Tensors on this device cannot be read.
     assert Case.random([7, 90], [3, 1], device="meta").run(attention).shape == (4, 256)
 
 
-def test_flashinfer_plans_once_a_step_and_only_where_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flashinfer_plans_once_a_step_and_only_if_necessary(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend("flashinfer", monkeypatch)
     attention, plans = make("flashinfer"), BatchPrefillWithPagedKVCacheWrapper.plans
     for counts, number in (((1, 1), 0), ((4, 4), 0), ((3, 1), 1), ((2, 2), 1)):
@@ -186,7 +186,7 @@ def test_flashinfer_plans_once_a_step_and_only_where_it_must(monkeypatch: pytest
         ({"checkpoint": "llama2-mha-80"}, "does not serve heads of size 80"),
     ],
 )
-def test_shapes_that_it_does_not_serve(
+def test_unsupported_shapes(
     backend: str,
     checkpoints: dict[str, dict[str, Any]],
     changes: dict[str, Any],
@@ -209,7 +209,7 @@ def test_too_many_heads(monkeypatch: pytest.MonkeyPatch) -> None:
         case.run(make("flashinfer"))
 
 
-def test_another_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsupported_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend("flash_attention", monkeypatch, capability=10)
     with pytest.raises(ConfigError, match="flash_attention needs a Hopper GPU"):
         make("flash_attention")
@@ -230,7 +230,7 @@ def test_an_old_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
         ("flashinfer", "FlashInfer .*: pip install 'penstock"),
     ],
 )
-def test_the_library_is_absent(name: str, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library(name: str, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(name, monkeypatch)
     monkeypatch.delitem(sys.modules, f"penstock.attention.{name}")
     for fake in attention_fakes.modules(name):
@@ -241,16 +241,16 @@ def test_the_library_is_absent(name: str, named: str, monkeypatch: pytest.Monkey
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the device is a CPU")
 @pytest.mark.parametrize("name", ["triton", *BACKENDS])
-def test_not_on_a_cpu(name: str) -> None:
+def test_gpu_backends_are_refused_on_a_cpu(name: str) -> None:
     with pytest.raises(ConfigError, match=f"attention_backend={name} does not run on a CPU"):
         LLM(**LIMITS, attention_backend=name)
 
 
-def test_native_not_on_a_gpu() -> None:
+def test_the_native_backend_is_refused_on_a_gpu() -> None:
     with pytest.raises(ConfigError, match="native does not run on cuda:1: choose auto or triton"):
         select.check_gpu_attention(torch.device("cuda:1"), ExecutionConfig(attention_backend="native"))
 
 
-def test_an_unknown_one() -> None:
+def test_an_unknown_backend() -> None:
     with pytest.raises(ConfigError, match="attention_backend must be one of auto, triton"):
         LLM(**LIMITS, attention_backend="flash")

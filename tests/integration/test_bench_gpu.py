@@ -1,4 +1,4 @@
-"""`bench/gpu.py` runs to its end on a CPU, with a tiny model: what it measures there is worth nothing, but is told."""
+"""Runs `bench/gpu.py` to its end on a CPU with a tiny model: its figures are meaningless there, but reported."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def lines(file: Path) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture
 def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], dict[str, dict[str, Any]]]]:
-    """Runs one group here and now, as the command does in a process, and returns its lines."""
+    """Runs one group in this process, as the command does in a separate one, and returns its lines."""
     monkeypatch.syspath_prepend(str(BENCH))
     import gpu
 
@@ -46,19 +46,19 @@ def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     torch.set_num_threads(num_threads)
 
 
-def test_groups_have_processes_of_their_own_and_make_one_table(tmp_path: Path) -> None:
+def test_groups_run_in_separate_processes_and_give_one_table(tmp_path: Path) -> None:
     file = tmp_path / "lines"
     places = ("--output", str(file), "--work", str(tmp_path / "work"))
     done = bench(*QUICK, *places, "--only", "decode")
     assert done.returncode == 0, done.stderr
     assert {"decode_b1", "decode_b2", "decode_end"} == set(lines(file))
-    # What takes too long is ended and told, and what was known before stays.
+    # A group that takes too long is ended and reported, and earlier results stay.
     done = bench(*QUICK, *places, "--only", "eager", "--limit", "0.1")
     assert done.returncode == 1
     assert "took longer" in lines(file)["eager_end"]["error"]
     table = done.stdout.split("relative to vLLM")[1]
     assert all(text in table for text in ("| decode_b1 |", "ms/step", "CPU", "| eager |", "took longer than 0 s"))
-    # What has ended, well or not, is not done again; what has no time is named.
+    # Groups that have ended, successfully or not, do not run again; groups without time left are named.
     done = bench(*QUICK, *places, "--only", "decode,eager,soak", "--resume", "--within", "0.01")
     assert done.returncode == 0
     assert "== " not in done.stdout
@@ -124,12 +124,12 @@ def test_differing_tokens_are_reported(group: Callable[[str], Any], tmp_path: Pa
     from gpu_parts.tokens import _compare
 
     job = Job("tokens", "", "cpu", True, str(tmp_path / "lines"), "", 0)
-    # A request that failed has no tokens, or the beginning of them.
+    # A failed request has no tokens or only the first ones.
     _compare(job, "tokens", [[1, 2], [3, 4], [5, 6]], ([[1, 2], [3, 5], [5]], False))
     found = lines(tmp_path / "lines")["tokens"]
     assert (found["value"], found["unit"]) == (1, "of 3 equal")
-    told = "first difference: request 1 token 1 of 2, request 2 token 1 of 2; NOT EXERCISED"
-    assert found["text"].startswith(told)
+    expected = "first difference: request 1 token 1 of 2, request 2 token 1 of 2; NOT EXERCISED"
+    assert found["text"].startswith(expected)
 
 
 @pytest.mark.exhaustive

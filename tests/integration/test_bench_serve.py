@@ -25,7 +25,7 @@ TOKENS_PER_CHUNK = 2
 
 
 class FakeServer:
-    """Answers in chunks of two tokens; every second request waits longer. Keeps what it was asked."""
+    """Answers in chunks of two tokens; every second request waits longer. Records the requests."""
 
     def __init__(self) -> None:
         self.bodies: list[dict[str, Any]] = []
@@ -166,7 +166,7 @@ def test_completions_with_known_delays(server: FakeServer, tmp_path: Path, capsy
         assert line in printed
 
 
-def test_chat_without_a_tokenizer_here(server: FakeServer, tmp_path: Path) -> None:
+def test_chat_without_a_local_tokenizer(server: FakeServer, tmp_path: Path) -> None:
     save = ("--save-detailed", "--result-dir", str(tmp_path), "--result-filename", "r.json")
     chat = ("--backend", "openai-chat", "--api-key", "k", "--max-concurrency", "2", "--num-warmups", "1")
     assert bench(server, "--num-prompts", "4", *SHORT, *save, *chat) == 0
@@ -210,7 +210,7 @@ def test_embeddings_have_vllms_keys_and_no_output_tokens(
     assert "2 failed: not a response of /v1/embeddings" in printed.err
 
 
-def test_a_trace_is_replayed_at_its_times(server: FakeServer, tmp_path: Path) -> None:
+def test_a_trace_is_replayed_at_its_timestamps(server: FakeServer, tmp_path: Path) -> None:
     rows = [
         {"timestamp": 0, "input_length": 520, "output_length": 4, "hash_ids": [1, 2]},
         {"timestamp": 2000, "input_length": 530, "output_length": 4, "hash_ids": [1, 3]},
@@ -251,7 +251,7 @@ def test_an_interrupt_reports_what_was_measured(
     assert "Successful requests:                     3" in captured.out
 
 
-def test_it_waits_for_a_server_that_is_loading(server: FakeServer) -> None:
+def test_the_benchmark_waits_for_a_server_that_is_loading(server: FakeServer) -> None:
     arguments = ("--tokenizer", DEMO, "--num-prompts", "1", *SHORT)
     server.models_refused = 1
     assert bench(server, "--ready-check-timeout-sec", "30", *arguments) == 0
@@ -279,12 +279,12 @@ def test_it_waits_for_a_server_that_is_loading(server: FakeServer) -> None:
         (("--base-url", "http://127.0.0.1:9"), "is the server up"),
     ],
 )
-def test_mistakes(server: FakeServer, arguments: tuple[str, ...], named: str) -> None:
+def test_invalid_arguments(server: FakeServer, arguments: tuple[str, ...], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         bench(server, *arguments)
 
 
 @pytest.mark.parametrize("argument", ["--goodput=itl:5", "--request-rate=0", "--metric-percentiles=101", "--seed=x"])
-def test_mistakes_of_spelling(server: FakeServer, argument: str) -> None:
+def test_arguments_that_cannot_be_parsed(server: FakeServer, argument: str) -> None:
     with pytest.raises(SystemExit):
         bench(server, argument)

@@ -19,7 +19,7 @@ INTERRUPTED = 130
 
 
 def converse(terminal: Terminal) -> str:
-    """The same conversation with an engine of the process and with a server; returns what was shown."""
+    """Holds the conversation of both tests; returns what the terminal showed."""
     terminal.say(b"/help")
     terminal.say(b"/hlep")
     terminal.say(b"What is 123 + 456?")
@@ -51,7 +51,7 @@ def converse(terminal: Terminal) -> str:
     return shown
 
 
-def test_a_conversation_with_an_engine_of_the_process() -> None:
+def test_a_conversation_with_an_engine_in_the_process() -> None:
     with in_terminal([*PENSTOCK, "chat", "demo", "--temperature", "0", "--max-tokens", "30", *SMALL]) as terminal:
         shown = converse(terminal)
     assert shown.startswith("Loading demo ...\n  model ")
@@ -72,7 +72,7 @@ def test_a_conversation_with_a_server() -> None:
 def test_ctrl_c_stops_an_answer_and_clears_a_line() -> None:
     with in_terminal([*PENSTOCK, "chat", "--max-model-len", "512", "--kv-cache-memory", "20MB"]) as terminal:
         terminal.say(b"Tell me a long story.")
-        terminal.read_until(b"\n")  # of the question
+        terminal.read_until(b"\n")  # after the question
         terminal.read_until(b" ")
         terminal.type(CTRL_C)
         terminal.read_until(b"> ")
@@ -96,22 +96,22 @@ STARTS = {
 
 @pytest.mark.spread(1)
 @pytest.mark.parametrize("name", STARTS)
-def test_ctrl_c_while_it_starts_ends_it_without_a_traceback(name: str) -> None:
-    """At several moments, from the first import to the start of child processes and the load of the model."""
+def test_ctrl_c_during_the_start_ends_without_a_traceback(name: str) -> None:
+    """Tries several moments, from the first import to the start of child processes and the load of the model."""
     for delay in (0.15, 0.3, 0.6, 1.2, 2.4, *((12.0,) if name == "verify" else ())):
         with in_terminal([*PENSTOCK, *STARTS[name]]) as terminal:
             time.sleep(delay)
             terminal.type(CTRL_C)
             if name == "chat":
-                terminal.type(CTRL_D)  # where it has reached its prompt, Ctrl-C discards a line only
+                terminal.type(CTRL_D)  # at its prompt, Ctrl-C only discards a line
             code = terminal.wait()
-        # A machine that is slow has not begun to run our code; one that is fast has started the server.
+        # A slow machine has not begun to run Penstock's code; a fast one has started the server.
         assert code in (0, INTERRUPTED) or delay < 0.5, (delay, terminal.shown)
         assert b"Traceback" not in terminal.shown or b"penstock" not in terminal.shown, (delay, terminal.shown)
 
 
 class Foreign(BaseHTTPRequestHandler):
-    """A server of another make: it has no /tokenize, says no context length, and refuses long conversations."""
+    """A server of another project: it has no /tokenize, states no context length, and refuses long conversations."""
 
     protocol_version = "HTTP/1.1"
     asked: list[dict[str, Any]]
@@ -163,7 +163,7 @@ def foreign() -> Iterator[str]:
         server.shutdown()
 
 
-def test_a_server_of_another_make(foreign: str) -> None:
+def test_a_server_of_another_project(foreign: str) -> None:
     with in_terminal([*PENSTOCK, "chat", "--url", foreign, "--system", "Be brief."]) as terminal:
         for text in (b"one", b"two", b"break", b"three"):
             terminal.say(text)
@@ -173,11 +173,11 @@ def test_a_server_of_another_make(foreign: str) -> None:
     assert f"Connected to {foreign}: foreign\r\n" in shown
     assert "[the context is full: the oldest turn was dropped from the conversation]" in shown
     assert "penstock: the connection ended before the answer did" in shown
-    said = [[message["content"] for message in body["messages"]] for body in Foreign.asked]
-    assert said[0] == ["Be brief.", "one"]
+    sent = [[message["content"] for message in body["messages"]] for body in Foreign.asked]
+    assert sent[0] == ["Be brief.", "one"]
     # Refused with the first turn, then sent without it.
-    assert said[1:3] == [["Be brief.", "one", "fine", "two"], ["Be brief.", "two"]]
-    assert said[-1] == ["Be brief.", "three"]
+    assert sent[1:3] == [["Be brief.", "one", "fine", "two"], ["Be brief.", "two"]]
+    assert sent[-1] == ["Be brief.", "three"]
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_a_server_of_another_make(foreign: str) -> None:
         (["--api-key", "x"], "pass --url too"),
     ],
 )
-def test_mistakes(arguments: list[str], message: str) -> None:
+def test_invalid_arguments(arguments: list[str], message: str) -> None:
     with in_terminal([*PENSTOCK, "chat", *arguments]) as terminal:
         assert terminal.wait() == 2
     assert message in terminal.shown.decode()

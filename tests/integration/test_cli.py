@@ -1,4 +1,4 @@
-"""The command line as a user meets it: real processes, real pipes, a real terminal."""
+"""The command line as a user runs it, in real processes with real pipes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run(*arguments: str, stdin: str | bytes = "") -> subprocess.CompletedProcess
 
 
 def assert_start_lines(text: str) -> None:
-    """The lines that every command with an engine prints at the start."""
+    """Asserts the lines that every command with an engine prints at the start."""
     assert text.startswith("Loading demo ...\n")
     assert re.search(r"^  model +demo, bfloat16$", text, re.MULTILINE)
     assert re.search(r"^  device +cpu, (amx|avx512|avx2|generic|torch) kernels, \d+ threads?$", text, re.MULTILINE)
@@ -63,10 +63,10 @@ def test_generate_reads_standard_input_and_writes_json() -> None:
         (["bench", "throughput", "--output-len", "8", "--runner", "pooling", *ENGINE], "", "generates no tokens"),
     ],
 )
-def test_mistakes_are_the_last_line_and_exit_code_2(arguments: list[str], stdin: str | bytes, named: str) -> None:
+def test_errors_are_the_last_line_with_exit_code_2(arguments: list[str], stdin: str | bytes, named: str) -> None:
     done = run(*arguments, stdin=stdin)
     assert done.returncode == 2
-    # What is seen only when the engine has been asked for comes after the lines of the start.
+    # Errors found only after the start of the engine follow the lines of the start.
     *before, last = done.stderr.decode().strip().splitlines()
     assert named in last
     assert all(line.startswith(("Loading ", "  ")) for line in before)
@@ -82,7 +82,7 @@ def test_mistakes_are_the_last_line_and_exit_code_2(arguments: list[str], stdin:
         (["latency", "--batch-size", "2", "--num-iters", "2"], {"avg_latency", "latencies", "percentiles"}),
     ],
 )
-def test_bench_of_an_engine_that_pools(kind: list[str], keys: set[str]) -> None:
+def test_bench_of_a_pooling_engine(kind: list[str], keys: set[str]) -> None:
     done = run("bench", *kind, "--input-len", "500", "--runner", "pooling", *ENGINE)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)

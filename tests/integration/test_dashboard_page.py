@@ -1,4 +1,4 @@
-"""The dashboard page in a real browser, against a made-up engine."""
+"""The dashboard page in a real browser, with a fake engine."""
 
 from __future__ import annotations
 
@@ -48,20 +48,20 @@ def browser() -> Iterator[Any]:
 
 
 def block_counts(page: Any) -> list[int]:
-    """The legend of the block map, read at one moment: free, cached, owned, loading, pinned."""
+    """Returns the legend of the block map, read at one moment: free, cached, owned, loading, pinned."""
     texts = page.evaluate("[...'fcolp'].map((letter) => document.getElementById(`count-${letter}`).innerText)")
     return [int(text.replace(",", "")) for text in texts]
 
 
 def check_reads_once(page: Any, server: FakeServer) -> None:
-    """The page has one connection, and another event brings no second one."""
+    """Asserts that the page has one connection, also after another event."""
     eventually(lambda: server.num_streams == 1, PATIENCE_S)
     page.wait_for_function("(time) => latest.time > time", arg=page.evaluate("latest.time"))
     assert server.num_streams == 1
 
 
 def busy_engine() -> FakeEngine:
-    """Always at the same step, whenever a page looks at it."""
+    """Returns an engine that is paused at a fixed step."""
     engine = FakeEngine()
     for _ in range(900):
         engine.step()
@@ -169,7 +169,7 @@ def test_a_large_pool_shows_exact_counts_and_its_map_when_it_fills(browser: Any,
     watched.close()
 
 
-def test_every_one_of_many_lanes_has_its_own_name(browser: Any, busy: FakeServer) -> None:
+def test_each_of_many_lanes_shows_its_own_name(browser: Any, busy: FakeServer) -> None:
     watched = Watched(browser, busy.url)
     page = watched.live()
     page.wait_for_selector("#lanes-canvas[aria-label]")
@@ -194,14 +194,14 @@ def test_every_one_of_many_lanes_has_its_own_name(browser: Any, busy: FakeServer
       return [labels, rowHeight(), $("lanes").scrollTop, AXIS, $("lanes").clientHeight];
     }""")
     assert scroll > 0
-    assert step >= 12, "a name has room"
+    assert step >= 12, "a name fits"
     assert len(labels) >= (height - axis) // step
     for row, y in labels:
         assert abs(y - (axis + (row + 0.5) * step - scroll)) <= 1, (row, y)
     watched.close()
 
 
-def test_the_chat_folds_away(browser: Any, idle: FakeServer) -> None:
+def test_the_chat_can_be_folded(browser: Any, idle: FakeServer) -> None:
     watched = Watched(browser, idle.url)
     page = watched.live()
     before = page.locator("#timeline").bounding_box()
@@ -212,7 +212,7 @@ def test_the_chat_folds_away(browser: Any, idle: FakeServer) -> None:
     page.reload()
     page = watched.live()
     sync_api.expect(page.locator("#ask")).to_be_hidden()
-    # What leads to the chat box unfolds it.
+    # The button that leads to the chat box unfolds it.
     page.click("#vacant button")
     sync_api.expect(page.locator("#ask")).to_be_visible()
     assert page.evaluate("[document.activeElement.id, localStorage.length]") == ["prompt", 0]
@@ -244,7 +244,7 @@ def test_request_details_by_pointer_and_by_keyboard(browser: Any, busy: FakeServ
 @pytest.mark.spread(2)
 @pytest.mark.parametrize("viewport", [LAPTOP, PHONE, {"width": 820, "height": 1180}], ids=["laptop", "phone", "tablet"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_fits_and_can_be_read(browser: Any, busy: FakeServer, viewport: dict[str, int], scheme: str) -> None:
+def test_the_page_fits_and_is_readable(browser: Any, busy: FakeServer, viewport: dict[str, int], scheme: str) -> None:
     watched = Watched(browser, busy.url, viewport=viewport, color_scheme=scheme)
     page = watched.live()
     page.fill("#prompt", "hello " + "x" * 200)
@@ -322,7 +322,7 @@ def test_chat_shows_the_servers_error(browser: Any, idle: FakeServer) -> None:
     watched.close()
 
 
-def test_asks_for_the_key(browser: Any) -> None:
+def test_the_page_asks_for_the_key(browser: Any) -> None:
     with FakeServer(FakeEngine(idle=True), api_key="sesame") as server:
         watched = Watched(browser, server.url)
         page = watched.page
@@ -348,7 +348,7 @@ def test_asks_for_the_key(browser: Any) -> None:
         watched.close()
 
 
-def test_disconnection_shows_and_heals(browser: Any, idle: FakeServer) -> None:
+def test_a_disconnection_is_shown_and_repaired(browser: Any, idle: FakeServer) -> None:
     watched = Watched(browser, idle.url)
     page = watched.live()
     idle.cut = True
@@ -362,7 +362,7 @@ def test_disconnection_shows_and_heals(browser: Any, idle: FakeServer) -> None:
     watched.close()
 
 
-def test_hidden_page_stops_reading(browser: Any, idle: FakeServer) -> None:
+def test_a_hidden_page_stops_reading(browser: Any, idle: FakeServer) -> None:
     watched = Watched(browser, idle.url)
     page = watched.live()
     hide = "(hidden) => { Object.defineProperty(document, 'hidden', { value: hidden, configurable: true });"
@@ -377,8 +377,8 @@ def test_hidden_page_stops_reading(browser: Any, idle: FakeServer) -> None:
     watched.close()
 
 
-def test_hours_leave_no_trace(browser: Any, busy: FakeServer) -> None:
-    """An hour of events, given to the page at once, leaves it no more to remember than a minute does."""
+def test_hours_of_events_do_not_accumulate(browser: Any, busy: FakeServer) -> None:
+    """After an hour of events, given to it at once, the page stores no more than after a minute."""
     watched = Watched(browser, busy.url)
     page = watched.live()
     sizes = page.evaluate("""() => {
@@ -400,7 +400,7 @@ def test_hours_leave_no_trace(browser: Any, busy: FakeServer) -> None:
     watched.close()
 
 
-# ---- With a real engine behind it ----
+# ---- With a real engine ----
 
 
 @pytest.mark.long
@@ -418,7 +418,7 @@ def test_a_conversation_with_the_real_engine(browser: Any) -> None:
         sync_api.expect(page.locator(".figures")).to_contain_text("12 tokens")
         page.wait_for_selector("#lanes-canvas[aria-label*='1']")
         sync_api.expect(page.locator("#count-c")).not_to_have_text("0")
-        # With the next frame, or the one after.
+        # It is drawn with the next frame or the one after.
         page.wait_for_function(f"({COUNT_PIXELS})(['lanes-canvas', '--decode']) > 0")
         assert sum(block_counts(page)) == 199
         assert watched.complaints == []
@@ -428,7 +428,7 @@ def test_a_conversation_with_the_real_engine(browser: Any) -> None:
 
 
 @pytest.mark.long
-def test_the_key_opens_the_real_server(browser: Any) -> None:
+def test_the_key_gives_access_to_the_real_server(browser: Any) -> None:
     with serve("--api-key", "open-sesame") as server:
         watched = Watched(browser, server.url)
         page = watched.page

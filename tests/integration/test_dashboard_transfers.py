@@ -1,4 +1,4 @@
-"""The dashboard's card of transfers between engines in a real browser, against made-up counts."""
+"""The dashboard's card of transfers between engines in a real browser, with made-up counts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium on PATH")
 
 HOSTILE = 'x.p2p_to/<img src=x onerror="hit=1"><script>hit=1</script>\u202e.num_chunks/tokens\n' + "z" * 60
 
-# Gives the page, which reads no more, a look at the engine `seconds` later, at which a count has grown.
+# Stops the page's connection and gives it a state `seconds` later with another value of one count.
 LATER = """([seconds, name, value]) => {
   connection.abort();
   const connector = { ...latest.stats.connector, [name]: value };
@@ -38,13 +38,13 @@ def idle() -> Iterator[FakeServer]:
 
 
 def rows(page: Any) -> list[list[str]]:
-    """The table as a screen reader finds it, without its headings."""
+    """Returns the table as a screen reader finds it, without its headings."""
     found = [row.locator("[role=rowheader], [role=cell]").all() for row in page.get_by_role("row").all()]
     return [[cell.inner_text() for cell in cells] for cells in found if cells]
 
 
 def facts(page: Any) -> dict[str, int]:
-    """The counts below the table that are shown, by the role that they belong to and their name."""
+    """Returns the visible counts below the table, by their role and name."""
     return page.evaluate("""() => {
       const shown = [...document.querySelectorAll("#transfer-counts dd")].filter((dd) => dd.checkVisibility());
       const name = (dd) => dd.previousSibling.firstChild.data;
@@ -83,20 +83,20 @@ def test_a_row_for_each_peer_and_direction(browser: Any, idle: FakeServer) -> No
     watched.close()
 
 
-def test_rates_are_those_of_the_last_seconds(browser: Any, idle: FakeServer) -> None:
+def test_rates_cover_the_last_seconds(browser: Any, idle: FakeServer) -> None:
     idle.engine.connector = played().counters()
     watched = Watched(browser, idle.url)
     page = watched.live()
-    # The engine's own reports must not come in between.
+    # The engine's own reports must not interfere.
     page.route("**/dashboard/events*", lambda route: route.abort())
     page.evaluate("moved = []")
     rates = page.locator("#peers tbody tr").first.locator("td")
     seen = []
     for seconds, name, value in [
-        (0, "p2p_from/prefill-0/tokens", 1500),  # the first look: no rate yet
+        (0, "p2p_from/prefill-0/tokens", 1500),  # the first report: no rate yet
         (4, "p2p_from/prefill-0/tokens", 1900),
         (4, "p2p_from/prefill-0/bytes", 212_536_000),
-        (30, "p2p_from/prefill-0/bytes", 212_536_000),  # what was seen before is too old
+        (30, "p2p_from/prefill-0/bytes", 212_536_000),  # the previous report is too old
         (2, "p2p_from/prefill-0/tokens", 3900),
         (2, "p2p_from/prefill-0/tokens", 7),  # the engine has restarted
         (2, "p2p_from/prefill-0/tokens", 9),
@@ -158,7 +158,7 @@ def test_counts_of_both_roles_are_explained(browser: Any, idle: FakeServer) -> N
 
 
 @pytest.mark.parametrize("child", ["", "fast."], ids=["alone", "child"])
-def test_an_id_is_text_whatever_is_in_it(browser: Any, idle: FakeServer, child: str) -> None:
+def test_engine_ids_are_always_shown_as_text(browser: Any, idle: FakeServer, child: str) -> None:
     transfers = FakeTransfers()
     for engine_id in (HOSTILE, "10.0.0.7", ""):
         transfers.on_moved("from", engine_id, 77, 7_700, 0.01)
@@ -169,7 +169,7 @@ def test_an_id_is_text_whatever_is_in_it(browser: Any, idle: FakeServer, child: 
     sync_api.expect(names).to_have_count(3)
     assert [name.text_content() for name in names.all()] == [HOSTILE, "10.0.0.7", ""]
     assert page.locator("#peers tbody th").first.get_attribute("title") == HOSTILE
-    assert names.first.evaluate("(name) => name.scrollWidth > name.clientWidth"), "it is cut"
+    assert names.first.evaluate("(name) => name.scrollWidth > name.clientWidth"), "it is truncated"
     assert names.first.bounding_box()["height"] == names.nth(1).bounding_box()["height"]
     assert [row[3] for row in rows(page)] == ["77", "77", "77"]
     assert page.locator("#transfers :is(img, script)").count() == 0
@@ -182,8 +182,8 @@ def test_an_id_is_text_whatever_is_in_it(browser: Any, idle: FakeServer, child: 
 @pytest.mark.long
 @pytest.mark.parametrize("viewport", [LAPTOP, PHONE, {"width": 820, "height": 1180}], ids=["laptop", "phone", "tablet"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_fits_and_can_be_read(browser: Any, idle: FakeServer, viewport: dict[str, int], scheme: str) -> None:
-    """With the most peers that an engine tells apart."""
+def test_the_card_fits_and_is_readable(browser: Any, idle: FakeServer, viewport: dict[str, int], scheme: str) -> None:
+    """Shows the largest number of peers that an engine distinguishes."""
     transfers = played()
     for number in range(64):
         transfers.on_moved("from", f"{number:032x}", 123_456_789, 123_456_789_012, 4e9)
@@ -195,19 +195,19 @@ def test_fits_and_can_be_read(browser: Any, idle: FakeServer, viewport: dict[str
     assert len(rows(page)) == 66, "the styles of a small screen hide no row from a screen reader"
     for wide in ("document.documentElement", "$('peers')", "$('transfer-counts')"):
         assert page.evaluate(f"{wide}.scrollWidth <= {wide}.clientWidth"), wide
-    # It scrolls, and with the keyboard too.
+    # The table scrolls, also with the keyboard.
     page.focus("#peers")
     page.keyboard.press("End")
     page.wait_for_function("() => $('peers').scrollTop > 100")
     assert page.locator("#transfers").bounding_box()["height"] < 600
-    assert page.locator("#lanes").bounding_box()["height"] > 80, "the timeline keeps its room"
+    assert page.locator("#lanes").bounding_box()["height"] > 80, "the timeline keeps its height"
     assert page.evaluate(FAINT_TEXT) == []
     assert watched.complaints == []
     watched.close()
 
 
 @pytest.mark.long
-def test_hours_leave_no_trace(browser: Any, idle: FakeServer) -> None:
+def test_hours_of_events_do_not_accumulate(browser: Any, idle: FakeServer) -> None:
     idle.engine.connector = played().counters()
     watched = Watched(browser, idle.url)
     page = watched.live()

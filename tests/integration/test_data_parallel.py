@@ -1,4 +1,4 @@
-"""`--data-parallel-size`: several engine cores behind one server, whose answers are those of one."""
+"""`--data-parallel-size`: several engine cores behind one server give the answers of one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def complete(server: ServerProcess, prompt: str, rank: str | None = None) -> Ans
 
 
 def by_engine(server: ServerProcess, name: str) -> dict[str, float]:
-    """A metric's values by the label `engine`."""
+    """Returns a metric's values by the label `engine`."""
     found: dict[str, float] = {}
     for line in call(server.url, "GET", "/metrics").body.decode().splitlines():
         if line.startswith(name + "{"):
@@ -51,7 +51,7 @@ def cores(server: ServerProcess) -> list[int]:
     return sorted(int(child) for child in text.split())
 
 
-def test_the_answers_are_those_of_one_engine_and_both_work(server: ServerProcess) -> None:
+def test_both_engines_give_the_answers_of_a_single_one(server: ServerProcess) -> None:
     before = by_engine(server, "vllm:generation_tokens_total")
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         answers = list(pool.map(lambda prompt: complete(server, prompt), PROMPTS))
@@ -74,7 +74,7 @@ def test_the_header_chooses_the_engine(server: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize("rank", ["2", "-1", "one", ""])
-def test_a_rank_that_is_not_there_is_refused(server: ServerProcess, rank: str) -> None:
+def test_an_invalid_rank_is_refused(server: ServerProcess, rank: str) -> None:
     answer = complete(server, "Once", rank)
     assert answer.status == 400
     assert "rank" in answer.json()["error"]["message"].lower()
@@ -95,7 +95,7 @@ def test_each_engine_reports_its_configuration(server: ServerProcess) -> None:
     assert by_engine(server, "vllm:cache_config_info") == {"0": 1.0, "1": 1.0}
 
 
-def test_the_administration_reaches_all_of_them(server: ServerProcess) -> None:
+def test_the_administration_reaches_all_engines(server: ServerProcess) -> None:
     prompt = "A long walk beside the river and over the hill to the mill. " * 3
     assert [complete(server, prompt, rank).status for rank in ("0", "1")] == [200, 200]
     hits = by_engine(server, "vllm:prefix_cache_hits_total")
@@ -106,16 +106,16 @@ def test_the_administration_reaches_all_of_them(server: ServerProcess) -> None:
 
 
 def cached(server: ServerProcess, prompt: str, rank: str | None = None) -> int:
-    """Tokens of the prompt that the engine which completes it has cached."""
+    """Completes the prompt; returns how many of its tokens were cached."""
     usage = complete(server, prompt, rank).json()["usage"]
     return usage["prompt_tokens_details"]["cached_tokens"]
 
 
 @pytest.mark.long
-def test_a_second_turn_goes_where_the_first_one_ran() -> None:
+def test_a_second_turn_goes_to_the_engine_of_the_first() -> None:
     first = "A long walk beside the river and over the hill to the mill. " * 3
     with serve(*FLAGS, "--data-parallel-policy", "prefix-aware") as aware, serve(*FLAGS) as unaware:
-        # Without the policy the next idle engine has its turn, which is the other one.
+        # Without the policy the other engine is the next one.
         for server, is_found in ((aware, True), (unaware, False)):
             assert cached(server, first) == 0
             assert (cached(server, f"{first} And then?") > 0) is is_found
@@ -128,10 +128,10 @@ def test_a_second_turn_goes_where_the_first_one_ran() -> None:
 
 
 @pytest.mark.alone
-def test_the_others_go_on_when_one_dies() -> None:
+def test_the_other_engine_continues_when_one_dies() -> None:
     with serve(*FLAGS) as server, ExitStack() as stack:
         streams = [stack.enter_context(closing(Stream(server.url, COMPLETIONS, endless()))) for _ in range(2)]
-        # One after the other: each goes to the engine that has less to do.
+        # One after the other: each goes to the engine with less work.
         assert [stream.begin() for stream in streams] == [200, 200]
         eventually(lambda: list(by_engine(server, "vllm:num_requests_running").values()) == [1, 1], 30)
         os.kill(cores(server)[0], signal.SIGKILL)
@@ -149,7 +149,7 @@ def test_the_others_go_on_when_one_dies() -> None:
 
 @pytest.mark.long
 @pytest.mark.alone
-def test_the_server_ends_when_the_last_one_has_died() -> None:
+def test_the_server_ends_when_all_engines_have_died() -> None:
     with serve(*FLAGS) as server:
         for core in cores(server):
             os.kill(core, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""`penstock demo-pd`: clients get one engine's answers, whatever the prefill instance does."""
+"""`penstock demo-pd`: clients get the answers of one engine, also without the prefill instance."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.integration.transfer_libraries import with_library
 SECONDS = 120
 
 
-def test_the_demo_takes_every_transport_of_the_connector() -> None:
+def test_the_demo_accepts_every_transport_of_the_connector() -> None:
     for transport in TRANSPORTS:
         assert make_parser().parse_args(["demo-pd", "--transport", transport]).transport == transport
     with pytest.raises(SystemExit):
@@ -102,7 +102,7 @@ def test_answers_errors_and_the_end_of_the_prefill_instance(demo: Demo, expected
 
 
 def find_server(demo: Demo, instance: int) -> int:
-    """The process that listens at an instance's address."""
+    """Returns the process that listens at an instance's address."""
     port = demo.urls[instance].rpartition(":")[2]
     children = f"/proc/{demo.process.pid}/task/{demo.process.pid}/children"
     with open(children, encoding="utf-8") as file:

@@ -1,6 +1,6 @@
-"""Promise P4 for disaggregation: where a prompt is computed changes no token, and no draft is taken otherwise.
+"""Promise P4 for disaggregation: the engine that computes a prompt changes neither tokens nor accepted drafts.
 
-Every cell runs requests on one engine, and then each of them with its prompt in engine P and its answer in engine D.
+Every cell runs requests on one engine, and then with their prompts in engine P and their answers in engine D.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FACT = "Remember this. The key of Anna is in the red box. The key of Ben is unde
 
 
 def requests() -> list[tuple[str, SamplingParams]]:
-    """Of many lengths, among them whole blocks; some greedy, some seeded."""
+    """Returns requests of many lengths, among them whole blocks; some greedy, some seeded."""
     made = []
     for number in range(8):
         text = FACT * (number % 3 + 1) + f"Story {number} began" + " once" * (7 * number) + ". What is 12 + 30?"
@@ -65,7 +65,7 @@ def engine(**changes: Any) -> Iterator[LLM]:
 
 @contextlib.contextmanager
 def pair(transport: str = "sockets", options: Any = None, **changes: Any) -> Iterator[tuple[LLM, LLM]]:
-    """P and D. What is in `options` belongs to their connectors."""
+    """Starts P and D; `options` are options of their connectors."""
     with (
         engine(kv_transfer_config=transfer_config("kv_producer", transport, **(options or {})), **changes) as prefill,
         engine(kv_transfer_config=transfer_config("kv_consumer", transport, **(options or {})), **changes) as decode,
@@ -80,16 +80,16 @@ def complete(llm: LLM, prompt: Any, params: SamplingParams) -> Any:
 
 
 def prefill_for(llm: LLM, prompt: Any, params: SamplingParams) -> dict[str, Any]:
-    """What P says to D."""
+    """Computes the prompt in P; returns the parameters for D."""
     asked = replace(params, max_tokens=1, kv_transfer_params={"do_remote_decode": True})
-    said = complete(llm, prompt, asked).kv_transfer_params
-    assert said["do_remote_prefill"]
-    return json.loads(json.dumps(said))
+    handoff = complete(llm, prompt, asked).kv_transfer_params
+    assert handoff["do_remote_prefill"]
+    return json.loads(json.dumps(handoff))
 
 
 def disaggregated(prefill: LLM, decode: LLM, prompt: Any, params: SamplingParams) -> Any:
-    said = prefill_for(prefill, prompt, params)
-    return complete(decode, prompt, replace(params, kv_transfer_params=said))
+    handoff = prefill_for(prefill, prompt, params)
+    return complete(decode, prompt, replace(params, kv_transfer_params=handoff))
 
 
 def connector(llm: LLM, name: str) -> float:
@@ -109,7 +109,7 @@ def test_tokens_and_acceptance_are_those_of_one_engine(
 
 
 def check_identity(method: str, overlap: bool, block_sizes: tuple[int, int], config: dict[str, Any]) -> None:
-    """`config` lacks the role and the id."""
+    """Compares P and D with one engine; `config` lacks the role and the id."""
     for_p, for_d = ({**config, "kv_role": role, "engine_id": role} for role in ("kv_producer", "kv_consumer"))
     common: dict[str, Any] = {"async_scheduling": overlap}
     if METHODS[method] is not None:
@@ -136,8 +136,8 @@ def check_identity(method: str, overlap: bool, block_sizes: tuple[int, int], con
         assert connector(prefill, "held") == 0
 
 
-def test_both_caches_know_the_second_turn() -> None:
-    """What D computed is found in D's cache; P computes what it has not seen, and D pulls what D has not seen."""
+def test_both_caches_are_used_in_the_second_turn() -> None:
+    """D finds in its cache what it computed; P computes only what is new to it, and D pulls only what is new to D."""
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     with pair() as (prefill, decode):
         tokenizer = decode.get_tokenizer()
@@ -156,7 +156,7 @@ def test_both_caches_know_the_second_turn() -> None:
         assert complete(one, {"prompt_token_ids": second}, params).outputs[0].token_ids == again.outputs[0].token_ids
 
 
-def test_what_d_has_already_is_not_held_by_p() -> None:
+def test_p_does_not_pin_blocks_that_d_has_already() -> None:
     params = SamplingParams(temperature=0, max_tokens=4)
     with pair() as (prefill, decode):
         complete(decode, FACT * 2, params)
@@ -175,11 +175,11 @@ def wait_for(llm: LLM, name: str, value: float) -> None:
     raise AssertionError(f"{name} is {connector(llm, name)} and not {value}")
 
 
-# ---- Concurrent, as MooncakeConnector's proxies do it ----
+# ---- Concurrent requests, as MooncakeConnector's proxies send them ----
 
 
 def concurrent_params(prefill: LLM, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """For P and for D, with what P's bootstrap server says."""
+    """Returns the parameters for P and for D, with the engine id that P's bootstrap server returns."""
     port = prefill.config.kv_transfer.kv_connector_extra_config["bootstrap_port"]  # type: ignore[union-attr]
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/query", timeout=10) as response:
         engine_id = json.load(response)["0"]["engine_id"]
@@ -206,7 +206,7 @@ def concurrent_pair(**changes: Any) -> Iterator[tuple[LLM, LLM]]:
 
 
 @pytest.mark.parametrize("p_waits", [0.0, 0.3], ids=["at_once", "d_first"])
-def test_both_engines_get_the_request_at_once(p_waits: float) -> None:
+def test_both_engines_receive_the_request_at_the_same_time(p_waits: float) -> None:
     prompt, params = requests()[1]
     with engine() as one:
         expected = complete(one, prompt, params).outputs[0].token_ids
@@ -223,7 +223,7 @@ def test_both_engines_get_the_request_at_once(p_waits: float) -> None:
         assert connector(decode, "consumer_completed") == 3
 
 
-def test_a_request_that_p_never_gets_is_computed_by_d() -> None:
+def test_a_request_that_p_never_receives_is_computed_by_d() -> None:
     prompt, params = requests()[1]
     config = {**transfer_config("kv_consumer", name="MooncakeConnector"), "kv_load_timeout": 1.0}
     with concurrent_pair() as (prefill, _), engine(kv_transfer_config=config) as decode:
@@ -235,19 +235,19 @@ def test_a_request_that_p_never_gets_is_computed_by_d() -> None:
         assert decode.stats().remote_kv.num_failed + decode.stats().remote_kv.num_timeouts == 1
 
 
-# ---- What can be wrong ----
+# ---- Faults ----
 
 
-def changed(said: dict[str, Any], what: str) -> dict[str, Any]:
+def changed(handoff: dict[str, Any], what: str) -> dict[str, Any]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         unused = free.getsockname()[1]
     return {
-        "forged": {**said, "ticket": said["ticket"][:-8] + "AAAAAAAA"},
-        "truncated": {**said, "ticket": said["ticket"][:40]},
-        "other engine": {**said, "remote_engine_id": "somebody"},
-        "unknown address": {**said, "remote_port": unused},
-        "foreign address": {**said, "remote_host": "192.0.2.1"},
+        "forged": {**handoff, "ticket": handoff["ticket"][:-8] + "AAAAAAAA"},
+        "truncated": {**handoff, "ticket": handoff["ticket"][:40]},
+        "other engine": {**handoff, "remote_engine_id": "somebody"},
+        "unknown address": {**handoff, "remote_port": unused},
+        "foreign address": {**handoff, "remote_host": "192.0.2.1"},
     }[what]
 
 
@@ -264,7 +264,7 @@ REASONS = {
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_what_cannot_be_trusted_is_recomputed_or_an_error(policy: str) -> None:
+def test_refused_transfers_are_recomputed_or_an_error(policy: str) -> None:
     prompt, params = requests()[1]
     config = {**transfer_config("kv_consumer"), "kv_load_failure_policy": policy}
     with engine() as one:
@@ -274,9 +274,9 @@ def test_what_cannot_be_trusted_is_recomputed_or_an_error(policy: str) -> None:
         engine(kv_transfer_config=transfer_config("kv_producer")) as prefill,
     ):
 
-        def check(name: str, said: dict[str, Any], number: int = 0) -> None:
+        def check(name: str, handoff: dict[str, Any], number: int = 0) -> None:
             decode.reset_prefix_cache()
-            asked = replace(params, kv_transfer_params=said)
+            asked = replace(params, kv_transfer_params=handoff)
             (found,) = decode.generate([(prompt, FACT * 3)[number]], [asked], use_tqdm=False)
             if policy == "recompute":
                 assert found.outputs[0].token_ids == expected[number], name
@@ -288,13 +288,13 @@ def test_what_cannot_be_trusted_is_recomputed_or_an_error(policy: str) -> None:
 
         for name in ("forged", "truncated", "other engine", "unknown address", "foreign address"):
             check(name, changed(prefill_for(prefill, prompt, params), name))
-        said = prefill_for(prefill, prompt, params)
-        complete(decode, prompt, replace(params, kv_transfer_params=said))
-        check("used twice", said)
+        handoff = prefill_for(prefill, prompt, params)
+        complete(decode, prompt, replace(params, kv_transfer_params=handoff))
+        check("used twice", handoff)
         check("other prompt", prefill_for(prefill, prompt, params), number=1)
-        said = prefill_for(prefill, prompt, params)
+        handoff = prefill_for(prefill, prompt, params)
         prefill.shutdown()
-        check("gone", said)
+        check("gone", handoff)
 
 
 @pytest.mark.parametrize(
@@ -312,8 +312,8 @@ def test_an_engine_with_another_model_is_refused_with_the_difference(changes: di
         engine(kv_transfer_config=transfer_config("kv_producer"), **changes) as prefill,
         engine(kv_transfer_config=config) as decode,
     ):
-        said = prefill_for(prefill, prompt, params)
-        (found,) = decode.generate([prompt], [replace(params, kv_transfer_params=said)], use_tqdm=False)
+        handoff = prefill_for(prefill, prompt, params)
+        (found,) = decode.generate([prompt], [replace(params, kv_transfer_params=handoff)], use_tqdm=False)
     if not named:
         assert found.error is None  # the same model under another path, with another number of threads
         return
@@ -322,18 +322,18 @@ def test_an_engine_with_another_model_is_refused_with_the_difference(changes: di
     assert named in found.error
 
 
-def test_an_engine_restarted_at_the_same_address_knows_no_old_tickets() -> None:
+def test_an_engine_restarted_at_the_same_address_refuses_old_tickets() -> None:
     prompt, params = requests()[1]
     with engine() as one:
         expected = complete(one, prompt, params).outputs[0].token_ids
     with engine(kv_transfer_config=transfer_config("kv_consumer")) as decode:
         with engine(kv_transfer_config=transfer_config("kv_producer")) as prefill:
-            said = prefill_for(prefill, prompt, params)
+            handoff = prefill_for(prefill, prompt, params)
             complete(decode, prompt, replace(params, kv_transfer_params=prefill_for(prefill, prompt, params)))
-        config = {**transfer_config("kv_producer"), "kv_port": said["remote_port"]}
+        config = {**transfer_config("kv_producer"), "kv_port": handoff["remote_port"]}
         with engine(kv_transfer_config=config) as prefill:
             decode.reset_prefix_cache()
-            found = complete(decode, prompt, replace(params, kv_transfer_params=said))
+            found = complete(decode, prompt, replace(params, kv_transfer_params=handoff))
             assert found.outputs[0].token_ids == expected
             assert connector(decode, "consumer_refused") == 1
             decode.reset_prefix_cache()
@@ -351,7 +351,7 @@ def test_an_engine_restarted_at_the_same_address_knows_no_old_tickets() -> None:
         ("kv_both", {"do_remote_prefill": True, "do_remote_decode": True}, "exclude"),
     ],
 )
-def test_half_of_the_parameters_is_the_requests_error(role: str, params: dict[str, Any], named: str) -> None:
+def test_incomplete_parameters_are_request_errors(role: str, params: dict[str, Any], named: str) -> None:
     with engine(kv_transfer_config=transfer_config(role)) as llm:
         with pytest.raises(RequestError, match=named):
             complete(llm, FACT, SamplingParams(max_tokens=1, kv_transfer_params=params))
@@ -389,7 +389,7 @@ def test_other_hosts_need_a_key_and_a_list_of_peers(tmp_path: Path) -> None:
 
 
 def test_engines_find_each_other_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As pods do. A name that only a request gives is not looked up; without an address a request loses its KV."""
+    """Pods do this. A name that only a request contains is not looked up; KV of an unknown address is recomputed."""
     real, looked_up = socket.getaddrinfo, list[str]()
 
     def look_up(host: str, *args: Any, **options: Any) -> Any:
@@ -412,11 +412,11 @@ def test_engines_find_each_other_by_name(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     with engine(kv_transfer_config=for_p) as prefill, engine(kv_transfer_config=for_d) as decode:
         expected = complete(prefill, FACT * 2, params).outputs[0].token_ids
-        said = prefill_for(prefill, FACT * 2, params)
-        assert (said["remote_host"], said["remote_port"]) == ("prefill-0.prefill", port)
-        elsewhere = {**said, "remote_host": "prefill-0.example"}
-        missing = {**said, "remote_host": "prefill-1.prefill", "remote_port": 5600}
-        for asked, completed in ((elsewhere, 0), (missing, 0), (said, 1)):
+        handoff = prefill_for(prefill, FACT * 2, params)
+        assert (handoff["remote_host"], handoff["remote_port"]) == ("prefill-0.prefill", port)
+        elsewhere = {**handoff, "remote_host": "prefill-0.example"}
+        missing = {**handoff, "remote_host": "prefill-1.prefill", "remote_port": 5600}
+        for asked, completed in ((elsewhere, 0), (missing, 0), (handoff, 1)):
             found = complete(decode, FACT * 2, replace(params, kv_transfer_params=asked))
             assert found.outputs[0].token_ids == expected
             assert connector(decode, "consumer_completed") == completed
@@ -426,7 +426,7 @@ def test_engines_find_each_other_by_name(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.long
 def test_tiers_and_peers_at_once() -> None:
-    """What D has in its own memory tier is not fetched, and what it lacks is."""
+    """D fetches from P only what its own memory tier lacks."""
     tier = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": 64 << 20}}
 
     def both(role: str) -> dict[str, Any]:

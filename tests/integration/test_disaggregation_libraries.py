@@ -1,4 +1,4 @@
-"""Disaggregation over a transfer library, selected as vLLM's users write it: tokens, and a helper that is stopped."""
+"""Disaggregation over a transfer library, configured as in vLLM: the same tokens, also when a helper is stopped."""
 
 from __future__ import annotations
 
@@ -71,17 +71,17 @@ def worker_connector(llm: LLM) -> P2PWorker:
 
 
 def kv_bytes(llm: LLM) -> np.ndarray:
-    """A copy of all KV memory."""
+    """Returns a copy of all KV memory."""
     worker = worker_connector(llm)
     return np.concatenate([np.frombuffer(view, np.uint8) for view in worker._transport._memory._regions])
 
 
 @pytest.mark.spread(1)
 @pytest.mark.parametrize("library", LIBRARY_KINDS)
-def test_a_helper_that_is_stopped_beyond_its_lease_and_goes_on_changes_no_block(
+def test_a_helper_that_continues_after_its_lease_changes_no_block(
     library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its reader gives the transfer up, computes the prompt, and uses all of its blocks for other requests."""
+    """The reader gives the transfer up, computes the prompt, and uses all of its blocks for other requests."""
     # On one host UCX would read the memory of a stopped process.
     monkeypatch.setenv("UCX_TLS", "tcp,self")
     prompt, params = FACT * 4, SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -100,7 +100,7 @@ def test_a_helper_that_is_stopped_beyond_its_lease_and_goes_on_changes_no_block(
         assert isinstance(transport, AgentTransport)
 
         def reads() -> bool:
-            """Starting a helper may take longer than a load may; the next load finds it."""
+            """Tells whether D has read from P, which fails while a helper takes longer to start than a load may."""
             completed = connector(decode, "consumer_completed")
             assert decode.reset_prefix_cache()
             assert disaggregated(prefill, decode, prompt, params).outputs[0].token_ids == expected
@@ -114,7 +114,7 @@ def test_a_helper_that_is_stopped_beyond_its_lease_and_goes_on_changes_no_block(
         os.kill(stopped, signal.SIGSTOP)
         try:
             assert disaggregated(prefill, decode, prompt, params).outputs[0].token_ids == expected
-            assert connector(decode, "consumer_completed") == completed, "it was read in spite of all"
+            assert connector(decode, "consumer_completed") == completed, "it was read from a stopped helper"
             for each, answer in zip(others, expected_others, strict=True):
                 assert complete(decode, *each).outputs[0].token_ids == answer
             before = kv_bytes(decode)
@@ -122,12 +122,12 @@ def test_a_helper_that_is_stopped_beyond_its_lease_and_goes_on_changes_no_block(
             os.kill(stopped, signal.SIGCONT)
         read_from(library, transport)
         assert np.array_equal(kv_bytes(decode), before), "bytes have landed after the end of a transfer"
-        # P is well, and D reads from it again.
+        # P still works, and D reads from it again.
         wait_until(reads, "D reads from P again")
 
 
 def read_from(library: str, transport: AgentTransport) -> None:
-    """By a third endpoint: when it has read, the helper goes on, or another one serves in its place."""
+    """Reads with a third endpoint: after that, the helper has continued, or another one serves instead."""
     memory = create_memory(1 << 16)
     other = endpoint(library, memory, transport._key)
     try:
@@ -138,7 +138,7 @@ def read_from(library: str, transport: AgentTransport) -> None:
         other.close()
 
 
-def test_a_library_that_is_missing_is_an_error_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_an_error_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     with pytest.raises(ConfigError, match=r"pip install 'penstock\[mooncake\]'"):
         LLM(**ENGINE, kv_transfer_config={**CONFIGS["mooncake"], "kv_role": "kv_both", "engine_id": "d"})

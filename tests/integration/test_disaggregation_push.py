@@ -1,4 +1,4 @@
-"""Push: P writes into D's memory. Tokens are those of one engine, and nothing lands that D does not wait for."""
+"""Push: P writes into D's memory. Tokens are those of one engine, and no bytes land that D does not wait for."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_ranks_in_processes(parts: Any) -> None:
 
 
 @pytest.mark.parametrize("on_p", ["pull", "push"])
-def test_the_engine_that_decodes_decides(on_p: str) -> None:
+def test_the_decode_instance_chooses_the_direction(on_p: str) -> None:
     prompt, params = requests()[1]
     for_p, for_d = (
         transfer_config(role, transfer=how) for role, how in (("kv_producer", on_p), ("kv_consumer", "push"))
@@ -91,7 +91,7 @@ def test_a_transport_that_cannot_end_writes_is_refused_at_the_start() -> None:
         LLM(**ENGINE, kv_transfer_config=config)
     with pytest.raises(ConfigError, match="transfer of P2PConnector must be one of pull, push"):
         LLM(**ENGINE, kv_transfer_config=transfer_config("kv_both", transfer="throw"))
-    # It is the other engine that is written.
+    # P writes to the other engine, so its own transport may be any.
     with engine(kv_transfer_config=transfer_config("kv_producer", "shared_memory", transfer="push")):
         pass
 
@@ -118,17 +118,17 @@ def producer() -> Iterator[PushProducer]:
 
 
 def decoding() -> Any:
-    """An engine with few blocks, which gives a write up soon."""
+    """Starts an engine with few blocks, which gives up a write soon."""
     config = {**transfer_config("kv_consumer", transfer="push"), "kv_load_timeout": 6.0}
     return engine(kv_transfer_config=config, num_gpu_blocks_override=48)
 
 
 def is_written(producer: PushProducer, decode: LLM, expected: list[int]) -> bool:
-    """Runs the prompt through both; returns whether its KV has come from P."""
+    """Runs the prompt through both; returns whether its KV came from P."""
     completed = connector(decode, "consumer_completed")
     assert decode.reset_prefix_cache()
-    said = producer.ask("prefill", PROMPT, PARAMS.max_tokens)
-    found = complete(decode, PROMPT, replace(PARAMS, kv_transfer_params=said))
+    handoff = producer.ask("prefill", PROMPT, PARAMS.max_tokens)
+    found = complete(decode, PROMPT, replace(PARAMS, kv_transfer_params=handoff))
     assert found.outputs[0].token_ids == expected
     return connector(decode, "consumer_completed") > completed
 
@@ -137,11 +137,11 @@ def test_a_producer_in_another_process_writes(producer: PushProducer, expected: 
     with decoding() as decode:
         for _ in range(3):
             wait_until(lambda: is_written(producer, decode, expected[PROMPT]), "P writes into D's memory")
-        wait_until(lambda: producer.ask("count", "held") == 0, "P has given its blocks back")
+        wait_until(lambda: producer.ask("count", "held") == 0, "P has released its blocks")
 
 
 @pytest.mark.parametrize("where", ["before", "halfway"])
-def test_a_producer_that_is_stopped_beyond_its_lease_and_goes_on_changes_no_block(
+def test_a_producer_that_continues_after_its_lease_changes_no_block(
     producer: PushProducer, expected: dict[str, list[int]], where: str
 ) -> None:
     """D gives the write up, computes the prompt, and uses all of its blocks for other requests."""
@@ -156,7 +156,7 @@ def test_a_producer_that_is_stopped_beyond_its_lease_and_goes_on_changes_no_bloc
             assert complete(decode, prompt, PARAMS).outputs[0].token_ids == expected[prompt]
         before = kv_bytes(decode)
         os.kill(producer.process.pid, signal.SIGCONT)
-        wait_until(lambda: producer.ask("count", "held") == 0, "P has given its blocks back")
+        wait_until(lambda: producer.ask("count", "held") == 0, "P has released its blocks")
         assert np.array_equal(kv_bytes(decode), before), "bytes have landed after the end of a write"
         wait_until(lambda: is_written(producer, decode, expected[PROMPT]), "P writes again")
 
@@ -164,7 +164,7 @@ def test_a_producer_that_is_stopped_beyond_its_lease_and_goes_on_changes_no_bloc
 def test_a_producer_that_is_killed_during_a_write(producer: PushProducer, expected: dict[str, list[int]]) -> None:
     with decoding() as decode:
         assert producer.ask("stop", "halfway") == "ready"
-        said = producer.ask("prefill", PROMPT, PARAMS.max_tokens)
+        handoff = producer.ask("prefill", PROMPT, PARAMS.max_tokens)
 
         def kill() -> None:
             assert producer.answer() == "stopped"
@@ -172,7 +172,7 @@ def test_a_producer_that_is_killed_during_a_write(producer: PushProducer, expect
 
         killing = threading.Thread(target=kill)
         killing.start()
-        found = complete(decode, PROMPT, replace(PARAMS, kv_transfer_params=said))
+        found = complete(decode, PROMPT, replace(PARAMS, kv_transfer_params=handoff))
         killing.join()
         assert found.outputs[0].token_ids == expected[PROMPT]
         assert connector(decode, "consumer_cancelled") == 1

@@ -1,6 +1,6 @@
-"""Disaggregation between engines that are divided among ranks otherwise: tokens and accepted drafts are one rank's.
+"""Disaggregation between engines with different ranks: tokens and accepted drafts are those of a single rank.
 
-Ranks are threads; one cell starts processes. The drafter's KV lies on the last stage of either side.
+Ranks are threads; one test starts processes. The drafter's KV is on the last stage of both sides.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def ranks(size: tuple[int, int], backend: str = "uniproc") -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, list[Any]]:
-    """By speculator, on one rank."""
+    """Returns the results of a single rank, by speculator."""
     found: dict[str, list[Any]] = {}
     for method in ("none", "mtp", "eagle3"):
         arguments = {} if METHODS[method] is None else {"speculative_config": METHODS[method]}
@@ -78,7 +78,7 @@ def check(
 
 @pytest.mark.spread(2)
 @pytest.mark.parametrize(("p_size", "d_size", "method", "block_sizes", "transport"), CELLS)
-def test_any_ranks_to_any_ranks(
+def test_transfers_between_any_ranks(
     expected: dict[str, list[Any]],
     p_size: tuple[int, int],
     d_size: tuple[int, int],

@@ -1,4 +1,4 @@
-"""BERT, RoBERTa and XLM-RoBERTa: right beside transformers, the same bits whatever the batch, refused in words."""
+"""BERT, RoBERTa and XLM-RoBERTa: agreement with transformers, identical bits in every batch, and refusals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WORDS = ("what", "moves", "the", "water", "?", "a", "pen", "##stock", "pipe", "w
 
 
 def make_prompts() -> list[list[int]]:
-    """Of 1 token to the longest prompt. The first ids are left out: one of them is padding."""
+    """Returns prompts of 1 token to the longest. The first ids are left out, because one of them is padding."""
     draw = random.Random(5)
     lengths = [1, 2, 16, 17, MAX_MODEL_LEN, 64, 65, *(draw.randint(3, 120) for _ in range(13))]
     return [[draw.randrange(3, COMMON["vocab_size"]) for _ in range(length)] for length in lengths]
@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def checkpoint(folder: Path) -> Path:
-    """An embedding model by the mean of all tokens."""
+    """Makes an embedding model that pools by the mean of all tokens."""
     path = make_encoder_checkpoint("bert", folder)
     save_modules(path, "mean_tokens")
     save_word_pieces(path)
@@ -59,7 +59,7 @@ def cross_encoder(folder: Path) -> Path:
 
 
 def save_word_pieces(path: Path) -> tokenizers.Tokenizer:
-    """As BERT's: [CLS] first text [SEP], with the second text and its [SEP] counted to the second of two segments."""
+    """Writes a tokenizer like BERT's: [CLS] first text [SEP]; the second text and its [SEP] are a second segment."""
     vocabulary = {word: number for number, word in enumerate(("[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS))}
     tokenizer = tokenizers.Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
@@ -67,7 +67,7 @@ def save_word_pieces(path: Path) -> tokenizers.Tokenizer:
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
-    # A file may ask for padding and truncation, as that of all-MiniLM-L6-v2 does.
+    # A file may request padding and truncation, as that of all-MiniLM-L6-v2 does.
     tokenizer.enable_padding(length=32)
     tokenizer.enable_truncation(8)
     tokenizer.save(str(path / "tokenizer.json"))
@@ -77,7 +77,7 @@ def save_word_pieces(path: Path) -> tokenizers.Tokenizer:
 
 
 def save_unigrams(path: Path, padding: int) -> tokenizers.Tokenizer:
-    """As RoBERTa's, of SentencePiece: all of one segment, with two separators between the texts."""
+    """Writes a SentencePiece tokenizer with RoBERTa's format: one segment, with two separators between the texts."""
     specials = ["<s>", "</s>"]
     specials.insert(padding, "<pad>")
     pieces = [(word, 0.0) for word in (*specials, "<unk>")]
@@ -92,11 +92,11 @@ def save_unigrams(path: Path, padding: int) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-# ---- Right ----
+# ---- Agreement with transformers ----
 
 
 @torch.inference_mode()
-def assert_as_transformers(path: Path, llm: LLM, dtype: torch.dtype, mode: str, tolerance: float) -> None:
+def assert_agrees_with_transformers(path: Path, llm: LLM, dtype: torch.dtype, mode: str, tolerance: float) -> None:
     """In float32 the distances are about 3e-13, and with the other form of GELU about 3e-8."""
     model = transformers.AutoModel.from_pretrained(path, dtype=dtype).eval()
     for prompt, output in zip(PROMPTS, llm.embed(PROMPTS, use_tqdm=False), strict=True):
@@ -115,35 +115,35 @@ def test_cosine_with_transformers(name: str, dtype: torch.dtype, tolerance: floa
     path = make_encoder_checkpoint(name, folder, dtype)
     save_modules(path, mode)
     llm = LLM(str(path), skip_tokenizer_init=True)
-    assert_as_transformers(path, llm, dtype, mode, tolerance)
+    assert_agrees_with_transformers(path, llm, dtype, mode, tolerance)
     llm.check_integrity()
     llm.shutdown()
 
 
 @pytest.mark.parametrize("activation", ["gelu_new", "gelu_pytorch_tanh"])
-def test_the_other_activations(activation: str, folder: Path) -> None:
+def test_other_activations(activation: str, folder: Path) -> None:
     path = make_encoder_checkpoint("bert", folder, hidden_act=activation)
     save_modules(path, "lasttoken")
     llm = LLM(str(path), skip_tokenizer_init=True)
-    assert_as_transformers(path, llm, torch.float32, "lasttoken", 1e-10)
+    assert_agrees_with_transformers(path, llm, torch.float32, "lasttoken", 1e-10)
     llm.shutdown()
 
 
 @pytest.mark.parametrize("name", ENCODERS)
 def test_layer_norms_use_the_epsilon_of_the_checkpoint(name: str, folder: Path) -> None:
-    """It is far above the variances of these weights; at the usual ones, another epsilon would not show."""
+    """It is far above the variances of these weights; with a usual one, a wrong epsilon would not show."""
     path = make_encoder_checkpoint(name, folder, layer_norm_eps=0.3)
     save_modules(path, "mean_tokens")
     llm = LLM(str(path), skip_tokenizer_init=True)
-    assert_as_transformers(path, llm, torch.float32, "mean_tokens", 1e-10)
+    assert_agrees_with_transformers(path, llm, torch.float32, "mean_tokens", 1e-10)
     llm.shutdown()
 
 
 @pytest.mark.parametrize("name", ENCODERS)
-def test_without_modules_the_first_token_is_taken_and_an_output_head_is_left_out(name: str, folder: Path) -> None:
+def test_without_modules_the_first_token_is_used_and_an_output_head_ignored(name: str, folder: Path) -> None:
     path = make_encoder_checkpoint(name, folder, kind=transformers.AutoModelForMaskedLM)
     llm = LLM(str(path), skip_tokenizer_init=True)
-    assert_as_transformers(path, llm, torch.float32, "cls_token", 1e-10)
+    assert_agrees_with_transformers(path, llm, torch.float32, "cls_token", 1e-10)
     llm.shutdown()
 
 
@@ -155,7 +155,7 @@ def logits_of(path: Path, prompt: list[int], token_types: list[int] | None = Non
 
 
 @pytest.mark.parametrize("name", ENCODERS)
-def test_probabilities_beside_transformers(name: str, folder: Path) -> None:
+def test_probabilities_agree_with_transformers(name: str, folder: Path) -> None:
     path = make_encoder_checkpoint(name, folder, kind=CLASSIFIER, num_labels=3)
     llm = LLM(str(path), skip_tokenizer_init=True)
     for prompt, output in zip(PROMPTS[:8], llm.classify(PROMPTS[:8], use_tqdm=False), strict=True):
@@ -165,7 +165,7 @@ def test_probabilities_beside_transformers(name: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ENCODERS)
-def test_scores_of_pairs_beside_transformers(name: str, folder: Path) -> None:
+def test_scores_of_pairs_agree_with_transformers(name: str, folder: Path) -> None:
     path = make_encoder_checkpoint(name, folder, kind=CLASSIFIER, num_labels=1)
     if name == "bert":
         tokenizer = save_word_pieces(path)
@@ -179,7 +179,7 @@ def test_scores_of_pairs_beside_transformers(name: str, folder: Path) -> None:
         wanted = logits_of(path, pair.ids, pair.type_ids).sigmoid()
         assert abs(output.outputs.score - float(wanted)) < 1e-5
     if name == "bert":
-        # The segments do count.
+        # The segments affect the score.
         pair = tokenizer.encode(QUERY, DOCUMENTS[1])
         plain = logits_of(path, pair.ids).sigmoid()
         assert abs(outputs[1].outputs.score - float(plain)) > 1e-3
@@ -202,7 +202,7 @@ def test_texts_are_tokenized_with_their_special_tokens(checkpoint: Path) -> None
     llm.shutdown()
 
 
-# ---- The same bits ----
+# ---- Identical bits ----
 
 
 def vectors(path: Path, order: list[int] | None = None, one_by_one: bool = False, **arguments: Any) -> list[bytes]:
@@ -237,7 +237,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "another order": {"order": random.Random(2).sample(range(len(PROMPTS)), len(PROMPTS))},
     "two threads": {"num_threads": 2},
     "steps in flight": {"async_scheduling": True},
-    "a worker of its own": {"distributed_executor_backend": "mp"},
+    "a worker process": {"distributed_executor_backend": "mp"},
     "two ranks": {"tensor_parallel_size": 2},
     "three ranks": {"tensor_parallel_size": 3},
 }
@@ -245,11 +245,11 @@ ROWS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.spread(6)
 @pytest.mark.parametrize("row", ROWS)
-def test_no_bit_changes(row: str, weights: Path, alone: list[bytes]) -> None:
+def test_bits_do_not_depend_on_batch_or_configuration(row: str, weights: Path, alone: list[bytes]) -> None:
     assert vectors(weights, **ROWS[row]) == alone
 
 
-def test_a_step_takes_whole_prompts(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_contains_whole_prompts(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[dict[str, int]] = []
     schedule = Scheduler.schedule
 
@@ -270,7 +270,7 @@ def test_a_step_takes_whole_prompts(checkpoint: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.spread(1)
-def test_requests_that_are_cancelled_leave_the_others_as_they_are(weights: Path, alone: list[bytes]) -> None:
+def test_cancelled_requests_do_not_affect_others(weights: Path, alone: list[bytes]) -> None:
     async def run() -> list[bytes]:
         llm = await AsyncLLM.start(str(weights), skip_tokenizer_init=True, max_num_seqs=4)
         tasks = [
@@ -288,10 +288,10 @@ def test_requests_that_are_cancelled_leave_the_others_as_they_are(weights: Path,
     assert asyncio.run(run()) == alone[::2]
 
 
-# ---- What an engine of an encoder has and has not ----
+# ---- Engines of encoders ----
 
 
-def test_it_has_no_kv_cache(checkpoint: Path) -> None:
+def test_an_encoder_has_no_kv_cache(checkpoint: Path) -> None:
     llm = LLM(str(checkpoint), skip_tokenizer_init=True)
     assert (llm.info.num_blocks, llm.info.kv_cache_bytes) == (0, 0)
     assert llm.info.max_model_len == MAX_MODEL_LEN
@@ -299,7 +299,7 @@ def test_it_has_no_kv_cache(checkpoint: Path) -> None:
     llm.shutdown()
 
 
-def test_positions_behind_the_padding_token_are_not_counted(folder: Path) -> None:
+def test_positions_up_to_the_padding_token_are_not_usable(folder: Path) -> None:
     path = make_encoder_checkpoint("xlm-roberta", folder)
     llm = LLM(str(path), skip_tokenizer_init=True)
     assert llm.info.max_model_len == 243 - 3
@@ -333,7 +333,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSED, ids=[next(iter(arguments)) for arguments, _ in REFUSED])
-def test_what_does_not_apply_is_refused(arguments: dict[str, Any], message: str, checkpoint: Path) -> None:
+def test_inapplicable_options_are_refused(arguments: dict[str, Any], message: str, checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM(str(checkpoint), skip_tokenizer_init=True, **arguments)
 
@@ -351,20 +351,22 @@ def test_what_does_not_apply_is_refused(arguments: dict[str, Any], message: str,
         ({"num_attention_heads": 32}, "head size of 3"),
     ],
 )
-def test_variants_are_refused(fields: dict[str, Any], message: str, checkpoint: Path, tmp_path: Path) -> None:
+def test_unsupported_variants_are_refused(
+    fields: dict[str, Any], message: str, checkpoint: Path, tmp_path: Path
+) -> None:
     raw = json.loads((checkpoint / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**raw, **fields}))
     with pytest.raises(ConfigError, match=message):
         LLM(str(tmp_path), skip_tokenizer_init=True, load_format="dummy")
 
 
-def test_a_classifier_of_an_encoder_is_asked_for_its_first_token(cross_encoder: Path) -> None:
+def test_a_classifier_of_an_encoder_must_pool_the_first_token(cross_encoder: Path) -> None:
     with pytest.raises(ConfigError, match=r"pooling_type must be CLS for the classifier in .*, got MEAN"):
         LLM(str(cross_encoder), pooler_config={"pooling_type": "MEAN"})
 
 
 @pytest.mark.parametrize("start", [0, 7, -1, True, "2"])
-def test_a_second_text_begins_within_the_prompt(start: Any, cross_encoder: Path) -> None:
+def test_a_second_text_must_begin_within_the_prompt(start: Any, cross_encoder: Path) -> None:
     llm = LLM(str(cross_encoder), skip_tokenizer_init=True)
     with pytest.raises(RequestError, match="second_text_start must be an integer from 1 to 6, within the prompt"):
         llm.encode({"prompt_token_ids": PROMPTS[5][:7], "second_text_start": start})
@@ -372,7 +374,7 @@ def test_a_second_text_begins_within_the_prompt(start: Any, cross_encoder: Path)
 
 
 @pytest.mark.parametrize("name", ENCODERS)
-def test_made_up_weights(name: str, folder: Path) -> None:
+def test_dummy_weights(name: str, folder: Path) -> None:
     path = make_encoder_checkpoint(name, folder, kind=CLASSIFIER, num_labels=2)
     llm = LLM(str(path), skip_tokenizer_init=True, load_format="dummy")
     outputs = llm.classify(PROMPTS[:4], use_tqdm=False)

@@ -1,7 +1,7 @@
-"""The runner's path on a GPU, in Triton's interpreter: the tokens of the CPU's path, without a wait for the device.
+"""The runner's GPU path in Triton's interpreter: it gives the tokens of the CPU path and does not wait for the device.
 
-Most tests run the runner's own parts in the interpreter and the model by the kernels of the CPU, which are quick and
-leave the same logits; one runs everything as a GPU would.
+Most tests run the runner's own parts in the interpreter and the model with the CPU's kernels, which are fast and give
+the same logits; the last ones run everything as a GPU would.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
 DRAWN = {**MTP, "draft_sample_method": "probabilistic"}
 ITSELF = {**DRAWN, "method": "draft_model", "model": str(resolve_model_path("demo"))}
 TOSSED = {**MTP, "rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.7, 0.5]}
-# What most requests ask for, and everything else.
+# The parameters of most requests, and all others.
 PLAIN: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.9},
@@ -85,7 +85,7 @@ REPEATED, LATE_END, PENALISED, BIASED, ALLOWED, BAD_WORDS, PROMPT, CHOICE, REGEX
 def outputs_of(
     numbers: Sequence[int] = range(len(KINDS)), max_tokens: int = 6, **engine_args: Any
 ) -> list[RequestOutput]:
-    """One request of each of these kinds, of many lengths."""
+    """Runs one request of each of these kinds, with many lengths."""
     limits = {"dtype": "float32", "max_model_len": 128, "num_gpu_blocks_override": 60, "max_num_seqs": 6}
     llm = LLM(**{**limits, **engine_args})
     openings = ("Once upon a time there was a fox. " * 3, "What is 12 + 30?", "The key of Anna is in the red box. " * 5)
@@ -96,7 +96,7 @@ def outputs_of(
     ]
     outputs = llm.generate(texts, params, use_tqdm=False)
     llm.check_integrity()
-    # A step that did not launch its kernels was replayed, and the engine says so.
+    # The engine counts the steps that were replayed.
     assert (llm.stats().num_graph_replays > 0) == (EmulatedRecorder.num_replays > 0)
     if "num_gpu_blocks_override" in engine_args:
         assert llm.stats().num_preemptions > 0
@@ -109,7 +109,7 @@ def tokens_in(outputs: Sequence[RequestOutput]) -> list[list[int]]:
 
 
 def check_outputs(found: list[RequestOutput], expected: list[RequestOutput]) -> None:
-    """The same tokens, and log probabilities but for their last bits."""
+    """Asserts that tokens are equal, and log probabilities except for their last bits."""
     assert tokens_in(found) == tokens_in(expected)
     for one, other in zip(found, expected, strict=True):
         assert one.outputs[0].finish_reason == other.outputs[0].finish_reason
@@ -127,8 +127,8 @@ def check_logprobs(found: Any, expected: Any) -> None:
         assert values[0] == pytest.approx(values[1], abs=1e-4)
 
 
-def parts_but_for_the_model(device: torch.device) -> DeviceParts:
-    """A GPU's parts, but for what the model's layers are computed by."""
+def gpu_parts_except_the_model(device: torch.device) -> DeviceParts:
+    """Returns a GPU's parts, except those that compute the model's layers."""
     cpu = cpu_parts()
     return replace(
         make_gpu_parts(device),
@@ -140,14 +140,14 @@ def parts_but_for_the_model(device: torch.device) -> DeviceParts:
 
 @pytest.fixture
 def gpu_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The runner takes its parts for a GPU; a model's layers do not."""
-    monkeypatch.setattr(worker, "make_parts", parts_but_for_the_model)
+    """Makes the runner use its parts for a GPU, but not the model's layers."""
+    monkeypatch.setattr(worker, "make_parts", gpu_parts_except_the_model)
     monkeypatch.setattr(build, "warm_up", lambda *args: None)
 
 
 @pytest.fixture
 def graphs(gpu_parts: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[EmulatedRecorder]]:
-    """Steps of few tokens are replayed, for contexts up to two lengths."""
+    """Replays steps of few tokens from graphs for two context lengths."""
     with monkeypatch.context() as patched:
         use_graphs(patched)
         yield EmulatedRecorder
@@ -155,7 +155,7 @@ def graphs(gpu_parts: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Em
 
 
 def use_graphs(patched: pytest.MonkeyPatch, contexts: tuple[int, ...] = (64, 128)) -> None:
-    """Recording takes longer than the steps, so there are few shapes."""
+    """Emulates graphs of few shapes, because recording takes longer than the steps."""
     patched.setattr(batch_shapes, "_MIXED_SIZES", (16, 256))
     EmulatedRecorder.install(patched)
     patched.setattr(cudagraphs, "CudaGraphRecorder", EmulatedRecorder)
@@ -182,7 +182,7 @@ def plain_outputs() -> list[RequestOutput]:
     ids=["chunks", "preemption-overlap", "mtp-overlap", "ngram-preemption"],
 )
 @pytest.mark.usefixtures("gpu_parts")
-def test_the_same_outputs(
+def test_outputs_equal_those_of_the_cpu(
     plain_outputs: list[RequestOutput], engine_args: dict[str, Any], overlap: bool, numbers: Sequence[int]
 ) -> None:
     found = outputs_of(numbers, async_scheduling=overlap, **engine_args)
@@ -195,10 +195,10 @@ def test_the_same_outputs(
     [exhaustive(DRAWN, False), (DRAWN, True), (ITSELF, False), (TOSSED, True)],
     ids=["drawn", "drawn-overlap", "itself", "synthetic-overlap"],
 )
-def test_the_same_outputs_where_drafts_decide(
+def test_outputs_that_depend_on_drafts_equal_those_of_the_cpu(
     speculative: dict[str, Any], overlap: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the same windows as on a CPU: they, too, decide the tokens."""
+    """The windows are those of the CPU, because tokens depend on them too."""
     monkeypatch.setattr(build, "warm_up", lambda *args: None)
     numbers = (GREEDY, SEEDED, TOP_K, BAD_WORDS, REGEX)
     args = {"async_scheduling": overlap, "speculative_config": speculative}
@@ -222,7 +222,7 @@ def test_the_same_outputs_where_drafts_decide(
     ],
     ids=["chunks", "preemption-overlap", "mtp-overlap", "ngram"],
 )
-def test_the_same_outputs_from_graphs(
+def test_outputs_from_graphs_equal_those_of_the_cpu(
     graphs: type[EmulatedRecorder],
     plain_outputs: list[RequestOutput],
     engine_args: dict[str, Any],
@@ -237,8 +237,8 @@ def test_the_same_outputs_from_graphs(
 @pytest.mark.long
 @pytest.mark.parametrize("speculative", [exhaustive(MTP), DRAWN], ids=["best", "drawn"])
 @pytest.mark.usefixtures("graphs")
-def test_the_same_drafts_from_graphs(speculative: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong draft changes no token, so what is proposed is compared itself; padding proposes no drafts."""
+def test_graphs_propose_the_same_drafts(speculative: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong draft changes no token, so the drafts themselves are compared; padding proposes none."""
     proposed: list[torch.Tensor] = []
     build = GpuInputBuilder.build
 
@@ -259,10 +259,10 @@ def test_the_same_drafts_from_graphs(speculative: dict[str, Any], monkeypatch: p
 @pytest.mark.long
 @pytest.mark.parametrize("speculative", [exhaustive(None), DRAWN], ids=["plain", "drawn"])
 @pytest.mark.usefixtures("graphs")
-def test_a_replayed_step_launches_nothing_beside_its_graphs(
+def test_a_replayed_step_launches_nothing_besides_its_graphs(
     speculative: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But what new blocks and other requests put into the rows' tables; rare sampling is launched."""
+    """The exceptions are writes of new blocks and requests into the rows' tables, and rare sampling features."""
     launched: list[str] = []
     run = InterpretedFunction.run
 
@@ -303,10 +303,10 @@ def test_a_replayed_step_launches_nothing_beside_its_graphs(
         steps = [step for step in by_step if step[0]]
         assert not any(forward for _, _, forward, _ in steps)
         assert any(is_mixed for _, is_mixed, _, _ in steps)
-        return [behind for _, is_mixed, _, behind in steps if not is_mixed]
+        return [after for _, is_mixed, _, after in steps if not is_mixed]
 
     common = replayed((GREEDY, SEEDED, TOP_K, MIN_P))
-    # But for drafts behind a step that verified none.
+    # Except for drafts after a step that verified none.
     assert len(common) >= 2
     assert sum(map(bool, common)) <= (speculative is not None)
     assert any("_adjust_logits" in names for names in replayed((GREEDY, PENALISED)))
@@ -327,7 +327,7 @@ class NoWaits(TorchDispatchMode):
 
 
 def refuse_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter may read tensors; it is the device."""
+    """Refuses reads of tensors by Penstock; Triton's interpreter may read them, because it is the device."""
     for name in ("tolist", "cpu", "item", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__"):
         original = getattr(torch.Tensor, name)
 
@@ -346,7 +346,7 @@ def refuse_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=["plain", "ngram", "drawn", "synthetic"],
 )
 @pytest.mark.usefixtures("gpu_parts")
-def test_nothing_is_read_back(
+def test_steps_read_nothing_from_the_device(
     plain_outputs: list[RequestOutput], speculative: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSTOCK_DEBUG", "0")
@@ -372,7 +372,7 @@ def test_nothing_is_read_back(
 
 
 @pytest.mark.usefixtures("gpu_parts")
-def test_a_model_without_numbers_fails_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_in_the_hidden_states_fails_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """The failure is reported although the logits are not read later."""
     forward = ModelRunner._forward
 
@@ -394,7 +394,7 @@ def test_a_model_without_numbers_fails_its_requests(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.usefixtures("gpu_parts")
-def test_a_request_that_allows_nothing_fails_alone() -> None:
+def test_a_request_that_allows_no_token_fails_alone() -> None:
     params = {"temperature": 0.0, "max_tokens": 4}
     impossible = {"structured_outputs": StructuredOutputsParams(choice=["red"]), "allowed_token_ids": [5]}
     llm = LLM(dtype="float32", max_model_len=256, num_gpu_blocks_override=100, max_num_seqs=4)
@@ -411,20 +411,20 @@ SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "nu
 def of_small_model(
     folder: str, numbers: Sequence[int] = (GREEDY, TOP_K, PENALISED), **engine_args: Any
 ) -> list[list[int]]:
-    """The built-in model's shape made smaller, with random weights."""
+    """Returns the tokens of a smaller version of the built-in model with random weights."""
     model = {"model": folder, "tokenizer": str(DEMO_MODEL), "load_format": "dummy", "speculative_config": MTP}
     limits = {"max_num_seqs": 3, "max_num_batched_tokens": 32}
     return tokens_in(outputs_of(numbers, **model, **limits, **engine_args))
 
 
 def launched(folder: str) -> list[list[int]]:
-    """All kernels of a GPU, launched one by one."""
+    """Runs all kernels of a GPU, launched one by one."""
     build.warm_up = lambda *args: None
     return of_small_model(folder, (GREEDY, PENALISED), async_scheduling=True, enforce_eager=True)
 
 
 def everything(folder: str, **engine_args: Any) -> list[list[int]]:
-    """All kernels of a GPU, and graphs. The warm-up takes the same paths as the requests and longer."""
+    """Runs all kernels of a GPU, and graphs. The warm-up is left out: it takes the same paths, and longer."""
     build.warm_up = lambda *args: None
     with pytest.MonkeyPatch.context() as patched:
         use_graphs(patched, contexts=(128,))
@@ -440,7 +440,7 @@ def make_small_model(folder: Path) -> str:
 
 
 def in_the_interpreter(function: str, *args: Any, **kwargs: Any) -> list[list[int]]:
-    """Calls a function of this module in a process whose every kernel is a GPU's."""
+    """Calls a function of this module in a process in which all kernels are those of a GPU."""
     call = f"{function}(*{args!r}, **{kwargs!r})"
     code = f"import json\nfrom {__name__} import {function}\nprint(json.dumps({call}))"
     environment = {**os.environ, "PENSTOCK_CPU_ISA": "triton", "TRITON_INTERPRET": "1"}

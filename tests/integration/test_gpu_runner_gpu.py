@@ -1,4 +1,4 @@
-"""The runner on a GPU: the tokens of the CPU, and a step is launched without waiting for it."""
+"""The runner on a GPU: it gives the tokens of the CPU and launches steps without waiting for the device."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def tokens_of(**engine_args: Any) -> list[list[int]]:
 
 @pytest.mark.parametrize("speculative", SPECULATIVE.values(), ids=SPECULATIVE)
 @pytest.mark.parametrize("overlap", [False, True])
-def test_the_tokens_of_the_cpu(overlap: bool, speculative: dict[str, Any] | None) -> None:
-    """Greedy ones: the last bits of a probability decide what is drawn."""
+def test_greedy_tokens_equal_those_of_the_cpu(overlap: bool, speculative: dict[str, Any] | None) -> None:
+    """Compares greedy requests only: other tokens depend on the last bits of probabilities."""
     limits: dict[str, Any] = {"max_num_batched_tokens": 24, "async_scheduling": overlap}
     found = tokens_of(device="cuda", speculative_config=speculative, **limits)
     for is_greedy, one, other in zip(IS_GREEDY, found, tokens_of(device="cpu"), strict=True):
@@ -61,7 +61,7 @@ def test_the_tokens_of_the_cpu(overlap: bool, speculative: dict[str, Any] | None
 def test_steps_do_not_synchronise_with_the_device(
     speculative: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch raises where it would. The first engine compiles, and may."""
+    """torch raises an error where a step would. The first engine compiles kernels, and may."""
     monkeypatch.setenv("PENSTOCK_DEBUG", "0")
     tokens_of(device="cuda", speculative_config=speculative)
     monkeypatch.setattr("penstock.engine.build.warm_up", lambda *args: None)
@@ -81,14 +81,14 @@ def test_steps_do_not_synchronise_with_the_device(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_identity_matrix(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Deterministic rows are equal bit for bit, replayed from graphs or launched, whatever moves their KV."""
+    """Deterministic rows are bit-identical, replayed from graphs or launched, however their KV is moved."""
     assert main(["verify", "--quick", "--device", "cuda", "--dtype", dtype]) == 0
     assert "CUDA graphs, drafts" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("speculative", SPECULATIVE.values(), ids=SPECULATIVE)
 def test_graphs_are_replayed_and_change_nothing(speculative: dict[str, Any] | None) -> None:
-    """The same kernels with the same tiles: a graph is launched once for all of them, and padded."""
+    """A graph has the same kernels with the same tiles; it is padded and launched as a whole."""
     args = {"device": "cuda", "speculative_config": speculative, "deterministic": True}
     assert tokens_of(**args) == tokens_of(**args, enforce_eager=True)
 
@@ -97,9 +97,9 @@ def test_memory_does_not_grow() -> None:
     llm = LLM(device="cuda", max_model_len=512, num_gpu_blocks_override=200, enable_prefix_caching=False)
     params = [SamplingParams(seed=n, max_tokens=40, ignore_eos=True, **each) for n, each in enumerate(PARAMS)]
     prompts = [PROMPTS[number % len(PROMPTS)] for number in range(len(PARAMS))]
-    held: list[int] = []
+    reserved: list[int] = []
     for _ in range(12):
         llm.generate(prompts, params, use_tqdm=False)
-        held.append(torch.cuda.memory_reserved())
+        reserved.append(torch.cuda.memory_reserved())
     llm.shutdown()
-    assert held[-1] == held[3], held
+    assert reserved[-1] == reserved[3], reserved

@@ -31,7 +31,7 @@ SMALL_POOL = {"num_gpu_blocks_override": MAX_MODEL_LEN // 16 + 2}
 
 
 def requests() -> list[tuple[str, SamplingParams]]:
-    """Stories, facts and sums of many lengths; every third greedy, the others seeded; many share a beginning."""
+    """Returns stories, facts and sums of many lengths; a third greedy, the others seeded; many share a prefix."""
     fact = "Remember this. The key of Anna is in the red box. The key of Ben is under the old bridge. "
     openings = ("Once upon a time there was a fox", fact + "Where is the key of Ben?", "What is 12 + 30?", fact * 3)
     made = []
@@ -54,7 +54,7 @@ def requests() -> list[tuple[str, SamplingParams]]:
 def run(
     one_by_one: bool = False, repeat: int = 1, count: int = NUM_REQUESTS, **engine_args: Any
 ) -> tuple[list[list[int]], LLM]:
-    """The tokens of the first `count` requests. `repeat` runs the batch again, on the cache that the first run left."""
+    """Returns the tokens of the first `count` requests. `repeat` runs the batch again on the cache of the first run."""
     llm = LLM(**{**PLAIN, **engine_args})
     prompts, params = zip(*requests()[:count], strict=True)
     outputs = []
@@ -129,7 +129,7 @@ def test_small_blocks(plain_tokens: list[list[int]]) -> None:
 
 @pytest.mark.long
 def test_reference_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where no native library was built the bits are others, but no less the row's own."""
+    """Without a native library the bits differ, but they do not depend on other rows either."""
     monkeypatch.setenv("PENSTOCK_CPU_ISA", "torch")
     native.library.cache_clear()
     try:

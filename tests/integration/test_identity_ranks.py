@@ -1,4 +1,4 @@
-"""Promise P4 for ranks: dividing the model among them changes no bit, of tokens and of log probabilities.
+"""Promise P4 for ranks: dividing the model among them changes no token and no bit of a log probability.
 
 Every cell compares with the plain run of `test_identity_matrix`, which one rank computes. Ranks are threads here
 (`uniproc`); a few cells start processes.
@@ -89,12 +89,14 @@ def accepted(**arguments: Any) -> int:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("method", "size"), grid(list(METHODS), ((2, 1), (1, 2)), strength=1))
-def test_as_many_drafts_are_accepted(plain_drafts: dict[str, int], method: str, size: tuple[int, int]) -> None:
+def test_the_same_number_of_drafts_is_accepted(
+    plain_drafts: dict[str, int], method: str, size: tuple[int, int]
+) -> None:
     assert accepted(speculative_config=config(method, 3), **ranks(*size)) == plain_drafts[method]
 
 
 def answers(**arguments: Any) -> list[RequestOutput]:
-    """Log probabilities of prompts and outputs, and grammars."""
+    """Returns answers with log probabilities of prompts and outputs, and with grammars."""
     llm = LLM(**{**PLAIN, **arguments})
     prompts, params = zip(*requests()[:8], strict=True)
     grammar = StructuredOutputsParams(regex=r"[a-z]{3,9}-\d{2}")

@@ -63,7 +63,7 @@ def test_prefix_hits_and_preemption(
 
 @pytest.fixture(scope="module")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen3 with random weights and a window of two kinds: its drafts are as good as never right."""
+    """A Qwen3 with random weights, whose drafts are almost never accepted."""
     folder = tmp_path_factory.mktemp("random")
     shape = json.loads((Path(DEMO) / "config.json").read_text(encoding="utf-8"))
     shape.update(num_hidden_layers=2, hidden_size=128, intermediate_size=256, use_sliding_window=False)
@@ -73,7 +73,7 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def random_head(random_model: Path) -> Path:
-    """An EAGLE-3 head for it with heads of its own kind and a quarter of the vocabulary."""
+    """An EAGLE-3 head for that model with other attention heads and a quarter of the vocabulary."""
     folder = random_model / "eagle3"
     folder.mkdir()
     shape = json.loads((random_model / "config.json").read_text(encoding="utf-8"))
@@ -96,8 +96,8 @@ def test_random_model(random_model: Path, random_head: Path, method: str, overla
     assert llm.stats().num_preemptions > 0
 
 
-def test_the_built_in_head_guesses_right_at_every_position() -> None:
-    """Its method is read from its folder, and both models' layers are told apart."""
+def test_drafts_of_the_built_in_head_are_accepted_at_every_position() -> None:
+    """Its method is read from its folder, and the layers of both models are distinguished."""
     prompts = [f"Write this as JSON: name {name}, place red box, count 3." for name in ("Anna", "Ben", "Clara", "Emma")]
     chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
     llm = LLM(**PLAIN, speculative_config={"model": "demo/eagle3", "num_speculative_tokens": 3})
@@ -148,7 +148,7 @@ def test_the_table_turns_drafts_off_under_load(plain_tokens: list[list[int]]) ->
 @pytest.mark.spread(1)
 @pytest.mark.parametrize(("method", "tier"), [("mtp", False), ("mtp", True), ("eagle3", False)])
 def test_a_hit_by_another_prompt_changes_no_draft(method: str, tier: bool) -> None:
-    """Prompts that share whole blocks and then differ: a drafter that looks a token ahead must not find the other's."""
+    """Prompts share whole blocks and then differ: a drafter that looks a token ahead must not use another's KV."""
     story = "Once upon a time there was a fox who lived in a small red house near the old bridge. "
     tails = ("The fox", "Anna", "One day", "Ben had", "It was", "Every", "So", "What is 7 + 8?")
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

@@ -45,7 +45,7 @@ SPECULATORS: dict[str, dict[str, Any] | None] = {
 
 
 def offloading(**options: Any) -> dict[str, Any]:
-    """Loads whatever can be loaded, so that what happens does not depend on the machine's speed."""
+    """Loads everything that can be loaded, so that the result does not depend on the machine's speed."""
     return {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"load_policy": "always", **options}}
 
 
@@ -74,14 +74,14 @@ def make(connector: dict[str, Any], **engine_args: Any) -> LLM:
 
 
 def run_again(llm: LLM) -> list[list[int]]:
-    """Once more, with nothing left in the engine's own cache."""
+    """Runs the requests again, after a reset of the engine's own cache."""
     assert llm.reset_prefix_cache()
     return tokens(llm)
 
 
 @pytest.mark.spread(1)
 @pytest.mark.parametrize(("speculator", "overlap"), grid(list(SPECULATORS), (False, True), strength=1))
-def test_from_memory_and_from_disk(
+def test_loads_from_memory_and_from_disk(
     plain_tokens: list[list[int]], tmp_path: Path, speculator: str, overlap: bool
 ) -> None:
     engine_args = {"async_scheduling": overlap, "speculative_config": SPECULATORS[speculator]}
@@ -98,7 +98,7 @@ def test_from_memory_and_from_disk(
     llm = make(connector, **engine_args)
     assert tokens(llm) == plain_tokens
     stats = llm.stats()
-    # How much was written before its memory was given away depends on the disk.
+    # How much was written before its memory was reused depends on the disk.
     assert stats.connector["num_promoted"] > 0
     assert stats.connector["STORAGE.num_loaded"] > 0
     assert stats.connector["STORAGE.num_chunks"] > 0
@@ -108,7 +108,7 @@ def test_from_memory_and_from_disk(
 
 
 class Late:
-    """A transfer that is done when it has been asked a few times (`Transfer`), and not a moment before."""
+    """A `Transfer` that is done at the third query."""
 
     def __init__(self, run: Callable[[], object]) -> None:
         self._run = run
@@ -127,7 +127,7 @@ class Late:
 
 @pytest.mark.long
 def test_transfers_that_take_some_steps(plain_tokens: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks are given away while they are copied, and wanted while they come."""
+    """Blocks are reallocated while they are copied, and requested while they are loaded."""
 
     def read_blocks(self: HostKVCacheView, places: Sequence[Place], take: Take) -> Late:
         kept = [[memoryview(bytes(part)) for part in self.block_parts(*place)] for place in places]
@@ -150,8 +150,8 @@ def test_transfers_that_take_some_steps(plain_tokens: list[list[int]], monkeypat
 
 
 @pytest.mark.long
-def test_by_the_kernels_of_a_gpu(plain_tokens: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In Triton's interpreter."""
+def test_transfers_with_the_kernels_of_a_gpu(plain_tokens: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs the kernels in Triton's interpreter."""
     monkeypatch.setattr(parts, "HostKVCacheView", GpuKVCacheView)
     llm = make(offloading())
     assert completions_of(llm, 4) == plain_tokens[:4]
@@ -164,8 +164,8 @@ def test_by_the_kernels_of_a_gpu(plain_tokens: list[list[int]], monkeypatch: pyt
 
 @pytest.mark.spread(1)
 @pytest.mark.parametrize("speculator", ["none", "mtp"])
-def test_a_tier_too_small_for_all(plain_tokens: list[list[int]], speculator: str) -> None:
-    """Blocks are evicted and computed again all the time."""
+def test_a_tier_that_is_too_small(plain_tokens: list[list[int]], speculator: str) -> None:
+    """Blocks are evicted and recomputed all the time."""
     llm = make(offloading(cpu_bytes_to_use=600_000), speculative_config=SPECULATORS[speculator])
     assert tokens(llm) == plain_tokens
     assert run_again(llm) == plain_tokens
@@ -181,10 +181,10 @@ FAILING = {"first": 0, "middle": 2, "last": -1}
 @pytest.mark.parametrize(
     ("speculator", "policy", "place"), grid(list(SPECULATORS), ("recompute", "fail"), list(FAILING))
 )
-def test_a_block_that_does_not_come(
+def test_loads_that_lack_a_block(
     plain_tokens: list[list[int]], monkeypatch: pytest.MonkeyPatch, place: str, policy: str, speculator: str
 ) -> None:
-    """Every second load lacks a block: computed instead, or an error and nothing else."""
+    """Every second load lacks a block, which is recomputed or fails its request alone."""
     llm = make(offloading() | {"kv_load_failure_policy": policy}, speculative_config=SPECULATORS[speculator])
     assert tokens(llm) == plain_tokens
     load, num_loads = OffloadingWorker._load, 0
@@ -221,7 +221,7 @@ def test_a_block_that_does_not_come(
 
 @pytest.mark.long
 def test_checkpoints_that_differ_in_the_middle_share_no_kv(tmp_path: Path) -> None:
-    """In one folder, of one shape and size, and with the same first and last megabytes."""
+    """They share the folder of KV and have the same shape, size, and first and last megabytes."""
     tensors = load_file(DEMO_FOLDER / "model.safetensors")
     one, other = tmp_path / "one", tmp_path / "other"
     for folder, factor in ((one, 1), (other, 2)):
@@ -249,8 +249,8 @@ def test_checkpoints_that_differ_in_the_middle_share_no_kv(tmp_path: Path) -> No
 
 
 @pytest.mark.long
-def test_corrupted_files_are_found_out(plain_tokens: list[list[int]], tmp_path: Path) -> None:
-    """One file in a hundred, and at least three, loses a bit; none of them reaches a token."""
+def test_corrupted_files_are_detected(plain_tokens: list[list[int]], tmp_path: Path) -> None:
+    """One file in a hundred, and at least three, loses a bit; no token changes."""
     connector = offloading(disk_path=str(tmp_path))
     llm = make(connector)
     assert tokens(llm) == plain_tokens
@@ -269,8 +269,8 @@ def test_corrupted_files_are_found_out(plain_tokens: list[list[int]], tmp_path: 
 
 
 @pytest.mark.long
-def test_bytes_that_change_in_memory_are_found_out(plain_tokens: list[list[int]]) -> None:
-    """The digest is checked on what has landed in the engine's cache."""
+def test_bytes_that_change_in_memory_are_detected(plain_tokens: list[list[int]]) -> None:
+    """The digest is compared with the bytes that landed in the engine's cache."""
     llm = make(offloading())
     assert tokens(llm) == plain_tokens
     _region(llm).chunk(0)[5] ^= 1
@@ -280,7 +280,7 @@ def test_bytes_that_change_in_memory_are_found_out(plain_tokens: list[list[int]]
 
 
 def _connector(llm: LLM) -> Any:
-    """The worker's side, in this process."""
+    """Returns the worker's side of the connector."""
     (handle,) = llm._core._executor._workers
     return handle._worker._steps._runner.kv_step._connector
 
@@ -314,7 +314,7 @@ def test_example_connector(plain_tokens: list[list[int]], tmp_path: Path) -> Non
 def test_a_file_that_vanishes_before_its_load(
     plain_tokens: list[list[int]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Another host cleans the shared folder up between the match and the allocation: recomputed, by a living engine."""
+    """Another host empties the shared folder between match and allocation: the engine continues and recomputes."""
     example = {
         "kv_connector": "ExampleConnector",
         "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
@@ -334,12 +334,12 @@ def test_a_file_that_vanishes_before_its_load(
     llm = make(both)
     assert completions_of(llm, 4) == plain_tokens[:4]
     assert llm.stats().remote_kv.num_failed > 0
-    assert not llm.reset_prefix_cache(reset_connector=True), "its files are not its own to remove"
+    assert not llm.reset_prefix_cache(reset_connector=True), "it must not remove shared files"
     llm.check_integrity()
     llm.shutdown()
 
 
-def test_a_reset_reaches_the_tiers_when_it_is_to() -> None:
+def test_a_reset_clears_the_tiers_on_request() -> None:
     llm = make(offloading())
     prompt, params = [[i % 90 + 5 for i in range(100)]], SamplingParams(temperature=0.0, max_tokens=1)
 
@@ -369,7 +369,7 @@ def test_a_producer_saves_and_a_consumer_loads(tmp_path: Path) -> None:
     assert files[0] < files[1] == files[2]
 
 
-def test_the_layout_says_where_the_bytes_are() -> None:
+def test_the_layout_gives_the_addresses_of_the_bytes() -> None:
     llm = make(offloading(), speculative_config=SPECULATORS["mtp"])
     llm.generate([[7] * 40], SamplingParams(max_tokens=2), use_tqdm=False)
     view = _connector(llm)._view
@@ -407,8 +407,8 @@ def test_several_connectors(plain_tokens: list[list[int]], tmp_path: Path) -> No
 
 @pytest.mark.long
 @pytest.mark.parametrize("overlap", [False, True])
-def test_what_has_been_answered_is_saved(overlap: bool) -> None:
-    """Without waiting for another request to carry it."""
+def test_finished_requests_are_saved(overlap: bool) -> None:
+    """The save does not wait for another request."""
     llm = make(offloading(), async_scheduling=overlap)
     prompt, params = [[i % 90 + 5 for i in range(100)]], SamplingParams(temperature=0.0, max_tokens=1)
     llm.generate(prompt, params, use_tqdm=False)
@@ -418,16 +418,16 @@ def test_what_has_been_answered_is_saved(overlap: bool) -> None:
 
 
 @pytest.mark.long
-def test_what_a_request_says() -> None:
+def test_transfer_parameters_of_requests() -> None:
     llm = make(offloading())
     prompt = [{"prompt_token_ids": [i % 90 + 5 for i in range(100)]}]
-    for said, expected in (
+    for transfer_params, expected in (
         ({"offload_policy": "none"}, 0),
         ({"max_offload_tokens": 40}, 2),
         ({"offload_policy": "request"}, 6),
         ({"do_remote_decode": True, "remote_block_ids": [[1, 2], None], "offload_policy": None}, 6),
     ):
-        params = SamplingParams(temperature=0.0, max_tokens=2, kv_transfer_params=said)
+        params = SamplingParams(temperature=0.0, max_tokens=2, kv_transfer_params=transfer_params)
         llm.generate(prompt, params, use_tqdm=False)
         llm.generate([[1, 2, 3]], params, use_tqdm=False)
         assert llm.stats().connector["num_stored"] == expected
@@ -456,12 +456,12 @@ def test_what_a_request_says() -> None:
         ({**offloading(), "kv_load_timeout": 0}, "kv_load_timeout"),
     ],
 )
-def test_mistakes_in_the_configuration(connector: dict[str, Any], message: str) -> None:
+def test_invalid_configurations(connector: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make(connector)
 
 
-def test_the_prefix_cache_is_needed() -> None:
+def test_connectors_need_the_prefix_cache() -> None:
     with pytest.raises(ConfigError, match="prefix cache"):
         make(offloading(), enable_prefix_caching=False)
 

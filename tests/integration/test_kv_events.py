@@ -1,4 +1,4 @@
-"""An engine with a model tells over a real socket what its prefix cache holds."""
+"""An engine with a model publishes the contents of its prefix cache over a real socket."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONFIG: dict[str, Any] = {"enable_kv_cache_events": True, "endpoint": ANYWHERE, 
 
 
 def replay(endpoint: str) -> list[dict[str, Any]]:
-    """All events from the first on."""
+    """Returns all events from the first one."""
     context = zmq.Context()
     client = context.socket(zmq.DEALER)
     client.set(zmq.RCVTIMEO, 20_000)
@@ -47,7 +47,7 @@ def test_events_follow_stored_and_removed_prompts() -> None:
     assert first["token_ids"] == list(range(32))
     assert first["parent_block_hash"] is None
     assert len(first["block_hashes"]) == 2
-    assert second["parent_block_hash"] == first["block_hashes"][1], "it goes on where the shared blocks end"
+    assert second["parent_block_hash"] == first["block_hashes"][1], "it continues after the shared blocks"
     assert second["token_ids"] == list(range(90, 106))
     assert salted["token_ids"] == first["token_ids"]
     assert salted["extra_keys"] == [["mine"], None]
@@ -57,6 +57,6 @@ def test_events_follow_stored_and_removed_prompts() -> None:
     assert set(removed["block_hashes"]) == everything
 
 
-def test_without_a_prefix_cache_there_is_nothing_to_tell() -> None:
+def test_events_need_the_prefix_cache() -> None:
     with pytest.raises(ConfigError, match="needs enable_prefix_caching"):
         LLM(enable_prefix_caching=False, kv_events_config=CONFIG)

@@ -1,4 +1,4 @@
-"""What a connector is told of every step, in which order: with tokens, without, with a drafter, with an exception."""
+"""A connector's calls in every step, and their order: with tokens, without, with a drafter, with an exception."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make(sync: bool = False, **engine_args: Any) -> LLM:
 
 
 def steps() -> Iterator[list[tuple[str, object]]]:
-    """The worker's calls, step by step."""
+    """Yields the worker's calls of each step."""
     worker = [call for call in CALLS if call[0] != "build"]
     while worker:
         end = [name for name, _ in worker].index("end") + 1
@@ -42,9 +42,9 @@ def steps() -> Iterator[list[tuple[str, object]]]:
 @pytest.mark.parametrize("sync", [False, True])
 @pytest.mark.parametrize("speculative", [None, MTP], ids=["plain", "mtp"])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_every_step_is_told(sync: bool, speculative: dict[str, Any] | None, overlap: bool) -> None:
+def test_a_connector_is_called_in_every_step(sync: bool, speculative: dict[str, Any] | None, overlap: bool) -> None:
     llm = make(sync, speculative_config=speculative, async_scheduling=overlap, max_num_batched_tokens=16)
-    assert not CALLS, "the warm-up is no business of a connector"
+    assert not CALLS, "the warm-up must not call a connector"
     llm.generate([[5] * 40, [6] * 3], GREEDY, use_tqdm=False)
     llm.generate([[7] * 3], GREEDY, use_tqdm=False)
     seen = list(steps())
@@ -70,7 +70,7 @@ def pairs(hooks: list[tuple[str, object]]) -> list[tuple[tuple[str, object], tup
     return list(zip(hooks[::2], hooks[1::2], strict=True))
 
 
-def test_saves_are_finalised_behind_the_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saves_are_finalised_after_the_drafter(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block's content at `wait_for_save` must not change before the next step begins."""
     propose = EagerPasses.propose
 
@@ -92,7 +92,7 @@ def test_saves_are_finalised_behind_the_drafter(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(("part", "method"), [(ModelRunner, "_forward"), (SamplingEnd, "finish")])
-def test_a_step_that_fails_ends(monkeypatch: pytest.MonkeyPatch, part: type, method: str) -> None:
+def test_a_failing_step_is_ended(monkeypatch: pytest.MonkeyPatch, part: type, method: str) -> None:
     llm = make(async_scheduling=False)
 
     def fail(*args: Any) -> None:
@@ -108,7 +108,7 @@ def test_a_step_that_fails_ends(monkeypatch: pytest.MonkeyPatch, part: type, met
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_connector_without_metadata_is_driven_in_every_step(overlap: bool) -> None:
-    """Also in steps without tokens: its load ends, and so does what is under way at the shutdown."""
+    """This includes steps without tokens: its load ends, and so does the save in progress at the shutdown."""
     transfer = {
         "kv_connector": "DrivenConnector",
         "kv_connector_module_path": "tests.integration.driven_connector",
@@ -121,4 +121,4 @@ def test_a_connector_without_metadata_is_driven_in_every_step(overlap: bool) -> 
     started = time.perf_counter()
     llm.shutdown()
     assert not llm._core.has_transfers
-    assert time.perf_counter() - started < 5, "it waited for what was never driven"
+    assert time.perf_counter() - started < 5, "it waited for a save that was never driven"

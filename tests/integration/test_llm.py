@@ -1,4 +1,4 @@
-"""The offline interface as a user meets it, on the built-in model."""
+"""The offline interface as a user sees it, with the built-in model."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def ask(llm: LLM, question: str, **params: Any) -> str:
     return llm.chat([{"role": "user", "content": question}], SamplingParams(**params))[0].outputs[0].text
 
 
-def test_it_can_add(llm: LLM) -> None:
+def test_the_model_can_add(llm: LLM) -> None:
     assert "579" in ask(llm, "What is 123 + 456?")
 
 
-def test_prompts_in_every_shape(llm: LLM) -> None:
+def test_prompts_in_every_form(llm: LLM) -> None:
     text = "Once upon a time"
     token_ids = llm.get_tokenizer().encode(text)
     shapes: list[Any] = [text, token_ids, {"prompt": text}, {"prompt_token_ids": token_ids, "cache_salt": "s"}]
@@ -53,7 +53,7 @@ def test_prompts_in_every_shape(llm: LLM) -> None:
     assert single[0].outputs[0].token_ids == outputs[0].outputs[0].token_ids
 
 
-def test_n_completions_differ_and_repeat(llm: LLM) -> None:
+def test_n_completions_differ_and_are_reproducible(llm: LLM) -> None:
     params = SamplingParams(n=4, temperature=1.0, seed=5, max_tokens=12, logprobs=1)
     first, second = (llm.generate("Once upon a time", params, use_tqdm=False)[0] for _ in range(2))
     assert [c.index for c in first.outputs] == [0, 1, 2, 3]
@@ -65,7 +65,7 @@ def test_n_completions_differ_and_repeat(llm: LLM) -> None:
         assert completion.cumulative_logprob == pytest.approx(sum(chosen))
 
 
-def test_a_seed_of_numpy_is_a_seed(llm: LLM) -> None:
+def test_a_seed_may_be_a_numpy_integer(llm: LLM) -> None:
     seeds: list[Any] = [7, np.int64(7)]
     params = [SamplingParams(seed=seed, max_tokens=8) for seed in seeds]
     plain, numpy = llm.generate(["Once upon a time"] * 2, params, use_tqdm=False)
@@ -116,7 +116,7 @@ def test_bad_words_do_not_appear(llm: LLM) -> None:
     assert word not in without.outputs[0].text.split()
 
 
-def test_a_stream_ends_as_generate_does_and_can_be_left(llm: LLM) -> None:
+def test_a_stream_ends_as_generate_does_and_can_be_closed(llm: LLM) -> None:
     (whole,) = llm.generate("Once upon a time", GREEDY, use_tqdm=False)
     texts = [output.outputs[0].text for output in llm.stream("Once upon a time", GREEDY)]
     assert texts[-1] == whole.outputs[0].text
@@ -131,7 +131,7 @@ def test_a_stream_ends_as_generate_does_and_can_be_left(llm: LLM) -> None:
 @pytest.mark.spread(1)
 @pytest.mark.parametrize(("overlap", "streams"), grid((False, True), (False, True), strength=1))
 def test_an_interrupt_leaves_the_engine_usable(overlap: bool, streams: bool) -> None:
-    """Real signals at random moments, in whatever line they find the engine."""
+    """Sends real signals at random moments."""
     llm = LLM(max_model_len=256, num_gpu_blocks_override=100, async_scheduling=overlap)
     (before,) = llm.generate("Once upon a time", GREEDY, use_tqdm=False)
     rng = random.Random(0)
@@ -148,7 +148,7 @@ def test_an_interrupt_leaves_the_engine_usable(overlap: bool, streams: bool) -> 
                 llm.generate(["Once upon a time"] * 5, GREEDY, use_tqdm=False)
             timer.join()
         except KeyboardInterrupt as interrupt:
-            # As an interactive shell keeps the last traceback.
+            # An interactive shell keeps the last traceback, too.
             kept = interrupt.__traceback__
             num_interrupted += 1
         timer.join()
@@ -169,7 +169,7 @@ def test_one_run_at_a_time(llm: LLM) -> None:
     assert len(list(first)) == 23
 
 
-def test_a_failed_worker_is_said_and_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_worker_is_reported_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(max_model_len=64)
 
     def fail(*_: Any) -> None:
@@ -185,7 +185,7 @@ def test_a_failed_worker_is_said_and_not_forgotten(monkeypatch: pytest.MonkeyPat
 
 
 def test_steps_in_flight_outlive_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They may own memory that a GPU was to write: torch aborts where that is freed behind an error."""
+    """They may own memory that a GPU still writes: torch aborts if that is freed after an error."""
     llm = LLM(max_model_len=64, async_scheduling=True)
     execute_model, plans = llm._core._executor.execute_model, []
 
@@ -226,7 +226,7 @@ BAD_PROMPTS = [
 
 
 @pytest.mark.parametrize(("prompt", "named"), BAD_PROMPTS)
-def test_bad_prompts_are_refused_and_the_engine_goes_on(llm: LLM, prompt: Any, named: str) -> None:
+def test_bad_prompts_are_refused_and_the_engine_continues(llm: LLM, prompt: Any, named: str) -> None:
     with pytest.raises(RequestError, match=named):
         llm.generate([prompt, "fine"], GREEDY, use_tqdm=False)
     assert llm.stats().num_running == llm.stats().num_waiting == 0
@@ -250,7 +250,7 @@ def test_parameters_beyond_the_model_are_refused(llm: LLM, params: dict[str, Any
 @pytest.mark.parametrize(
     "others", [{"temperature": 0.0}, {"temperature": 1.0}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}]
 )
-def test_an_error_in_one_request_ends_that_request_alone(llm: LLM, others: dict[str, Any]) -> None:
+def test_an_error_in_one_request_ends_only_that_request(llm: LLM, others: dict[str, Any]) -> None:
     # Every token is forbidden: nothing can be drawn for the second request.
     impossible = SamplingParams(max_tokens=5, min_tokens=5, allowed_token_ids=[2], **others)
     good, bad = llm.generate(["Once upon a time"] * 2, [GREEDY, impossible], use_tqdm=False)
@@ -297,7 +297,7 @@ def test_more_prompts_than_the_queue_holds_wait_their_turn() -> None:
     llm.shutdown()
 
 
-def test_priority_goes_first() -> None:
+def test_requests_run_in_order_of_priority() -> None:
     llm = LLM(max_model_len=128, max_num_seqs=1, scheduling_policy="priority")
     requests = llm._process(["a", "b", "c"], GREEDY, [2, 1, 0])
     order = [output.request_id for changed in llm._run(requests) for output in changed if output.finished]
@@ -326,7 +326,7 @@ BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("arguments", "named"), BAD_ARGUMENTS)
-def test_bad_arguments_are_one_readable_line(arguments: dict[str, Any], named: str) -> None:
+def test_errors_for_bad_arguments_are_one_line(arguments: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named) as caught:
         LLM(**arguments)
     assert "\n" not in str(caught.value)
@@ -334,7 +334,7 @@ def test_bad_arguments_are_one_readable_line(arguments: dict[str, Any], named: s
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """A copy of the built-in model, to be damaged."""
+    """A copy of the built-in model for the test to damage."""
     return Path(shutil.copytree(Path(penstock.__file__).parent / "demo", tmp_path / "model"))
 
 
@@ -446,14 +446,14 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(("damage", "named"), BROKEN, ids=[damage.__name__ for damage, _ in BROKEN])
-def test_a_broken_checkpoint_is_one_readable_line(checkpoint: Path, damage: Any, named: str) -> None:
+def test_errors_for_broken_checkpoints_are_one_line(checkpoint: Path, damage: Any, named: str) -> None:
     damage(checkpoint)
     with pytest.raises(ConfigError, match=named) as caught:
         LLM(str(checkpoint), max_model_len=64)
     assert "\n" not in str(caught.value)
 
 
-def test_a_tokenizer_files_truncation_does_not_touch_prompts(checkpoint: Path) -> None:
+def test_truncation_in_the_tokenizer_file_does_not_apply_to_prompts(checkpoint: Path) -> None:
     tokenizer = json.loads((checkpoint / "tokenizer.json").read_text())
     tokenizer["truncation"] = {"max_length": 2, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
     (checkpoint / "tokenizer.json").write_text(json.dumps(tokenizer))

@@ -55,7 +55,7 @@ def create(client: anthropic.Anthropic, messages: Any, **fields: Any) -> anthrop
     return client.messages.create(**{"model": "demo", "max_tokens": 64, "messages": messages, **fields})
 
 
-def test_the_answer_is_a_chat_completion_s(client: anthropic.Anthropic, real: ServerProcess) -> None:
+def test_the_answer_equals_that_of_a_chat_completion(client: anthropic.Anthropic, real: ServerProcess) -> None:
     answer = create(client, SUM, system="Be brief.")
     same = chat(real, [{"role": "system", "content": "Be brief."}, *SUM])
     (block,) = answer.content
@@ -148,7 +148,7 @@ def test_a_forced_call(client: anthropic.Anthropic, choice: Any) -> None:
     assert (block.type, block.name, set(block.input)) == ("tool_use", "get_weather", {"city"})  # pyright: ignore
 
 
-def test_an_answer_that_the_client_has_begun(client: anthropic.Anthropic, real: ServerProcess) -> None:
+def test_an_answer_begun_by_the_client(client: anthropic.Anthropic, real: ServerProcess) -> None:
     begun: Any = [{"role": "user", "content": "Tell me a story."}, {"role": "assistant", "content": "Once upon"}]
     answer = create(client, begun, max_tokens=6)
     extra = {"continue_final_message": True, "add_generation_prompt": False}
@@ -156,7 +156,7 @@ def test_an_answer_that_the_client_has_begun(client: anthropic.Anthropic, real: 
     assert answer.content[0].text == same.choices[0].message.content  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_a_schema(client: anthropic.Anthropic) -> None:
+def test_the_output_follows_a_schema(client: anthropic.Anthropic) -> None:
     schema = {**SCHEMA, "properties": {"city": {"type": "string", "maxLength": 8}}, "additionalProperties": False}
     answer = create(client, SUM, output_config={"format": {"type": "json_schema", "schema": schema}})
     assert set(json.loads(answer.content[0].text)) == {"city"}  # pyright: ignore[reportAttributeAccessIssue]
@@ -166,7 +166,7 @@ def test_a_schema(client: anthropic.Anthropic) -> None:
 
 
 @pytest.mark.parametrize("path", [MESSAGES, f"{MESSAGES}/count_tokens"])
-def test_either_header_carries_the_key(real: ServerProcess, path: str) -> None:
+def test_both_headers_accept_the_key(real: ServerProcess, path: str) -> None:
     limit = {"max_tokens": 1} if path == MESSAGES else {}
     body = json.dumps({"model": "demo", "messages": SUM, **limit}).encode()
 
@@ -187,7 +187,7 @@ def test_either_header_carries_the_key(real: ServerProcess, path: str) -> None:
         assert (code, answer["type"], answer["error"]["type"]) == (401, "error", "authentication_error")
 
 
-def test_the_header_opens_no_other_path(real: ServerProcess) -> None:
+def test_x_api_key_is_refused_on_other_paths(real: ServerProcess) -> None:
     for path in ("/v1/models", "/v1/chat/completions", "/v1/messagesx", "/dashboard/api/stats"):
         request = urllib.request.Request(real.url + path, headers={"x-api-key": "secret"})
         with pytest.raises(urllib.error.HTTPError) as caught:
@@ -240,10 +240,10 @@ BAD: list[tuple[dict[str, Any], int, str, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("fields", "status", "kind", "why"), BAD, ids=lambda value: value if isinstance(value, str) else ""
+    ("fields", "status", "kind", "message"), BAD, ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_mistakes_have_anthropic_s_shape(
-    client: anthropic.Anthropic, fields: dict[str, Any], status: int, kind: str, why: str
+def test_errors_have_the_format_of_anthropic(
+    client: anthropic.Anthropic, fields: dict[str, Any], status: int, kind: str, message: str
 ) -> None:
     body = {"model": "demo", "max_tokens": 4, "messages": SUM, **fields}
     with pytest.raises(anthropic.APIStatusError) as caught:
@@ -254,11 +254,11 @@ def test_mistakes_have_anthropic_s_shape(
     assert answer["type"] == "error"
     assert answer["error"].keys() == {"type", "message"}
     assert answer["error"]["type"] == kind
-    assert why in answer["error"]["message"]
+    assert message in answer["error"]["message"]
     assert answer["request_id"] == caught.value.request_id
 
 
-def test_other_refusals_have_the_shape_too(scripted: ScriptedServer) -> None:
+def test_other_refusals_have_that_format_too(scripted: ScriptedServer) -> None:
     status, answer = call(scripted.url + MESSAGES, None)
     assert (status, answer["error"]["type"]) == (405, "invalid_request_error")
     status, answer = call(scripted.url + MESSAGES, b"{")

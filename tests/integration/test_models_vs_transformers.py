@@ -1,4 +1,4 @@
-"""Every supported architecture against Hugging Face transformers, on small random checkpoints: never with itself."""
+"""Compares every supported architecture with Hugging Face transformers, on small random checkpoints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def reference(path: Path) -> transformers.PreTrainedModel:
 
 @torch.inference_mode()
 def assert_greedy(model: transformers.PreTrainedModel, prompt: list[int], output: list[int]) -> None:
-    """Every output token is the model's own first choice after all that precedes it: by induction, its greedy text."""
+    """Asserts that every output token is the model's first choice after those before it: by induction, greedy text."""
     choices = model(torch.tensor([prompt + output]), use_cache=False).logits[0].argmax(-1).tolist()
     assert output == choices[len(prompt) - 1 : -1]
 
@@ -47,7 +47,7 @@ def test_logprobs_and_greedy_tokens(name: str, folder: Path) -> None:
     path = make_checkpoint(name, folder)
     model = reference(path)
 
-    # The budget is below every prompt but one, and the pool too small for all: chunks and preemptions.
+    # The budget is below every prompt but one, and the pool is too small for all, for chunks and preemptions.
     llm = LLM(
         str(path),
         skip_tokenizer_init=True,

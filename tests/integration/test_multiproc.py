@@ -1,4 +1,4 @@
-"""The worker in a process of its own: the same tokens, and a death that is told at once and leaves nothing behind."""
+"""The worker in a separate process: the same tokens, and a death that is reported at once and leaves nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from penstock.worker.messages import LoadWorker
 from tests.integration.raw_http import Stream, call, eventually
 from tests.integration.server_probes import COMPLETIONS, endless, ends_with_error, is_gone, wait_for
 from tests.integration.server_process import serve
-from tests.integration.timing import check_seconds, tried_again_when_slow
+from tests.integration.timing import check_seconds, retried_when_slow
 
 MTP = {"method": "mtp", "num_speculative_tokens": 2}
 OFFLOADING = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"load_policy": "always"}}
@@ -43,7 +43,7 @@ def children(pid: int) -> list[int]:
 
 
 def run(backend: str, **engine_args: Any) -> tuple[list[list[int]], LLM]:
-    """Twelve requests twice: greedy, seeded, penalised and held to a grammar, the second time on what was kept."""
+    """Runs twelve requests twice, greedy, seeded, penalised or with a grammar, the second time with kept KV."""
     llm = LLM(distributed_executor_backend=backend, **engine_args)
     prompts = [f"Once upon a time there was a fox {number % 5} " * (1 + number % 4) for number in range(12)]
     grammar = StructuredOutputsParams(regex=r"[a-z]{3}-\d{2}")
@@ -87,7 +87,7 @@ def test_an_invalid_configuration_is_refused_with_its_own_message() -> None:
         LLM(max_model_len=64, kv_cache_memory=1 << 62, distributed_executor_backend="mp")
 
 
-def test_no_process_stays_behind() -> None:
+def test_no_process_is_left_behind() -> None:
     before = set(children(os.getpid()))
     llm = LLM(max_model_len=64, distributed_executor_backend="mp")
     (worker,) = set(children(os.getpid())) - before
@@ -106,8 +106,8 @@ def executor() -> Iterator[Executor]:
     made.shutdown()
 
 
-def test_an_exception_comes_with_its_traceback(executor: Executor) -> None:
-    """The worker was never initialized, so that a step is no message it takes."""
+def test_exceptions_include_the_workers_traceback(executor: Executor) -> None:
+    """The worker was never initialized, so it does not accept a step."""
     executor.execute_model(SchedulerOutput(step=1))
     with pytest.raises(EngineDeadError, match=r"worker \(0, 0\): WireError: a worker expects") as raised:
         executor.sample_tokens(None).result()
@@ -137,8 +137,8 @@ def test_a_killed_worker_is_noticed_within_a_second(executor: Executor, waits: b
 
 
 @pytest.mark.alone
-@tried_again_when_slow
-def test_every_client_of_a_killed_worker_has_its_error_within_a_second() -> None:
+@retried_when_slow
+def test_every_client_of_a_killed_worker_receives_its_error_within_a_second() -> None:
     offload = '{"kv_connector": "OffloadingConnector"}'
     with (
         serve("--distributed-executor-backend", "mp", "--kv-transfer-config", offload) as server,
@@ -177,7 +177,6 @@ def test_an_idle_server_notices_the_death_of_its_worker() -> None:
 ANSWERS_FIRST = """
 import socket, sys
 from penstock.messages.runner_output import ModelRunnerOutput
-from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.messages.scheduler_output import SchedulerOutput
 from penstock.worker.messages import CODEC
 from penstock.utils.wire import FrameReader
@@ -192,8 +191,8 @@ connection.sendall(CODEC.encode(ModelRunnerOutput()))
 
 
 @pytest.mark.timeout(60)
-def test_a_plan_and_an_answer_that_both_wait_for_room_pass_each_other() -> None:
-    """A worker that is sending reads nothing; both messages are larger than what a socket holds."""
+def test_a_plan_and_an_answer_larger_than_the_socket_buffers_do_not_deadlock() -> None:
+    """A worker that is sending does not read; both messages are larger than a socket's buffers."""
     worker = start_worker(LoadWorker(EngineArgs(), (0, 0)), ("-c", ANSWERS_FIRST))
     worker.execute_model(SchedulerOutput(step=1, finished_request_ids=frozenset({"y" * (32 << 20)})))
     pending = worker.sample_tokens(None)

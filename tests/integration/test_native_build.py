@@ -28,7 +28,7 @@ def build(folder: Path, compiler: str, **environment: str) -> subprocess.Complet
     return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=300)
 
 
-def test_a_compiler_that_fails_fails_the_installation(tmp_path: Path) -> None:
+def test_a_failing_compiler_fails_the_installation(tmp_path: Path) -> None:
     done = build(tmp_path, "echo 'attention.cpp: no such instruction' >&2; exit 1")
     assert done.returncode != 0
     assert "no such instruction" in done.stderr
@@ -50,7 +50,7 @@ def test_threads_respect_the_cgroup(quota: str, expected: int, tmp_path: Path, m
     assert native.default_num_threads() == expected
 
 
-def test_an_engine_computes_on_as_many_threads_as_it_is_given() -> None:
+def test_an_engine_uses_the_configured_number_of_threads() -> None:
     params = SamplingParams(temperature=0.0, max_tokens=16)
     answers: list[list[int]] = []
     for count in (1, 3):

@@ -36,7 +36,7 @@ def test_no_fault_gives_a_wrong_token_or_leaves_anything_behind(tmp_path: Path) 
         ([], False, "503", "error", True, False),
     ],
 )
-def test_every_token_of_an_answer_counts_however_it_ended(
+def test_an_answer_is_judged_by_every_token_and_by_its_end(
     monkeypatch: pytest.MonkeyPatch,
     tokens: Sequence[int],
     is_done: bool,

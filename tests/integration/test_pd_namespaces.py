@@ -1,4 +1,4 @@
-"""`examples/disaggregation/two_namespaces.sh`: prefill and decode across a network, and what is refused there."""
+"""`examples/disaggregation/two_namespaces.sh`: prefill and decode across a network, and the refusals there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NO_NAMESPACES = 77
 
 
 @pytest.mark.long
-def test_two_network_namespaces_answer_as_one_engine_does() -> None:
+def test_two_network_namespaces_give_the_answers_of_one_engine() -> None:
     env = {**os.environ, "PYTHON": sys.executable}
     done = subprocess.run([str(SCRIPT)], capture_output=True, text=True, check=False, env=env)
     if done.returncode == NO_NAMESPACES:

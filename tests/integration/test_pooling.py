@@ -1,4 +1,4 @@
-"""Vectors of decoder models: right beside transformers, the same bits whatever the engine does, refused in words."""
+"""Vectors of decoder models: agreement with transformers, identical bits in every configuration, and refusals."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.integration.checkpoints import COMMON, make_checkpoint, make_pooling_
 MODEL = "qwen3-128"
 MAX_MODEL_LEN = 240
 CHUNK = 24
-# name -> how a vector is made of the hidden states, [tokens, hidden_size].
+# name -> how a vector is computed from the hidden states, [tokens, hidden_size].
 POOLED = {"lasttoken": lambda h: h[-1], "mean_tokens": lambda h: h.mean(0), "cls_token": lambda h: h[0]}
 RANKS = ((1, 1), (2, 1), (1, 2), (1, 3), (2, 2))
 PLAIN: dict[str, Any] = {
@@ -35,7 +35,7 @@ PLAIN: dict[str, Any] = {
 
 
 def prompts(vocab_size: int = COMMON["vocab_size"], count: int = 24) -> list[list[int]]:
-    """Of 1 token to the longest prompt; many share a beginning."""
+    """Returns prompts of 1 token to the longest; many share a prefix."""
     draw = random.Random(3)
     shared = [draw.randrange(vocab_size) for _ in range(MAX_MODEL_LEN)]
     lengths = [1, 2, 16, 17, MAX_MODEL_LEN, *(draw.randint(3, 150) for _ in range(count - 5))]
@@ -61,7 +61,7 @@ def checkpoint(folder: Path) -> Path:
 
 
 def vectors(model: Path | str, *, one_by_one: bool = False, repeat: int = 1, **arguments: Any) -> tuple[bytes, LLM]:
-    """The bytes of all vectors. `repeat` runs the batch again, on the cache that the first run left."""
+    """Returns the bytes of all vectors. `repeat` runs the batch again on the cache of the first run."""
     llm = LLM(str(model), skip_tokenizer_init=True, runner="pooling", **{**PLAIN, **arguments})
     outputs = []
     for _ in range(repeat):
@@ -76,11 +76,11 @@ def vectors(model: Path | str, *, one_by_one: bool = False, repeat: int = 1, **a
     return b"".join(output.outputs.data.tobytes() for output in outputs), llm
 
 
-# ---- Right ----
+# ---- Agreement with transformers ----
 
 
 @torch.inference_mode()
-def assert_as_transformers(path: Path, llm: LLM, dtype: torch.dtype, mode: str, tolerance: float) -> None:
+def assert_agrees_with_transformers(path: Path, llm: LLM, dtype: torch.dtype, mode: str, tolerance: float) -> None:
     model = transformers.AutoModel.from_pretrained(path, dtype=dtype).eval()
     for prompt, output in zip(PROMPTS, llm.embed(PROMPTS, use_tqdm=False), strict=True):
         hidden = model(torch.tensor([prompt]), use_cache=False).last_hidden_state[0].double()
@@ -98,14 +98,14 @@ def test_cosine_with_transformers(mode: str, dtype: torch.dtype, tolerance: floa
     path = make_pooling_checkpoint(MODEL, folder, dtype, mode)
     chunk = CHUNK if mode == "lasttoken" else None
     llm = LLM(str(path), skip_tokenizer_init=True, max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=chunk)
-    assert_as_transformers(path, llm, dtype, mode, tolerance)
+    assert_agrees_with_transformers(path, llm, dtype, mode, tolerance)
     llm.shutdown()
 
 
 def test_a_generating_checkpoint_pools_by_its_last_token(folder: Path) -> None:
     path = make_checkpoint(MODEL, folder)
     llm = LLM(str(path), skip_tokenizer_init=True, max_model_len=MAX_MODEL_LEN, runner="pooling")
-    assert_as_transformers(path, llm, torch.float32, "lasttoken", 1e-5)
+    assert_agrees_with_transformers(path, llm, torch.float32, "lasttoken", 1e-5)
     llm.shutdown()
 
 
@@ -114,7 +114,7 @@ def test_a_generating_checkpoint_pools_by_its_last_token(folder: Path) -> None:
 def test_other_architectures(name: str, folder: Path) -> None:
     path = make_pooling_checkpoint(name, folder)
     llm = LLM(str(path), skip_tokenizer_init=True, max_model_len=MAX_MODEL_LEN, max_num_batched_tokens=CHUNK)
-    assert_as_transformers(path, llm, torch.float32, "lasttoken", 1e-5)
+    assert_agrees_with_transformers(path, llm, torch.float32, "lasttoken", 1e-5)
     llm.shutdown()
 
 
@@ -140,7 +140,7 @@ def test_dimensions_and_normalisation(checkpoint: Path, folder: Path) -> None:
     unscaled.shutdown()
 
 
-# ---- The same bits ----
+# ---- Identical bits ----
 
 
 @pytest.fixture(scope="module", params=["random-qwen3", exhaustive("demo")])
@@ -172,7 +172,7 @@ def test_prefix_hits(weights: Path | str, plain: bytes, overlap: bool) -> None:
 def test_preemption(
     weights: Path | str, plain: bytes, overlap: bool, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts run one after the other, so that a full cache preempts none: here every third step does."""
+    """Prompts run one after another, so that a full cache preempts none; here every third step preempts one."""
     preempted: list[str] = []
     schedule = Scheduler.schedule
 
@@ -216,7 +216,7 @@ def test_ranks_in_processes(checkpoint: Path) -> None:
 @pytest.mark.spread(1)
 @pytest.mark.parametrize("size", [(1, 1), (2, 2)])
 def test_tiers(weights: Path | str, plain: bytes, size: tuple[int, int]) -> None:
-    """The cache holds one prompt: what the second run reuses comes from the tier."""
+    """The cache holds one prompt, so the second run loads from the tier."""
     offloading = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"load_policy": "always"}}
     found, llm = vectors(
         weights,
@@ -233,7 +233,7 @@ def test_tiers(weights: Path | str, plain: bytes, size: tuple[int, int]) -> None
 
 @pytest.mark.spread(1)
 @pytest.mark.parametrize("mode", ["mean_tokens", "cls_token"])
-def test_whole_prompts_are_the_same_bits_too(mode: str, folder: Path) -> None:
+def test_pooling_of_whole_prompts_gives_identical_bits(mode: str, folder: Path) -> None:
     path = make_pooling_checkpoint(MODEL, folder, mode=mode)
     whole = {"enable_prefix_caching": True, "max_num_batched_tokens": MAX_MODEL_LEN}
     plain = vectors(path, one_by_one=True)[0]
@@ -243,10 +243,10 @@ def test_whole_prompts_are_the_same_bits_too(mode: str, folder: Path) -> None:
         assert llm.stats().prefix_cache_hits == 0
 
 
-# ---- Refused ----
+# ---- Refusals ----
 
 
-def test_each_engine_refuses_the_other_ones_requests(checkpoint: Path) -> None:
+def test_pooling_and_generating_engines_refuse_each_others_requests(checkpoint: Path) -> None:
     pooling = LLM(str(checkpoint), skip_tokenizer_init=True, max_model_len=MAX_MODEL_LEN)
     with pytest.raises(RequestError, match="pools and generates no tokens: use embed"):
         pooling.generate([[1, 2]], SamplingParams(max_tokens=2))
@@ -280,7 +280,7 @@ def test_each_engine_refuses_the_other_ones_requests(checkpoint: Path) -> None:
         ("max_tokens", {}, "asks for pooling_mode_max_tokens; supported"),
     ],
 )
-def test_engines_that_cannot_be(mode: str, arguments: dict[str, Any], message: str, folder: Path) -> None:
+def test_invalid_configurations(mode: str, arguments: dict[str, Any], message: str, folder: Path) -> None:
     path = make_pooling_checkpoint(MODEL, folder, mode=mode)
     with pytest.raises(ConfigError, match=message):
         LLM(str(path), skip_tokenizer_init=True, max_model_len=MAX_MODEL_LEN, **arguments)
@@ -308,7 +308,7 @@ def test_engines_that_cannot_be(mode: str, arguments: dict[str, Any], message: s
         ),
     ],
 )
-def test_files_that_cannot_be_used(file: str, content: str | None, message: str, tmp_path: Path) -> None:
+def test_invalid_files(file: str, content: str | None, message: str, tmp_path: Path) -> None:
     path = make_pooling_checkpoint(MODEL, tmp_path)
     if content is None:
         (path / file).unlink()

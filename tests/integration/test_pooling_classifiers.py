@@ -1,4 +1,4 @@
-"""Classifiers and rerankers of decoder models: right beside transformers, the same bits always, refused in words."""
+"""Classifiers and rerankers of decoder models: agreement with transformers, identical bits, and refusals."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reranker(folder: Path) -> Path:
-    """A model that generates, with a tokenizer that has words of its own for yes and no."""
+    """A generating model whose tokenizer has one token each for yes and no."""
     path = make_checkpoint(MODEL, folder)
     save_tokenizer(path)
     return path
@@ -63,7 +63,7 @@ def logits_of(path: Path, prompt: list[int], dtype: torch.dtype) -> torch.Tensor
     return model(torch.tensor([prompt]), use_cache=False).logits[0].float()
 
 
-# ---- Right ----
+# ---- Agreement with transformers ----
 
 
 @pytest.mark.spread(1)
@@ -78,7 +78,7 @@ def logits_of(path: Path, prompt: list[int], dtype: torch.dtype) -> torch.Tensor
         ("mistral-window", 1, None),
     ],
 )
-def test_probabilities_beside_transformers(name: str, num_labels: int, problem: str | None, folder: Path) -> None:
+def test_probabilities_agree_with_transformers(name: str, num_labels: int, problem: str | None, folder: Path) -> None:
     path = make_classifier_checkpoint(name, folder, torch.float32, num_labels, problem_type=problem)
     llm = make_llm(path, skip_tokenizer_init=True, max_num_batched_tokens=24)
     kind = problem or ("single_label_classification" if num_labels > 1 else "multi_label_classification")
@@ -105,8 +105,8 @@ def test_bfloat16_and_names_of_labels(folder: Path) -> None:
 
 
 @torch.inference_mode()
-def chance_of_yes(path: Path, prompt: list[int], no: int, yes: int) -> float:
-    """How much likelier `yes` is to come next than `no`, as Qwen3-Reranker is used."""
+def probability_of_yes(path: Path, prompt: list[int], no: int, yes: int) -> float:
+    """Returns the probability of `yes` against `no` as the next token, which is Qwen3-Reranker's score."""
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     logits = model(torch.tensor([prompt]), use_cache=False).logits[0, -1]
     return float(logits[[no, yes]].softmax(-1)[1])
@@ -124,7 +124,7 @@ def test_yes_or_no(name: str, tmp_path: Path) -> None:
         text = f"Is it so? {QUERY}\n{document} Answer yes or no:"
         assert (found.prompt, found.prompt_token_ids) == (text, tokenizer.encode(text).ids)
         assert yes in found.prompt_token_ids
-        wanted = chance_of_yes(path, found.prompt_token_ids, no, yes)
+        wanted = probability_of_yes(path, found.prompt_token_ids, no, yes)
         assert found.outputs.score == pytest.approx(wanted, rel=1e-3, abs=1e-5)
     llm.shutdown()
 
@@ -138,7 +138,7 @@ def test_pairs_without_a_template(reranker: Path) -> None:
     scores = llm.score(queries, DOCUMENTS, use_tqdm=False)
     for query, document, found in zip(queries, DOCUMENTS, scores, strict=True):
         assert found.prompt_token_ids == tokenizer.encode(query, document).ids
-        wanted = chance_of_yes(reranker, found.prompt_token_ids, no, yes)
+        wanted = probability_of_yes(reranker, found.prompt_token_ids, no, yes)
         assert found.outputs.score == pytest.approx(wanted, rel=1e-3, abs=1e-5)
     ids = llm.score(QUERY, "x" * 400, PoolingParams(truncate_prompt_tokens=-1), use_tqdm=False)[0].prompt_token_ids
     assert ids == tokenizer.encode(QUERY, "x" * (MAX_MODEL_LEN - len(QUERY) - 2)).ids
@@ -149,7 +149,7 @@ def test_pairs_without_a_template(reranker: Path) -> None:
     llm.shutdown()
 
 
-def test_cosines_of_a_model_that_makes_vectors(embedder: Path) -> None:
+def test_scores_of_an_embedding_model_are_cosines(embedder: Path) -> None:
     tokenizer = save_tokenizer(embedder)
     llm = make_llm(embedder)
     scores = llm.score(QUERY, DOCUMENTS, PoolingParams(prompt_name="query"), use_tqdm=False)
@@ -202,12 +202,12 @@ def test_truncation(embedder: Path) -> None:
     llm.shutdown()
 
 
-# ---- The same bits ----
+# ---- Identical bits ----
 
 
 @pytest.mark.spread(1)
 @pytest.mark.parametrize("kind", ["classifier", "tokens"])
-def test_bits(kind: str, folder: Path, reranker: Path) -> None:
+def test_bits_do_not_depend_on_the_configuration(kind: str, folder: Path, reranker: Path) -> None:
     path, config = reranker, {"classifier_from_token": [3, 5]}
     if kind == "classifier":
         path, config = make_classifier_checkpoint(MODEL, folder), None
@@ -248,10 +248,10 @@ def test_async_llm(reranker: Path) -> None:
     assert asyncio.run(main()) == wanted
 
 
-# ---- Refused ----
+# ---- Refusals ----
 
 
-def test_tasks_of_other_models(folder: Path, embedder: Path) -> None:
+def test_tasks_of_other_models_are_refused(folder: Path, embedder: Path) -> None:
     classifier = make_llm(make_classifier_checkpoint(MODEL, folder), skip_tokenizer_init=True)
     with pytest.raises(RequestError, match="is a classifier and makes no vectors: ask it for classes"):
         classifier.embed([[1]])
@@ -291,7 +291,7 @@ def test_tasks_of_other_models(folder: Path, embedder: Path) -> None:
         ({"classifier_from_token": [5, 6], "pooling_type": "MEAN"}, "pooling_type must be LAST for the classifier"),
     ],
 )
-def test_pooler_configs_that_cannot_be(given: Any, message: str, reranker: Path) -> None:
+def test_invalid_pooler_configs(given: Any, message: str, reranker: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         make_llm(reranker, pooler_config=given)
 
@@ -307,7 +307,7 @@ def test_pooler_configs_that_cannot_be(given: Any, message: str, reranker: Path)
         ({"id2label": {"0": "a"}}, r"has shape \[3, 96\], config.json asks for \[1, 96\]"),
     ],
 )
-def test_classifiers_that_cannot_be_used(fields: dict[str, Any], message: str | None, tmp_path: Path) -> None:
+def test_unsupported_classifiers(fields: dict[str, Any], message: str | None, tmp_path: Path) -> None:
     path = make_classifier_checkpoint(MODEL, tmp_path)
     file = path / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
@@ -315,7 +315,7 @@ def test_classifiers_that_cannot_be_used(fields: dict[str, Any], message: str | 
         make_llm(path, skip_tokenizer_init=True)
 
 
-def test_a_classifier_neither_generates_nor_takes_another_head(folder: Path) -> None:
+def test_a_classifier_neither_generates_nor_accepts_another_head(folder: Path) -> None:
     path = make_classifier_checkpoint(MODEL, folder)
     with pytest.raises(ConfigError, match="has no output head: use runner=pooling"):
         make_llm(path, skip_tokenizer_init=True, runner="generate")
@@ -325,7 +325,7 @@ def test_a_classifier_neither_generates_nor_takes_another_head(folder: Path) -> 
         make_llm(make_checkpoint(MODEL, folder), runner="generate", pooler_config={"pooling_type": "LAST"})
 
 
-def test_a_cross_encoder_of_sentence_transformers_names_its_activation(folder: Path) -> None:
+def test_the_activation_of_a_cross_encoder_is_that_of_its_config(folder: Path) -> None:
     identity = {"activation_fn": "torch.nn.modules.linear.Identity"}
     path = make_classifier_checkpoint("qwen3-gqa3-yarn", folder, num_labels=1, sentence_transformers=identity)
     llm = make_llm(path, skip_tokenizer_init=True)

@@ -1,4 +1,4 @@
-"""A rank that dies: every caller is told at once which one and why, and nothing of the engine stays behind."""
+"""The death of a rank: every caller learns at once which one died and why, and nothing of the engine is left."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from penstock.worker.messages import LoadWorker
 from tests.integration.raw_http import Stream, call, eventually
 from tests.integration.server_probes import COMPLETIONS, endless, ends_with_error, is_gone, wait_for
 from tests.integration.server_process import ServerProcess, serve
-from tests.integration.timing import check_seconds, kill_soon, tried_again_when_slow
+from tests.integration.timing import check_seconds, kill_soon, retried_when_slow
 
 SMALL: dict[str, Any] = {"max_model_len": 512, "num_gpu_blocks_override": 64, "num_threads": 1}
 
@@ -49,8 +49,8 @@ def rank_memory_mappings() -> int:
     [(1, 2, 0, False, True), (2, 1, 1, True, True), (2, 2, 2, True, False)],
     ids=["in a gather", "in a channel", "while stepping"],
 )
-@tried_again_when_slow
-def test_the_next_step_of_a_program_raises(pp: int, tp: int, victim: int, overlap: bool, waits: bool) -> None:
+@retried_when_slow
+def test_generate_raises_after_the_death_of_a_rank(pp: int, tp: int, victim: int, overlap: bool, waits: bool) -> None:
     """A rank that is stopped first makes the others wait for it before it dies."""
     before, mapped = set(children(os.getpid())), rank_memory_mappings()
     llm = LLM(tensor_parallel_size=tp, pipeline_parallel_size=pp, async_scheduling=overlap, **SMALL)
@@ -60,29 +60,29 @@ def test_the_next_step_of_a_program_raises(pp: int, tp: int, victim: int, overla
     stage, tp_rank = shards(pp, tp)[victim]
     with pytest.raises(EngineDeadError, match=rf"worker \({stage}, {tp_rank}\) was killed by signal 9") as raised:
         llm.generate(["Once upon a time"] * 8, SamplingParams(max_tokens=480, ignore_eos=True), use_tqdm=False)
-    told = since_killed()
+    seconds = since_killed()
     with pytest.raises(EngineDeadError, match="signal 9"):
         llm.generate("x", use_tqdm=False)
     llm.shutdown()
     assert all(is_gone(pid) for pid in pids)
     del llm, raised
     assert rank_memory_mappings() == mapped
-    check_seconds(told, 1.0)
+    check_seconds(seconds, 1.0)
 
 
-def test_a_configuration_that_cannot_work_leaves_no_process() -> None:
+def test_a_refused_configuration_leaves_no_process() -> None:
     before = set(children(os.getpid()))
     with pytest.raises(ConfigError, match="lower kv_cache_memory to"):
         LLM(tensor_parallel_size=2, max_model_len=64, kv_cache_memory=1 << 62)
     assert set(children(os.getpid())) <= before
 
 
-# ---- Behind a server ----
+# ---- In a server ----
 
 
 @contextmanager
 def server_of_ranks(pp: int, tp: int, *flags: str) -> Iterator[tuple[ServerProcess, int, list[int]]]:
-    """A server, its engine core and the processes of its ranks."""
+    """Starts a server; yields it, its engine core and the processes of its ranks."""
     sizes = ("--tensor-parallel-size", str(tp), "--pipeline-parallel-size", str(pp), "--num-threads", "1")
     with serve(*sizes, *flags) as server:
         core = server.core_pid
@@ -92,8 +92,8 @@ def server_of_ranks(pp: int, tp: int, *flags: str) -> Iterator[tuple[ServerProce
 
 
 @pytest.mark.alone
-@tried_again_when_slow
-def test_every_client_has_its_error_within_a_second() -> None:
+@retried_when_slow
+def test_every_client_receives_its_error_within_a_second() -> None:
     with (
         server_of_ranks(2, 2, "--async-scheduling") as (server, core, pids),
         ThreadPoolExecutor(16) as pool,
@@ -139,7 +139,7 @@ def test_a_stopped_rank_fails_the_health_check_and_does_not_outlive_the_server()
         eventually(lambda: all(is_gone(pid) for pid in (core, *pids)), 5)
 
 
-# ---- The executor, with ranks that do nothing but end ----
+# ---- The executor, with ranks that only fail ----
 
 _PROGRAM = """
 import os, signal, socket, sys, time
@@ -156,8 +156,8 @@ RAISES = _FAILS + 'connection.sendall(CODEC.encode(WorkerFailed("ValueError: 7",
 CANNOT_START = _FAILS + 'connection.sendall(CODEC.encode(WorkerFailed("lower max_num_seqs", "", True)))'
 DIES = _FAILS + "os.kill(os.getpid(), signal.SIGSEGV)"
 HANGS = _PROGRAM + "connection.recv(1 << 20)\nsignal.pause()"
-# No rank is missed before it has failed, whichever of the processes starts first.
-MISSES_ANOTHER = (
+# It does not report the other rank before that has failed, whichever process starts first.
+REPORTS_LOST_RANK = (
     _PROGRAM
     + """
 while not has_failed.exists():
@@ -169,7 +169,7 @@ connection.sendall(CODEC.encode(WorkerFailed("they left", "", False, True)))
 
 @contextmanager
 def executor_of(folder: Path, *programs: str) -> Iterator[Executor]:
-    """Ranks that run these programs; `failed` in the folder is there once one of them has failed."""
+    """Starts ranks that run these programs; the file `failed` exists once one of them has failed."""
     command = [("-c", program, str(folder / "failed")) for program in programs]
     ranks = zip(shards(1, len(programs)), command, strict=True)
     executor = Executor([start_worker(LoadWorker(EngineArgs(), shard), program) for shard, program in ranks])
@@ -190,17 +190,17 @@ def executor_of(folder: Path, *programs: str) -> Iterator[Executor]:
     ids=["raises", "cannot start", "dies"],
 )
 @pytest.mark.parametrize("call_that_fails", ["answer", "send", "check"])
-def test_the_error_is_of_the_rank_that_failed(
+def test_the_error_is_that_of_the_failed_rank(
     tmp_path: Path, cause: str, kind: type[Exception], message: str, call_that_fails: str
 ) -> None:
-    """Rank 0, which is asked first, has only missed it."""
+    """Rank 0, which is asked first, only reports that it lost the other."""
     calls: dict[str, Callable[[Executor], object]] = {
         "answer": lambda executor: executor.load(),
         # Sent at once, without the message that starts its sampling.
         "send": lambda executor: executor.execute_model(SchedulerOutput(step=1, grammar_request_ids=frozenset("a"))),
         "check": lambda executor: executor.check(),
     }
-    with executor_of(tmp_path, MISSES_ANOTHER, cause) as executor:
+    with executor_of(tmp_path, REPORTS_LOST_RANK, cause) as executor:
         if call_that_fails != "answer":
             for worker in executor._workers:
                 worker.load()
@@ -217,7 +217,7 @@ def worker_has_ended(executor: Executor, rank: int) -> bool:
     return process.ended(0) is not None
 
 
-def test_a_rank_that_does_not_give_up_is_killed(tmp_path: Path) -> None:
+def test_a_hanging_rank_is_killed(tmp_path: Path) -> None:
     with executor_of(tmp_path, HANGS, DIES) as executor:
         begun = time.monotonic()
         with pytest.raises(EngineDeadError, match=r"worker \(0, 1\) was killed by signal 11") as raised:
@@ -227,8 +227,8 @@ def test_a_rank_that_does_not_give_up_is_killed(tmp_path: Path) -> None:
         eventually(lambda: worker_has_ended(executor, 0), 5)
 
 
-def test_ranks_that_all_miss_another_say_so(tmp_path: Path) -> None:
+def test_an_error_if_all_ranks_report_a_lost_rank(tmp_path: Path) -> None:
     (tmp_path / "failed").touch()
-    missing = executor_of(tmp_path, MISSES_ANOTHER, MISSES_ANOTHER)
+    missing = executor_of(tmp_path, REPORTS_LOST_RANK, REPORTS_LOST_RANK)
     with missing as executor, pytest.raises(RanksLostError, match="they left"):
         executor.load()

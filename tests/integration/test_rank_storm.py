@@ -1,7 +1,7 @@
 """Aborts, preemption and reused rows while results of a pipeline are in flight: no request gets a foreign token.
 
-Requests come and go at random on few rows of real ranks. What each has got when it ends, or is aborted, is the
-beginning of what one rank gives it alone.
+Requests arrive and end at random on few rows of real ranks. The tokens of each, when it ends or is aborted, are a
+prefix of its output when it runs alone on one rank.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 
 
 def request(number: int, name: str) -> EngineRequest:
-    """Requests of 24 kinds, some of them greedy."""
+    """Returns a request of one of 24 kinds, some of them greedy."""
     kind = number % NUM_PROMPTS
     rng = random.Random(kind)
     prompt = tuple(rng.randrange(300, 4000) for _ in range(2 + kind * 2)) + (311, 312, 313) * (kind % 3)
@@ -57,7 +57,7 @@ def alone() -> dict[int, list[int]]:
 
 
 def storm(alone: Mapping[int, list[int]], num_steps: int, arguments: dict[str, Any]) -> tuple[int, int, int]:
-    """Returns how many requests ended, were aborted, and how often one was preempted."""
+    """Runs random requests; returns the numbers of ended requests, aborted requests and preemptions."""
     rng = random.Random(str(arguments))
     core = build_engine(EngineArgs.from_kwargs(**{**ARGUMENTS, **arguments})).core
     running: dict[str, int] = {}
@@ -65,7 +65,7 @@ def storm(alone: Mapping[int, list[int]], num_steps: int, arguments: dict[str, A
     num_added = num_ended = num_aborted = 0
     for _ in range(num_steps):
         while len(running) < 9 and rng.random() < 0.6:
-            # Names come again, as soon as they are free.
+            # Names are reused as soon as they are free.
             name = f"r{rng.choice([i for i in range(12) if f'r{i}' not in running])}"
             running[name], tokens[name] = num_added % NUM_PROMPTS, []
             core.add_request(replace(request(num_added, name), request_id=name))
@@ -110,7 +110,9 @@ CELLS: list[dict[str, Any]] = [
     [*((1000, cell) for cell in CELLS), *(exhaustive(10_000, cell) for cell in CELLS)],
     ids=str,
 )
-def test_no_foreign_token(alone: dict[int, list[int]], num_steps: int, arguments: dict[str, Any]) -> None:
+def test_no_request_gets_a_foreign_token(
+    alone: dict[int, list[int]], num_steps: int, arguments: dict[str, Any]
+) -> None:
     arguments = {**arguments, "distributed_executor_backend": "uniproc", "max_num_batched_tokens": 24}
     num_ended, num_aborted, num_preemptions = storm(alone, num_steps, arguments)
     assert num_ended > num_steps // 40

@@ -1,4 +1,4 @@
-"""Ranks that connect as on GPUs, on CPUs: processes that meet at an address and use gloo in place of NCCL."""
+"""Ranks on CPUs that connect as on GPUs: processes that meet at an address and use gloo instead of NCCL."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.executor import factory
 from tests.integration.server_probes import is_gone
 from tests.integration.test_identity_matrix import run
 from tests.integration.test_rank_deaths import SMALL, children
-from tests.integration.timing import check_seconds, kill_soon, tried_again_when_slow
+from tests.integration.timing import check_seconds, kill_soon, retried_when_slow
 
 COUNT = 12
 DRAFTS = {"method": "mtp", "num_speculative_tokens": 2}
@@ -43,7 +43,7 @@ def test_the_tokens_are_those_of_one_rank(pp: int, tp: int, overlap: bool) -> No
 @pytest.mark.spread(1)
 @pytest.mark.alone
 @pytest.mark.parametrize(("pp", "tp", "victim"), [(1, 2, 1), (2, 2, 0), (1, 2, 0)])
-@tried_again_when_slow
+@retried_when_slow
 def test_a_killed_rank_ends_every_request_and_every_rank(pp: int, tp: int, victim: int) -> None:
     before = set(children(os.getpid()))
     llm = LLM(**ranks(pp, tp), **SMALL)
@@ -53,7 +53,7 @@ def test_a_killed_rank_ends_every_request_and_every_rank(pp: int, tp: int, victi
     endless = SamplingParams(max_tokens=480, ignore_eos=True)
     with pytest.raises(EngineDeadError, match=rf"worker \({victim // tp}, {victim % tp}\) was killed by signal 9"):
         llm.generate(["Once upon a time"] * 8, endless, use_tqdm=False)
-    told = since_killed()
+    seconds = since_killed()
     llm.shutdown()
     assert all(is_gone(pid) for pid in pids)
-    check_seconds(told, 3.0)
+    check_seconds(seconds, 3.0)

@@ -1,4 +1,4 @@
-"""Ranks as actors of a local Ray cluster: the same tokens, and deaths that are told at once and leave nothing."""
+"""Ranks as actors of a local Ray cluster: the same tokens, and deaths that are reported at once and leave nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from penstock import LLM, ConfigError, EngineDeadError, SamplingParams
 from tests.integration.raw_http import eventually
 from tests.integration.server_probes import is_gone
-from tests.integration.timing import check_seconds, kill_soon, tried_again_when_slow
+from tests.integration.timing import check_seconds, kill_soon, retried_when_slow
 
 ray = pytest.importorskip("ray", reason="Ray is an optional dependency: pip install penstock[ray]")
 
@@ -29,7 +29,7 @@ PARAMS = [
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    """One for all tests: it takes longer to start than an engine."""
+    """Starts one cluster for all tests, because it takes longer to start than an engine."""
     ray_executor._connect(4)
     yield
     ray.shutdown()
@@ -40,7 +40,7 @@ def answers(llm: LLM) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def of_one_rank() -> list[Any]:
+def one_rank_answers() -> list[Any]:
     llm = LLM(distributed_executor_backend="uniproc", **SMALL)
     found = answers(llm)
     llm.shutdown()
@@ -60,13 +60,13 @@ def nothing_is_reserved() -> bool:
 @pytest.mark.long
 @pytest.mark.parametrize(("pp", "tp", "is_here"), [(1, 2, True), (1, 2, False), (2, 1, True), (2, 1, False)])
 def test_the_tokens_are_those_of_one_rank(
-    cluster: None, of_one_rank: list[Any], monkeypatch: pytest.MonkeyPatch, pp: int, tp: int, is_here: bool
+    cluster: None, one_rank_answers: list[Any], monkeypatch: pytest.MonkeyPatch, pp: int, tp: int, is_here: bool
 ) -> None:
-    """Through shared memory, and through gloo as between hosts."""
+    """Uses shared memory, and gloo as between hosts."""
     if not is_here:
         monkeypatch.setattr(ray_executor, "_are_all_here", lambda places: len(places) == 1)
     llm = LLM(distributed_executor_backend="ray", tensor_parallel_size=tp, pipeline_parallel_size=pp, **SMALL)
-    assert answers(llm) == of_one_rank
+    assert answers(llm) == one_rank_answers
     pids = actor_pids(llm)
     llm.shutdown()
     eventually(lambda: all(is_gone(pid) for pid in pids), 10)
@@ -76,7 +76,7 @@ def test_the_tokens_are_those_of_one_rank(
 @pytest.mark.spread(1)
 @pytest.mark.alone
 @pytest.mark.parametrize("is_here", [True, False], ids=["shared memory", "gloo"])
-@tried_again_when_slow
+@retried_when_slow
 def test_a_killed_actor_is_reported_within_a_second(
     cluster: None, monkeypatch: pytest.MonkeyPatch, is_here: bool
 ) -> None:
@@ -88,28 +88,28 @@ def test_a_killed_actor_is_reported_within_a_second(
     endless = SamplingParams(max_tokens=200, ignore_eos=True)
     with pytest.raises(EngineDeadError, match=rf"worker \(0, 1\) \(process {pids[1]} on .*\) died: .*unexpectedly"):
         llm.generate(["Once upon a time"] * 32, endless, use_tqdm=False)
-    told = since_killed()
+    seconds = since_killed()
     llm.shutdown()
     eventually(lambda: all(is_gone(pid) for pid in pids), 10)
     assert nothing_is_reserved()
-    check_seconds(told, 1.0)
+    check_seconds(seconds, 1.0)
 
 
 @pytest.mark.long
-def test_a_configuration_that_cannot_work_leaves_nothing(cluster: None) -> None:
+def test_a_refused_configuration_leaves_nothing_reserved(cluster: None) -> None:
     with pytest.raises(ConfigError, match="lower kv_cache_memory to"):
         LLM(distributed_executor_backend="ray", max_model_len=64, kv_cache_memory=1 << 62, num_threads=1)
     assert nothing_is_reserved()
 
 
-def test_a_cluster_without_room_is_refused(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_without_enough_resources_is_refused(cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_executor, "_PLACEMENT_SECONDS", 0.5)
     with pytest.raises(ConfigError, match=r"no room for 2 ranks with \{'CPU': 1000\} each"):
         LLM(distributed_executor_backend="ray", tensor_parallel_size=2, **{**SMALL, "num_threads": 1000})
     assert nothing_is_reserved()
 
 
-def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_the_error_names_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "penstock.executor.ray")
     with pytest.raises(ConfigError, match=r"pip install penstock\[ray\]"):
@@ -117,10 +117,10 @@ def test_without_ray_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_connection_without_the_key_is_refused(cluster: None) -> None:
-    """A stranger connects first; the actor, which proves that it has the key, is served."""
+    """Unauthenticated clients connect first; only the actor, which has the key, is accepted."""
 
     class Actor:
-        """Connects as a stranger, and then as the rank."""
+        """Connects with a wrong key, as a wrong rank, and then as the rank."""
 
         class run:  # noqa: N801
             @staticmethod

@@ -43,13 +43,13 @@ MIXED = ["hermes", "qwen3_coder", "mistral", "deepseek_v3", "deepseek_v31"]
 THOUGHT = "<think>\nI need the\nweather.\n</think>\n\n"
 REASONING = "I need the\nweather."
 
-# What an answer consists of, in its order: ("reasoning", text), ("text", text) and ("call", name, arguments).
+# The parts of an answer, in order: ("reasoning", text), ("text", text) and ("call", name, arguments).
 Blocks = list[tuple[Any, ...]]
 
 
 @pytest.fixture(scope="module")
 def get() -> Iterator[Get]:
-    """A server for a setup, started once."""
+    """Returns the server of a setup, which is started once."""
     with ExitStack() as stack:
         servers: dict[Setup, ScriptedServer] = {}
 
@@ -71,11 +71,11 @@ def anthropic_client(server: ScriptedServer, key: str = "none") -> anthropic.Ant
     return anthropic.Anthropic(base_url=server.url, api_key=key, max_retries=0, timeout=30)
 
 
-# ---- An answer's blocks, as each API tells them ----
+# ---- The blocks of an answer in each API ----
 
 
 def chat(server: ScriptedServer, **fields: Any) -> tuple[Blocks, str]:
-    """The blocks, whole and streamed the same, and the finish reason. Chat keeps no order of text and calls."""
+    """Returns the blocks, which must be equal when streamed, and the finish reason. Chat does not order the blocks."""
     with openai_client(server) as client:
         wanted = {"model": "demo", "messages": ASKED, "tools": TOOLS, **fields}
         (choice,) = client.chat.completions.create(**wanted).choices
@@ -191,7 +191,7 @@ def test_a_function_that_was_not_offered_is_not_called(get: Get, family: str, ap
 
 
 @pytest.mark.parametrize("family", sorted(FORMATS))
-def test_no_choice_leaves_tools_out_of_prompt_and_answer(get: Get, family: str) -> None:
+def test_tool_choice_none_leaves_tools_out_of_prompt_and_answer(get: Get, family: str) -> None:
     server = get(tool_call_parser=family)
     server.answers(ANSWERS[family])
     assert chat(server, tool_choice="none") == ([("text", ANSWERS[family])], "stop")
@@ -206,7 +206,7 @@ def test_no_choice_leaves_tools_out_of_prompt_and_answer(get: Get, family: str) 
 
 @pytest.mark.parametrize("family", sorted(FORMATS))
 @pytest.mark.parametrize("named", [False, True], ids=["required", "named"])
-def test_a_forced_call_is_begun_in_the_prompt_and_held_to_a_grammar(get: Get, family: str, named: bool) -> None:
+def test_a_forced_call_is_begun_in_the_prompt_and_follows_a_grammar(get: Get, family: str, named: bool) -> None:
     server = get(tool_call_parser=family)
     prefix = FORMATS[family]().forced_prefix("get_weather" if named else None)
     server.answers(ANSWERS[family].removeprefix(prefix))
@@ -221,7 +221,7 @@ def test_a_forced_call_is_begun_in_the_prompt_and_held_to_a_grammar(get: Get, fa
 
 
 @pytest.mark.parametrize("api", APIS)
-def test_one_call_at_most_when_that_is_asked_for(get: Get, api: str) -> None:
+def test_at_most_one_call_if_requested(get: Get, api: str) -> None:
     server = get(tool_call_parser="hermes")
     ask, called, _ = APIS[api]
     server.answers(f"{ANSWERS['hermes']}\n{ANSWERS['hermes']}")
@@ -253,7 +253,7 @@ def test_reasoning_is_separated_from_the_answer(get: Get, parser: str, api: str,
     assert ask(server) == ([("reasoning", REASONING), ("text", "Sunny.")], ended)
     server.answers(THOUGHT + ANSWERS["hermes"], step=step)
     assert ask(server) == ([("reasoning", REASONING), ("call", *CALL)], called)
-    # A call that is only thought of is none.
+    # A call within the reasoning is not a call.
     server.answers(f"<think>{ANSWERS['hermes']}</think>Sunny.", step=step)
     assert ask(server) == ([("reasoning", ANSWERS["hermes"]), ("text", "Sunny.")], ended)
 
@@ -279,7 +279,7 @@ def test_reasoning_can_be_left_out_or_left_in_the_content(get: Get) -> None:
     assert chat(server, extra_body={"separate_reasoning": False}) == ([("text", THOUGHT + "Sunny.")], "stop")
 
 
-def test_forms_hold_behind_the_reasoning(get: Get) -> None:
+def test_constraints_apply_after_the_reasoning(get: Get) -> None:
     server = get(reasoning_parser="qwen3")
     server.answers(THOUGHT + '{"a": 1}')
     schema = {"type": "object"}
@@ -297,7 +297,7 @@ def test_forms_hold_behind_the_reasoning(get: Get) -> None:
     assert outputs.reasoning
 
 
-def test_reasoning_goes_back_into_the_prompt(get: Get, tmp_path: Any) -> None:
+def test_reasoning_is_passed_back_into_the_prompt(get: Get, tmp_path: Any) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):

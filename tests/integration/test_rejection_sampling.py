@@ -1,7 +1,7 @@
-"""Drawn drafts on the real engine: what they leave as it was, and what they may change.
+"""Drawn drafts on the real engine.
 
-They change no greedy request and no distribution. A seeded request may get other tokens than without drafts, but gets
-the same ones again.
+They change no greedy request and no distribution. A seeded request may get other tokens than without drafts, but they
+are reproducible.
 """
 
 from __future__ import annotations
@@ -45,8 +45,10 @@ def plain_tokens() -> list[list[int]]:
 
 @pytest.mark.spread(1)
 @pytest.mark.parametrize(("method", "overlap"), grid(list(METHODS), (False, True), strength=1))
-def test_greedy_requests_are_those_of_the_plain_run(plain_tokens: list[list[int]], method: str, overlap: bool) -> None:
-    """Under preemption and prefix hits; and the same run gives the same tokens, the drawn ones too."""
+def test_greedy_requests_equal_those_of_the_plain_run(
+    plain_tokens: list[list[int]], method: str, overlap: bool
+) -> None:
+    """Runs with preemption and prefix hits. A second run gives the same tokens, including the drawn ones."""
     results = []
     for _ in range(2):
         tokens, llm = run(
@@ -69,7 +71,7 @@ def test_greedy_requests_are_those_of_the_plain_run(plain_tokens: list[list[int]
 
 @pytest.mark.spread(1)
 @pytest.mark.parametrize("method", METHODS)
-def test_company_and_chunks_change_nothing_while_the_windows_are_the_same(method: str) -> None:
+def test_batches_and_chunks_change_nothing_if_the_windows_are_the_same(method: str) -> None:
     alone, _ = run(one_by_one=True, count=COUNT, speculative_config=config(method))
     together, _ = run(count=COUNT, speculative_config=config(method))
     cached, _ = run(count=COUNT, repeat=2, enable_prefix_caching=True, speculative_config=config(method))
@@ -79,8 +81,8 @@ def test_company_and_chunks_change_nothing_while_the_windows_are_the_same(method
 
 @pytest.mark.spread(1)
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_drafter_that_is_the_target_is_always_right(overlap: bool) -> None:
-    """Equal distributions, bit for bit; a draft judged by another one's logits would show, rows change their owners."""
+def test_drafts_of_the_target_itself_are_always_accepted(overlap: bool) -> None:
+    """The distributions are bit-identical. Rows change owners, so a draft verified by other logits would show."""
     count = 40
     llm = LLM(**{**PLAIN, **SMALL_POOL, "async_scheduling": overlap}, speculative_config=config("draft_model"))
     params = [
@@ -96,10 +98,10 @@ def test_a_drafter_that_is_the_target_is_always_right(overlap: bool) -> None:
 
 
 def count_beginnings(first_seed: int, **engine_args: Any) -> tuple[Counter[tuple[int, ...]], SpeculationStats]:
-    """The first three tokens of many completions of one prompt."""
+    """Counts the first three tokens of many completions of one prompt."""
     llm = LLM(**{**PLAIN, "max_num_seqs": 64, **engine_args})
     seeds = range(first_seed, first_seed + NUM_SEEDS)
-    # So cold that the drafter exceeds the model here and there, and drafts are rejected for more than top_k.
+    # At this temperature some probabilities of the drafter exceed the model's, and not only top_k rejects drafts.
     asked = {"temperature": 0.2, "top_k": 4, "max_tokens": 4, "ignore_eos": True}
     params = [SamplingParams(seed=seed, **asked) for seed in seeds]
     outputs = llm.generate([PROMPT] * NUM_SEEDS, params, use_tqdm=False)
@@ -115,10 +117,10 @@ def plain_beginnings() -> Counter[tuple[int, ...]]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("overlap", [exhaustive(False), True])
-def test_the_engine_s_distribution_is_the_plain_one(plain_beginnings: Counter[tuple[int, ...]], overlap: bool) -> None:
-    """Counts of the first token, the first two and the first three, in two samples of equal size with different
-    seeds.
-    """
+def test_the_distribution_equals_that_of_the_plain_run(
+    plain_beginnings: Counter[tuple[int, ...]], overlap: bool
+) -> None:
+    """Compares counts of the first one, two and three tokens in two samples of equal size with different seeds."""
     beginnings, stats = count_beginnings(NUM_SEEDS, speculative_config=config("mtp"), async_scheduling=overlap)
     assert NUM_SEEDS / 8 < stats.num_accepted_tokens < stats.num_draft_tokens - NUM_SEEDS / 8
     for length in (1, 2, 3):
@@ -140,7 +142,7 @@ def shortened(counts: Counter[tuple[int, ...]], length: int) -> Counter[tuple[in
 
 
 def test_sampling_parameters_of_a_request() -> None:
-    """Logprobs are the model's of the tokens that came; opting out is the plain run; a grammar holds."""
+    """Logprobs are the model's for the sampled tokens; opting out gives the plain run; a grammar is obeyed."""
     seeded: dict[str, Any] = {"temperature": 1.0, "max_tokens": 24, "ignore_eos": True}
     llm = LLM(**PLAIN)
     plain = llm.generate([PROMPT], SamplingParams(seed=5, **seeded), use_tqdm=False)[0].outputs[0]
@@ -154,20 +156,20 @@ def test_sampling_parameters_of_a_request() -> None:
             for seed in range(8)
         ),
     ]
-    out, told, *held = llm.generate([PROMPT] * len(asked), asked, use_tqdm=False)
+    out, with_logprobs, *constrained = llm.generate([PROMPT] * len(asked), asked, use_tqdm=False)
     assert out.num_draft_tokens == 0
     assert out.outputs[0].token_ids == plain.token_ids
-    for each in held:
+    for each in constrained:
         assert re.fullmatch("(ab|c){3,6}", each.outputs[0].text), each.outputs[0].text
-    assert told.num_accepted_tokens > 0
-    logprobs = told.outputs[0].logprobs
-    whole = told.prompt_token_ids + told.outputs[0].token_ids
+    assert with_logprobs.num_accepted_tokens > 0
+    logprobs = with_logprobs.outputs[0].logprobs
+    whole = with_logprobs.prompt_token_ids + with_logprobs.outputs[0].token_ids
     scored = llm.generate(
         [{"prompt_token_ids": whole}], SamplingParams(max_tokens=1, prompt_logprobs=2), use_tqdm=False
     )[0].prompt_logprobs
     assert logprobs is not None
     assert scored is not None
-    assert logprobs == scored[len(told.prompt_token_ids) :]
+    assert logprobs == scored[len(with_logprobs.prompt_token_ids) :]
     llm.check_integrity()
     llm.shutdown()
 

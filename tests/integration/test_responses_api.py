@@ -1,4 +1,4 @@
-"""The Responses API as OpenAI's client uses it: the same answers as chat completions, its events, what is kept."""
+"""The Responses API as OpenAI's client uses it: the same answers as chat completions, its events, stored responses."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def chat(client: OpenAI, messages: Any, **fields: Any) -> Any:
 # ---- On the built-in model ----
 
 
-def test_the_answer_is_a_chat_completion_s(client: OpenAI) -> None:
+def test_the_answer_equals_that_of_a_chat_completion(client: OpenAI) -> None:
     response = client.responses.create(model="demo", input=SUM)
     completion = chat(client, [{"role": "user", "content": SUM}])
     assert response.output_text == completion.choices[0].message.content == "5"
@@ -144,7 +144,7 @@ def test_a_call_and_its_result(client: OpenAI) -> None:
 
 @pytest.mark.spread(1)
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_schema(client: OpenAI, stream: bool) -> None:
+def test_the_output_follows_a_schema(client: OpenAI, stream: bool) -> None:
     schema = {
         "type": "object",
         "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "maximum": 99}},
@@ -206,11 +206,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "why"), BAD, ids=lambda value: value if isinstance(value, str) else "")
-def test_mistakes_are_refused(real: ServerProcess, fields: dict[str, Any], why: str) -> None:
+@pytest.mark.parametrize(("fields", "message"), BAD, ids=lambda value: value if isinstance(value, str) else "")
+def test_invalid_requests_are_refused(real: ServerProcess, fields: dict[str, Any], message: str) -> None:
     status, answer = call(f"{real.url}/v1/responses", {"input": SUM, **fields})
     assert (status, answer["error"]["type"]) == (400, "invalid_request_error"), answer
-    assert why in answer["error"]["message"]
+    assert message in answer["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -240,10 +240,10 @@ def test_an_unknown_model(client: OpenAI) -> None:
     assert caught.value.code == "model_not_found"
 
 
-# ---- What is kept ----
+# ---- Stored responses ----
 
 
-def test_a_response_is_kept_for_its_key_alone(scripted: ScriptedServer) -> None:
+def test_a_stored_response_is_visible_only_to_its_key(scripted: ScriptedServer) -> None:
     scripted.answers("Five.")
     one, two = keyed(scripted), keyed(scripted, "two")
     response = one.responses.create(model="demo", input=SUM, metadata={"a": "b"})

@@ -1,4 +1,4 @@
-"""`penstock route` before real engines: the tokens of one engine, and conversations that stay where their KV is."""
+"""`penstock route` in front of real engines: the tokens of one engine, and conversations that stay with their KV."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def ask(url: str) -> list[str]:
 
 
 @pytest.mark.long
-def test_two_prefill_instances_and_a_decode_instance_that_die_give_one_engines_tokens() -> None:
+def test_tokens_are_those_of_one_engine_while_instances_die() -> None:
     with (
         serve(*MEMORY) as one,
         instance("nixl", "p1") as p1,
@@ -101,12 +101,12 @@ def test_two_prefill_instances_and_a_decode_instance_that_die_give_one_engines_t
         expected = ask(one.url)
         os.kill(p1.pid, signal.SIGKILL)
         assert ask(router.url) == expected
-        assert router.counter("penstock_router_self_prefills_total") == 0, "the other prefill instance is there"
+        assert router.counter("penstock_router_self_prefills_total") == 0, "the other prefill instance is still there"
         os.kill(p2.pid, signal.SIGKILL)
         assert ask(router.url) == expected
         assert router.counter("penstock_router_self_prefills_total") > 0
         assert router.counter("vllm_router_request_errors_total") == 0
-        # A whole engine takes the place of all three.
+        # One engine replaces all three.
         router.administer("/instances", url=one.url)
         router.until(lambda found: found[one.url]["state"] == "ready")
         os.kill(d.pid, signal.SIGKILL)
@@ -118,8 +118,8 @@ def test_two_prefill_instances_and_a_decode_instance_that_die_give_one_engines_t
 
 
 @contextlib.contextmanager
-def telling(count: int) -> Iterator[list[tuple[ServerProcess, str]]]:
-    """Servers that publish KV events, and how a router is told of them."""
+def servers_with_events(count: int) -> Iterator[list[tuple[ServerProcess, str]]]:
+    """Starts servers that publish KV events; yields each with the router's argument for it."""
     with contextlib.ExitStack() as stack:
         found: list[tuple[ServerProcess, str]] = []
         for _ in range(count):
@@ -131,7 +131,7 @@ def telling(count: int) -> Iterator[list[tuple[ServerProcess, str]]]:
 
 
 def turn(client: OpenAI, messages: list[Any]) -> Any:
-    """One more turn of a conversation, and its usage."""
+    """Adds a turn to a conversation; returns its usage."""
     done = client.chat.completions.create(model="demo", messages=messages, max_tokens=8, temperature=0)
     messages += [
         {"role": "assistant", "content": done.choices[0].message.content or "-"},
@@ -142,9 +142,12 @@ def turn(client: OpenAI, messages: list[Any]) -> Any:
 
 def test_conversations_stay_where_their_kv_is() -> None:
     text = "The key of Anna is in the red box. The key of Ben is under the old bridge. " * 6
-    with telling(2) as servers, route(*(flag for _, text in servers for flag in ("--serve", text))) as router:
+    with (
+        servers_with_events(2) as servers,
+        route(*(flag for _, text in servers for flag in ("--serve", text))) as router,
+    ):
         client = OpenAI(base_url=f"{router.url}/v1", api_key="none", max_retries=0)
-        # One takes what the other has not: an idle one is chosen in turn, and a conversation's place is known then.
+        # Each instance gets one conversation: idle ones are chosen in turn, once the KV of the last one is known.
         talks: list[list[Any]] = [[{"role": "user", "content": f"{n}. {text}"}] for n in range(2)]
         for talk in talks:
             blocks = sum(each["blocks"] for each in router.instances().values())
@@ -158,7 +161,7 @@ def test_conversations_stay_where_their_kv_is() -> None:
         assert all(each["hit_rate"] > 0.4 for each in router.instances().values())
         measured = router.counter("penstock_router_cached_tokens_total")
         assert 0 < router.counter("penstock_router_expected_cached_tokens_total") <= measured
-        # What an instance held is forgotten with it.
+        # The blocks of a dead instance are forgotten.
         os.kill(servers[0][0].pid, signal.SIGKILL)
         usage = turn(client, talks[0])
         assert usage.completion_tokens > 0

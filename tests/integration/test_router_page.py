@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 
 
 def look(url: str, texts: list[str]) -> None:
-    """All that the page says, on a laptop and on a phone, in light and dark colours."""
+    """Checks the page's texts and layout, on a laptop in light and on a phone in dark colours."""
     with launched() as browser:
         for size, colours in ((LAPTOP, "light"), (PHONE, "dark")):
             faults: list[Any] = []

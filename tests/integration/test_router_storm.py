@@ -32,7 +32,7 @@ class InThisProcess:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_every_request_is_answered_once_or_told_that_it_is_not(seed: int) -> None:
+def test_every_request_is_answered_once_or_with_an_error(seed: int) -> None:
     async def check() -> tuple[Tally, list[StubInstance]]:
         async with contextlib.AsyncExitStack() as stack:
             stubs = [StubInstance() for _ in range(4)]
@@ -53,4 +53,4 @@ def test_every_request_is_answered_once_or_told_that_it_is_not(seed: int) -> Non
     assert not tally.wrong
     assert tally.total == 400
     assert tally.answered > 200, tally
-    assert any(stub.num_deaths for stub in stubs), "nothing has died"
+    assert any(stub.num_deaths for stub in stubs), "no instance has died"

@@ -25,13 +25,13 @@ START_S = 10
 
 @dataclass(frozen=True)
 class Trial:
-    """`says` is what its output must contain. With `seconds` the script may be ended after that time.
+    """The arguments of a script, whose output must contain `output`. With `seconds` it may be ended after that time.
 
-    `codes` are exit codes that are no failure of the script.
+    `codes` are the exit codes that do not count as failures.
     """
 
     arguments: tuple[str, ...]
-    says: str
+    output: str
     seconds: float | None = None
     codes: tuple[int, ...] = (0,)
 
@@ -83,12 +83,12 @@ SLOW = {
         "",
         seconds=60,
     ),
-    # It returns 1 where the model does not reach the thresholds of the recipe.
+    # It returns 1 if the model does not reach the thresholds of the recipe.
     "examples/demo_model/evaluate.py": Trial(
         ("--model", "src/penstock/demo", "--items", "1", "--free", "1"), "evaluate:", seconds=60, codes=(0, 1)
     ),
 }
-# These have tests of their own.
+# These have their own tests.
 ELSEWHERE = {
     "bench/gpu.py": "tests/integration/test_bench_gpu.py",
     "bench/null_gpu.py": "tests/null_gpu/test_command.py",
@@ -101,11 +101,11 @@ def scripts_of_the_documentation() -> set[str]:
     found = {
         name for page in pages for name in re.findall(r"\b(?:bench|examples)/[\w/]+\.py\b", page.read_text("utf-8"))
     }
-    # Without its folder a script is named beside one with it.
+    # A script that is named without its folder is also named with it.
     return {name for name in found if (ROOT / name).parent.is_dir()}
 
 
-def test_every_script_of_the_documentation_is_tried() -> None:
+def test_every_script_of_the_documentation_has_a_trial() -> None:
     named = scripts_of_the_documentation()
     assert named <= {*QUICK, *SLOW, *ELSEWHERE}
     for name in named:
@@ -146,7 +146,7 @@ def try_script(name: str, trial: Trial, folder: Path) -> None:
     assert code in trial.codes or (code is None and trial.seconds is not None), (
         f"{name} ended with {code}:\n{text[-2000:]}"
     )
-    assert trial.says in text, text[-2000:]
+    assert trial.output in text, text[-2000:]
     assert "Traceback" not in text, text[-2000:]
 
 
@@ -159,7 +159,7 @@ def test_a_quick_script_runs(name: str, tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("name", SLOW)
 def test_a_slow_script_starts(name: str, tmp_path: Path) -> None:
-    try_script(name, replace(SLOW[name], says="", seconds=START_S), tmp_path)
+    try_script(name, replace(SLOW[name], output="", seconds=START_S), tmp_path)
 
 
 @pytest.mark.exhaustive

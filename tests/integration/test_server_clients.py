@@ -1,4 +1,4 @@
-"""The libraries with which people ask such servers, as they come. The official client is in test_server_openai."""
+"""Runs other projects' client libraries, unmodified, against the server. OpenAI's is in test_server_openai."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def server() -> Iterator[ServerProcess]:
         yield server
 
 
-def run(name: str, server: ServerProcess, *what: str) -> dict[str, Any]:
-    """The output of a client that runs in a separate process."""
+def run(name: str, server: ServerProcess, *kind: str) -> dict[str, Any]:
+    """Runs a client in a separate process; returns its output."""
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"{name} is not installed: pip install -c constraints.txt -e '.[dev]'")
-    command = [sys.executable, "-m", "tests.integration.clients", name, server.url, *what]
+    command = [sys.executable, "-m", "tests.integration.clients", name, server.url, *kind]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env={**os.environ})
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])

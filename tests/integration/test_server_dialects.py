@@ -1,4 +1,4 @@
-"""The fields, the older forms and the mistakes of many clients, as a running server takes them."""
+"""Tests the fields, legacy fields and common mistakes of other clients against a running server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def server() -> Iterator[ServerProcess]:
 
 
 def complete(server: ServerProcess, **fields: Any) -> dict[str, Any]:
-    """The choice of a completion that succeeds."""
+    """Returns the choice of a completion that must succeed."""
     body = {"prompt": STORY, "max_tokens": 6, "temperature": 0, "return_token_ids": True, **fields}
     answer = call(server.url, "POST", COMPLETIONS, body)
     assert answer.status == 200, answer.body
@@ -49,10 +49,10 @@ def prompt_ids(server: ServerProcess, text: str = STORY) -> list[int]:
     return call(server.url, "POST", "/tokenize", {"prompt": text}).json()["tokens"]
 
 
-# ---- Fields that are done ----
+# ---- Supported fields ----
 
 
-def test_prompts_are_cut(server: ServerProcess) -> None:
+def test_prompts_are_truncated(server: ServerProcess) -> None:
     whole = prompt_ids(server)
     for given in (STORY, whole):
         assert complete(server, prompt=given, truncate_prompt_tokens=3)["prompt_token_ids"] == whole[-3:]
@@ -66,7 +66,7 @@ def test_prompts_are_cut(server: ServerProcess) -> None:
     assert len(call(server.url, "POST", CHAT, body).json()["prompt_token_ids"]) == 4
 
 
-def test_a_prompt_far_beyond_the_context_can_be_cut_as_well(server: ServerProcess) -> None:
+def test_a_prompt_far_beyond_the_context_can_be_truncated(server: ServerProcess) -> None:
     text = "the fox and the crow " * 100_000
     found = complete(server, prompt=text, truncate_prompt_tokens=50)["prompt_token_ids"]
     assert found == prompt_ids(server, text[-2000:])[-50:]
@@ -90,7 +90,7 @@ def test_tokens_are_named_by_their_ids(server: ServerProcess) -> None:
     assert bytes(content[0]["bytes"]) == b"5"
 
 
-def test_special_tokens_are_shown_as_they_are_spelled(server: ServerProcess) -> None:
+def test_special_tokens_can_be_part_of_the_text(server: ServerProcess) -> None:
     both = {"allowed_token_ids": [IM_START], "max_tokens": 3, "skip_special_tokens": False}
     for spaces in (True, False):
         text = complete(server, **both, spaces_between_special_tokens=spaces)["text"]
@@ -110,7 +110,9 @@ def test_special_tokens_are_shown_as_they_are_spelled(server: ServerProcess) -> 
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_guided_fields_hold_the_answer_to_the_same_forms(server: ServerProcess, guided: Any, text: Any) -> None:
+def test_guided_fields_constrain_the_answer_like_structured_outputs(
+    server: ServerProcess, guided: Any, text: Any
+) -> None:
     ((name, value),) = guided.items()
     new = complete(server, max_tokens=40, structured_outputs={name.removeprefix("guided_"): value})["text"]
     assert complete(server, max_tokens=40, **guided)["text"] == new
@@ -120,7 +122,7 @@ def test_guided_fields_hold_the_answer_to_the_same_forms(server: ServerProcess, 
     assert "exclude each other" in refused(call(server.url, "POST", COMPLETIONS, both))[1]
 
 
-def test_an_invalid_form_is_named_as_the_client_called_it(server: ServerProcess) -> None:
+def test_errors_name_the_field_that_the_client_used(server: ServerProcess) -> None:
     wrong = {"type": "nonsense"}
     schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": wrong}}
     cases: list[tuple[str, Any]] = [
@@ -137,7 +139,7 @@ def test_an_invalid_form_is_named_as_the_client_called_it(server: ServerProcess)
     assert refused(call(server.url, "POST", CHAT, body))[0] == "tools"
 
 
-def test_functions_are_called_in_their_own_form(server: ServerProcess) -> None:
+def test_legacy_functions_give_function_calls(server: ServerProcess) -> None:
     forced = {"messages": WEATHER, "functions": [FUNCTION], "function_call": {"name": FUNCTION["name"]}}
     choice = chat(server, **forced)
     assert choice["finish_reason"] == "function_call"
@@ -169,13 +171,13 @@ def test_functions_are_called_in_their_own_form(server: ServerProcess) -> None:
     )
 
 
-def test_stop_strings_may_stay(server: ServerProcess) -> None:
+def test_stop_strings_can_be_kept(server: ServerProcess) -> None:
     cut = complete(server, stop=" a", max_tokens=20)["text"]
     assert not cut.endswith(" a")
     assert complete(server, stop=" a", max_tokens=20, no_stop_trim=True)["text"] == f"{cut} a"
 
 
-def test_the_older_limit_of_completions_has_its_newer_name(server: ServerProcess) -> None:
+def test_completions_accept_max_completion_tokens(server: ServerProcess) -> None:
     assert len(complete(server, max_tokens=None, max_completion_tokens=3)["token_ids"]) == 3
 
 
@@ -214,7 +216,7 @@ def test_a_body_without_a_content_type_is_json(server: ServerProcess) -> None:
     assert "not JSON" in refused(form)[1]
 
 
-def test_wrong_paths_are_put_right(server: ServerProcess) -> None:
+def test_errors_for_wrong_paths_name_the_right_path(server: ServerProcess) -> None:
     for path, words in (
         ("/chat/completions", f"base URL to {server.url}/v1"),
         ("/models", "/v1/models"),
@@ -249,13 +251,13 @@ def test_more_tokens_than_the_context_has_are_refused(server: ServerProcess) -> 
             assert message.startswith(f"{field}=2048 is too large: max_model_len=2048 leaves")
     assert refused(call(server.url, "POST", COMPLETIONS, {"prompt": STORY, "max_tokens": room + 1}))[0] == "max_tokens"
     assert complete(server, prompt=STORY, max_tokens=room, stop=" ")["finish_reason"] == "stop"
-    # What is left out is as much as there is room for, and the default of completions is no demand.
+    # An omitted limit means as many tokens as fit, and the default of completions may exceed that.
     assert complete(server, prompt=[5] * 2045, max_tokens=None)["finish_reason"] in ("length", "stop")
     without = call(server.url, "POST", COMPLETIONS, {"prompt": [5] * 2045, "ignore_eos": True})
     assert without.json()["usage"]["completion_tokens"] == 3
 
 
-def test_the_end_of_a_sequence_is_no_part_of_the_log_probabilities(server: ServerProcess) -> None:
+def test_the_end_of_sequence_token_is_not_part_of_the_logprobs(server: ServerProcess) -> None:
     def tokens(**fields: Any) -> list[str]:
         choice = chat(server, logprobs=True, **fields)
         assert choice["finish_reason"] == "stop"

@@ -1,4 +1,4 @@
-"""Servers of encoders: vectors, and scores and ranks by a cross encoder, as their users' clients ask for them."""
+"""Servers of encoders: vectors, and scores and ranks of a cross encoder, as clients request them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def scoring_server(cross_encoder: Path) -> Iterator[ServerProcess]:
         yield server
 
 
-def test_embeddings_are_the_engine_s(embedding_server: ServerProcess, embedder: Path) -> None:
+def test_embeddings_equal_those_of_the_engine(embedding_server: ServerProcess, embedder: Path) -> None:
     llm = LLM(str(embedder))
     wanted = llm.embed(TEXTS, use_tqdm=False)
     llm.shutdown()
@@ -73,7 +73,7 @@ def test_an_input_that_is_too_long(embedding_server: ServerProcess) -> None:
     assert (status, answer["usage"]["prompt_tokens"]) == (200, MAX_MODEL_LEN)
 
 
-def test_what_the_server_says_of_its_cache(embedding_server: ServerProcess) -> None:
+def test_the_server_reports_that_it_has_no_kv_cache(embedding_server: ServerProcess) -> None:
     assert "  KV cache   none: the model stores nothing\n" in embedding_server.log
     status, metrics = call(f"{embedding_server.url}/metrics")
     assert status == 200

@@ -1,4 +1,4 @@
-"""Prompts that are far too long: refused at once, at little memory, and none of it is kept."""
+"""Prompts that are far too long are refused at once, with little memory, all of which is freed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "tokenize messages": ("/tokenize", {"messages": [{"role": "user", "content": TEXT}]}),
 }
 PEAK = 600 << 20
-# The allocator returns what is free at the end of its arenas, and some of it late.
+# The allocator returns only free memory at the end of its arenas, and some of it late.
 KEPT = 128 << 20
 
 
@@ -48,7 +48,7 @@ def _peak_bytes(pid: int) -> int:
 
 
 @pytest.mark.parametrize("kind", BODIES)
-def test_four_at_once_take_little_and_keep_nothing(server: ServerProcess, kind: str) -> None:
+def test_four_at_once_need_little_memory_and_free_it(server: ServerProcess, kind: str) -> None:
     before = resident_bytes(server.pid)
     began = time.monotonic()
 
@@ -66,7 +66,7 @@ def test_four_at_once_take_little_and_keep_nothing(server: ServerProcess, kind: 
     eventually(lambda: resident_bytes(server.pid) < before + KEPT, 20)
 
 
-def test_programs_are_refused_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_texts_of_programs_are_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM()
     try:
         tokenizer = llm.get_tokenizer()
@@ -79,7 +79,7 @@ def test_programs_are_refused_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
         llm.shutdown()
 
 
-def test_large_texts_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_texts_are_tokenized_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_work, "_MAX_WAITING", 3)
     asyncio.run(_check_turns())
 
@@ -103,7 +103,7 @@ async def _check_turns() -> None:
     with pytest.raises(OverloadedError, match="3 large prompts"):
         await work.run(LARGE_CHARACTERS, tokenize)
     assert await work.run(10_000, str, "smaller ones pass") == "smaller ones pass"
-    # A client that leaves does not let the next one in while its thread still works.
+    # After a client has disconnected, the next one must wait until its thread has ended.
     large[0].cancel()
     await asyncio.sleep(0.05)
     assert running == 1

@@ -30,13 +30,13 @@ WEATHER_TOOL = {
     },
 }
 NAMED = {"type": "function", "function": {"name": "get_weather"}}
-# Bytes that are no characters by themselves, and a few that are.
+# Bytes, of which most are not characters by themselves.
 BYTE_TOKENS = list(range(130, 260))
 GREEDY, SEEDED = {"temperature": 0.0, "max_tokens": 12}, {"temperature": 1.0, "seed": 7, "max_tokens": 12}
 
 
 def call(url: str, body: Any = None, method: str | None = None, kind: str = "application/json") -> tuple[int, Any]:
-    """Status and answer of a plain request, without a client in between. `body` is bytes, or becomes JSON."""
+    """Sends a plain request; returns status and answer. A `body` that is not bytes is sent as JSON."""
     data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": kind}, method=method)
     try:
@@ -87,7 +87,7 @@ def expected(llm: LLM, prompt: Any = STORY, **params: Any) -> CompletionOutput:
 
 
 def merged(stream: Any) -> dict[int, dict[str, Any]]:
-    """A completion stream's choices, put together again."""
+    """Returns the choices of a completion stream, joined."""
     choices: dict[int, dict[str, Any]] = {}
     for chunk in stream:
         assert (chunk.object, chunk.model) == ("text_completion", "demo")
@@ -106,7 +106,7 @@ def merged(stream: Any) -> dict[int, dict[str, Any]]:
 
 
 def whole(completion: Any) -> dict[int, dict[str, Any]]:
-    """A completion's choices in the same form."""
+    """Returns a completion's choices in the same form."""
     return {
         c.index: {
             "text": c.text,
@@ -120,7 +120,7 @@ def whole(completion: Any) -> dict[int, dict[str, Any]]:
 
 
 def merged_chat(stream: Any) -> list[dict[str, Any]]:
-    """A chat stream's choices, put together again."""
+    """Returns the choices of a chat stream, joined."""
     choices: dict[int, dict[str, Any]] = {}
     for chunk in stream:
         assert chunk.object == "chat.completion.chunk"
@@ -153,7 +153,7 @@ def whole_chat(completion: Any) -> list[dict[str, Any]]:
     ]
 
 
-# ---- Models and the plain routes ----
+# ---- Models and other routes ----
 
 
 def test_models(client: OpenAI) -> None:
@@ -181,7 +181,7 @@ def test_plain_routes(server: ServerProcess) -> None:
     assert {"/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize"} <= described["paths"].keys()
 
 
-def test_tokenize_and_back(server: ServerProcess, client: OpenAI, llm: LLM) -> None:
+def test_tokenize_and_detokenize(server: ServerProcess, client: OpenAI, llm: LLM) -> None:
     text = "Grüße, 世界! <|im_end|> 12"
     answer = call(f"{server.url}/tokenize", {"model": "demo", "prompt": text, "return_token_strs": True})[1]
     assert answer["tokens"] == llm.get_tokenizer().encode(text)
@@ -199,7 +199,7 @@ def test_tokenize_and_back(server: ServerProcess, client: OpenAI, llm: LLM) -> N
 
 @pytest.mark.spread(1)
 @pytest.mark.parametrize("stream", [False, True])
-def test_prompts_in_every_shape(client: OpenAI, llm: LLM, stream: bool) -> None:
+def test_prompts_in_every_form(client: OpenAI, llm: LLM, stream: bool) -> None:
     texts = [STORY, "The moon"]
     ids = [llm.get_tokenizer().encode(text) for text in texts]
     wanted = [expected(llm, text) for text in texts]
@@ -220,7 +220,7 @@ def test_prompts_in_every_shape(client: OpenAI, llm: LLM, stream: bool) -> None:
             assert choice["end"] == "length"
 
 
-def test_shape_of_a_completion(client: OpenAI) -> None:
+def test_format_of_a_completion(client: OpenAI) -> None:
     answer = complete(client, ["a", "b"], n=2, temperature=1, seed=1)
     assert answer.id.startswith("cmpl-")
     assert answer.object == "text_completion"
@@ -235,28 +235,28 @@ def test_seeds_and_choices(client: OpenAI) -> None:
     assert len({choice["text"] for choice in first.values()}) > 1
 
 
-def test_same_tokens_by_every_way_and_in_company(client: OpenAI, llm: LLM) -> None:
-    company = {"temperature": 1.0, "max_tokens": 12, "extra": {"ignore_eos": True}}
+def test_all_interfaces_give_the_same_tokens_under_load(client: OpenAI, llm: LLM) -> None:
+    load = {"temperature": 1.0, "max_tokens": 12, "extra": {"ignore_eos": True}}
 
     def ask(params: dict[str, Any], stream: bool) -> tuple[str, list[int]]:
         answer = complete(client, stream=stream, **params)
         choice = merged(answer)[0] if stream else whole(answer)[0]
         return choice["text"], choice["token_ids"]
 
-    ways = [(params, stream) for params in (GREEDY, SEEDED) for stream in (False, True)]
-    alone = [ask(*way) for way in ways]
+    interfaces = [(params, stream) for params in (GREEDY, SEEDED) for stream in (False, True)]
+    alone = [ask(*interface) for interface in interfaces]
     with ThreadPoolExecutor(20) as pool:
-        others = [pool.submit(complete, client, "word " * (number + 1), **company) for number in range(16)]
-        crowded = list(pool.map(lambda way: ask(*way), ways))
+        others = [pool.submit(complete, client, "word " * (number + 1), **load) for number in range(16)]
+        loaded = list(pool.map(lambda interface: ask(*interface), interfaces))
         assert {len(other.result().choices[0].token_ids) for other in others} == {12}
-    wanted = [expected(llm, **params) for params, _ in ways]
-    assert alone == crowded == [(output.text, output.token_ids) for output in wanted]
+    wanted = [expected(llm, **params) for params, _ in interfaces]
+    assert alone == loaded == [(output.text, output.token_ids) for output in wanted]
 
 
 @pytest.mark.spread(2)
 @pytest.mark.parametrize("num_top", [0, 3])
 @pytest.mark.parametrize("extra", [{}, {"allowed_token_ids": BYTE_TOKENS}])
-def test_logprobs_are_the_engine_s(client: OpenAI, llm: LLM, num_top: int, extra: dict[str, Any]) -> None:
+def test_logprobs_equal_those_of_the_engine(client: OpenAI, llm: LLM, num_top: int, extra: dict[str, Any]) -> None:
     wanted = expected(llm, logprobs=num_top, **extra)
     answer = whole(complete(client, extra=extra, logprobs=num_top))
     logprobs = answer[0]["logprobs"]
@@ -275,13 +275,13 @@ def test_logprobs_are_the_engine_s(client: OpenAI, llm: LLM, num_top: int, extra
     assert merged(complete(client, extra=extra, logprobs=num_top, stream=True)) == answer
 
 
-def test_offsets_do_not_wait_for_text_that_is_held_back(client: OpenAI) -> None:
+def test_offsets_do_not_depend_on_withheld_text(client: OpenAI) -> None:
     plain, held = (whole(complete(client, logprobs=0, stop=stop)) for stop in (None, "no such text"))
     assert plain[0]["logprobs"] == held[0]["logprobs"]
     assert merged(complete(client, logprobs=0, stop="no such text", stream=True)) == held
 
 
-def test_equal_looking_alternatives_keep_the_likelier_one(client: OpenAI, llm: LLM) -> None:
+def test_the_likelier_of_alternatives_with_equal_text_is_kept(client: OpenAI, llm: LLM) -> None:
     params = {"temperature": 1.5, "seed": 3, "max_tokens": 24, "logprobs": 20}
     extra = {"allowed_token_ids": BYTE_TOKENS}
     wanted = expected(llm, **params, **extra)
@@ -317,8 +317,8 @@ def test_echo(client: OpenAI, llm: LLM, stream: bool) -> None:
     assert only["logprobs"]["top_logprobs"][0] is None
 
 
-def test_echo_without_output_counts_no_output_tokens_and_has_no_end(client: OpenAI) -> None:
-    # The token that the engine makes, and that is not returned, is one that would stop.
+def test_echo_without_output_counts_no_output_tokens_and_does_not_stop(client: OpenAI) -> None:
+    # The engine samples one token, which is not returned; here it is a stop token.
     answer = complete(client, max_tokens=0, echo=True, extra={"stop_token_ids": [2], "allowed_token_ids": [2]})
     assert answer.usage.completion_tokens == 0
     assert (answer.choices[0].finish_reason, answer.choices[0].stop_reason) == ("length", None)
@@ -400,7 +400,7 @@ def test_prompt_logprobs(client: OpenAI, llm: LLM) -> None:
 # ---- Chat ----
 
 
-def test_shape_of_a_chat_completion(client: OpenAI, llm: LLM) -> None:
+def test_format_of_a_chat_completion(client: OpenAI, llm: LLM) -> None:
     answer = chat(client)
     assert answer.id.startswith("chatcmpl-")
     assert answer.object == "chat.completion"
@@ -469,7 +469,7 @@ def test_tools(client: OpenAI, choice: Any) -> None:
     )
 
 
-def test_a_tool_s_result_is_a_turn(client: OpenAI) -> None:
+def test_a_tool_result_is_a_turn(client: OpenAI) -> None:
     asked = chat(client, WEATHER, tools=[WEATHER_TOOL], tool_choice=NAMED).choices[0].message
     result = {"role": "tool", "tool_call_id": asked.tool_calls[0].id, "content": '{"temperature": 21}'}
     answer = chat(client, [*WEATHER, asked.model_dump(exclude_none=True), result], tools=[WEATHER_TOOL])
@@ -477,7 +477,7 @@ def test_a_tool_s_result_is_a_turn(client: OpenAI) -> None:
     assert answer.choices[0].message.content or answer.choices[0].message.tool_calls
 
 
-# ---- How clients hold it ----
+# ---- Use by clients ----
 
 
 def test_streams_that_are_closed_early_free_their_requests(client: OpenAI, server: ServerProcess) -> None:
@@ -516,7 +516,7 @@ def test_request_ids_are_in_the_headers(client: OpenAI) -> None:
 
 
 def test_an_omitted_temperature_means_the_same_for_every_n(client: OpenAI) -> None:
-    """It is the checkpoint's, which recommends greedy answers."""
+    """It is the temperature of the checkpoint, which recommends greedy answers."""
     texts: list[set[str]] = []
     cases: list[tuple[int, dict[str, Any]]] = [(1, {}), (4, {}), (4, {"temperature": 0.0}), (4, {"temperature": 1.0})]
     for n, extra in cases:

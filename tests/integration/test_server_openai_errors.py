@@ -1,4 +1,4 @@
-"""Every mistake that a client can make is a 4xx of the OpenAI API's shape that says what is wrong."""
+"""Every mistake of a client gets a 4xx answer in the format of the OpenAI API, with an explanation."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def url() -> Iterator[str]:
         yield server.url
         assert call(f"{server.url}/health")[0] == 200
         assert server.terminate() == 0
-        # A mistake of a client is no news to the operator.
+        # Mistakes of clients are not logged as failures.
         assert not [line for line in server.log if "Traceback" in line or "failed" in line]
 
 
 def refused(status: int, answer: Any, wanted: int = 400) -> dict[str, Any]:
-    """The error of an answer that must be one."""
+    """Returns the error of an answer that must be one."""
     assert status == wanted, answer
     assert answer.keys() == {"error"}
     error = answer["error"]
@@ -46,7 +46,7 @@ def nested(depth: int) -> bytes:
     return b"[" * depth + b"]" * depth
 
 
-SHARED: list[tuple[str, Any]] = [
+SHARED_FIELDS: list[tuple[str, Any]] = [
     ("temperature", -0.1), ("temperature", 101), ("temperature", True), ("temperature", "hot"),
     ("temperature", float("nan")), ("temperature", float("inf")), ("top_p", 0), ("top_p", 1.1), ("top_k", -2),
     ("top_k", 1.5), ("min_p", -0.1), ("min_p", 1.1), ("presence_penalty", 2.1), ("presence_penalty", -2.1),
@@ -67,7 +67,7 @@ SHARED: list[tuple[str, Any]] = [
     ("max_tokens", -1), ("max_tokens", 1.0), ("model", HALF), ("model", LONG_NAME), ("no_such_field", 1),
 ]  # fmt: skip
 
-OF_COMPLETIONS: list[tuple[str, Any]] = [
+COMPLETION_FIELDS: list[tuple[str, Any]] = [
     ("max_tokens", 0), ("logprobs", MAX_LOGPROBS + 1), ("logprobs", True), ("best_of", 2), ("suffix", "x"),
     ("prompt", ""), ("prompt", None), ("prompt", []), ("prompt", [[]]), ("prompt", ["a", ""]), ("prompt", [1, "a"]),
     ("prompt", [["a"]]), ("prompt", {}), ("prompt", [True]), ("prompt", [1.5]), ("prompt", [-1]), ("prompt", [2**40]),
@@ -83,7 +83,7 @@ def tool(**fields: Any) -> list[dict[str, Any]]:
     return [{"type": "function", "function": {"name": "f", **fields}}]
 
 
-OF_CHAT: list[tuple[str, Any]] = [
+CHAT_FIELDS: list[tuple[str, Any]] = [
     ("max_tokens", 0), ("max_completion_tokens", 0), ("logprobs", 3), ("top_logprobs", 2), ("top_logprobs", -1),
     ("top_logprobs", MAX_LOGPROBS + 1), ("messages", []), ("messages", None), ("messages", "hi"), ("messages", [5]),
     ("messages", [{}]), ("messages", [{"role": "user"}]), ("messages", user(role="")), ("messages", user(role=HALF)),
@@ -105,7 +105,7 @@ OF_CHAT: list[tuple[str, Any]] = [
     ("continue_final_message", True),
 ]  # fmt: skip
 
-# These say what they mean with a text; the field is called otherwise where it is looked at.
+# These fields may be checked under another name, which the message explains.
 OTHER_NAMES = {
     "prompt": {"prompt", "prompt_token_ids"},
     "messages": {"messages", "prompt"},
@@ -114,9 +114,9 @@ OTHER_NAMES = {
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_every_bound_is_kept_and_named(url: str, path: str) -> None:
+def test_every_limit_is_enforced_and_named(url: str, path: str) -> None:
     base: dict[str, Any] = {"prompt": "hi"} if path == COMPLETIONS else {"messages": user()}
-    for field, value in SHARED + (OF_COMPLETIONS if path == COMPLETIONS else OF_CHAT):
+    for field, value in SHARED_FIELDS + (COMPLETION_FIELDS if path == COMPLETIONS else CHAT_FIELDS):
         if path == CHAT and field == "max_tokens" and value == 0:
             continue
         error = refused(*call(url + path, {**base, "max_tokens": 1, field: value}))
@@ -125,7 +125,7 @@ def test_every_bound_is_kept_and_named(url: str, path: str) -> None:
         assert error["param"] in words or field in ("prompt", "messages", "tools"), (field, value, error)
 
 
-def test_bounds_that_several_fields_share(url: str) -> None:
+def test_limits_that_concern_several_fields(url: str) -> None:
     many = {"prompt": ["a"] * limits.MAX_PROMPTS, "n": 5, "temperature": 1, "max_tokens": 1}
     assert refused(*call(url + COMPLETIONS, many))["param"] == "n"
     assert refused(*call(url + COMPLETIONS, {"prompt": "a", "prompt_token_ids": [1]}))["param"] == "prompt_token_ids"
@@ -154,13 +154,13 @@ def test_bounds_that_several_fields_share(url: str) -> None:
     ],
     ids=lambda body: f"{body[:16]!r}",
 )
-def test_bodies_that_are_no_request(url: str, body: bytes) -> None:
+def test_bodies_that_are_not_requests(url: str, body: bytes) -> None:
     for path in (COMPLETIONS, CHAT, "/tokenize", "/detokenize"):
         refused(*call(url + path, body))
 
 
-def test_nothing_is_too_deep_for_the_server(url: str) -> None:
-    """Where anything may stand, any depth that JSON can be read in is an answer or an error, and never a failure."""
+def test_deeply_nested_json_is_not_a_failure(url: str) -> None:
+    """In fields of any type, any depth of JSON gives an answer or a client error, never a failure."""
     for depth in (50, 400, 900, 10**5):
         deep = nested(depth)
         for body in (
@@ -177,7 +177,7 @@ def test_nothing_is_too_deep_for_the_server(url: str) -> None:
             assert status == 200 or refused(status, answer)
 
 
-def test_other_ways_to_ask_wrongly(url: str) -> None:
+def test_other_invalid_requests(url: str) -> None:
     request = {"prompt": "hi", "max_tokens": 1}
     refused(*call(url + COMPLETIONS, request, kind="text/plain"))
     refused(*call(url + COMPLETIONS, method="GET"), wanted=405)
@@ -194,7 +194,7 @@ def test_other_ways_to_ask_wrongly(url: str) -> None:
         assert refused(*call(url + path, asked), wanted=404)["param"] == "model"
 
 
-def test_tokenizing_wrongly(url: str) -> None:
+def test_invalid_requests_to_tokenize_and_detokenize(url: str) -> None:
     for body in (
         {},
         {"prompt": "a", "messages": SUM},
@@ -239,7 +239,7 @@ def test_more_prompts_than_the_queue_holds_are_a_bad_request() -> None:
 
 
 def test_the_message_names_the_intended_field(url: str) -> None:
-    """Where a field may have several types, the one that fits best is the one that is explained."""
+    """If a field may have several types, the message explains the one that fits best."""
     cases = [
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content: Input should be"),
         ({"messages": [{"content": "hi"}]}, "messages.0.role: Field required"),

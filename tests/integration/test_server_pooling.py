@@ -1,4 +1,4 @@
-"""Servers of models that pool: embeddings, classes, scores and ranks, as their users' clients ask for them."""
+"""Servers of pooling models: embeddings, classes, scores and ranks, as clients request them."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ def vectors(llm: LLM, given: Any, **params: Any) -> list[list[float]]:
 
 @pytest.mark.spread(1)
 @pytest.mark.parametrize("encoding_format", ["float", "base64", None])
-def test_embeddings_by_openai_s_client_are_the_engine_s(client: OpenAI, llm: LLM, encoding_format: Any) -> None:
-    """Without a format the client asks for base64, and unpacks it."""
+def test_embeddings_of_openais_client_equal_those_of_the_engine(client: OpenAI, llm: LLM, encoding_format: Any) -> None:
+    """Without a format the client requests base64 and decodes it."""
     fields = {} if encoding_format is None else {"encoding_format": encoding_format}
     for given in (TEXTS[0], TEXTS, [5, 6, 7], [[5, 6, 7], [8]]):
         answer = client.embeddings.create(model="vectors", input=given, **fields)
@@ -128,7 +128,7 @@ def test_embeddings_by_openai_s_client_are_the_engine_s(client: OpenAI, llm: LLM
 
 
 @pytest.mark.parametrize("client", VECTOR_CLIENTS)
-def test_embeddings_by_other_clients_are_the_engine_s(server: ServerProcess, llm: LLM, client: str) -> None:
+def test_embeddings_of_other_clients_equal_those_of_the_engine(server: ServerProcess, llm: LLM, client: str) -> None:
     found = run_client(client, server, "vectors")
     assert found["documents"] == vectors(llm, VECTOR_TEXTS)
     assert found["query"] == found["documents"][0]
@@ -178,7 +178,7 @@ def test_pooling(server: ServerProcess, llm: LLM) -> None:
     assert np.frombuffer(base64.b64decode(packed), "<f4").tolist() == vectors(llm, TEXTS[0])[0]
 
 
-def test_what_the_server_says_of_itself(server: ServerProcess) -> None:
+def test_the_server_describes_its_vectors(server: ServerProcess) -> None:
     summary = "vectors from the last token, of length 1"
     assert f"  answers    {summary}\n" in server.log
     assert raw_call(server.url, "GET", "/version").json()["engine"]["pooling"] == summary
@@ -265,7 +265,7 @@ def test_cosines_as_scores(server: ServerProcess, llm: LLM) -> None:
     answer = post(server, "/score", {"queries": QUERY, "documents": DOCUMENTS})
     wanted = [each.outputs.score for each in llm.score(QUERY, DOCUMENTS, use_tqdm=False)]
     assert [each["score"] for each in answer["data"]] == wanted
-    # Each text is read once.
+    # Each text is computed once.
     assert answer["usage"]["prompt_tokens"] == sum(len(text) + 1 for text in {QUERY, *DOCUMENTS})
 
 
@@ -289,11 +289,11 @@ def test_the_examples_and_the_fields_of_the_documentation() -> None:
 
 
 @pytest.mark.parametrize(("path", "body"), GENERATING)
-def test_a_model_that_pools_does_not_generate(path: str, body: dict[str, Any], server: ServerProcess) -> None:
+def test_pooling_servers_refuse_generation(path: str, body: dict[str, Any], server: ServerProcess) -> None:
     assert "generates no tokens: use /v1/embeddings" in refused(*call(server.url + path, body))["message"]
 
 
-def test_nor_does_it_answer_messages(server: ServerProcess) -> None:
+def test_pooling_servers_refuse_messages(server: ServerProcess) -> None:
     body = {"max_tokens": 2, "messages": [{"role": "user", "content": "a"}]}
     status, answer = call(f"{server.url}/v1/messages", body)
     assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
@@ -307,7 +307,7 @@ def generating() -> Iterator[ServerProcess]:
 
 
 @pytest.mark.parametrize(("path", "body"), POOLING)
-def test_a_model_that_generates_does_not_pool(path: str, body: dict[str, Any], generating: ServerProcess) -> None:
+def test_generating_servers_refuse_pooling(path: str, body: dict[str, Any], generating: ServerProcess) -> None:
     assert raw_call(generating.url, "POST", path, body).status == 401
     answer = raw_call(generating.url, "POST", path, body, {"Authorization": f"Bearer {KEY}"})
     message = refused(answer.status, answer.json())["message"]
@@ -351,11 +351,11 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("path", "body", "param"), WRONG)
-def test_mistakes(path: str, body: dict[str, Any], param: str, server: ServerProcess) -> None:
+def test_invalid_requests(path: str, body: dict[str, Any], param: str, server: ServerProcess) -> None:
     assert (refused(*call(server.url + path, body))["param"] or "") == param
 
 
-def test_a_model_that_is_not_here(client: OpenAI) -> None:
+def test_an_unknown_model(client: OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="there is no model 'gpt' here; there is vectors"):
         client.embeddings.create(model="gpt", input="a")
 
@@ -371,7 +371,7 @@ def test_fields_of_other_clients(server: ServerProcess, llm: LLM) -> None:
             assert (error["param"], row.note in error["message"]) == (row.name, True)
 
 
-def test_metrics_and_nothing_left_behind(server: ServerProcess) -> None:
+def test_metrics_count_requests_and_nothing_is_left(server: ServerProcess) -> None:
     def count(name: str) -> float:
         text = raw_call(server.url, "GET", "/metrics").body.decode()
         return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))

@@ -1,4 +1,4 @@
-"""`--restart-on-failure`: the server stays, and starts its engine again when that has died."""
+"""`--restart-on-failure`: the server keeps running and restarts an engine that has died."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.integration.server_probes import (
     wait_for,
 )
 from tests.integration.server_process import ServerProcess, serve
-from tests.integration.timing import check_seconds, tried_again_when_slow
+from tests.integration.timing import check_seconds, retried_when_slow
 
 GREEDY: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 16, "temperature": 0}
 OFFLOADING = '{"kv_connector": "OffloadingConnector"}'
@@ -47,8 +47,8 @@ def health(server: ServerProcess) -> tuple[int, str]:
 
 
 @pytest.mark.alone
-@tried_again_when_slow
-def test_the_engine_is_started_again_and_the_server_stays() -> None:
+@retried_when_slow
+def test_the_engine_is_restarted_and_the_server_keeps_running() -> None:
     ranks = ("--tensor-parallel-size", "2", "--num-threads", "1")
     with serve("--restart-on-failure", "2", *ranks) as server, ThreadPoolExecutor(8) as pool, ExitStack() as stack:
         before = complete(server)
@@ -84,12 +84,12 @@ def test_the_engine_is_started_again_and_the_server_stays() -> None:
         assert metric(server, "vllm:generation_tokens_total") > tokens
         wait_for(server, 0)
         assert call(server.admin_url, "POST", "/check_integrity").json() == {"whole": True}
-        assert b'"status":"restarting"' in _all_that_came(dashboard)
+        assert b'"status":"restarting"' in _received(dashboard)
         assert server.terminate() == 0
         assert sum("the engine has been started again" in line for line in server.log) == 1
 
 
-def _all_that_came(connection: Any) -> bytes:
+def _received(connection: Any) -> bytes:
     connection.setblocking(False)
     pieces: list[bytes] = []
     try:

@@ -1,4 +1,4 @@
-"""A server among crashes, signals, clients that hang up or dawdle, and more requests than it takes."""
+"""A server under crashes, signals, clients that disconnect or are slow, and overload."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ pytestmark = pytest.mark.alone
 
 CHAT = "/v1/chat/completions"
 LONG_PROMPT = [5 + i % 3000 for i in range(1900)]
-# Megabytes of answer at little work, so that the server's buffers are full when it is not read.
+# Megabytes of answer for little work, which fill the server's buffers if the client does not read.
 BULKY: dict[str, Any] = {"prompt": LONG_PROMPT, "echo": True, "logprobs": 20, "n": 8, "temperature": 1}
 SIGNALS = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 
 
 def open_stream(server: ServerProcess, body: dict[str, Any] | None = None) -> tuple[Stream, Iterator[Any]]:
-    """A stream whose first event has come."""
+    """Opens a stream and reads its first event; returns it and the events that follow."""
     stream = Stream(server.url, COMPLETIONS, endless() if body is None else body)
     assert stream.begin() == 200
     events = stream.events()
@@ -74,7 +74,7 @@ def _streams_are_closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[ServerProcess]:
-    """Four requests run at once, the others wait; a long prompt takes thirty steps."""
+    """Starts a server that runs four requests at once and takes thirty steps for a long prompt."""
     with serve("--max-num-seqs", "4", "--max-num-batched-tokens", "64") as server:
         yield server
 
@@ -82,7 +82,7 @@ def small() -> Iterator[ServerProcess]:
 # ---- The death of one process, and a process that hangs ----
 
 
-def test_a_killed_core_is_an_error_for_everyone_at_once() -> None:
+def test_every_client_gets_an_error_at_once_when_the_core_is_killed() -> None:
     with serve() as server, ThreadPoolExecutor(2) as pool:
         streams = [open_stream(server)[1] for _ in range(3)]
         whole = [pool.submit(call, server.url, "POST", COMPLETIONS, endless(stream=False)) for _ in range(2)]
@@ -103,7 +103,7 @@ def test_a_killed_core_is_an_error_for_everyone_at_once() -> None:
         assert server.process.wait(15) == 1
 
 
-def test_a_killed_front_end_takes_the_core_with_it() -> None:
+def test_the_core_ends_when_the_front_end_is_killed() -> None:
     with serve() as server:
         core = server.core_pid
         _, events = open_stream(server)
@@ -112,7 +112,7 @@ def test_a_killed_front_end_takes_the_core_with_it() -> None:
         eventually(lambda: is_gone(core), 15)
 
 
-def test_health_is_about_progress() -> None:
+def test_health_depends_on_progress() -> None:
     timeout = 1.5
     with serve("--health-timeout", str(timeout)) as server, ThreadPoolExecutor(1) as pool:
 
@@ -131,7 +131,7 @@ def test_health_is_about_progress() -> None:
             answer = pool.submit(call, server.url, "POST", COMPLETIONS, {"prompt": "a", "max_tokens": 2})
             wait_for(server, 1)
             first = status()
-            assert first == "ok" or time.monotonic() > asked + timeout, "an idle time was taken for a standstill"
+            assert first == "ok" or time.monotonic() > asked + timeout, "idle time was counted as a standstill"
             eventually(lambda: call(server.url, "GET", "/health").status == 503, 3 * timeout)
             health = call(server.url, "GET", "/health").json()
             assert health["status"] == "unhealthy"
@@ -197,12 +197,12 @@ def test_an_idle_server_ends_quickly_with_open_connections() -> None:
         half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
         began = time.monotonic()
         assert server.terminate(20) == 0
-        # Only the body that does not come may cost the few seconds that answers have to be flushed.
+        # Only the incomplete body may delay the end, by the few seconds that flushing answers may take.
         assert time.monotonic() - began < 8
 
 
 @pytest.mark.long
-def test_the_end_keeps_no_answer_from_a_slow_reader() -> None:
+def test_a_slow_reader_gets_its_whole_answer_at_the_shutdown() -> None:
     with serve() as server:
         core = server.core_pid
         lazy = Stream(server.url, COMPLETIONS, endless(**BULKY | {"max_tokens": 2}), receive_buffer=4096)
@@ -233,10 +233,10 @@ def test_a_signal_while_the_model_loads(number: int) -> None:
     eventually(lambda: is_gone(core), 15)
 
 
-# ---- Clients that hang up ----
+# ---- Clients that disconnect ----
 
 
-def _hang_up_in_the_queue(server: ServerProcess) -> None:
+def _disconnect_in_the_queue(server: ServerProcess) -> None:
     running = [open_stream(server)[0] for _ in range(4)]
     queued = Stream(server.url, COMPLETIONS, endless())
     wait_for(server, 5)
@@ -246,36 +246,36 @@ def _hang_up_in_the_queue(server: ServerProcess) -> None:
         stream.close()
 
 
-def _hang_up_in_prefill(server: ServerProcess) -> None:
+def _disconnect_in_prefill(server: ServerProcess) -> None:
     stream = Stream(server.url, COMPLETIONS, endless(prompt=LONG_PROMPT, max_tokens=100))
     wait_for(server, 1)
     stream.close()
 
 
-def _hang_up_in_the_middle(server: ServerProcess) -> None:
+def _disconnect_in_the_middle(server: ServerProcess) -> None:
     open_stream(server)[0].close()
 
 
-def _hang_up_in_chat(server: ServerProcess) -> None:
+def _disconnect_in_chat(server: ServerProcess) -> None:
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2000, "ignore_eos": True, "stream": True}
     stream = Stream(server.url, CHAT, body)
     wait_for(server, 1)
     stream.close()
 
 
-def _hang_up_without_stream(server: ServerProcess) -> None:
+def _disconnect_without_stream(server: ServerProcess) -> None:
     stream = Stream(server.url, COMPLETIONS, endless(stream=False))
     wait_for(server, 1)
     stream.close()
 
 
-def _hang_up_before_the_body_is_there(server: ServerProcess) -> None:
+def _disconnect_before_the_body_is_complete(server: ServerProcess) -> None:
     request = post_bytes(COMPLETIONS, endless())
     with connect(server.url) as connection:
         connection.sendall(request[:-5])
 
 
-def _hang_up_after_half_a_chunk(server: ServerProcess) -> None:
+def _disconnect_after_half_a_chunk(server: ServerProcess) -> None:
     """The received bytes look like a complete body, but the sender did not end it."""
     body = json.dumps(endless()).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -283,7 +283,7 @@ def _hang_up_after_half_a_chunk(server: ServerProcess) -> None:
         connection.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n" + b"%x\r\n%s\r\n" % (len(body), body))
 
 
-def _hang_up_with_several(server: ServerProcess) -> None:
+def _disconnect_with_several(server: ServerProcess) -> None:
     several = endless(prompt=["One", "Two", "Three"], n=2, temperature=1)
     stream = open_stream(server, several)[0]
     whole = Stream(server.url, COMPLETIONS, {**several, "stream": False})
@@ -293,18 +293,19 @@ def _hang_up_with_several(server: ServerProcess) -> None:
     whole.close()
 
 
-HANG_UPS = [
-    _hang_up_in_the_queue, _hang_up_in_prefill, _hang_up_in_the_middle, _hang_up_in_chat, _hang_up_without_stream,
-    _hang_up_before_the_body_is_there, _hang_up_after_half_a_chunk, _hang_up_with_several,
+DISCONNECTIONS = [
+    _disconnect_in_the_queue, _disconnect_in_prefill, _disconnect_in_the_middle, _disconnect_in_chat,
+    _disconnect_without_stream,
+    _disconnect_before_the_body_is_complete, _disconnect_after_half_a_chunk, _disconnect_with_several,
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("hang_up", HANG_UPS)
+@pytest.mark.parametrize("disconnect", DISCONNECTIONS)
 def test_a_disconnected_client_frees_its_resources(
-    small: ServerProcess, hang_up: Callable[[ServerProcess], None]
+    small: ServerProcess, disconnect: Callable[[ServerProcess], None]
 ) -> None:
-    hang_up(small)
-    # Far sooner than the request would have ended by itself.
+    disconnect(small)
+    # Much sooner than the request would have ended by itself.
     wait_for(small, 0, 2)
     check_idle(small)
 
@@ -319,15 +320,15 @@ def _client_body(client: int) -> dict[str, Any]:
     return endless(prompt=prompt, max_tokens=10, temperature=1.0, seed=client % NUM_PROMPTS, return_token_ids=True)
 
 
-async def _run_client(url: str, client: int, hang_up_after: int | None) -> list[int]:
-    """The tokens of one stream, read to its end or only so many events."""
+async def _run_client(url: str, client: int, disconnect_after: int | None) -> list[int]:
+    """Returns the tokens of one stream, read to its end or for `disconnect_after` events."""
     place = urlsplit(url)
     reader, writer = await asyncio.open_connection(place.hostname, place.port)
     try:
         writer.write(post_bytes(COMPLETIONS, _client_body(client), {"Connection": "close"}))
         tokens: list[int] = []
         num_events = 0
-        while num_events != hang_up_after and (line := await reader.readline()):
+        while num_events != disconnect_after and (line := await reader.readline()):
             if line.startswith(b"data: {"):
                 num_events += 1
                 tokens += json.loads(line[6:])["choices"][0]["token_ids"]
@@ -359,7 +360,7 @@ def test_disconnecting_changes_no_other_tokens_and_leaks_no_memory() -> None:
             assert late < early + (8 << 20), memory
 
 
-# ---- Clients that dawdle ----
+# ---- Slow clients ----
 
 
 @pytest.mark.long
@@ -412,10 +413,10 @@ def test_a_slow_reader_of_several_prompts_gets_all_of_them() -> None:
     assert 1 in asyncio.run(read_late()), "the end of one prompt was counted twice"
 
 
-# ---- More than it takes ----
+# ---- Overload ----
 
 
-def test_overload_is_refused_and_passes() -> None:
+def test_overload_is_refused_and_the_server_recovers() -> None:
     with serve("--max-num-queued-requests", "4") as server, ThreadPoolExecutor(16) as pool:
         streams = [open_stream(server)[0] for _ in range(4)]
         refused: list[Future[Any]] = [pool.submit(call, server.url, "POST", COMPLETIONS, endless()) for _ in range(12)]
@@ -423,7 +424,7 @@ def test_overload_is_refused_and_passes() -> None:
             assert answer.status == 503
             assert int(answer.headers["retry-after"]) > 0
             assert "max_num_queued_requests=4" in answer.error["message"]
-        # Two prompts where one would fit leave nothing behind.
+        # Two prompts of which only one would fit leave nothing behind.
         streams[0].close()
         wait_for(server, 3)
         several = call(server.url, "POST", COMPLETIONS, endless(prompt=["a", "b"]))
@@ -431,7 +432,7 @@ def test_overload_is_refused_and_passes() -> None:
         for stream in streams[1:]:
             stream.close()
         check_idle(server)
-        # More than it ever has room for: to wait would not help.
+        # More than the queue can ever hold, so that waiting would not help.
         for body in (endless(prompt=["a"] * 5), endless(n=5)):
             never = call(server.url, "POST", COMPLETIONS, body)
             assert never.status == 400
@@ -439,7 +440,7 @@ def test_overload_is_refused_and_passes() -> None:
         assert call(server.url, "POST", COMPLETIONS, {"prompt": "a", "max_tokens": 1}).status == 200
 
 
-def test_swarms_of_connections(small: ServerProcess) -> None:
+def test_many_connections_do_not_delay_others(small: ServerProcess) -> None:
     body = {"prompt": "The old mill", "max_tokens": 20, "temperature": 0}
     expected = call(small.url, "POST", COMPLETIONS, body).json()["choices"]
     memory = resident_bytes(small.pid)
@@ -462,7 +463,7 @@ def test_swarms_of_connections(small: ServerProcess) -> None:
     assert resident_bytes(small.pid) < memory + (32 << 20)
 
 
-def test_a_head_has_a_bound(small: ServerProcess) -> None:
+def test_request_heads_are_limited(small: ServerProcess) -> None:
     """A client without a key must not fill the memory, so a head without an end is cut off."""
     endless_head = b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + (b"X: " + b"a" * (1 << 20) + b"\r\n") * 64
     with connect(small.url) as connection, pytest.raises((ConnectionResetError, BrokenPipeError)):
@@ -471,7 +472,7 @@ def test_a_head_has_a_bound(small: ServerProcess) -> None:
 
 
 def test_a_huge_prompt_does_not_delay_others(small: ServerProcess) -> None:
-    """Refusing what is far too long must not hold up everybody else meanwhile."""
+    """Refusing oversized requests must not delay other clients."""
     longest = 0.0
     is_over = threading.Event()
 
@@ -493,8 +494,8 @@ def test_a_huge_prompt_does_not_delay_others(small: ServerProcess) -> None:
     assert longest < 2
 
 
-def test_many_mistakes_in_one_body_cost_little(small: ServerProcess) -> None:
-    """Only the first is told, so only the first may be kept."""
+def test_many_errors_in_one_body_need_little_memory(small: ServerProcess) -> None:
+    """Only the first error is reported, so only that may be stored."""
     memory = resident_bytes(small.pid)
     answer = call(small.url, "POST", COMPLETIONS, {"prompt": [[]] * 500_000})
     assert answer.status == 400
@@ -502,14 +503,14 @@ def test_many_mistakes_in_one_body_cost_little(small: ServerProcess) -> None:
     assert resident_bytes(small.pid) < memory + (128 << 20)
 
 
-def test_nonsense_is_answered(small: ServerProcess) -> None:
+def test_invalid_http_is_answered(small: ServerProcess) -> None:
     for data in (b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", b"GET\r\n\r\n", b"\r\n\r\n\x00\x00 / HTTP/1.1\r\n\r\n"):
         assert send_raw(small.url, data).status == 400
     assert call(small.url, "GET", "/health").status == 200
 
 
 def test_a_request_that_offers_http_2_is_answered_over_http_1(small: ServerProcess) -> None:
-    """As Java's client and `curl --http2` do; its body comes with the head, or later and in parts."""
+    """Java's client and `curl --http2` offer it; the body comes with the head, or later and in parts."""
     offer = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAMAAABkAAQAoAAAAAIAAAAA"}
     body = {"prompt": "Once", "max_tokens": 2, "temperature": 0}
     expected = call(small.url, "POST", COMPLETIONS, body).json()["choices"]

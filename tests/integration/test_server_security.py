@@ -1,4 +1,4 @@
-"""Who is let in, what they can reach, and what they can learn of others."""
+"""Authentication, access control, and isolation between clients."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def check_refused(answer: Answer) -> None:
-    """401 with an OpenAI body that helps, and tells nothing of the keys."""
+    """Asserts a 401 with an OpenAI error that reveals nothing about the keys."""
     assert answer.status == 401
     assert answer.headers["www-authenticate"] == "Bearer"
     if answer.headers["content-type"].startswith("application/json") and answer.body:
@@ -53,7 +53,7 @@ def check_refused(answer: Answer) -> None:
 
 @pytest.fixture(scope="module")
 def keyed() -> Iterator[ServerProcess]:
-    """Open to the network, with two keys."""
+    """Starts a server that is open to the network and has two keys."""
     flags = ("--host", "0.0.0.0", "--allowed-origin", ORIGIN, "--max-body-bytes", str(MAX_BODY_BYTES))
     with serve(*flags, env={"PENSTOCK_API_KEY": f"{KEYS[0]}, {KEYS[1]},"}) as server:
         yield server
@@ -61,7 +61,7 @@ def keyed() -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def local() -> Iterator[ServerProcess]:
-    """On loopback, without a key."""
+    """Starts a server on loopback without a key."""
     with serve("--max-body-bytes", str(MAX_BODY_BYTES)) as server:
         yield server
 
@@ -87,7 +87,7 @@ def _paths(routes: list[BaseRoute]) -> Iterator[tuple[str, str]]:
 
 
 async def _status(app: ASGIApp, method: str, path: str, headers: list[tuple[bytes, bytes]]) -> int:
-    """Returns an app's response, without a server."""
+    """Returns the status of an app's response, without a server."""
     sent: list[Message] = []
     scope: Scope = {
         "type": "http", "http_version": "1.1", "method": method, "path": path, "raw_path": path.encode(),
@@ -172,14 +172,14 @@ def test_administration_has_a_separate_key(keyed: ServerProcess) -> None:
     ServerArgs(admin_port=0).check()
 
 
-def test_pages_need_nothing_and_cannot_be_framed(local: ServerProcess, keyed: ServerProcess) -> None:
+def test_pages_load_nothing_external_and_cannot_be_framed(local: ServerProcess, keyed: ServerProcess) -> None:
     for server, status in ((local, 200), (keyed, 401)):
         for path in ("/dashboard", "/docs"):
             page = call(server.url, "GET", path)
             assert page.status == status
             assert page.headers["content-security-policy"] == "frame-ancestors 'none'"
             text = page.body.decode()
-            assert not re.findall(r"""(?:src|href)=["']?(?:https?:)?//""", text), "it loads something from elsewhere"
+            assert not re.findall(r"""(?:src|href)=["']?(?:https?:)?//""", text), "it loads something from another host"
             assert "default-src 'none'" in text
     assert "/openapi.json" in call(local.url, "GET", "/docs").body.decode()
     assert call(local.url, "GET", "/openapi.json").json()["paths"]["/v1/chat/completions"]
@@ -225,17 +225,17 @@ def test_nothing_secret_is_logged(keyed: ServerProcess) -> None:
     assert not [secret for secret in (*KEYS, prompt, "marmalade", text.strip()) if secret in log]
 
 
-# ---- Where it listens ----
+# ---- Addresses and origins ----
 
 
 def _listens_at(port: int | None) -> set[str]:
-    """The local addresses, in the kernel's notation, on which something listens at a port."""
+    """Returns the local addresses, in the kernel's notation, that have a listener at a port."""
     rows = [line.split() for line in Path("/proc/net/tcp").read_text(encoding="utf-8").splitlines()[1:]]
     local = [row[1].split(":") for row in rows if row[3] == "0A"]
     return {address for address, number in local if int(number, 16) == port}
 
 
-def test_administration_is_on_loopback_and_nowhere_else(keyed: ServerProcess, local: ServerProcess) -> None:
+def test_administration_is_on_loopback_only(keyed: ServerProcess, local: ServerProcess) -> None:
     assert _listens_at(urlsplit(keyed.url).port) == {"00000000"}
     assert _listens_at(urlsplit(keyed.admin_url).port) == {"0100007F"}
     for method, path in ADMIN_ROUTES:
@@ -253,8 +253,8 @@ HOSTS = {
 }  # fmt: skip
 
 
-def test_names_that_only_pretend_to_be_this_machine(local: ServerProcess) -> None:
-    """DNS rebinding: a web page whose own name resolves to 127.0.0.1."""
+def test_foreign_host_names_are_refused(local: ServerProcess) -> None:
+    """This prevents DNS rebinding, by a web page whose own name resolves to 127.0.0.1."""
     for host, status in HOSTS.items():
         for url, path in ((local.url, "/health"), (local.url, "/v1/models"), (local.admin_url, "/drain")):
             data = f"GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode()
@@ -264,7 +264,7 @@ def test_names_that_only_pretend_to_be_this_machine(local: ServerProcess) -> Non
     assert send_raw(local.url, absolute).status == 403
 
 
-def test_a_web_page_cannot_make_the_browser_act_for_it(local: ServerProcess) -> None:
+def test_web_pages_cannot_act_through_the_browser(local: ServerProcess) -> None:
     """Requests that browsers send for any page without asking (no-cors) carry the page's origin."""
     for origin in ("https://evil.example", "http://localhost.evil.example", "null"):
         headers = {"Origin": origin, "Content-Type": "text/plain"}
@@ -279,7 +279,7 @@ def test_a_web_page_cannot_make_the_browser_act_for_it(local: ServerProcess) -> 
     assert call(local.url, "POST", COMPLETIONS, body).status == 200
 
 
-def test_other_origins_are_for_those_who_allow_them(keyed: ServerProcess, local: ServerProcess) -> None:
+def test_other_origins_must_be_allowed(keyed: ServerProcess, local: ServerProcess) -> None:
     ask = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
     preflight = call(keyed.url, "OPTIONS", COMPLETIONS, headers={"Origin": ORIGIN, **ask})
     assert preflight.status == 200
@@ -300,14 +300,14 @@ def test_other_origins_are_for_those_who_allow_them(keyed: ServerProcess, local:
     )
 
 
-# ---- How much they bring ----
+# ---- Size limits ----
 
 
-def test_bodies_have_a_bound(local: ServerProcess) -> None:
+def test_bodies_are_limited(local: ServerProcess) -> None:
     answer = call(local.url, "POST", COMPLETIONS, b" " * MAX_BODY_BYTES + b"x")
     assert (answer.status, answer.headers["connection"]) == (413, "close")
     assert f"max_body_bytes={MAX_BODY_BYTES}" in answer.error["message"]
-    # A client learns of it even when it is still sending, because no more than it can bear is left unread.
+    # A client gets the answer even if it is still sending, because the server discards the rest for a moment.
     assert call(local.url, "POST", COMPLETIONS, b"x" * (4 * MAX_BODY_BYTES)).status == 413
     declared = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999\r\n\r\n"
     assert send_raw(local.url, declared).status == 413
@@ -317,7 +317,7 @@ def test_bodies_have_a_bound(local: ServerProcess) -> None:
     assert call(local.url, "POST", COMPLETIONS, b" " * (MAX_BODY_BYTES - 20) + b'{"prompt":"a"}').status == 200
 
 
-def test_a_body_that_does_not_come_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wait_for_a_body_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "MAX_BODY_SECONDS", 0.05)
     monkeypatch.setattr(middleware, "_LINGER_SECONDS", 0.05)
     sent: list[Message] = []
@@ -344,7 +344,7 @@ def test_two_lengths_are_refused(local: ServerProcess) -> None:
         assert send_raw(local.url, data).status == 400
 
 
-# ---- What they learn of others ----
+# ---- Isolation between clients ----
 
 
 def test_keys_do_not_share_a_prefix_cache(keyed: ServerProcess) -> None:
@@ -369,8 +369,8 @@ def test_request_ids_cannot_be_guessed(local: ServerProcess) -> None:
 
 
 @pytest.mark.long
-def test_clients_may_name_their_requests_alike(local: ServerProcess) -> None:
-    """The name is in the answer and in its headers; the engine's own name of the request stays unique."""
+def test_clients_may_use_the_same_request_id(local: ServerProcess) -> None:
+    """The id is in the answer and in its headers; the engine's own id of the request stays unique."""
     slow = {"prompt": "a", "max_tokens": 200, "ignore_eos": True}
     with ThreadPoolExecutor(4) as pool:
         asked = [pool.submit(call, local.url, "POST", COMPLETIONS, slow, {"X-Request-Id": "mine"}) for _ in range(4)]
@@ -411,7 +411,7 @@ def test_tls(tmp_path: Path) -> None:
         assert server.terminate(10) == 0
 
 
-# ---- Checkpoints that mean harm ----
+# ---- Malicious checkpoints ----
 
 BOMBS = {
     "calls": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
@@ -432,7 +432,7 @@ BOMBS = {
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_template_bombs(name: str) -> None:
-    """In a process of its own, with little memory and time, because a bomb that is not stopped takes both."""
+    """Runs in a separate process with little memory and time, because a bomb that is not stopped takes both."""
     program = (
         "import resource, sys\n"
         "resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))\n"
@@ -463,7 +463,7 @@ ESCAPES = [
 
 
 @pytest.mark.parametrize("source", ESCAPES)
-def test_templates_reach_nothing(source: str) -> None:
+def test_templates_cannot_escape_the_sandbox(source: str) -> None:
     template = ChatTemplate(source, {})
     try:
         text = template.render([{"role": "user", "content": "a"}])
@@ -473,7 +473,7 @@ def test_templates_reach_nothing(source: str) -> None:
 
 
 def test_other_processes_cannot_connect_to_the_core(local: ServerProcess) -> None:
-    """Beside its ports a server listens nowhere; the core is reached through a socket pair without a name."""
+    """A server listens only at its ports; it reaches the core through a socket pair without a name."""
     listening = [line.split() for line in Path("/proc/net/tcp").read_text(encoding="utf-8").splitlines()[1:]]
     inodes = {row[9] for row in listening if row[3] == "0A"}
     for pid, num_ports in ((local.pid, 2), (local.core_pid, 0)):
@@ -482,7 +482,7 @@ def test_other_processes_cannot_connect_to_the_core(local: ServerProcess) -> Non
         assert len(own) == num_ports
 
 
-def test_a_template_may_calculate() -> None:
-    """The bounds are on repetition; a large number in a format is none."""
+def test_templates_may_calculate() -> None:
+    """The limits are on repetition; formatting a large number does not count."""
     template = ChatTemplate("{{ '%d' % 3000000 }} {{ 'a' + 'b' }} {{ 'x' * 3 }}", {})
     assert template.render([{"role": "user", "content": ""}]) == "3000000 ab xxx"

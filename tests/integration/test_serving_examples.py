@@ -1,4 +1,4 @@
-"""The curl examples of README.md and docs/SERVING.md, against a server on the built-in model."""
+"""The curl examples of README.md and docs/SERVING.md, against a server with the built-in model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COMMAND = re.compile(r"^curl (?:-N )?localhost:8000/(?:[^\n]|\n(?!```|[a-z]))*"
 
 
 def examples(name: str) -> list[tuple[str, dict[str, Any]]]:
-    """Path and body of every curl command that posts."""
+    """Returns path and body of every curl command that posts."""
     found: list[tuple[str, dict[str, Any]]] = []
     for command in _COMMAND.findall((ROOT / name).read_text(encoding="utf-8")):
         words = shlex.split(command.replace("\\\n", " "), comments=False)

@@ -1,4 +1,4 @@
-"""A connector that wants KV memory which other processes can map."""
+"""A connector that needs KV memory which other processes can map."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VIEWS: list[KVCacheView] = []
 
 
 class SharingConnector:
-    """Moves nothing. Its option `share` is what its workers want."""
+    """A connector that moves nothing; its option `share` tells whether its workers need shared memory."""
 
     @staticmethod
     def make_scheduler_connector(context: ConnectorContext) -> NullSchedulerConnector:
@@ -81,12 +81,12 @@ def test_shared_memory_that_does_not_fit_names_the_argument() -> None:
         make(share=True, num_gpu_blocks_override=1 << 46)
 
 
-def test_a_gpu_refuses_shared_memory_and_says_what_to_do() -> None:
+def test_a_gpu_refuses_shared_memory_with_advice() -> None:
     with pytest.raises(ConfigError, match="choose another transport"):
         make_parts(torch.device("meta")).allocate_shared(1)
 
 
-def test_one_of_several_connectors_is_enough() -> None:
-    for wants, expected in (((False, False), False), ((False, True), True)):
-        parts = {str(number): SharingWorker(share) for number, share in enumerate(wants)}
+def test_memory_is_shared_if_one_of_several_connectors_needs_it() -> None:
+    for needs, expected in (((False, False), False), ((False, True), True)):
+        parts = {str(number): SharingWorker(share) for number, share in enumerate(needs)}
         assert MultiWorker(parts).needs_shared_memory is expected

@@ -43,7 +43,7 @@ def test_the_built_in_model_passes(folders: Path, tmp_path: Path, capsys: pytest
     lines = capsys.readouterr().out.splitlines()
     assert lines[2].startswith(ALL)
     rows = {line[:38].strip(): line[38:].split() for line in lines[1:] if line[38:].split()}
-    # Of some 60 tokens, nine or ten digests each; those found in the cache are not computed again.
+    # Nine or ten digests of each of about 60 tokens; tokens found in the cache are not computed again.
     assert int(rows[ALL][2].replace(",", "")) > 300
     assert lines[-1].startswith("Every row agrees, and each of the 5")
     prompts.unlink()
@@ -64,7 +64,7 @@ def test_a_fault_in_one_layer_is_named(folders: Path, capsys: pytest.CaptureFixt
     assert "first in   layer 3" in described
     assert "at         position 20 of request 2" in described
     assert f"recorded   {finding.folder}" in described
-    # As it is printed, and without the fault.
+    # The printed command, which runs without the fault.
     again = [sys.executable, *finding.command.split()[1:]]
     subprocess.run(again, check=True)
     assert first_difference(Recording.load(finding.reference), Recording.load(Path(again[-1]))) is None
@@ -89,7 +89,7 @@ def test_a_wrong_packed_weight_is_named() -> None:
     assert finding.place.what == "layers.4.feed_forward.down.packed"
 
 
-def test_processes_that_fail(tmp_path: Path) -> None:
+def test_failing_processes_are_reported(tmp_path: Path) -> None:
     before = children()
     dies = [sys.executable, "-c", "raise RuntimeError('planted')"]
     with pytest.raises(ConfigError, match=r"the reference process failed: exit code 1\n(.*\n)*RuntimeError: planted"):
@@ -97,11 +97,11 @@ def test_processes_that_fail(tmp_path: Path) -> None:
     waits = [sys.executable, "-c", "import threading; threading.Event().wait()"]
     with pytest.raises(soak_module._ChildError, match="did not end within 0 seconds"):
         soak_module._run(Plan(0, {}, ((1,),), 1, (), 2), tmp_path / "waits", waits, timeout=0.2)
-    assert children() <= before, "neither it nor what disturbed it runs on"
+    assert children() <= before, "neither it nor the processes that disturb it are left"
 
 
 def children() -> set[str]:
-    """Process ids of this process's children."""
+    """Returns the process ids of this process's children."""
     parents: dict[str, str] = {}
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it ended meanwhile
@@ -119,7 +119,7 @@ def record(folder: Path, rows: list[tuple[int, int]], **changes: object) -> Reco
 
 
 def test_the_order_of_differences(tmp_path: Path) -> None:
-    """Weights, then positions, then stages, then requests. The keys are not those of one position alone."""
+    """The order is weights, positions, stages, requests. The keys are not those of one position alone."""
     keys = [row_key(position, stage, request) for position in range(3) for stage in range(6) for request in range(2)]
     expected = record(tmp_path / "expected", [(key, 7) for key in keys])
 
@@ -129,7 +129,7 @@ def test_the_order_of_differences(tmp_path: Path) -> None:
         return ("", None, None) if place is None else (place.what, place.request, place.position)
 
     assert found("equal", []) == ("", None, None)
-    assert found("rows behind the end", [(3, 0, 0)]) == ("", None, None)
+    assert found("rows after the end", [(3, 0, 0)]) == ("", None, None)
     assert found("position", [(2, 0, 0), (1, 4, 1), (1, 4, 0), (2, 1, 1)]) == ("logits", 0, 1)
     assert found("stage", [(1, 2, 0), (1, 1, 1)]) == ("layer 0", 1, 1)
     assert found("weight", [(0, 0, 0)], tensors={"rotary": "a", "head": "c"}) == ("head", None, None)
@@ -149,7 +149,7 @@ def test_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("asked", ["0", "-1", "nan", "inf", "soon"])
-def test_minutes_are_a_number_above_zero(asked: str) -> None:
+def test_minutes_must_be_a_number_above_zero(asked: str) -> None:
     with pytest.raises(SystemExit):
         main(["verify", "--soak", asked])
 

@@ -1,4 +1,4 @@
-"""Structured outputs: always valid, the same tokens with every speculator and overlap, and over HTTP as clients ask."""
+"""Structured outputs: always valid, with the same tokens for every speculator and overlap, and over HTTP."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_response_format(client: OpenAI) -> None:
         assert isinstance(json.loads(anything.message.content), dict)
 
 
-def test_vllm_s_field(client: OpenAI) -> None:
+def test_the_field_of_vllm(client: OpenAI) -> None:
     for wanted, pattern in (({"choice": COLOURS}, "red|green|blue"), ({"regex": "a{3,5}b"}, "a{3,5}b")):
         choice = ask(client, extra_body={"structured_outputs": wanted}, temperature=1.0, seed=5)
         assert re.fullmatch(pattern, choice.message.content), choice
@@ -172,13 +172,13 @@ def test_forced_tool_calls_fit_their_schema(client: OpenAI, tool_choice: Any) ->
         {"json": {"$ref": "#/nowhere"}},
     ],
 )
-def test_grammars_that_cannot_be(client: OpenAI, wanted: Any) -> None:
+def test_invalid_grammars(client: OpenAI, wanted: Any) -> None:
     with pytest.raises(openai.BadRequestError):
         ask(client, extra_body={"structured_outputs": wanted})
 
 
 def test_a_malicious_schema_fails_only_its_own_request(client: OpenAI, server: ServerProcess) -> None:
-    """While it is being refused, others get what they get alone."""
+    """While it is being refused, others get the answers that they get alone."""
     hostile = {"regex": "(((((a{1,100}){1,100}){1,100}){1,100})b?){1,100}"}
     alone = ask(client, temperature=0).message.content
 
@@ -196,8 +196,8 @@ def test_a_malicious_schema_fails_only_its_own_request(client: OpenAI, server: S
     assert server.process.poll() is None
 
 
-def test_constraints_that_leave_nothing_are_the_request_s_fault(client: OpenAI) -> None:
-    """The grammar wants one thing and the allowed tokens are others: that is no failure of the server."""
+def test_constraints_that_allow_no_token_are_a_request_error(client: OpenAI) -> None:
+    """The grammar and the allowed tokens exclude each other, which is not a failure of the server."""
     wanted = {"structured_outputs": {"choice": COLOURS}, "allowed_token_ids": [5]}
     with pytest.raises(openai.BadRequestError, match="no token can be drawn"):
         ask(client, extra_body=wanted)

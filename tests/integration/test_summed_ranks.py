@@ -1,6 +1,6 @@
 """Ranks that divide the inputs of a layer and add their results, as on a GPU without `--deterministic`, on the CPU.
 
-Nothing but last bits may differ from one rank.
+Only last bits may differ from one rank.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def weights_of(path: Path, group: TensorGroup, divides_inputs: bool) -> Weights:
 
 @torch.inference_mode()
 def logits_of(path: Path, group: TensorGroup, divides_inputs: bool) -> torch.Tensor:
-    """[LENGTH, vocabulary]"""
+    """Returns logits [LENGTH, vocabulary]."""
     config = load_model_config(path, "float32")
     weights = weights_of(path, group, divides_inputs)
     with closing(weights.source):
@@ -62,7 +62,7 @@ def hidden_of(model: Decoder, vocab_size: int) -> Any:
 
 @torch.inference_mode()
 def logits_of_head(method: str, group: TensorGroup, divides_inputs: bool) -> torch.Tensor:
-    """The built-in model's drafter, after a whole prompt."""
+    """Returns the logits of the built-in model's drafter after a whole prompt."""
     path = Path(DEMO)
     config = load_model_config(path, "float32")
     eagle3 = load_eagle3_config(EAGLE3, config)
@@ -80,7 +80,7 @@ def logits_of_head(method: str, group: TensorGroup, divides_inputs: bool) -> tor
 
 
 def assert_ranks_agree(count: int, build: Build) -> None:
-    """With one rank, in float32, up to last bits."""
+    """Asserts agreement with one rank, in float32, up to last bits."""
 
     def body(links: RankLinks, shard: ShardId) -> torch.Tensor:
         return build(links.group, True).clone()
@@ -96,7 +96,7 @@ def assert_ranks_agree(count: int, build: Build) -> None:
 
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_the_logits_of_every_architecture(name: str, count: int, tmp_path: Path) -> None:
+def test_logits_of_every_architecture(name: str, count: int, tmp_path: Path) -> None:
     """Heads and intermediate features are uneven on 3 ranks; some have biases after attention and MLP."""
     path = make_checkpoint(name, tmp_path)
     assert_ranks_agree(count, lambda group, divides: logits_of(path, group, divides))
@@ -104,12 +104,12 @@ def test_the_logits_of_every_architecture(name: str, count: int, tmp_path: Path)
 
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("method", ["mtp", "eagle3"])
-def test_the_logits_of_drafters(method: str, count: int) -> None:
+def test_logits_of_drafters(method: str, count: int) -> None:
     assert_ranks_agree(count, lambda group, divides: logits_of_head(method, group, divides))
 
 
-def test_only_sums_are_between_the_layers(tmp_path: Path) -> None:
-    """Neither what attention computed nor the intermediate features are gathered: embedding and logits alone are."""
+def test_layers_exchange_only_sums(tmp_path: Path) -> None:
+    """Only embedding and logits are gathered, not the results of attention or the intermediate features."""
     path = make_checkpoint("llama-biases", tmp_path)
     calls: list[str] = []
 
@@ -139,7 +139,7 @@ def test_only_sums_are_between_the_layers(tmp_path: Path) -> None:
 
 @pytest.fixture
 def sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engines' ranks, which are threads, divide inputs."""
+    """Makes the engines' ranks, which are threads, divide inputs."""
     parts = replace(make_parts(CPU), divides_inputs=lambda execution: True)
     monkeypatch.setattr(worker, "make_parts", lambda device: parts)
 
@@ -163,7 +163,7 @@ def greedy(**engine_args: Any) -> list[list[int]]:
 @pytest.mark.spread(4)
 @pytest.mark.parametrize("method", [None, *METHODS])
 @pytest.mark.parametrize(("tp", "pp"), [(2, 1), (3, 1), (2, 2)])
-def test_the_greedy_tokens_of_the_built_in_model(
+def test_greedy_tokens_of_the_built_in_model(
     tp: int, pp: int, method: str | None, request: pytest.FixtureRequest
 ) -> None:
     options: dict[str, Any] = {}

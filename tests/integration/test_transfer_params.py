@@ -1,4 +1,4 @@
-"""`kv_transfer_params` on its whole way: from a request to the engine's connector, and from there into the answer."""
+"""`kv_transfer_params`: from a request to the engine's connector, and from there into the answer."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ PROMPT = {"prompt_token_ids": list(range(20))}
 
 
 def check(answered: Any, reason: str = "length") -> None:
-    """The demo model's blocks have 16 tokens."""
+    """Checks the connector's answer; the demo model's blocks have 16 tokens."""
     assert answered["asked"] == ASKED
     assert answered["reason"] == reason
     assert [len(table) for table in answered["blocks"]] == [2]
 
 
-def test_in_a_program() -> None:
+def test_parameters_in_a_program() -> None:
     llm = LLM(max_model_len=256, kv_transfer_config=CONFIG)
     plain = SamplingParams(temperature=0, max_tokens=1)
     first, second = llm.generate([PROMPT, PROMPT], [PARAMS, plain], use_tqdm=False)
@@ -47,12 +47,12 @@ def test_in_a_program() -> None:
     with pytest.raises(RequestError, match="n must be 1 with do_remote_decode") as caught:
         llm.generate(PROMPT, SamplingParams(n=2, kv_transfer_params=ASKED), use_tqdm=False)
     assert caught.value.field == "n"
-    # What a connector reads of each of several completions is no hand-over.
+    # Parameters that a connector reads for each of several completions are no hand-over.
     llm.generate(PROMPT, SamplingParams(n=2, max_tokens=1, kv_transfer_params={"do_remote_decode": False}))
     llm.shutdown()
 
 
-def test_an_engine_without_a_connector_ignores_them() -> None:
+def test_an_engine_without_a_connector_ignores_the_parameters() -> None:
     llm = LLM(max_model_len=256)
     params = SamplingParams(temperature=0, n=2, max_tokens=1, kv_transfer_params=ASKED)
     (output,) = llm.generate(PROMPT, params, use_tqdm=False)
@@ -61,7 +61,7 @@ def test_an_engine_without_a_connector_ignores_them() -> None:
     llm.shutdown()
 
 
-def test_over_a_process_border() -> None:
+def test_parameters_across_a_process_boundary() -> None:
     async def run() -> None:
         engine = await AsyncLLM.start(max_model_len=256, kv_transfer_config=CONFIG)
         outputs = [output async for output in engine.generate(PROMPT, PARAMS)]
@@ -94,7 +94,7 @@ def post(server: ServerProcess, body: dict[str, Any], **fields: Any) -> httpx.Re
 
 @pytest.mark.spread(1)
 @pytest.mark.parametrize("body", [COMPLETION, CHAT], ids=["completion", "chat"])
-def test_in_an_answer(server: ServerProcess, body: dict[str, Any]) -> None:
+def test_parameters_in_an_answer(server: ServerProcess, body: dict[str, Any]) -> None:
     answer = post(server, body).raise_for_status().json()
     assert answer["kv_transfer_params"]["asked"] == ASKED
     assert answer["kv_transfer_params"]["reason"] == "length"
@@ -103,21 +103,21 @@ def test_in_an_answer(server: ServerProcess, body: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("body", [COMPLETION, CHAT], ids=["completion", "chat"])
-def test_in_the_last_chunk(server: ServerProcess, body: dict[str, Any]) -> None:
+def test_parameters_in_the_last_chunk(server: ServerProcess, body: dict[str, Any]) -> None:
     more = {"max_tokens": 3, "stream": True, "stream_options": {"include_usage": True}}
     if "max_completion_tokens" in body:
         more["max_completion_tokens"] = 3
     lines = post(server, body, **more, ignore_eos=True).raise_for_status().text.splitlines()
     chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-    said = [
+    found = [
         (chunk["kv_transfer_params"]["asked"], chunk["choices"][0]["finish_reason"])
         for chunk in chunks
         if "kv_transfer_params" in chunk
     ]
-    assert said == [(ASKED, "length")]
+    assert found == [(ASKED, "length")]
 
 
-def test_a_hand_over_is_of_one_completion(server: ServerProcess) -> None:
+def test_a_hand_over_is_limited_to_one_completion(server: ServerProcess) -> None:
     for body, fields, message in (
         (COMPLETION, {"n": 2}, "n must be 1"),
         (CHAT, {"n": 2}, "n must be 1"),

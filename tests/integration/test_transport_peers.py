@@ -1,4 +1,4 @@
-"""What a `SocketsTransport` takes from peers that are slow, silent, wrong or not authenticated; and what it leaves."""
+"""A `SocketsTransport` with slow, silent, invalid or unauthenticated peers, and what transports leave behind."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def plain(transport: SocketsTransport) -> socket.socket:
 
 
 def authenticated(transport: SocketsTransport) -> Stream:
-    """A client that goes its own way after it has been let in."""
+    """Returns an authenticated client that can send anything."""
     stream = Stream(plain(transport), 10)
     stream.authenticate(KEY, True, PURPOSE, 10, 1 << 20)
     stream.send(encode(Hello(address(transport).epoch, "a test")))
@@ -108,10 +108,10 @@ def test_garbage_ends_only_its_own_connection(server: SocketsTransport, data: by
 
 
 def test_a_client_with_another_key_is_refused_on_both_sides(server: SocketsTransport) -> None:
-    stranger = endpoint(key=b"another key")
+    other = endpoint(key=b"another key")
     with pytest.raises(PeerError, match="compare the cluster keys"):
-        stranger.connect(server.descriptor())
-    stranger.close()
+        other.connect(server.descriptor())
+    other.close()
     assert works(server)
 
 
@@ -123,7 +123,7 @@ def test_a_connection_for_another_purpose_is_refused(server: SocketsTransport) -
     assert works(server)
 
 
-def test_a_silent_client_is_closed_after_the_time_for_its_handshake(server: SocketsTransport) -> None:
+def test_a_silent_client_is_closed_after_the_handshake_timeout(server: SocketsTransport) -> None:
     with plain(server) as connection:
         started = time.monotonic()
         until_closed(connection)
@@ -139,17 +139,17 @@ def test_many_silent_clients_do_not_keep_others_out() -> None:
         assert works(server)
 
 
-def test_a_client_that_drips_its_handshake_is_closed(server: SocketsTransport) -> None:
+def test_a_client_with_a_slow_handshake_is_closed(server: SocketsTransport) -> None:
     greeting = Authentication(KEY, True, PURPOSE).greeting()
     pause = threading.Event()
 
-    def drip(connection: socket.socket) -> None:
+    def send_slowly(connection: socket.socket) -> None:
         for at in range(len(greeting)):
             connection.sendall(greeting[at : at + 1])
             pause.wait(0.1)
 
     with plain(server) as connection, pytest.raises(ConnectionError):
-        drip(connection)
+        send_slowly(connection)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_an_invalid_request_ends_the_connection(server: SocketsTransport, frame:
     assert works(server)
 
 
-def test_a_reader_that_takes_nothing_is_closed_and_others_are_served_meanwhile() -> None:
+def test_a_reader_that_does_not_read_is_closed_and_others_are_served_meanwhile() -> None:
     big = 64 << 20
     server = endpoint(num_bytes=big)
     stream = Stream(plain(server), 10)
@@ -215,7 +215,7 @@ def test_a_reader_that_takes_nothing_is_closed_and_others_are_served_meanwhile()
 
 
 def test_a_server_that_stalls_ends_the_transfer() -> None:
-    """One that authenticates itself, accepts a read, sends a part of it and no more."""
+    """The server authenticates itself, accepts a read, and sends only a part of it."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ended = threading.Event()
 
@@ -242,7 +242,7 @@ def test_a_server_that_stalls_ends_the_transfer() -> None:
         client.close()
 
 
-def test_connecting_to_a_server_that_says_nothing_has_a_limit() -> None:
+def test_connecting_to_a_silent_server_has_a_time_limit() -> None:
     client = endpoint()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         started = time.monotonic()
@@ -281,7 +281,7 @@ def shared_endpoint() -> SharedMemoryTransport:
 
 
 @pytest.mark.parametrize("make", [endpoint, shared_endpoint])
-def test_an_end_wakes_waiting_threads_and_calls_back(make: Callable[[], SocketsTransport]) -> None:
+def test_the_end_of_a_transfer_wakes_waiting_threads_and_calls_back(make: Callable[[], SocketsTransport]) -> None:
     left, right = make(), make()
     calls: list[str] = []
     left.set_on_change(lambda: calls.append("left"))
@@ -303,15 +303,15 @@ def test_an_end_wakes_waiting_threads_and_calls_back(make: Callable[[], SocketsT
 
 
 def test_a_window_closes_while_its_writer_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a stopped process: the owner of the memory does not wait for it, and what it sends later is not taken."""
-    stuck, goes_on, real = threading.Event(), threading.Event(), Stream.send_segments
+    """The writer is like a stopped process: the owner of the memory does not wait for it and discards late bytes."""
+    stuck, continues, real = threading.Event(), threading.Event(), Stream.send_segments
 
     def send_segments(stream: Stream, segments: np.ndarray) -> None:
         half = segments.copy()
         half[:, 1] //= 2
         real(stream, half)
         stuck.set()
-        assert goes_on.wait(60)
+        assert continues.wait(60)
         half[:, 0] += half[:, 1]
         real(stream, half)
 
@@ -333,7 +333,7 @@ def test_a_window_closes_while_its_writer_is_stuck(monkeypatch: pytest.MonkeyPat
         right.wait([], 0.01)
     assert not right.is_window_closed(other)
     memory[:] = bytes(SIZE)
-    goes_on.set()
+    continues.set()
     assert end_of(left, handle) is TransferState.FAILED_SETTLED
     monkeypatch.undo()
     peer = left.connect(right.descriptor())
@@ -363,7 +363,7 @@ def test_a_closed_endpoint_leaves_no_thread_and_no_descriptor(make: Callable[[],
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
-def test_shared_memory_that_is_smaller_than_its_descriptor_says_is_refused() -> None:
+def test_shared_memory_that_is_smaller_than_described_is_refused() -> None:
     memory = create_memory(4096)
     right = SharedMemoryTransport([MemoryRegion("kv", 8192, path=memory.name)])
     left = shared_endpoint()
@@ -379,7 +379,7 @@ def test_memory_without_a_path_is_refused_with_advice() -> None:
 
 
 @pytest.mark.parametrize("make", [endpoint, shared_endpoint])
-def test_a_system_without_more_threads_refuses_connections_and_goes_on(
+def test_connections_are_refused_while_no_thread_can_start(
     make: Callable[[], SocketsTransport], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left, right = make(), make()

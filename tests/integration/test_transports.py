@@ -22,13 +22,13 @@ from tests.integration.transfer_libraries import LIBRARY_KINDS
 from tests.integration.transport_process import LateTransport, Memories, RemoteTransport
 
 KINDS = ("sockets", "shared_memory", *LIBRARY_KINDS)
-# Large enough that a peer can be stopped in the middle of a transfer over sockets; copies are held by a gate.
+# Large enough that a peer can be stopped in the middle of a transfer over sockets; a gate stops copies.
 SIZES = {"sockets": 256 << 20, "shared_memory": 32 << 20}
 
 
 @contextlib.contextmanager
 def remotes() -> Iterator[list[RemoteTransport]]:
-    """Endpoints in other processes, which are ended with the test."""
+    """Yields a list for endpoints in other processes, which end with the test."""
     made: list[RemoteTransport] = []
     try:
         yield made
@@ -59,7 +59,7 @@ def test_a_transport_to_another_process_conforms(kind: str) -> None:
 
 
 class Pair:
-    """A transport here with empty memory, and one in another process with ones in it."""
+    """A transport in this process with memory of zeros, and one in another process with memory of ones."""
 
     def __init__(self, kind: str, made: list[RemoteTransport]) -> None:
         memories = Memories()
@@ -79,7 +79,7 @@ class Pair:
         os.kill(self.right.process.pid, number)
 
     def begin_and_stop(self, operation: Operation) -> TransferHandle:
-        """A transfer of which a part has landed when the peer is stopped."""
+        """Begins a transfer, and stops the peer when a part has landed."""
         source, target = (self.far, self.near) if operation is Operation.READ else (self.near, self.far)
         np.frombuffer(source, np.uint8)[:] = 2
         # On a busy machine, the transfer may have ended before the peer is stopped.
@@ -114,7 +114,7 @@ def pair_of(kind: str) -> Iterator[Pair]:
 
 
 class Snapshot:
-    """Whether any byte of these memories changes."""
+    """A copy of memories, which shows whether any byte changes."""
 
     def __init__(self, *memories: memoryview) -> None:
         self._arrays = [np.frombuffer(memory, np.uint8) for memory in memories]
@@ -129,7 +129,7 @@ def is_settled(state: TransferState) -> bool:
 
 
 class Gate:
-    """Holds copies between their pieces until it is opened."""
+    """Stops copies between their pieces until it is opened."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.has_begun, self.is_open = threading.Event(), threading.Event()
@@ -178,7 +178,7 @@ def test_a_peer_that_is_killed_during_a_copy_of_shared_memory(
             pair.left.submit(operation, pair.peer, pair.whole)
 
 
-def test_nothing_lands_after_a_stopped_peer_was_given_up_and_goes_on() -> None:
+def test_nothing_lands_when_a_stopped_peer_continues_after_it_was_given_up() -> None:
     with pair_of("sockets") as pair:
         handle = pair.begin_and_stop(Operation.READ)
         pair.left.disconnect(pair.peer)
@@ -200,7 +200,7 @@ def test_a_write_to_a_stopped_peer_settles_only_when_the_peer_has_ended_it() -> 
         pair.left.disconnect(pair.peer)
         assert pair.left.poll(handle) is TransferState.FAILED_UNSETTLED
         pair.left.wait([handle], 0.5)
-        # What the kernel has received for the peer it will still take.
+        # The peer will still read the data that the kernel has received for it.
         assert pair.left.poll(handle) is TransferState.FAILED_UNSETTLED
         pair.signal(signal.SIGCONT)
         assert pair.state_after(handle, is_settled) is TransferState.FAILED_SETTLED
@@ -232,7 +232,7 @@ def test_shared_memory_is_not_copied_after_it_was_given_up(monkeypatch: pytest.M
         assert before.is_unchanged()
 
 
-def test_an_endpoint_that_closes_waits_until_its_peers_copy_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_an_endpoint_waits_for_the_copies_of_its_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch)
     with pair_of("shared_memory") as pair:
         handle = pair.left.submit(Operation.WRITE, pair.peer, pair.whole)

@@ -1,4 +1,4 @@
-"""`penstock verify` passes on the built-in model, and finds bugs of the kinds that it is there to find."""
+"""`penstock verify` passes on the built-in model, and finds planted bugs of the kinds that it must find."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ROWS = [
 
 
 def run(last: str = "", **engine_args: Any) -> dict[str, RowResult]:
-    """The results up to the row `last`, all without it."""
+    """Returns the results up to the row `last`, without it all results."""
     args = EngineArgs.from_kwargs(**engine_args)
     results = {}
     for result in verify(args, (), max_tokens=12, is_quick=True, on_progress=lambda name, done, total: None):
@@ -51,12 +51,12 @@ def test_the_built_in_model_passes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--quick"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line[:28].strip() for line in lines[1 : 1 + len(ROWS)]] == ROWS
-    assert all(" yes " in line for line in lines[1 : 1 + len(ROWS)]), "every row was meant to show something"
+    assert all(" yes " in line for line in lines[1 : 1 + len(ROWS)]), "every row must exercise what it tests"
     assert lines[-1].startswith("Every token agrees: ")
 
 
-def test_the_rows_of_a_gpu() -> None:
-    """There the tokens are promised where they are asked for, and graphs are a way to come to them."""
+def test_rows_of_a_gpu() -> None:
+    """There identical tokens need `deterministic`, and there are rows with graphs."""
     args = EngineArgs()
     config = make_config(args)
     case = Case(
@@ -78,7 +78,7 @@ def test_the_rows_of_a_gpu() -> None:
 
 @pytest.fixture
 def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leaves out the rows with processes of their own, whose starts take most of the time."""
+    """Leaves out the rows with separate processes, whose starts take most of the time."""
 
     def rows(*args: Any) -> list[Row]:
         return [
@@ -90,7 +90,9 @@ def one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("one_process")
-def test_noise_that_depends_on_the_batch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_noise_that_depends_on_the_batch_is_caught(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     uniform = batch.uniform
 
     def by_batch(seeds: Any, positions: np.ndarray, purpose: Any) -> np.ndarray:
@@ -104,13 +106,13 @@ def test_noise_that_depends_on_the_batch(monkeypatch: pytest.MonkeyPatch, capsys
     assert "requests differ; the first is request" in described
     assert "seed=" in described
     assert "of the output: token" in described
-    assert "top_k=0" not in described, "a default need not be said"
+    assert "top_k=0" not in described, "defaults are left out"
     assert "LLM(max_model_len=" in described
 
 
 @pytest.mark.long
 def test_hashes_without_the_prefix_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hash that forgets what stands before its block gives other prompts' KV."""
+    """A hash without the tokens before its block finds the KV of other prompts."""
 
     def forgetful(chain: list[bytes], root: bytes, tokens: list[int], block_size: int, num_tokens_ahead: int) -> None:
         for start in range(len(chain) * block_size, len(tokens) - block_size + 1, block_size):
@@ -123,7 +125,7 @@ def test_hashes_without_the_prefix_are_caught(monkeypatch: pytest.MonkeyPatch) -
     assert not results["prefix hits"].agrees
 
 
-def test_an_off_by_one_in_later_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_off_by_one_in_later_chunks_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     expand_tokens = inputs.expand_tokens
 
     def shifted(idx_mapping: Any, starts: Any, num_computed: Any, token_ids: Any, num_tokens: int) -> TokenInputs:
@@ -142,7 +144,7 @@ def test_an_off_by_one_in_later_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.long
-def test_a_token_lost_at_a_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_lost_at_a_preemption_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     rewind = Scheduler._rewind
 
     def forgetful(self: Scheduler, victim: Any, last_step: int) -> None:
@@ -172,7 +174,7 @@ def test_a_row_without_its_event_is_marked(tmp_path: Path, capsys: pytest.Captur
 
 @pytest.mark.long
 @pytest.mark.usefixtures("one_process")
-def test_token_ids_alone_and_the_users_own_drafter() -> None:
+def test_without_a_tokenizer_and_with_the_users_drafter() -> None:
     head = {"method": "eagle3", "model": "demo/eagle3", "num_speculative_tokens": 2}
     results = run(skip_tokenizer_init=True, speculative_config=head)
     assert "structured outputs" not in results
@@ -182,7 +184,7 @@ def test_token_ids_alone_and_the_users_own_drafter() -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("one_process")
-def test_drawn_drafts_are_compared_where_they_keep_tokens() -> None:
+def test_drawn_drafts_are_compared_for_greedy_requests() -> None:
     drawn = {"method": "mtp", "num_speculative_tokens": 2, "draft_sample_method": "probabilistic"}
     results = run(speculative_config=drawn)
     assert all(result.agrees for result in results.values())
@@ -199,7 +201,9 @@ def test_drawn_drafts_are_compared_where_they_keep_tokens() -> None:
         (["--max-model-len", "999999"], "max_model_len"),
     ],
 )
-def test_mistakes(arguments: list[str], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments(
+    arguments: list[str], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("one two three four five six seven eight nine ten\n", encoding="utf-8")
     synthetic = (

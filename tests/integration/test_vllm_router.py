@@ -1,4 +1,4 @@
-"""vLLM's router in front of our engines, as people run it: tokens are those of one engine, in both of its styles."""
+"""vLLM's router in front of Penstock's engines: tokens are those of one engine, in both of its styles."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def instance(style: str, name: str, **extra: Any) -> contextlib.AbstractContextM
 
 @contextlib.contextmanager
 def router(*flags: str) -> Iterator[str]:
-    """Its URL, once it has found all instances healthy."""
+    """Starts the router; yields its URL once it has found all instances healthy."""
     port, metrics = free_ports(2)
     program = shutil.which("vllm-router", path=str(Path(sys.executable).parent))
     assert program is not None, "vllm-router is not installed: make .venv/.installed-dev"
@@ -89,11 +89,11 @@ def metric(server: ServerProcess, name: str) -> float:
 
 
 def answers(url: str) -> list[Any]:
-    """Completions and chats, streamed and not, through the client that people use."""
+    """Returns completions and chats, streamed and not, through OpenAI's client."""
     client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     found: list[Any] = []
     for number, prompt in enumerate(PROMPTS):
-        # Seeded as well as greedy: the tokens are the same wherever the prompt is computed.
+        # Seeded as well as greedy: tokens do not depend on the engine that computes the prompt.
         options: Any = {"model": MODEL, "max_tokens": 16, "temperature": number % 2, "seed": number}
         done = client.completions.create(prompt=prompt, **options)
         chunks = client.completions.create(prompt=prompt + " More.", stream=True, **options)

@@ -58,7 +58,7 @@ def test_an_idle_core_wakes_up(tmp_path: Path, is_child: bool) -> None:
         engine = await AsyncLLM.start(max_model_len=256, kv_transfer_config=config(tmp_path, is_child))
 
         async def counters() -> Mapping[str, float]:
-            """Asking for them takes no step: the report of an abort brings them."""
+            """Returns the counters from the report of an abort, which takes no step."""
             before = engine.replicas[0].stats
             engine.replicas[0].core.abort_requests(("unknown",))
             while engine.replicas[0].stats is before:
@@ -89,7 +89,7 @@ def test_an_idle_core_wakes_up(tmp_path: Path, is_child: bool) -> None:
 
 
 class SlowPeer(NullSchedulerConnector):
-    """Does not know for some time whether a peer has the prompt."""
+    """A connector that cannot tell for some time whether a peer has the prompt."""
 
     def __init__(self, seconds: float) -> None:
         self.num_steps = 0
@@ -126,7 +126,7 @@ def test_a_request_that_waits_for_kv_takes_few_steps(monkeypatch: pytest.MonkeyP
 
 
 class NullPair:
-    """A connector whose scheduler's part a test sets."""
+    """A connector whose scheduler part is set by a test."""
 
     part: Any = None
 
@@ -179,7 +179,7 @@ def test_an_idle_program_serves_its_connector(tmp_path: Path, overlap: bool) -> 
     llm.shutdown()
 
 
-def test_an_engine_whose_connector_takes_no_waker_has_no_thread() -> None:
+def test_an_engine_whose_connector_accepts_no_waker_has_no_thread() -> None:
     llm = LLM(max_model_len=256, kv_transfer_config={"kv_connector": "OffloadingConnector"})
     llm.generate(PROMPT, GREEDY, use_tqdm=False)
     assert not is_served()
@@ -187,14 +187,14 @@ def test_an_engine_whose_connector_takes_no_waker_has_no_thread() -> None:
 
 
 def make_working(tmp_path: Path) -> LLM:
-    """An engine whose connector has work without end."""
+    """Returns an engine whose connector always has work."""
     llm = LLM(max_model_len=256, num_gpu_blocks_override=64, kv_transfer_config=config(tmp_path))
     send(tmp_path, WORK)
     wait_until(lambda: num_steps(llm) > 3, "the engine sleeps")
     return llm
 
 
-def test_a_call_takes_its_turn_and_gives_it_back(tmp_path: Path) -> None:
+def test_calls_interrupt_the_work_of_the_connector(tmp_path: Path) -> None:
     working = make_working(tmp_path)
     plain = LLM(max_model_len=256)
     wanted = plain.generate(PROMPT, GREEDY, use_tqdm=False)[0].outputs[0].token_ids
@@ -214,7 +214,7 @@ def test_a_call_takes_its_turn_and_gives_it_back(tmp_path: Path) -> None:
     working.shutdown()
 
 
-def test_the_thread_keeps_no_engine_alive(tmp_path: Path) -> None:
+def test_the_thread_does_not_keep_an_engine_alive(tmp_path: Path) -> None:
     working = make_working(tmp_path)
     program, core = weakref.ref(working), weakref.ref(working._core)
     assert is_served()
@@ -255,7 +255,7 @@ print("done")
 """
 
 
-def test_a_program_that_is_served_ends_silently(tmp_path: Path) -> None:
+def test_a_program_with_a_working_connector_ends_silently(tmp_path: Path) -> None:
     command = [sys.executable, "-c", ENDS, json.dumps(config(tmp_path)), str(tmp_path / "control")]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "done\n", "")

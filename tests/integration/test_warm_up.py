@@ -1,4 +1,4 @@
-"""Promise P5: after the warm-up nothing compiles, nothing is loaded, and the first request is not the slow one."""
+"""Promise P5: after the warm-up nothing compiles, nothing is imported, and the first request is not slower."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NUM_TRIES = 4
 
 
 def traffic() -> dict[str, list[str]]:
-    """Runs the mix twice on a warm engine; what was imported meanwhile, and what torch compiled."""
+    """Runs the mix twice on a warm engine; returns what was imported meanwhile and what torch compiled."""
     llm = LLM(max_model_len=450, max_num_batched_tokens=64, num_gpu_blocks_override=31, speculative_config=SPECULATION)
     before = set(sys.modules)
     for _ in range(2):
@@ -43,7 +43,7 @@ def traffic() -> dict[str, list[str]]:
 
 
 def milliseconds_to_first_token() -> list[float]:
-    """Times of single requests, each with cold processor caches, like a request after a pause."""
+    """Returns the times of single requests, each with cold processor caches, like a request after a pause."""
     llm = LLM(max_model_len=600)
     params = SamplingParams(temperature=0.0, max_tokens=1)
     found: list[float] = []
@@ -57,20 +57,20 @@ def milliseconds_to_first_token() -> list[float]:
 
 
 def in_a_new_process(function: str) -> object:
-    """Calls a function of this module where nothing has run before."""
+    """Calls a function of this module in a new process."""
     code = f"import json\nfrom {__name__} import {function}\nprint(json.dumps({function}()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_nothing_compiles_and_nothing_is_imported_behind_the_warm_up() -> None:
+def test_nothing_compiles_and_nothing_is_imported_after_the_warm_up() -> None:
     assert in_a_new_process("traffic") == {"imported": [], "compiled": []}
 
 
 @pytest.mark.long
 @pytest.mark.alone
-def test_the_first_request_is_not_the_slow_one() -> None:
+def test_the_first_request_is_not_slower() -> None:
     ratios: list[float] = []
     for _ in range(NUM_TRIES):
         times = in_a_new_process("milliseconds_to_first_token")

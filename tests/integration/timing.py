@@ -1,4 +1,4 @@
-"""Limits of time that hold on an idle machine, for tests that something else may disturb."""
+"""Time limits that hold on an idle machine, for tests that other processes may disturb."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NUM_TRIES = 3
 
 
 class TooSlowError(AssertionError):
-    """A limit of time was exceeded; nothing else was wrong."""
+    """A time limit was exceeded; nothing else was wrong."""
 
 
 def check_seconds(elapsed: float, seconds: float) -> None:
@@ -23,7 +23,7 @@ def check_seconds(elapsed: float, seconds: float) -> None:
         raise TooSlowError(f"{elapsed:.2f} seconds instead of less than {seconds:g}")
 
 
-def tried_again_when_slow(test: Callable[..., None]) -> Callable[..., None]:
+def retried_when_slow(test: Callable[..., None]) -> Callable[..., None]:
     """Repeats a test that was too slow: the last try counts."""
 
     @functools.wraps(test)

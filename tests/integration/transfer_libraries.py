@@ -1,4 +1,4 @@
-"""Which transfer libraries can be used here: tests over one that cannot are skipped."""
+"""Finds the transfer libraries that can be used here; tests of the others are skipped."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _missing(library: str) -> str:
 
 
 def with_library(library: str, *values: Any, exhaustive: bool = False) -> Any:
-    """A case of `pytest.mark.parametrize`."""
+    """Returns a case of `pytest.mark.parametrize` that is skipped without the library."""
     missing = _missing(library)
     marks = [pytest.mark.skipif(bool(missing), reason=f"{missing} is not installed")]
     return pytest.param(*values, marks=[*marks, pytest.mark.exhaustive] if exhaustive else marks)

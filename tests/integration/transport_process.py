@@ -1,4 +1,4 @@
-"""A transport endpoint in a process of its own, driven by lines of JSON, and what stands for it in a test.
+"""A transport endpoint in a separate process, driven by lines of JSON, and its proxy in a test.
 
 python -m tests.integration.transport_process sockets|shared_memory|mooncake|nixl
 """
@@ -26,7 +26,7 @@ KEY = b"the key of this cluster"
 
 
 def make_transport(kind: str, memories: Sequence[SharedMemory]) -> DataTransport:
-    """With the memories registered."""
+    """Returns a transport with the memories registered."""
     if kind == "sockets":
         transport: DataTransport = SocketsTransport("127.0.0.1", KEY)
     else:
@@ -41,7 +41,7 @@ def make_transport(kind: str, memories: Sequence[SharedMemory]) -> DataTransport
 
 
 class Memories:
-    """Allocates memory with a name, and finds it again by its view."""
+    """Allocates named memory, and finds it by its view."""
 
     def __init__(self) -> None:
         self._made: list[SharedMemory] = []
@@ -68,17 +68,17 @@ class LateTransport:
 
 
 class RemoteTransport:
-    """An endpoint in another process, over memory of this one. It can be connected to, and does not connect itself."""
+    """An endpoint in another process, over memory of this one. It accepts connections, but does not connect itself."""
 
     def __init__(self, kind: str, memories: Memories) -> None:
         self._memories = memories
         command = [sys.executable, "-m", "tests.integration.transport_process", kind]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
-    def _ask(self, what: str, *arguments: object) -> Any:
+    def _ask(self, action: str, *arguments: object) -> Any:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps([what, *arguments]) + "\n")
+        self.process.stdin.write(json.dumps([action, *arguments]) + "\n")
         self.process.stdin.flush()
         return json.loads(self.process.stdout.readline())
 
@@ -102,7 +102,7 @@ class RemoteTransport:
         return self._ask("is_window_closed", base64.b64encode(name).decode())
 
     def close(self) -> None:
-        """Idempotent, and also for a process that has been killed."""
+        """Closes the endpoint; idempotent, also after the process has been killed."""
         if self.process.poll() is None:
             self._ask("close")
         self.end()
@@ -166,8 +166,8 @@ def main() -> None:
         each.__name__: each for each in (register, descriptor, notifications, *windows, close)
     }
     for line in sys.stdin:
-        what, *arguments = json.loads(line)
-        sys.stdout.write(json.dumps(actions[what](*arguments)) + "\n")
+        action, *arguments = json.loads(line)
+        sys.stdout.write(json.dumps(actions[action](*arguments)) + "\n")
         sys.stdout.flush()
 
 

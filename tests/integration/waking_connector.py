@@ -1,6 +1,6 @@
-"""A connector from outside Penstock's tree that holds the blocks of every request until a message comes for them.
+"""An out-of-tree connector that pins the blocks of every request until it receives a message.
 
-Option: `socket`, the path of a datagram socket. `release` releases what is held, `work` begins work that `rest` ends.
+Option: `socket`, the path of a datagram socket. `release` drops the pins, `work` begins work that `rest` ends.
 """
 
 from __future__ import annotations

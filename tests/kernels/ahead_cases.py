@@ -1,4 +1,4 @@
-"""What `tests.kernels.test_ahead` runs in processes of its own, where TRITON_INTERPRET is not set.
+"""Functions that `tests.kernels.test_ahead` runs in separate processes, without TRITON_INTERPRET.
 
     python -m tests.kernels.ahead_cases FUNCTION ARGUMENTS...
 
@@ -20,7 +20,7 @@ LIMITS = {"max_model_len": 450, "max_num_batched_tokens": 64, "max_num_seqs": 20
 
 def in_a_new_process(function: str, *arguments: object, **environment: str) -> Any:
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    # Nothing is computed, so nothing is consistent.
+    # Nothing is computed, so consistency checks would fail.
     kept["PENSTOCK_DEBUG"] = "0"
     command = [sys.executable, "-m", __spec__.name, function, *map(json.dumps, arguments)]
     done = subprocess.run(command, env={**kept, **environment}, capture_output=True, text=True, check=False)
@@ -29,7 +29,7 @@ def in_a_new_process(function: str, *arguments: object, **environment: str) -> A
 
 
 def walked(device: str, engine_args: dict[str, Any]) -> list[str]:
-    """The variants that a walk asks for, on tensors without memory or on a CPU's."""
+    """Returns the variants that a walk requests, on tensors without memory or on those of a CPU."""
     import torch
 
     from penstock.kernels import dispatch
@@ -47,9 +47,9 @@ def walked(device: str, engine_args: dict[str, Any]) -> list[str]:
 
 
 def served(engine_args: dict[str, Any]) -> list[str]:
-    """The variants that a real engine asks for under some traffic: scheduler, warm-up and all.
+    """Returns the variants that a whole engine requests under some traffic, with its scheduler and warm-up.
 
-    Its device is without memory too. It is told that every token is 0 and no draft is accepted.
+    Its tensors have no memory either. It is told that every token is 0 and no draft is accepted.
     """
     import numpy as np
 
@@ -86,7 +86,7 @@ def served(engine_args: dict[str, Any]) -> list[str]:
 
 
 def decoded(device: str) -> list[str]:
-    """The variants of the fused decoder for all its buckets."""
+    """Returns the variants of the fused decoder for all its buckets."""
     import torch
 
     from penstock.kernels.triton.capabilities import Capabilities
@@ -112,7 +112,7 @@ def decoded(device: str) -> list[str]:
 
 
 def compile_two() -> dict[str, int]:
-    """Two kernels, once by a dry run and then as an engine would ask for them: who compiled and who found."""
+    """Requests two kernels in a dry run; returns how many were compiled and how many were found in the cache."""
     import torch
     import triton
 
@@ -135,7 +135,7 @@ def compile_two() -> dict[str, int]:
 
 
 def reads() -> dict[str, Any]:
-    """What a tensor without memory tells."""
+    """Returns what reads of a tensor without memory give."""
     import torch
 
     from penstock.runner.gpu.ahead import dry_run

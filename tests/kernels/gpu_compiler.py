@@ -1,8 +1,8 @@
-"""Compiles Triton kernels for a GPU that is not there: what the interpreter cannot tell, the compiler can.
+"""Compiles Triton kernels for a GPU that is not present, which shows what the interpreter cannot.
 
     cost = compile_for_gpu("penstock.kernels.triton.rms_norm", "_rms_norm", {"x": "*bf16", "rows": "i32"}, {"H": 1024})
 
-In a process of its own: where TRITON_INTERPRET is set, kernels are functions that have nothing to compile.
+It runs in a separate process: where TRITON_INTERPRET is set, kernels are functions without anything to compile.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _ARCHITECTURE = 90
 
 @dataclass(frozen=True)
 class KernelCost:
-    registers: int  # of a thread
-    spilled_bytes: int  # of a thread
-    shared_bytes: int  # of a program
+    registers: int  # per thread
+    spilled_bytes: int  # per thread
+    shared_bytes: int  # per program
     ptx: str
 
 
 def compile_for_gpu(
     module: str, kernel: str, signature: Mapping[str, str], constexprs: Mapping[str, Any], **options: Any
 ) -> KernelCost:
-    """For an NVIDIA H100 or H200. `signature` has Triton's names of types for all parameters but `constexprs`;
-    pointers and integers are taken as divisible by 16 where their type ends in ":16". `options`: num_warps, ..."""
+    """Compiles for an NVIDIA H100 or H200. `signature` has Triton's type names of all parameters but `constexprs`;
+    pointers and integers count as divisible by 16 where their type ends in ":16". `options`: num_warps, ..."""
     job = json.dumps([module, kernel, dict(signature), dict(constexprs), options])
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", __spec__.name, job]

@@ -1,9 +1,9 @@
-"""Runs launchers for a GPU that is not there, on CPU tensors: every launch is bound and compiled, none is run.
+"""Runs launchers for a GPU that is not present, on CPU tensors: every launch is bound and compiled, none is run.
 
     launches = launches_of("tests.kernels.test_something", "function")
 
-What the compiler alone cannot tell: whether a launcher's arguments are what its kernel takes, and how often a launch
-compiles. In a process of its own, as `gpu_compiler` is.
+This shows what the compiler alone cannot: whether a launcher's arguments fit its kernel's parameters, and how often a
+launch compiles. It runs in a separate process, like `gpu_compiler`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Launch:
     kernel: str
     grid: tuple[int, ...]
     is_early: bool  # launched while the kernel before it runs
-    is_new: bool  # nothing that was launched before it is the same kernel
+    is_new: bool  # no earlier launch used the same compiled kernel
 
 
 def launches_of(module: str, function: str) -> list[Launch]:

@@ -1,7 +1,7 @@
-"""A CUDA graph for a CPU: what a function launches is recorded and launched again, with the addresses and numbers that
-it had then. Whatever the function read on the CPU is frozen, as it is in a real graph.
+"""Emulates CUDA graphs on a CPU: the launches of a function are recorded and replayed with the addresses and numbers
+that they had. Whatever the function read on the CPU is frozen, as it is in a real graph.
 
-It records torch's operations, Triton's kernels in the interpreter, and the native kernels.
+The emulator records torch's operations, Triton's kernels in the interpreter, and the native kernels.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Launch = Callable[[], object]
 
 
 class _Operations(TorchDispatchMode):
-    """Records torch's operations while nothing that is recorded as a whole is running."""
+    """Records torch's operations, except those within launches that are recorded as a whole."""
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class _Operations(TorchDispatchMode):
         def again() -> None:
             repeated = [leaf for leaf in tree_leaves(func(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
             for result, new in zip(results, repeated, strict=True):
-                # An operation in place, or a view, has left its result where it was.
+                # In-place operations and views leave their results where they were.
                 if result.numel() and result.data_ptr() != new.data_ptr():
                     result.copy_(new)
 
@@ -65,7 +65,7 @@ class Tape:
             self._launches = None
 
     def whole(self, launch: Launch) -> Any:
-        """Runs what is recorded as one, whatever it does within."""
+        """Records and runs a launch as a whole, without the operations within it."""
         self.append(launch)
         launches, self._launches = self._launches, None
         try:
@@ -75,7 +75,7 @@ class Tape:
 
 
 class EmulatedRecorder:
-    """`GraphRecorder`; `install` must have been called before anything is built whose kernels are native."""
+    """A `GraphRecorder`; `install` must be called before anything with native kernels is built."""
 
     num_replays = 0
     _tape = Tape()
@@ -96,7 +96,7 @@ class EmulatedRecorder:
 
     @classmethod
     def install(cls, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Lets native and interpreted kernels be recorded until the patch is undone."""
+        """Makes native and interpreted kernels recordable until the patch is undone."""
         tape, make = cls._tape, native.NativeLibrary.function
 
         def function(self: native.NativeLibrary, *args: Any, **kwargs: Any) -> Callable[..., Any]:
@@ -104,7 +104,7 @@ class EmulatedRecorder:
             return lambda *values: tape.whole(lambda: call(*values))
 
         monkeypatch.setattr(native.NativeLibrary, "function", function)
-        # Functions are kept by library: another one makes its own, which are recorded.
+        # Each library object caches its functions: a new one makes its own, which are recorded.
         native.library.cache_clear()
 
         from triton.runtime.interpreter import InterpretedFunction

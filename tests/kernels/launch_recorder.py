@@ -1,9 +1,9 @@
-"""What Triton would compile for a series of launches, without a GPU, a launch or a compilation.
+"""Finds out what Triton would compile for a series of launches, without a GPU, a launch or a compilation.
 
     variants = variants_of("tests.kernels.test_triton_specialization", "steps")
 
-A generator of that module launches kernels between its yields; the answer has, for each yield, the names of the kernels
-for which the launches before it asked for a variant that none had asked for before.
+A generator of that module launches kernels between its yields. The result has, for each yield, the names of the kernels
+of which the launches before it requested a variant for the first time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 
 def variants_of(module: str, generator: str) -> list[list[str]]:
-    """In a process of its own: where TRITON_INTERPRET is set, launches run in the interpreter."""
+    """Runs in a separate process: where TRITON_INTERPRET is set, launches run in the interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", __spec__.name, module, generator]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -26,7 +26,7 @@ def variants_of(module: str, generator: str) -> list[list[str]]:
 
 
 class _NoDriver:
-    """As much of a GPU's driver as it takes to choose a variant."""
+    """The part of a GPU driver that Triton needs to choose a variant."""
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget

@@ -1,5 +1,5 @@
-"""Rows with sampling parameters, for the definitions in `penstock.runner.sampling` and for the kernels, and what the
-compiler is told of these."""
+"""Rows with sampling parameters, for the definitions in `penstock.runner.sampling` and for the kernels, and
+parameter types of the kernels for the compiler."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ CONSTEXPRS |= {"capacity": 8192, "small": 1024, "purpose": 0, "truncates": True}
 def compile_sampling(
     module: str, kernel: str, signature: dict[str, str], constexprs: dict[str, Any], num_warps: int
 ) -> KernelCost:
-    """Compiles a kernel with as many of the parameters as it has."""
+    """Compiles a kernel with those of the parameters that it has."""
     path = f"penstock.kernels.triton.sampling.{module}"
     names = inspect.signature(getattr(importlib.import_module(path), kernel).fn).parameters
     own = [{name: value for name, value in table.items() if name in names} for table in (signature, constexprs)]
@@ -67,7 +67,7 @@ def compile_sampling(
 
 
 class Case:
-    """Some rows' parameters, for the reference in a batch and for the kernels in tables of state rows."""
+    """Sampling parameters of some rows: a batch for the reference, and tables of state rows for the kernels."""
 
     def __init__(self, params: Sequence[dict[str, Any]]) -> None:
         self.rows = torch.randperm(MAX_REQS)[: len(params)]
@@ -95,7 +95,7 @@ class Case:
         self.truncates = any(each.top_k or each.top_p < 1 or each.min_p for each in every)
 
     def sample(self, logits: torch.Tensor, num_padding: int = 0) -> tuple[torch.Tensor, torch.Tensor, Workspace]:
-        """token_ids, verdicts and the workspace of a workspace full of NaN."""
+        """Samples with a workspace that was full of NaN; returns token_ids, verdicts and the workspace."""
         count = len(logits)
         workspace = Workspace.allocate(count, logits.shape[1], logits.device)
         for tensor in (workspace.tile_max, workspace.tile_sum, workspace.threshold, workspace.cut_sum):
@@ -117,7 +117,7 @@ class Case:
         return token_ids, verdicts, workspace
 
     def alone(self, index: int) -> Case:
-        """One of the rows in a batch of its own."""
+        """Returns a case with only this row."""
         case = Case([])
         case.tables, case.truncates = self.tables, self.truncates
         case.rows, case.positions = self.rows[index : index + 1], self.positions[index : index + 1]

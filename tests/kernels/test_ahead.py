@@ -1,4 +1,4 @@
-"""What is compiled ahead is what will be launched, and it is found when it is."""
+"""The kernels compiled ahead are those that an engine launches, and it finds them in the cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MTP = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
 
 @pytest.mark.long
 @pytest.mark.parametrize("engine_args", [{}, exhaustive(MTP)], ids=["plain", "mtp"])
-def test_an_engine_asks_for_nothing_else(engine_args: dict[str, Any]) -> None:
+def test_an_engine_requests_only_variants_compiled_ahead(engine_args: dict[str, Any]) -> None:
     walked = in_a_new_process("walked", "meta", engine_args)
     assert len(walked) == len(set(walked)) >= 12
     missing = set(in_a_new_process("served", engine_args)) - set(walked)
@@ -39,13 +39,13 @@ def test_kernels_that_move_blocks_are_compiled() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["flash_attention", exhaustive("flashinfer")])
-def test_with_a_librarys_attention_all_else_is_walked(backend: str) -> None:
+def test_with_attention_of_a_library_the_other_kernels_are_walked(backend: str) -> None:
     names = in_a_new_process("walked", "meta", {"attention_backend": backend})
     assert any("_rope_and_store_kv" in name for name in names)
 
 
 @pytest.mark.long
-def test_the_fused_decoder() -> None:
+def test_variants_of_the_fused_decoder() -> None:
     without_memory = in_a_new_process("decoded", "meta")
     assert without_memory == in_a_new_process("decoded", "cpu")
     assert len(without_memory) >= 7
@@ -58,12 +58,12 @@ def test_compiled_kernels_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_tensors_without_memory_tell_ones() -> None:
+def test_reads_of_tensors_without_memory_give_ones() -> None:
     expected = [[[1.0] * 3] * 2, 1.0, True, 6.0, 0, [1.0] * 3, True, True, 6, True]
     assert in_a_new_process("reads") == {"False": expected, "True": expected}
 
 
-def test_a_claim_is_one_processes(tmp_path: Path) -> None:
+def test_a_variant_is_claimed_by_one_process(tmp_path: Path) -> None:
     claims = [claim_in(tmp_path) for _ in range(4)]
     won: list[str] = []
 
@@ -89,7 +89,7 @@ def test_a_failure_is_reported_and_the_engine_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    # In the interpreter there is nothing to compile, which the processes find out and say.
+    # In the interpreter there is nothing to compile, which the processes report as an error.
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     config = make_config(EngineArgs(device="cpu"))
     monkeypatch.setattr(logging.getLogger("penstock"), "propagate", True)

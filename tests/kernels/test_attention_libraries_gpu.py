@@ -1,4 +1,4 @@
-"""The libraries behind optional attention backends, where they are installed: Triton's results, and in graphs."""
+"""Compares the libraries of the optional attention backends, where installed, with Triton, also in graphs."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ BATCHES = (
         {"head_size": 80},
     ],
 )
-def test_as_triton(
+def test_results_agree_with_triton(
     backend: AttentionBackend, triton: AttentionBackend, batch: Any, dtype: str, shape: dict[str, Any]
 ) -> None:
     case = case_of(*batch, dtype=dtype, **shape)
@@ -82,8 +82,8 @@ def test_as_triton(
 
 
 @pytest.mark.parametrize("count", [1, MAX_QUERY_LEN])
-def test_in_a_graph(backend: AttentionBackend, triton: AttentionBackend, count: int) -> None:
-    """Captured with one batch and replayed with another, and of decode with a padded one."""
+def test_a_graph_replays_with_other_batches(backend: AttentionBackend, triton: AttentionBackend, count: int) -> None:
+    """Captures with one batch and replays with another, for decode also with a padded one."""
     captured = case_of([60] * 8, [count] * 8, head_size=128, seed=1)
     captured.kv_cache = torch.nn.functional.pad(captured.kv_cache, (0, 0) * 4 + (0, 400))
     stream = torch.cuda.Stream()
@@ -111,12 +111,12 @@ def test_in_a_graph(backend: AttentionBackend, triton: AttentionBackend, count: 
 
 
 def attend(case: Case, backend: AttentionBackend) -> torch.Tensor:
-    """`qkv` is rotated where it lies, so a copy is."""
+    """Runs on a copy of `qkv`, because the backend rotates it in place."""
     return backend.attend(case.qkv.clone(), case.positions, case.heads, case.kv_cache, case.metadata)
 
 
 @pytest.mark.parametrize("name", ["flash_attention", "flashinfer"])
-def test_the_stand_ins_have_the_libraries_parameters(name: str) -> None:
+def test_the_fakes_have_the_parameters_of_the_libraries(name: str) -> None:
     for fake in attention_fakes.modules(name):
         real = pytest.importorskip(fake.__name__, exc_type=ImportError)
         for member in (value for value in vars(fake).values() if callable(value) and hasattr(value, "__module__")):

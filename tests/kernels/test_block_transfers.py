@@ -1,4 +1,4 @@
-"""KV blocks between a cache and the host by the kernels of a GPU, in Triton's interpreter, on a queue that is late."""
+"""Moves KV blocks between a cache and the host with interpreted GPU kernels and a queue that copies late."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_reads_return_the_stored_bytes(transfers: tuple[BlockTransfers, KVCache]
 
 
 def cut(data: bytes) -> list[memoryview]:
-    """In pieces that end anywhere."""
+    """Cuts the bytes into pieces of unequal lengths."""
     edges = [0, 40, len(data) // 2, len(data)]
     return [memoryview(data)[start:end] for start, end in itertools.pairwise(edges)]
 
@@ -134,10 +134,10 @@ def test_failures_are_reported_and_free_their_slots(transfers: tuple[BlockTransf
     assert many._room._free == many._room._most
 
 
-@pytest.mark.parametrize("is_remote", [False, True])
-def test_the_view_is_the_same_for_both(is_remote: bool) -> None:
+@pytest.mark.parametrize("is_on_gpu", [False, True])
+def test_the_views_of_host_and_gpu_behave_alike(is_on_gpu: bool) -> None:
     cache = make_cache(torch.device("cpu"))
-    view = GpuKVCacheView(cache) if is_remote else HostKVCacheView(cache)
+    view = GpuKVCacheView(cache) if is_on_gpu else HostKVCacheView(cache)
     wanted = expected(cache, PLACES)
     found: list[bytes] = []
     view.read_blocks(PLACES, lambda _, parts: found.append(b"".join(parts))).result()
@@ -169,8 +169,8 @@ def test_the_kernel_compiles_without_spills() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu_beside_steps() -> None:
-    """Reads and writes between launches that overwrite what was read."""
+def test_transfers_on_a_gpu_between_steps() -> None:
+    """Reads and writes between launches that overwrite the blocks read."""
     cache = make_cache()
     view = GpuKVCacheView(cache)
     with torch.inference_mode():

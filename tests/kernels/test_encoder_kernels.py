@@ -1,4 +1,4 @@
-"""Layer norm, GELU and attention over all tokens: right, and the same for a row whatever stands beside it."""
+"""Layer norm, GELU and bidirectional attention: correct, and no row depends on the other rows."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_layer_norm_equals_float64(dtype: torch.dtype, width: int, has_residual:
     expected = torch.nn.functional.layer_norm(total, (width,), weight.double(), bias.double(), 1e-5)
     out = layer_norm(x, residual, weight, bias, 1e-5)
     tolerance = expected.abs() * torch.finfo(dtype).eps / 2 + 1e-5 * (weight.double().abs() + bias.double().abs())
-    # The distance from the mean of one number is zero, or what rounding leaves of it times 1 / sqrt(eps).
+    # For one number, the distance from the mean is zero or a rounding error, multiplied by 1 / sqrt(eps).
     tolerance += 1e-3 * (width == 1)
     assert out.dtype == dtype
     assert ((out.double() - expected).abs() <= tolerance).all()
@@ -54,7 +54,7 @@ def test_layer_norm_equals_float64(dtype: torch.dtype, width: int, has_residual:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [100, 384])
-def test_layer_norm_rows_do_not_know_each_other(dtype: torch.dtype, width: int) -> None:
+def test_a_row_of_layer_norm_does_not_depend_on_the_other_rows(dtype: torch.dtype, width: int) -> None:
     x, residual = rows(dtype, 90, width), rows(dtype, 90, width)
     weight, bias = rows(dtype, 1, width)[0], rows(dtype, 1, width)[0]
     whole = layer_norm(x, residual, weight, bias, EPS)
@@ -87,8 +87,8 @@ def test_gelu_of_extreme_numbers(dtype: torch.dtype, is_tanh: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gelu_rows_do_not_know_each_other(isa: str, dtype: torch.dtype) -> None:
-    # Torch's own loop treats numbers by their place in the tensor where its vectors do not divide it.
+def test_a_row_of_gelu_does_not_depend_on_the_other_rows(isa: str, dtype: torch.dtype) -> None:
+    # In torch a number's result depends on its place in the tensor where vectors do not divide the tensor.
     x = rows(dtype, 90, 512 if isa == "torch" else 500)
     whole = gelu(x.clone())
     for part in (slice(0, 1), slice(7, 8), slice(3, 60), slice(89, 90)):
@@ -99,7 +99,7 @@ def test_gelu_rows_do_not_know_each_other(isa: str, dtype: torch.dtype) -> None:
 
 
 def attend(qkv: list[torch.Tensor], heads: int, seed: int = 0) -> list[torch.Tensor]:
-    """Of each prompt's [n, 3 * heads * D], stored without rotation in a cache of NaN at random blocks."""
+    """Returns the attention of each prompt's [n, 3 * heads * D], stored unrotated at random blocks of a NaN cache."""
     dim = qkv[0].shape[1] // (3 * heads)
     flat = torch.cat(qkv)
     lengths = torch.tensor([len(each) for each in qkv])
@@ -133,7 +133,7 @@ def test_every_token_sees_its_whole_prompt(dtype: torch.dtype, heads: int, dim: 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_prompt_does_not_know_its_batch(dtype: torch.dtype) -> None:
+def test_a_prompt_does_not_depend_on_its_batch(dtype: torch.dtype) -> None:
     prompts = [torch.randn(length, 3 * 4 * 32).to(dtype) for length in (33, 1, 129, 64, 17)]
     together = attend(prompts, 4)
     for number in (0, 2, 4):

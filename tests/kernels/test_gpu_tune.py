@@ -1,4 +1,4 @@
-"""What `bench/gpu_tune.py` tries and how it checks it: in Triton's interpreter, as times need a GPU."""
+"""The settings of `bench/gpu_tune.py` and its checks of their results, in Triton's interpreter: times need a GPU."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def run(cell: Any, setting: Any) -> tuple[Any, tuple[torch.Tensor, ...]]:
 
 @pytest.mark.parametrize("num_tokens", [1, 3])
 @pytest.mark.parametrize("role", Role)
-def test_a_setting_of_a_product_is_used_and_checked(
+def test_settings_of_products_are_used_and_checked(
     role: Role, num_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cell = linear(role, num_tokens)
@@ -102,7 +102,7 @@ def test_settings_of_attention_are_checked(kind: str, case: tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Settings:
-    """A cell with settings of its own, and a short chain."""
+    """A cell with the given settings and a short chain."""
 
     num_layers = 2
     cell: Any
@@ -147,7 +147,7 @@ def test_settings_with_wrong_results_are_excluded() -> None:
     assert json.loads(json.dumps(found.line()))["results"][0]["us"] > 0
 
 
-def test_the_places_and_their_settings() -> None:
+def test_cells_and_their_settings() -> None:
     import gpu_tune
 
     cells = gpu_tune.cells()
@@ -158,7 +158,7 @@ def test_the_places_and_their_settings() -> None:
         assert len(set(settings)) == len(settings) > 5, cell.name
     by_name = {cell.name: cell.candidates() for cell in cells}
     assert by_name["qwen3-0.6b qkv 16 tokens"][0] == tiles.choose(Role.QKV, 16, (4096, 1024), 2)
-    # What the first measurements are to answer.
+    # The settings that the first measurements compare.
     assert Tile(32, 16, 128, 4, 4) in by_name["qwen3-0.6b gate_up 16 tokens"]
     out = by_name["qwen3-0.6b out 16 tokens"]
     assert {1, 2, 4} <= {tile.split for tile in out}
@@ -170,7 +170,7 @@ def test_the_places_and_their_settings() -> None:
 
 @pytest.mark.long
 def test_compiles_ahead_without_a_gpu(tmp_path: Path) -> None:
-    """Returns the kernels that a GPU would launch, from the names in Triton's cache."""
+    """Finds the kernels that a GPU would launch by their names in Triton's cache."""
     pytest.importorskip("penstock.runner.gpu.ahead")
     code = """
 import gpu_tune

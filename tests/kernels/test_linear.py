@@ -1,4 +1,4 @@
-"""The packed linear layer: right, complete, and the same for a row whatever surrounds it."""
+"""The packed linear layer: correct, complete, and no row depends on the other rows."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tests.grids import grid
 
 ISAS = (*native.instruction_sets(), "torch")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# [K, N]: whole panels, tails of either, fewer than one vector, and K past one step of every kernel.
+# [K, N]: whole panels, tails of either, less than one vector, and K beyond one step of every kernel.
 SHAPES = ((1024, 320), (320, 1000), (80, 33), (37, 5), (1, 1), (31, 64), (33, 31), (2048, 48))
-# The error of one rounding to the dtype, root mean square, with room for the accumulation.
+# The root mean square error of one rounding to the dtype, with a margin for the accumulation.
 TOLERANCE = {torch.bfloat16: 2.2e-3, torch.float16: 2.8e-4, torch.float32: 1.2e-6}
 
 
@@ -73,7 +73,7 @@ def test_rounded_wide_output_equals_narrow_output(
 
 
 @pytest.mark.parametrize(("isa", "dtype", "shape"), grid(ISAS, DTYPES, ((1024, 320), (321, 1000), (80, 33), (37, 5))))
-def test_a_row_knows_no_other_row(isa: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+def test_a_row_does_not_depend_on_the_other_rows(isa: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     k, n = shape
     layer = make(isa, values(n, k, dtype=dtype, seed=0), values(n, dtype=dtype, seed=2))
     x = values(300, k, dtype=dtype, seed=1)
@@ -85,7 +85,7 @@ def test_a_row_knows_no_other_row(isa: str, dtype: torch.dtype, shape: tuple[int
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_neighbours_that_are_not_numbers_change_nothing(isa: str, dtype: torch.dtype) -> None:
+def test_nan_and_infinity_do_not_change_other_rows(isa: str, dtype: torch.dtype) -> None:
     layer = make(isa, values(100, 72, dtype=dtype, seed=0))
     x = values(20, 72, dtype=dtype, seed=1)
     expected = layer(x)
@@ -97,7 +97,7 @@ def test_neighbours_that_are_not_numbers_change_nothing(isa: str, dtype: torch.d
 
 @pytest.mark.parametrize("isa", native.instruction_sets())
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_threads_change_nothing(isa: str, dtype: torch.dtype) -> None:
+def test_the_number_of_threads_changes_nothing(isa: str, dtype: torch.dtype) -> None:
     # 600 rows of few outputs divide the rows among threads; 40 rows divide the outputs.
     layer = make(isa, values(200, 320, dtype=dtype, seed=0))
     for rows in (1, 40, 600):
@@ -112,7 +112,7 @@ def test_threads_change_nothing(isa: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("isa", native.instruction_sets())
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_past_the_cache_are_the_same_rows(isa: str, dtype: torch.dtype) -> None:
+def test_more_rows_than_a_thread_packs_at_a_time_change_nothing(isa: str, dtype: torch.dtype) -> None:
     # More rows than a thread packs at a time, in both ways of dividing the work.
     x = values(1500, 1024, dtype=dtype, seed=1)
     layer = make(isa, values(40, 1024, dtype=dtype, seed=0))
@@ -146,7 +146,7 @@ def test_bias_is_added_before_rounding(isa: str) -> None:
 @pytest.mark.parametrize("isa", native.instruction_sets())
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_infinities_and_ties_round_as_torch_does(isa: str, dtype: torch.dtype) -> None:
-    # One product by one is the value itself: only the rounding of a float32 bias is left to see.
+    # The product is zero, so that only the rounding of the float32 bias remains.
     bias = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, 1 + 3 * 2**-11, torch.inf, -torch.inf, 3e38, 7e4, -1e-3])
     layer = make(isa, torch.zeros(len(bias), 4, dtype=dtype), bias)
     assert torch.equal(layer(torch.ones(1, 4, dtype=dtype))[0], bias.to(dtype))
@@ -163,13 +163,13 @@ def test_owns_its_weight(isa: str) -> None:
     assert torch.equal(layer(x), expected)
 
 
-def test_takes_a_weight_that_is_a_view() -> None:
+def test_accepts_a_weight_that_is_a_view() -> None:
     weight = values(64, 96, dtype=torch.float32, seed=0)
     x = values(4, 64, dtype=torch.float32, seed=1)
     assert torch.equal(PackedLinear(weight.T)(x), PackedLinear(weight.T.contiguous())(x))
 
 
-def test_no_rows_are_no_work() -> None:
+def test_zero_rows_give_an_empty_result() -> None:
     layer = PackedLinear(values(64, 64, dtype=torch.float32, seed=0))
     assert layer(torch.empty(0, 64)).shape == (0, 64)
 
@@ -192,11 +192,11 @@ def test_matrix_products_of_torch_between_calls_change_nothing() -> None:
 
 
 @pytest.mark.parametrize(("isa", "dtype", "shape"), grid(ISAS, DTYPES, SHAPES))
-def test_hands_out_the_weight_that_it_packed(isa: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+def test_dense_weight_returns_the_packed_weight(isa: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     k, n = shape
     weight, bias = values(n, k, dtype=dtype, seed=0), values(n, dtype=dtype, seed=2)
     layer = make(isa, weight, bias)
     assert torch.equal(layer.dense_weight(), weight)
-    # The bias that stood aside is there again.
+    # The bias, which `dense_weight` leaves out, is still applied.
     x = values(3, k, dtype=dtype, seed=1)
     assert torch.equal(layer(x), make(isa, weight, bias)(x))

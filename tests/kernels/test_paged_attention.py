@@ -1,4 +1,4 @@
-"""Paged attention: right, blind to what a row must not see, and the same for a row however it is computed."""
+"""Paged attention: correct, without the keys that a row must not see, and bit-identical however a row is computed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ module = importlib.import_module("penstock.kernels.paged_attention")
 ISAS = native.instruction_sets()
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 DTYPES = tuple(TOLERANCE)
-# Head sizes, the last of which no vector divides; block sizes, two of which no tile of 16 keys divides.
+# The last head size is no multiple of any vector; two block sizes are no multiples of a tile of 16 keys.
 HEAD_DIMS = (64, 80, 96, 128, 256, 72)
 BLOCK_SIZES = (8, 16, 24, 32)
 # Query heads and KV heads: one to one, groups that fill, straddle and exceed the rows that are computed together.
@@ -28,7 +28,7 @@ MIXED = ((1, 200), (70, 13), (33, 0), (0, 0), (5, 64), (1, 330), (1, 0))
 
 @pytest.fixture(params=(*ISAS, "torch"))
 def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Every instruction set of this processor, on one thread."""
+    """Selects every instruction set of this processor, on one thread."""
     library = None if request.param == "torch" else native.library_for(request.param)
     monkeypatch.setattr(module, "library", lambda: library)
     threads = native.num_threads()
@@ -39,7 +39,7 @@ def isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 @dataclass
 class Sequence:
-    """One request's q, k and v at every position, from which any part of its attention can be asked."""
+    """One request's q, k and v at every position, from which any part of its attention can be computed."""
 
     q: torch.Tensor  # [n, Hq, D]
     k: torch.Tensor  # [n, Hkv, D]
@@ -51,7 +51,7 @@ class Sequence:
         return cls(*(torch.randn(length, size, head_dim).to(dtype) for size in sizes))
 
     def exact(self, window: int) -> torch.Tensor:
-        """[n, Hq * D] in float64, dense."""
+        """Returns [n, Hq * D], computed densely in float64."""
         length, num_heads, head_dim = self.q.shape
         groups = num_heads // self.k.shape[1]
         k, v = (x.double().repeat_interleave(groups, dim=1) for x in (self.k, self.v))
@@ -72,7 +72,7 @@ class Part:
 
 
 def run(parts: list[Part], block_size: int = 16, window: int = 0, seed: int = 0, spare_rows: int = 0) -> torch.Tensor:
-    """One call for all parts, on a cache of NaN but for the positions that its queries see, at random blocks.
+    """Computes all parts in one call, on random blocks of a cache that is NaN except at positions that queries see.
 
     With a window, the table's entries for blocks that no query sees are 0, and block 0 is NaN. q is a strided view.
     """
@@ -101,7 +101,7 @@ def run(parts: list[Part], block_size: int = 16, window: int = 0, seed: int = 0,
 
 @functools.cache
 def mixed(dtype: torch.dtype, head_dim: int, heads: tuple[int, int], window: int) -> tuple[list[Part], torch.Tensor]:
-    """The parts of a mixed batch, and what they should give in float64."""
+    """Returns the parts of a mixed batch and the expected result in float64."""
     torch.manual_seed(0)
     parts = [
         Part(Sequence.random(before + count, heads, head_dim, dtype), before, before + count) for count, before in MIXED
@@ -141,7 +141,7 @@ def test_grouped_heads(isa: str, dtype: torch.dtype, heads: tuple[int, int]) -> 
     check(dtype, heads=heads, window=50)
 
 
-def test_rows_of_no_request_are_zero(isa: str) -> None:
+def test_padding_rows_are_zero(isa: str) -> None:
     torch.manual_seed(0)
     out = run([Part(Sequence.random(20, (4, 2), 64, torch.float32), 3, 20)], spare_rows=5)
     assert torch.equal(out[17:], torch.zeros(5, 4 * 64))
@@ -156,7 +156,7 @@ def test_large_scores_do_not_overflow(isa: str) -> None:
 
 
 class TestSameBits:
-    """The promise, on every dtype, with and without a window."""
+    """Results are bit-identical, for every dtype, with and without a window."""
 
     @pytest.fixture(params=[(torch.bfloat16, 128, (4, 2)), (torch.bfloat16, 80, (3, 1)), (torch.float16, 72, (4, 2)),
                             (torch.float32, 64, (2, 2))])  # fmt: skip
@@ -184,7 +184,7 @@ class TestSameBits:
         batch = run([others[0], Part(sequence, 130, 211), others[1]], window=window)
         assert torch.equal(batch[100:-1], alone)
 
-    def test_wherever_the_blocks_lie(self, isa: str, sequence: Sequence, window: int) -> None:
+    def test_block_ids_do_not_matter(self, isa: str, sequence: Sequence, window: int) -> None:
         outs = [
             run([Part(sequence, 7, 211)], block_size, window, seed) for block_size in BLOCK_SIZES for seed in (0, 1)
         ]
@@ -203,7 +203,7 @@ class TestSameBits:
         assert torch.equal(run([Part(sequence, 0, 211)], window=window), before)
 
 
-def test_wrong_shapes_are_bugs_of_the_caller(isa: str) -> None:
+def test_wrong_shapes_raise_assertion_errors(isa: str) -> None:
     q, cache = torch.zeros(3, 4, 64), torch.zeros(2, 2, 3, 16, 64)
     starts, seq_lens = torch.tensor([0, 3], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
     table = torch.ones(1, 1, dtype=torch.int32)

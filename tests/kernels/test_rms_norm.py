@@ -28,7 +28,7 @@ def exact(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, roundings: float) -> None:
-    """Equal up to so many roundings of the dtype, and what float32 arithmetic adds."""
+    """Asserts equality up to `roundings` of the dtype and the error of float32 arithmetic."""
     unit = torch.finfo(actual.dtype).eps / 2
     tolerance = expected.abs() * (unit * roundings * 1.01 + 1e-6) + torch.finfo(actual.dtype).smallest_normal
     assert ((actual.double() - expected).abs() <= tolerance).all()
@@ -54,7 +54,7 @@ def test_addition_rounds_the_sum_then_normalises_it(dtype: torch.dtype, width: i
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_do_not_know_each_other(dtype: torch.dtype) -> None:
+def test_a_row_does_not_depend_on_the_other_rows(dtype: torch.dtype) -> None:
     x, weight = torch.randn(300, 520).to(dtype), torch.randn(520).to(dtype)
     whole = rms_norm(x, weight, EPS)
     for rows in (slice(0, 1), slice(7, 8), slice(3, 140), slice(299, 300)):
@@ -67,6 +67,6 @@ def test_zero_rows_stay_finite() -> None:
     assert rms_norm(torch.zeros(0, 64), torch.ones(64), EPS).shape == (0, 64)
 
 
-def test_wrong_shapes_are_bugs_of_the_caller() -> None:
+def test_wrong_shapes_raise_assertion_errors() -> None:
     with pytest.raises(AssertionError, match=r"\(2, 64\)"):
         rms_norm(torch.zeros(2, 64), torch.ones(63), EPS)

@@ -35,7 +35,7 @@ class Case:
     block_size: int
 
     def run(self, rows: slice = slice(None)) -> tuple[torch.Tensor, torch.Tensor]:
-        """qkv and the cache, which is NaN where nothing was stored, after the kernel ran on some of the tokens."""
+        """Runs the kernel on some of the tokens; returns qkv and the cache, which is NaN where nothing was stored."""
         qkv = self.qkv[rows].clone()
         shape = (9, 2, self.num_kv_heads, self.block_size, self.head_dim)
         cache = torch.full(shape, float("nan"), dtype=qkv.dtype)
@@ -64,7 +64,7 @@ def make(
 
 
 def exact(x: torch.Tensor, cos_sin: torch.Tensor, norm: torch.Tensor | None) -> torch.Tensor:
-    """x [T, heads, D] normalised and rotated, in float64."""
+    """Returns x [T, heads, D] normalised and rotated, in float64."""
     x = x.double()
     if norm is not None:
         x = x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * norm.double()
@@ -107,7 +107,7 @@ def test_writes_its_slots_and_no_others(block_size: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_tokens_do_not_know_each_other(dtype: torch.dtype) -> None:
+def test_a_token_does_not_depend_on_the_other_tokens(dtype: torch.dtype) -> None:
     case = make(dtype, tokens=60)
     whole, whole_cache = case.run()
     for rows in (slice(0, 1), slice(7, 8), slice(3, 50), slice(59, 60)):
@@ -117,7 +117,7 @@ def test_tokens_do_not_know_each_other(dtype: torch.dtype) -> None:
         assert torch.equal(part_cache[blocks, :, :, offsets], whole_cache[blocks, :, :, offsets])
 
 
-def test_wrong_shapes_are_bugs_of_the_caller() -> None:
+def test_wrong_shapes_raise_assertion_errors() -> None:
     case = make()
     case.positions = case.positions[:5]
     with pytest.raises(AssertionError, match="11 tokens"):

@@ -1,4 +1,4 @@
-"""The runner's parts on the kernels of a GPU against their forms for the CPU."""
+"""The runner's table writer and ring for a GPU, the former compared with that for the CPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def written(writer: TableWriter) -> list[list[list[float]]]:
-    """Tables of every dtype after several steps, the last of which outgrows every buffer."""
+    """Returns tables of every dtype after several steps, the last of which outgrows every buffer."""
     tables = [torch.zeros((4, 9000), dtype=dtype, device=DEVICE) for dtype in (torch.int32, torch.int64, torch.float32)]
     blocks = torch.zeros((2, 4, 10), dtype=torch.int32, device=DEVICE)
     for step in range(5):
@@ -28,7 +28,7 @@ def written(writer: TableWriter) -> list[list[list[float]]]:
     return [table.tolist() for table in (*tables, blocks)]
 
 
-def test_tables_are_written_alike() -> None:
+def test_both_writers_write_the_same_tables() -> None:
     assert written(StagedTableWriter(DEVICE, 2)) == written(HostTableWriter())
 
 

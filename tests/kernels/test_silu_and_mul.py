@@ -40,13 +40,13 @@ def test_extreme_gates(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_do_not_know_each_other(dtype: torch.dtype) -> None:
+def test_a_row_does_not_depend_on_the_other_rows(dtype: torch.dtype) -> None:
     gate_up = torch.randn(90, 2 * 500).to(dtype)
     whole = silu_and_mul(gate_up)
     for rows in (slice(0, 1), slice(7, 8), slice(3, 60), slice(89, 90)):
         assert torch.equal(silu_and_mul(gate_up[rows].clone()), whole[rows])
 
 
-def test_wrong_shapes_are_bugs_of_the_caller() -> None:
+def test_wrong_shapes_raise_assertion_errors() -> None:
     with pytest.raises(AssertionError, match=r"\(2, 7\)"):
         silu_and_mul(torch.zeros(2, 7))

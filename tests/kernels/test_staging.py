@@ -1,4 +1,4 @@
-"""Tensors through slots that are used again and again, on a device that copies as late as it may."""
+"""Copies tensors through reused slots, on a device that copies as late as it may."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHUNK = 64
 
 
 class LateQueue:
-    """Copies and launches only when it is waited for (`CopyQueue`), and counts how often that was the CPU."""
+    """A `CopyQueue` that copies and launches only when it is waited for, and counts the waits of the CPU."""
 
     def __init__(self) -> None:
         self._pending: list[Callable[[], object]] = []
@@ -69,7 +69,7 @@ def test_copies_are_exact(num_threads: int, dtype: torch.dtype) -> None:
     assert queue.num_slots <= 2 * num_threads
 
 
-def test_conversion() -> None:
+def test_copies_convert_the_dtype() -> None:
     source = torch.randn(333).bfloat16()
     out = torch.empty(333)
     with closing(Stager(LateQueue(), CHUNK, 2)) as stager, torch.inference_mode():

@@ -1,4 +1,4 @@
-"""What requests say about their logits, in Triton against the definitions in `penstock.runner.sampling`."""
+"""Compares the adjustment of logits in Triton with the definitions in `penstock.runner.sampling`."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ PENALTIES: tuple[dict[str, Any], ...] = (
 
 @pytest.fixture(autouse=True)
 def device() -> Iterator[None]:
-    """Tensors lie on the GPU where there is one, and the kernels run there."""
+    """Puts tensors, and thereby the kernels, on the GPU if there is one."""
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         yield
 
 
 class AdjustCase(Case):
-    """Rows with tokens: half of them the prompt, every third one the same."""
+    """Rows with tokens, of which half are the prompt and every third is the same token."""
 
     def __init__(
         self, params: Sequence[dict[str, Any]], vocab_size: int, bad_words: Sequence[tuple[tuple[int, ...], ...]] = ()
@@ -67,7 +67,7 @@ class AdjustCase(Case):
         )
 
     def check(self, logits: torch.Tensor, masks: dict[int, np.ndarray] | None = None) -> torch.Tensor:
-        """The adjusted logits, which are those of the reference; padding is left alone."""
+        """Asserts that the adjusted logits equal the reference and padding is unchanged; returns them."""
         self.batch = replace(self.batch, bitmasks=masks or {})
         expected = adjusted(logits, self.batch)
         found = self.adjust(logits, masks or {})
@@ -90,7 +90,7 @@ class AdjustCase(Case):
         words = torch.tensor(np.stack(list(masks.values()))) if masks else torch.zeros((0, 1), dtype=torch.int32)
         out = torch.full(padded.shape, 7.0)
         adjust_logits(padded, *where, self.token_ids, rows.adjust_tables, counts, mask_of_row, words, out)
-        assert not counts.any(), "the reader of a count leaves 0 behind"
+        assert not counts.any(), "counts are reset when they are read"
         assert (out[-1] == 7.0).all()
         return out[:-1]
 
@@ -100,7 +100,7 @@ def test_penalties(dtype: torch.dtype) -> None:
     case = AdjustCase(({}, *PENALTIES, *PENALTIES, {}), 3000)
     logits = torch.randn(10, 3000).to(dtype)
     found = case.check(logits)
-    assert torch.equal(found[[0, -1]], logits[[0, -1]].float()), "who asks for nothing gets the same"
+    assert torch.equal(found[[0, -1]], logits[[0, -1]].float()), "rows without penalties are unchanged"
 
 
 def test_a_penalty_of_one_token_counts_the_prompt_too() -> None:
@@ -109,7 +109,7 @@ def test_a_penalty_of_one_token_counts_the_prompt_too() -> None:
     assert found[:, 5].tolist() == [0.5, -1.0]
 
 
-def test_biases_and_ends() -> None:
+def test_logit_biases_and_min_tokens() -> None:
     vocab_size = 9001
     many = {token: token / 1000 for token in range(0, vocab_size, 9)}
     params: tuple[dict[str, Any], ...] = (
@@ -125,7 +125,7 @@ def test_biases_and_ends() -> None:
     assert found.isinf().sum(1).tolist() == [0, 3, 0, 3, 0, 0]
 
 
-def test_min_tokens_end_in_time() -> None:
+def test_min_tokens_end_at_the_right_position() -> None:
     case = AdjustCase([{"min_tokens": 7}] * 3, 100)
     prompt_len = torch.tensor([len(request.prompt_token_ids) for request in case.batch.requests])
     case.positions = prompt_len + torch.tensor([0, 6, 7])
@@ -180,7 +180,7 @@ def test_allowed_tokens_and_bitmasks(vocab_size: int) -> None:
     assert torch.equal(case.check(logits)[0], logits[0])
 
 
-def test_all_at_once_and_each_row_as_if_it_were_alone() -> None:
+def test_random_combinations_and_a_row_alone() -> None:
     random, vocab_size = Random(0), 4100
     for _ in range(4):
         count = random.randint(1, 8)
@@ -205,7 +205,7 @@ def test_all_at_once_and_each_row_as_if_it_were_alone() -> None:
         assert torch.equal(case.adjust(logits[index:], masks)[0], together[index])
 
 
-def test_bits_are_packed_as_grammars_pack_them() -> None:
+def test_bits_are_packed_as_in_grammars() -> None:
     assert pack_bits([0, 31, 32, 40], 41).tolist() == [-(2**31) + 1, 257]
 
 
@@ -234,4 +234,4 @@ def test_nothing_spills(kernel: str, dtype: str) -> None:
         assert "red.global" in cost.ptx or "atom.global" in cost.ptx
     else:
         assert "ld.global.v4" in cost.ptx, "16 bytes at a time"
-        assert cost.ptx.count("bar.sync") >= 3, "a tile is changed where it lies between barriers"
+        assert cost.ptx.count("bar.sync") >= 3, "a tile is changed in place between barriers"

@@ -1,4 +1,4 @@
-"""Attention in Triton against the torch reference: on a GPU where there is one, else in Triton's interpreter."""
+"""Compares attention in Triton with the torch reference, on a GPU if there is one, else in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def check(case: Batch, plan: AttentionPlan) -> torch.Tensor:
 
 
 def split_of(case: Batch, plan: AttentionPlan, split: int) -> AttentionPlan:
-    """The plan with small splits, that there may be several."""
+    """Returns the plan with splits so small that there may be several."""
     assert isinstance(plan.tile, DecodeTile)
     splits = -(-int(case.seq_lens.max()) // split)
     return replace(plan, tile=replace(plan.tile, split=split, max_splits=splits))
@@ -95,7 +95,7 @@ class TestPrefill:
         case = batch(((1, 100), (20, 127), (33, 0)), torch.float32, window=window)
         check(case, case.plan(case.planner(deterministic=deterministic)))
 
-    def test_rows_of_no_request_are_zero(self) -> None:
+    def test_padding_rows_are_zero(self) -> None:
         case = batch(((20, 3), (9, 0)), padding=(2, 150))
         out = check(case, case.plan(case.planner()))
         assert torch.equal(out[29:], torch.zeros_like(out[29:]))
@@ -135,7 +135,7 @@ class TestDecode:
         check(case, split_of(case, case.plan(case.planner(deterministic=deterministic)), 64))
 
     @pytest.mark.parametrize("window", [0, 100])
-    def test_who_merges_changes_no_bit(self, window: int) -> None:
+    def test_the_merging_program_changes_no_bit(self, window: int) -> None:
         case = batch(FEW, window=window, padding=(1, 0))
         outs = []
         for merges in (True, False):
@@ -145,12 +145,12 @@ class TestDecode:
             assert not plan.workspace.counters.any()
         assert all(torch.equal(out, outs[0]) for out in outs)
 
-    def test_rows_of_no_request_are_zero(self) -> None:
+    def test_padding_rows_are_zero(self) -> None:
         case = batch(((2, 100), (1, 3)), padding=(3, 11))
         out = check(case, case.plan(case.planner()))
         assert torch.equal(out[3:], torch.zeros_like(out[3:]))
 
-    def test_more_splits_than_there_are(self) -> None:
+    def test_more_splits_than_needed(self) -> None:
         case = batch(((2, 100), (1, 3)))
         plan = split_of(case, case.plan(case.planner()), 64)
         assert isinstance(plan.tile, DecodeTile)
@@ -176,7 +176,7 @@ def test_random_batches(seed: int) -> None:
 
 
 class TestFused:
-    """Raw projections in, against the reference of rotation and store and then that of attention."""
+    """Compares the fused kernel with the reference of rotation and store followed by that of attention."""
 
     def run(
         self,
@@ -217,7 +217,7 @@ class TestFused:
         assert not plan.workspace.counters.any()
 
     def places(self, case: Batch, lengths: tuple[tuple[int, int], ...], block_size: int) -> tuple[torch.Tensor, ...]:
-        """Positions and slots of all rows; the cache is made to forget the new tokens."""
+        """Returns positions and slots of all rows; overwrites the new tokens in the cache with NaN."""
         positions = torch.zeros(case.q.shape[0], dtype=torch.int64)
         slots = torch.full_like(positions, -1)
         row = 0
@@ -240,7 +240,7 @@ class TestFused:
 
     @pytest.mark.parametrize("block_size", BLOCK_SIZES)
     @pytest.mark.parametrize("window", [0, 40])
-    def test_new_tokens_over_the_edges_of_blocks_and_splits(self, block_size: int, window: int) -> None:
+    def test_new_tokens_across_the_edges_of_blocks_and_splits(self, block_size: int, window: int) -> None:
         self.run(((5, 125), (4, 14), (1, 127), (1, 128), (1, 0)), block_size=block_size, window=window, keys=16)
 
     def test_one_token_each(self) -> None:
@@ -253,7 +253,7 @@ class TestFused:
     def test_boxes_never_contain_keys_stored_in_the_same_launch(self, before: int) -> None:
         self.run(((3, before), (1, 200)), block_size=64, keys=32, use_tma=True)
 
-    def test_has_no_place_in_a_deterministic_engine(self) -> None:
+    def test_is_refused_in_a_deterministic_engine(self) -> None:
         case = batch(((1, 10),))
         plan = case.plan(case.planner(deterministic=True))
         with pytest.raises(AssertionError, match="deterministic True"):
@@ -263,7 +263,7 @@ class TestFused:
 
 
 class TestDeterministic:
-    """One result for a row, by every plan. The interpreter has no layouts, but tiles, splits and their order."""
+    """A row has one result under every plan. The interpreter covers tiles, splits and their order, but no layouts."""
 
     @pytest.fixture(params=[(64, 0), (80, 50)])
     def sequence(self, request: pytest.FixtureRequest) -> tuple[Sequence, int]:
@@ -283,7 +283,7 @@ class TestDeterministic:
         batched = self.run([Part(other, 136, 140), Part(own, 255, 260), Part(other, 3, 4)], window)
         assert torch.equal(batched[4:9], whole[5:10])
 
-    def test_wherever_the_blocks_lie(self, sequence: tuple[Sequence, int]) -> None:
+    def test_block_ids_do_not_matter(self, sequence: tuple[Sequence, int]) -> None:
         own, window = sequence
         outs = [self.run([Part(own, 280, 290)], window, size, seed) for size, seed in ((16, 0), (16, 1), (64, 0))]
         assert all(torch.equal(out, outs[0]) for out in outs)
@@ -343,7 +343,7 @@ class TestPlanner:
             AttentionPlanner(self.SHAPE, AttentionLimits(1, 16, 9), "cpu")
 
 
-def test_wrong_shapes_are_bugs_of_the_caller() -> None:
+def test_wrong_shapes_raise_assertion_errors() -> None:
     case = batch(((3, 10),))
     plan = case.plan(case.planner())
     with pytest.raises(AssertionError, match="starts for 1 requests"):

@@ -1,4 +1,4 @@
-"""What attention costs on a GPU, as the compiler tells: registers, shared memory, and the instructions it chose."""
+"""The cost of attention on a GPU as the compiler reports it: registers, shared memory, and the chosen instructions."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_fused_decode_waits_before_it_reads_the_projection(
 
 
 @pytest.mark.parametrize("head_dim", [80, exhaustive(256)])
-def test_other_heads(head_dim: int) -> None:
+def test_other_head_sizes(head_dim: int) -> None:
     assert "wgmma" in prefill(QWEN3_06B, 16, head_dim).ptx
     decode(QWEN3_06B, 16, MANY, 4, head_dim, fused=True)
 

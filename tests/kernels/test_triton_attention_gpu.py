@@ -1,4 +1,4 @@
-"""What only a GPU can show of attention in Triton: bfloat16, one result for a row by whatever kernel, graphs."""
+"""Tests of attention in Triton that need a GPU: bfloat16, one result for a row from every kernel, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class TestSameBits:
         outs += [run(parts, window, merges=False) for _ in range(3)]
         assert all(torch.equal(out, outs[0]) for out in outs)
 
-    @pytest.mark.xfail(strict=False, reason="wider tiles have another instruction; where this passes, they may be used")
+    @pytest.mark.xfail(strict=False, reason="wider tiles use another instruction; where this passes, they may be used")
     def test_tiles_of_a_warpgroup(self, case: tuple[Sequence, int]) -> None:
         own, window = case
         batch = Batch.of([Part(own, 0, LENGTH)], 16, window)

@@ -1,4 +1,4 @@
-"""The Triton kernels around the matrix products against the torch references, in Triton's interpreter."""
+"""Compares the Triton kernels around the matrix products with the torch references."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ EPS = 1e-6
 
 @pytest.fixture(autouse=True)
 def device() -> Iterator[None]:
-    """Tensors lie on the GPU where there is one, and the kernels run there."""
+    """Puts tensors, and thereby the kernels, on the GPU if there is one."""
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         yield
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor, roundings: int) -> None:
-    """Equal up to so many of the dtype's roundings."""
+    """Asserts equality up to `roundings` of the dtype."""
     assert actual.dtype == expected.dtype
     unit = torch.finfo(actual.dtype).eps
     torch.testing.assert_close(actual.double(), expected.double(), rtol=roundings * unit, atol=roundings * unit)
@@ -54,7 +54,7 @@ def test_add_rms_norm_rounds_the_sum_then_normalises_it(dtype: torch.dtype) -> N
     out = add_rms_norm(x, residual, weight, EPS, x)
     assert torch.equal(out, rms_norm(residual, weight, EPS))
     if dtype == torch.bfloat16:
-        # The interpreter cuts what a GPU rounds.
+        # The interpreter truncates what a GPU rounds.
         close(residual, expected_residual, roundings=2)
         close(out, expected, roundings=4)
     else:
@@ -101,7 +101,7 @@ def test_rope_and_store_kv(dtype: torch.dtype, norms: str, sizes: tuple[int, int
         run(out, num_heads, num_kv_heads, cos_sin, positions, cache, slots, q_norm, k_norm, EPS)
     close(actual, expected, roundings=4)
     close(caches[0], caches[1], roundings=4)
-    # Whatever is only moved is moved as it is.
+    # Values that are only moved are unchanged.
     assert torch.equal(actual.view(tokens, -1, head_dim)[:, num_heads:], qkv.view(tokens, -1, head_dim)[:, num_heads:])
     assert torch.equal(caches[0][:, 1], caches[1][:, 1])
     alone, cache = qkv[4:].clone(), torch.zeros_like(caches[0])

@@ -1,4 +1,4 @@
-"""The products of a small decode step, and `Matmul`, against float64: in Triton's interpreter, or on a GPU."""
+"""Compares the products of a small decode step, and `Matmul`, with float64, in Triton's interpreter or on a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.kernels.triton.linear.matmul import Matmul
 from penstock.kernels.triton.linear.tiles import BUCKETS, Role, choose
 
 ON = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# Everything once with either dtype, and either way to read the weight; nothing with all.
+# Both dtypes and both ways to read the weight, but not every combination.
 F32, F16 = torch.float32, torch.float16
 PLAIN, TMA = Capabilities(), Capabilities(tma=ON.type == "cpu" or Capabilities.of(ON).tma)
 TOKENS = (1, 2, 15, 16, 17, 33, 64)
@@ -23,10 +23,10 @@ CASES = (
     (17, F16, PLAIN), (33, F32, TMA), (33, F16, PLAIN), (64, F16, TMA),
 )  # fmt: skip
 DTYPES = (F32, F16)
-# One rounding to the dtype, root mean square, with room for the accumulation.
+# The root mean square error of one rounding to the dtype, with a margin for the accumulation.
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 4e-4}
 EPS = 1e-5
-# [K, N]: no multiples of any tile; the second fits no descriptor.
+# [K, N]: no multiples of any tile; no descriptor can describe the second.
 SHAPES = ((296, 72), (75, 37))
 
 
@@ -39,7 +39,7 @@ def weight_of(n: int, k: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def stream_of(num_tokens: int, hidden: int, dtype: torch.dtype) -> Stream:
-    """A stream whose sums of squares come in three uneven parts."""
+    """Returns a stream whose sums of squares are in three uneven parts."""
     x = values(num_tokens, hidden, dtype=dtype, seed=2)
     gain = 1 + values(hidden, dtype=dtype, seed=3, scale=0.1)
     parts = torch.tensor_split(x.float().square(), 3, dim=1)
@@ -68,7 +68,7 @@ def test_prepare(num_tokens: int, dtype: torch.dtype) -> None:
     check(stream.squares, table[ids].double().square().sum(1, keepdim=True))
 
 
-def test_prepare_reads_no_other_memory_for_a_strange_id() -> None:
+def test_prepare_clamps_invalid_ids() -> None:
     table = values(50, 16, dtype=torch.float32)
     stream = decode.prepare(torch.tensor([-1, 50, 2**40], device=ON), table, table[0], Capabilities())
     assert torch.equal(stream.residual, table[[0, 49, 49]])
@@ -104,14 +104,14 @@ def test_linear_residual(num_tokens: int, dtype: torch.dtype, k: int, n: int, de
     assert torch.equal(first.scaled, first.residual * gain)
     check(first.squares.sum(1), first.residual.double().square().sum(1), 1e-6)
     assert torch.equal(stream.residual, before.residual)
-    # What the first launch counted in the weight does not show in the second.
+    # The counters that the first launch used in the weight do not affect the second.
     assert torch.equal(decode.linear_residual(weight, x, stream, gain).residual, first.residual)
 
 
-def test_sums_are_split_where_there_is_much_to_add() -> None:
+def test_long_sums_are_split() -> None:
     assert choose(Role.OUT, 16, (70, 2000), 2).split > 1
     assert choose(Role.OUT, 16, (70, 500), 4).split > 1
-    assert choose(Role.OUT, 16, (70, 2056), 2).split == 1, "17 steps are not four times as many"
+    assert choose(Role.OUT, 16, (70, 2056), 2).split == 1, "17 steps cannot be split into equal parts"
 
 
 @pytest.mark.parametrize(("num_tokens", "dtype", "device"), CASES)
@@ -122,7 +122,7 @@ def test_linear(num_tokens: int, dtype: torch.dtype, device: Capabilities) -> No
 
 @pytest.mark.parametrize("bucket", [bucket for bucket in BUCKETS if bucket > 1])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_knows_no_other_row_of_its_bucket(bucket: int, dtype: torch.dtype) -> None:
+def test_a_row_does_not_depend_on_the_other_rows_of_its_bucket(bucket: int, dtype: torch.dtype) -> None:
     x, w, gain = values(bucket, 75, dtype=dtype), weight_of(37, 75, dtype), values(37, dtype=dtype, seed=4)
     weight, stream = DecodeWeight(Role.DOWN, w, None, Capabilities()), stream_of(bucket, 37, dtype)
     together = decode.linear_residual(weight, x, stream, gain)
@@ -148,13 +148,13 @@ def test_matmul(dtype: torch.dtype, k: int, n: int, tma: bool, with_bias: bool) 
         assert torch.equal(multiply(x[first:last].clone()), y[first:last])
 
 
-def test_matmul_goes_through_all_groups_of_tiles() -> None:
+def test_matmul_covers_all_groups_of_tiles() -> None:
     x, w = values(64 * 17 + 3, 16, dtype=torch.float32), weight_of(200, 16, torch.float32)
     check(Matmul(w)(x), x.double() @ w.double().T)
 
 
 @pytest.mark.parametrize("epilogue", ["silu", "residual"])
-def test_tensor_cores_that_read_no_tile_early(epilogue: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_that_read_no_tile_early(epilogue: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "choose", lambda *args: replace(choose(*args), early=False))
     w, stream = weight_of(72, 296, F16), stream_of(5, 296, F16)
     if epilogue == "silu":

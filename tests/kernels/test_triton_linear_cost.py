@@ -1,4 +1,4 @@
-"""What the products cost on a GPU, told by the compiler: registers, spills, shared memory, the instructions meant."""
+"""The cost of the products on a GPU as the compiler reports it: registers, spills, shared memory, instructions."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ EPILOGUES = {
     Role.DOWN: "residual",
     Role.HEAD: "plain",
 }
-WRITERS = {Role.QKV: Role.DOWN, Role.GATE_UP: Role.OUT}  # of the streams that these read
+WRITERS = {Role.QKV: Role.DOWN, Role.GATE_UP: Role.OUT}  # role that reads a stream -> role that wrote it
 OPERANDS = (
     "x", "weight", "squares", "bias", "old_residual", "gain", "residual", "out", "side", "eps",
     "partials", "counters", "num_tokens",
@@ -59,7 +59,7 @@ def tile_of(model: str, role: Role, bucket: int, itemsize: int = 2) -> Tile:
 def compile_product(
     model: str, role: Role, bucket: int, tma: bool = True, pdl: bool = True, dtype: str = "bf16"
 ) -> KernelCost:
-    """The kernel as `DecodeWeight.launch` launches it."""
+    """Compiles the kernel as `DecodeWeight.launch` launches it."""
     itemsize = 4 if dtype == "fp32" else 2
     tile = tile_of(model, role, bucket, itemsize)
     height, k = MODELS[model][role]
@@ -112,7 +112,7 @@ def test_products(shape: tuple[str, int], role: Role) -> None:
     before, separator, after = cost.ptx.partition("griddepcontrol.wait")
     assert separator
     assert before.count("griddepcontrol.launch_dependents") == 1
-    # Nothing of other kernels is read before the wait, and nothing written; of the weight, the first tile is.
+    # Before the wait nothing is written and no result of other kernels is read, but the first tile of the weight is.
     assert not any(word in before for word in ("st.global", "atom.", "cp.async.cg"))
     if bucket == 1:
         assert "ld.global.v4" in before

@@ -74,7 +74,7 @@ class Layer:
 
 
 def run(layer: Layer, weights: dict[Role, DecodeWeight], ids: torch.Tensor, device: Capabilities) -> list[torch.Tensor]:
-    """All that a step leaves, from the embedding to the logits."""
+    """Returns all results of a step, from the embedding to the logits."""
     stream = decode.prepare(ids, layer.table, layer.gain, device)
     qkv = decode.linear_normed(weights[Role.QKV], stream, EPS)
     attended = qkv[:, : layer.out.shape[1]].contiguous()
@@ -128,7 +128,7 @@ def test_a_graph_replays_the_same_bits(layer: Layer, num_tokens: int) -> None:
     expected = [tensor.clone() for tensor in run(layer, weights, ids, ALL)]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        # Several layers after each other, so that kernels overlap with more than one behind them.
+        # Several layers in sequence, so that kernels overlap with more than one later kernel.
         for _ in range(4):
             found = run(layer, weights, ids, ALL)
     for _ in range(20):
@@ -138,7 +138,7 @@ def test_a_graph_replays_the_same_bits(layer: Layer, num_tokens: int) -> None:
 
 
 @pytest.mark.parametrize("bucket", [16, 32, 64])
-def test_a_row_knows_no_other_row_of_its_bucket(layer: Layer, bucket: int) -> None:
+def test_a_row_does_not_depend_on_the_other_rows_of_its_bucket(layer: Layer, bucket: int) -> None:
     ids, weights = ids_of(bucket), layer.weights(ALL)
     together = run(layer, weights, ids, ALL)
     fewer = bucket // 2 + 1

@@ -1,4 +1,4 @@
-"""What a decode step launches: how many kernels, which of them early, and that none is compiled in a later step."""
+"""The launches of a decode step: how many kernels, which of them early, and none that a later step must compile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.kernels.triton.linear.tiles import Role
 from tests.kernels.gpu_launches import launches_of
 
 VOCAB, HIDDEN, WIDTH, INNER, LAYERS = 4096, 1024, 2048, 3072, 2
-# Every number of tokens of two buckets that may be told apart by a compiler: one, and multiples of 16.
+# Numbers of tokens in two buckets, with those for which a compiler may specialise: one, and multiples of 16.
 TOKENS = (1, 7, 2, 16, 1)
 ROWS = (1, 3, 16, 64, 1024)
 
@@ -44,7 +44,7 @@ def products() -> None:
         multiply(torch.zeros(num_rows, 1024, dtype=torch.bfloat16))
 
 
-def test_steps() -> None:
+def test_launches_of_steps() -> None:
     launches = launches_of(__name__, "steps")
     each = 1 + 4 * LAYERS + 1
     assert len(launches) == len(TOKENS) * each
@@ -52,15 +52,15 @@ def test_steps() -> None:
         step = launches[first : first + each]
         product = "gemv" if TOKENS[first // each] == 1 else "gemm"
         assert [launch.kernel for launch in step] == ["prepare", *[product] * (4 * LAYERS + 1)]
-        # The first waits for all before it, so that the others may read weights, and a batch's metadata, early.
+        # The first kernel waits for all before it, so that the others may read weights and a batch's metadata early.
         assert [launch.is_early for launch in step] == [False] + [True] * (each - 1)
-    # In the first layer qkv reads the sums of squares in other parts than behind a layer.
+    # In the first layer, qkv reads sums of squares that are divided into other parts than after a layer.
     compiled = Counter(launch.kernel for launch in launches if launch.is_new)
     assert compiled == {"prepare": 1, "gemv": 6, "gemm": 6}
     assert not any(launch.is_new for launch in launches[2 * each :])
 
 
-def test_a_product_of_any_number_of_rows_is_one_kernel() -> None:
+def test_one_kernel_serves_products_of_any_number_of_rows() -> None:
     launches = launches_of(__name__, "products")
     assert [launch.is_new for launch in launches] == [True] + [False] * (len(ROWS) - 1)
     assert [launch.grid for launch in launches] == [(32,)] * 4 + [(16 * 32,)]

@@ -1,4 +1,4 @@
-"""Log probabilities in Triton against `penstock.runner.sampling.logprobs`."""
+"""Compares log probabilities in Triton with `penstock.runner.sampling.logprobs`."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from penstock.runner.gpu.sampling.logprobs import score as score_on_gpu
 from penstock.runner.sampling.logprobs import token_logprobs
 from tests.kernels.sampling_cases import CONSTEXPRS, DTYPES, POINTERS, compile_sampling
 
-# The interpreter's numpy speaks of infinity minus infinity, which a mask then drops; a GPU does not.
+# The interpreter's numpy warns of infinity minus infinity, which a mask then drops; a GPU does not.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")
 
 
 @pytest.fixture(autouse=True)
 def device() -> Iterator[None]:
-    """Tensors lie on the GPU where there is one, and the kernels run there."""
+    """Puts tensors, and thereby the kernels, on the GPU if there is one."""
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         yield
 
 
 def score(logits: torch.Tensor, chosen: torch.Tensor, num_top: list[int]) -> torch.Tensor:
-    """The records of rows in a table that runs the other way, of padding and of a workspace full of rubbish."""
+    """Returns the records of rows whose table is in reverse order, with padding and a workspace full of garbage."""
     count = len(logits)
     table = torch.tensor([[each] for each in reversed(num_top)], dtype=torch.int32)
     rows = torch.cat((torch.arange(count - 1, -1, -1), torch.tensor([-1])))
@@ -56,20 +56,20 @@ def check(logits: torch.Tensor, chosen: torch.Tensor, num_top: list[int]) -> lis
 
 
 def shuffled(num_rows: int, vocab_size: int, spread: float) -> torch.Tensor:
-    """Logits without ties, whose order torch leaves open."""
+    """Returns logits without ties, whose order torch does not define."""
     values = torch.arange(vocab_size) * (spread / vocab_size)
     return torch.stack([values[torch.randperm(vocab_size)] for _ in range(num_rows)])
 
 
 @pytest.mark.parametrize("vocab_size", [MAX_LOGPROBS, 9001, 100_000])
-def test_the_likeliest_tokens(vocab_size: int) -> None:
+def test_the_most_likely_tokens(vocab_size: int) -> None:
     chosen = torch.randint(0, vocab_size, (4,))
     check(shuffled(4, vocab_size, 12.0), chosen, [20, 0, 1, 7])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab_size", [9, 9001])
-def test_the_chosen_tokens(dtype: torch.dtype, vocab_size: int) -> None:
+def test_the_sampled_tokens(dtype: torch.dtype, vocab_size: int) -> None:
     logits = (3 * torch.randn(6, vocab_size)).to(dtype)
     logits[1, 3] = -math.inf
     chosen = torch.tensor([0, 3, 1, vocab_size - 1, 2, int(logits[5].argmax())])
@@ -79,7 +79,7 @@ def test_the_chosen_tokens(dtype: torch.dtype, vocab_size: int) -> None:
     assert [math.isnan(each.logprobs[0]) for each in found] == [True, *[False] * 5]
 
 
-def test_all_in_one_tile_and_nothing_but_minus_infinity() -> None:
+def test_top_tokens_in_one_tile_and_rows_of_minus_infinity() -> None:
     logits = torch.full((2, 90_000), -math.inf)
     logits[0, 50_000:50_030] = torch.arange(30.0)
     logits[1, 7] = 1.0
@@ -89,13 +89,13 @@ def test_all_in_one_tile_and_nothing_but_minus_infinity() -> None:
     assert records[1].logprobs[1:] == (0.0, -math.inf, -math.inf)
 
 
-def test_of_equal_logits_the_first_tokens_come_first() -> None:
+def test_equal_logits_are_ordered_by_token_id() -> None:
     records = read_records(score(torch.ones(1, 90_000), torch.tensor([9]), [20]).cpu().numpy(), [20])
     assert records[0].token_ids == (9, *range(20))
     assert records[0].rank == 1
 
 
-def test_rows_that_ask_for_nothing_and_rows_alone() -> None:
+def test_rows_without_logprobs_and_rows_alone() -> None:
     logits = shuffled(3, 9001, 9.0)
     records = score(logits, torch.tensor([5, 6, 7]), [3, -1, 20])
     assert (records[1] == -77).all()
@@ -104,7 +104,7 @@ def test_rows_that_ask_for_nothing_and_rows_alone() -> None:
 
 
 @pytest.mark.parametrize("num_top", [0, 4, 20])
-def test_prompts(num_top: int) -> None:
+def test_logprobs_of_prompts(num_top: int) -> None:
     logits, chosen = shuffled(5, 100, 8.0), torch.tensor([1, 99, 3, 50, 0])
     found, expected = (each(logits, chosen, num_top)() for each in (score_on_gpu, cpu_parts().score))
     assert [(each.token_ids, each.rank) for each in found] == [(each.token_ids, each.rank) for each in expected]

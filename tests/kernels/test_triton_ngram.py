@@ -1,4 +1,4 @@
-"""Prompt lookup in Triton against `penstock.runner.cpu.ngram`."""
+"""Compares prompt lookup in Triton with `penstock.runner.cpu.ngram`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.kernels.gpu_compiler import compile_for_gpu
 
 @pytest.fixture(autouse=True)
 def device() -> Iterator[None]:
-    """Tensors lie on the GPU where there is one, and the kernels run there."""
+    """Puts tensors, and thereby the kernels, on the GPU if there is one."""
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         yield
 
 
 def check(requests: Sequence[Sequence[int]], shortest: int, longest: int, num_drafts: int) -> None:
-    """Each request on a row of its own, with tokens behind its last one that must not be read."""
+    """Checks each request in its own row, with tokens after its last one that must not be read."""
     width = max(map(len, requests)) + num_drafts
     rows = torch.randperm(len(requests) + 2)[: len(requests)]
     token_ids = torch.randint(0, 3, (len(requests) + 2, width), dtype=torch.int32)

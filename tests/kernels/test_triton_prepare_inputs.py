@@ -1,4 +1,4 @@
-"""The runner's own kernels in Triton against the torch operations that they replace."""
+"""Compares the runner's kernels in Triton with the torch operations that they replace."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ GARBAGE = -77
 
 @pytest.fixture(autouse=True)
 def device() -> Iterator[None]:
-    """Tensors lie on the GPU where there is one, and the kernels run there."""
+    """Puts tensors, and thereby the kernels, on the GPU if there is one."""
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         yield
 
 
 class State:
-    """Tables of some rows with random tokens and blocks in them."""
+    """Tables of some rows with random tokens and blocks."""
 
     def __init__(self, num_groups: int = 2) -> None:
         torch.manual_seed(0)
@@ -48,7 +48,7 @@ class State:
 
 
 def garbage(num_reqs: int, num_tokens: int, num_groups: int) -> StepInputs:
-    """Views of larger buffers, full of what a step before has left."""
+    """Returns views of larger buffers, full of garbage from an earlier step."""
 
     def buffer(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.full(tuple(size + 3 for size in shape), GARBAGE, dtype=dtype)
@@ -150,7 +150,7 @@ def test_rows_of_logits_are_the_last_tokens_of_their_requests(
     ),
     padding_reqs=st.integers(0, 2),
 )
-def test_a_finished_step_stands_where_the_next_one_reads(windows: list[tuple[int, int]], padding_reqs: int) -> None:
+def test_a_finished_step_is_stored_where_the_next_one_reads(windows: list[tuple[int, int]], padding_reqs: int) -> None:
     state = State()
     rows = torch.randperm(ROWS)[: len(windows)]
     seq_lens = torch.randint(40, 60, (len(windows),), dtype=torch.int32)
@@ -198,7 +198,7 @@ def test_staged_writes_land_in_their_tables(data: st.DataObject) -> None:
     assert len(writes.take()) == 0
 
 
-def test_a_write_beyond_its_row_is_a_bug_of_the_caller() -> None:
+def test_a_write_beyond_its_row_raises_an_assertion_error() -> None:
     with pytest.raises(AssertionError, match="39, 2"):
         StagedWrites().write(torch.zeros((3, 40)), 0, 39, (1.0, 2.0))
 
@@ -214,7 +214,7 @@ def test_drafts_follow_the_known_tokens(count: int, num_drafts: int) -> None:
         state.num_computed[:, 0] = torch.arange(ROWS) * 50
         drafts = torch.full((ROWS, 20), GARBAGE)
         store(proposed, rows, state.num_computed, drafts, state.token_ids)
-        # What padding leaves in the last row, which no request has, does not matter.
+        # Padding may write to the last row, which no request has.
         found.append((drafts[:-1], state.token_ids[:-1]))
     assert torch.equal(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])

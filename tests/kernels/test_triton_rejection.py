@@ -1,5 +1,5 @@
-"""Drafts that are drawn, kept and judged in Triton, and drafts that a coin judges, against
-`penstock.runner.speculation`."""
+"""Compares drawing, keeping and verifying drafts in Triton, also with synthetic acceptance, with
+`penstock.runner.cpu.drafts`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.verified_steps import verified_step
 NUM_DRAFTS = 3
 PURPOSES = (int(Purpose.ACCEPT), int(Purpose.RESAMPLE))
 
-# The interpreter's numpy speaks of infinity minus infinity, which a mask then drops, and of NaN; a GPU does not.
+# The interpreter's numpy warns of infinity minus infinity, which a mask then drops, and of NaN; a GPU does not.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:invalid value encountered"),
     pytest.mark.filterwarnings("ignore:All-NaN slice encountered"),
@@ -35,7 +35,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def device() -> Iterator[None]:
-    """Tensors lie on the GPU where there is one, and the kernels run there."""
+    """Puts tensors, and thereby the kernels, on the GPU if there is one."""
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         yield
@@ -78,8 +78,8 @@ class Windows:
         tokens = self.case.batch.token_ids
         return SamplingBatch(requests, self.positions.cpu().numpy(), self.logits_rows, self.positions, tokens, {})
 
-    def judge(self, target: torch.Tensor) -> torch.Tensor:
-        """[num_logits] int64 tokens; those of rows without a draft are what was sampled."""
+    def verify(self, target: torch.Tensor) -> torch.Tensor:
+        """Returns [num_logits] int64 tokens; those of rows without a draft are the sampled ones."""
         token_ids, tables = torch.full((len(target),), -9), self.case.tables
         verdicts, truncates = torch.zeros(len(target), dtype=torch.int8), self.case.truncates
         where = (self.logits_rows, self.positions)
@@ -103,7 +103,7 @@ class Windows:
         )
         return token_ids
 
-    def judge_by_torch(self, target: torch.Tensor, draft_logits: torch.Tensor) -> torch.Tensor:
+    def verify_by_torch(self, target: torch.Tensor, draft_logits: torch.Tensor) -> torch.Tensor:
         batch = self.batch
         tokens = sampler.sample(target, batch).token_ids
         probs = torch.zeros(target.shape)
@@ -128,15 +128,17 @@ TRUNCATED = ({"temperature": 1.0, "top_k": 4}, {"temperature": 0.0}, {"temperatu
 @pytest.mark.spread(1)
 @pytest.mark.parametrize("params", [PARAMS, TRUNCATED], ids=["plain", "truncated"])
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(5, torch.float32), (9001, torch.bfloat16)])
-def test_the_tokens_of_the_reference(params: Sequence[dict[str, Any]], vocab_size: int, dtype: torch.dtype) -> None:
+def test_tokens_equal_those_of_the_reference(
+    params: Sequence[dict[str, Any]], vocab_size: int, dtype: torch.dtype
+) -> None:
     num_taken = num_replaced = 0
     for _ in range(2 if vocab_size == 5 else 1):
         drafter = (2 * torch.randn(MAX_REQS, NUM_DRAFTS, vocab_size)).to(dtype)
         windows = Windows([params[index % len(params)] for index in range(MAX_REQS)], drafter)
         near = drafter[windows.request, windows.place.clamp(max=NUM_DRAFTS - 1)].float()
         target = near + 0.7 * torch.randn(len(windows.request), vocab_size)
-        found = windows.judge(target)
-        assert found.tolist() == windows.judge_by_torch(target, drafter).tolist()
+        found = windows.verify(target)
+        assert found.tolist() == windows.verify_by_torch(target, drafter).tolist()
         drafts = windows.drafts[windows.logits_rows, windows.place.clamp(max=NUM_DRAFTS - 1)]
         is_drafted = windows.place < torch.tensor(windows.num_drafts)[windows.request]
         num_taken += int((is_drafted & (found == drafts)).sum())
@@ -153,7 +155,7 @@ def test_drafts_are_drawn_with_their_own_noise() -> None:
         for place in range(NUM_DRAFTS):
             if request.sampling_params.is_greedy:
                 expected = int(logits[index, place].argmax())
-                assert windows.kept.logits[row, place].isnan().all(), "it is not asked for"
+                assert windows.kept.logits[row, place].isnan().all(), "logits of greedy rows are not kept"
             else:
                 position = np.array([int(windows.first[index]) + place])
                 noise = torch.tensor(uniform([request.seed], position, Purpose.DRAFT))
@@ -164,12 +166,12 @@ def test_drafts_are_drawn_with_their_own_noise() -> None:
 
 
 @pytest.mark.long
-def test_a_drafter_that_is_the_target_is_always_right() -> None:
+def test_drafts_of_the_target_itself_are_always_accepted() -> None:
     for _ in range(2):
         drafter = torch.randn(MAX_REQS, NUM_DRAFTS, 5000)
         windows = Windows([{"temperature": 0.3 + index % 3} for index in range(MAX_REQS)], drafter)
         place = windows.place.clamp(max=NUM_DRAFTS - 1)
-        found = windows.judge(drafter[windows.request, place])
+        found = windows.verify(drafter[windows.request, place])
         is_drafted = windows.place < torch.tensor(windows.num_drafts)[windows.request]
         assert torch.equal(found[is_drafted], windows.drafts[windows.logits_rows, place][is_drafted])
 
@@ -181,20 +183,20 @@ def test_nan_logits_and_gaps() -> None:
     target = torch.randn(len(windows.request), 300)
     windows.kept.tile_max.fill_(math.nan)
     windows.kept.logits.fill_(math.nan)
-    # Of a drafter without numbers nothing is accepted, and the target draws without bias.
-    found = windows.judge(target)
-    assert found.tolist() == windows.judge_by_torch(target, torch.full_like(drafter, math.nan)).tolist()
-    # A target that is none gives some token of the vocabulary.
-    found = windows.judge(torch.full_like(target, math.nan))
+    # No draft with logits of NaN is accepted, and the replacement is drawn from the target alone.
+    found = windows.verify(target)
+    assert found.tolist() == windows.verify_by_torch(target, torch.full_like(drafter, math.nan)).tolist()
+    # A target of NaN gives some token of the vocabulary.
+    found = windows.verify(torch.full_like(target, math.nan))
     assert ((found >= 0) & (found < 300)).all()
-    # A gap gets what was sampled.
+    # A gap gets the sampled token.
     windows.drafts.fill_(-1)
-    assert torch.equal(windows.judge(target), sampler.sample(target, windows.batch).token_ids)
+    assert torch.equal(windows.verify(target), sampler.sample(target, windows.batch).token_ids)
 
 
 @pytest.mark.spread(1)
 @pytest.mark.parametrize("rates", [(0.8, 0.5, 0.3), (0.0, 1.0, 1.0), (1.0, 1.0, 1.0)])
-def test_coins(rates: tuple[float, ...]) -> None:
+def test_synthetic_acceptance(rates: tuple[float, ...]) -> None:
     vocab_size = 70
     windows = Windows([{"temperature": 1.0}] * MAX_REQS, torch.randn(MAX_REQS, NUM_DRAFTS, vocab_size))
     windows.drafts[windows.case.rows[0], 1] = -1

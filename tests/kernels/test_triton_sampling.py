@@ -1,4 +1,4 @@
-"""Sampling in Triton against the definitions in `penstock.runner.sampling`."""
+"""Compares sampling in Triton with the definitions in `penstock.runner.sampling`."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from penstock.runner.cpu.drafts import count_accepted
 from penstock.runner.sampling.noise import Purpose, uniform
 from tests.kernels.sampling_cases import CONSTEXPRS, DTYPES, MAX_REQS, POINTERS, Case, compile_sampling
 
-# The interpreter's numpy speaks of infinity minus infinity, which a mask then drops; a GPU does not.
+# The interpreter's numpy warns of infinity minus infinity, which a mask then drops; a GPU does not.
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")
 
 
 @pytest.fixture(autouse=True)
 def device() -> Iterator[None]:
-    """Tensors lie on the GPU where there is one, and the kernels run there."""
+    """Puts tensors, and thereby the kernels, on the GPU if there is one."""
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         yield
@@ -39,7 +39,7 @@ def device() -> Iterator[None]:
     purpose=st.sampled_from(list(Purpose)),
     data=st.data(),
 )
-def test_noise_is_that_of_the_cpu(seeds: list[int], purpose: Purpose, data: st.DataObject) -> None:
+def test_noise_equals_that_of_the_cpu(seeds: list[int], purpose: Purpose, data: st.DataObject) -> None:
     rows = torch.randperm(len(seeds))
     first = data.draw(st.integers(0, 2**40))
     positions = torch.arange(first, first + len(seeds))
@@ -64,7 +64,7 @@ def test_greedy_and_random_rows_get_the_tokens_of_the_reference(dtype: torch.dty
         assert case.alone(index).sample(logits[index : index + 1])[0] == token_ids[index]
 
 
-def test_the_first_of_equal_logits_is_greedy() -> None:
+def test_greedy_takes_the_first_of_equal_logits() -> None:
     case = Case([{"temperature": 0.0}])
     logits = torch.zeros(1, 9001)
     for places in ([8000, 8999], [5000, 8000], [4095, 4096], [3, 4000]):
@@ -144,7 +144,7 @@ def test_truncation_agrees_with_the_reference(dtype: torch.dtype, vocab_size: in
 
 
 @pytest.mark.long
-def test_truncation_of_all_sorts_of_rows() -> None:
+def test_truncation_of_random_rows() -> None:
     random = Random(0)
     for _ in range(6):
         params = [
@@ -157,14 +157,14 @@ def test_truncation_of_all_sorts_of_rows() -> None:
             for _ in range(random.randint(1, 6))
         ]
         logits = random.choice((0.3, 3.0, 30.0)) * torch.randn(len(params), random.randint(1, 900))
-        # Quarters make ties; some tokens are forbidden, but for one.
+        # Quarters make ties; some tokens are forbidden, but never all.
         logits = torch.where(torch.rand_like(logits) < random.choice((0.0, 0.9)), -math.inf, (4 * logits).round() / 4)
         logits[:, random.randrange(logits.shape[1])] = 1.0
         check_truncation(logits, params)
 
 
 @pytest.mark.long
-def test_flat_rows_do_not_fit_and_are_exact_all_the_same() -> None:
+def test_flat_rows_exceed_the_capacity_and_are_still_exact() -> None:
     params = ({"top_p": 0.9}, {"top_k": 9000}, {"top_k": 8500, "top_p": 0.97}, {"top_p": 0.999, "min_p": 0.9})
     logits = torch.arange(9001).repeat(4, 1) * 1e-5
     workspace = check_truncation(logits[:, torch.randperm(9001)], params)
@@ -177,7 +177,7 @@ def test_candidates_of_many_tiles_are_packed_in_order() -> None:
     case = Case(({"top_k": 3}, {"top_k": 1500, "top_p": 0.9}))
     workspace = check_case(case, logits)
     small, large = workspace.num_candidates.tolist()
-    assert 3 <= small <= 1024 < large <= 8192, "both ways are taken"
+    assert 3 <= small <= 1024 < large <= 8192, "both code paths are used"
     for index, count in enumerate((small, large)):
         found = workspace.candidates[index, :count]
         assert torch.equal(found, logits[index][logits[index] >= found.min()])
@@ -196,7 +196,7 @@ def test_equal_logits_are_kept_together() -> None:
     assert workspace.threshold.tolist() == [3.0, 4.0, -math.inf]
 
 
-def test_a_vocabulary_of_a_real_model() -> None:
+def test_the_vocabulary_of_a_real_model() -> None:
     params = ({"temperature": 0.0}, {"temperature": 0.8}, {"top_k": 20, "top_p": 0.95, "temperature": 0.6})
     check_truncation((3 * torch.randn(3, 151_936)).bfloat16(), params)
 
@@ -207,7 +207,9 @@ def test_a_vocabulary_of_a_real_model() -> None:
     padding=st.integers(0, 2),
     random=st.randoms(use_true_random=False),
 )
-def test_verify_accepts_the_run_of_right_drafts(windows: list[tuple[int, int]], padding: int, random: Random) -> None:
+def test_verify_accepts_drafts_up_to_the_first_wrong_one(
+    windows: list[tuple[int, int]], padding: int, random: Random
+) -> None:
     max_num_drafts = 5
     rows = torch.tensor(random.sample(range(MAX_REQS), len(windows)))
     drafts = torch.full((MAX_REQS, max_num_drafts), 3)

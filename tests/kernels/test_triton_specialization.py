@@ -44,7 +44,7 @@ def test_one_variant_serves_every_step() -> None:
 
 
 def steps() -> Iterator[None]:
-    """Yields after each of some steps whose sizes and places in their buffers have nothing in common."""
+    """Yields after each of several steps of different sizes at different places in their buffers."""
     buffers = _Buffers()
     for num_tokens, num_reqs, offset in ((16, 2, 0), (1, 1, 1), (17, 9, 2), (32, 16, 0), (13, 13, 3)):
         _forward(buffers, num_tokens, num_reqs, offset)
@@ -121,10 +121,10 @@ def _sample(buffers: _Buffers, num_reqs: int, offset: int) -> None:
             sample(each, rows, positions, tables, workspace, 0, truncates, token_ids, verdicts)
         score_tokens(each, rows, buffers.num_top, token_ids, scratch, True, records)
     uniform(tables.seed, rows, positions, 2)
-    _judge(buffers, logits, bitmasks, offset)
+    _verify(buffers, logits, bitmasks, offset)
 
 
-def _judge(buffers: _Buffers, logits: torch.Tensor, bitmasks: torch.Tensor, offset: int) -> None:
+def _verify(buffers: _Buffers, logits: torch.Tensor, bitmasks: torch.Tensor, offset: int) -> None:
     reqs = slice(offset, offset + len(logits))
     rows, positions, token_ids = (buffer[reqs] for buffer in buffers.wide[:3])
     tables, workspace, kept = buffers.tables, buffers.workspace, buffers.kept

@@ -1,4 +1,4 @@
-"""Batches for the tests of attention in Triton: caches in which everything that no query sees is NaN."""
+"""Batches for the tests of attention in Triton, with caches that are NaN wherever no query reads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_MODEL_LEN = 4096
 
 @dataclass
 class Sequence:
-    """One request's q, k and v at every position, from which any part of its attention can be asked."""
+    """One request's q, k and v at every position, from which any part of its attention can be computed."""
 
     q: torch.Tensor  # [n, Hq, D]
     k: torch.Tensor  # [n, Hkv, D]
@@ -52,9 +52,9 @@ class Batch:
     def of(
         cls, parts: list[Part], block_size: int = 16, window: int = 0, padding: tuple[int, int] = (0, 0), seed: int = 0
     ) -> Batch:
-        """At random blocks; `padding` requests and rows behind. Block 0 is NaN, as are the queries of padding rows.
+        """Stores the parts at random blocks, followed by `padding` requests and rows. Block 0 and padding rows are NaN.
 
-        Entries of the table are 0 before what a window sees, and no block at all behind what there is.
+        Table entries are 0 before the window, and invalid block ids after a request's last block.
         """
         shuffle = torch.Generator().manual_seed(seed)
         like = parts[0].sequence

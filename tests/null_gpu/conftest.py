@@ -1,4 +1,4 @@
-"""The null GPU, compiled with the headers that Triton brings, whatever torch is, and loaded beside it.
+"""Compiles the null GPU with the CUDA headers that Triton includes, and loads it into the process of the tests.
 
 Nothing here needs a CUDA build of torch.
 """
@@ -20,12 +20,12 @@ from tests.null_gpu.library import BENCH, Gpu
 
 @pytest.fixture(scope="session")
 def null_gpu() -> ModuleType:
-    """bench/null_gpu.py, imported."""
+    """Imports bench/null_gpu.py."""
     spec = importlib.util.spec_from_file_location("null_gpu", BENCH / "null_gpu.py")
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
-    sys.modules["null_gpu"] = module  # its dataclasses look there
+    sys.modules["null_gpu"] = module  # where its dataclasses look it up
     spec.loader.exec_module(module)
     return module
 
@@ -44,7 +44,7 @@ def library(null_gpu: ModuleType, headers: Any, tmp_path_factory: pytest.TempPat
 
 @pytest.fixture
 def load(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Gpu]:
-    """A null GPU of the test's own: a copy of the library, with settings without their NULL_GPU_."""
+    """Loads a copy of the library for this test; settings are NULL_GPU_ variables, named without the prefix."""
 
     def make(**settings: object) -> Gpu:
         for name, value in settings.items():
@@ -58,5 +58,5 @@ def load(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
 
 @pytest.fixture
 def gpu(load: Callable[..., Gpu]) -> Gpu:
-    """One whose work takes no time."""
+    """A null GPU whose work takes no time."""
     return load()

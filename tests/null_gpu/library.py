@@ -1,4 +1,4 @@
-"""The compiled null GPU as an object: its functions, the errors and kinds that they speak in, and what tests repeat."""
+"""The compiled null GPU as an object, CUDA's error numbers and constants, and helpers of the tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 BENCH = Path(__file__).parents[2] / "bench"
 PAGE = 2 << 20  # bytes
 MS = 1_000_000  # ns
-LONG_MS = 500  # of a kernel that is not done when the next line asks
+LONG_MS = 500  # duration of a kernel that is still running when the next line queries it
 
 OK, INVALID_VALUE, OUT_OF_MEMORY, INVALID_CONFIGURATION = 0, 1, 2, 9
 INVALID_HANDLE, ILLEGAL_STATE, NOT_READY = 400, 401, 600
@@ -24,7 +24,7 @@ LEGACY = None
 
 
 class Attributes(ctypes.Structure):
-    """cudaPointerAttributes, with room for what later versions add."""
+    """cudaPointerAttributes, with space for the fields of later versions."""
 
     _fields_ = (
         ("type", ctypes.c_int),
@@ -36,7 +36,7 @@ class Attributes(ctypes.Structure):
 
 
 class Gpu:
-    """The library, with what tests need of each call; `cuda` and `driver` calls return CUDA's error numbers."""
+    """Calls the library's functions by name, which return CUDA's error numbers, and has shortcuts for the tests."""
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
@@ -45,7 +45,7 @@ class Gpu:
         function = getattr(self._library, name)
 
         def call(*arguments: Any) -> int:
-            # Python's integers would be cut to 32 bits on their way.
+            # ctypes would truncate Python's integers to 32 bits.
             wide = [ctypes.c_void_p(a) if isinstance(a, int) and not isinstance(a, bool) else a for a in arguments]
             return function(*wide)
 
@@ -56,16 +56,16 @@ class Gpu:
         counter.restype = ctypes.c_int64
         return counter(name.encode())
 
-    def _made(self, name: str, *arguments: Any) -> int:
-        made = ctypes.c_void_p()
-        assert getattr(self, name)(ctypes.byref(made), *arguments) == OK
-        return made.value or 0
+    def _create(self, name: str, *arguments: Any) -> int:
+        created = ctypes.c_void_p()
+        assert getattr(self, name)(ctypes.byref(created), *arguments) == OK
+        return created.value or 0
 
     def device_memory(self, size: int) -> int:
-        return self._made("cudaMalloc", size)
+        return self._create("cudaMalloc", size)
 
     def pinned_memory(self, size: int) -> int:
-        return self._made("cudaHostAlloc", size, 0)
+        return self._create("cudaHostAlloc", size, 0)
 
     def free_bytes(self) -> int:
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
@@ -73,10 +73,10 @@ class Gpu:
         return free.value
 
     def stream(self, *, is_blocking: bool = False) -> int:
-        return self._made("cudaStreamCreateWithFlags", 0 if is_blocking else 1)
+        return self._create("cudaStreamCreateWithFlags", 0 if is_blocking else 1)
 
     def event(self) -> int:
-        return self._made("cudaEventCreate")
+        return self._create("cudaEventCreate")
 
     def launch(self, stream: int | None, grid: int = 1) -> int:
         return self.cuLaunchKernel(8, grid, 1, 1, 32, 1, 1, 0, stream, None, None)
@@ -85,13 +85,13 @@ class Gpu:
         return self.cudaStreamBeginCapture(stream, mode)
 
     def end(self, stream: int | None) -> tuple[int, int]:
-        """(error, graph)"""
+        """Ends the capture; returns (error, graph)."""
         graph = ctypes.c_void_p(8)
         error = self.cudaStreamEndCapture(stream, ctypes.byref(graph))
         return error, graph.value or 0
 
     def executable(self, graph: int) -> int:
-        return self._made("cudaGraphInstantiateWithFlags", graph, 0)
+        return self._create("cudaGraphInstantiateWithFlags", graph, 0)
 
     def graph(self, stream: int, num_nodes: int) -> int:
         assert self.begin(stream) == OK
@@ -102,7 +102,7 @@ class Gpu:
         return self.executable(graph)
 
     def thread_mode(self, mode: int) -> int:
-        """Sets this thread's mode; the one before."""
+        """Sets this thread's capture mode and returns the previous one."""
         value = ctypes.c_int(mode)
         assert self.cudaThreadExchangeStreamCaptureMode(ctypes.byref(value)) == OK
         return value.value

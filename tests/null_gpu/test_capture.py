@@ -1,4 +1,4 @@
-"""What CUDA forbids while a stream is captured is refused with CUDA's error, and breaks the capture."""
+"""Calls that CUDA forbids while a stream is captured are refused with CUDA's error and invalidate the capture."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.exhaustive
 
 
 def unsafe_calls(gpu: Gpu, other: int, event: int, memory: int) -> dict[str, Callable[[], int]]:
-    """Calls that a capture forbids, on another stream and an event from outside."""
+    """Returns calls that a capture forbids, on a stream, an event and memory outside the capture."""
     pointer = ctypes.byref(ctypes.c_void_p())
     return {
         "cudaMalloc": lambda: gpu.cudaMalloc(pointer, 1),
@@ -58,7 +58,7 @@ UNSAFE = (
 
 @pytest.mark.parametrize("name", UNSAFE)
 @pytest.mark.parametrize("mode", [GLOBAL, THREAD_LOCAL, RELAXED])
-def test_the_capturing_thread_makes_no_unsafe_calls(gpu: Gpu, name: str, mode: int) -> None:
+def test_unsafe_calls_of_the_capturing_thread_are_refused(gpu: Gpu, name: str, mode: int) -> None:
     stream, memory = gpu.stream(), gpu.device_memory(PAGE)
     call = unsafe_calls(gpu, gpu.stream(), gpu.event(), memory)[name]
     assert gpu.begin(stream, mode) == OK
@@ -74,7 +74,7 @@ def test_the_capturing_thread_makes_no_unsafe_calls(gpu: Gpu, name: str, mode: i
     assert call() == UNSUPPORTED
     assert gpu.launch(stream) == INVALIDATED
     assert gpu.end(stream) == (INVALIDATED, 0)
-    # It has ended, and the stream is as good as new.
+    # The capture has ended, and the stream can be captured again.
     assert call() == OK
     assert gpu.graph(stream, 1)
 
@@ -89,7 +89,7 @@ def test_the_capturing_thread_makes_no_unsafe_calls(gpu: Gpu, name: str, mode: i
         (RELAXED, GLOBAL, False),
     ],
 )
-def test_other_threads_are_bound_by_global_captures(gpu: Gpu, mode: int, thread_mode: int, is_refused: bool) -> None:
+def test_global_captures_restrict_other_threads(gpu: Gpu, mode: int, thread_mode: int, is_refused: bool) -> None:
     stream, event = gpu.stream(), gpu.event()
 
     def query() -> int:
@@ -101,7 +101,7 @@ def test_other_threads_are_bound_by_global_captures(gpu: Gpu, mode: int, thread_
     assert gpu.end(stream)[0] == (INVALIDATED if is_refused else OK)
 
 
-def test_threads_capture_beside_one_another(gpu: Gpu) -> None:
+def test_threads_can_capture_concurrently(gpu: Gpu) -> None:
     counts: dict[int, int] = {}
     begun, launched = threading.Barrier(3), threading.Barrier(3)
 
@@ -128,7 +128,7 @@ def test_threads_capture_beside_one_another(gpu: Gpu) -> None:
     assert gpu.count("captures") == 3
 
 
-def test_nothing_waits_for_what_is_captured(gpu: Gpu) -> None:
+def test_waiting_for_captured_work_is_refused(gpu: Gpu) -> None:
     stream, event = gpu.stream(), gpu.event()
     for call, error in (
         (lambda: gpu.cudaStreamSynchronize(stream), UNSUPPORTED),
@@ -142,14 +142,14 @@ def test_nothing_waits_for_what_is_captured(gpu: Gpu) -> None:
         assert gpu.cudaEventRecord(event, stream) == OK
         assert call() == error
         assert gpu.end(stream) == (INVALIDATED, 0)
-    # An event of a capture never happens, not even when the capture has ended.
+    # An event recorded in a capture never completes, not even after the capture has ended.
     assert gpu.cudaEventQuery(event) == CAPTURED_EVENT
     assert gpu.cudaStreamWaitEvent(gpu.stream(), event, 0) == CAPTURED_EVENT
     assert gpu.cudaEventRecord(event, stream) == OK
     assert gpu.cudaEventQuery(event) == OK
 
 
-def test_streams_join_by_events_and_must_be_joined_again(gpu: Gpu) -> None:
+def test_streams_join_a_capture_by_events_and_must_be_joined_back(gpu: Gpu) -> None:
     first, second, event = gpu.stream(), gpu.stream(), gpu.event()
 
     def fork() -> None:
@@ -188,15 +188,15 @@ def test_streams_join_by_events_and_must_be_joined_again(gpu: Gpu) -> None:
     assert gpu.end(first)[0] == OK
 
 
-def test_what_lies_outside_stays_outside(gpu: Gpu) -> None:
+def test_events_and_memory_from_outside_are_refused(gpu: Gpu) -> None:
     first, second, event = gpu.stream(), gpu.stream(), gpu.event()
-    # An event of running work; one that was never recorded is nothing.
+    # An event of work outside; one that was never recorded is ignored.
     assert gpu.begin(first) == OK
     assert gpu.cudaStreamWaitEvent(first, event, 0) == OK
     assert gpu.cudaEventRecord(event, second) == OK
     assert gpu.cudaStreamWaitEvent(first, event, 0) == ISOLATION
     assert gpu.end(first) == (INVALIDATED, 0)
-    # Another capture.
+    # An event of another capture.
     assert gpu.begin(first, RELAXED) == OK
     assert gpu.begin(second, RELAXED) == OK
     assert gpu.cudaEventRecord(event, second) == OK
@@ -212,7 +212,7 @@ def test_what_lies_outside_stays_outside(gpu: Gpu) -> None:
     assert gpu.end(first) == (INVALIDATED, 0)
 
 
-def test_captures_begin_and_end_where_they_may(gpu: Gpu) -> None:
+def test_invalid_begins_and_ends_of_captures(gpu: Gpu) -> None:
     stream = gpu.stream()
     assert gpu.begin(LEGACY) == UNSUPPORTED
     assert gpu.end(stream) == (ILLEGAL_STATE, 0)
@@ -234,7 +234,7 @@ def test_the_legacy_stream_is_forbidden_while_a_blocking_one_is_captured(gpu: Gp
     assert gpu.cudaStreamIsCapturing(LEGACY, status) == OK
     assert gpu.end(free)[0] == OK
     assert gpu.begin(blocking, mode) == OK
-    # Asking breaks nothing.
+    # A query does not invalidate the capture.
     assert gpu.cudaStreamIsCapturing(LEGACY, status) == IMPLICIT
     assert gpu.launch(blocking) == OK
     assert gpu.launch(LEGACY) == IMPLICIT

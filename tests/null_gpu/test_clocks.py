@@ -1,4 +1,4 @@
-"""Streams, events, and who waits for whom."""
+"""Streams, events and the waits between them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_wait_takes_as_long_as_the_work_before_it(load: Callable[..., Gpu]) ->
     assert gpu.count("kernels") == 1
 
 
-def test_streams_run_beside_one_another_and_work_in_one_adds_up(load: Callable[..., Gpu]) -> None:
+def test_streams_run_concurrently_and_the_work_of_one_adds_up(load: Callable[..., Gpu]) -> None:
     gpu = load(kernel_ns=2 * MS)
     streams, start, end = [gpu.stream() for _ in range(4)], gpu.event(), gpu.event()
     assert gpu.cudaEventRecord(start, streams[0]) == OK
@@ -55,7 +55,7 @@ def test_streams_run_beside_one_another_and_work_in_one_adds_up(load: Callable[.
     assert elapsed.value >= 6 - 1e-3
 
 
-def test_an_event_that_was_never_recorded_holds_nobody_up(load: Callable[..., Gpu]) -> None:
+def test_waiting_for_an_unrecorded_event_returns_at_once(load: Callable[..., Gpu]) -> None:
     gpu = load(kernel_ns=LONG_MS * MS)
     busy, other, event = gpu.stream(), gpu.stream(), gpu.event()
     assert gpu.launch(busy) == OK
@@ -69,7 +69,7 @@ def test_an_event_that_was_never_recorded_holds_nobody_up(load: Callable[..., Gp
     assert gpu.cudaStreamQuery(busy) == NOT_READY
 
 
-def test_the_device_is_done_when_every_stream_is_even_destroyed_ones(load: Callable[..., Gpu]) -> None:
+def test_synchronising_the_device_waits_for_destroyed_streams_too(load: Callable[..., Gpu]) -> None:
     gpu = load(kernel_ns=5 * MS)
     stream = gpu.stream()
 
@@ -90,7 +90,7 @@ def test_the_legacy_stream_waits_for_blocking_streams_only(load: Callable[..., G
     assert gpu.cudaStreamQuery(LEGACY) == OK
     assert gpu.launch(blocking) == OK
     assert gpu.cudaStreamQuery(LEGACY) == NOT_READY
-    # And blocking streams wait for it.
+    # Blocking streams wait for the legacy stream.
     other, event = gpu.stream(is_blocking=True), gpu.event()
     assert gpu.cudaStreamQuery(other) == OK
     assert gpu.launch(LEGACY) == OK
@@ -98,7 +98,7 @@ def test_the_legacy_stream_waits_for_blocking_streams_only(load: Callable[..., G
     assert gpu.cudaEventQuery(event) == NOT_READY
 
 
-def test_a_copy_into_pageable_memory_returns_when_it_is_done(load: Callable[..., Gpu]) -> None:
+def test_a_copy_into_pageable_memory_is_synchronous(load: Callable[..., Gpu]) -> None:
     gpu = load(kernel_ns=2 * MS)
     stream, device, pinned = gpu.stream(), gpu.device_memory(PAGE), gpu.pinned_memory(4096)
     room = ctypes.create_string_buffer(4096)
@@ -112,7 +112,7 @@ def test_a_copy_into_pageable_memory_returns_when_it_is_done(load: Callable[...,
     assert gpu.cudaStreamQuery(stream) == OK
 
 
-def test_bytes_between_host_and_device_take_time_if_asked_to(load: Callable[..., Gpu]) -> None:
+def test_copies_between_host_and_device_take_the_configured_time(load: Callable[..., Gpu]) -> None:
     gpu = load(copy_gb_s=1)
     stream, device, pinned = gpu.stream(), gpu.device_memory(4 * PAGE), gpu.pinned_memory(2 * PAGE)
 
@@ -125,7 +125,7 @@ def test_bytes_between_host_and_device_take_time_if_asked_to(load: Callable[...,
     assert gpu.cudaStreamQuery(stream) == OK
 
 
-def test_freeing_waits_for_whoever_may_use_the_memory(load: Callable[..., Gpu]) -> None:
+def test_free_waits_for_all_streams(load: Callable[..., Gpu]) -> None:
     gpu = load(kernel_ns=2 * MS)
     memory, stream = gpu.device_memory(PAGE), gpu.stream()
 

@@ -1,4 +1,4 @@
-"""`bench/null_gpu.py`: what it tells, and what it says when it cannot run."""
+"""The reports of `bench/null_gpu.py`, and its messages when it cannot run."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.null_gpu.library import BENCH, INVALIDATED, LEGACY, OK, UNSUPPORTED, 
 pytestmark = pytest.mark.exhaustive
 
 
-def test_the_engine_core_counts_it(library: Path) -> None:
+def test_the_engine_core_counts_the_null_gpu(library: Path) -> None:
     assert count_gpus(str(library)) == 1
 
 
-def test_a_refusal_is_told_once_and_by_name(load: Callable[..., Gpu], capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_refusal_is_logged_once_by_name(load: Callable[..., Gpu], capfd: pytest.CaptureFixture[str]) -> None:
     gpu = load()
     stream = gpu.stream()
     for _ in range(3):
@@ -31,16 +31,16 @@ def test_a_refusal_is_told_once_and_by_name(load: Callable[..., Gpu], capfd: pyt
         assert gpu.cudaDeviceSynchronize() == UNSUPPORTED
         assert gpu.end(stream)[0] == INVALIDATED
     assert gpu.cudaGetLastError() == INVALIDATED
-    told = capfd.readouterr().err
-    assert told.count("cudaDeviceSynchronize refused: cudaErrorStreamCaptureUnsupported (900): ") == 1
-    assert told.count("cudaStreamEndCapture refused: cudaErrorStreamCaptureInvalidated (901): ") == 1
+    logged = capfd.readouterr().err
+    assert logged.count("cudaDeviceSynchronize refused: cudaErrorStreamCaptureUnsupported (900): ") == 1
+    assert logged.count("cudaStreamEndCapture refused: cudaErrorStreamCaptureInvalidated (901): ") == 1
     assert gpu.count("refusals") == 6
     quiet = load(strict=0)
     assert quiet.begin(LEGACY) == UNSUPPORTED
     assert not capfd.readouterr().err
 
 
-def test_a_process_reports_at_its_end(library: Path) -> None:
+def test_a_process_reports_when_it_ends(library: Path) -> None:
     code = "import ctypes; ctypes.CDLL(None).cudaDeviceSynchronize(); ctypes.CDLL(None).cudaMemset(None, 0, 0)"
     settings = {"LD_PRELOAD": str(library), "NULL_GPU_REPORT": "1"}
     command = [sys.executable, "-c", code]
@@ -74,7 +74,7 @@ def test_bad_arguments_are_named(arguments: list[str], named: str) -> None:
     assert named in done.stderr
 
 
-def test_headers_are_of_torchs_major_version(null_gpu: ModuleType, headers: Any) -> None:
+def test_headers_match_the_major_version_of_torchs_cuda(null_gpu: ModuleType, headers: Any) -> None:
     major = int(headers.version.split(".")[0])
     found = null_gpu.find_headers(major)
     assert found.version.split(".")[0] == str(major)
@@ -82,7 +82,7 @@ def test_headers_are_of_torchs_major_version(null_gpu: ModuleType, headers: Any)
         null_gpu.find_headers(99)
 
 
-def test_a_compiler_is_missing_or_fails(
+def test_a_missing_or_failing_compiler_is_reported(
     null_gpu: ModuleType, headers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(null_gpu.CannotRunError, match="does not compile"):
@@ -92,7 +92,7 @@ def test_a_compiler_is_missing_or_fails(
         null_gpu.build(headers, tmp_path)
 
 
-def test_a_real_gpu_is_left_alone(null_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_real_gpu_or_a_broken_torch_is_refused(null_gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(null_gpu, "PROBE", 'print(\'["2.11.0", "13.0", 1]\')')
     with pytest.raises(null_gpu.CannotRunError, match="a GPU is visible here"):
         null_gpu.look_at_torch()

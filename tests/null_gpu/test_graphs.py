@@ -1,4 +1,4 @@
-"""Replays, launches and products."""
+"""Graph replays, kernel launches and matrix products."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.null_gpu.library import INVALID_VALUE, INVALIDATED, LONG_MS, MS, NOT_
 pytestmark = pytest.mark.exhaustive
 
 
-def test_a_replay_takes_its_nodes_times(load: Callable[..., Gpu]) -> None:
+def test_a_replay_takes_the_time_of_all_its_nodes(load: Callable[..., Gpu]) -> None:
     gpu = load(node_ns=1 * MS)
     stream = gpu.stream()
     graph = gpu.graph(stream, 7)
@@ -27,7 +27,7 @@ def test_a_replay_takes_its_nodes_times(load: Callable[..., Gpu]) -> None:
     assert [gpu.count(name) for name in ("captures", "graph_launches", "graph_nodes", "kernels")] == [1, 2, 14, 0]
 
 
-def test_branches_run_beside_one_another(load: Callable[..., Gpu]) -> None:
+def test_branches_of_a_graph_run_concurrently(load: Callable[..., Gpu]) -> None:
     gpu = load(node_ns=1 * MS)
     first, second, fork, join = gpu.stream(), gpu.stream(), gpu.event(), gpu.event()
     start, end = gpu.event(), gpu.event()
@@ -40,7 +40,7 @@ def test_branches_run_beside_one_another(load: Callable[..., Gpu]) -> None:
     assert gpu.cudaStreamWaitEvent(first, join, 0) == OK
     assert gpu.launch(first) == OK
     graph = gpu.executable(gpu.end(first)[1])
-    # Kept back in two streams, it still runs one launch at a time.
+    # Launched in two streams, the graph still runs once at a time.
     assert gpu.cudaEventRecord(start, first) == OK
     assert gpu.cudaGraphLaunch(graph, first) == OK
     assert gpu.cudaGraphLaunch(graph, second) == OK
@@ -52,7 +52,7 @@ def test_branches_run_beside_one_another(load: Callable[..., Gpu]) -> None:
     assert gpu.count("graph_nodes") == 16
 
 
-def test_a_graph_within_a_graph_and_one_that_is_gone(gpu: Gpu) -> None:
+def test_nested_and_destroyed_graphs(gpu: Gpu) -> None:
     stream = gpu.stream()
     inner = gpu.graph(stream, 3)
     assert gpu.begin(stream) == OK
@@ -69,7 +69,7 @@ def test_a_graph_within_a_graph_and_one_that_is_gone(gpu: Gpu) -> None:
     assert gpu.cudaGraphDestroy(graph) == INVALID_VALUE
 
 
-def test_launches_have_shapes_that_a_device_can_run(gpu: Gpu) -> None:
+def test_impossible_launch_shapes_are_refused(gpu: Gpu) -> None:
     stream = gpu.stream()
     assert gpu.launch(stream, grid=0) == INVALID_VALUE
     assert gpu.launch(stream, grid=70_000) == OK
@@ -78,7 +78,7 @@ def test_launches_have_shapes_that_a_device_can_run(gpu: Gpu) -> None:
     assert gpu.cuLaunchKernel(8, 1, 1, 1, 32, 1, 1, 300_000, stream, None, None) == INVALID_VALUE
 
 
-def test_products_run_in_their_handles_stream(load: Callable[..., Gpu]) -> None:
+def test_matrix_products_run_in_the_stream_of_their_handle(load: Callable[..., Gpu]) -> None:
     gpu = load(kernel_ns=LONG_MS * MS)
     handle, stream = ctypes.c_void_p(), gpu.stream()
     assert gpu.cublasCreate_v2(ctypes.byref(handle)) == OK

@@ -1,4 +1,4 @@
-"""Allocations, what pointers are found to be, and copies."""
+"""Allocations, attributes of pointers, and copies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.null_gpu.library import (
 pytestmark = pytest.mark.exhaustive
 
 
-def test_what_is_allocated_is_missing_until_it_is_freed(load: Callable[..., Gpu]) -> None:
+def test_allocations_reduce_the_free_memory_until_they_are_freed(load: Callable[..., Gpu]) -> None:
     gpu = load(memory_gib=1)
     assert gpu.free_bytes() == 1 << 30
     small, large = gpu.device_memory(1), gpu.device_memory(3 * PAGE + 1)
@@ -36,7 +36,7 @@ def test_what_is_allocated_is_missing_until_it_is_freed(load: Callable[..., Gpu]
     assert gpu.free_bytes() == 1 << 30
 
 
-def test_memory_is_given_back_once_and_by_its_own_call(gpu: Gpu) -> None:
+def test_memory_is_freed_once_and_by_the_matching_call(gpu: Gpu) -> None:
     device, pinned = gpu.device_memory(PAGE), gpu.pinned_memory(PAGE)
     assert gpu.cudaFree(None) == OK
     assert gpu.cudaFree(pinned) == INVALID_VALUE
@@ -46,7 +46,7 @@ def test_memory_is_given_back_once_and_by_its_own_call(gpu: Gpu) -> None:
     assert gpu.cudaFreeHost(pinned) == OK
 
 
-def test_attributes_tell_where_a_pointer_lies(gpu: Gpu) -> None:
+def test_attributes_tell_the_kind_of_memory_of_a_pointer(gpu: Gpu) -> None:
     def attributes(pointer: int) -> Attributes:
         found = Attributes()
         assert gpu.cudaPointerGetAttributes(ctypes.byref(found), pointer) == OK
@@ -68,16 +68,16 @@ def test_attributes_tell_where_a_pointer_lies(gpu: Gpu) -> None:
     assert gpu.cudaHostUnregister(pageable) == 713  # not registered
 
 
-def test_every_piece_is_found_among_many(gpu: Gpu) -> None:
+def test_every_allocation_is_found_among_many(gpu: Gpu) -> None:
     rng = random.Random(0)
-    pieces = [gpu.device_memory(PAGE * rng.randint(1, 3)) for _ in range(300)]
-    rng.shuffle(pieces)
-    gone, left = pieces[:150], pieces[150:]
-    assert all(gpu.cudaFree(piece) == OK for piece in gone)
+    allocations = [gpu.device_memory(PAGE * rng.randint(1, 3)) for _ in range(300)]
+    rng.shuffle(allocations)
+    freed, left = allocations[:150], allocations[150:]
+    assert all(gpu.cudaFree(allocation) == OK for allocation in freed)
     value = ctypes.c_uint64()
-    for piece in left:
-        assert gpu.cuPointerGetAttribute(ctypes.byref(value), 3, piece + rng.randrange(PAGE)) == OK
-    assert all(gpu.cuPointerGetAttribute(ctypes.byref(value), 3, piece) == INVALID_VALUE for piece in gone)
+    for allocation in left:
+        assert gpu.cuPointerGetAttribute(ctypes.byref(value), 3, allocation + rng.randrange(PAGE)) == OK
+    assert all(gpu.cuPointerGetAttribute(ctypes.byref(value), 3, allocation) == INVALID_VALUE for allocation in freed)
 
 
 def test_copies_move_bytes_within_their_allocations_only(gpu: Gpu) -> None:

@@ -1,4 +1,4 @@
-"""How a bug is planted: part of the real source is replaced by wrong code, like a change by hand."""
+"""Plants bugs by replacing part of the real source with wrong code, like a change by hand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import CodeType, FunctionType
 
 @dataclass(frozen=True)
 class Edit:
-    """`old` becomes `new` in the source of `target`, "module:Class.method"."""
+    """Replaces `old` by `new` in the source of `target`, "module:Class.method"."""
 
     target: str
     old: str
@@ -25,11 +25,11 @@ class Edit:
             found = inspect.getattr_static(found, name)
         if isinstance(found, property):
             found = found.fget
-        assert isinstance(found, FunctionType), f"{self.target} is no function"
+        assert isinstance(found, FunctionType), f"{self.target} is not a function"
         return found
 
     def code(self) -> CodeType:
-        """The function's code with the bug in it; it takes the place of the real one wherever that was imported."""
+        """Returns the function's code with the bug; set as its `__code__`, it takes effect wherever it was imported."""
         function = self.function()
         source = textwrap.dedent(inspect.getsource(function))
         assert source.count(self.old) == 1, f"{self.target} no longer has {self.old!r}"
@@ -43,7 +43,7 @@ class Edit:
 
 @dataclass(frozen=True)
 class Bug:
-    """`scenario` is one that catches it."""
+    """A planted bug; `scenario` is one that catches it."""
 
     name: str
     scenario: str
@@ -51,6 +51,6 @@ class Bug:
 
 
 def bug(name: str, scenario: str, *edit: str) -> Bug:
-    """`edit` is target, old, new, once or several times."""
+    """Returns a bug; `edit` is target, old and new, once or several times."""
     edits = tuple(Edit(*edit[start : start + 3]) for start in range(0, len(edit), 3))
     return Bug(name, scenario, edits)

@@ -1,4 +1,4 @@
-"""Penstock's own connectors and transports pass the kit, and the kit refuses what breaks a contract."""
+"""Penstock's own connectors and transports pass the conformance kit, and the kit refuses violations of contracts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_tiers_conform(scenario: str) -> None:
     check_connector(OffloadBacking, (scenario,), num_seeds=6)
 
 
-def test_no_connector_conforms() -> None:
+def test_an_engine_without_a_connector_conforms() -> None:
     check_connector(lambda context: Backing(), num_seeds=1)
 
 
@@ -49,7 +49,7 @@ def test_the_memory_transport_conforms(delay: float) -> None:
     check_transport(lambda: make_rig(delay))
 
 
-def test_a_promise_that_changes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_match_that_changes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = iter(range(0, 10_000, 4))
 
     def fickle(self: StoreScheduler, request: RequestView, num_computed_tokens: int) -> Match:
@@ -72,15 +72,15 @@ def test_a_rank_that_reports_twice_is_refused(monkeypatch: pytest.MonkeyPatch) -
         check_connector(StoreBacking)
 
 
-def test_a_transport_that_reads_another_life_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transport_that_reads_from_a_restarted_peer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     real = MemoryFabric.find
     monkeypatch.setattr(MemoryFabric, "find", lambda self, name, life: real(self, name, self._lives[name]))
     with pytest.raises(AssertionError, match="life"):
         check_transport(make_rig)
 
 
-def move(fault: Fault, drain: float = 0.0) -> tuple[MemoryFabric, MemoryTransport, object, bytearray]:
-    """A read of 100 bytes of ones into zeros, with a fault."""
+def begin_read(fault: Fault, drain: float = 0.0) -> tuple[MemoryFabric, MemoryTransport, object, bytearray]:
+    """Begins a read of 100 bytes of ones into zeros, with a fault."""
     fabric = MemoryFabric(ManualClock(), lambda operation, size: fault, drain)
     here, there = fabric.endpoint("here"), fabric.endpoint("there")
     memory = bytearray(100)
@@ -96,7 +96,7 @@ def pass_time(fabric: MemoryFabric, seconds: float) -> None:
 
 
 def test_a_dropped_transfer_settles_when_its_peer_is_given_up() -> None:
-    fabric, here, handle, memory = move(Fault(FaultKind.DROP, delay=1.0), drain=1.0)
+    fabric, here, handle, memory = begin_read(Fault(FaultKind.DROP, delay=1.0), drain=1.0)
     pass_time(fabric, 100.0)
     assert here.poll(handle) is TransferState.PENDING
     here.disconnect("there#1")
@@ -107,7 +107,7 @@ def test_a_dropped_transfer_settles_when_its_peer_is_given_up() -> None:
 
 
 def test_bytes_of_an_unsettled_failure_land_later() -> None:
-    fabric, here, handle, memory = move(Fault(FaultKind.DIE_UNSETTLED, delay=1.0, at=0.3, late_by=5.0))
+    fabric, here, handle, memory = begin_read(Fault(FaultKind.DIE_UNSETTLED, delay=1.0, at=0.3, late_by=5.0))
     pass_time(fabric, 1.0)
     assert here.poll(handle) is TransferState.FAILED_UNSETTLED
     assert sum(memory) == 30
@@ -117,7 +117,7 @@ def test_bytes_of_an_unsettled_failure_land_later() -> None:
 
 
 def test_giving_a_peer_up_stops_the_bytes_of_an_unsettled_failure() -> None:
-    fabric, here, handle, memory = move(Fault(FaultKind.DIE_UNSETTLED, delay=1.0, at=0.3, late_by=5.0))
+    fabric, here, handle, memory = begin_read(Fault(FaultKind.DIE_UNSETTLED, delay=1.0, at=0.3, late_by=5.0))
     pass_time(fabric, 1.0)
     here.disconnect("there#1")
     assert here.poll(handle) is TransferState.FAILED_SETTLED
@@ -134,14 +134,14 @@ def test_giving_a_peer_up_stops_the_bytes_of_an_unsettled_failure() -> None:
         (FaultKind.CORRUPT, TransferState.DONE, 99),
     ],
 )
-def test_how_transfers_end(kind: FaultKind, state: TransferState, landed: int) -> None:
-    fabric, here, handle, memory = move(Fault(kind, delay=1.0, at=0.3))
+def test_states_of_transfers_with_faults(kind: FaultKind, state: TransferState, landed: int) -> None:
+    fabric, here, handle, memory = begin_read(Fault(kind, delay=1.0, at=0.3))
     pass_time(fabric, 1.0)
     assert here.poll(handle) is state
     assert sum(memory) == landed
 
 
-def test_a_notification_may_come_twice() -> None:
+def test_a_notification_may_arrive_twice() -> None:
     fabric = MemoryFabric(ManualClock(), lambda operation, size: Fault(duplicates_notification=True))
     here, there = fabric.endpoint("here"), fabric.endpoint("there")
     window = there.open_window(runs_of()[:, 1:])

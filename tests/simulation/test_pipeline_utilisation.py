@@ -1,4 +1,4 @@
-"""How busy the stages of a pipeline are, over the real scheduler and stages that take a set time."""
+"""Measures the utilisation of pipeline stages with the real scheduler and stages that take a set time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ NUM_STEPS = 200
 
 
 def stage(layers: int) -> Callable[[int], float]:
-    """A stage mostly reads weights; each token costs it a little more."""
+    """Returns the seconds of a step: a stage mostly reads weights, and each token adds a little."""
     return lambda num_tokens: layers * (1.0 + 0.01 * num_tokens)
 
 
 def busy_share(config: SchedulerConfig, layers: tuple[int, ...], num_requests: int, host_seconds: float) -> float:
-    """The average share of the time in which a stage computes, while all requests decode."""
+    """Returns the average share of the time in which a stage computes, while all requests decode."""
     core, _, stages = make_core(config, [stage(count) for count in layers], host_seconds, debug=False)
     for number in range(num_requests):
         core.add_request(make_request(f"r{number}", max_tokens=2 * NUM_STEPS))
@@ -34,7 +34,7 @@ def busy_share(config: SchedulerConfig, layers: tuple[int, ...], num_requests: i
 @pytest.mark.parametrize("layers", [(4, 4), (4, 4, 4), (3, 4), (4, 3, 4, 4)])
 def test_stages_are_busy_while_enough_requests_decode(layers: tuple[int, ...], is_async: bool) -> None:
     config = make_config(len(layers), is_async)
-    # The slowest stage decides how often a step can come.
+    # The slowest stage limits the rate of steps.
     ideal = sum(layers) / len(layers) / max(layers)
     share = busy_share(config, layers, 4 * len(layers), host_seconds=0.1)
     print(f"{layers} {is_async}: {share / ideal:.3f} of the ideal {ideal:.3f}")  # noqa: T201 - the result
@@ -42,7 +42,7 @@ def test_stages_are_busy_while_enough_requests_decode(layers: tuple[int, ...], i
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])
-def test_the_host_s_time_is_hidden_by_asynchronous_scheduling(num_stages: int) -> None:
+def test_asynchronous_scheduling_hides_the_time_of_the_host(num_stages: int) -> None:
     shares = [
         busy_share(make_config(num_stages, is_async), (1,) * num_stages, 8 * num_stages, host_seconds=0.4)
         for is_async in (False, True)
@@ -52,7 +52,7 @@ def test_the_host_s_time_is_hidden_by_asynchronous_scheduling(num_stages: int) -
 
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_without_micro_batches_the_stages_take_turns(num_stages: int) -> None:
-    """If every step takes all requests, the model shows it: the measurement can detect the problem."""
+    """If every step takes all requests, utilisation is low: the measurement can detect the problem."""
     config = SchedulerConfig(
         max_num_batched_tokens=64, max_num_seqs=64, max_model_len=2048, max_num_in_flight=num_stages
     )

@@ -23,6 +23,6 @@ def test_planted_bug_is_caught(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> Non
             print(f"{replay_line(bug.scenario, seed)}: {result.violation}")  # noqa: T201 - the seed is the result
             assert result.trace
             slips = ("NameError", "AttributeError", "TypeError", "UnboundLocalError")
-            assert not any(slip in result.violation for slip in slips), "the edit is no program"
+            assert not any(slip in result.violation for slip in slips), "the edit does not run"
             return
-    pytest.fail(f"{MAX_SEEDS} seeds of {bug.scenario} see nothing wrong with: {bug.name}")
+    pytest.fail(f"{MAX_SEEDS} seeds of {bug.scenario} do not catch: {bug.name}")

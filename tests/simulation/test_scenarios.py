@@ -1,4 +1,4 @@
-"""The catalogue holds, a run is decided by its seed alone, and each scenario does what it is named after."""
+"""Every scenario passes and does what its name says, and a seed alone determines a run."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import pytest
 from penstock.simulation.scenarios import SCENARIOS, replay_line, run_scenario
 from tests.grids import exhaustive
 
-# Seeds per scenario here; `penstock simulate` runs as many as one has time for.
+# Seeds per scenario here; `penstock simulate` runs as many as are requested.
 NUM_SEEDS = 25
-# Worlds of several engines that talk to each other take four times as long.
+# Worlds of several connected engines take four times as long.
 NUM_PAIR_SEEDS = 10
 
-# What must have happened over the seeds of a scenario, or it would show nothing.
+# What must happen at least once over the seeds of a scenario, as it would test nothing otherwise.
 HAPPENS = {
     "plain": {"preemptions", "prefix_hit_tokens"},
     "drafts": {"accepted_drafts"},
@@ -106,12 +106,12 @@ def test_scenario(name: str) -> None:
         happened.update(result.counters)
     assert happened["finished"] > num_seeds
     missing = {what for what in HAPPENS.get(name, ()) if not happened[what]}
-    assert not missing, f"{name} shows nothing: {missing} never happened"
+    assert not missing, f"{name} tests nothing: {missing} never happened"
 
 
 @pytest.mark.long
-def test_ten_thousand_steps_of_row_reuse_bring_no_foreign_token() -> None:
-    """Rows of stages are given on all the time, while results of their last owners are under way to them."""
+def test_ten_thousand_steps_of_row_reuse_give_no_foreign_token() -> None:
+    """Stages reassign rows all the time, while results of the previous owners are still in transit."""
     happened: Counter[str] = Counter()
     seed = NUM_SEEDS
     while happened["steps"] < 10_000:
@@ -124,7 +124,7 @@ def test_ten_thousand_steps_of_row_reuse_bring_no_foreign_token() -> None:
 
 
 def test_loads_get_shorter_from_turn_to_turn() -> None:
-    """What an engine has computed or loaded for one turn it finds in its own cache at the next."""
+    """In each turn an engine finds what it computed or loaded for the turn before in its own cache."""
     counts: Counter[str] = Counter()
     for seed in range(NUM_PAIR_SEEDS):
         counts.update(run_scenario("pd_multi_turn", seed).counters)
@@ -139,7 +139,7 @@ print([run_scenario(name, seed).digest for name in ("everything", "tiny_pool", "
 """
 
 
-def test_a_seed_decides_everything() -> None:
+def test_a_seed_determines_a_run() -> None:
     digests = set()
     for hash_seed in ("0", "1", "4711"):
         env = {**os.environ, "PYTHONHASHSEED": hash_seed}
@@ -157,7 +157,7 @@ def test_a_seed_decides_everything() -> None:
     ids=["fixed", "fresh"],
 )
 def test_the_whole_catalogue(first_seed: int, count: int) -> None:
-    """As a user runs it, in processes of its own; a fresh seed that finds something is in the output."""
+    """Runs the command as a user does, with several processes; the output names a fresh seed that finds a violation."""
     command = ["simulate", "--scenario", "all", "--seed", str(first_seed), "--count", str(count), "--jobs", "2"]
     done = subprocess.run(
         [sys.executable, "-m", "penstock.cli.main", *command], capture_output=True, text=True, check=False

@@ -1,4 +1,4 @@
-"""`penstock simulate`: what it prints, what it returns, and what it says when a promise is broken."""
+"""`penstock simulate`: its output and exit codes, and its report of a violation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_all_scenarios_with_two_processes(capsys: pytest.CaptureFixture[str]) ->
     several = capsys.readouterr().out
     assert several.startswith(f"{len(SCENARIOS)} worlds, ")
     assert main(["simulate", "--seed", "7"]) == 0
-    assert capsys.readouterr().out == several, "processes change what happens"
+    assert capsys.readouterr().out == several, "the number of processes changes the result"
 
 
 def test_an_unknown_scenario_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,7 +35,7 @@ def test_an_unknown_scenario_is_named(capsys: pytest.CaptureFixture[str]) -> Non
     assert "--list" in error
 
 
-def test_a_pattern_names_several_scenarios(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pattern_selects_several_scenarios(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "--scenario", "tiny_*"]) == 0
     assert capsys.readouterr().out.startswith("1 worlds, ")
     assert main(["simulate", "--scenario", "offload*s*"]) == 0
@@ -45,14 +45,14 @@ def test_a_pattern_names_several_scenarios(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize("option", ["--count", "--jobs"])
-def test_counts_begin_at_one(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_counts_below_one_are_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(["simulate", option, "0"])
     assert stop.value.code == 2
     assert option in capsys.readouterr().err
 
 
-def test_a_violation_ends_with_the_line_that_replays_it(
+def test_a_violation_ends_with_the_command_that_replays_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def publish_too_much(self: KVCacheManager, request: Request) -> tuple[int, int]:
@@ -64,13 +64,13 @@ def test_a_violation_ends_with_the_line_that_replays_it(
 
     monkeypatch.setattr(KVCacheManager, "publish", publish_too_much)
     assert main(["simulate", "--scenario", "plain", "--count", "20"]) == 1
-    *story, replay = capsys.readouterr().out.splitlines()
-    assert "is published with wrong KV in layer." in story[0]
-    assert 1 < len(story) <= 32
+    *report, replay = capsys.readouterr().out.splitlines()
+    assert "is published with wrong KV in layer." in report[0]
+    assert 1 < len(report) <= 32
     words = replay.split()
     assert words[:4] == ["penstock", "simulate", "--scenario", "plain"]
     assert main(words[1:]) == 1
-    assert capsys.readouterr().out.splitlines() == [*story, replay], "the replay tells another story"
+    assert capsys.readouterr().out.splitlines() == [*report, replay], "the replay differs"
 
 
 def test_the_documentation_has_every_scenario() -> None:
