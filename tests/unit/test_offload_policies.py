@@ -39,11 +39,19 @@ class NaiveLRU:
         del self.ages[key]
         self.pinned.discard(key)
 
-    def evict(self, count: int, protected: Collection[OffloadKey]) -> list[OffloadKey] | None:
-        free = [key for key in self.ages if key not in self.pinned and key not in protected]
-        if count > len(free):
-            return None
-        victims = sorted(free, key=lambda key: (*self.ages[key], key))[:count]
+    def evictable(self, members: Collection[OffloadKey], protected: Collection[OffloadKey]) -> list[OffloadKey]:
+        found: list[OffloadKey] = []
+        protected_moments: set[int] = set()
+        for key in sorted(set(members) - self.pinned, key=lambda key: (*self.ages[key], key)):
+            moment, _ = self.ages[key]
+            if key in protected:
+                protected_moments.add(moment)
+            elif moment not in protected_moments:
+                found.append(key)
+        return found
+
+    def evict(self, count: int, protected: Collection[OffloadKey]) -> list[OffloadKey]:
+        victims = self.evictable(self.ages, protected)[:count]
         for key in victims:
             self.remove(key)
         return victims
@@ -79,21 +87,16 @@ class NaiveARC(NaiveLRU):
         super().remove(key)
         self.used_again.discard(key)
 
-    def evict(self, count: int, protected: Collection[OffloadKey]) -> list[OffloadKey] | None:
-        free = sorted(
-            (key for key in self.ages if key not in self.pinned and key not in protected),
-            key=lambda key: (*self.ages[key], key),
-        )
-        if count > len(free):
-            return None
+    def evict(self, count: int, protected: Collection[OffloadKey]) -> list[OffloadKey]:
         victims: list[OffloadKey] = []
-        for _ in range(count):
-            once = [key for key in free if key not in self.used_again]
-            again = [key for key in free if key in self.used_again]
+        while len(victims) < count:
+            once = self.evictable(self.ages.keys() - self.used_again, protected)
+            again = self.evictable(self.ages.keys() & self.used_again, protected)
+            if not once + again:
+                break
             num_t1 = len(self.ages.keys() - self.used_again)
             victim = once[0] if once and (num_t1 > self.target or not again) else again[0]
             (self.b1 if victim in once else self.b2).append(victim)
-            free.remove(victim)
             victims.append(victim)
             self.remove(victim)
         self.trim()
@@ -156,20 +159,12 @@ class PolicyMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, 5), protected=key_sets)
     def evict(self, count: int, protected: list[OffloadKey]) -> None:
-        free = [key for key in self.model.ages if key not in self.model.pinned and key not in protected]
-        assert self.policy.num_evictable(protected) == len(free)
-        before = self.policy.members()
-        victims, expected = self.policy.evict(count, protected), self.model.evict(count, protected)
-        if expected is None:
-            assert victims is None
-            assert self.policy.members() == before, "it evicts all of them or none"
-        else:
-            assert victims is not None
-            assert sorted(victims) == sorted(expected)
+        assert self.policy.evict(count, protected) == self.model.evict(count, protected)
 
     @invariant()
     def agrees(self) -> None:
         assert self.policy.members() == {key: key in self.model.pinned for key in self.model.ages}
+        assert self.policy.num_unpinned == len(self.model.ages) - len(self.model.pinned)
 
 
 class LRUMachine(PolicyMachine):
@@ -208,6 +203,15 @@ def test_a_tail_is_evicted_before_its_head() -> None:
         assert policy.evict(2, []) == [(0, b"c"), (0, b"b")]
 
 
+def test_a_protected_key_protects_its_head() -> None:
+    for policy in (LRUPolicy(), ARCPolicy(6)):
+        fill(policy, "abc")
+        fill(policy, "xy")
+        assert policy.evict(9, [(0, b"b")]) == [(0, b"c"), (0, b"y"), (0, b"x")]
+        assert policy.evict(9, [(0, b"b")]) == []
+        assert policy.evict(9, []) == [(0, b"b"), (0, b"a")]
+
+
 def test_storing_a_later_tail_refreshes_its_head() -> None:
     for policy in (LRUPolicy(), ARCPolicy(6)):
         fill(policy, "ab")
@@ -222,7 +226,7 @@ def test_arc_keeps_reused_keys_during_a_scan() -> None:
     fill(policy, "ab")
     policy.touch([(0, b"a"), (0, b"b")])
     for number in range(20):
-        if policy.num_evictable([]) == 4:
+        if policy.num_unpinned == 4:
             policy.evict(1, [])
         policy.insert((1, bytes([number])), policy.refresh([]), 0)
         policy.check_integrity()
@@ -241,10 +245,11 @@ def test_arcs_target_stays_within_the_cache() -> None:
     assert policy._target == 2
 
 
-def test_many_touches_do_not_grow_the_heap() -> None:
+def test_many_touches_do_not_grow_the_heaps() -> None:
     policy = LRUPolicy()
     fill(policy, "abc")
     for _ in range(10_000):
         policy.touch([(0, b"a"), (0, b"b")])
-    assert len(policy._keys._heap) <= 2 * 3 + 16
+    assert sum(map(len, policy._keys._entries.values())) == policy._keys._num_entries <= 2 * 3 + 16
+    assert sorted(policy._keys._moments) == sorted(policy._keys._entries)
     assert policy.evict(1, []) == [(0, b"c")]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from types import SimpleNamespace
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from penstock.kv_transfer.digest import Attestation
 from penstock.kv_transfer.offload import OffloadKey
 from penstock.kv_transfer.offload.manager import LookupResult, OffloadingManager, Prompt
 from penstock.kv_transfer.offload.messages import LoadBlock, OffloadLoad, OffloadMetadata
-from penstock.kv_transfer.offload.policies import LRUPolicy
+from penstock.kv_transfer.offload.policies import ARCPolicy, CachePolicy, LRUPolicy
 from penstock.kv_transfer.offload.region import OffloadRegion
 from penstock.kv_transfer.offload.scheduler import OffloadingScheduler, OffloadPolicy, OffloadRules
 from penstock.kv_transfer.offload.worker import OffloadingWorker
@@ -177,3 +178,61 @@ def test_a_tail_never_outlives_its_head(seed: int) -> None:
             manager.touch(list(prompt.places))
     assert num_evicted > 200
     manager.check_integrity()
+
+
+def num_instructions(work: Callable[[], None]) -> int:
+    """The interpreter's instructions: every lookup, every heap operation and every key of a walk takes some."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        frame.f_trace_lines = False
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def grow(manager: OffloadingManager, prompts: Sequence[Prompt], num_blocks: int) -> None:
+    """Every prompt computes that many blocks, one by one and in turns."""
+    for _ in range(num_blocks):
+        for number, prompt in enumerate(prompts):
+            place = len(prompt.places)
+            new = (make_key(place, group=number), place)
+            prompt.places.update([new])
+            for key, _ in manager.prepare_store([new], prompt):
+                manager.complete_store(key, None, success=True)
+
+
+def work_per_block(make_policy: Callable[[int], CachePolicy], num_prompts: int, old_share: int, length: int) -> float:
+    """Instructions per block of prompts that grow from `length` on in a full tier, with the refreshes that are due."""
+    num_chunks = num_prompts * length * (1 + old_share)
+    manager = OffloadingManager(num_chunks, make_policy(num_chunks))
+    ended = Prompt({make_key(place, group=99): place for place in range(num_chunks)})
+    for key, _ in manager.prepare_store(list(ended.places.items()), ended):
+        manager.complete_store(key, None, success=True)
+    prompts = [Prompt() for _ in range(num_prompts)]
+    grow(manager, prompts, length)
+    assert manager.stats.num_free == 0
+    num_blocks = length // 4
+    return num_instructions(lambda: grow(manager, prompts, num_blocks)) / (num_blocks * num_prompts)
+
+
+@pytest.mark.parametrize("make_policy", [lambda _: LRUPolicy(), ARCPolicy], ids=["lru", "arc"])
+@pytest.mark.parametrize(
+    ("num_prompts", "old_share"),
+    [(1, 0), (4, 0), (4, 1)],
+    ids=["one prompt fills the tier", "the live prompts fill the tier", "half of the tier is old"],
+)
+def test_the_work_per_block_does_not_depend_on_the_length_of_the_prompt(
+    make_policy: Callable[[int], CachePolicy], num_prompts: int, old_share: int
+) -> None:
+    short, long = (work_per_block(make_policy, num_prompts, old_share, length) for length in (125, 1000))
+    assert long < 1.5 * short, f"{short:.0f} instructions per block for short prompts, {long:.0f} for long ones"

@@ -11,12 +11,13 @@ from penstock.core.kv_cache_manager import KVCacheManager
 from penstock.core.remote_kv import KVTransfer
 from penstock.core.request_queue import RequestQueue
 from penstock.core.scheduler import Scheduler
-from penstock.kv_transfer.connector import Match
+from penstock.kv_transfer.connector import NO_MATCH, PENDING, Match
 from penstock.kv_transfer.null import NullSchedulerConnector
 from penstock.messages.kv_cache_spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from penstock.messages.requests import EngineRequest
 from penstock.messages.sampling_params import SamplingParams
 from penstock.messages.scheduler_output import SchedulerOutput
+from penstock.utils.clock import ManualClock
 
 BLOCK_SIZE = 4
 
@@ -94,3 +95,53 @@ def test_loads_are_not_counted_for_every_request() -> None:
     assert plan.num_scheduled_tokens == {}
     assert scheduler.stats().num_waiting_for_remote_kv == 200
     assert scheduler._remote.num_waiting == 200
+
+
+class StillFetches(NullSchedulerConnector):
+    """Fetches the KV of all prompts but one from a slow tier."""
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> Match:
+        return NO_MATCH if request.request_id == "299" else PENDING
+
+
+@pytest.fixture
+def fetching(monkeypatch: pytest.MonkeyPatch) -> tuple[Scheduler, ManualClock, list[str]]:
+    """A scheduler with 299 pending requests before one that is not, its clock, and the requests that it looks up."""
+    clock = ManualClock()
+    looked_up: list[str] = []
+    scheduler = make(300, KVTransfer(StillFetches(), clock=clock))
+    add(scheduler, 300)
+    find_prefix = scheduler._kv.find_prefix
+
+    def look_up(request: Any) -> Any:
+        looked_up.append(request.request_id)
+        return find_prefix(request)
+
+    monkeypatch.setattr(scheduler._kv, "find_prefix", look_up)
+    return scheduler, clock, looked_up
+
+
+def test_pending_requests_take_turns_and_hold_back_none_behind_them(
+    fetching: tuple[Scheduler, ManualClock, list[str]],
+) -> None:
+    scheduler, _, looked_up = fetching
+    plan = scheduler.schedule()
+    assert [new.request_id for new in plan.new_requests] == ["299"]
+    assert len(looked_up) == 300, "a new request is looked up at once"
+    looked_up.clear()
+    for number in range(1, 9):
+        assert scheduler.schedule() is None
+        assert len(looked_up) <= 64 * number
+    assert sorted(looked_up, key=int) == [str(number) for number in range(299)], "each has one turn in eight"
+
+
+def test_requests_that_were_pending_for_too_long_are_admitted(
+    fetching: tuple[Scheduler, ManualClock, list[str]],
+) -> None:
+    scheduler, clock, _ = fetching
+    scheduler.schedule()
+    clock.advance(31.0)
+    for _ in range(50):
+        scheduler.schedule()
+    assert scheduler.stats().num_waiting == 0
+    assert scheduler.stats().remote_kv.num_timeouts == 299

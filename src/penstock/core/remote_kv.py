@@ -32,6 +32,9 @@ from penstock.utils.math import cdiv
 MAX_FAILED_LOADS = 2
 # While abandoned loads pin more than this share of the pool, no other load begins: requests need blocks to run.
 MAX_QUARANTINE = 0.25
+# About so many pending requests are looked at in one round, because the time of each lookup is proportional to the
+# blocks of the prompt.
+_MAX_PENDING = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,7 @@ class RemoteKV:
         self._held: set[TransferId] = set()
         self._starving: dict[Request, int] = {}
         self._asked_since: dict[str, float] = {}
+        self._num_rounds = 0
         self._num_loads = 0
         self._num_failed = 0
         self._num_timeouts = 0
@@ -94,6 +98,20 @@ class RemoteKV:
         """Returns whether no transfer reads or writes a block."""
         return not self._loads and not self._held and not self._connector.has_pending_work
 
+    def begin_round(self) -> None:
+        """Called before the waiting requests are looked at."""
+        self._num_rounds += 1
+
+    def has_turn(self, request: Request) -> bool:
+        """Returns whether to look at a waiting request in this round.
+
+        Requests whose match was pending take turns if there are many. The number of turns is a power of two, so that
+        each of them has its turn in time even while the number changes.
+        """
+        num_turns = 1 << (len(self._asked_since) // _MAX_PENDING).bit_length()
+        is_turn = (self._num_rounds + request.arrival_index) % num_turns == 0
+        return is_turn or request.request_id not in self._asked_since
+
     def match(self, request: Request, hit: PrefixHit) -> Match:
         """Returns what the connector can load after a hit; nothing if the request has waited or failed too often."""
         if not request.uses_prefix_cache or request.num_failed_loads >= MAX_FAILED_LOADS:
@@ -107,7 +125,7 @@ class RemoteKV:
                 return match
             self._num_timeouts += 1
             request.num_failed_loads = MAX_FAILED_LOADS
-            return NO_MATCH
+            match = NO_MATCH
         self._asked_since.pop(request.request_id, None)
         # The last known token is always computed: its logits are needed.
         block_size = self._kv.block_size

@@ -270,12 +270,15 @@ class Scheduler:
 
     def _schedule_waiting(self, plan: StepPlan, batch: int) -> None:
         num_deferred = index = 0
+        self._remote.begin_round()
         while index < len(self._waiting):
             request = self._waiting[index]
             index += 1
             if plan.token_budget < self._config.least_tokens(request.num_tokens) or not self._has_room(batch):
                 return
             if request.status is RequestStatus.WAITING_FOR_REMOTE_KV or self._grammars.is_compiling(request.request_id):
+                continue
+            if not self._remote.has_turn(request):
                 continue
             hit = self._kv.find_prefix(request)
             # A running request is about to publish the next block. With priorities, its priority may be lower.
@@ -285,6 +288,7 @@ class Scheduler:
                     return
                 continue
             match = self._remote.match(request, hit)
+            # A tier may take seconds, so pending requests do not stop the admission of those behind them.
             if match.is_pending:
                 continue
             if not self._admit(request, hit, match, plan, batch):

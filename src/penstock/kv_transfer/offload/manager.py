@@ -118,8 +118,8 @@ class Prompt:
     """One request's keys, head first, with their places. They last became the youngest at `moment`.
 
     Keys of it that are stored later have the same age, and are never younger. So a tail does not outlive its head, and
-    the work per completed block does not depend on the prompt's length. The moment is renewed when the tier's total of
-    evictions reaches `refresh_at`.
+    the average work per completed block does not depend on the prompt's length. The moment is renewed when the tier's
+    total of evictions reaches `refresh_at`.
     """
 
     places: dict[OffloadKey, int] = field(default_factory=dict[OffloadKey, int])
@@ -331,7 +331,7 @@ class OffloadingManager:
 
     @property
     def stats(self) -> OffloadStats:
-        num_stored = self._policy.num_evictable(())
+        num_stored = self._policy.num_unpinned
         num_being_written = len(self._writers) + self._num_promoting
         return OffloadStats(
             num_chunks=self._num_chunks,
@@ -350,16 +350,12 @@ class OffloadingManager:
 
     def _allocate(self, num_wanted: int, protected: Collection[OffloadKey]) -> list[int]:
         """Returns free chunks, evicting as needed: `num_wanted`, or as many as can be had."""
-        num_missing = max(0, num_wanted - len(self._free))
-        num_victims = min(num_missing, self._policy.num_evictable(protected, num_missing))
-        num_chunks = num_wanted - num_missing + num_victims
-        victims = self._policy.evict(num_victims, protected)
-        assert victims is not None, (num_chunks, len(self._free))
+        victims = self._policy.evict(max(0, num_wanted - len(self._free)), protected)
         for key in victims:
             self._events.removed(key)
             self._free_if_unused(key, self._chunks[key])
         self._counts["num_evicted"] += len(victims)
-        return [self._free.pop() for _ in range(num_chunks)]
+        return [self._free.pop() for _ in range(min(num_wanted, len(self._free)))]
 
     def _cascade(self, key: OffloadKey) -> None:
         for tier in self._tiers:

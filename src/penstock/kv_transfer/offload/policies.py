@@ -3,17 +3,17 @@
 A policy knows the stored keys, but not their chunks. Every key has the *moment* of its last use and its *place* in its
 prompt. Of keys used at the same moment the one with the highest place is the oldest, so a tail is evicted before its
 head: a head without its tail can still give a hit, but not the reverse. A pinned key stays a member, ages like the
-others, and cannot be evicted. Every operation takes O(log n) per key.
+others, and cannot be evicted. Every operation takes O(log n) per key; `evict` also takes it for every moment whose keys
+are all protected.
 """
 
 from __future__ import annotations
 
 import heapq
-import math
-import sys
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 from penstock.kv_transfer.offload import OffloadKey
 
@@ -26,11 +26,16 @@ class _Member:
 
 
 class _ByAge:
-    """Members from the oldest to the youngest. A changed member's old heap entry stays, and is skipped later."""
+    """Members from the oldest to the youngest: a heap of moments, and for each a heap of its members, last place first.
+
+    A changed member's old entry stays, and is skipped later.
+    """
 
     def __init__(self) -> None:
         self._members: dict[OffloadKey, _Member] = {}
-        self._heap: list[tuple[int, int, OffloadKey]] = []
+        self._moments: list[int] = []
+        self._entries: dict[int, list[tuple[int, OffloadKey]]] = {}
+        self._num_entries = 0
         self._num_pinned = 0
 
     def __len__(self) -> int:
@@ -69,41 +74,52 @@ class _ByAge:
         self._num_pinned += 1 if is_pinned else -1
         self._push(key, member)
 
-    def num_evictable(self, protected: Collection[OffloadKey], enough: int) -> int:
-        num_unpinned = len(self._members) - self._num_pinned
-        if max(0, num_unpinned - len(protected)) >= enough:
-            return enough
-        return num_unpinned - sum(key in self._members and not self._members[key].is_pinned for key in protected)
+    @property
+    def num_unpinned(self) -> int:
+        return len(self._members) - self._num_pinned
 
-    def pop_oldest(self, num_keys: int, protected: Collection[OffloadKey]) -> list[OffloadKey]:
-        """Removes and returns the oldest members that are neither pinned nor protected; `num_keys` must exist."""
-        popped: list[OffloadKey] = []
-        kept: list[tuple[int, int, OffloadKey]] = []
-        while len(popped) < num_keys:
-            item = heapq.heappop(self._heap)
-            if not self._is_current(item):
-                continue
-            if item[2] in protected:
-                kept.append(item)
+    def pop_oldest(self, protected: Collection[OffloadKey]) -> OffloadKey | None:
+        skipped: list[int] = []
+        victim = None
+        while self._moments and victim is None:
+            key = self._last_of(self._moments[0])
+            if key is None:
+                del self._entries[heapq.heappop(self._moments)]
+            elif key in protected:
+                skipped.append(heapq.heappop(self._moments))
             else:
-                self.remove(item[2])
-                popped.append(item[2])
-        for item in kept:
-            heapq.heappush(self._heap, item)
-        return popped
+                victim = key
+                self.remove(victim)
+        for moment in skipped:
+            heapq.heappush(self._moments, moment)
+        return victim
+
+    def _last_of(self, moment: int) -> OffloadKey | None:
+        """Returns the unpinned member of this moment with the highest place, or None."""
+        entries = self._entries[moment]
+        while entries:
+            place, key = -entries[0][0], entries[0][1]
+            if self._members.get(key) == _Member(moment, place, is_pinned=False):
+                return key
+            heapq.heappop(entries)
+            self._num_entries -= 1
+        return None
 
     def _push(self, key: OffloadKey, member: _Member) -> None:
         if member.is_pinned:
             return
-        heapq.heappush(self._heap, (member.moment, -member.place, key))
-        if len(self._heap) > 2 * len(self._members) + 16:
-            items = ((m.moment, -m.place, k) for k, m in self._members.items() if not m.is_pinned)
-            self._heap = list(items)
-            heapq.heapify(self._heap)
+        if member.moment not in self._entries:
+            self._entries[member.moment] = []
+            heapq.heappush(self._moments, member.moment)
+        heapq.heappush(self._entries[member.moment], (-member.place, key))
+        self._num_entries += 1
+        if self._num_entries > 2 * len(self._members) + 16:
+            self._drop_old_entries()
 
-    def _is_current(self, item: tuple[int, int, OffloadKey]) -> bool:
-        member = self._members.get(item[2])
-        return member is not None and not member.is_pinned and (member.moment, -member.place) == item[:2]
+    def _drop_old_entries(self) -> None:
+        self._moments, self._entries, self._num_entries = [], {}, 0
+        for key, member in self._members.items():
+            self._push(key, member)
 
 
 class CachePolicy:
@@ -140,16 +156,18 @@ class CachePolicy:
         """Removes the key, whose content is gone, and its history."""
         self._home(key).remove(key)
 
-    def num_evictable(self, protected: Collection[OffloadKey], enough: int = sys.maxsize) -> int:
-        """Counts members neither pinned nor in `protected`, which has no duplicates; returns any number of `enough` or
-        more if there are that many.
-        """
+    @property
+    def num_unpinned(self) -> int:
         raise NotImplementedError
 
-    def evict(self, num_keys: int, protected: Collection[OffloadKey]) -> list[OffloadKey] | None:
-        """Removes exactly `num_keys` members that are neither pinned nor protected; None, without a change, if there
-        are fewer.
+    def evict(self, num_keys: int, protected: Collection[OffloadKey]) -> list[OffloadKey]:
+        """Removes the oldest members that are neither pinned nor protected, at most `num_keys`, and returns them.
+
+        A key in `protected` also protects the younger keys of the same moment: its head.
         """
+        return list(islice(iter(lambda: self._evict_oldest(protected), None), num_keys))
+
+    def _evict_oldest(self, protected: Collection[OffloadKey]) -> OffloadKey | None:
         raise NotImplementedError
 
     def clear(self) -> None:
@@ -176,13 +194,12 @@ class LRUPolicy(CachePolicy):
     def insert(self, key: OffloadKey, moment: int, place: int) -> None:
         self._keys.add(key, _Member(moment, place, is_pinned=False))
 
-    def num_evictable(self, protected: Collection[OffloadKey], enough: int = sys.maxsize) -> int:
-        return self._keys.num_evictable(protected, enough)
+    @property
+    def num_unpinned(self) -> int:
+        return self._keys.num_unpinned
 
-    def evict(self, num_keys: int, protected: Collection[OffloadKey]) -> list[OffloadKey] | None:
-        if num_keys > self._keys.num_evictable(protected, num_keys):
-            return None
-        return self._keys.pop_oldest(num_keys, protected)
+    def _evict_oldest(self, protected: Collection[OffloadKey]) -> OffloadKey | None:
+        return self._keys.pop_oldest(protected)
 
     def clear(self) -> None:
         self._keys = _ByAge()
@@ -231,26 +248,19 @@ class ARCPolicy(CachePolicy):
             member.moment = self._moment
             self._t2.add(key, member)
 
-    def num_evictable(self, protected: Collection[OffloadKey], enough: int = sys.maxsize) -> int:
-        return self._t1.num_evictable(protected, enough) + self._t2.num_evictable(protected, enough)
+    @property
+    def num_unpinned(self) -> int:
+        return self._t1.num_unpinned + self._t2.num_unpinned
 
-    def evict(self, num_keys: int, protected: Collection[OffloadKey]) -> list[OffloadKey] | None:
-        num_t1, num_t2 = (each.num_evictable(protected, num_keys) for each in (self._t1, self._t2))
-        if num_keys > num_t1 + num_t2:
-            return None
-        # REPLACE, key by key: from T1 while it is above its target, and from the other list if one is exhausted.
-        num_above_target = max(0, min(num_t1, num_keys, math.ceil(len(self._t1) - self._target)))
-        num_from_t1 = max(num_above_target, num_keys - num_t2)
-        evicted: list[OffloadKey] = []
-        for home, ghosts, count in (
-            (self._t1, self._b1, num_from_t1),
-            (self._t2, self._b2, num_keys - num_from_t1),
-        ):
-            keys = home.pop_oldest(count, protected)
-            ghosts.update(dict.fromkeys(keys))
-            evicted += keys
-        self._forget_oldest_ghosts()
-        return evicted
+    def _evict_oldest(self, protected: Collection[OffloadKey]) -> OffloadKey | None:
+        # REPLACE: from T1 while it is above its target, and from the other list if one is exhausted.
+        lists = [(self._t1, self._b1), (self._t2, self._b2)]
+        for home, ghosts in lists if len(self._t1) > self._target else reversed(lists):
+            key = home.pop_oldest(protected)
+            if key is not None:
+                ghosts[key] = None
+                return key
+        return None
 
     def clear(self) -> None:
         self._target = 0.0
