@@ -174,6 +174,10 @@ class Exchange:
         self._consumer.dismiss(name, source, prompt_digest)
         self._perform()
 
+    def expect(self, rendezvous: str) -> None:
+        """A request that another engine may wait for has begun."""
+        self._producer.expect(rendezvous)
+
     def offer(self, offer: Offer) -> str:
         """A request's blocks are held for another engine. Returns its ticket."""
         ticket = self._producer.offer(offer, self._clock.now())
