@@ -84,6 +84,13 @@ PD_BUGS = (
         "for key in []:",
     ),
     bug(
+        "a reader that leaves a rendezvous closes it to those that wait there",
+        "pd_parked",
+        f"{_PRODUCER}.receive",
+        "if parked is not None and not self._waiting_at(parked.fetch.rendezvous):",
+        "if parked is not None:",
+    ),
+    bug(
         "what is not needed is not let go of",
         "pd_prefix_hits",
         f"{_PRODUCER}._answer",
