@@ -189,6 +189,16 @@ PD_BUGS = (
         "if False and",
     ),
     bug(
+        "a peer may declare an order in which nothing can be digested",
+        "pd_garbage",
+        f"{_JOBS}.register",
+        "check_order(each.layout, layouts[sender], slices)",
+        "pass",
+        f"{_WORKER}._check",
+        "except PeerError as error:",
+        "except ZeroDivisionError as error:",
+    ),
+    bug(
         "engines that have gone are kept",
         "pd_crash",
         f"{_JOBS}.take",
