@@ -230,9 +230,9 @@ class Consumer:
         waiting, line.waiting = line.waiting, []
         for fetch in waiting:
             load = self._loads.get(fetch.transfer_id)
-            if load is None:
-                # It has ended meanwhile, or has never needed anything: nothing is to be held for it.
-                self._actions.append(Send(peer, msgspec.structs.replace(fetch, first=0, end=0)))
+            if load is None or load.state is LoadState.CANCELLING:
+                # It has been given up meanwhile, or has never needed anything: nothing is to be held for it.
+                self._actions.append(Send(peer, _dismissal(fetch)))
                 continue
             # A proxy may know the engine id of an earlier life; a rendezvous is found by its own name.
             if load.source.ticket and load.source.engine_id != engine_id:
@@ -422,6 +422,18 @@ class Consumer:
         for transfer_id, load in self._loads.items():
             is_late = load.state in (LoadState.READING, LoadState.CONFIRMING)
             assert load.is_asked or not is_late, f"{transfer_id}: {load.state} and never asked for"
+
+
+def _dismissal(fetch: Fetch) -> Fetch:
+    """For the same request, without the memory that was to be written."""
+    return Fetch(
+        transfer_id=fetch.transfer_id,
+        first=0,
+        end=0,
+        prompt_digest=fetch.prompt_digest,
+        ticket=fetch.ticket,
+        rendezvous=fetch.rendezvous,
+    )
 
 
 def _fetch(name: TransferId, source: RemotePrefill, prompt_digest: bytes, first: int, end: int) -> Fetch:
