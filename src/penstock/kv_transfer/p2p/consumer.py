@@ -35,7 +35,7 @@ from penstock.kv_transfer.p2p.messages import (
     Written,
 )
 from penstock.kv_transfer.p2p.params import Address, RemotePrefill
-from penstock.kv_transfer.p2p.session import PeerKey, Send
+from penstock.kv_transfer.p2p.session import PeerKey, Send, cut_reason
 from penstock.kv_transfer.p2p.ticket import TicketOffice
 from penstock.messages.kv_transfer import BadRange, TransferId
 from penstock.utils.errors import PeerError
@@ -266,7 +266,7 @@ class Consumer:
                 self._on_grant(load, message, now)
             case Refuse() if load.state is LoadState.ASKING or (load.is_pushed and load.may_move):
                 self.counts.num_refused += 1
-                self._stop(message.transfer_id, load, message.detail)
+                self._stop(message.transfer_id, load, cut_reason(message.detail))
             case Written() if load.grant is not None and load.state is LoadState.READING:
                 self._on_written(message, load, load.grant)
             case DoneAck() if load.state is LoadState.CONFIRMING:
