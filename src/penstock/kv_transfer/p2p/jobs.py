@@ -1,7 +1,8 @@
 """What the workers of all ranks are told to do with the next step, and what their reports amount to.
 
 A job is named by the epoch of the engine's life and the transfer, so that a late report of an earlier life is about no
-job of this one. It ends when every rank has reported.
+job of this one. It ends when all ranks of this engine have reported, those without a part in it too: which
+reports are expected does not depend on what a peer declares, and no rank can still digest or have a window open.
 """
 
 from __future__ import annotations
