@@ -212,7 +212,9 @@ def _push_stopped(rng: random.Random) -> Setup:
 
 @_scenario("pd_push_late_bytes", "F3, F6, F15: writes that fail but still land, are not reported, or have wrong bytes")
 def _push_late(rng: random.Random) -> Setup:
-    return faulty(_pushed(_late_bytes(rng)), broken=rng.choice([0.0, 0.1]), slow_messages=0.4)
+    setup = faulty(_pushed(_late_bytes(rng)), corrupt=0.2, broken=rng.choice([0.0, 0.1]), slow_messages=0.4)
+    # A push takes one step more than a read before the digests are compared.
+    return replace(setup, load_timeout=rng.choice([0.2, 0.6]))
 
 
 @_scenario("pd_push_crash", "F1, F2: P or D dies during a write, or restarts at the same address with other blocks")
