@@ -84,6 +84,13 @@ PD_BUGS = (
         "for key in []:",
     ),
     bug(
+        "a reader that cancels closes its rendezvous to waiting readers",
+        "pd_parked",
+        f"{_PRODUCER}.receive",
+        "if parked is not None and not self._waiting_at(parked.fetch.rendezvous):",
+        "if parked is not None:",
+    ),
+    bug(
         "a prefill that is not needed is not released",
         "pd_prefix_hits",
         f"{_PRODUCER}._answer",
@@ -180,6 +187,16 @@ PD_BUGS = (
         "kv_transfer.p2p.session:check_shards",
         "if not is_whole or",
         "if False and",
+    ),
+    bug(
+        "a peer may declare an order without digests",
+        "pd_garbage",
+        f"{_JOBS}.register",
+        "check_order(each.layout, layouts[sender], slices)",
+        "pass",
+        f"{_WORKER}._check",
+        "except PeerError as error:",
+        "except ZeroDivisionError as error:",
     ),
     bug(
         "engines that are gone are kept",

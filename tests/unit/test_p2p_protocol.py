@@ -412,6 +412,43 @@ def test_kv_whose_reader_has_aborted_is_not_held() -> None:
     assert producer.take_actions() == []
 
 
+def test_a_reader_that_cancels_does_not_affect_a_waiting_one() -> None:
+    """The waiting reader may need nothing: then it ends the hold, which must not end twice."""
+    for end, expected in ((16, Attest("attest-1", PEER, ((5, 6),), 0, 16)), (0, Release("hold"))):
+        producer = make_producer()
+        producer.receive(PEER, fetch("a", rendezvous="x"), 0.0)
+        producer.receive(PEER, fetch("b", rendezvous="x", end=end), 0.0)
+        producer.receive(PEER, Abort("a"), 1.0)
+        producer.check_integrity()
+        producer.offer(replace(OFFER, rendezvous="x"), 2.0)
+        assert producer.take_actions() == [expected]
+        producer.check_integrity()
+
+
+def test_another_reader_may_come_after_one_has_cancelled() -> None:
+    producer = make_producer()
+    producer.receive(PEER, fetch(rendezvous="x"), 0.0)
+    producer.receive(PEER, Abort("load"), 1.0)
+    producer.receive("other#1", fetch(rendezvous="x"), 2.0)
+    assert answers(producer) == []
+    producer.offer(replace(OFFER, rendezvous="x"), 3.0)
+    assert producer.take_actions() == [Attest("attest-1", "other#1", ((5, 6),), 0, 16)]
+    producer.check_integrity()
+
+
+def test_a_reader_waits_for_a_repeated_request() -> None:
+    producer = make_producer()
+    producer.withdraw("x", 0.0)
+    producer.expect("x")
+    producer.receive(PEER, fetch(rendezvous="x"), 1.0)
+    assert answers(producer) == []
+    # A reader that has cancelled is not awaited, whenever the request begins.
+    producer.receive(PEER, Abort("load"), 2.0)
+    producer.expect("x")
+    producer.offer(replace(OFFER, rendezvous="x"), 3.0)
+    assert producer.take_actions() == [Release("hold")]
+
+
 def test_a_withdrawn_rendezvous_is_forgotten_after_a_time_limit() -> None:
     producer = make_producer()
     producer.withdraw("x", 0.0)

@@ -14,6 +14,7 @@ from penstock.kv_transfer.p2p.messages import (
     Destination,
     Done,
     DoneAck,
+    Fetch,
     FetchInto,
     Grant,
     Reason,
@@ -238,16 +239,21 @@ def test_workers_that_cannot_open_their_memory_end_the_load() -> None:
     assert consumer.take_actions() == [CANCEL]
 
 
-def test_a_load_that_ended_before_its_fetch_is_reported_to_the_producer() -> None:
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_load_that_is_cancelled_before_its_fetch_offers_no_window(is_closed: bool) -> None:
     consumer = dialling()
     consumer.fail("load", "the request has ended")
-    consumer.on_read("load", (), is_complete=False)
+    if is_closed:
+        consumer.on_read("load", (), is_complete=False)
     consumer.take_actions()
     consumer.on_open(PEER, "p")
     (sent,) = consumer.take_actions()
     assert isinstance(sent, Send)
-    assert isinstance(sent.message, FetchInto)
+    assert type(sent.message) is Fetch
     assert sent.message.first == sent.message.end
+    if not is_closed:
+        consumer.on_read("load", (), is_complete=False)
+        assert consumer.take_actions() == [Ended("load", reason="the request has ended")]
 
 
 def test_kv_that_is_not_needed_is_dismissed_as_with_pull() -> None:

@@ -9,12 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from penstock.kv_transfer.topology.planner import sources
-from penstock.kv_transfer.topology.tables import (
-    EngineTransferInfo,
-    TransferTopology,
-    engine_infos,
-    physical_block_ids,
-)
+from penstock.kv_transfer.topology.tables import EngineTransferInfo, TransferTopology, engine_infos
 from penstock.utils.errors import PeerError
 from tests.grids import grid
 from tests.unit.kv_memory_fakes import TOKEN_MAJOR, FakeEngine, FakeLayer, model, split_at, split_evenly
@@ -90,7 +85,7 @@ def test_a_forgotten_engine_may_return_with_another_declaration() -> None:
     known.check_integrity()
     known.forget("p")
     known.forget("p")
-    for question in (known.shards, known.reading_shards, known.readers, known.is_kv_replicated):
+    for question in (known.shards, known.readers, known.is_kv_replicated):
         with pytest.raises(PeerError, match="'p' is not known"):
             question("p")
     for info in stages(1, tp=2):
@@ -156,10 +151,11 @@ def test_a_layer_that_the_other_engine_lacks_is_named() -> None:
     with pytest.raises(PeerError, match=r"draft\.0"):
         known.target_remote_ranks("p", (0, 0))
     # In the other direction it is not needed.
-    assert topology(FakeEngine([LAYERS[:-1]], 1, 4), "d", ("p", engine())).reading_shards("p") == {(0, 0)}
+    without = topology(FakeEngine([LAYERS[:-1]], 1, 4), "d", ("p", engine()))
+    assert without.target_remote_ranks("p", (0, 0)) == ((0, 0),)
 
 
-# ---- Replicas, physical blocks ----
+# ---- Replicas ----
 
 
 @pytest.mark.parametrize(
@@ -172,14 +168,6 @@ def test_replicas(tp: int, num_heads: int, is_replicated: bool, is_whole: bool) 
     known = topology(of, "p")
     assert known.is_kv_replicated("p") is is_replicated
     assert known.replicates_kv_cache("p") is is_whole
-
-
-def test_a_logical_block_is_several_physical_blocks() -> None:
-    assert physical_block_ids([3, 0, 1], 2).tolist() == [6, 7, 0, 0, 2, 3]
-    assert physical_block_ids([3, 0, 1], 1).tolist() == [3, 0, 1]
-    assert physical_block_ids([], 4).tolist() == []
-    with pytest.raises(PeerError, match="64 bits"):
-        physical_block_ids([1 << 64], 2)
 
 
 # ---- Readers and sources ----
@@ -196,7 +184,7 @@ def test_both_engines_expect_the_same_transfers(remote_pp: int, remote_tp: int, 
         at_prefill = topology(prefill, "p", ("d", decode))
         edges = {(source, shard) for shard in decode.shards for source in at_decode.target_remote_ranks("p", shard)}
         assert {(mine, reader) for mine, readers in at_prefill.readers("d").items() for reader in readers} == edges
-        assert at_decode.reading_shards("p") == set(decode.shards)
+        assert {shard for _, shard in edges} == decode.shards.keys()
         for shard, layout in decode.shards.items():
             assert at_decode.sources("p", shard) == sources(layout, prefill.shards, shard)
             check_every_head_once(at_decode, shard)
@@ -217,7 +205,7 @@ def check_every_head_once(known: TransferTopology, shard: tuple[int, int]) -> No
 
 def test_a_shard_without_layers_reads_nothing() -> None:
     known = topology(FakeEngine([LAYERS, ()], 1, 4), "d", ("p", engine()))
-    assert known.reading_shards("p") == {(0, 0)}
+    assert known.target_remote_ranks("p", (0, 0)) == ((0, 0),)
     assert known.target_remote_ranks("p", (1, 0)) == ()
 
 

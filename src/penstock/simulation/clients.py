@@ -81,11 +81,14 @@ class Clients:
         self._num_drawn += 1
         return [self._draw(tick, live)]
 
-    def again(self, lost: LiveRequest, tick: int) -> LiveRequest:
-        """Returns a retry of a request that was lost with its engine."""
-        return LiveRequest(
-            lost.request, lost.answer, lost.expected, lost.engine, self._abort_at(tick), lost.next_engine
-        )
+    def again(self, lost: LiveRequest, tick: int) -> list[LiveRequest]:
+        """Returns the retry of a request that was lost with its engine."""
+        abort_at = self._abort_at(tick)
+        return [LiveRequest(lost.request, lost.answer, lost.expected, lost.engine, abort_at, lost.next_engine)]
+
+    def after_error(self, failed: LiveRequest, tick: int) -> list[LiveRequest]:
+        """Returns the retry of a request that ended with an error, if its client retries."""
+        return []
 
     def redirected(self, each: LiveRequest) -> list[LiveRequest]:
         """Returns the replacement of a request whose engine is down for good."""

@@ -1,4 +1,4 @@
-"""Peers that have the cluster key and violate the protocol, and one that follows it but runs another model.
+"""Peers that have the cluster key and violate the protocol, and some that follow it but differ from the others.
 
 The rogue sends well-formed messages that the codec accepts. Engines whose clients received its address connect to it,
 and it connects to engines itself.
@@ -127,7 +127,7 @@ class Rogue:
                     return
                 if rng.random() < 0.3:
                     self._strangers.add(peer)
-                    self._say(peer, self._own_hello({"weights": "others"}))
+                    self._say(peer, rng.choice([self._own_hello({"weights": "others"}), self._odd_hello()]))
                 else:
                     self._say(peer, self._hello())
             case Fetch():
@@ -227,6 +227,22 @@ class Rogue:
         return msgspec.structs.replace(
             self._real_hello(), engine_id=name, epoch="1", meaning=meaning, shards=(self._shard,)
         )
+
+    def _odd_hello(self) -> Hello:
+        """Adds a layer that no other engine has, whose axes are the order in which all layers would be digested."""
+        layout = self._memory.layout
+        layer = layout.layers[0]
+        unknown = msgspec.structs.replace(
+            layer,
+            name="unknown",
+            axes=layer.axes[::2],
+            shape=layer.shape[::2],
+            strides=layer.strides[::2],
+            heads=(0, 1),
+        )
+        layout = msgspec.structs.replace(layout, layers=(unknown, *layout.layers))
+        shard = msgspec.structs.replace(self._shard, layout=layout)
+        return msgspec.structs.replace(self._own_hello(self._real_hello().meaning), epoch="odd", shards=(shard,))
 
     def _hello(self) -> Hello:
         """Returns the hello of an engine like the others, or an impossible one."""

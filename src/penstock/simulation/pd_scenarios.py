@@ -169,13 +169,12 @@ def _tickets(rng: random.Random) -> Setup:
     return replace(setup, load_failure_policy=rng.choice(["recompute", "recompute", "fail"]))
 
 
-@_scenario("pd_parked", "C7: D waits for a request that P never receives, or loses")
+@_scenario("pd_parked", "C7: D waits for a request that P never receives, or loses, and leaves while others wait")
 def _parked(rng: random.Random) -> Setup:
-    setup = _pairs(
-        traffic(_pair(rng), reuse=0.5), style="concurrent", prefill_missing=0.5, max_parked=rng.choice([1, 64])
-    )
-    setup = traffic(setup, abort=rng.choice([0.0, 0.3]))
-    return replace(setup, load_timeout=rng.choice([0.3, 1.0]))
+    setup = traffic(_pair(rng), num_requests=14, reuse=0.5, abort=rng.choice([0.0, 0.3]))
+    setup = replace(setup, topologies=(*setup.topologies, setup.topologies[1]))
+    setup = _pairs(setup, style="concurrent", prefill_missing=0.3, replayed=0.5, max_parked=rng.choice([1, 64, 64]))
+    return replace(setup, load_timeout=rng.choice([0.3, 0.3, 1.0]))
 
 
 @_scenario("pd_no_prefill_left", "C7: all prefill engines die for good, and the decode engines prefill themselves")
@@ -213,7 +212,9 @@ def _push_stopped(rng: random.Random) -> Setup:
 
 @_scenario("pd_push_late_bytes", "F3, F6, F15: writes that fail but still land, are not reported, or have wrong bytes")
 def _push_late(rng: random.Random) -> Setup:
-    return faulty(_pushed(_late_bytes(rng)), broken=rng.choice([0.0, 0.1]), slow_messages=0.4)
+    setup = faulty(_pushed(_late_bytes(rng)), corrupt=0.2, broken=rng.choice([0.0, 0.1]), slow_messages=0.4)
+    # A push takes one step more than a read before the digests are compared.
+    return replace(setup, load_timeout=rng.choice([0.2, 0.6]))
 
 
 @_scenario("pd_push_crash", "F1, F2: P or D dies during a write, or restarts at the same address with other blocks")

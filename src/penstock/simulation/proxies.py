@@ -2,7 +2,8 @@
 
 Serial: P receives the request with one output token, and the parameters of its answer are sent to D with the whole
 request. Concurrent: both receive their requests in some order and some time apart, with a shared name. A conversation
-continues with D's answer.
+continues with D's answer. A request to D that was lost or has failed is retried with its parameters, as by a proxy that
+derives the shared name from the request's, or begins again at P, as with Penstock's router.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def address_of(name: str) -> Address:
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    """One prompt and its parameters; `number` counts from 1 within its conversation. Clients may reuse `name`; proxies
-    never reuse `rendezvous`.
+    """One prompt and its parameters; `number` counts from 1 within its conversation. Clients may reuse `name`; a turn
+    keeps its `rendezvous` unless it begins again.
     """
 
     name: str
@@ -51,6 +52,7 @@ class _Turn:
     cache_salt: str | None
     prefiller: str
     decoder: str
+    is_retried: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -72,7 +74,7 @@ class Proxies(Clients):
         self._prefillers = names[: self._pairs.num_prefill]
         self._decoders = names[self._pairs.num_prefill :]
         self._gone: set[str] = set()
-        self._num_names = 0
+        self._num_names = self._num_rendezvous = 0
 
     def arrivals(self, tick: int, live: dict[str, LiveRequest]) -> list[LiveRequest]:
         if self.is_done or self._rng.random() >= self._traffic.arrival:
@@ -92,9 +94,20 @@ class Proxies(Clients):
             return self._go_on(done.turn, done.received, tick)
         return []
 
-    def again(self, lost: LiveRequest, tick: int) -> LiveRequest:
-        assert isinstance(lost, _Part)
-        return replace(lost, received=[], abort_at=self._abort_at(tick))
+    def again(self, lost: LiveRequest, tick: int) -> list[LiveRequest]:
+        assert isinstance(lost, _Part) and lost.turn is not None
+        if not lost.is_decode:
+            return [replace(lost, received=[], abort_at=self._abort_at(tick))]
+        turn = replace(lost.turn, decoder=self._rng.choice(self._decoders), is_retried=True)
+        if self._rng.random() < 0.5:
+            self._count("begun_again")
+            return self._begin(replace(turn, rendezvous=self._rendezvous()), tick)
+        self._count("retried")
+        return [self._decode(turn, lost.request.sampling_params.kv_transfer_params, tick)]
+
+    def after_error(self, failed: LiveRequest, tick: int) -> list[LiveRequest]:
+        assert isinstance(failed, _Part) and failed.turn is not None
+        return self.again(failed, tick) if failed.is_decode and not failed.turn.is_retried else []
 
     def redirected(self, each: LiveRequest) -> list[LiveRequest]:
         """Without a prefill engine D computes the prompt; in the concurrent style D already has the request."""
@@ -117,7 +130,7 @@ class Proxies(Clients):
         self._used_ids.append(name)
         return _Turn(
             name,
-            f"xfer-{self._num_names}",
+            self._rendezvous(),
             number,
             prompt,
             max_tokens,
@@ -126,6 +139,10 @@ class Proxies(Clients):
             rng.choice(self._prefillers),
             decoder,
         )
+
+    def _rendezvous(self) -> str:
+        self._num_rendezvous += 1
+        return f"xfer-{self._num_rendezvous}"
 
     def _begin(self, turn: _Turn, tick: int) -> list[LiveRequest]:
         style = self._pairs.style
@@ -152,13 +169,13 @@ class Proxies(Clients):
         if rng.random() < pairs.altered:
             self._count("altered")
             prefilled = replace(turn, prompt=tuple(self._prompt()))
-        parts = [self._decode(turn, fetch, times[0])]
+        parts = self._decodes(turn, fetch, times[0])
         if rng.random() < pairs.prefill_missing:
             self._count("prefills_missing")
         else:
             parts.append(self._prefill(prefilled, {"do_remote_decode": True, "transfer_id": name}, times[1]))
         rng.shuffle(parts)
-        return list[LiveRequest](parts)
+        return parts
 
     def _hand_over(self, turn: _Turn, params: Params, tick: int) -> list[LiveRequest]:
         """Sends D the parameters of P's answer; the proxy may lose, delay or alter them."""
@@ -176,12 +193,7 @@ class Proxies(Clients):
         if rng.random() < pairs.misled:
             self._count("misled")
             params = self._misled(turn, params)
-        parts = [self._decode(turn, params, tick + late)]
-        if rng.random() < pairs.replayed:
-            self._count("replayed")
-            again = replace(turn, name=f"{turn.name}x", decoder=rng.choice(self._decoders), number=self._pairs.turns)
-            parts.append(self._decode(again, params, tick + late + rng.randrange(_MAX_APART)))
-        return list[LiveRequest](parts)
+        return self._decodes(turn, params, tick + late)
 
     def _go_on(self, turn: _Turn, output: list[int], tick: int) -> list[LiveRequest]:
         prompt = [*turn.prompt, *output, *self._random_tokens(1 + self._rng.randrange(self._traffic.max_suffix))]
@@ -196,6 +208,17 @@ class Proxies(Clients):
 
     def _prefill(self, turn: _Turn, params: Params, not_before: int, *, is_serial: bool = False) -> _Part:
         return self._part(turn, turn.prefiller, 1, params, not_before, is_serial_prefill=is_serial)
+
+    def _decodes(self, turn: _Turn, params: Params, not_before: int) -> list[LiveRequest]:
+        """Returns D's request, and the same for a second engine if the proxy repeats it."""
+        parts: list[LiveRequest] = [self._decode(turn, params, not_before)]
+        if self._rng.random() < self._pairs.replayed:
+            self._count("replayed")
+            decoder = self._rng.choice(self._decoders)
+            again = replace(turn, name=f"{turn.name}x", decoder=decoder, number=self._pairs.turns)
+            later = self._rng.choice((0, 0, self._rng.randrange(_MAX_APART)))
+            parts.append(self._decode(again, params, not_before + later))
+        return parts
 
     def _decode(self, turn: _Turn, params: Params | None, not_before: int) -> _Part:
         return self._part(turn, turn.decoder, turn.max_tokens, params, not_before)

@@ -218,7 +218,7 @@ class World:
         self._backing.crash(name)
         for each in [each for each in self._live.values() if each.engine == name]:
             del self._live[each.request.request_id]
-            self._waiting_again.append(self._clients.again(each, tick))
+            self._waiting_again += self._clients.again(each, tick)
 
     def _step(self, engine: SimEngine, tick: int) -> None:
         try:
@@ -249,6 +249,8 @@ class World:
         del self._live[each.request.request_id]
         if output.error is None:
             self._waiting_again += self._clients.follow_ups(each, output, tick)
+        else:
+            self._waiting_again += self._clients.after_error(each, tick)
 
     # ---- The end ----
 

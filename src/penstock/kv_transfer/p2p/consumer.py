@@ -35,7 +35,7 @@ from penstock.kv_transfer.p2p.messages import (
     Written,
 )
 from penstock.kv_transfer.p2p.params import Address, RemotePrefill
-from penstock.kv_transfer.p2p.session import PeerKey, Send
+from penstock.kv_transfer.p2p.session import PeerKey, Send, cut_reason
 from penstock.kv_transfer.p2p.ticket import TicketOffice
 from penstock.messages.kv_transfer import BadRange, TransferId
 from penstock.utils.errors import PeerError
@@ -232,9 +232,9 @@ class Consumer:
         waiting, line.waiting = line.waiting, []
         for fetch in waiting:
             load = self._loads.get(fetch.transfer_id)
-            if load is None:
-                # It has ended meanwhile, or has never needed anything: the producer need not hold anything.
-                self._actions.append(Send(peer, msgspec.structs.replace(fetch, first=0, end=0)))
+            if load is None or load.state is LoadState.CANCELLING:
+                # It has been cancelled meanwhile, or has never needed anything: the producer need not hold anything.
+                self._actions.append(Send(peer, _dismissal(fetch)))
                 continue
             # A proxy may know the engine id of an earlier life; a rendezvous is identified by its own name.
             if load.source.ticket and load.source.engine_id != engine_id:
@@ -268,7 +268,7 @@ class Consumer:
                 self._on_grant(load, message, now)
             case Refuse() if load.state is LoadState.ASKING or (load.is_pushed and load.may_move):
                 self.counts.num_refused += 1
-                self._stop(message.transfer_id, load, message.detail)
+                self._stop(message.transfer_id, load, cut_reason(message.detail))
             case Written() if load.grant is not None and load.state is LoadState.READING:
                 self._on_written(message, load, load.grant)
             case DoneAck() if load.state is LoadState.CONFIRMING:
@@ -424,6 +424,18 @@ class Consumer:
         for transfer_id, load in self._loads.items():
             is_late = load.state in (LoadState.READING, LoadState.CONFIRMING)
             assert load.is_asked or not is_late, f"{transfer_id}: {load.state}, but it was never requested"
+
+
+def _dismissal(fetch: Fetch) -> Fetch:
+    """Returns a fetch of nothing for the same request, without destinations."""
+    return Fetch(
+        transfer_id=fetch.transfer_id,
+        first=0,
+        end=0,
+        prompt_digest=fetch.prompt_digest,
+        ticket=fetch.ticket,
+        rendezvous=fetch.rendezvous,
+    )
 
 
 def _fetch(name: TransferId, source: RemotePrefill, prompt_digest: bytes, first: int, end: int) -> Fetch:

@@ -37,7 +37,7 @@ from penstock.kv_transfer.p2p.producer import (
     Sent,
     StopWriting,
 )
-from penstock.kv_transfer.p2p.session import Close, PeerKey, Send, Sessions
+from penstock.kv_transfer.p2p.session import Close, PeerKey, Send, Sessions, cut_reason
 from penstock.kv_transfer.p2p.traffic import Traffic
 from penstock.messages.kv_transfer import BadRange, HandshakePayload, KVConnectorOutput, ShardId, TransferId
 from penstock.messages.scheduler_output import BlockIds
@@ -174,6 +174,10 @@ class Exchange:
         self._consumer.dismiss(name, source, prompt_digest)
         self._perform()
 
+    def expect(self, rendezvous: str) -> None:
+        """A request that another engine may wait for has begun."""
+        self._producer.expect(rendezvous)
+
     def offer(self, offer: Offer) -> str:
         """Offers a request's held blocks to another engine. Returns its ticket."""
         ticket = self._producer.offer(offer, self._clock.now())
@@ -263,7 +267,7 @@ class Exchange:
             else:
                 self._producer.receive(peer, message, now)
         except PeerError as error:
-            logger.warning("the session with %s ends: %s", peer, error)
+            logger.warning("the session with %s ends: %s", peer, cut_reason(str(error)))
             self._end_session(peer, str(error))
 
     def _introduce(self, peer: PeerKey, message: Message) -> None:
@@ -284,7 +288,7 @@ class Exchange:
     def _forget(self, peer: PeerKey, reason: str) -> None:
         self._sessions.on_lost(peer)
         self._producer.on_lost(peer)
-        self._consumer.on_lost(peer, reason)
+        self._consumer.on_lost(peer, cut_reason(reason))
 
     # ---- Actions ----
 

@@ -1,7 +1,8 @@
 """The jobs of the workers of all ranks: what they do with the next step, and the results of their reports.
 
 A job is named by the engine's epoch and the transfer, so that a late report from an earlier epoch matches no job. It
-ends when every rank has reported.
+ends when every rank of this engine has reported, even one that has no part in it: so the expected reports do not depend
+on what a peer declares, and no rank can still compute digests or have a window open.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from penstock.kv_transfer.p2p.messages import (
 )
 from penstock.kv_transfer.p2p.producer import Attest
 from penstock.kv_transfer.p2p.session import engine_key
-from penstock.kv_transfer.topology.pieces import digest_edges, digest_unit
+from penstock.kv_transfer.topology.pieces import check_order, digest_edges, digest_unit
 from penstock.kv_transfer.topology.tables import TransferTopology, engine_infos
 from penstock.messages.kv_cache_spec import NULL_BLOCK
 from penstock.messages.kv_transfer import BadRange, ShardId, TransferId, TransferReport, TransferStatus
@@ -91,8 +92,9 @@ class WorkerJobs:
         for info in engine_infos(key, peer.shards[0].layout.block_size, layouts):
             self._topology.register(info)
         if is_source:
-            for shard in self._own:
-                self._topology.sources(key, shard)
+            for shard, each in self._own.items():
+                for sender, slices in self._topology.sources(key, shard).items():
+                    check_order(each.layout, layouts[sender], slices)
         else:
             self._topology.readers(key)
 

@@ -116,6 +116,14 @@ class _Parked:
 
 
 @dataclass(slots=True)
+class _Closed:
+    """A rendezvous at which one side will not come any more: its reader, or else the request of this engine."""
+
+    is_by_reader: bool
+    deadline: float
+
+
+@dataclass(slots=True)
 class _Grant:
     held: _Held
     fetch: Fetch
@@ -150,8 +158,7 @@ class _State:
     parked: dict[_GrantKey, _Parked] = field(default_factory=dict[_GrantKey, _Parked])
     grants: dict[_GrantKey, _Grant] = field(default_factory=dict[_GrantKey, _Grant])
     jobs: dict[TransferId, _GrantKey] = field(default_factory=dict[TransferId, _GrantKey])
-    # Rendezvous that one side has given up, with the time until which the other side may still come.
-    closed: dict[str, float] = field(default_factory=dict[str, float])
+    closed: dict[str, _Closed] = field(default_factory=dict[str, _Closed])
 
 
 class Producer:
@@ -173,6 +180,12 @@ class Producer:
 
     # ---- Requests of this engine ----
 
+    def expect(self, rendezvous: str) -> None:
+        """Called when a request with this rendezvous begins: its reader waits, even if an earlier one ended without KV."""
+        closed = self._state.closed.get(rendezvous)
+        if closed is not None and not closed.is_by_reader:
+            del self._state.closed[rendezvous]
+
     def offer(self, offer: Offer, now: float) -> str:
         """Offers the held blocks of a request that has ended. Returns its ticket."""
         held = _Held(offer, now + self._rules.hold_seconds)
@@ -180,10 +193,11 @@ class Producer:
         self.counts.num_offered += 1
         if offer.rendezvous:
             self._state.at_rendezvous[offer.rendezvous] = held
-            for key in [key for key, each in self._state.parked.items() if each.fetch.rendezvous == offer.rendezvous]:
-                self._answer(key, self._state.parked.pop(key).fetch, now)
-            if self._state.closed.pop(offer.rendezvous, None) is not None and not held.is_taken:
+            closed = self._state.closed.pop(offer.rendezvous, None)
+            if closed is not None and closed.is_by_reader:
                 self._drop(held)
+            for key in self._waiting_at(offer.rendezvous):
+                self._answer(key, self._state.parked.pop(key).fetch, now)
         return self._office.issue(
             Ticket(self._engine_id, self._epoch, offer.hold_id, offer.prompt_digest, offer.num_tokens)
         )
@@ -191,8 +205,8 @@ class Producer:
     def withdraw(self, rendezvous: str, now: float) -> None:
         """Called when the request with this rendezvous has ended without KV."""
         if rendezvous:
-            self._close(rendezvous, now)
-        for key in [key for key, each in self._state.parked.items() if each.fetch.rendezvous == rendezvous]:
+            self._close(rendezvous, now, is_by_reader=False)
+        for key in self._waiting_at(rendezvous):
             del self._state.parked[key]
             self._refuse(key, Reason.PREFILL_FAILED, "the request has ended before its prompt was computed")
 
@@ -215,9 +229,9 @@ class Producer:
                 self._on_done((peer, message.transfer_id), now)
             case Abort():
                 parked = self._state.parked.get((peer, message.transfer_id))
-                if parked is not None:
-                    self._close(parked.fetch.rendezvous, now)
                 self._give_up((peer, message.transfer_id))
+                if parked is not None and not self._waiting_at(parked.fetch.rendezvous):
+                    self._close(parked.fetch.rendezvous, now, is_by_reader=True)
             case _:
                 raise PeerError(f"the peer sent {type(message).__name__}, which a consumer does not send")
 
@@ -260,7 +274,7 @@ class Producer:
             if state.grants[key].is_busy:
                 self._refuse(key, Reason.NOT_WRITTEN, "the lease ended before everything was written")
             self._give_up(key)
-        for name in [name for name, until in state.closed.items() if until <= now]:
+        for name in [name for name, each in state.closed.items() if each.deadline <= now]:
             del state.closed[name]
         for each in [each for each in state.held.values() if not each.is_taken and each.deadline <= now]:
             self.counts.num_expired += 1
@@ -284,7 +298,8 @@ class Producer:
         if key in self._state.grants or key in self._state.parked:
             return
         if fetch.rendezvous and fetch.rendezvous not in self._state.at_rendezvous:
-            if self._state.closed.pop(fetch.rendezvous, None) is not None:
+            closed = self._state.closed.pop(fetch.rendezvous, None)
+            if closed is not None and not closed.is_by_reader:
                 self._refuse(key, Reason.PREFILL_FAILED, "the request has ended before its prompt was computed")
                 return
             if len(self._state.parked) >= self._rules.max_parked:
@@ -294,10 +309,13 @@ class Producer:
             return
         self._answer(key, fetch, now)
 
-    def _close(self, rendezvous: str, now: float) -> None:
+    def _waiting_at(self, rendezvous: str) -> list[_GrantKey]:
+        return [key for key, each in self._state.parked.items() if each.fetch.rendezvous == rendezvous]
+
+    def _close(self, rendezvous: str, now: float, *, is_by_reader: bool) -> None:
         """Records, up to a limit, that one side has given up, so that the other need not wait for its deadline."""
         if len(self._state.closed) < self._rules.max_parked:
-            self._state.closed[rendezvous] = now + self._rules.park_seconds
+            self._state.closed[rendezvous] = _Closed(is_by_reader, now + self._rules.park_seconds)
 
     def _answer(self, key: _GrantKey, fetch: Fetch, now: float) -> None:
         """Grants or refuses a fetch of a request that has ended."""
@@ -407,3 +425,5 @@ class Producer:
         assert not waiting, f"nothing is done for {waiting}"
         at_rendezvous = {each.offer.rendezvous for each in state.held.values() if each.offer.rendezvous}
         assert at_rendezvous == state.at_rendezvous.keys(), at_rendezvous ^ state.at_rendezvous.keys()
+        awaited = {each.fetch.rendezvous for each in state.parked.values()}
+        assert awaited.isdisjoint(state.closed), f"one side has gone from {awaited & state.closed.keys()}"

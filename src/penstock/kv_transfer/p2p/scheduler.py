@@ -90,6 +90,7 @@ class P2PScheduler(NullSchedulerConnector):
                     raise RequestError("this engine has kv_role kv_consumer: send do_remote_decode to a kv_producer")
                 if rendezvous and not self._is_free(rendezvous):
                     raise RequestError(f"transfer_id {rendezvous!r} is already in use", "kv_transfer_params")
+                self._exchange.expect(rendezvous)
                 self._decoded_elsewhere[request.request_id] = asked
             case RemotePrefill():
                 if role == "kv_producer":

@@ -18,6 +18,7 @@ PeerKey = str
 _HELLO_SECONDS = 5.0
 _MAX_SHARDS = 1024
 _MAX_ID_LENGTH = 128
+MAX_REASON_LENGTH = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +122,17 @@ class Sessions:
             return Refuse("", Reason.OTHER_VERSION, detail)
         if other.transport != self._hello.transport:
             detail = f"transport {other.transport} and {self._hello.transport}: configure the same on both sides"
-            return Refuse("", Reason.OTHER_TRANSPORT, detail)
+            return Refuse("", Reason.OTHER_TRANSPORT, cut_reason(detail))
         different = find_differences(self._hello.meaning, other.meaning, self._ignored)
         if different:
             detail = f"engines {self._hello.engine_id} and {other.engine_id} differ in {', '.join(different)}"
-            return Refuse("", Reason.OTHER_MODEL, detail)
+            return Refuse("", Reason.OTHER_MODEL, cut_reason(detail))
         return None
+
+
+def cut_reason(reason: str) -> str:
+    """Limits what goes into logs, answers and messages of a text that a peer may have chosen."""
+    return reason if len(reason) <= MAX_REASON_LENGTH else f"{reason[:MAX_REASON_LENGTH]}..."
 
 
 def find_differences(own: Mapping[str, str], other: Mapping[str, str], ignored: frozenset[str]) -> list[str]:

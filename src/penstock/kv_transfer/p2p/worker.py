@@ -17,7 +17,7 @@ from penstock.kv_transfer.p2p.dialler import Background
 from penstock.kv_transfer.p2p.digests import UnitDigests
 from penstock.kv_transfer.p2p.messages import AttestJob, OfferJob, P2PHandshake, P2PMetadata, ReadJob, Shard
 from penstock.kv_transfer.p2p.moves import Move, Mover, Slices
-from penstock.kv_transfer.topology.pieces import digest_unit
+from penstock.kv_transfer.topology.pieces import digest_order, digest_unit
 from penstock.kv_transfer.topology.planner import plan_runs, sources
 from penstock.kv_transfer.transports.base import DataTransport, Operation, TransferState
 from penstock.kv_transfer.view import KVCacheView
@@ -182,14 +182,11 @@ class P2PWorker(NullWorkerConnector):
         """Computes the digests for each rank of the peer that reads from this one, by group and unit."""
         for _, slices, layout in _readers(self._shard, self._own, self._tables.get(job.peer, {})):
             unit = digest_unit(self._layout.block_size, layout.block_size)
+            order = digest_order(self._layout)
             for group, table in enumerate(job.block_ids):
-                for _, each, num_bytes in self._digests.of(slices, self._axes, table, group, job.first, job.end, unit):
+                for _, each, num_bytes in self._digests.of(slices, order, table, group, job.first, job.end, unit):
                     digests.append(each)
                     yield num_bytes
-
-    @property
-    def _axes(self) -> tuple[str, ...]:
-        return self._layout.layers[0].axes
 
     # ---- Receiving: reads, windows and checks ----
 
@@ -249,7 +246,12 @@ class P2PWorker(NullWorkerConnector):
     def _check(self, read: _Read, room: int) -> int:
         """Compares digests of about `room` bytes; returns the room that is left."""
         if read.check is not None and room > 0:
-            room, read.is_checked = _advance(read.check, room)
+            try:
+                room, read.is_checked = _advance(read.check, room)
+            except PeerError as error:
+                logger.warning("KV of %s cannot be compared with its digests: %s", read.job.job_id, error)
+                self._mover.give_up(read.move)
+                read.is_checked = True
         return room
 
     def _compare(self, read: _Read) -> Iterator[int]:
@@ -259,10 +261,10 @@ class P2PWorker(NullWorkerConnector):
             layout = self._tables[job.peer][shard].layout
             unit = digest_unit(self._layout.block_size, layout.block_size)
             expected = given.get((shard, self._shard), ())
-            axes = layout.layers[0].axes
+            order = digest_order(layout)
             for group, table in enumerate(job.block_ids):
                 wanted = iter(expected[group] if group < len(expected) else ())
-                for token, each, num_bytes in self._digests.of(slices, axes, table, group, job.first, job.end, unit):
+                for token, each, num_bytes in self._digests.of(slices, order, table, group, job.first, job.end, unit):
                     # Without a block here, nothing was requested.
                     if next(wanted, b"") != each and each:
                         read.bad_ranges.append(BadRange(group, token, min(token + unit, job.end)))

@@ -10,7 +10,7 @@ import numpy as np
 from penstock.kv_transfer.topology.layouts import Placement, extent
 from penstock.kv_transfer.topology.planner import BlockIdList, LayerSlice, SliceShape, blocks_of, cut_tokens, merge
 from penstock.messages.kv_cache_spec import NULL_BLOCK
-from penstock.messages.kv_layout import KVLayout
+from penstock.messages.kv_layout import KVLayout, LayerLayout
 from penstock.utils.errors import PeerError
 
 
@@ -22,6 +22,18 @@ def digest_unit(a: int, b: int) -> int:
 def digest_edges(first: int, end: int, unit: int) -> np.ndarray:  # [num_units + 1] int64
     """Cuts tokens [first, end) at the multiples of `unit`: the first and the last unit may be smaller."""
     return cut_tokens(first, end, unit)
+
+
+def digest_order(sender: KVLayout) -> tuple[str, ...]:
+    """Returns the order of axes in which what a sender with this layout sends is digested on both sides."""
+    return sender.layers[0].axes
+
+
+def check_order(local: KVLayout, sender: KVLayout, slices: Sequence[LayerSlice]) -> None:
+    """Raises PeerError if what the sender sends cannot be digested here in its order."""
+    place = Placement(local)
+    for each in slices:
+        _check_axes(place.layer(each.name), digest_order(sender))
 
 
 def piece_runs(
@@ -93,9 +105,13 @@ def _slices_of(
         layer = place.layer(each.name)
         if layer.group != group:
             continue
-        if missing := [axis for axis in layer.axes if axis not in order and extent(layer, axis)[0] > 1]:
-            raise PeerError(f"layer {each.name!r} has axes {missing} that the other engine's order {order} lacks")
+        _check_axes(layer, order)
         yield SliceShape.of(layer, each), place.start(layer)
+
+
+def _check_axes(layer: LayerLayout, order: tuple[str, ...]) -> None:
+    if missing := [axis for axis in layer.axes if axis not in order and extent(layer, axis)[0] > 1]:
+        raise PeerError(f"layer {layer.name!r} has axes {missing} that the other engine's order {order} lacks")
 
 
 def _pieces_of_units(

@@ -160,20 +160,17 @@ def cut_tokens(first: int, end: int, *sizes: int) -> np.ndarray:  # [n + 1] int6
 
 
 def blocks_of(table: BlockIdList, block_size: int, tokens: np.ndarray) -> np.ndarray:
-    """Returns the block ids of these ascending tokens. Raises PeerError if the table is too short."""
+    """Returns the block ids of these ascending tokens. Raises PeerError if the table is too short or has ids that are
+    too large.
+    """
     if not len(tokens):
         return np.empty(0, np.int64)
     indices = tokens // block_size
     first, last = int(indices[0]), int(indices[-1])
     if last >= len(table):
         raise PeerError(f"a block table of {len(table)} blocks of {block_size} tokens ends before token {tokens[-1]}")
-    return id_array(table[first : last + 1])[indices - first]
-
-
-def id_array(block_ids: BlockIdList) -> np.ndarray:
-    """Returns block ids as int64. Raises PeerError if one does not fit."""
     try:
-        return np.asarray(block_ids, np.int64)
+        return np.asarray(table[first : last + 1], np.int64)[indices - first]
     except OverflowError:
         raise PeerError("a block table has ids that do not fit into 64 bits") from None
 

@@ -6,11 +6,9 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 import msgspec
-import numpy as np
 
 from penstock.kv_transfer.topology.layouts import check_fit, check_layout
-from penstock.kv_transfer.topology.planner import BlockIdList, LayerSlice, ShardTable, id_array, sources
-from penstock.messages.kv_cache_spec import NULL_BLOCK
+from penstock.kv_transfer.topology.planner import LayerSlice, ShardTable, sources
 from penstock.messages.kv_layout import KVLayout, LayerLayout
 from penstock.messages.kv_transfer import ShardId
 from penstock.utils.errors import PeerError
@@ -79,18 +77,11 @@ def engine_infos(engine_id: str, block_size: int, shards: ShardTable) -> tuple[E
     return tuple(infos)
 
 
-def physical_block_ids(block_ids: BlockIdList, per_logical_block: int) -> np.ndarray:
-    """Returns the memory blocks of a block table, int64. Those of the NULL_BLOCK are all NULL_BLOCK."""
-    logical = id_array(block_ids)[:, None]
-    physical = logical * per_logical_block + np.arange(per_logical_block)
-    return np.where(logical == NULL_BLOCK, NULL_BLOCK, physical).reshape(-1)
-
-
 class TransferTopology:
     """An engine's own shards and those of the engines it knows, by (engine id, pipeline rank).
 
     An engine is known when all its stages are registered. For other engines, and after `forget`, queries raise
-    PeerError.
+    PeerError. Penstock's own connectors do not ask for target ranks and replicas; connectors of users may.
     """
 
     def __init__(self, engine_id: str, block_size: int, shards: ShardTable) -> None:
@@ -170,10 +161,6 @@ class TransferTopology:
     def target_remote_ranks(self, engine_id: str, local_shard: ShardId) -> tuple[ShardId, ...]:
         """Returns the shards of the other engine that a shard of this one reads from."""
         return tuple(self.sources(engine_id, local_shard))
-
-    def reading_shards(self, engine_id: str) -> frozenset[ShardId]:
-        """Returns the shards of this engine that report a read from the other one: those that have layers."""
-        return frozenset(shard for shard in self.shards(self.engine_id) if self.sources(engine_id, shard))
 
     def readers(self, engine_id: str) -> Mapping[ShardId, frozenset[ShardId]]:
         """Returns for every shard of this engine which shards of the other one read from it, by the other's plan."""

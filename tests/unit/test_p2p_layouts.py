@@ -1,0 +1,88 @@
+"""Layouts that a peer may declare, and what becomes of its KV where they do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import pytest
+from msgspec.structs import replace
+
+from penstock.kv_transfer.p2p.jobs import WorkerJobs
+from penstock.kv_transfer.p2p.messages import Hello, P2PMetadata, PeerShards, ReadJob, Shard, ShardDigests
+from penstock.kv_transfer.p2p.worker import P2PWorker
+from penstock.kv_transfer.transports.base import PeerId
+from penstock.kv_transfer.transports.memory import MemoryFabric
+from penstock.messages.kv_layout import KVLayout
+from penstock.messages.kv_transfer import ShardId, TransferReport, TransferStatus
+from penstock.simulation.oracle import OracleMemory, cache_config, make_layers
+from penstock.utils.clock import ManualClock
+from penstock.utils.errors import PeerError
+
+RANK: ShardId = (0, 0)
+
+
+def make_memory() -> OracleMemory:
+    return OracleMemory(cache_config(make_layers((0,), 1, has_drafter=False), 4, 4, 2), RANK, range(2))
+
+
+def with_unknown_layer(layout: KVLayout) -> KVLayout:
+    """Its first layer, which no other engine has, lacks the axes of the heads and of keys and values."""
+    first = layout.layers[0]
+    (block, _, token, _), (block_bytes, _, token_bytes, _) = first.shape, first.strides
+    unknown = replace(
+        first,
+        name="unknown",
+        axes=("block", "token"),
+        shape=(block, token),
+        strides=(block_bytes, token_bytes),
+        heads=(0, 1),
+    )
+    return replace(layout, layers=(unknown, *layout.layers))
+
+
+def hello(layout: KVLayout) -> Hello:
+    shards = (Shard(RANK, layout, b""),)
+    return Hello(version=2, engine_id="p", epoch="1", meaning={}, transport="memory", shards=shards)
+
+
+def test_a_peer_in_whose_order_nothing_can_be_digested_is_refused() -> None:
+    layout = make_memory().layout
+    own = {RANK: Shard(RANK, layout, b"")}
+    WorkerJobs("epoch", own, 1).register(hello(layout), is_source=True)
+    with pytest.raises(PeerError, match=r"axes \['head', 'kv'\] that the other engine's order"):
+        WorkerJobs("epoch", own, 1).register(hello(with_unknown_layer(layout)), is_source=True)
+
+
+def connect_now(connect: Callable[[], PeerId]) -> Future[PeerId]:
+    future: Future[PeerId] = Future()
+    future.set_result(connect())
+    return future
+
+
+def test_a_read_that_cannot_be_compared_fails() -> None:
+    """Registration refuses such a peer; if one gets through, it costs its KV and not the rank."""
+    fabric = MemoryFabric(ManualClock())
+    here, there = make_memory(), make_memory()
+    sender = fabric.endpoint("p")
+    sender.register(there.region_memory())
+    worker = P2PWorker(RANK, lambda _: fabric.endpoint("d"), connect_now)
+    worker.register_kv_caches(here)
+    shard = Shard(RANK, with_unknown_layer(there.layout), sender.descriptor())
+    job = ReadJob(
+        job_id="load",
+        peer="p/1",
+        block_ids=((1,),),
+        remote_block_ids=((2,),),
+        first=0,
+        end=4,
+        digests=(ShardDigests(RANK, RANK, ((b"digest",),)),),
+    )
+    reports: list[TransferReport] = []
+    for metadata in (P2PMetadata(peers=(PeerShards("p/1", (shard,)),), reads=(job,)), P2PMetadata(), P2PMetadata()):
+        worker.begin_step(metadata)
+        worker.start_load_kv()
+        fabric.run()
+        reports += worker.get_finished(frozenset()).reports
+        worker.end_step()
+    assert reports == [TransferReport("load", RANK, TransferStatus.FAILED)]
