@@ -17,7 +17,7 @@ from penstock.kv_transfer.abilities import Abilities
 from penstock.kv_transfer.connector import NO_MATCH, Match
 from penstock.kv_transfer.example import ExampleConnector
 from penstock.kv_transfer.factory import ConnectorContext, make_scheduler_connector, make_worker_connector
-from penstock.kv_transfer.multi import MultiHandshake, MultiScheduler
+from penstock.kv_transfer.multi import MultiConnector, MultiHandshake, MultiScheduler
 from penstock.kv_transfer.null import NullSchedulerConnector, NullWorkerConnector
 from penstock.kv_transfer.offload.messages import OffloadSetup
 from penstock.messages.kv_cache_spec import KVCacheConfig
@@ -132,6 +132,15 @@ def test_a_role_decides_what_a_connector_does(role: str, loads: int, saves: int)
         assert part.get_num_new_matched_tokens(request, 0).num_tokens == 4 * loads
         part.on_blocks_complete(request, ((1, 2),), 0, 2)
         assert sum(Abilities(part).counters().values()) == 2 * saves
+
+
+def test_a_child_waits_as_long_as_its_engine_unless_it_says_otherwise() -> None:
+    children = [OFFLOADING, {**OFFLOADING, "name": "patient", "kv_load_timeout": 60.0}]
+    config = context(
+        kv_connector="MultiConnector", kv_load_timeout=5.0, kv_connector_extra_config={"connectors": children}
+    ).config
+    waits = {name: child.kv_load_timeout for name, child in MultiConnector.children(config).items()}
+    assert waits == {"OffloadingConnector": 5.0, "patient": 60.0}
 
 
 def test_an_engine_id_is_bounded() -> None:

@@ -78,7 +78,8 @@ class MultiConnector:
         """Returns them by name. Raises ConfigError if a child's configuration is invalid or a name is repeated."""
         given = config.kv_connector_extra_config
         options = read_options("MultiConnector", given, {}, connectors=(_is_list_of_objects, "a list of objects"))
-        shared = {name: getattr(config, name) for name in ("engine_id", "kv_role", "kv_ip", "kv_port")}
+        inherited = ("engine_id", "kv_role", "kv_load_timeout", "kv_ip", "kv_port")
+        shared = {name: getattr(config, name) for name in inherited}
         configs: dict[str, KVTransferConfig] = {}
         for child in options["connectors"]:
             parsed = parse_kv_transfer_config({**shared, **{key: child[key] for key in child if key != "name"}})
