@@ -143,6 +143,15 @@ def test_a_child_waits_as_long_as_its_engine_unless_it_says_otherwise() -> None:
     assert waits == {"OffloadingConnector": 5.0, "patient": 60.0}
 
 
+def test_at_most_one_child_answers_requests() -> None:
+    nixl, mooncake = ({"kv_connector": name, "kv_port": 0} for name in ("NixlConnector", "MooncakeConnector"))
+    inner = {"kv_connector": "MultiConnector", "name": "inner", "kv_connector_extra_config": {"connectors": [mooncake]}}
+    for children, named in (([nixl, mooncake], "MooncakeConnector"), ([nixl, OFFLOADING, inner], "inner")):
+        several = context(kv_connector="MultiConnector", kv_connector_extra_config={"connectors": children})
+        with pytest.raises(ConfigError, match=f"NixlConnector and {named} in MultiConnector would each answer"):
+            make_scheduler_connector(several)
+
+
 def test_an_engine_id_is_bounded() -> None:
     for engine_id in ("", "a\nb", "x" * 129):
         with pytest.raises(ConfigError, match="engine_id"):
