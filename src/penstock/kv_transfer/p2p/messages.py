@@ -58,7 +58,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fetch(msgspec.Struct, frozen=True, kw_only=True):
-    """Asks for the KV of tokens [first, end) of a prompt. An empty range says that none is needed.
+    """Asks for the KV of tokens [first, end) of a prompt, for all ranks of D. An empty range says that none is needed.
 
     Either `ticket` or `rendezvous`, a name that the proxy has given to both engines, says of which request.
     """
