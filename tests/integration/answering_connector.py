@@ -11,6 +11,8 @@ from penstock.messages.scheduler_output import BlockIds
 
 
 class AnsweringConnector:
+    answers_requests = True
+
     @staticmethod
     def make_scheduler_connector(context: ConnectorContext) -> AnsweringScheduler:
         return AnsweringScheduler()

@@ -6,10 +6,10 @@ import pytest
 
 from penstock.kv_transfer.connector import Match, RequestView
 from penstock.kv_transfer.transports.base import Operation, TransferState
-from penstock.kv_transfer.transports.memory import Fault, FaultKind, MemoryFabric, MemoryTransport
 from penstock.messages.kv_transfer import KVConnectorOutput
 from penstock.simulation.backing import Backing, StoreBacking
 from penstock.simulation.conformance import CONNECTOR_SCENARIOS, TransportRig, check_connector, check_transport, runs_of
+from penstock.simulation.memory_transport import Fault, FaultKind, MemoryFabric, MemoryTransport
 from penstock.simulation.scenarios import SCENARIOS
 from penstock.simulation.store import StoreScheduler
 from penstock.simulation.store_worker import StoreWorker

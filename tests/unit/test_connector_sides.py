@@ -17,7 +17,7 @@ from penstock.kv_transfer.abilities import Abilities
 from penstock.kv_transfer.connector import NO_MATCH, Match
 from penstock.kv_transfer.example import ExampleConnector
 from penstock.kv_transfer.factory import ConnectorContext, make_scheduler_connector, make_worker_connector
-from penstock.kv_transfer.multi import MultiHandshake, MultiScheduler
+from penstock.kv_transfer.multi import MultiConnector, MultiHandshake, MultiScheduler
 from penstock.kv_transfer.null import NullSchedulerConnector, NullWorkerConnector
 from penstock.kv_transfer.offload.messages import OffloadSetup
 from penstock.messages.kv_cache_spec import KVCacheConfig
@@ -132,6 +132,24 @@ def test_the_role_decides_whether_a_connector_loads_and_saves(role: str, loads: 
         assert part.get_num_new_matched_tokens(request, 0).num_tokens == 4 * loads
         part.on_blocks_complete(request, ((1, 2),), 0, 2)
         assert sum(Abilities(part).counters().values()) == 2 * saves
+
+
+def test_children_inherit_the_load_timeout() -> None:
+    children = [OFFLOADING, {**OFFLOADING, "name": "patient", "kv_load_timeout": 60.0}]
+    config = context(
+        kv_connector="MultiConnector", kv_load_timeout=5.0, kv_connector_extra_config={"connectors": children}
+    ).config
+    waits = {name: child.kv_load_timeout for name, child in MultiConnector.children(config).items()}
+    assert waits == {"OffloadingConnector": 5.0, "patient": 60.0}
+
+
+def test_at_most_one_child_answers_requests() -> None:
+    nixl, mooncake = ({"kv_connector": name, "kv_port": 0} for name in ("NixlConnector", "MooncakeConnector"))
+    inner = {"kv_connector": "MultiConnector", "name": "inner", "kv_connector_extra_config": {"connectors": [mooncake]}}
+    for children, named in (([nixl, mooncake], "MooncakeConnector"), ([nixl, OFFLOADING, inner], "inner")):
+        several = context(kv_connector="MultiConnector", kv_connector_extra_config={"connectors": children})
+        with pytest.raises(ConfigError, match=f"NixlConnector and {named} in MultiConnector would each answer"):
+            make_scheduler_connector(several)
 
 
 def test_invalid_engine_ids_are_refused() -> None:

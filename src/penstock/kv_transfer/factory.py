@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterable
 from typing import Protocol, cast
 
 import msgspec
@@ -53,6 +54,9 @@ class Connector(Protocol):
     The scheduler side is built first, in the engine core. It checks `context.config.kv_connector_extra_config` and
     raises ConfigError for unknown options. Then every worker builds its side; `setup` is the return value of the
     scheduler side's `worker_setup`, None if it has no such method.
+
+    A class whose scheduler side answers requests with `kv_transfer_params` has `answers_requests = True`: an engine
+    has at most one such connector.
     """
 
     @staticmethod
@@ -83,9 +87,18 @@ def import_connector(config: KVTransferConfig) -> None:
 
     A process must call this before it decodes their kinds of messages. Raises ConfigError for an unknown connector.
     """
-    children = getattr(_find(config), "children", None)
-    for child in children(config).values() if children is not None else ():
+    for child in _children(config):
         import_connector(child)
+
+
+def answers_requests(config: KVTransferConfig) -> bool:
+    """Returns whether the connector or one of its children does. Raises ConfigError for an unknown connector."""
+    return getattr(_find(config), "answers_requests", False) or any(map(answers_requests, _children(config)))
+
+
+def _children(config: KVTransferConfig) -> Iterable[KVTransferConfig]:
+    children = getattr(_find(config), "children", None)
+    return () if children is None else children(config).values()
 
 
 def _find(config: KVTransferConfig) -> Connector:

@@ -29,7 +29,12 @@ from penstock.kv_transfer.connector import (
     SchedulerConnector,
     WorkerConnector,
 )
-from penstock.kv_transfer.factory import ConnectorContext, make_scheduler_connector, make_worker_connector
+from penstock.kv_transfer.factory import (
+    ConnectorContext,
+    answers_requests,
+    make_scheduler_connector,
+    make_worker_connector,
+)
 from penstock.kv_transfer.options import read_options
 from penstock.kv_transfer.view import KVCacheView
 from penstock.messages.kv_events import KVEvent
@@ -75,10 +80,13 @@ class MultiConnector:
 
     @staticmethod
     def children(config: KVTransferConfig) -> dict[str, KVTransferConfig]:
-        """Returns their configurations by name. Raises ConfigError if one is invalid or a name is repeated."""
+        """Returns their configurations by name. Raises ConfigError if one is invalid, a name is repeated, or several
+        children answer requests.
+        """
         given = config.kv_connector_extra_config
         options = read_options("MultiConnector", given, {}, connectors=(_is_list_of_objects, "a list of objects"))
-        shared = {name: getattr(config, name) for name in ("engine_id", "kv_role", "kv_ip", "kv_port")}
+        inherited = ("engine_id", "kv_role", "kv_load_timeout", "kv_ip", "kv_port")
+        shared = {name: getattr(config, name) for name in inherited}
         configs: dict[str, KVTransferConfig] = {}
         for child in options["connectors"]:
             parsed = parse_kv_transfer_config({**shared, **{key: child[key] for key in child if key != "name"}})
@@ -86,6 +94,12 @@ class MultiConnector:
             if not isinstance(name, str) or not name or not name.isprintable() or name in configs:
                 raise ConfigError(f"connectors of MultiConnector need unique names, got {name!r}")
             configs[name] = parsed
+        answering = [name for name, child in configs.items() if answers_requests(child)]
+        if len(answering) > 1:
+            raise ConfigError(
+                f"{' and '.join(answering)} in MultiConnector would each answer requests with kv_transfer_params: keep "
+                "one of them, the one whose style your proxy speaks"
+            )
         return configs
 
     @staticmethod

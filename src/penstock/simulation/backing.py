@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from penstock.kv_transfer.connector import SchedulerConnector, WorkerConnector
 from penstock.kv_transfer.null import NullSchedulerConnector, NullWorkerConnector
 from penstock.kv_transfer.transports.base import Operation
-from penstock.kv_transfer.transports.memory import Fault, FaultKind, MemoryFabric, MemoryTransport
 from penstock.messages.kv_cache_spec import KVCacheConfig
 from penstock.messages.kv_transfer import ShardId
+from penstock.simulation.memory_transport import Fault, FaultKind, MemoryFabric, MemoryTransport
 from penstock.simulation.ranks import RankConfig
 from penstock.simulation.setup import Setup
 from penstock.simulation.store import BlockStore, Entry, StorePolicy, StoreScheduler

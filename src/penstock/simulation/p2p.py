@@ -17,10 +17,10 @@ from penstock.kv_transfer.p2p.scheduler import P2PScheduler
 from penstock.kv_transfer.p2p.ticket import TicketOffice
 from penstock.kv_transfer.p2p.worker import P2PWorker
 from penstock.kv_transfer.transports.base import PeerId
-from penstock.kv_transfer.transports.memory import MemoryFabric, MemoryTransport
 from penstock.messages.kv_layout import KVLayout
 from penstock.messages.kv_transfer import ShardId, TransferId
 from penstock.simulation.backing import Backing, BackingContext, Parts, Site, Touch
+from penstock.simulation.memory_transport import MemoryFabric, MemoryTransport
 from penstock.simulation.p2p_network import SimChannel, SimNetwork
 from penstock.simulation.p2p_rogue import Rogue
 from penstock.simulation.proxies import CLUSTER_KEY, ROGUE, address_of

@@ -36,10 +36,10 @@ from penstock.kv_transfer.p2p.session import PeerKey
 from penstock.kv_transfer.topology.pieces import digest_unit
 from penstock.kv_transfer.topology.planner import sources
 from penstock.kv_transfer.transports.base import Operation
-from penstock.kv_transfer.transports.memory import MemoryFabric
 from penstock.messages.kv_layout import KVLayout
 from penstock.messages.kv_transfer import TransferId
 from penstock.messages.scheduler_output import BlockIds
+from penstock.simulation.memory_transport import MemoryFabric
 from penstock.simulation.oracle import NUM_HEADS, OracleMemory, cache_config
 from penstock.simulation.p2p_network import SimNetwork
 from penstock.simulation.proxies import ROGUE, address_of

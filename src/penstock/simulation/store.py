@@ -36,7 +36,6 @@ from penstock.kv_transfer.connector import (
 )
 from penstock.kv_transfer.ledger import TransferLedger, bad_ranges
 from penstock.kv_transfer.null import NullSchedulerConnector
-from penstock.kv_transfer.transports.memory import MemoryFabric, MemoryTransport
 from penstock.messages.kv_cache_spec import NULL_BLOCK, KVCacheConfig
 from penstock.messages.kv_transfer import (
     BadRange,
@@ -49,6 +48,7 @@ from penstock.messages.kv_transfer import (
 )
 from penstock.messages.outputs import FinishReason
 from penstock.messages.scheduler_output import BlockIds, BlockTable, SchedulerOutput
+from penstock.simulation.memory_transport import MemoryFabric, MemoryTransport
 from penstock.simulation.oracle import NUM_HEADS, WORD_BYTES, OracleLayer
 from penstock.simulation.trace import ViolationError, hash_name
 from penstock.utils.clock import Clock

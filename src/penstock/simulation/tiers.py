@@ -20,9 +20,9 @@ from penstock.kv_transfer.offload.tiers.base import EventLog, JobResult, Offload
 from penstock.kv_transfer.offload.worker import OffloadingWorker
 from penstock.kv_transfer.topology.chunks import ChunkFormat
 from penstock.kv_transfer.transports.base import Operation
-from penstock.kv_transfer.transports.memory import FaultKind
 from penstock.messages.kv_events import MEDIUM_STORAGE
 from penstock.simulation.backing import Backing, BackingContext, Parts, Site
+from penstock.simulation.memory_transport import FaultKind
 
 _NEVER = 1e9
 _FAILED = (FaultKind.DROP, FaultKind.DIE, FaultKind.DIE_UNSETTLED)

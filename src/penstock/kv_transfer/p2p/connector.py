@@ -74,6 +74,7 @@ _MAX_PARKED = 4096
 class P2PConnector:
     """See the module's docstring."""
 
+    answers_requests = True
     has_bootstrap = False
 
     @classmethod

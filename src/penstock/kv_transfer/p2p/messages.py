@@ -58,7 +58,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fetch(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests the KV of tokens [first, end) of a prompt. An empty range means that none is needed.
+    """Requests the KV of tokens [first, end) of a prompt, for all ranks of D. An empty range means that none is needed.
 
     The prompt's request is identified by `ticket`, or by `rendezvous`, a name that the proxy gave to both engines.
     """

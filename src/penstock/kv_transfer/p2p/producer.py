@@ -181,7 +181,7 @@ class Producer:
     # ---- Requests of this engine ----
 
     def expect(self, rendezvous: str) -> None:
-        """Called when a request with this rendezvous begins: its reader waits, even if an earlier one ended without KV."""
+        """Called when a request with this rendezvous begins: a reader waits, though an earlier one ended without KV."""
         closed = self._state.closed.get(rendezvous)
         if closed is not None and not closed.is_by_reader:
             del self._state.closed[rendezvous]

@@ -2,7 +2,8 @@
 
 A ticket names one finished request of one life of one engine, and the prompt whose KV it stands for. It carries an
 HMAC-SHA256 (RFC 2104) under the cluster key, so that only an engine of the cluster can make one. Only the engine that
-issued it knows whether it is still valid and unused.
+issued it knows whether it is still valid and unused: a ticket has no expiry time, because that engine's deadline for
+the blocks (`hold_seconds`) ends it.
 """
 
 from __future__ import annotations

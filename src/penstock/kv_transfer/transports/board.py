@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,11 +37,6 @@ class TransferBoard:
     def __init__(self) -> None:
         self.lock = threading.Condition()
         self._inbox: deque[Notification] = deque()
-        self._on_change: Callable[[], None] = lambda: None
-
-    def set_on_change(self, callback: Callable[[], None]) -> None:
-        """Sets a function that another thread calls, without the lock, after a change of state or a notification."""
-        self._on_change = callback
 
     def set_state(self, transfers: Sequence[Transfer], state: TransferState) -> None:
         """Sets the state of transfers that have not settled. Must not be called with the lock held."""
@@ -50,8 +45,6 @@ class TransferBoard:
                 if not transfer.state.is_settled:
                     transfer.state = state
             self.lock.notify_all()
-        if transfers:
-            self._on_change()
 
     def finish(self, transfer: Transfer) -> None:
         """Called when the last byte has landed. The transfer is DONE unless it has been given up in the meantime."""
@@ -78,7 +71,6 @@ class TransferBoard:
                 self._inbox.append(notification)
         if is_full:
             _logger.warning("dropping a notification from %s: %d are waiting", notification.peer, MAX_NOTIFICATIONS)
-        self._on_change()
 
     def take_notifications(self) -> list[Notification]:
         with self.lock:
@@ -102,10 +94,6 @@ class OnBoard:
 
     def is_window_closed(self, name: bytes) -> bool:
         return True
-
-    def set_on_change(self, callback: Callable[[], None]) -> None:
-        """Sets a function that a thread of the transport calls when a transfer has ended or a notification has come."""
-        self._board.set_on_change(callback)
 
     def poll(self, handle: TransferHandle) -> TransferState:
         return self._board.poll(handle)
