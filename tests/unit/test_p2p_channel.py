@@ -18,16 +18,18 @@ from penstock.kv_transfer.p2p.channel import PURPOSE, ChannelEvent, Connected, L
 from penstock.kv_transfer.p2p.messages import CODEC, Abort, Bye, Done
 from penstock.kv_transfer.p2p.peers import LocalCluster
 from penstock.utils.clock import SystemClock
+from penstock.utils.errors import ConfigError
 from penstock.utils.hosts import is_ip_address
 
 KEY = b"a key of thirty-two bytes or so.."
-HERE = ("127.0.0.1", 0)
+HOST = "127.0.0.1"
+PORT = {"kv_port": 0}
 SECONDS = 10.0
 
 
 @contextlib.contextmanager
 def channels(count: int = 2, key: bytes = KEY) -> Iterator[list[SocketChannel]]:
-    made = [SocketChannel(HERE, key) for _ in range(count)]
+    made = [SocketChannel(HOST, PORT, key) for _ in range(count)]
     try:
         yield made
     finally:
@@ -80,7 +82,7 @@ def test_what_was_sent_before_the_end_arrives() -> None:
 def test_an_address_without_an_engine_is_told() -> None:
     with channels(1) as (left,):
         with socket.socket() as free:
-            free.bind(HERE)
+            free.bind((HOST, 0))
             address = free.getsockname()
         peer = left.dial(address)
         (event,) = take(left)
@@ -103,7 +105,7 @@ def names(monkeypatch: pytest.MonkeyPatch, known: Mapping[str, Sequence[str]]) -
 
 def test_an_engine_with_a_name_is_reached_by_it_on_all_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
     names(monkeypatch, {"prefill-0.prefill": ["127.0.0.2"]})
-    right = SocketChannel(("prefill-0.prefill", 0), KEY)
+    right = SocketChannel("prefill-0.prefill", PORT, KEY)
     with contextlib.closing(right), channels(1) as (left,):
         host, port = right.address
         assert host == "prefill-0.prefill"
@@ -248,7 +250,7 @@ def get(address: tuple[str, int], path: str) -> tuple[int, object]:
 
 
 def test_proxies_find_the_engine_by_http() -> None:
-    channel = SocketChannel(HERE, KEY, more_ports=(0,))
+    channel = SocketChannel(HOST, {**PORT, "bootstrap_port": 0}, KEY)
     try:
         for address in channel._addresses:
             assert get(address, "/query")[0] == 503
@@ -261,9 +263,24 @@ def test_proxies_find_the_engine_by_http() -> None:
         channel.close()
 
 
+def test_a_channel_without_ports_only_dials() -> None:
+    with channels(1) as (right,), contextlib.closing(SocketChannel(HOST, {}, KEY)) as left:
+        there, here = connect(left, right)
+        left.send(there, Done("a"))
+        assert take(right) == [Received(here, Done("a"))]
+
+
+@pytest.mark.parametrize("option", ["kv_port", "bootstrap_port"])
+def test_a_port_in_use_is_refused_by_the_name_of_its_option(option: str) -> None:
+    with channels(1) as (other,):
+        taken = other.address[1]
+        with pytest.raises(ConfigError, match=rf"{option} {taken}: .*Address already in use.*choose another {option}"):
+            SocketChannel(HOST, {**PORT, "bootstrap_port": 0, option: taken}, KEY)
+
+
 def test_engines_of_one_user_find_each_other(tmp_path: Path) -> None:
     local = LocalCluster(tmp_path / "cluster")
-    channel = SocketChannel(HERE, local.key(), local)
+    channel = SocketChannel(HOST, PORT, local.key(), local)
     assert local.has(channel.address)
     channel.close()
     assert not local.has(channel.address)

@@ -29,7 +29,7 @@ from penstock.kv_transfer.p2p.params import Address
 from penstock.kv_transfer.p2p.peers import LocalCluster
 from penstock.kv_transfer.p2p.session import PeerKey
 from penstock.utils.clock import SystemClock
-from penstock.utils.errors import PeerError, WireError
+from penstock.utils.errors import ConfigError, PeerError, WireError
 from penstock.utils.hosts import is_ip_address, listen
 from penstock.utils.logging import get_logger
 from penstock.utils.wire import FrameReader
@@ -131,27 +131,27 @@ class _Connection:
 
 
 class SocketChannel:
-    """Is reached at `address`, and on more ports of the host, from the start on; port 0 takes a free one.
+    """Is reached on the `ports` of the host, by the option that names each, from the start on; port 0 takes a free one.
 
-    It listens there or, if the host is a name, on all interfaces. `local` is told the addresses, so that engines of the
-    same user may dial them. Raises OSError when one is in use.
+    It listens there or, if the host is a name, on all interfaces. Without ports it only dials. `local` is told the
+    addresses, so that engines of the same user may dial them. Raises ConfigError when a port is in use.
     """
 
-    def __init__(
-        self, address: Address, key: bytes, local: LocalCluster | None = None, more_ports: tuple[int, ...] = ()
-    ) -> None:
+    def __init__(self, host: str, ports: Mapping[str, int], key: bytes, local: LocalCluster | None = None) -> None:
         self._clock = SystemClock()
         self._key = key
         self._listeners: list[socket.socket] = []
-        try:
-            for port in (address[1], *more_ports):
-                self._listeners.append(listen(address[0], port, _BACKLOG))
-        except OSError:
-            for each in self._listeners:
-                each.close()
-            raise
-        self._addresses: list[Address] = [(address[0], each.getsockname()[1]) for each in self._listeners]
-        self.address = self._addresses[0]
+        for option, port in ports.items():
+            try:
+                self._listeners.append(listen(host, port, _BACKLOG))
+            except OSError as error:
+                for each in self._listeners:
+                    each.close()
+                raise ConfigError(
+                    f"the KV connector cannot listen on {host}, {option} {port}: {error}: choose another {option}"
+                ) from None
+        self._addresses: list[Address] = [(host, each.getsockname()[1]) for each in self._listeners]
+        self.address = self._addresses[0] if self._addresses else (host, 0)
         self._local = local
         if local is not None:
             for each in self._addresses:
