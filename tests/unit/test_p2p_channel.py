@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import struct
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,9 +14,9 @@ from typing import Any
 import pytest
 
 import penstock.kv_transfer.p2p.channel as channel_module
-from penstock.kv_transfer.authentication import Authentication
+from penstock.kv_transfer.authentication import Authentication, Sealer
 from penstock.kv_transfer.p2p.channel import PURPOSE, ChannelEvent, Connected, Lost, Received, SocketChannel
-from penstock.kv_transfer.p2p.messages import CODEC, Abort, Bye, Done
+from penstock.kv_transfer.p2p.messages import CODEC, MAX_MESSAGE_BYTES, Abort, Bye, Done
 from penstock.kv_transfer.p2p.peers import LocalCluster
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import ConfigError
@@ -193,19 +194,35 @@ def test_garbage_is_refused_and_nothing_else_happens(data: bytes) -> None:
         assert take(right) == [Received(here, Done("still here"))]
 
 
-def test_a_frame_that_was_changed_ends_the_connection() -> None:
-    with channels(1) as (right,), socket.create_connection(right.address, SECONDS) as rogue:
+@contextlib.contextmanager
+def member(channel: SocketChannel) -> Iterator[tuple[socket.socket, Sealer]]:
+    """A connection of a peer that has the key."""
+    with socket.create_connection(channel.address, SECONDS) as rogue:
         authentication = Authentication(KEY, True, PURPOSE)
         rogue.sendall(authentication.greeting())
         while not authentication.is_done:
             rogue.sendall(authentication.receive(rogue.recv(4096)))
-        frame = bytearray(authentication.sealer().seal(CODEC.encode(Done("a"))))
+        assert isinstance(take(channel)[0], Connected)
+        yield rogue, authentication.sealer()
+
+
+def test_a_frame_that_was_changed_ends_the_connection() -> None:
+    with channels(1) as (right,), member(right) as (rogue, sealer):
+        frame = bytearray(sealer.seal(CODEC.encode(Done("a"))))
         frame[-1] ^= 1
         rogue.sendall(frame)
-        events = take(right, 2)
-        assert isinstance(events[0], Connected)
-        assert isinstance(events[1], Lost)
-        assert "altered" in events[1].reason
+        (event,) = take(right)
+        assert isinstance(event, Lost)
+        assert "altered" in event.reason
+
+
+def test_a_message_in_several_frames_has_the_same_limit() -> None:
+    with channels(1) as (right,), member(right) as (rogue, sealer):
+        header = struct.pack("<IB", MAX_MESSAGE_BYTES + 1, 0)
+        rogue.sendall(sealer.seal(header))
+        (event,) = take(right)
+        assert isinstance(event, Lost)
+        assert f"exceeds {MAX_MESSAGE_BYTES}" in event.reason
 
 
 def test_news_and_deadlines_wake_the_core() -> None:

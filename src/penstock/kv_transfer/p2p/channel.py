@@ -122,7 +122,7 @@ class _Connection:
     authentication: Authentication
     sealer: Sealer | None = None
     opener: Opener | None = None
-    reader: FrameReader = field(default_factory=lambda: FrameReader(CODEC))
+    reader: FrameReader = field(default_factory=lambda: FrameReader(CODEC, MAX_MESSAGE_BYTES))
     unsent: bytearray = field(default_factory=bytearray)
     request: bytes = b""
     is_first_read: bool = True
