@@ -194,6 +194,25 @@ def test_garbage_is_refused_and_nothing_else_happens(data: bytes) -> None:
         assert take(right) == [Received(here, Done("still here"))]
 
 
+def test_silent_strangers_do_not_keep_engines_and_proxies_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_module, "_MAX_CONNECTIONS", 4)
+    with channels(3) as (right, *others), contextlib.ExitStack() as strangers:
+        right.answer_queries({})
+
+        def arrive() -> socket.socket:
+            return strangers.enter_context(socket.create_connection(right.address, SECONDS))
+
+        oldest, *_ = [arrive() for _ in range(8)]
+        lines = [connect(left, right) for left in others]
+        for _ in range(8):
+            arrive()
+        assert get(right.address, "/query") == (200, {})
+        assert oldest.recv(1) == b""
+        for left, (there, here) in zip(others, lines, strict=True):
+            left.send(there, Done("still here"))
+            assert take(right) == [Received(here, Done("still here"))]
+
+
 @contextlib.contextmanager
 def member(channel: SocketChannel) -> Iterator[tuple[socket.socket, Sealer]]:
     """A connection of a peer that has the key."""

@@ -281,22 +281,34 @@ class SocketChannel:
         else:
             connection: _Connection = key.data
             try:
-                if mask & selectors.EVENT_WRITE:
+                # An earlier event may have ended it.
+                if mask & selectors.EVENT_WRITE and self._has(connection):
                     self._flush(connection)
-                if mask & selectors.EVENT_READ and self._connections.get(connection.peer) is connection:
+                if mask & selectors.EVENT_READ and self._has(connection):
                     self._read(connection)
             except (OSError, PeerError, WireError) as error:
                 self._lose(connection, str(error))
+
+    def _has(self, connection: _Connection) -> bool:
+        return self._connections.get(connection.peer) is connection
 
     def _accept(self, listener: socket.socket) -> None:
         try:
             accepted, address = listener.accept()
         except OSError:
             return
-        if len(self._connections) >= _MAX_CONNECTIONS:
+        if len(self._connections) >= _MAX_CONNECTIONS and not self._end_oldest_stranger():
             accepted.close()
             return
         self._add(f"{address[0]}:{address[1]}#in{next(self._numbers)}", accepted, is_outgoing=False)
+
+    def _end_oldest_stranger(self) -> bool:
+        """Ends the connection that has been unauthenticated for longest; False if all are authenticated."""
+        for connection in self._connections.values():
+            if connection.opener is None and not connection.is_outgoing:
+                self._lose(connection, "a newer connection takes its place")
+                return True
+        return False
 
     def _connect(self, peer: PeerKey, address: Address) -> None:
         if is_ip_address(address[0]):
