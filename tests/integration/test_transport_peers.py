@@ -242,6 +242,12 @@ def test_a_server_that_stalls_ends_the_transfer() -> None:
         client.close()
 
 
+def test_a_connection_notices_that_the_host_of_its_peer_is_gone(server: SocketsTransport) -> None:
+    stream = authenticated(server)
+    with contextlib.closing(stream):
+        assert stream._socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+
 def test_connecting_to_a_server_that_says_nothing_has_a_limit() -> None:
     client = endpoint()
     with socket.create_server(("127.0.0.1", 0)) as listener:

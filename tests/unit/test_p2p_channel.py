@@ -244,6 +244,27 @@ def test_a_message_in_several_frames_has_the_same_limit() -> None:
         assert f"exceeds {MAX_MESSAGE_BYTES}" in event.reason
 
 
+def test_a_peer_that_takes_nothing_does_not_hold_up_the_end_of_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_module, "_CLOSE_SECONDS", 0.2)
+    with channels(1) as (right,), member(right):
+        (here,) = right._connections
+        right.send(here, Abort("x" * MAX_MESSAGE_BYTES))
+        right.hang_up(here)
+        deadline = SystemClock().now() + SECONDS
+        while right._connections:
+            assert SystemClock().now() < deadline, "the connection is still there"
+            threading.Event().wait(0.02)
+        assert not right.take(), "the end of a connection that was hung up is no news"
+
+
+def test_a_connection_notices_that_the_host_of_its_peer_is_gone() -> None:
+    with channels() as (left, right):
+        for channel, peer in zip((left, right), connect(left, right), strict=True):
+            connection = channel._connections[peer].socket
+            assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert 0 < connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 60_000
+
+
 def test_news_and_deadlines_wake_the_core() -> None:
     with channels() as (left, right):
         woken = threading.Event()

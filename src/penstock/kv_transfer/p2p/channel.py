@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import selectors
 import socket
 import threading
@@ -30,7 +31,7 @@ from penstock.kv_transfer.p2p.peers import LocalCluster
 from penstock.kv_transfer.p2p.session import PeerKey
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import ConfigError, PeerError, WireError
-from penstock.utils.hosts import is_ip_address, listen
+from penstock.utils.hosts import is_ip_address, keep_alive, listen
 from penstock.utils.logging import get_logger
 from penstock.utils.wire import FrameReader
 
@@ -38,6 +39,8 @@ logger = get_logger(__name__)
 
 PURPOSE = b"penstock kv control"
 _OPEN_SECONDS = 5.0
+_CLOSE_SECONDS = 5.0
+_UNACKNOWLEDGED_SECONDS = 60
 _BACKLOG = 64
 _MAX_CONNECTIONS = 256
 _MAX_UNSENT_BYTES = 4 * MAX_MESSAGE_BYTES
@@ -113,7 +116,10 @@ class Channel(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Connection:
-    """`others` are tried in its place if it cannot be opened."""
+    """It ends at its `deadline`: before that it must be open or, when it `is_closing`, must have sent everything.
+
+    `others` are tried in its place if it cannot be opened.
+    """
 
     peer: PeerKey
     socket: socket.socket
@@ -262,14 +268,15 @@ class SocketChannel:
 
     def _patience(self) -> float | None:
         now = self._clock.now()
-        times = [each.deadline for each in self._connections.values() if each.opener is None]
+        times = [each.deadline for each in self._connections.values()]
         times += self._lookup_deadlines.values()
         when = self._wake_time
         if when is not None and not self._news.is_set():
             times.append(when)
         if self._is_closed:
             times.append(now + 0.05)
-        return max(0.0, min(times) - now) if times else None
+        earliest = min(times, default=math.inf)
+        return None if earliest == math.inf else max(0.0, earliest - now)
 
     def _serve(self, key: selectors.SelectorKey, mask: int) -> None:
         if key.fileobj is self._alarm_end:
@@ -356,6 +363,9 @@ class SocketChannel:
     def _add(self, peer: PeerKey, made: socket.socket, is_outgoing: bool) -> _Connection:
         made.setblocking(False)
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        keep_alive(made)
+        # Keepalive probes are not sent while data waits to be acknowledged.
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _UNACKNOWLEDGED_SECONDS)
         authentication = Authentication(self._key, is_outgoing, PURPOSE)
         deadline = self._clock.now() + _OPEN_SECONDS
         connection = _Connection(peer, made, is_outgoing, deadline, authentication)
@@ -384,6 +394,7 @@ class SocketChannel:
         if connection.authentication.is_done:
             connection.sealer = connection.authentication.sealer()
             connection.opener = connection.authentication.opener(MAX_MESSAGE_BYTES)
+            connection.deadline = math.inf
             self._put(Connected(connection.peer, connection.is_outgoing))
             self._open(connection, connection.authentication.rest)
 
@@ -438,6 +449,7 @@ class SocketChannel:
         connection = self._connections.get(peer)
         if connection is not None:
             connection.is_closing = True
+            connection.deadline = self._clock.now() + _CLOSE_SECONDS
             try:
                 self._flush(connection)
             except OSError:
@@ -446,7 +458,7 @@ class SocketChannel:
     def _end_late_ones(self) -> None:
         now = self._clock.now()
         for connection in list(self._connections.values()):
-            if connection.opener is None and connection.deadline <= now:
+            if connection.deadline <= now:
                 self._lose(connection, f"no connection within {_OPEN_SECONDS:g} seconds")
         for peer in [peer for peer, deadline in self._lookup_deadlines.items() if deadline <= now]:
             del self._lookup_deadlines[peer]
@@ -454,6 +466,8 @@ class SocketChannel:
 
     def _lose(self, connection: _Connection, reason: str) -> None:
         self._forget(connection)
+        if connection.is_closing:
+            return
         if connection.is_outgoing and connection.opener is None:
             self._connect_to_next(connection.peer, connection.others, reason)
         elif connection.opener is not None:
