@@ -369,6 +369,28 @@ def test_a_closed_endpoint_leaves_no_thread_and_no_descriptor(make: Callable[[],
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 
+@pytest.mark.parametrize("make", [endpoint, shared_endpoint])
+def test_a_peer_that_was_disconnected_leaves_no_thread_and_no_descriptor(make: Callable[[], SocketsTransport]) -> None:
+    left = make()
+    before = resources()
+    for _ in range(3):
+        right = make()
+        peer = left.connect(right.descriptor())
+        right.close()
+        left.disconnect(peer)
+        del right
+        deadline = time.monotonic() + 20
+        while resources() != before:
+            assert time.monotonic() < deadline, f"{resources()} threads and descriptors, not {before}"
+            time.sleep(0.01)
+    left.close()
+
+
+def resources() -> tuple[int, int]:
+    """Threads and descriptors of this process."""
+    return threading.active_count(), len(os.listdir("/proc/self/fd"))
+
+
 def test_shared_memory_that_is_smaller_than_its_descriptor_says_is_refused() -> None:
     memory = create_memory(4096)
     right = SharedMemoryTransport([MemoryRegion("kv", 8192, path=memory.name)])

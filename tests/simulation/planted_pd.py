@@ -189,6 +189,13 @@ PD_BUGS = (
         "for name in forgotten:",
     ),
     bug(
+        "connections to engines that have gone are kept",
+        "pd_crash",
+        "kv_transfer.p2p.moves:Mover.forget",
+        "self._dialler.disconnect(shard.descriptor)",
+        "self._dialler.forget(shard.descriptor)",
+    ),
+    bug(
         "digests are ordered for a peer that has gone",
         "pd_connections",
         "kv_transfer.p2p.exchange:Exchange._attest",

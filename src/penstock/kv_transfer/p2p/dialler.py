@@ -20,7 +20,7 @@ def threads() -> Background:
 
 
 class Dialler:
-    """By descriptor. One thread calls it; `connect` of the transport runs in the background."""
+    """By descriptor. One thread calls it; `connect` of the transport, and what follows on it, run in the background."""
 
     def __init__(self, transport: DataTransport, background: Background) -> None:
         self._transport = transport
@@ -43,3 +43,14 @@ class Dialler:
     def forget(self, descriptor: bytes) -> None:
         """The connection is of no use any more: it is made anew when it is next needed."""
         self._peers.pop(descriptor, None)
+
+    def disconnect(self, descriptor: bytes) -> None:
+        """Ends the connection, also one that is still being made."""
+        future = self._peers.pop(descriptor, None)
+        if future is not None:
+            future.add_done_callback(lambda made: self._end(descriptor, made))
+
+    def _end(self, descriptor: bytes, future: Future[PeerId]) -> None:
+        """Unless the connection is needed again meanwhile."""
+        if future.exception() is None and descriptor not in self._peers:
+            self._transport.disconnect(future.result())

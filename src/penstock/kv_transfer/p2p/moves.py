@@ -50,9 +50,9 @@ class Mover:
         self._dialler = Dialler(transport, background)
 
     def forget(self, shards: Sequence[Shard]) -> None:
-        """The life of an engine has ended."""
+        """Nothing moves between this rank and these of an engine, and nothing will until they come again."""
         for shard in shards:
-            self._dialler.forget(shard.descriptor)
+            self._dialler.disconnect(shard.descriptor)
 
     def advance(self, move: Move) -> list[TransferState]:
         """Begins what can be begun, and gives everything up if something has failed. Returns how all of it stands."""
