@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 
+import numpy as np
+import pytest
+
 from penstock.kv_transfer.p2p.dialler import Dialler
-from penstock.kv_transfer.transports.base import PeerId
-from penstock.kv_transfer.transports.memory import MemoryFabric
+from penstock.kv_transfer.p2p.messages import Shard
+from penstock.kv_transfer.p2p.moves import Move, Mover
+from penstock.kv_transfer.topology.planner import sources
+from penstock.kv_transfer.transports.base import Operation, PeerId, TransferHandle, TransferState
+from penstock.kv_transfer.transports.memory import Fault, MemoryFabric
+from penstock.messages.kv_transfer import ShardId
 from penstock.utils.clock import ManualClock
+from penstock.utils.errors import PeerError
+from tests.unit.test_rank_transfers import BLOCK_SIZE, TABLES, filled, layouts_of, memory_of
 
 
 class Later:
@@ -52,3 +61,54 @@ def test_a_connection_that_is_needed_again_meanwhile_stays() -> None:
     dialler.find(there.descriptor())
     later.run()
     assert here.peers == {dialler.find(there.descriptor())}
+
+
+class Rig:
+    """A rank that reads from the two ranks of another engine. A transfer takes a second."""
+
+    def __init__(self) -> None:
+        ((shard, layout),) = layouts_of((1, 1, None)).items()
+        theirs = layouts_of((1, 2, None))
+        self.clock = ManualClock()
+        fabric = MemoryFabric(self.clock, lambda _operation, _size: Fault(delay=1.0))
+        self.here = fabric.endpoint("here")
+        self.here.register([memory_of(layout).data])
+        self.slices = sources(layout, theirs, shard)
+        self.peer: dict[ShardId, Shard] = {}
+        for rank, each in theirs.items():
+            there = fabric.endpoint(f"there {rank}")
+            there.register([filled(each, TABLES["producer"]).data])
+            self.peer[rank] = Shard(rank, each, there.descriptor())
+        self.later = Later()
+        self.mover = Mover(layout, self.here, self.later)
+
+    def read(self, name: str) -> Move:
+        """Has begun, if it has not failed."""
+        tables = tuple(zip(TABLES["consumer"], TABLES["producer"], strict=True))
+        move = Move(name, Operation.READ, self.peer, tables, 0, BLOCK_SIZE, dict(self.slices))
+        for _ in range(10):
+            self.mover.advance(move)
+            self.later.run()
+        return move
+
+
+def test_the_connections_to_all_ranks_may_have_ended_since_the_last_move() -> None:
+    rig = Rig()
+    for name in ("first", "second"):
+        move = rig.read(name)
+        rig.clock.advance(2.0)
+        assert rig.mover.advance(move) == [TransferState.DONE] * 2
+        for peer in rig.here.peers:
+            rig.here.disconnect(peer)
+
+
+def test_a_connection_is_not_made_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, attempts = Rig(), list[PeerId]()
+
+    def refuse(operation: Operation, peer: PeerId, runs: np.ndarray, **_: object) -> TransferHandle:
+        attempts.append(peer)
+        raise PeerError(f"{peer} is not connected")
+
+    monkeypatch.setattr(rig.here, "submit", refuse)
+    assert rig.read("first").has_failed
+    assert len(attempts) == 2

@@ -25,7 +25,7 @@ class Move:
     """What moves between this rank and those of `peer`: of tokens [first, end), the `parts` of each rank.
 
     `tables` has this engine's and the other engine's block ids of each group; `windows` are where the other ranks may
-    be written. `parts` are those that have not begun; `is_retried` tells that a connection was made anew.
+    be written. `parts` are those that have not begun; `retried` has the ranks to which a connection was made anew.
     """
 
     name: TransferId
@@ -36,7 +36,7 @@ class Move:
     end: int
     parts: dict[ShardId, Slices]
     windows: Mapping[ShardId, bytes] = field(default_factory=dict[ShardId, bytes])
-    is_retried: bool = False
+    retried: set[ShardId] = field(default_factory=set[ShardId])
     has_failed: bool = False
     handles: list[tuple[PeerId, TransferHandle]] = field(default_factory=list[tuple[PeerId, TransferHandle]])
 
@@ -85,9 +85,9 @@ class Mover:
                 except PeerError:
                     # The connection may have ended since it was last used.
                     self._dialler.forget(other.descriptor)
-                    if move.is_retried:
+                    if shard in move.retried:
                         raise
-                    move.is_retried = True
+                    move.retried.add(shard)
                     return
                 move.handles.append((peer, handle))
                 del move.parts[shard]
