@@ -119,6 +119,13 @@ PD_BUGS = (
         "if False:",
     ),
     bug(
+        "the abort of a load ends the other loads from the same engine",
+        "pd_aborts",
+        "kv_transfer.p2p.moves:Mover._end_unwanted",
+        "if any(not move.has_failed for move in moves):",
+        "if not any(move.has_failed for move in moves):",
+    ),
+    bug(
         "a load has no deadline of its own",
         "pd_parked",
         f"{_CONSUMER}.poll",

@@ -42,12 +42,17 @@ class Move:
 
 
 class Mover:
-    """One rank's. `background` makes connections."""
+    """One rank's. `background` makes connections.
+
+    What is under way ends only by a `disconnect`, which ends all transfers with that peer. So a transfer that is given
+    up runs on as long as another one with the peer is wanted. No further one begins meanwhile, so this has an end.
+    """
 
     def __init__(self, layout: KVLayout, transport: DataTransport, background: Background) -> None:
         self._layout = layout
         self._transport = transport
         self._dialler = Dialler(transport, background)
+        self._under_way: dict[PeerId, dict[Move, TransferHandle]] = {}
 
     def forget(self, shards: Sequence[Shard]) -> None:
         """Nothing moves between this rank and these of an engine, and nothing will until they come again."""
@@ -60,6 +65,9 @@ class Mover:
         states = [self._transport.poll(handle) for _, handle in move.handles]
         if any(state in (TransferState.FAILED_SETTLED, TransferState.FAILED_UNSETTLED) for state in states):
             self.give_up(move)
+        for (peer, _), state in zip(move.handles, states, strict=True):
+            if state.is_settled and move in self._under_way.get(peer, {}):
+                self._end_unwanted(peer)
         return states
 
     def give_up(self, move: Move) -> None:
@@ -67,8 +75,22 @@ class Mover:
         move.parts.clear()
         if not move.has_failed:
             move.has_failed = True
-            for peer in {peer for peer, handle in move.handles if not self._transport.poll(handle).is_settled}:
-                self._transport.disconnect(peer)
+            for peer, _ in move.handles:
+                self._end_unwanted(peer)
+
+    def _end_unwanted(self, peer: PeerId) -> None:
+        """Disconnects if something is under way and nothing of it is wanted."""
+        under_way = self._under_way.pop(peer, {})
+        moves = {move: handle for move, handle in under_way.items() if not self._transport.poll(handle).is_settled}
+        if any(not move.has_failed for move in moves):
+            self._under_way[peer] = moves
+        elif moves:
+            self._transport.disconnect(peer)
+
+    def _has_unwanted(self, peer: PeerId) -> bool:
+        """Whether something that was given up runs on."""
+        under_way = self._under_way.get(peer, {})
+        return any(move.has_failed and not self._transport.poll(each).is_settled for move, each in under_way.items())
 
     def begin(self, move: Move) -> None:
         """One transfer with each rank that is connected by now."""
@@ -76,7 +98,7 @@ class Mover:
             for shard, slices in list(move.parts.items()):
                 other = move.peer[shard]
                 peer = self._dialler.find(other.descriptor)
-                if peer is None:
+                if peer is None or self._has_unwanted(peer):
                     return
                 runs = plan_runs(self._layout, other.layout, slices, move.tables, move.first, move.end)
                 window = move.windows.get(shard, b"")
@@ -90,6 +112,7 @@ class Mover:
                     move.retried.add(shard)
                     return
                 move.handles.append((peer, handle))
+                self._under_way.setdefault(peer, {})[move] = handle
                 del move.parts[shard]
         except PeerError as error:
             logger.warning("KV of %s cannot be moved: %s", move.name, error)
