@@ -136,6 +136,19 @@ def check_identity(method: str, overlap: bool, block_sizes: tuple[int, int], con
         assert connector(prefill, "held") == 0
 
 
+def test_both_engines_of_a_host_may_have_the_same_port() -> None:
+    """The consumer does not listen."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = f'"kv_port": {port}, "kv_connector_extra_config": {{"transport": "sockets"}}}}'
+    for_p = f'{{"kv_connector": "NixlConnector", "kv_role": "kv_producer", {shared}'
+    for_d = f'{{"kv_connector": "NixlConnector", "kv_role": "kv_consumer", {shared}'
+    with engine(kv_transfer_config=for_p) as prefill, engine(kv_transfer_config=for_d) as decode:
+        disaggregated(prefill, decode, *requests()[1])
+        assert connector(decode, "consumer_completed") == 1
+
+
 def test_both_caches_are_used_in_the_second_turn() -> None:
     """D finds in its cache what it computed; P computes only what is new to it, and D pulls only what is new to D."""
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)

@@ -242,6 +242,12 @@ def test_a_server_that_stalls_ends_the_transfer() -> None:
         client.close()
 
 
+def test_connections_have_keepalive(server: SocketsTransport) -> None:
+    stream = authenticated(server)
+    with contextlib.closing(stream):
+        assert stream._socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+
 def test_connecting_to_a_silent_server_has_a_time_limit() -> None:
     client = endpoint()
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -338,6 +344,40 @@ def test_a_window_closes_while_its_writer_is_stuck(monkeypatch: pytest.MonkeyPat
     right.close()
 
 
+def test_a_window_that_closes_ends_no_write_in_another_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on, real = [threading.Event(), threading.Event()], Stream.send_segments
+    gates = iter(goes_on)
+    is_writing = threading.Semaphore(0)
+
+    def send_segments(stream: Stream, segments: np.ndarray) -> None:
+        mine = next(gates)
+        is_writing.release()
+        assert mine.wait(60)
+        real(stream, segments)
+
+    monkeypatch.setattr(Stream, "send_segments", send_segments)
+    left, right = endpoint(), SocketsTransport("127.0.0.1", KEY)
+    right.register([memoryview(bytearray(2 * SIZE))])
+    peer = left.connect(right.descriptor())
+    handles: list[TransferHandle] = []
+    windows: list[bytes] = []
+    for number in range(2):
+        runs = runs_of((0, number * SIZE, SIZE))
+        windows.append(right.open_window(runs[:, 1:]))
+        handles.append(left.submit(Operation.WRITE, peer, runs, window=windows[-1]))
+        assert is_writing.acquire(timeout=30)
+    right.close_window(windows[0])
+    goes_on[0].set()
+    assert end_of(left, handles[0]) is TransferState.FAILED_SETTLED
+    goes_on[1].set()
+    assert end_of(left, handles[1]) is TransferState.DONE
+    monkeypatch.undo()
+    again = left.submit(Operation.WRITE, peer, runs_of((0, SIZE, SIZE)), window=windows[1])
+    assert end_of(left, again) is TransferState.DONE
+    left.close()
+    right.close()
+
+
 @pytest.mark.parametrize("make", [endpoint, shared_endpoint])
 def test_a_closed_endpoint_leaves_no_thread_and_no_descriptor(make: Callable[[], SocketsTransport]) -> None:
     threads, descriptors = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
@@ -354,6 +394,28 @@ def test_a_closed_endpoint_leaves_no_thread_and_no_descriptor(make: Callable[[],
         left.connect(right.descriptor())
     del left, right, a, b
     assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+@pytest.mark.parametrize("make", [endpoint, shared_endpoint])
+def test_a_disconnected_peer_leaves_no_thread_and_no_descriptor(make: Callable[[], SocketsTransport]) -> None:
+    left = make()
+    before = resources()
+    for _ in range(3):
+        right = make()
+        peer = left.connect(right.descriptor())
+        right.close()
+        left.disconnect(peer)
+        del right
+        deadline = time.monotonic() + 20
+        while resources() != before:
+            assert time.monotonic() < deadline, f"{resources()} threads and descriptors, not {before}"
+            time.sleep(0.01)
+    left.close()
+
+
+def resources() -> tuple[int, int]:
+    """Returns the number of threads and of descriptors of this process."""
+    return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
 
 def test_shared_memory_that_is_smaller_than_described_is_refused() -> None:

@@ -126,6 +126,13 @@ PD_BUGS = (
         "if False:",
     ),
     bug(
+        "the abort of a load ends the other loads from the same engine",
+        "pd_aborts",
+        "kv_transfer.p2p.moves:Mover._end_unwanted",
+        "if any(not move.has_failed for move in moves):",
+        "if not any(move.has_failed for move in moves):",
+    ),
+    bug(
         "a load has no deadline of its own",
         "pd_parked",
         f"{_CONSUMER}.poll",
@@ -204,6 +211,13 @@ PD_BUGS = (
         f"{_JOBS}.take",
         "for name in gone:",
         "for name in forgotten:",
+    ),
+    bug(
+        "connections to engines that are gone are kept",
+        "pd_crash",
+        "kv_transfer.p2p.moves:Mover.forget",
+        "self._dialler.disconnect(shard.descriptor)",
+        "self._dialler.forget(shard.descriptor)",
     ),
     bug(
         "digests are ordered for a peer that is gone",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import struct
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,21 +14,23 @@ from typing import Any
 import pytest
 
 import penstock.kv_transfer.p2p.channel as channel_module
-from penstock.kv_transfer.authentication import Authentication
+from penstock.kv_transfer.authentication import Authentication, Sealer
 from penstock.kv_transfer.p2p.channel import PURPOSE, ChannelEvent, Connected, Lost, Received, SocketChannel
-from penstock.kv_transfer.p2p.messages import CODEC, Abort, Bye, Done
+from penstock.kv_transfer.p2p.messages import CODEC, MAX_MESSAGE_BYTES, Abort, Bye, Done
 from penstock.kv_transfer.p2p.peers import LocalCluster
 from penstock.utils.clock import SystemClock
+from penstock.utils.errors import ConfigError
 from penstock.utils.hosts import is_ip_address
 
 KEY = b"a key of thirty-two bytes or so.."
-HERE = ("127.0.0.1", 0)
+HOST = "127.0.0.1"
+PORT = {"kv_port": 0}
 SECONDS = 10.0
 
 
 @contextlib.contextmanager
 def channels(count: int = 2, key: bytes = KEY) -> Iterator[list[SocketChannel]]:
-    made = [SocketChannel(HERE, key) for _ in range(count)]
+    made = [SocketChannel(HOST, PORT, key) for _ in range(count)]
     try:
         yield made
     finally:
@@ -80,7 +83,7 @@ def test_messages_sent_before_the_end_arrive() -> None:
 def test_an_address_without_an_engine_is_reported() -> None:
     with channels(1) as (left,):
         with socket.socket() as free:
-            free.bind(HERE)
+            free.bind((HOST, 0))
             address = free.getsockname()
         peer = left.dial(address)
         (event,) = take(left)
@@ -103,7 +106,7 @@ def set_names(monkeypatch: pytest.MonkeyPatch, known: Mapping[str, Sequence[str]
 
 def test_an_engine_with_a_host_name_listens_on_all_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
     set_names(monkeypatch, {"prefill-0.prefill": ["127.0.0.2"]})
-    right = SocketChannel(("prefill-0.prefill", 0), KEY)
+    right = SocketChannel("prefill-0.prefill", PORT, KEY)
     with contextlib.closing(right), channels(1) as (left,):
         host, port = right.address
         assert host == "prefill-0.prefill"
@@ -191,19 +194,75 @@ def test_garbage_is_refused_and_does_not_affect_other_connections(data: bytes) -
         assert take(right) == [Received(here, Done("still here"))]
 
 
-def test_an_altered_frame_ends_the_connection() -> None:
-    with channels(1) as (right,), socket.create_connection(right.address, SECONDS) as rogue:
+def test_unauthenticated_connections_do_not_lock_others_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_module, "_MAX_CONNECTIONS", 4)
+    with channels(3) as (right, *others), contextlib.ExitStack() as strangers:
+        right.answer_queries({})
+
+        def arrive() -> socket.socket:
+            return strangers.enter_context(socket.create_connection(right.address, SECONDS))
+
+        oldest, *_ = [arrive() for _ in range(8)]
+        lines = [connect(left, right) for left in others]
+        for _ in range(8):
+            arrive()
+        assert get(right.address, "/query") == (200, {})
+        assert oldest.recv(1) == b""
+        for left, (there, here) in zip(others, lines, strict=True):
+            left.send(there, Done("still here"))
+            assert take(right) == [Received(here, Done("still here"))]
+
+
+@contextlib.contextmanager
+def member(channel: SocketChannel) -> Iterator[tuple[socket.socket, Sealer]]:
+    """Connects as a peer that has the key."""
+    with socket.create_connection(channel.address, SECONDS) as rogue:
         authentication = Authentication(KEY, True, PURPOSE)
         rogue.sendall(authentication.greeting())
         while not authentication.is_done:
             rogue.sendall(authentication.receive(rogue.recv(4096)))
-        frame = bytearray(authentication.sealer().seal(CODEC.encode(Done("a"))))
+        assert isinstance(take(channel)[0], Connected)
+        yield rogue, authentication.sealer()
+
+
+def test_an_altered_frame_ends_the_connection() -> None:
+    with channels(1) as (right,), member(right) as (rogue, sealer):
+        frame = bytearray(sealer.seal(CODEC.encode(Done("a"))))
         frame[-1] ^= 1
         rogue.sendall(frame)
-        events = take(right, 2)
-        assert isinstance(events[0], Connected)
-        assert isinstance(events[1], Lost)
-        assert "altered" in events[1].reason
+        (event,) = take(right)
+        assert isinstance(event, Lost)
+        assert "altered" in event.reason
+
+
+def test_a_message_in_several_frames_has_the_same_limit() -> None:
+    with channels(1) as (right,), member(right) as (rogue, sealer):
+        header = struct.pack("<IB", MAX_MESSAGE_BYTES + 1, 0)
+        rogue.sendall(sealer.seal(header))
+        (event,) = take(right)
+        assert isinstance(event, Lost)
+        assert f"exceeds {MAX_MESSAGE_BYTES}" in event.reason
+
+
+def test_a_closing_connection_ends_although_its_peer_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_module, "_CLOSE_SECONDS", 0.2)
+    with channels(1) as (right,), member(right):
+        (here,) = right._connections
+        right.send(here, Abort("x" * MAX_MESSAGE_BYTES))
+        right.hang_up(here)
+        deadline = SystemClock().now() + SECONDS
+        while right._connections:
+            assert SystemClock().now() < deadline, "the connection is still there"
+            threading.Event().wait(0.02)
+        assert not right.take(), "closing a connection must not produce an event"
+
+
+def test_connections_have_keepalive_and_a_limit_of_unacknowledged_time() -> None:
+    with channels() as (left, right):
+        for channel, peer in zip((left, right), connect(left, right), strict=True):
+            connection = channel._connections[peer].socket
+            assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert 0 < connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 60_000
 
 
 def test_events_and_deadlines_wake_the_core() -> None:
@@ -248,7 +307,7 @@ def get(address: tuple[str, int], path: str) -> tuple[int, object]:
 
 
 def test_proxies_query_the_engine_by_http() -> None:
-    channel = SocketChannel(HERE, KEY, more_ports=(0,))
+    channel = SocketChannel(HOST, {**PORT, "bootstrap_port": 0}, KEY)
     try:
         for address in channel._addresses:
             assert get(address, "/query")[0] == 503
@@ -261,9 +320,24 @@ def test_proxies_query_the_engine_by_http() -> None:
         channel.close()
 
 
+def test_a_channel_without_ports_only_dials() -> None:
+    with channels(1) as (right,), contextlib.closing(SocketChannel(HOST, {}, KEY)) as left:
+        there, here = connect(left, right)
+        left.send(there, Done("a"))
+        assert take(right) == [Received(here, Done("a"))]
+
+
+@pytest.mark.parametrize("option", ["kv_port", "bootstrap_port"])
+def test_a_port_in_use_is_refused_by_the_name_of_its_option(option: str) -> None:
+    with channels(1) as (other,):
+        taken = other.address[1]
+        with pytest.raises(ConfigError, match=rf"{option} {taken}: .*Address already in use.*choose another {option}"):
+            SocketChannel(HOST, {**PORT, "bootstrap_port": 0, option: taken}, KEY)
+
+
 def test_engines_of_one_user_find_each_other(tmp_path: Path) -> None:
     local = LocalCluster(tmp_path / "cluster")
-    channel = SocketChannel(HERE, local.key(), local)
+    channel = SocketChannel(HOST, PORT, local.key(), local)
     assert local.has(channel.address)
     channel.close()
     assert not local.has(channel.address)

@@ -249,6 +249,16 @@ def test_ports_and_names_differ_from_core_to_core() -> None:
     assert len({each["replay_endpoint"] for each in published}) == 2
 
 
+@pytest.mark.parametrize("extra", [{}, {"kv_connector_extra_config": {"transport": "sockets"}}])
+def test_the_default_bootstrap_port_differs_from_core_to_core(extra: dict[str, Any]) -> None:
+    transfer = {"kv_connector": "MooncakeConnector", **extra}
+    plans = core_plans(EngineArgs(data_parallel_size=2, kv_transfer_config=transfer), None)
+    transfers = [cast("dict[str, Any]", plan.args.kv_transfer_config) for plan in plans]
+    given = [each["kv_connector_extra_config"] for each in transfers]
+    assert [each.pop("bootstrap_port") for each in given] == [8998, 8999]
+    assert given == [extra.get("kv_connector_extra_config", {})] * 2
+
+
 def test_automatically_chosen_ports_stay_automatic() -> None:
     args = EngineArgs(
         data_parallel_size=2,

@@ -248,7 +248,7 @@ def test_frames_that_are_too_large_are_refused(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(WireError, match=r"a Failed of \d+ bytes exceeds 64"):
         CODEC.encode(Failed("x" * 64, False))
     with pytest.raises(WireError, match="exceeds 64"):
-        FrameReader(CODEC).feed(HEADER.pack(65, ABORT))
+        FrameReader(CODEC, 64).feed(HEADER.pack(65, ABORT))
 
 
 def test_a_reader_keeps_only_the_unfinished_frame() -> None:

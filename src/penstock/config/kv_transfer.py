@@ -14,6 +14,8 @@ from penstock.utils.names import did_you_mean
 
 ROLES = ("kv_both", "kv_producer", "kv_consumer")
 LOAD_FAILURE_POLICIES = ("recompute", "fail")
+DEFAULT_BOOTSTRAP_PORT = 8998
+"""Where vLLM's proxies ask a MooncakeConnector."""
 _DEFAULT_LOAD_SECONDS = 30.0
 _MAX_LOAD_SECONDS = 3600.0
 _MAX_ID_LENGTH = 128
@@ -30,7 +32,8 @@ class KVTransferConfig:
     `kv_load_timeout` is in seconds: a request that has waited so long for KV is computed here instead.
 
     `kv_ip` and `kv_port` are the address at which other engines reach a connector, and on which it listens: with an IP
-    address on that one, with a host name on all interfaces. Port 0 means a free one.
+    address on that one, with a host name on all interfaces. Port 0 means a free one. A kv_consumer of a P2PConnector
+    connects to the others and does not listen.
 
     `kv_connector_module_path` is the Python module of a connector that is not part of Penstock.
     `kv_connector_extra_config` has the connector's own options; it refuses unknown ones. `keys_without_effect` are the

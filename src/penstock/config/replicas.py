@@ -10,6 +10,7 @@ from typing import Any
 
 from penstock.config.engine import EngineArgs, check
 from penstock.config.gpus import name_gpus, show_gpus
+from penstock.config.kv_transfer import DEFAULT_BOOTSTRAP_PORT
 from penstock.utils.errors import ConfigError
 
 _TCP_PORT = re.compile(r"(tcp://.*:)([0-9]+)")
@@ -26,9 +27,9 @@ class CorePlan:
 def core_plans(args: EngineArgs, visible_gpus: str | None) -> list[CorePlan]:
     """Plans the cores of all data parallel ranks, in order.
 
-    Each has its own GPUs; on a CPU they divide its cores and its memory. Ports in kv_transfer_config and
-    kv_events_config are those of rank 0; rank r listens r ports above them. `visible_gpus` is CUDA_VISIBLE_DEVICES.
-    Raises ConfigError if it has too few.
+    Each has its own GPUs; on a CPU they divide its cores and its memory. Ports in kv_transfer_config, including the
+    default one of a MooncakeConnector, and in kv_events_config are those of rank 0; rank r listens r ports above them.
+    `visible_gpus` is CUDA_VISIBLE_DEVICES. Raises ConfigError if it has too few.
     """
     check(args)
     size = args.data_parallel_size
@@ -57,8 +58,10 @@ def _args_of(args: EngineArgs, rank: int) -> EngineArgs:
         if transfer.get("engine_id"):
             transfer["engine_id"] = f"{transfer['engine_id']}-{rank}"
         _move_port(transfer, "kv_port", rank)
-        extra = _as_object(transfer.get("kv_connector_extra_config"))
-        if extra is not None:
+        extra = _as_object(transfer.get("kv_connector_extra_config", {}))
+        if extra is not None and transfer.get("kv_connector") == "MooncakeConnector":
+            extra.setdefault("bootstrap_port", DEFAULT_BOOTSTRAP_PORT)
+        if extra:
             _move_port(extra, "bootstrap_port", rank)
             transfer["kv_connector_extra_config"] = extra
     if events is not None:

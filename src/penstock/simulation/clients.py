@@ -31,8 +31,11 @@ class LiveRequest:
     submitted_at: int = 0
     received: list[int] = field(default_factory=list[int])
 
-    def take(self, output: EngineOutput, policy: str) -> None:
-        """Checks what the engine has delivered. Raises ViolationError for a wrong token, end or error."""
+    def take(self, output: EngineOutput, *, may_fail: bool) -> None:
+        """Checks what the engine has delivered. Raises ViolationError for a wrong token, end or error.
+
+        If it `may_fail`, a failed load may end it with an error.
+        """
         name = self.request.request_id
         if FOREIGN_KV in output.new_token_ids:
             raise ViolationError(f"{name} got drafts from KV of another request", name)
@@ -47,7 +50,7 @@ class LiveRequest:
                         f"{name} ended after {len(self.received)} of {len(self.expected)} tokens", name
                     )
             case FinishReason.ERROR:
-                if policy != "fail" or "kv_load_failure_policy" not in (output.error or ""):
+                if not may_fail or "kv_load_failure_policy" not in (output.error or ""):
                     raise ViolationError(f"{name} ended with an error: {output.error}", name)
             case FinishReason.ABORT:
                 raise ViolationError(f"{name} was aborted although no client asked for it", name)

@@ -261,6 +261,11 @@ class MemoryTransport:
     def peer_id(self) -> PeerId:
         return f"{self.name}#{self.life}"
 
+    @property
+    def peers(self) -> set[PeerId]:
+        """Those that it is connected to."""
+        return set(self._peers)
+
     def register(self, regions: Sequence[memoryview]) -> None:
         assert not self.memory.num_bytes, "memory is registered once"
         self.memory = FlatMemory(regions)

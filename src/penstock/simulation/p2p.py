@@ -70,10 +70,15 @@ class _Life:
             "requests": self.scheduler._remote,
             "requests of others": self.scheduler._decoded_elsewhere,
         }
+        metadata = self.exchange.take_metadata(has_time=True)
         for shard, worker in self.workers.items():
+            worker.begin_step(metadata)
+            worker.end_step()
+            transport = self.transports[shard]
+            known = {each.descriptor.decode() for table in worker._tables.values() for each in table.values()}
             tables |= {f"reads of {shard}": worker._reads, f"digests of {shard}": worker._attests}
-            tables |= {f"offers of {shard}": worker._windows, f"windows of {shard}": self.transports[shard].windows}
-        self.exchange.take_metadata(has_time=True)
+            tables |= {f"offers of {shard}": worker._windows, f"windows of {shard}": transport.windows}
+            tables[f"connections of {shard} to engines that have gone"] = transport.peers - known
         topology = self.exchange._jobs._topology
         known = {name for name, _ in topology._stages} - {topology.engine_id}
         tables["engines that have gone"] = known - self.exchange._sessions.engines()

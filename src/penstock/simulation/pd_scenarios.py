@@ -50,6 +50,12 @@ def _attested(setup: Setup) -> Setup:
     return _pairs(setup, is_attested=True)
 
 
+def _patient(setup: Setup) -> Setup:
+    """Has no deadline that a delay of messages or transfers ends, and room for all holds."""
+    setup = _pairs(setup, lease_seconds=2.0, hold_seconds=8.0, park_seconds=8.0)
+    return replace(setup, load_timeout=6.0, spare_blocks=200)
+
+
 @_scenario("pd_serial", "prefill and decode instances, driven by a proxy in the NIXL style")
 def _serial(rng: random.Random) -> Setup:
     return _pair(rng)
@@ -62,10 +68,8 @@ def _concurrent(rng: random.Random) -> Setup:
 
 @_scenario("pd_prefix_hits", "C1: prefixes that P, D, both or neither has; P must free unneeded blocks at once")
 def _prefix_hits(rng: random.Random) -> Setup:
-    # Leases that outlast every delay of messages, so that only a forgotten hold expires.
-    setup = _pairs(_mixed(rng), lease_seconds=2.0, hold_seconds=8.0, park_seconds=8.0, expects_no_expiry=True)
-    setup = traffic(setup, num_stems=rng.choice([1, 3]), reset=rng.choice([0.0, 0.1, 0.3]), num_requests=14, reuse=0.7)
-    return replace(setup, load_timeout=6.0, spare_blocks=200)
+    setup = _pairs(_patient(_mixed(rng)), expects_no_expiry=True)
+    return traffic(setup, num_stems=rng.choice([1, 3]), reset=rng.choice([0.0, 0.1, 0.3]), num_requests=14, reuse=0.7)
 
 
 @_scenario("pd_multi_turn", "conversations through P and D: each reuses its own KV, and loads get shorter")
@@ -186,7 +190,13 @@ def _no_prefill(rng: random.Random) -> Setup:
 def _aborts(rng: random.Random) -> Setup:
     setup = traffic(_mixed(rng), abort=0.6, abort_loading=0.03, reuse=0.5, num_requests=18, arrival=0.6)
     setup = _pairs(setup, digest_bytes_per_step=rng.choice([16, 256]))
-    return faulty(setup, slow=0.6, slow_messages=0.4, late=0.1)
+    if rng.random() < 0.6:
+        return faulty(setup, slow=0.6, slow_messages=0.4, late=0.1)
+    # Only loads are aborted, of which many are under way at once, and all others must succeed. With a sliding window P
+    # may lack a block that D needs.
+    setup = replace(_patient(setup), load_failure_policy="fail", loads_must_succeed=True, windows=(0,))
+    setup = traffic(setup, abort=0.0, abort_loading=0.02, num_requests=30, num_stems=8, arrival=0.9)
+    return faulty(setup, slow=0.9, max_delay=0.6, late=0.1)
 
 
 @_scenario("pd_garbage", "P6: a peer with the cluster key sends messages that no engine sends, or runs another model")

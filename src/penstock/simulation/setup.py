@@ -117,7 +117,7 @@ class Setup:
     `drafts` per request are proposed, by a drafter with KV of its own if `has_drafter`; `drafts_under_load` while more
     than two requests run. A request must end within `request_ticks`, and everything else within `recovery_ticks` after
     the last fault. `layerwise` loads are awaited layer by layer, by a host that does not run ahead. `block_sizes` are
-    those of the engines, if they differ from `block_size`.
+    those of the engines, if they differ from `block_size`. With `loads_must_succeed` no failed load may end a request.
     """
 
     topologies: tuple[tuple[int, int], ...] = ((1, 1),)
@@ -140,6 +140,7 @@ class Setup:
     prefix_caching: bool = True
     backing: str = "store"
     load_failure_policy: str = "recompute"
+    loads_must_succeed: bool = False
     load_timeout: float = 0.6
     patience: float = 0.3
     drain: float = 0.05

@@ -235,7 +235,7 @@ class World:
                 engine.name, f"delivers {output.new_token_ids} {output.finish_reason} to", output.request_id
             )
             each = self._live[output.request_id]
-            each.take(output, self._setup.load_failure_policy)
+            each.take(output, may_fail=self._setup.load_failure_policy == "fail" and not self._setup.loads_must_succeed)
             if output.finish_reason is not None:
                 self._finish(each, output, tick)
         self._check(engine, everything=self._rng.random() < 1 / _EVERYTHING_EVERY)

@@ -1,4 +1,4 @@
-"""Host names and addresses: their spelling, whether they name this machine, and listening on one."""
+"""Host names and addresses: their spelling, whether they name this machine, listening on one, and losing one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import socket
 
 _MAX_HOST_LENGTH = 253
+_IDLE_SECONDS, _PROBE_SECONDS, _NUM_PROBES = 30, 10, 3
 _HOST_LABEL = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?")
 
 
@@ -68,3 +69,11 @@ def listen(host: str, port: int, backlog: int) -> socket.socket:
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
     return socket.create_server(("", port), backlog=backlog)
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Has the kernel end a TCP connection within a minute of the loss of the peer's host, also while it is idle."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_SECONDS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_SECONDS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _NUM_PROBES)

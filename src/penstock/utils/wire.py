@@ -123,10 +123,11 @@ def _restored(kind: type, value: Any) -> Any:
 
 
 class FrameReader:
-    """Splits a byte stream into messages; performs no I/O."""
+    """Splits a byte stream into messages; performs no I/O. A payload may have `max_payload_bytes`."""
 
-    def __init__(self, codec: Codec) -> None:
+    def __init__(self, codec: Codec, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> None:
         self._codec = codec
+        self._max_payload_bytes = max_payload_bytes
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Any]:
@@ -137,8 +138,8 @@ class FrameReader:
         with memoryview(self._buffer) as view:
             while len(view) - start >= _HEADER.size:
                 length, number = _HEADER.unpack_from(view, start)
-                if length > MAX_PAYLOAD_BYTES:
-                    raise WireError(f"a frame of {length} bytes exceeds {MAX_PAYLOAD_BYTES}")
+                if length > self._max_payload_bytes:
+                    raise WireError(f"a frame of {length} bytes exceeds {self._max_payload_bytes}")
                 end = start + _HEADER.size + length
                 if end > len(view):
                     break

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import selectors
 import socket
 import threading
@@ -28,8 +29,8 @@ from penstock.kv_transfer.p2p.params import Address
 from penstock.kv_transfer.p2p.peers import LocalCluster
 from penstock.kv_transfer.p2p.session import PeerKey
 from penstock.utils.clock import SystemClock
-from penstock.utils.errors import PeerError, WireError
-from penstock.utils.hosts import is_ip_address, listen
+from penstock.utils.errors import ConfigError, PeerError, WireError
+from penstock.utils.hosts import is_ip_address, keep_alive, listen
 from penstock.utils.logging import get_logger
 from penstock.utils.wire import FrameReader
 
@@ -37,6 +38,8 @@ logger = get_logger(__name__)
 
 PURPOSE = b"penstock kv control"
 _OPEN_SECONDS = 5.0
+_CLOSE_SECONDS = 5.0
+_UNACKNOWLEDGED_SECONDS = 60
 _BACKLOG = 64
 _MAX_CONNECTIONS = 256
 _MAX_UNSENT_BYTES = 4 * MAX_MESSAGE_BYTES
@@ -112,7 +115,10 @@ class Channel(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Connection:
-    """`others` are the endpoints to try next if this connection cannot be opened."""
+    """Ends at its `deadline` unless by then it is open or, when it `is_closing`, has sent everything.
+
+    `others` are the endpoints to try next if this connection cannot be opened.
+    """
 
     peer: PeerKey
     socket: socket.socket
@@ -121,7 +127,7 @@ class _Connection:
     authentication: Authentication
     sealer: Sealer | None = None
     opener: Opener | None = None
-    reader: FrameReader = field(default_factory=lambda: FrameReader(CODEC))
+    reader: FrameReader = field(default_factory=lambda: FrameReader(CODEC, MAX_MESSAGE_BYTES))
     unsent: bytearray = field(default_factory=bytearray)
     request: bytes = b""
     is_first_read: bool = True
@@ -130,27 +136,27 @@ class _Connection:
 
 
 class SocketChannel:
-    """Listens at `address`, and on more ports of the host, as soon as it is made; port 0 takes a free one.
+    """Listens on `ports` of `host`, by the option that sets each, as soon as it is made; port 0 takes a free one.
 
-    If the host is a name, it listens on all interfaces. It announces the addresses to `local`, so that engines of the
-    same user may dial them. Raises OSError if one is in use.
+    If the host is a name, it listens on all interfaces. Without ports it only dials. It announces the addresses to
+    `local`, so that engines of the same user may dial them. Raises ConfigError if a port is in use.
     """
 
-    def __init__(
-        self, address: Address, key: bytes, local: LocalCluster | None = None, more_ports: tuple[int, ...] = ()
-    ) -> None:
+    def __init__(self, host: str, ports: Mapping[str, int], key: bytes, local: LocalCluster | None = None) -> None:
         self._clock = SystemClock()
         self._key = key
         self._listeners: list[socket.socket] = []
-        try:
-            for port in (address[1], *more_ports):
-                self._listeners.append(listen(address[0], port, _BACKLOG))
-        except OSError:
-            for each in self._listeners:
-                each.close()
-            raise
-        self._addresses: list[Address] = [(address[0], each.getsockname()[1]) for each in self._listeners]
-        self.address = self._addresses[0]
+        for option, port in ports.items():
+            try:
+                self._listeners.append(listen(host, port, _BACKLOG))
+            except OSError as error:
+                for each in self._listeners:
+                    each.close()
+                raise ConfigError(
+                    f"the KV connector cannot listen on {host}, {option} {port}: {error}: choose another {option}"
+                ) from None
+        self._addresses: list[Address] = [(host, each.getsockname()[1]) for each in self._listeners]
+        self.address = self._addresses[0] if self._addresses else (host, 0)
         self._local = local
         if local is not None:
             for each in self._addresses:
@@ -261,14 +267,15 @@ class SocketChannel:
 
     def _patience(self) -> float | None:
         now = self._clock.now()
-        times = [each.deadline for each in self._connections.values() if each.opener is None]
+        times = [each.deadline for each in self._connections.values()]
         times += self._lookup_deadlines.values()
         when = self._wake_time
         if when is not None and not self._news.is_set():
             times.append(when)
         if self._is_closed:
             times.append(now + 0.05)
-        return max(0.0, min(times) - now) if times else None
+        earliest = min(times, default=math.inf)
+        return None if earliest == math.inf else max(0.0, earliest - now)
 
     def _serve(self, key: selectors.SelectorKey, mask: int) -> None:
         if key.fileobj is self._alarm_end:
@@ -280,22 +287,34 @@ class SocketChannel:
         else:
             connection: _Connection = key.data
             try:
-                if mask & selectors.EVENT_WRITE:
+                # An earlier event may have ended it.
+                if mask & selectors.EVENT_WRITE and self._has(connection):
                     self._flush(connection)
-                if mask & selectors.EVENT_READ and self._connections.get(connection.peer) is connection:
+                if mask & selectors.EVENT_READ and self._has(connection):
                     self._read(connection)
             except (OSError, PeerError, WireError) as error:
                 self._lose(connection, str(error))
+
+    def _has(self, connection: _Connection) -> bool:
+        return self._connections.get(connection.peer) is connection
 
     def _accept(self, listener: socket.socket) -> None:
         try:
             accepted, address = listener.accept()
         except OSError:
             return
-        if len(self._connections) >= _MAX_CONNECTIONS:
+        if len(self._connections) >= _MAX_CONNECTIONS and not self._end_oldest_stranger():
             accepted.close()
             return
         self._add(f"{address[0]}:{address[1]}#in{next(self._numbers)}", accepted, is_outgoing=False)
+
+    def _end_oldest_stranger(self) -> bool:
+        """Ends the connection that has been unauthenticated for longest; False if all are authenticated."""
+        for connection in self._connections.values():
+            if connection.opener is None and not connection.is_outgoing:
+                self._lose(connection, "a newer connection takes its place")
+                return True
+        return False
 
     def _connect(self, peer: PeerKey, address: Address) -> None:
         if is_ip_address(address[0]):
@@ -343,6 +362,9 @@ class SocketChannel:
     def _add(self, peer: PeerKey, made: socket.socket, is_outgoing: bool) -> _Connection:
         made.setblocking(False)
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        keep_alive(made)
+        # Keepalive probes are not sent while data waits to be acknowledged.
+        made.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _UNACKNOWLEDGED_SECONDS)
         authentication = Authentication(self._key, is_outgoing, PURPOSE)
         deadline = self._clock.now() + _OPEN_SECONDS
         connection = _Connection(peer, made, is_outgoing, deadline, authentication)
@@ -371,6 +393,7 @@ class SocketChannel:
         if connection.authentication.is_done:
             connection.sealer = connection.authentication.sealer()
             connection.opener = connection.authentication.opener(MAX_MESSAGE_BYTES)
+            connection.deadline = math.inf
             self._put(Connected(connection.peer, connection.is_outgoing))
             self._open(connection, connection.authentication.rest)
 
@@ -425,6 +448,7 @@ class SocketChannel:
         connection = self._connections.get(peer)
         if connection is not None:
             connection.is_closing = True
+            connection.deadline = self._clock.now() + _CLOSE_SECONDS
             try:
                 self._flush(connection)
             except OSError:
@@ -433,7 +457,7 @@ class SocketChannel:
     def _end_late_ones(self) -> None:
         now = self._clock.now()
         for connection in list(self._connections.values()):
-            if connection.opener is None and connection.deadline <= now:
+            if connection.deadline <= now:
                 self._lose(connection, f"no connection within {_OPEN_SECONDS:g} seconds")
         for peer in [peer for peer, deadline in self._lookup_deadlines.items() if deadline <= now]:
             del self._lookup_deadlines[peer]
@@ -441,6 +465,8 @@ class SocketChannel:
 
     def _lose(self, connection: _Connection, reason: str) -> None:
         self._forget(connection)
+        if connection.is_closing:
+            return
         if connection.is_outgoing and connection.opener is None:
             self._connect_to_next(connection.peer, connection.others, reason)
         elif connection.opener is not None:

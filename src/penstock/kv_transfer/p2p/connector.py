@@ -25,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from penstock.config.kv_transfer import KVTransferConfig
+from penstock.config.kv_transfer import DEFAULT_BOOTSTRAP_PORT, KVTransferConfig
 from penstock.kv_transfer.factory import ConnectorContext
 from penstock.kv_transfer.options import Check, is_text, read_options
 from penstock.kv_transfer.p2p.channel import SocketChannel
@@ -63,7 +63,7 @@ _DEFAULTS = {
     "attestation": "all",
     "hold_seconds": 120.0,
     "lease_seconds": 15.0,
-    "bootstrap_port": 8998,
+    "bootstrap_port": DEFAULT_BOOTSTRAP_PORT,
     "allow_other_arithmetic": False,
 }
 # Part of `kv_load_timeout` after which a load is cancelled, so that it settles before the request loses its blocks.
@@ -79,7 +79,9 @@ class P2PConnector:
 
     @classmethod
     def make_scheduler_connector(cls, context: ConnectorContext) -> P2PScheduler:
-        """Listens on kv_ip and kv_port. Raises ConfigError for invalid options, or if the port is in use."""
+        """Listens on kv_ip and kv_port, unless it only loads. Raises ConfigError for invalid options, or if a port is in
+        use.
+        """
         config = context.config
         options = _read_options(config)
         host = check_host(config.kv_ip)
@@ -88,11 +90,12 @@ class P2PConnector:
         local = LocalCluster() if is_loopback(host) and options["cluster_key_file"] is None else None
         key = _key(config, options, local)
         peers = PeerList(options["peers"], local)
-        bootstrap = (options["bootstrap_port"],) if cls.has_bootstrap and config.kv_role != "kv_consumer" else ()
-        try:
-            channel = SocketChannel((host, config.kv_port), key, local, bootstrap)
-        except OSError as error:
-            raise ConfigError(f"the KV connector cannot listen on {host}, kv_port {config.kv_port}: {error}") from None
+        ports: dict[str, int] = {}
+        if config.kv_role != "kv_consumer":  # which nothing dials
+            ports["kv_port"] = config.kv_port
+            if cls.has_bootstrap:
+                ports["bootstrap_port"] = options["bootstrap_port"]
+        channel = SocketChannel(host, ports, key, local)
         epoch, office, clock = uuid.uuid4().hex, TicketOffice(key), SystemClock()
         rules = ProducerRules(
             hold_seconds=options["hold_seconds"],

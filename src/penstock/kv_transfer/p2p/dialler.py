@@ -20,7 +20,9 @@ def threads() -> Background:
 
 
 class Dialler:
-    """Keeps connections by descriptor. One thread calls it; the transport's `connect` runs in the background."""
+    """Keeps connections by descriptor. One thread calls it; the transport's `connect` and what follows it run in the
+    background.
+    """
 
     def __init__(self, transport: DataTransport, background: Background) -> None:
         self._transport = transport
@@ -43,3 +45,14 @@ class Dialler:
     def forget(self, descriptor: bytes) -> None:
         """Drops an unusable connection; the next `find` makes it again."""
         self._peers.pop(descriptor, None)
+
+    def disconnect(self, descriptor: bytes) -> None:
+        """Ends the connection, also one that is still being made."""
+        future = self._peers.pop(descriptor, None)
+        if future is not None:
+            future.add_done_callback(lambda made: self._end(descriptor, made))
+
+    def _end(self, descriptor: bytes, future: Future[PeerId]) -> None:
+        """Unless the connection is needed again meanwhile."""
+        if future.exception() is None and descriptor not in self._peers:
+            self._transport.disconnect(future.result())

@@ -25,7 +25,8 @@ class Move:
     """Transfers of tokens [first, end) between this rank and those of `peer`, at most one with each of them.
 
     `tables` has this engine's and the other engine's block ids of each group; `windows` name where the other ranks may
-    be written. `parts` has the transfers that have not begun; `is_retried`: a connection has been made again.
+    be written. `parts` has the transfers that have not begun; `retried` has the ranks to which
+    a connection has been made again.
     """
 
     name: TransferId
@@ -36,23 +37,28 @@ class Move:
     end: int
     parts: dict[ShardId, Slices]
     windows: Mapping[ShardId, bytes] = field(default_factory=dict[ShardId, bytes])
-    is_retried: bool = False
+    retried: set[ShardId] = field(default_factory=set[ShardId])
     has_failed: bool = False
     handles: list[tuple[PeerId, TransferHandle]] = field(default_factory=list[tuple[PeerId, TransferHandle]])
 
 
 class Mover:
-    """Moves the bytes of one rank. `background` makes connections."""
+    """Moves the bytes of one rank. `background` makes connections.
+
+    A transfer in progress can be ended only by `disconnect`, which ends all transfers with that peer. So a transfer that
+    is cancelled runs on while another one with the peer is wanted; no further one begins meanwhile, so this has an end.
+    """
 
     def __init__(self, layout: KVLayout, transport: DataTransport, background: Background) -> None:
         self._layout = layout
         self._transport = transport
         self._dialler = Dialler(transport, background)
+        self._under_way: dict[PeerId, dict[Move, TransferHandle]] = {}
 
     def forget(self, shards: Sequence[Shard]) -> None:
-        """Called when the life of an engine has ended."""
+        """Ends the connections to these ranks of an engine, with which nothing moves, until they are needed again."""
         for shard in shards:
-            self._dialler.forget(shard.descriptor)
+            self._dialler.disconnect(shard.descriptor)
 
     def advance(self, move: Move) -> list[TransferState]:
         """Begins the transfers that can begin, and gives the move up if one has failed. Returns the states of all."""
@@ -60,6 +66,9 @@ class Mover:
         states = [self._transport.poll(handle) for _, handle in move.handles]
         if any(state in (TransferState.FAILED_SETTLED, TransferState.FAILED_UNSETTLED) for state in states):
             self.give_up(move)
+        for (peer, _), state in zip(move.handles, states, strict=True):
+            if state.is_settled and move in self._under_way.get(peer, {}):
+                self._end_unwanted(peer)
         return states
 
     def give_up(self, move: Move) -> None:
@@ -67,8 +76,22 @@ class Mover:
         move.parts.clear()
         if not move.has_failed:
             move.has_failed = True
-            for peer in {peer for peer, handle in move.handles if not self._transport.poll(handle).is_settled}:
-                self._transport.disconnect(peer)
+            for peer, _ in move.handles:
+                self._end_unwanted(peer)
+
+    def _end_unwanted(self, peer: PeerId) -> None:
+        """Disconnects if something is under way and nothing of it is wanted."""
+        under_way = self._under_way.pop(peer, {})
+        moves = {move: handle for move, handle in under_way.items() if not self._transport.poll(handle).is_settled}
+        if any(not move.has_failed for move in moves):
+            self._under_way[peer] = moves
+        elif moves:
+            self._transport.disconnect(peer)
+
+    def _has_unwanted(self, peer: PeerId) -> bool:
+        """Whether something that was given up runs on."""
+        under_way = self._under_way.get(peer, {})
+        return any(move.has_failed and not self._transport.poll(each).is_settled for move, each in under_way.items())
 
     def begin(self, move: Move) -> None:
         """Begins one transfer with each rank that is connected by now."""
@@ -76,7 +99,7 @@ class Mover:
             for shard, slices in list(move.parts.items()):
                 other = move.peer[shard]
                 peer = self._dialler.find(other.descriptor)
-                if peer is None:
+                if peer is None or self._has_unwanted(peer):
                     return
                 runs = plan_runs(self._layout, other.layout, slices, move.tables, move.first, move.end)
                 window = move.windows.get(shard, b"")
@@ -85,11 +108,12 @@ class Mover:
                 except PeerError:
                     # The connection may have ended since it was last used.
                     self._dialler.forget(other.descriptor)
-                    if move.is_retried:
+                    if shard in move.retried:
                         raise
-                    move.is_retried = True
+                    move.retried.add(shard)
                     return
                 move.handles.append((peer, handle))
+                self._under_way.setdefault(peer, {})[move] = handle
                 del move.parts[shard]
         except PeerError as error:
             logger.warning("KV of %s cannot be moved: %s", move.name, error)

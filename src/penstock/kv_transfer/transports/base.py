@@ -1,8 +1,8 @@
 """The contract of a transport: it moves bytes between registered memory of two engines, and reports how that ended.
 
 Lifecycle: `register` all memory, once; exchange `descriptor()`s; `connect`; any number of `submit` and `poll`; `close`.
-Threading: one thread calls a transport, except for `connect`, which other threads may call too. Only `connect`, `wait`
-and `close` block, each with a limit.
+Threading: one thread calls a transport, except for `connect` and `disconnect`, which other threads may call too. Only
+`connect`, `wait` and `close` block, each with a limit.
 
 Addresses. The registered regions form one flat address space: a region begins where the one before it ends. The copies
 of a transfer are one array of runs, [n, 3] int64: local offset, remote offset, bytes. Runs of one transfer must not

@@ -6,7 +6,8 @@ other way, after the peer has accepted its ranges. So registered memory is only 
 once such a thread has ended, nothing can land any more. Connections are authenticated with the cluster key, and the
 messages on them are sealed; the transferred bytes are neither sealed nor encrypted.
 
-If a connection breaks, the whole peer is lost until `connect` is called again. Its transfers in progress become:
+A connection that breaks ends the transfer that it carries. When the last one breaks, or an idle one has broken too, the
+peer is lost until `connect` is called again. Its transfers in progress become:
 
     READ     FAILED_UNSETTLED until the thread that receives has noticed, which takes no longer than a system call,
              then FAILED_SETTLED
@@ -194,7 +195,8 @@ class SocketsTransport(OnBoard):
     def _is_alive(self, peer: _Peer) -> bool:
         """Returns whether the peer seems to be alive; connections with a transfer in progress are not checked."""
         with self._board.lock:
-            return not peer.is_lost and all(link.transfer is not None or link.stream.is_alive() for link in peer.links)
+            is_connected = peer.num_links > 0 and not peer.is_lost
+            return is_connected and all(link.transfer is not None or link.stream.is_alive() for link in peer.links)
 
     def _add_link(self, peer: _Peer) -> None:
         """Makes one more connection, so that another transfer can run at once. If that fails, transfers wait."""
@@ -202,8 +204,7 @@ class SocketsTransport(OnBoard):
             stream, _ = self._dial(peer.address)
         except PeerError as error:
             _logger.debug("no further connection: %s", error)
-            with self._board.lock:
-                peer.num_links -= 1
+            self._count_out(peer)
             return
         self._serve_link(peer, _Link(stream))
 
@@ -220,11 +221,20 @@ class SocketsTransport(OnBoard):
         except Exception:
             _logger.exception("the connection to %s has ended because of a bug", peer.address.peer_id)
         finally:
-            self._lose(peer)
+            with self._board.lock:
+                peer.links.remove(link)
+            self._count_out(peer)
             self._settle(link)
             link.stream.close()
             with self._board.lock:
                 self._links.discard(link)
+
+    def _count_out(self, peer: _Peer) -> None:
+        """One link less: its connection has ended, or could not be made."""
+        with self._board.lock:
+            peer.num_links -= 1
+        if not self._is_alive(peer):
+            self._lose(peer)
 
     def _take(self, peer: _Peer, link: _Link) -> bool:
         """Waits for the link's next transfer; False when the peer has been given up."""

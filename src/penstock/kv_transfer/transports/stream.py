@@ -21,6 +21,7 @@ import numpy as np
 
 from penstock.kv_transfer.authentication import Authentication
 from penstock.utils.errors import PeerError
+from penstock.utils.hosts import keep_alive
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _MAX_SEGMENTS = 1024  # in one system call (IOV_MAX)
@@ -61,11 +62,7 @@ class Stream:
         self._is_receiving_cut = False
         connection.setblocking(True)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # Detects that the peer's host is gone, also while neither side is sending.
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+        keep_alive(connection)
         self._limit(stall_seconds)
 
     def allow_stalls(self, seconds: float) -> None:

@@ -1,0 +1,155 @@
+"""Moves of one rank's KV: its connections to the ranks of other engines, and transfers that share them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+from penstock.kv_transfer.p2p.dialler import Dialler
+from penstock.kv_transfer.p2p.messages import Shard
+from penstock.kv_transfer.p2p.moves import Move, Mover
+from penstock.kv_transfer.topology.planner import sources
+from penstock.kv_transfer.transports.base import Operation, PeerId, TransferHandle, TransferState
+from penstock.kv_transfer.transports.memory import Fault, FaultKind, MemoryFabric
+from penstock.messages.kv_transfer import ShardId
+from penstock.utils.clock import ManualClock
+from penstock.utils.errors import PeerError
+from tests.unit.test_rank_transfers import BLOCK_SIZE, TABLES, filled, layouts_of, memory_of
+
+SLOW = Fault(delay=1.0)
+
+
+class Later:
+    """A background that works when it is told to."""
+
+    def __init__(self) -> None:
+        self._work: list[tuple[Callable[[], PeerId], Future[PeerId]]] = []
+
+    def __call__(self, connect: Callable[[], PeerId]) -> Future[PeerId]:
+        future: Future[PeerId] = Future()
+        self._work.append((connect, future))
+        return future
+
+    def run(self) -> None:
+        """As if each had a thread of its own."""
+        work, self._work = self._work, []
+        for future, peer in [(future, connect()) for connect, future in work]:
+            future.set_result(peer)
+
+
+def test_a_connection_ends_with_the_engine_also_while_it_is_being_made() -> None:
+    fabric, later = MemoryFabric(ManualClock()), Later()
+    here, there = fabric.endpoint("here"), fabric.endpoint("there")
+    dialler = Dialler(here, later)
+    for is_made in (True, False):
+        assert dialler.find(there.descriptor()) is None
+        if is_made:
+            later.run()
+            assert dialler.find(there.descriptor()) == there.peer_id
+        dialler.disconnect(there.descriptor())
+        later.run()
+        assert not here.peers
+
+
+def test_a_connection_that_is_needed_again_meanwhile_stays() -> None:
+    fabric, later = MemoryFabric(ManualClock()), Later()
+    here, there = fabric.endpoint("here"), fabric.endpoint("there")
+    dialler = Dialler(here, later)
+    dialler.find(there.descriptor())
+    dialler.disconnect(there.descriptor())
+    dialler.find(there.descriptor())
+    later.run()
+    assert here.peers == {dialler.find(there.descriptor())}
+
+
+class Rig:
+    """A rank that reads from the two ranks of another engine."""
+
+    def __init__(self) -> None:
+        ((shard, layout),) = layouts_of((1, 1, None)).items()
+        theirs = layouts_of((1, 2, None))
+        self.clock = ManualClock()
+        self.fault = Fault()
+        fabric = MemoryFabric(self.clock, lambda _operation, _size: self.fault)
+        self.here = fabric.endpoint("here")
+        self.here.register([memory_of(layout).data])
+        self.slices = sources(layout, theirs, shard)
+        self.peer: dict[ShardId, Shard] = {}
+        for rank, each in theirs.items():
+            there = fabric.endpoint(f"there {rank}")
+            there.register([filled(each, TABLES["producer"]).data])
+            self.peer[rank] = Shard(rank, each, there.descriptor())
+        self.later = Later()
+        self.mover = Mover(layout, self.here, self.later)
+
+    def read(self, name: str, fault: Fault = SLOW) -> Move:
+        """Has begun, if it could."""
+        self.fault = fault
+        tables = tuple(zip(TABLES["consumer"], TABLES["producer"], strict=True))
+        move = Move(name, Operation.READ, self.peer, tables, 0, BLOCK_SIZE, dict(self.slices))
+        for _ in range(10):
+            self.mover.advance(move)
+            self.later.run()
+        return move
+
+
+def test_the_connections_to_all_ranks_may_have_ended_since_the_last_move() -> None:
+    rig = Rig()
+    for name in ("first", "second"):
+        move = rig.read(name)
+        rig.clock.advance(2.0)
+        assert rig.mover.advance(move) == [TransferState.DONE] * 2
+        for peer in rig.here.peers:
+            rig.here.disconnect(peer)
+
+
+def test_a_connection_is_not_made_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, attempts = Rig(), list[PeerId]()
+
+    def refuse(operation: Operation, peer: PeerId, runs: np.ndarray, **_: object) -> TransferHandle:
+        attempts.append(peer)
+        raise PeerError(f"{peer} is not connected")
+
+    monkeypatch.setattr(rig.here, "submit", refuse)
+    assert rig.read("first").has_failed
+    assert len(attempts) == 2
+
+
+def test_a_move_that_is_given_up_ends_no_other_one() -> None:
+    rig = Rig()
+    moves = [rig.read("first"), rig.read("second")]
+    rig.mover.give_up(moves[0])
+    late = rig.read("third")
+    assert late.parts, "it begins when nothing unwanted is under way"
+    assert [rig.mover.advance(move) for move in moves] == [[TransferState.PENDING] * 2] * 2
+    rig.clock.advance(2.0)
+    assert [rig.mover.advance(move) for move in moves] == [[TransferState.DONE] * 2] * 2
+    assert not moves[1].has_failed
+    rig.mover.advance(late)
+    assert not late.parts
+
+
+@pytest.mark.parametrize("is_last_given_up", [False, True])
+def test_a_move_that_is_given_up_does_not_run_on_alone(is_last_given_up: bool) -> None:
+    rig = Rig()
+    stuck = rig.read("first", Fault(FaultKind.DROP))
+    wanted = rig.read("second")
+    rig.mover.give_up(stuck)
+    assert rig.mover.advance(stuck) == [TransferState.PENDING] * 2
+    if is_last_given_up:
+        rig.mover.give_up(wanted)
+    else:
+        rig.clock.advance(2.0)
+        rig.mover.advance(wanted)
+    assert rig.mover.advance(stuck) == [TransferState.FAILED_SETTLED] * 2
+    assert not rig.here.peers
+
+
+def test_a_move_alone_ends_when_it_is_given_up() -> None:
+    rig = Rig()
+    move = rig.read("first")
+    rig.mover.give_up(move)
+    assert rig.mover.advance(move) == [TransferState.FAILED_SETTLED] * 2
