@@ -13,6 +13,7 @@ ROOMS = ("runner.cpu", "runner.gpu")
 SHARED = [module for module in RUNNER if not module.startswith(ROOMS)]
 # How a file could find out which device there is.
 QUESTIONS = ("has_gpu_kernels", "uses_triton", "is_interpreted", "is_cpu", "is_cuda", "is_meta", "is_available")
+DEVICES = ("cpu", "cuda", "meta")
 
 
 def _inside(module: str) -> set[str]:
@@ -28,10 +29,14 @@ def _asks_for_the_device(tree: ast.Module) -> bool:
             if name in QUESTIONS:
                 return True
         if isinstance(node, ast.Compare):
-            sides = [ast.unparse(side) for side in (node.left, *node.comparators)]
-            if any(side.endswith(".type") for side in sides):
+            sides = (node.left, *node.comparators)
+            if any(ast.unparse(side).endswith(".type") or _names_a_device(side) for side in sides):
                 return True
     return False
+
+
+def _names_a_device(tree: ast.expr) -> bool:
+    return any(isinstance(node, ast.Constant) and node.value in DEVICES for node in ast.walk(tree))
 
 
 @pytest.mark.parametrize("module", SHARED)
