@@ -6,7 +6,7 @@ import ast
 
 import pytest
 
-from tests.architecture.sources import imports, modules
+from tests.architecture.sources import imports, modules, own_imports
 
 RUNNER = [module for module in sorted(modules()) if module.split(".")[0] == "runner"]
 ROOMS = ("runner.cpu", "runner.gpu")
@@ -14,12 +14,6 @@ SHARED = [module for module in RUNNER if not module.startswith(ROOMS)]
 # How a file could find out which device there is.
 QUESTIONS = ("has_gpu_kernels", "uses_triton", "is_interpreted", "is_cpu", "is_cuda", "is_meta", "is_available")
 DEVICES = ("cpu", "cuda", "meta")
-
-
-def _inside(module: str) -> set[str]:
-    """The modules of the runner that a module imports."""
-    names = {name.removeprefix("penstock.") for name in imports(modules()[module]) if name.startswith("penstock.")}
-    return {name for name in names if name in RUNNER and name != module}
 
 
 def _asks_for_the_device(tree: ast.Module) -> bool:
@@ -53,18 +47,4 @@ def test_the_worker_asks_once() -> None:
 @pytest.mark.parametrize("module", RUNNER)
 def test_rooms_do_not_know_each_other(module: str) -> None:
     room = next((room for room in ROOMS if module.startswith(room)), None)
-    assert not [name for name in _inside(module) if name.startswith(ROOMS) and (room is None or room not in name)]
-
-
-def test_no_circles() -> None:
-    done: set[str] = set()
-
-    def visit(module: str, path: tuple[str, ...]) -> None:
-        assert module not in path, f"{' -> '.join(path[path.index(module) :])} -> {module}"
-        if module not in done:
-            for name in sorted(_inside(module)):
-                visit(name, (*path, module))
-            done.add(module)
-
-    for module in RUNNER:
-        visit(module, ())
+    assert not [name for name in own_imports(module) if name.startswith(ROOMS) and (room is None or room not in name)]
