@@ -21,6 +21,8 @@ from penstock.utils.hosts import free_port
 from penstock.utils.shared_memory import attach_memory
 
 Body = Callable[[RankLinks, ShardId], Any]
+# How long the end of a wait may take that would otherwise never end, on a machine that does other work too.
+SOON_S = 10.0
 
 
 def shards(pp: int, tp: int) -> list[ShardId]:
@@ -90,14 +92,14 @@ def own_part(whole: torch.Tensor, sizes: list[int], index: int) -> torch.Tensor:
 
 
 @contextmanager
-def raises_soon(seconds: float = 0.5) -> Iterator[None]:
-    """Checks that the body raises RanksLostError within the time limit."""
+def raises_soon() -> Iterator[None]:
+    """Checks that the body raises RanksLostError within SOON_S."""
     start = time.monotonic()
     try:
         yield
     except RanksLostError:
         took = time.monotonic() - start
-        assert took < seconds, f"it took {took:.2f} s"
+        assert took < SOON_S, f"it took {took:.2f} s"
         return
     raise AssertionError("nothing was raised")
 
@@ -157,7 +159,7 @@ def create_in_process(pipe: Connection) -> None:
 
 
 def wait_by_gloo(address: str, shard: ShardId, how: str, pipe: Connection) -> None:
-    """A rank of 2 x 2 by gloo that begins to wait as `how` says, and reports how and when that ended."""
+    """A rank of 2 x 2 by gloo that begins to wait as `how` says, and reports how that ended."""
     links = distributed_links(address, 2, 2, shard, "gloo", 60.0)
     links.group.barrier()
     pipe.send("waiting")
@@ -170,5 +172,5 @@ def wait_by_gloo(address: str, shard: ShardId, how: str, pipe: Connection) -> No
         else:
             threading.Event().wait()
     except RanksLostError as error:
-        pipe.send((time.monotonic(), str(error)))
+        pipe.send(str(error))
     links.close()
