@@ -177,7 +177,6 @@ def test_an_idle_server_notices_the_death_of_its_worker() -> None:
 ANSWERS_FIRST = """
 import socket, sys
 from penstock.messages.runner_output import ModelRunnerOutput
-from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.messages.scheduler_output import SchedulerOutput
 from penstock.worker.messages import CODEC
 from penstock.utils.wire import FrameReader
