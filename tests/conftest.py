@@ -1,7 +1,7 @@
 """Every test runs with the checks that production leaves out: poisoned KV blocks, and integrity after every step.
 
-`--executor mp` gives every engine of the test process a worker in a process of its own. Tests that replace parts of a
-worker, or look into it, cannot see it there: `make test-all` names those that can.
+`--executor mp` gives every engine of the test process a worker in a process of its own. Tests marked `uniproc` replace
+parts of a worker or look into it, so they are skipped then; `make test-all` names the files for which that is done.
 """
 
 from __future__ import annotations
@@ -32,8 +32,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Applies `spread`: cases of a test beyond its number, which are spread evenly over them, are long."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Applies `spread`: cases of a test beyond its number, which are spread evenly over them, are long. Skips the tests
+    marked `uniproc` with `--executor mp`.
+    """
+    if config.getoption("--executor") == "mp":
+        for item in items:
+            if item.get_closest_marker("uniproc") is not None:
+                item.add_marker(pytest.mark.skip(reason="the worker is in another process"))
     cases: defaultdict[tuple[object, str, int], list[pytest.Item]] = defaultdict(list)
     for item in items:
         spread = item.get_closest_marker("spread")
