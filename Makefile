@@ -38,8 +38,9 @@ test-long: $(VENV)/.installed-dev
 	$(PYTEST_PARALLEL) -m "long and not alone and not exhaustive"
 	$(PYTEST) -m "long and alone and not exhaustive"
 
-# Tests that replace no part of a worker and look into none.
-WITH_WORKER_PROCESS := $(addprefix tests/integration/test_,identity_matrix.py identity_speculation.py structured_outputs.py)
+# Files whose engines are in the test's own process, with workers in others; tests marked `uniproc` are skipped.
+WITH_WORKER_PROCESS := $(patsubst %,tests/integration/test_%.py,disaggregation identity_matrix identity_speculation \
+	kv_connectors kv_events llm rejection_sampling structured_outputs)
 
 test-all: $(VENV)/.installed-dev
 	$(PYTEST_PARALLEL) -m "not alone"

@@ -1,7 +1,7 @@
 """Runs every test with the checks that production omits: poisoned KV blocks, and integrity after every step.
 
-`--executor mp` gives every engine of the test process a worker in a process of its own. Tests that replace or inspect
-parts of a worker cannot reach it there: `make test-all` lists the tests that do neither.
+`--executor mp` gives every engine of the test process a worker in a process of its own. Tests marked `uniproc` replace
+or inspect parts of a worker, so they are skipped then; `make test-all` lists the files for which that is done.
 """
 
 from __future__ import annotations
@@ -32,8 +32,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Applies `spread(count)`: keeps `count` evenly spaced cases of a test, and marks its other cases as long."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Applies `spread(count)`: keeps `count` evenly spaced cases of a test, and marks its other cases as long. Skips the
+    tests marked `uniproc` with `--executor mp`.
+    """
+    if config.getoption("--executor") == "mp":
+        for item in items:
+            if item.get_closest_marker("uniproc") is not None:
+                item.add_marker(pytest.mark.skip(reason="the worker is in another process"))
     cases: defaultdict[tuple[object, str, int], list[pytest.Item]] = defaultdict(list)
     for item in items:
         spread = item.get_closest_marker("spread")

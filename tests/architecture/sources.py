@@ -33,6 +33,12 @@ def imports(tree: ast.Module) -> set[str]:
     return found
 
 
+def own_imports(module: str) -> set[str]:
+    """The package's other modules that a module imports at run time."""
+    names = {name.removeprefix("penstock.") for name in imports(modules()[module]) if name.startswith("penstock.")}
+    return {name for name in names if name in modules() and name != module}
+
+
 def _walk_at_run_time(node: ast.AST):
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):

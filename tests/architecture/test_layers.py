@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.architecture.sources import imports, modules
+from tests.architecture.sources import imports, modules, own_imports
 
 # Folder -> folders that it may import, besides itself.
 ALLOWED = {
@@ -133,6 +133,20 @@ def test_imports_follow_the_layers(module: str) -> None:
             target = name.split(".")[1]
             if target in ALLOWED:
                 assert target == folder or target in ALLOWED[folder], f"{module} imports {name}"
+
+
+def test_no_circles() -> None:
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, f"{' -> '.join(path[path.index(module) :])} -> {module}"
+        if module not in done:
+            for name in sorted(own_imports(module)):
+                visit(name, (*path, module))
+            done.add(module)
+
+    for module in modules():
+        visit(module, ())
 
 
 @pytest.mark.parametrize("module", [m for m in sorted(modules()) if _folder(m) == "models" and "." in m])

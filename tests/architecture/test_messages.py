@@ -119,14 +119,27 @@ def same(one: Any, other: Any) -> bool:
     return one == other
 
 
-@pytest.mark.parametrize(("codec", "kind"), KINDS, ids=[kind.__name__ for _, kind in KINDS])
-def test_decoded_messages_equal_the_encoded_ones(codec: Codec, kind: type) -> None:
+def check_copies(codec: Codec, examples: st.SearchStrategy[Any]) -> None:
     @settings(max_examples=60, database=None, suppress_health_check=list(HealthCheck))
-    @given(messages(kind))
+    @given(examples)
     def check(message: Any) -> None:
         assert same(codec.copy(message), message)
 
     check()
+
+
+@pytest.mark.parametrize(("codec", "kind"), KINDS, ids=[kind.__name__ for _, kind in KINDS])
+def test_decoded_messages_equal_the_encoded_ones(codec: Codec, kind: type) -> None:
+    check_copies(codec, messages(kind))
+
+
+class Carrier(msgspec.Struct, frozen=True):
+    content: OpenMessage
+
+
+@pytest.mark.parametrize("kind", registered_kinds(), ids=[kind.__name__ for kind in registered_kinds()])
+def test_decoded_connector_metadata_equals_the_encoded(kind: type) -> None:
+    check_copies(Codec(Carrier), messages(kind).map(Carrier))
 
 
 def test_the_kinds_of_connector_metadata_are_registered() -> None:

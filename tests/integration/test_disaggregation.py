@@ -401,6 +401,7 @@ def test_other_hosts_need_a_key_and_a_list_of_peers(tmp_path: Path) -> None:
         LLM(**ENGINE, kv_transfer_config=config)
 
 
+@pytest.mark.uniproc
 def test_engines_find_each_other_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pods do this. A name that only a request contains is not looked up; KV of an unknown address is recomputed."""
     real, looked_up = socket.getaddrinfo, list[str]()

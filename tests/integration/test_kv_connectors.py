@@ -126,6 +126,7 @@ class Late:
 
 
 @pytest.mark.long
+@pytest.mark.uniproc
 def test_transfers_that_take_some_steps(plain_tokens: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks are reallocated while they are copied, and requested while they are loaded."""
 
@@ -150,6 +151,7 @@ def test_transfers_that_take_some_steps(plain_tokens: list[list[int]], monkeypat
 
 
 @pytest.mark.long
+@pytest.mark.uniproc
 def test_transfers_with_the_kernels_of_a_gpu(plain_tokens: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs the kernels in Triton's interpreter."""
     monkeypatch.setattr(parts, "HostKVCacheView", GpuKVCacheView)
@@ -178,6 +180,7 @@ FAILING = {"first": 0, "middle": 2, "last": -1}
 
 
 @pytest.mark.long
+@pytest.mark.uniproc
 @pytest.mark.parametrize(
     ("speculator", "policy", "place"), grid(list(SPECULATORS), ("recompute", "fail"), list(FAILING))
 )
@@ -273,20 +276,11 @@ def test_bytes_that_change_in_memory_are_detected(plain_tokens: list[list[int]])
     """The digest is compared with the bytes that landed in the engine's cache."""
     llm = make(offloading())
     assert tokens(llm) == plain_tokens
-    _region(llm).chunk(0)[5] ^= 1
+    connector: Any = llm._core._scheduler._connector
+    connector._region.chunk(0)[5] ^= 1
     assert run_again(llm) == plain_tokens
     assert llm.stats().connector["num_corrupted"] == 1
     llm.shutdown()
-
-
-def _connector(llm: LLM) -> Any:
-    """Returns the worker's side of the connector."""
-    (handle,) = llm._core._executor._workers
-    return handle._worker._steps._runner.kv_step._connector
-
-
-def _region(llm: LLM) -> Any:
-    return _connector(llm)._region
 
 
 @pytest.mark.long
@@ -369,10 +363,12 @@ def test_a_producer_saves_and_a_consumer_loads(tmp_path: Path) -> None:
     assert files[0] < files[1] == files[2]
 
 
+@pytest.mark.uniproc
 def test_the_layout_gives_the_addresses_of_the_bytes() -> None:
     llm = make(offloading(), speculative_config=SPECULATORS["mtp"])
     llm.generate([[7] * 40], SamplingParams(max_tokens=2), use_tqdm=False)
-    view = _connector(llm)._view
+    worker: Any = llm._core._executor._workers[0]
+    view = worker._worker._steps._runner.kv_step._connector._view
     regions = {region.name: region for region in view.layout.regions}
     layers = view.layout.layers_of(0)
     for layer, part in zip(layers, view.block_parts(0, 1), strict=True):

@@ -169,6 +169,7 @@ def test_one_run_at_a_time(llm: LLM) -> None:
     assert len(list(first)) == 23
 
 
+@pytest.mark.uniproc
 def test_a_failed_worker_is_reported_and_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(max_model_len=64)
 

@@ -125,6 +125,6 @@ class Case:
 
     def kept(self, logits: torch.Tensor) -> torch.Tensor:
         """Returns [n, vocab_size] logits as truncated by the reference."""
-        scaled = logits.float() / self.batch.temperatures(range(len(logits)))
-        sampler.truncate(scaled, self.batch)
+        scaled = logits.to(torch.float32, copy=True)
+        sampler.scale_and_truncate(scaled, self.batch)
         return scaled > -math.inf

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.config.engine import EngineArgs
+from penstock.runner.cpu.parts import cpu_parts
 from penstock.runner.gpu.ahead import claim_in
 from penstock.worker import compile_ahead
 from penstock.worker.parts import make_config
@@ -80,7 +81,8 @@ def test_a_variant_is_claimed_by_one_process(tmp_path: Path) -> None:
 
 def test_a_cpu_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_ahead, "compiling", None)
-    with compile_ahead.compiling_ahead(make_config(EngineArgs(device="cpu"))) as wait:
+    config = make_config(EngineArgs(device="cpu"))
+    with compile_ahead.compiling_ahead(config, cpu_parts().compute_capability) as wait:
         wait()
 
 

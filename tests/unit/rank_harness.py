@@ -21,6 +21,8 @@ from penstock.utils.hosts import free_port
 from penstock.utils.shared_memory import attach_memory
 
 Body = Callable[[RankLinks, ShardId], Any]
+# How long the end of a wait may take that would otherwise never end, on a machine that does other work too.
+SOON_S = 10.0
 
 
 def shards(pp: int, tp: int) -> list[ShardId]:
@@ -90,14 +92,14 @@ def own_part(whole: torch.Tensor, sizes: list[int], index: int) -> torch.Tensor:
 
 
 @contextmanager
-def raises_soon(seconds: float = 0.5) -> Iterator[None]:
-    """Checks that the body raises RanksLostError within the time limit."""
+def raises_soon() -> Iterator[None]:
+    """Checks that the body raises RanksLostError within SOON_S."""
     start = time.monotonic()
     try:
         yield
     except RanksLostError:
         took = time.monotonic() - start
-        assert took < seconds, f"it took {took:.2f} s"
+        assert took < SOON_S, f"it took {took:.2f} s"
         return
     raise AssertionError("RanksLostError was not raised")
 
@@ -170,5 +172,5 @@ def wait_with_gloo(address: str, shard: ShardId, how: str, pipe: Connection) -> 
         else:
             threading.Event().wait()
     except RanksLostError as error:
-        pipe.send((time.monotonic(), str(error)))
+        pipe.send(str(error))
     links.close()

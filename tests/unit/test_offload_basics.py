@@ -6,6 +6,7 @@ import itertools
 import mmap
 import subprocess
 import sys
+import threading
 
 import pytest
 from hypothesis import given
@@ -16,6 +17,7 @@ from penstock.kv_transfer.offload.cost_model import LoadCostModel
 from penstock.kv_transfer.offload.region import OffloadRegion
 from penstock.utils.digest import DIGEST_BYTES, digest
 from penstock.utils.errors import ConfigError
+from penstock.utils.shared_memory import SharedMemory
 from tests.unit.offload_fakes import make_key
 
 MIB = 1 << 20
@@ -94,6 +96,24 @@ print(wait_for(300 << 20))
     first, later = map(int, done.stdout.split())
     assert 250 <= first < 300
     assert 300 <= later < 520
+
+
+def test_a_closed_region_populates_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of the lowest priority would otherwise keep a busy machine's process from ending."""
+    has_begun, may_end, populated = threading.Event(), threading.Event(), list[int]()
+
+    def populate(self: SharedMemory, start: int, num_bytes: int) -> None:
+        populated.append(start)
+        has_begun.set()
+        may_end.wait()
+
+    monkeypatch.setattr(SharedMemory, "populate", populate)
+    region = OffloadRegion(1 << 10, MIB)
+    has_begun.wait()
+    region.close()
+    may_end.set()
+    region._thread.shutdown()
+    assert populated == [0]
 
 
 @pytest.mark.parametrize("num_chunks", [0, -1, 1 << 42, 1 << 62])

@@ -24,7 +24,7 @@ from penstock.parallel.shared_memory import shared_links
 from penstock.utils import cores
 from penstock.utils.errors import ConfigError, RanksLostError
 from penstock.utils.hosts import free_port
-from tests.unit.rank_harness import Ranks, own_part, raises_soon, random_bits, run_ranks, same_bits
+from tests.unit.rank_harness import SOON_S, Ranks, own_part, raises_soon, random_bits, run_ranks, same_bits
 
 BACKENDS = ["native", "reference", "gloo"]
 SHARED = ["native", "reference"]
@@ -386,6 +386,7 @@ def test_poll_returns_whether_a_message_has_begun(backend: str) -> None:
     close()
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("backend", SHARED, indirect=True)
 @pytest.mark.parametrize("what", ["gather", "channel", "full ring"])
 def test_a_rank_that_sleeps_is_woken(what: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -451,13 +452,13 @@ def test_abort_ends_every_wait_and_every_later_call(what: str, backend: str, mon
     thread.start()
     assert not raised.wait(0.3), "it did not wait"
     abort(memory)
-    assert raised.wait(0.5)
+    assert raised.wait(SOON_S)
     thread.join()
     for later in WAITS:
-        with raises_soon(0.05):
+        with raises_soon():
             wait_in(later, links)
     assert links.results_in is not None
-    with raises_soon(0.05):
+    with raises_soon():
         links.results_in.poll()
 
 
@@ -600,5 +601,5 @@ def test_nothing_listens_on_other_addresses_of_the_machine() -> None:
 
 
 def test_missing_ranks_are_not_waited_for_forever() -> None:
-    with raises_soon(5.0):
+    with raises_soon():
         distributed_links(f"127.0.0.1:{free_port()}", 1, 2, (0, 0), "gloo", timeout_s=0.5)

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -16,7 +15,7 @@ from penstock.parallel.shared_memory import shared_links
 from penstock.utils.hosts import free_port
 from penstock.utils.shared_memory import attach_memory
 from tests.unit import rank_harness
-from tests.unit.rank_harness import raises_soon
+from tests.unit.rank_harness import SOON_S, raises_soon
 
 # Processes that share nothing, forked from one that has imported torch, start in milliseconds.
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -101,7 +100,7 @@ def test_a_killed_rank_ends_the_others_by_abort(start: type[Child]) -> None:
     doomed.kill()
     assert not remaining.pipe.poll(0.3)
     abort(memory)
-    assert remaining.receive(0.5).startswith("RanksLostError: another rank of this engine has ended")
+    assert remaining.receive(SOON_S).startswith("RanksLostError: another rank of this engine has ended")
     with raises_soon():
         shared_links(memory, 1, 3, (0, 2)).group.barrier()
 
@@ -113,7 +112,7 @@ def test_ranks_end_when_their_executor_is_killed(start: type[Child]) -> None:
     assert rank.receive() == "waiting"
     let_it_wait()
     executor.kill()
-    assert rank.receive(0.5).startswith("RanksLostError: the process that started")
+    assert rank.receive(SOON_S).startswith("RanksLostError: the process that started")
     with pytest.raises(OSError, match="No such file"):
         attach_memory(name, num_bytes)
 
@@ -125,7 +124,7 @@ def test_a_rank_that_waits_handles_signals(start: type[Child]) -> None:
     let_it_wait()
     assert rank.process.pid is not None
     os.kill(rank.process.pid, signal.SIGINT)
-    assert rank.receive(0.5).startswith("KeyboardInterrupt")
+    assert rank.receive(SOON_S).startswith("KeyboardInterrupt")
 
 
 def test_abort_ends_a_wait_for_a_process_killed_in_a_gather(start: type[Child]) -> None:
@@ -137,7 +136,7 @@ def test_abort_ends_a_wait_for_a_process_killed_in_a_gather(start: type[Child]) 
         threading.Event().wait(0.05 + delay)
         ranks[0].kill()
         abort(memory)
-        assert ranks[1].receive(0.5) == "RanksLostError"
+        assert ranks[1].receive(SOON_S) == "RanksLostError"
 
 
 def test_gloo_notices_a_killed_process(start: type[Child]) -> None:
@@ -148,11 +147,8 @@ def test_gloo_notices_a_killed_process(start: type[Child]) -> None:
     assert [rank.receive() for rank in ranks.values()] == ["waiting"] * 4
     let_it_wait()
     ranks[0, 1].kill()
-    killed = time.monotonic()
     for shard in ((0, 0), (1, 1), (1, 0)):
-        raised, message = ranks[shard].receive(5.0)
-        assert raised - killed < 0.5
-        assert message
+        assert ranks[shard].receive(SOON_S)
     for shard in ((0, 0), (1, 1), (1, 0)):
         ranks[shard].process.join(10)
         assert ranks[shard].process.exitcode == 0, "it must not end by SIGABRT"

@@ -12,7 +12,7 @@ from penstock.config import env
 from penstock.executor.executor import Later, OverTheWire, Pending, WorkerHandle
 from penstock.messages.runner_output import ModelRunnerOutput
 from penstock.messages.scheduler_output import GrammarOutput, SchedulerOutput
-from penstock.worker.messages import InitializeWorker, LoadWorker, WorkerFacts, WorkerReady
+from penstock.worker.messages import CODEC, InitializeWorker, LoadWorker, WorkerFacts, WorkerReady
 from penstock.worker.worker import LoadedWorker, Worker, load_worker
 
 _Answer = TypeVar("_Answer")
@@ -22,8 +22,10 @@ def make_local_worker(load: LoadWorker, abort: Callable[[], None] | None = None)
     """Makes the worker of a rank in this process. With several ranks, a failing rank calls `abort` to end the waits of
     the others. In debug mode every message is encoded and decoded, as between processes.
     """
+    is_debug = env.debug()
+    load = CODEC.copy(load) if is_debug else load
     worker = LocalWorker(load) if abort is None else ThreadWorker(LocalWorker(load, is_direct=True), abort)
-    return OverTheWire(worker) if env.debug() else worker
+    return OverTheWire(worker) if is_debug else worker
 
 
 class LocalWorker:

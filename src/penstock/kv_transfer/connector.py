@@ -1,4 +1,4 @@
-"""The two protocols of a KV connector, and the null parts of an engine without one.
+"""The two protocols of a KV connector.
 
 A connector is built as two parts that exchange only data: the scheduler's part decides, in the engine core's thread;
 the workers' parts move bytes, one per rank, in the worker's thread. Messages to the workers travel with the step's plan

@@ -63,6 +63,15 @@ class DeviceParts:
     device_name: str
     """A GPU's product name; empty for a CPU."""
 
+    compute_capability: int | None
+    """That of the GPU for which kernels are compiled while the weights load, 90 for 9.0; None without a GPU."""
+
+    collectives: str
+    """The backend of torch.distributed for the device's tensors, one of `penstock.parallel.distributed.BACKENDS`."""
+
+    shares_main_memory: bool
+    """Whether ranks on one host can exchange tensors through main memory."""
+
     set_up: Callable[[ExecutionConfig, int], None]
     """Prepares the process before loading, as one of this number of ranks on the host."""
 

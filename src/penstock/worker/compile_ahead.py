@@ -56,17 +56,17 @@ _CODEC = Codec(Job)
 
 
 @contextlib.contextmanager
-def compiling_ahead(config: EngineConfig) -> Iterator[Callable[[], None]]:
-    """Starts compiling; yields a function that waits until it is done. After a failure the engine compiles by
-    itself.
+def compiling_ahead(config: EngineConfig, capability: int | None) -> Iterator[Callable[[], None]]:
+    """Starts compiling for a GPU (`DeviceParts.compute_capability`); yields a function that waits until it is done.
+
+    After a failure the engine compiles by itself. Without a GPU nothing is compiled.
     """
-    if config.device != "cuda":
+    if capability is None:
         yield lambda: None
         return
-    major, minor = torch.cuda.get_device_capability()
     # The ranks of a host do this at the same time.
     num_processes = ((os.cpu_count() or 1) - 1) // config.parallel.num_ranks
-    with compiling(config, 10 * major + minor, max(1, min(_MAX_PROCESSES, num_processes))) as wait:
+    with compiling(config, capability, max(1, min(_MAX_PROCESSES, num_processes))) as wait:
         yield wait
 
 

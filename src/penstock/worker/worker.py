@@ -53,10 +53,10 @@ def load_worker(message: LoadWorker) -> LoadedWorker:
     config, shard = make_config(message.args), message.shard
     if config.kv_transfer is not None:
         import_connector(config.kv_transfer)
-    with compiling_ahead(config) as wait_for_kernels:
-        parts = make_parts(torch.device(config.device))
+    parts = make_parts(torch.device(config.device))
+    with compiling_ahead(config, parts.compute_capability) as wait_for_kernels:
         parts.set_up(config.execution, config.parallel.num_ranks * config.parallel.num_replicas)
-        links = meet(message.rendezvous, config.parallel, shard, config.device)
+        links = meet(message.rendezvous, config.parallel, shard, parts)
         loaded = load_model(config, parts, shard, links)
         wait_for_kernels()
     return LoadedWorker(config, shard, loaded, parts)

@@ -53,6 +53,10 @@ class OffloadRegion:
         self._make_ready(start + self.chunk_bytes)
         return self._memory.view[start : start + self.chunk_bytes]
 
+    def close(self) -> None:
+        """Stops populating, which would delay the end of the process. No chunk may be requested afterwards."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
     def _make_ready(self, used: int) -> None:
         """Requests memory beyond the first `used` bytes, if half of the memory requested earlier is used up."""
         if used + _AHEAD_BYTES // 2 <= self._ready:

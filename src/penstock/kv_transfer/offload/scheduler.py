@@ -414,3 +414,4 @@ class OffloadingScheduler(NullSchedulerConnector):
 
     def shutdown(self) -> None:
         self._manager.shutdown()
+        self._region.close()

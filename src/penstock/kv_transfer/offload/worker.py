@@ -96,6 +96,7 @@ class OffloadingWorker(NullWorkerConnector):
     def shutdown(self) -> None:
         for job in self._jobs:
             job.wait()
+        self._region.close()
 
     def _store(self, store: OffloadStore) -> _Job:
         # A rank that writes no part of a block adds nothing to its digest; without attestation there is none.

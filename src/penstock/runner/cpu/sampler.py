@@ -15,10 +15,10 @@ import torch
 from penstock.runner.sampling.batch import SamplingBatch
 from penstock.runner.sampling.bitmask import apply_bitmask
 from penstock.runner.sampling.feature import Feature
-from penstock.runner.sampling.features import CHANGED_LOGITS, DRAWN, LOGITS, TRUNCATIONS, bits
+from penstock.runner.sampling.features import CHANGED_LOGITS, DISTRIBUTION, DRAWN, LOGITS, bits
 from penstock.runner.sampling.noise import Purpose
 
-_LOGITS, _TRUNCATIONS = ([(feature, bits(feature)) for feature in group] for group in (LOGITS, TRUNCATIONS))
+_LOGITS, _DISTRIBUTION = ([(feature, bits(feature)) for feature in group] for group in (LOGITS, DISTRIBUTION))
 
 _CDF_BLOCK = 128
 
@@ -56,10 +56,8 @@ def distributions(logits: torch.Tensor, batch: SamplingBatch) -> Distributions:
         return Distributions(best.indices, best.values.isfinite(), [], logits[:0])
     logits = adjusted(logits, batch)
     best = logits.max(-1)
+    scale_and_truncate(logits, batch)
     random_rows = batch.where(lambda request: not request.sampling_params.is_greedy)
-    if random_rows:
-        logits /= batch.temperatures(range(len(batch.requests)))
-        truncate(logits, batch)
     probs = logits[batch.indices(random_rows)].softmax(-1)
     return Distributions(best.indices, best.values.isfinite(), random_rows, probs)
 
@@ -72,9 +70,9 @@ def adjusted(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     return logits
 
 
-def truncate(logits: torch.Tensor, batch: SamplingBatch) -> None:
-    """Forbids the tokens that top_k, top_p and min_p exclude, in place; the temperature has been applied."""
-    _apply(_TRUNCATIONS, logits, batch)
+def scale_and_truncate(logits: torch.Tensor, batch: SamplingBatch) -> None:
+    """Divides random rows by the temperature and forbids the tokens that top_k, top_p and min_p exclude, in place."""
+    _apply(_DISTRIBUTION, logits, batch)
 
 
 def _apply(features: Sequence[tuple[Feature, int]], logits: torch.Tensor, batch: SamplingBatch) -> None:

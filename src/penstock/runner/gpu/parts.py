@@ -42,6 +42,9 @@ def gpu_parts(device: torch.device) -> DeviceParts:
         runs_ahead=True,
         kernels="triton",
         device_name=torch.cuda.get_device_name(device) if is_cuda else "",
+        compute_capability=_compute_capability(device) if is_cuda else None,
+        collectives="nccl" if is_cuda else "gloo",
+        shares_main_memory=device.type == "cpu",
         set_up=lambda execution, num_ranks: None,
         has_memory=device.type != "meta",
         arithmetic=partial(arithmetic, device),
@@ -64,6 +67,11 @@ def gpu_parts(device: torch.device) -> DeviceParts:
         make_kv_cache_view=GpuKVCacheView,
         copy_to_host=lambda tensor: FencedCopy.of(tensor).wait,
     )
+
+
+def _compute_capability(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 def arithmetic(device: torch.device, execution: ExecutionConfig) -> str:

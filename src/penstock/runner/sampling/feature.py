@@ -1,8 +1,9 @@
 """The definition of a sampling feature.
 
-A feature is one module of this folder, which contains all its definitions: which requests use it, so that a step
-without such a request spends no time on it; the columns that a device with tables by state row keeps for it; and its
-computation, as a reference for every device and for use on the CPU. `features` lists all of them in order.
+One module of this folder, which it may share with related features, contains all definitions of a feature: which
+requests use it, so that a step without such a request spends no time on it; the columns that a device with tables by
+state row keeps for it; and its computation, as a reference for every device and for use on the CPU. `features` lists
+all of them in order.
 """
 
 from __future__ import annotations

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 from penstock.messages.requests import RowRequest
 from penstock.runner.sampling.feature import Feature
-from penstock.runner.sampling.logprobs import LOGPROBS, PROMPT_LOGPROBS, TOP_LOGPROBS
+from penstock.runner.sampling.logprobs import LOGPROBS, TOP_LOGPROBS
 from penstock.runner.sampling.noise import SEED
 from penstock.runner.sampling.penalties import PENALTIES
+from penstock.runner.sampling.prompt_logprobs import PROMPT_LOGPROBS
 from penstock.runner.sampling.token_rules import ALLOWED_TOKEN_IDS, BAD_WORDS, LOGIT_BIAS, MIN_TOKENS
 from penstock.runner.sampling.truncation import MIN_P, TEMPERATURE, TOP_K, TOP_P
 
 # These change the logits of greedy and random rows alike. Hard constraints come last, so that no later feature can
 # allow a forbidden token again; after all of them comes the step's grammar (`bitmask`).
 LOGITS = (LOGIT_BIAS, PENALTIES, ALLOWED_TOKEN_IDS, BAD_WORDS, MIN_TOKENS)
-# These narrow the distribution that a random row draws from, after the temperature.
+# These form the distribution that a random row draws from.
 TRUNCATIONS = (MIN_P, TOP_K, TOP_P)
-FEATURES = (*LOGITS, TEMPERATURE, *TRUNCATIONS, SEED, LOGPROBS, TOP_LOGPROBS, PROMPT_LOGPROBS)
+DISTRIBUTION = (TEMPERATURE, *TRUNCATIONS)
+FEATURES = (*LOGITS, *DISTRIBUTION, SEED, LOGPROBS, TOP_LOGPROBS, PROMPT_LOGPROBS)
 
 
 def bits(*features: Feature) -> int:

@@ -19,6 +19,13 @@ from penstock.runner.sampling.feature import Column, Feature
 _NUM_CANDIDATES = 1024
 
 
+def _divide_by_temperature(logits: torch.Tensor, batch: SamplingBatch, chosen: Sequence[int]) -> None:
+    # Copying the chosen rows would take longer than dividing all of them.
+    divisors = torch.ones((len(logits), 1), device=logits.device)
+    divisors[batch.indices(chosen)] = batch.temperatures(chosen)
+    logits /= divisors
+
+
 def _keep_by_min_p(logits: torch.Tensor, batch: SamplingBatch, chosen: Sequence[int]) -> None:
     """Keeps tokens at least `min_p` times as likely as the likeliest one (Nguyen et al. 2024, arXiv:2407.01082)."""
     index = batch.indices(chosen)
@@ -81,6 +88,7 @@ def _of_random(concerns: Callable[[RowRequest, int], object]) -> Callable[[RowRe
 TEMPERATURE = Feature(
     concerns=lambda request, _: not request.sampling_params.is_greedy,
     columns=(Column("temperature", torch.float32, _temperature),),
+    apply=_divide_by_temperature,
 )
 MIN_P = Feature(
     concerns=_of_random(lambda request, _: request.sampling_params.min_p > 0),

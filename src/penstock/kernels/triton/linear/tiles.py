@@ -4,8 +4,8 @@ A tile of a product is `rows` of the weight by `tokens` of the input, processed 
 divided into `split` parts whose sums are added by the program that finishes last. `stages` is the number of steps that
 are loaded at a time.
 
-The values were measured on an H200, with the shapes of Qwen3-0.6B and 8B in bfloat16, for other kernels of the same
-design; those marked with * are unmeasured guesses.
+The values were measured on an H200 with a prototype of these kernels and the shapes of Qwen3-0.6B and 8B in bfloat16;
+those marked with * are unmeasured guesses.
 """
 
 from __future__ import annotations
