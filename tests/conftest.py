@@ -33,8 +33,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Applies `spread(count)`: keeps `count` evenly spaced cases of a test, and marks its other cases as long. Skips the
-    tests marked `uniproc` with `--executor mp`.
+    """Applies `spread(count)`: keeps `count` evenly spaced cases of a test, and marks its other cases as long. With
+    `--executor mp`, skips the tests marked `uniproc`.
     """
     if config.getoption("--executor") == "mp":
         for item in items:

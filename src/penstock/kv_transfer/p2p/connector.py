@@ -79,9 +79,7 @@ class P2PConnector:
 
     @classmethod
     def make_scheduler_connector(cls, context: ConnectorContext) -> P2PScheduler:
-        """Listens on kv_ip and kv_port, unless it only loads. Raises ConfigError for invalid options, or if a port is in
-        use.
-        """
+        """Listens on kv_ip and kv_port, unless it only loads. Raises ConfigError if a port is in use."""
         config = context.config
         options = _read_options(config)
         host = check_host(config.kv_ip)

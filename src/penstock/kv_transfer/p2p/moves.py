@@ -45,8 +45,8 @@ class Move:
 class Mover:
     """Moves the bytes of one rank. `background` makes connections.
 
-    A transfer in progress can be ended only by `disconnect`, which ends all transfers with that peer. So a transfer that
-    is cancelled runs on while another one with the peer is wanted; no further one begins meanwhile, so this has an end.
+    A transfer in progress can be ended only by `disconnect`, which ends all transfers with that peer. So a cancelled
+    transfer runs on while another one with the peer is wanted; no further one begins meanwhile, so this has an end.
     """
 
     def __init__(self, layout: KVLayout, transport: DataTransport, background: Background) -> None:
