@@ -35,7 +35,7 @@ def naming_fields(names: Mapping[str, str]) -> Generator[None]:
     try:
         yield
     except RequestError as error:
-        if error.field not in names:
+        if error.field is None or error.field not in names:
             raise
         name = names[error.field]
         raise RequestError(str(error).replace(error.field, name), name, error.code) from None
