@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -43,17 +43,25 @@ def library(null_gpu: ModuleType, headers: Any, tmp_path_factory: pytest.TempPat
 
 
 @pytest.fixture
-def load(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Gpu]:
-    """Loads a copy of the library for this test; settings are NULL_GPU_ variables, named without the prefix."""
+def load(library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Gpu]]:
+    """Loads a copy of the library for this test; settings are NULL_GPU_ variables, named without the prefix.
+
+    The copies are unloaded afterwards, because they have the name of CUDA's driver: engines of later tests in this
+    process would find a GPU.
+    """
+    loaded: list[Gpu] = []
 
     def make(**settings: object) -> Gpu:
         for name, value in settings.items():
             monkeypatch.setenv(f"NULL_GPU_{name.upper()}", str(value))
         copy = tmp_path / f"null-gpu-{len(list(tmp_path.iterdir()))}.so"
         shutil.copy(library, copy)
-        return Gpu(copy)
+        loaded.append(Gpu(copy))
+        return loaded[-1]
 
-    return make
+    yield make
+    for gpu in loaded:
+        gpu.unload()
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _ctypes
 import ctypes
 import threading
 import time
@@ -40,6 +41,9 @@ class Gpu:
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
+
+    def unload(self) -> None:
+        _ctypes.dlclose(self._library._handle)
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         function = getattr(self._library, name)
