@@ -26,6 +26,7 @@ class Dialler:
         self._transport = transport
         self._background = background
         self._peers: dict[bytes, Future[PeerId]] = {}
+        self._connected: dict[bytes, PeerId] = {}
 
     def find(self, descriptor: bytes) -> PeerId | None:
         """The peer, None while it is being connected. Raises PeerError when it cannot be; the next call tries again."""
@@ -35,18 +36,21 @@ class Dialler:
         if not future.done():
             return None
         try:
-            return future.result()
+            self._connected[descriptor] = future.result()
         except PeerError:
             self.forget(descriptor)
             raise
+        return self._connected[descriptor]
 
     def forget(self, descriptor: bytes) -> None:
         """The connection is of no use any more: it is made anew when it is next needed."""
         self._peers.pop(descriptor, None)
 
     def disconnect(self, descriptor: bytes) -> None:
-        """Ends the connection, also one that is still being made."""
-        future = self._peers.pop(descriptor, None)
+        """Ends the connection, also one that is of no use any more, or is still being made."""
+        peer, future = self._connected.pop(descriptor, None), self._peers.pop(descriptor, None)
+        if peer is not None:
+            self._transport.disconnect(peer)
         if future is not None:
             future.add_done_callback(lambda made: self._end(descriptor, made))
 
