@@ -54,6 +54,22 @@ def test_a_connection_ends_with_the_engine_also_while_it_is_being_made() -> None
         assert not here.peers
 
 
+@pytest.mark.parametrize("is_needed_again", [False, True])
+def test_a_connection_that_was_of_no_use_ends_with_the_engine(is_needed_again: bool) -> None:
+    fabric, later = MemoryFabric(ManualClock()), Later()
+    here, there = fabric.endpoint("here"), fabric.endpoint("there")
+    dialler = Dialler(here, later)
+    dialler.find(there.descriptor())
+    later.run()
+    assert dialler.find(there.descriptor()) == there.peer_id
+    dialler.forget(there.descriptor())
+    if is_needed_again:
+        dialler.find(there.descriptor())
+    dialler.disconnect(there.descriptor())
+    later.run()
+    assert not here.peers
+
+
 def test_a_connection_that_is_needed_again_meanwhile_stays() -> None:
     fabric, later = MemoryFabric(ManualClock()), Later()
     here, there = fabric.endpoint("here"), fabric.endpoint("there")

@@ -28,6 +28,7 @@ class Dialler:
         self._transport = transport
         self._background = background
         self._peers: dict[bytes, Future[PeerId]] = {}
+        self._connected: dict[bytes, PeerId] = {}
 
     def find(self, descriptor: bytes) -> PeerId | None:
         """Returns the peer, None while it is being connected. Raises PeerError if that fails; the next call retries."""
@@ -37,18 +38,21 @@ class Dialler:
         if not future.done():
             return None
         try:
-            return future.result()
+            self._connected[descriptor] = future.result()
         except PeerError:
             self.forget(descriptor)
             raise
+        return self._connected[descriptor]
 
     def forget(self, descriptor: bytes) -> None:
         """Drops an unusable connection; the next `find` makes it again."""
         self._peers.pop(descriptor, None)
 
     def disconnect(self, descriptor: bytes) -> None:
-        """Ends the connection, also one that is still being made."""
-        future = self._peers.pop(descriptor, None)
+        """Ends the connection, also one that is of no use any more, or is still being made."""
+        peer, future = self._connected.pop(descriptor, None), self._peers.pop(descriptor, None)
+        if peer is not None:
+            self._transport.disconnect(peer)
         if future is not None:
             future.add_done_callback(lambda made: self._end(descriptor, made))
 
