@@ -13,8 +13,8 @@ from penstock.kv_transfer.p2p.messages import Shard
 from penstock.kv_transfer.p2p.moves import Move, Mover
 from penstock.kv_transfer.topology.planner import sources
 from penstock.kv_transfer.transports.base import Operation, PeerId, TransferHandle, TransferState
-from penstock.kv_transfer.transports.memory import Fault, FaultKind, MemoryFabric
 from penstock.messages.kv_transfer import ShardId
+from penstock.simulation.memory_transport import Fault, FaultKind, MemoryFabric
 from penstock.utils.clock import ManualClock
 from penstock.utils.errors import PeerError
 from tests.unit.test_rank_transfers import BLOCK_SIZE, TABLES, filled, layouts_of, memory_of
@@ -55,7 +55,7 @@ def test_a_connection_ends_with_the_engine_also_while_it_is_being_made() -> None
 
 
 @pytest.mark.parametrize("is_needed_again", [False, True])
-def test_a_connection_that_was_of_no_use_ends_with_the_engine(is_needed_again: bool) -> None:
+def test_a_forgotten_connection_ends_with_the_engine(is_needed_again: bool) -> None:
     fabric, later = MemoryFabric(ManualClock()), Later()
     here, there = fabric.endpoint("here"), fabric.endpoint("there")
     dialler = Dialler(here, later)

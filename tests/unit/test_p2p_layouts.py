@@ -12,9 +12,9 @@ from penstock.kv_transfer.p2p.jobs import WorkerJobs
 from penstock.kv_transfer.p2p.messages import Hello, P2PMetadata, PeerShards, ReadJob, Shard, ShardDigests
 from penstock.kv_transfer.p2p.worker import P2PWorker
 from penstock.kv_transfer.transports.base import PeerId
-from penstock.kv_transfer.transports.memory import MemoryFabric
 from penstock.messages.kv_layout import KVLayout
 from penstock.messages.kv_transfer import ShardId, TransferReport, TransferStatus
+from penstock.simulation.memory_transport import MemoryFabric
 from penstock.simulation.oracle import OracleMemory, cache_config, make_layers
 from penstock.utils.clock import ManualClock
 from penstock.utils.errors import PeerError

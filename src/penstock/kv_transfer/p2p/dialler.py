@@ -49,7 +49,7 @@ class Dialler:
         self._peers.pop(descriptor, None)
 
     def disconnect(self, descriptor: bytes) -> None:
-        """Ends the connection, also one that is of no use any more, or is still being made."""
+        """Ends the connection, also one that was forgotten or is still being made."""
         peer, future = self._connected.pop(descriptor, None), self._peers.pop(descriptor, None)
         if peer is not None:
             self._transport.disconnect(peer)
@@ -57,6 +57,6 @@ class Dialler:
             future.add_done_callback(lambda made: self._end(descriptor, made))
 
     def _end(self, descriptor: bytes, future: Future[PeerId]) -> None:
-        """Unless the connection is needed again meanwhile."""
+        """Disconnects unless the connection is needed again by now."""
         if future.exception() is None and descriptor not in self._peers:
             self._transport.disconnect(future.result())
