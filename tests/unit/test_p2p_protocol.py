@@ -622,7 +622,7 @@ def test_another_engine_at_the_address_gets_no_fetch() -> None:
     [
         ({"ticket": "nonsense"}, "does not belong to this cluster"),
         ({"ticket": "\u00e4"}, "malformed"),
-        ({"engine_id": "q"}, "not of q"),
+        ({"engine_id": "q"}, "issued by engine p, not by q"),
         ({"ticket": OFFICE.issue(Ticket("p", "epoch", "hold", b"other", 32))}, "another prompt"),
     ],
 )

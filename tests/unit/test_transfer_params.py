@@ -105,7 +105,7 @@ def test_parameters_of_several_connectors_are_merged() -> None:
     silent = MultiScheduler({"silent": NullSchedulerConnector()})
     assert silent.request_finished(request, (), FinishReason.STOP) == FREED
     twins = MultiScheduler({"one": HoldingConnector("a"), "two": HoldingConnector("a")})
-    with pytest.raises(AssertionError, match=r"two answers \['a'\]"):
+    with pytest.raises(AssertionError, match=r"two and another child both answer \['a'\]"):
         twins.request_finished(request, ((1,),), FinishReason.STOP)
 
 

@@ -103,11 +103,13 @@ class RemoteKV:
         self._num_rounds += 1
 
     def has_turn(self, request: Request) -> bool:
-        """Returns whether to look at a waiting request in this round.
+        """Returns whether to look at a waiting request in this round: not while its KV is being loaded.
 
         Requests whose match was pending take turns if there are many. The number of turns is a power of two, so that
         each of them has its turn in time even while the number changes.
         """
+        if request.status is RequestStatus.WAITING_FOR_REMOTE_KV:
+            return False
         num_turns = 1 << (len(self._asked_since) // _MAX_PENDING).bit_length()
         is_turn = (self._num_rounds + request.arrival_index) % num_turns == 0
         return is_turn or request.request_id not in self._asked_since

@@ -276,9 +276,7 @@ class Scheduler:
             index += 1
             if plan.token_budget < self._config.least_tokens(request.num_tokens) or not self._has_room(batch):
                 return
-            if request.status is RequestStatus.WAITING_FOR_REMOTE_KV or self._grammars.is_compiling(request.request_id):
-                continue
-            if not self._remote.has_turn(request):
+            if not self._remote.has_turn(request) or self._grammars.is_compiling(request.request_id):
                 continue
             hit = self._kv.find_prefix(request)
             # A running request is about to publish the next block. With priorities, its priority may be lower.
@@ -288,9 +286,8 @@ class Scheduler:
                     return
                 continue
             match = self._remote.match(request, hit)
-            # A tier may take seconds, so pending requests do not stop the admission of those behind them.
             if match.is_pending:
-                continue
+                continue  # A tier may take seconds: the requests behind this one are not delayed.
             if not self._admit(request, hit, match, plan, batch):
                 return
             # A request that runs now has left the queue.
