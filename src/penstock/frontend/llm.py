@@ -6,7 +6,7 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import Any
 
 from tqdm import tqdm
@@ -57,7 +57,10 @@ class LLM:
         engine = build_engine(args)
         self.config, self.info = engine.config, engine.info
         self._core, self._limits = engine.core, engine.limits
-        self._front_end = build_front_end(self.config, self._limits)
+        with ExitStack() as on_failure:
+            on_failure.callback(self._core.shutdown)
+            self._front_end = build_front_end(self.config, self._limits)
+            on_failure.pop_all()
         self._outputs = OutputProcessor(self._front_end.tokenizer)
         self._is_running = False
         self._transfers = IdleTransfers(engine)
