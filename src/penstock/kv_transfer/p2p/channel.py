@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import math
 import selectors
 import socket
@@ -27,6 +26,7 @@ from penstock.kv_transfer.p2p.lookups import Endpoint, Lookups
 from penstock.kv_transfer.p2p.messages import CODEC, MAX_MESSAGE_BYTES, Message
 from penstock.kv_transfer.p2p.params import Address
 from penstock.kv_transfer.p2p.peers import LocalCluster
+from penstock.kv_transfer.p2p.queries import query_answer
 from penstock.kv_transfer.p2p.session import PeerKey
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import ConfigError, PeerError, WireError
@@ -413,7 +413,7 @@ class SocketChannel:
         if b"\r\n\r\n" in connection.request:
             path = connection.request.split(b" ", 2)[1].partition(b"?")[0]
             connection.is_closing = True
-            self._queue(connection, _http_answer(path, self._answer))
+            self._queue(connection, query_answer(path, self._answer))
         return True
 
     def _seal(self, peer: PeerKey, data: bytes) -> None:
@@ -487,14 +487,3 @@ class SocketChannel:
         if not self._news.is_set():
             self._news.set()
             self._waker()
-
-
-def _http_answer(path: bytes, answer: Mapping[str, Any] | None) -> bytes:
-    if path != b"/query":
-        status, body = "404 Not Found", b'{"error": "there is only /query here"}'
-    elif answer is None:
-        status, body = "503 Service Unavailable", b'{"error": "the engine is starting"}'
-    else:
-        status, body = "200 OK", json.dumps(answer).encode()
-    head = f"HTTP/1.1 {status}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-    return head.encode() + b"Connection: close\r\n\r\n" + body
