@@ -6,10 +6,10 @@ python -m tests.integration.push_producer CONFIG
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import numpy as np
@@ -50,7 +50,8 @@ def say(message: Any) -> None:
 def stop() -> None:
     """Stops the process until the test lets it continue."""
     say("stopped")
-    os.kill(os.getpid(), signal.SIGSTOP)
+    # To this thread, which could otherwise run on until another one has received the signal.
+    signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
 def stop_before_a_write() -> None:

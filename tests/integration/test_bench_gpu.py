@@ -70,7 +70,7 @@ def test_groups_run_in_separate_processes_and_give_one_table(tmp_path: Path) -> 
     [
         (["--only", "decode,speed"], "--only speed: the groups are decode"),
         (["--only", ","], "names no group"),
-        (["--shapes", "nowhere"], "--shapes nowhere: no config.json"),
+        (["--shapes", "nowhere"], "--shapes nowhere: there is no config.json"),
         (["--minutes", "-1"], "--minutes"),
         (["--output", "nowhere/file"], "nowhere/file cannot be written"),
     ],

@@ -267,7 +267,7 @@ def changed(handoff: dict[str, Any], what: str) -> dict[str, Any]:
 REASONS = {
     "forged": "signature is invalid",
     "truncated": "signature is invalid",
-    "other engine": "not of somebody",
+    "other engine": "not by somebody",
     "unknown address": "not in the list of peers",
     "foreign address": "not in the list of peers",
     "used twice": "read already",

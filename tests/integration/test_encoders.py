@@ -347,7 +347,7 @@ def test_inapplicable_options_are_refused(arguments: dict[str, Any], message: st
         ({"type_vocab_size": 0}, "type_vocab_size must be an integer of at least 1, got 0"),
         ({"max_position_embeddings": "many"}, "max_position_embeddings must be an integer of at least 2, got 'many'"),
         ({"architectures": ["BertForTokenClassification"]}, "BertForTokenClassification; the only classifiers"),
-        ({"architectures": ["BertForNextSentencePrediction"]}, "of encoders, .Model, .ForMaskedLM and"),
+        ({"architectures": ["BertForNextSentencePrediction"]}, "only encoders supported are .Model, .ForMaskedLM and"),
         ({"num_attention_heads": 32}, "head size of 3"),
     ],
 )

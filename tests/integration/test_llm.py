@@ -435,7 +435,7 @@ BROKEN = [
     (break_config, "config.json is not valid JSON"),
     (break_shape, "has shape .* config.json asks for"),
     (break_layers, "has no tensor 'model.layers.6"),
-    (break_heads, "no multiple of num_key_value_heads"),
+    (break_heads, "not a multiple of num_key_value_heads"),
     (break_weights, "truncated"),
     (remove_weights, "no .*safetensors"),
     (miss_a_shard, "model-00002-of-00002.safetensors"),

@@ -17,7 +17,7 @@ module = importlib.import_module("penstock.kernels.paged_attention")
 ISAS = native.instruction_sets()
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 DTYPES = tuple(TOLERANCE)
-# The last head size is no multiple of any vector; two block sizes are no multiples of a tile of 16 keys.
+# The last head size is not a multiple of any vector; two block sizes are not multiples of a tile of 16 keys.
 HEAD_DIMS = (64, 80, 96, 128, 256, 72)
 BLOCK_SIZES = (8, 16, 24, 32)
 # Query heads and KV heads: one to one, groups that fill, straddle and exceed the rows that are computed together.
