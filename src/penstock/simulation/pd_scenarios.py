@@ -51,7 +51,7 @@ def _attested(setup: Setup) -> Setup:
 
 
 def _patient(setup: Setup) -> Setup:
-    """Has no deadline that a delay of messages or transfers ends, and room for all holds."""
+    """Sets deadlines that outlast every delay of messages and transfers, and gives room for all holds."""
     setup = _pairs(setup, lease_seconds=2.0, hold_seconds=8.0, park_seconds=8.0)
     return replace(setup, load_timeout=6.0, spare_blocks=200)
 

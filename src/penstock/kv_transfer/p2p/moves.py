@@ -80,7 +80,7 @@ class Mover:
                 self._end_unwanted(peer)
 
     def _end_unwanted(self, peer: PeerId) -> None:
-        """Disconnects if something is under way and nothing of it is wanted."""
+        """Disconnects if transfers with the peer are in progress and all of them are cancelled."""
         under_way = self._under_way.pop(peer, {})
         moves = {move: handle for move, handle in under_way.items() if not self._transport.poll(handle).is_settled}
         if any(not move.has_failed for move in moves):
@@ -89,7 +89,7 @@ class Mover:
             self._transport.disconnect(peer)
 
     def _has_unwanted(self, peer: PeerId) -> bool:
-        """Whether something that was given up runs on."""
+        """Returns whether a cancelled transfer with the peer is still in progress."""
         under_way = self._under_way.get(peer, {})
         return any(move.has_failed and not self._transport.poll(each).is_settled for move, each in under_way.items())
 

@@ -117,7 +117,7 @@ class _Parked:
 
 @dataclass(slots=True)
 class _Closed:
-    """A rendezvous at which one side will not come any more: its reader, or else the request of this engine."""
+    """A rendezvous that one side has given up: its reader, or else the request of this engine."""
 
     is_by_reader: bool
     deadline: float

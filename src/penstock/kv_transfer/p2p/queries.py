@@ -1,4 +1,4 @@
-"""`GET /query` on the control port, by which proxies of the Mooncake style find an engine."""
+"""`GET /query` on the control port, with which Mooncake-style proxies find an engine."""
 
 from __future__ import annotations
 

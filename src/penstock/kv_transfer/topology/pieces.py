@@ -25,12 +25,12 @@ def digest_edges(first: int, end: int, unit: int) -> np.ndarray:  # [num_units +
 
 
 def digest_order(sender: KVLayout) -> tuple[str, ...]:
-    """Returns the order of axes in which what a sender with this layout sends is digested on both sides."""
+    """Returns the order of axes in which both sides digest the KV of a sender with this layout."""
     return sender.layers[0].axes
 
 
 def check_order(local: KVLayout, sender: KVLayout, slices: Sequence[LayerSlice]) -> None:
-    """Raises PeerError if what the sender sends cannot be digested here in its order."""
+    """Raises PeerError if this engine cannot digest the sender's KV in the order of the sender's axes."""
     place = Placement(local)
     for each in slices:
         _check_axes(place.layer(each.name), digest_order(sender))

@@ -230,7 +230,7 @@ class SocketsTransport(OnBoard):
                 self._links.discard(link)
 
     def _count_out(self, peer: _Peer) -> None:
-        """One link less: its connection has ended, or could not be made."""
+        """Counts a link that has ended, or could not be made; the peer is lost with the last one."""
         with self._board.lock:
             peer.num_links -= 1
         if not self._is_alive(peer):
