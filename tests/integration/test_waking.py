@@ -18,12 +18,19 @@ from typing import Any
 import pytest
 
 from penstock import LLM, AsyncLLM, EngineDeadError, SamplingParams
-from penstock.kv_transfer.connector import NO_MATCH, PENDING, Match, RequestView
+from penstock.kv_transfer.connector import NO_MATCH, PENDING, ConnectorEvent, LoadEnded, Match, RequestView
 from penstock.kv_transfer.factory import ConnectorContext
 from penstock.kv_transfer.multi import MultiScheduler, MultiWorker
 from penstock.kv_transfer.null import NullSchedulerConnector, NullWorkerConnector
-from penstock.messages.kv_transfer import ConnectorSetup, KVConnectorMetadata, ShardId
-from penstock.messages.scheduler_output import SchedulerOutput
+from penstock.messages.kv_transfer import (
+    BadRange,
+    ConnectorSetup,
+    KVConnectorMetadata,
+    KVConnectorOutput,
+    ShardId,
+    TransferId,
+)
+from penstock.messages.scheduler_output import BlockIds, SchedulerOutput
 from tests.integration.waking_connector import RELEASE, REST, WORK
 
 GREEDY = SamplingParams(temperature=0, max_tokens=2)
@@ -123,6 +130,43 @@ def test_a_request_that_waits_for_kv_takes_few_steps(monkeypatch: pytest.MonkeyP
     llm.shutdown()
     # 0.5 s in waits of 5 ms, or of half as long.
     assert 2 < peer.num_steps <= 210
+
+
+class LostLoad(NullSchedulerConnector):
+    """Its loads end with the step that begins them, and have nothing."""
+
+    def __init__(self) -> None:
+        self.num_loads = self.num_waits = 0
+        self._ended: list[ConnectorEvent] = []
+
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
+        return NO_MATCH if self.num_loads else Match(32, is_async=True)
+
+    def update_state_after_alloc(
+        self, request: RequestView, transfer_id: TransferId, block_ids: BlockIds, num_computed_tokens: int, end: int
+    ) -> None:
+        self.num_loads += 1
+        self._ended.append(LoadEnded(transfer_id, (BadRange(0, num_computed_tokens, end),)))
+
+    def update_connector_output(self, output: KVConnectorOutput) -> list[ConnectorEvent]:
+        events, self._ended = self._ended, []
+        return events
+
+    def wait(self, seconds: float) -> None:
+        self.num_waits += 1
+
+
+def test_the_end_of_a_load_is_not_followed_by_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    part = LostLoad()
+    monkeypatch.setattr(NullPair, "part", part)
+    llm = LLM(
+        max_model_len=256,
+        num_gpu_blocks_override=64,
+        kv_transfer_config={"kv_connector": "NullPair", "kv_connector_module_path": __name__},
+    )
+    llm.generate(PROMPT, GREEDY, use_tqdm=False)
+    llm.shutdown()
+    assert (part.num_loads, part.num_waits) == (1, 0)
 
 
 class NullPair:

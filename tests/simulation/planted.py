@@ -181,7 +181,7 @@ BUGS = (
     bug(
         "blocks that are no longer read stay pinned",
         "held_blocks",
-        "core.remote_kv:RemoteKV.on_released",
+        "core.remote_kv:RemoteKV._on_released",
         "self._kv.unpin(event.transfer_id)",
         "pass",
     ),
@@ -235,21 +235,21 @@ BUGS = (
     bug(
         "blocks that a load did not fill are published",
         "failing_loads",
-        "core.remote_kv:RemoteKV.on_ended",
+        "core.remote_kv:RemoteKV._on_ended",
         "bad = self._bad_blocks(event.bad_ranges)",
         "bad = set()",
     ),
     bug(
         "a request continues after a failed synchronous load",
         "failing_loads",
-        "core.remote_kv:RemoteKV.on_ended",
+        "core.remote_kv:RemoteKV._on_ended",
         "return request if event.bad_ranges else None",
         "return None",
     ),
     bug(
         "the end of a load reaches a request that is gone",
         "abort_while_loading",
-        "core.remote_kv:RemoteKV.on_ended",
+        "core.remote_kv:RemoteKV._on_ended",
         "if load.is_detached:",
         "if False:",
     ),

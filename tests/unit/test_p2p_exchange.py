@@ -87,7 +87,7 @@ class Engine:
     def hear(self, *events: ChannelEvent) -> list[str]:
         """Returns why loads have ended."""
         self.channel.events += events
-        self.exchange.take_metadata(has_time=True)
+        self.exchange.take_metadata(computes=False)
         ended = [each for each in self.exchange.apply(KVConnectorOutput()) if isinstance(each, LoadEnded)]
         return [each.reason for each in ended]
 
@@ -148,5 +148,5 @@ def test_a_reader_waits_for_a_request_that_comes_again_after_an_abort() -> None:
     engine.hear(Connected(PEER, is_outgoing=False), Received(PEER, hello()), Received(PEER, fetch))
     assert not [each for each in engine.channel.sent if isinstance(each, Refuse)]
     engine.scheduler.request_finished(again, ((1, 2), (1, 2)), FinishReason.LENGTH)
-    (job,) = engine.exchange.take_metadata(has_time=True).attests
+    (job,) = engine.exchange.take_metadata(computes=False).attests
     assert job.block_ids == ((1, 2), (1, 2))

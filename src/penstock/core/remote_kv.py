@@ -12,7 +12,7 @@ abort or a deadline detaches the request and leaves the blocks in quarantine.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from penstock.core.request import Request, RequestStatus
 from penstock.kv_transfer.connector import NO_MATCH, FinishAction, LoadEnded, Match, Released, SchedulerConnector
 from penstock.kv_transfer.null import NullSchedulerConnector
 from penstock.messages.kv_cache_spec import NULL_BLOCK
-from penstock.messages.kv_transfer import BadRange, TransferId
+from penstock.messages.kv_transfer import BadRange, KVConnectorOutput, TransferId
 from penstock.messages.outputs import FinishReason
 from penstock.messages.scheduler_output import BlockIds
 from penstock.messages.stats import RemoteKVStats
@@ -77,6 +77,8 @@ class RemoteKV:
         self._held: set[TransferId] = set()
         self._starving: dict[Request, int] = {}
         self._asked_since: dict[str, float] = {}
+        self.has_news = False
+        """Whether the last step's result has ended a load or released blocks."""
         self._num_rounds = 0
         self._num_loads = 0
         self._num_failed = 0
@@ -178,7 +180,17 @@ class RemoteKV:
             self._kv.pin(transfer_id, block_ids, load.first, load.end, writes=True)
         self._connector.update_state_after_alloc(request, transfer_id, block_ids, hit.num_tokens, end)
 
-    def on_ended(self, event: LoadEnded) -> Request | None:
+    def apply(self, output: KVConnectorOutput) -> Iterator[tuple[Request, str]]:
+        """Applies a step's results of transfers. Yields the requests that still need KV that is missing, and why."""
+        events = self._connector.update_connector_output(output)
+        self.has_news = bool(events)
+        for event in events:
+            if isinstance(event, Released):
+                self._on_released(event)
+            elif (request := self._on_ended(event)) is not None:
+                yield request, event.reason
+
+    def _on_ended(self, event: LoadEnded) -> Request | None:
         """Applies the result of a load; returns the request if it still needs KV that is missing."""
         load = self._loads.pop(event.transfer_id, None)
         if load is None:
@@ -213,7 +225,7 @@ class RemoteKV:
             self._kv.pin(request.hold_id, block_ids, 0, None, writes=False)
         return result.kv_transfer_params
 
-    def on_released(self, event: Released) -> None:
+    def _on_released(self, event: Released) -> None:
         """Releases blocks that are no longer read. A repeated or unknown release has no effect."""
         if event.transfer_id in self._held:
             self._held.remove(event.transfer_id)

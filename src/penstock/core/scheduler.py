@@ -23,7 +23,7 @@ from penstock.core.step_plan import StepPlan
 from penstock.core.step_result import apply_counts, make_output
 from penstock.core.structured_output import StructuredOutputs
 from penstock.kv_transfer.abilities import Abilities
-from penstock.kv_transfer.connector import Match, Released
+from penstock.kv_transfer.connector import Match
 from penstock.messages.kv_events import KVEvent
 from penstock.messages.kv_transfer import KVConnectorOutput
 from penstock.messages.outputs import EngineOutput, FinishReason
@@ -128,9 +128,13 @@ class Scheduler:
         return self.has_unfinished_requests or self.has_rows_to_free or self.has_transfers
 
     def wait(self, grammar_seconds: float, transfer_seconds: float) -> None:
-        """Waits until a grammar is compiled or KV is loaded, so that the next step can compute something."""
+        """Waits until a grammar is compiled or KV is loaded, so that the next step can compute something.
+
+        Does not wait for KV if the last step's result has ended a load or released blocks.
+        """
         self._grammars.wait(grammar_seconds)
-        self._connector_abilities.wait(transfer_seconds)
+        if not self._remote.has_news:
+            self._connector_abilities.wait(transfer_seconds)
 
     def shutdown(self) -> None:
         """Shuts down; no step follows."""
@@ -335,15 +339,7 @@ class Scheduler:
 
     def _apply_transfers(self, output: KVConnectorOutput) -> list[EngineOutput]:
         """Applies the results of transfers, loaded and missing KV."""
-        outputs: list[EngineOutput] = []
-        for event in self._connector.update_connector_output(output):
-            if isinstance(event, Released):
-                self._remote.on_released(event)
-                continue
-            request = self._remote.on_ended(event)
-            if request is not None:
-                outputs += self._on_lost_kv(request, event.reason)
-        return outputs
+        return [each for request, reason in self._remote.apply(output) for each in self._on_lost_kv(request, reason)]
 
     def _on_lost_kv(self, request: Request, reason: str) -> list[EngineOutput]:
         """Handles KV that could not be loaded: by policy the request fails, or computes the missing KV.

@@ -165,7 +165,7 @@ class EngineCore:
 
     def _make_report(self, processed: list[_Processed]) -> StepReport:
         num_tokens = sum(count for count, _ in processed)
-        if not num_tokens and not self._in_flight:
+        if not num_tokens and not self._in_flight and self._scheduler.needs_step:
             # Nothing could run: leave the processor to the work that the requests wait for.
             self._scheduler.wait(_GRAMMAR_SECONDS, _TRANSFER_SECONDS)
         events, self._events = tuple(self._events), []

@@ -70,7 +70,7 @@ class _Life:
             "requests": self.scheduler._remote,
             "requests of others": self.scheduler._decoded_elsewhere,
         }
-        metadata = self.exchange.take_metadata(has_time=True)
+        metadata = self.exchange.take_metadata(computes=False)
         for shard, worker in self.workers.items():
             worker.begin_step(metadata)
             worker.end_step()

@@ -48,8 +48,6 @@ from penstock.utils.logging import get_logger
 
 logger = get_logger(__name__)
 
-# Seconds between polls for the end of a read while the engine is idle.
-_READ_SECONDS = 0.001
 _ABANDONED = "the request has ended"
 _PRODUCER_COUNTS = [(field.name, f"p2p_producer_{field.name[4:]}") for field in fields(ProducerCounts)]
 _CONSUMER_COUNTS = [(field.name, f"p2p_consumer_{field.name[4:]}") for field in fields(ConsumerCounts)]
@@ -100,6 +98,7 @@ class Exchange:
         self._traffic = Traffic()
         self._bytes_per_token = 0.0
         self._events: list[ConnectorEvent] = []
+        self._num_steps_in_flight = 0
         self._sessions = Sessions(self._hello(()), settings.ignored)
         self._jobs = WorkerJobs(settings.epoch, {}, settings.num_groups)
 
@@ -140,11 +139,9 @@ class Exchange:
         self._channel.set_waker(callback)
 
     def wait(self, seconds: float) -> None:
-        """Does not wait while the workers compute digests, and only briefly while they read."""
+        """Waits for peers; not while jobs are open, because steps with time wait for their transfers."""
         if self._jobs.is_idle:
             self._channel.wait(seconds)
-        elif not self._jobs.is_digesting:
-            self._channel.wait(min(seconds, _READ_SECONDS))
 
     def shutdown(self) -> None:
         self._sessions.say_bye()
@@ -194,12 +191,16 @@ class Exchange:
 
     # ---- Steps ----
 
-    def take_metadata(self, has_time: bool) -> P2PMetadata:
+    def take_metadata(self, *, computes: bool) -> P2PMetadata:
+        """`computes`: whether the step has tokens to compute. A step has time if neither it nor one before it does."""
         self._take_news()
+        has_time = not computes and not self._num_steps_in_flight
+        self._num_steps_in_flight += 1
         return self._jobs.take(self._sessions.engines(), has_time)
 
     def apply(self, output: KVConnectorOutput) -> list[ConnectorEvent]:
         """Applies the reports of a step. Returns the events since the last call."""
+        self._num_steps_in_flight -= 1
         for report in output.reports:
             match self._jobs.apply(report):
                 case Attested(job_id, digests):

@@ -104,11 +104,6 @@ class WorkerJobs:
         return not self._open
 
     @property
-    def is_digesting(self) -> bool:
-        """Returns whether the workers compute digests in a job that does not write to a peer."""
-        return any(isinstance(job, AttestJob) and job.destination is None for job in self._open.values())
-
-    @property
     def counters(self) -> Mapping[str, float]:
         return {"p2p_duplicate_reports": self._ledger.num_duplicates, "p2p_unknown_reports": self._ledger.num_unknown}
 

@@ -221,7 +221,7 @@ class PeerShards(msgspec.Struct, frozen=True):
 class P2PMetadata(KVConnectorMetadata, msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """`own` are the ranks of this engine, sent once. `cancelled` jobs end as soon as nothing of them moves any more.
 
-    With `has_time` the step computes no tokens, so that digests delay nothing.
+    With `has_time` nothing is computed during the step, so that digests, and waiting for transfers, delay no token.
     """
 
     own: tuple[Shard, ...] = ()

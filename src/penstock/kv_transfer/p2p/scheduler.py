@@ -190,7 +190,7 @@ class P2PScheduler(NullSchedulerConnector):
             remote = self._remote.get(new.request_id)
             if remote is not None and not remote.is_settled:
                 self._dismiss(new.request_id, remote)
-        return self._exchange.take_metadata(has_time=not plan.total_num_scheduled_tokens)
+        return self._exchange.take_metadata(computes=bool(plan.total_num_scheduled_tokens))
 
     def update_connector_output(self, output: KVConnectorOutput) -> Sequence[ConnectorEvent]:
         return self._exchange.apply(output)

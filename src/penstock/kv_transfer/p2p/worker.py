@@ -1,8 +1,9 @@
 """The worker side of the `P2PConnector`: digests of KV for other engines, reads and writes, and checks of received KV.
 
 Bytes move in parallel with the steps, on the transport's threads. Digests, which this rank computes itself, are bounded
-per step, so that other requests do not wait for them. A read is reported when nothing of it can move any more, and a
-window is closed before its content is checked, so that checked KV cannot change.
+per step, so that other requests do not wait for them. A step that computes nothing else waits briefly for transfers, so
+that the engine does not ask for their end again and again. A read is reported when nothing of it can move any more, and
+a window is closed before its content is checked, so that checked KV cannot change.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ logger = get_logger(__name__)
 _DIGEST_BYTES_PER_STEP = 8 << 20
 # Multiplies the limit in a step that computes nothing else.
 _IDLE_FACTOR = 8
+# How long a step that computes nothing waits for transfers. A request that arrives meanwhile waits too.
+_WAIT_SECONDS = 0.002
 
 
 @dataclass(slots=True, eq=False)
@@ -119,14 +122,28 @@ class P2PWorker(NullWorkerConnector):
     def start_load_kv(self) -> None:
         self._reports += map(self._offer, self._metadata.offers)
         self._reads += map(self._begin, self._metadata.reads)
-        room = self._digest_bytes_per_step * (_IDLE_FACTOR if self._metadata.has_time else 1)
+
+    def get_finished(self, finished_request_ids: frozenset[str]) -> KVConnectorOutput:
+        room = self._collect(self._digest_bytes_per_step * (_IDLE_FACTOR if self._metadata.has_time else 1))
+        if self._metadata.has_time and not self._reports and room > 0 and (self._reads or self._attests):
+            moves = [read.move for read in self._reads]
+            moves += [each.move for each in self._attests if each.move is not None]
+            self._transport.wait([handle for move in moves for _, handle in move.handles], _WAIT_SECONDS)
+            self._collect(room)
+        reports, self._reports = tuple(self._reports), []
+        return KVConnectorOutput(reports)
+
+    def _collect(self, room: int) -> int:
+        """Continues all jobs, digests about `room` bytes, and takes the reports of those that have ended.
+
+        Returns the room that is left.
+        """
         for read in self._reads:
+            self._watch(read)
             room = self._check(read, room)
         for attest in self._attests:
             if room > 0 and not attest.is_digested:
                 room, attest.is_digested = _advance(attest.work, room)
-
-    def get_finished(self, finished_request_ids: frozenset[str]) -> KVConnectorOutput:
         attests, self._attests = self._attests, []
         for attest in attests:
             report = self._report_sent(attest)
@@ -134,13 +151,10 @@ class P2PWorker(NullWorkerConnector):
                 self._attests.append(attest)
             else:
                 self._reports.append(report)
-        for read in self._reads:
-            self._watch(read)
         ended = [read for read in self._reads if read.is_checked]
         self._reads = [read for read in self._reads if not read.is_checked]
         self._reports += map(self._report, ended)
-        reports, self._reports = tuple(self._reports), []
-        return KVConnectorOutput(reports)
+        return room
 
     def end_step(self) -> None:
         self._metadata = P2PMetadata()
