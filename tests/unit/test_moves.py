@@ -169,3 +169,10 @@ def test_a_move_alone_ends_when_it_is_given_up() -> None:
     move = rig.read("first")
     rig.mover.give_up(move)
     assert rig.mover.advance(move) == [TransferState.FAILED_SETTLED] * 2
+
+
+def test_connections_that_were_ended_here_do_not_count_as_failures() -> None:
+    rig = Rig()
+    rig.mover.give_up(rig.read("first", Fault(FaultKind.DROP)))
+    move = rig.read("second")
+    assert (move.parts, move.retried) == ({}, set())

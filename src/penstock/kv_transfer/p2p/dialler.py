@@ -48,6 +48,13 @@ class Dialler:
         """Drops an unusable connection; the next `find` makes it again."""
         self._peers.pop(descriptor, None)
 
+    def hang_up(self, peer: PeerId) -> None:
+        """Ends a connection; the next `find` makes it again."""
+        for descriptor in [each for each, connected in self._connected.items() if connected == peer]:
+            if descriptor in self._peers and self._peers[descriptor].done():
+                self.forget(descriptor)
+        self._transport.disconnect(peer)
+
     def disconnect(self, descriptor: bytes) -> None:
         """Ends the connection, also one that was forgotten or is still being made."""
         peer, future = self._connected.pop(descriptor, None), self._peers.pop(descriptor, None)

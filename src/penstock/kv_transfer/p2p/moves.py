@@ -86,7 +86,7 @@ class Mover:
         if any(not move.has_failed for move in moves):
             self._under_way[peer] = moves
         elif moves:
-            self._transport.disconnect(peer)
+            self._dialler.hang_up(peer)
 
     def _has_unwanted(self, peer: PeerId) -> bool:
         """Returns whether a cancelled transfer with the peer is still in progress."""
