@@ -8,7 +8,9 @@ load        Long prompts arrive while others decode, at the same times for every
             layout has, run on the same two cores.
 transfers   The time from the prefill instance's answer to the decode instance's first token, minus the time of that
             token if the prompt is in its own cache: by number of tokens, read by the decode instance over both
-            transports or written by the prefill instance (push), with digests and without. The pairs alternate.
+            transports or written by the prefill instance (push), with digests and without. The pairs alternate, also
+            with a plain TCP connection between two processes on the same cores that moves as many bytes. The caches are
+            filled once before: memory that is touched for the first time is slower.
 
 A model other than the built-in one gets random weights.
 """
@@ -32,6 +34,7 @@ from typing import Any
 
 import aiohttp
 from pd_parts.cluster import Cluster, Server, private_folder
+from pd_parts.plain_tcp import plain_tcp
 
 from penstock.config.model_path import resolve_model_path
 
@@ -41,6 +44,7 @@ ONE_ENGINE, SMALL_STEPS = "one engine, 2 threads", "the same, steps of 256 token
 TWO_ENGINES = "two engines, 1 thread each"
 PAIR = "prefill and decode, 1 thread each"
 _BLOCK_SIZE = 16
+_MAX_MODEL_LEN = 2048
 WAYS = {
     "sockets": {"transport": "sockets"},
     "sockets, push": {"transport": "sockets", "transfer": "push"},
@@ -52,8 +56,8 @@ def prompt_of(rng: random.Random, length: int) -> list[int]:
     return [rng.randrange(VOCABULARY) for _ in range(length)]
 
 
-def model_flags(args: argparse.Namespace) -> list[str]:
-    flags = ["--max-model-len", "2048", "--kv-cache-memory", args.kv_cache_memory]
+def model_flags(args: argparse.Namespace, kv_cache_memory: str) -> list[str]:
+    flags = ["--max-model-len", str(_MAX_MODEL_LEN), "--kv-cache-memory", kv_cache_memory]
     return flags if args.model is None else [args.model, *flags, "--load-format", "dummy", "--skip-tokenizer-init"]
 
 
@@ -161,7 +165,7 @@ COLUMNS: dict[str, Callable[[Times], float]] = {
 
 
 async def measure_load(args: argparse.Namespace, folder: Path) -> None:
-    flags = model_flags(args)
+    flags = model_flags(args, args.kv_cache_memory)
     cluster = Cluster(
         folder, flags=[*flags, "--num-threads", "1"], cores={"prefill": [args.cores[0]], "decode": [args.cores[1]]}
     )
@@ -233,11 +237,14 @@ def bytes_per_token(model: str | None) -> int:
 
 async def measure_transfers(args: argparse.Namespace, folder: Path) -> None:
     cores = {"prefill": [args.cores[0]], "decode": [args.cores[1]]}
+    size, tokens_per_round = bytes_per_token(args.model), sum(args.lengths)
+    num_warm_up = 2 + _MAX_MODEL_LEN // tokens_per_round
+    flags = [*model_flags(args, str(num_warm_up * tokens_per_round * size)), "--num-threads", "1"]
     clusters = {
         (way, attestation): Cluster(
             folder,
             options={**options, "attestation": attestation},
-            flags=[*model_flags(args), "--num-threads", "1"],
+            flags=flags,
             cores=cores,
         )
         for way, options in WAYS.items()
@@ -245,21 +252,29 @@ async def measure_transfers(args: argparse.Namespace, folder: Path) -> None:
     }
     prefills: dict[int, list[float]] = {length: [] for length in args.lengths}
     moved: dict[tuple[int, str, str], list[float]] = defaultdict(list)
+    by_tcp: dict[int, list[float]] = {length: [] for length in args.lengths}
     rng = random.Random(0)
     async with contextlib.AsyncExitStack() as stack:
         sessions = {key: await stack.enter_async_context(each.running()) for key, each in clusters.items()}
-        for number in range(args.rounds + 1):
+        read = stack.enter_context(plain_tcp(args.cores, max(args.lengths) * size))
+        for number in range(-num_warm_up, args.rounds):
             for length in args.lengths:
+                seconds = read(length // _BLOCK_SIZE * _BLOCK_SIZE * size)
+                if number >= 0:
+                    by_tcp[length].append(seconds)
                 for key, cluster in clusters.items():
                     prefill, seconds = await transfer(sessions[key], cluster, prompt_of(rng, length))
-                    if number:
+                    if number >= 0:
                         prefills[length].append(prefill)
                         moved[length, *key].append(seconds)
-    report_transfers(args, prefills, moved)
+    report_transfers(args, prefills, moved, by_tcp)
 
 
 def report_transfers(
-    args: argparse.Namespace, prefills: Mapping[int, list[float]], moved: Mapping[tuple[int, str, str], list[float]]
+    args: argparse.Namespace,
+    prefills: Mapping[int, list[float]],
+    moved: Mapping[tuple[int, str, str], list[float]],
+    by_tcp: Mapping[int, list[float]],
 ) -> None:
     size = bytes_per_token(args.model)
     print(
@@ -268,6 +283,10 @@ def report_transfers(
     print(f"|{'---|' * 9}")
     for length in args.lengths:
         num_bytes, prefill = length // _BLOCK_SIZE * _BLOCK_SIZE * size, statistics.median(prefills[length])
+        best = statistics.median(by_tcp[length])
+        row = [length, f"{num_bytes / 1e6:.1f}", f"{1e3 * prefill:.0f}", "plain TCP", "", ""]
+        row += [f"{1e3 * best:.1f}", f"{num_bytes / best / 1e9:.2f}", ""]
+        print(f"| {' | '.join(map(str, row))} |")
         for way in WAYS:
             digested, plain = (statistics.median(moved[length, way, each]) for each in ("all", "off"))
             row = [length, f"{num_bytes / 1e6:.1f}", f"{1e3 * prefill:.0f}", way]
