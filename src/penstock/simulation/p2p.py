@@ -24,11 +24,13 @@ from penstock.simulation.memory_transport import MemoryFabric, MemoryTransport
 from penstock.simulation.p2p_network import SimChannel, SimNetwork
 from penstock.simulation.p2p_rogue import Rogue
 from penstock.simulation.proxies import CLUSTER_KEY, ROGUE, address_of
-from penstock.simulation.setup import Disaggregation, engine_name
+from penstock.simulation.setup import TICK_SECONDS, Disaggregation, engine_name
 from penstock.utils.errors import PeerError
 
 _TRANSPORT = "memory"
 _LOAD_PART = 0.8
+# Short, because the clock is common to all engines, and they run at the same time.
+_WAIT_SECONDS = 0.02 * TICK_SECONDS
 _MAX_STOP_LEASES = 3.0
 
 
@@ -139,7 +141,13 @@ class P2PBacking(Backing):
         def make_transport(layout: KVLayout) -> MemoryTransport:
             return transport
 
-        return P2PWorker(shard, make_transport, _at_once, digest_bytes_per_step=self._pairs.digest_bytes_per_step)
+        return P2PWorker(
+            shard,
+            make_transport,
+            _at_once,
+            digest_bytes_per_step=self._pairs.digest_bytes_per_step,
+            wait_seconds=_WAIT_SECONDS,
+        )
 
     def crash(self, name: str) -> None:
         life = self._lives.pop(name)

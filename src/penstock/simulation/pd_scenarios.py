@@ -245,4 +245,6 @@ def _everything(rng: random.Random) -> Setup:
     setup = traffic(setup, abort=0.1, abort_loading=0.01, reset=0.05, salts=(None, "a"))
     rates = {"drop": 0.02, "lost_completion": 0.02, "die": 0.02, "die_unsettled": 0.02, "corrupt": 0.03}
     setup = faulty(setup, slow=0.2, late=0.05, repeated=0.2, crash=0.002, **rates)
-    return faulty(setup, slow_messages=0.2, broken=0.01, refused=0.02, partition=0.01, stop=0.003, garbage=0.05)
+    setup = faulty(setup, slow_messages=0.2, broken=0.01, refused=0.02, partition=0.01, stop=0.003, garbage=0.05)
+    # Prompts whose readers have gone are held one after another if the pool has room for one.
+    return replace(setup, request_ticks=4000, recovery_ticks=4000)

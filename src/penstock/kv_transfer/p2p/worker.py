@@ -40,7 +40,7 @@ logger = get_logger(__name__)
 _DIGEST_BYTES_PER_STEP = 8 << 20
 # Multiplies the limit in a step that computes nothing else.
 _IDLE_FACTOR = 8
-# How long a step that computes nothing waits for transfers. A request that arrives meanwhile waits too.
+# A request that arrives while a step waits for transfers waits too.
 _WAIT_SECONDS = 0.002
 
 
@@ -68,7 +68,8 @@ class _Read:
 
 
 class P2PWorker(NullWorkerConnector):
-    """Serves one rank. `make_transport` is called when its memory is known; `background` connects it to peers."""
+    """Serves one rank. `make_transport` is called when its memory is known; `background` connects it to peers. A step
+    in which nothing is computed waits up to `wait_seconds` for transfers."""
 
     def __init__(
         self,
@@ -78,12 +79,14 @@ class P2PWorker(NullWorkerConnector):
         *,
         needs_shared_memory: bool = False,
         digest_bytes_per_step: int = _DIGEST_BYTES_PER_STEP,
+        wait_seconds: float = _WAIT_SECONDS,
     ) -> None:
         self.needs_shared_memory = needs_shared_memory
         self._shard = shard
         self._make_transport = make_transport
         self._background = background
         self._digest_bytes_per_step = digest_bytes_per_step
+        self._wait_seconds = wait_seconds
         self._tables: dict[str, dict[ShardId, Shard]] = {}
         self._own: dict[ShardId, Shard] = {}
         self._metadata = P2PMetadata()
@@ -128,7 +131,7 @@ class P2PWorker(NullWorkerConnector):
         if self._metadata.has_time and not self._reports and room > 0 and (self._reads or self._attests):
             moves = [read.move for read in self._reads]
             moves += [each.move for each in self._attests if each.move is not None]
-            self._transport.wait([handle for move in moves for _, handle in move.handles], _WAIT_SECONDS)
+            self._transport.wait([handle for move in moves for _, handle in move.handles], self._wait_seconds)
             self._collect(room)
         reports, self._reports = tuple(self._reports), []
         return KVConnectorOutput(reports)
