@@ -1,4 +1,4 @@
-"""Plain TCP between two processes, each pinned to a core: what the KV of a transfer could take at best."""
+"""Plain TCP between two processes, each pinned to a core: the reference for transfers of KV."""
 
 from __future__ import annotations
 

@@ -116,10 +116,8 @@ class SlowPeer(NullSchedulerConnector):
         self._answer.wait(seconds)
 
 
-@pytest.mark.parametrize("is_child", [False, True], ids=["alone", "one of several"])
-def test_a_request_that_waits_for_kv_takes_few_steps(monkeypatch: pytest.MonkeyPatch, is_child: bool) -> None:
-    peer = SlowPeer(0.5)
-    part = MultiScheduler({"other": NullSchedulerConnector(), "peer": peer}) if is_child else peer
+def generate_with(part: NullSchedulerConnector | MultiScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs one request in an engine whose connector has this scheduler part."""
     monkeypatch.setattr(NullPair, "part", part)
     llm = LLM(
         max_model_len=256,
@@ -128,12 +126,19 @@ def test_a_request_that_waits_for_kv_takes_few_steps(monkeypatch: pytest.MonkeyP
     )
     llm.generate(PROMPT, GREEDY, use_tqdm=False)
     llm.shutdown()
+
+
+@pytest.mark.parametrize("is_child", [False, True], ids=["alone", "one of several"])
+def test_a_request_that_waits_for_kv_takes_few_steps(monkeypatch: pytest.MonkeyPatch, is_child: bool) -> None:
+    peer = SlowPeer(0.5)
+    part = MultiScheduler({"other": NullSchedulerConnector(), "peer": peer}) if is_child else peer
+    generate_with(part, monkeypatch)
     # 0.5 s in waits of 5 ms, or of half as long.
     assert 2 < peer.num_steps <= 210
 
 
 class LostLoad(NullSchedulerConnector):
-    """Its loads end with the step that begins them, and have nothing."""
+    """Its loads fail in the step that begins them."""
 
     def __init__(self) -> None:
         self.num_loads = self.num_waits = 0
@@ -158,14 +163,7 @@ class LostLoad(NullSchedulerConnector):
 
 def test_the_end_of_a_load_is_not_followed_by_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     part = LostLoad()
-    monkeypatch.setattr(NullPair, "part", part)
-    llm = LLM(
-        max_model_len=256,
-        num_gpu_blocks_override=64,
-        kv_transfer_config={"kv_connector": "NullPair", "kv_connector_module_path": __name__},
-    )
-    llm.generate(PROMPT, GREEDY, use_tqdm=False)
-    llm.shutdown()
+    generate_with(part, monkeypatch)
     assert (part.num_loads, part.num_waits) == (1, 0)
 
 
