@@ -8,9 +8,9 @@ load        Long prompts arrive while others decode, at the same times for every
             layout has, run on the same two cores.
 transfers   The time from the prefill instance's answer to the decode instance's first token, minus the time of that
             token if the prompt is in its own cache: by number of tokens, read by the decode instance over both
-            transports or written by the prefill instance (push), with digests and without. The pairs alternate, also
-            with a plain TCP connection between two processes on the same cores that moves as many bytes. The caches are
-            filled once before: memory that is touched for the first time is slower.
+            transports, with digests and without. The pairs alternate, also with a plain TCP connection between two
+            processes on the same cores that moves as many bytes. The caches are filled once before: memory that is
+            touched for the first time is slower.
 
 A model other than the built-in one gets random weights.
 """
@@ -47,7 +47,6 @@ _BLOCK_SIZE = 16
 _MAX_MODEL_LEN = 2048
 WAYS = {
     "sockets": {"transport": "sockets"},
-    "sockets, push": {"transport": "sockets", "transfer": "push"},
     "shared_memory": {"transport": "shared_memory"},
 }
 

@@ -91,11 +91,6 @@ HAPPENS = {
     "pd_no_prefill_left": {"connections_refused", "loaded_tokens"},
     "pd_aborts": {"aborts", "p2p_consumer_cancelled", "loaded_tokens"},
     "pd_garbage": {"garbage", "misled", "loaded_tokens"},
-    "pd_push": {"loaded_tokens", "p2p_consumer_cancelled", "p2p_consumer_not_needed"},
-    "pd_push_stopped": {"stops", "p2p_consumer_cancelled", "p2p_producer_expired", "loaded_tokens"},
-    "pd_push_late_bytes": {"p2p_consumer_bad_ranges", "p2p_consumer_cancelled", "loaded_tokens"},
-    "pd_push_crash": {"crashes", "loaded_tokens", "failed_loads", "p2p_consumer_refused"},
-    "pd_push_garbage": {"garbage", "misled", "loaded_tokens", "p2p_consumer_cancelled"},
     "pd_everything": {"crashes", "garbage", "stops", "loaded_tokens", "accepted_drafts", "p2p_consumer_cancelled"},
     "everything": {"crashes", "failed_loads", "loads", "preemptions", "accepted_drafts", "aborts"},
 }

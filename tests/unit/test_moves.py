@@ -12,7 +12,7 @@ from penstock.kv_transfer.p2p.dialler import Dialler
 from penstock.kv_transfer.p2p.messages import Shard
 from penstock.kv_transfer.p2p.moves import Move, Mover
 from penstock.kv_transfer.topology.planner import sources
-from penstock.kv_transfer.transports.base import Operation, PeerId, TransferHandle, TransferState
+from penstock.kv_transfer.transports.base import PeerId, TransferHandle, TransferState
 from penstock.messages.kv_transfer import ShardId
 from penstock.simulation.memory_transport import Fault, FaultKind, MemoryFabric
 from penstock.utils.clock import ManualClock
@@ -105,7 +105,7 @@ class Rig:
         """Has begun, if it could."""
         self.fault = fault
         tables = tuple(zip(TABLES["consumer"], TABLES["producer"], strict=True))
-        move = Move(name, Operation.READ, self.peer, tables, 0, BLOCK_SIZE, dict(self.slices))
+        move = Move(name, self.peer, tables, 0, BLOCK_SIZE, dict(self.slices))
         for _ in range(10):
             self.mover.advance(move)
             self.later.run()
@@ -125,7 +125,7 @@ def test_the_connections_to_all_ranks_may_have_ended_since_the_last_move() -> No
 def test_a_connection_is_not_made_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     rig, attempts = Rig(), list[PeerId]()
 
-    def refuse(operation: Operation, peer: PeerId, runs: np.ndarray, **_: object) -> TransferHandle:
+    def refuse(operation: object, peer: PeerId, runs: np.ndarray, **_: object) -> TransferHandle:
         attempts.append(peer)
         raise PeerError(f"{peer} is not connected")
 

@@ -79,7 +79,6 @@ class _Life:
             transport = self.transports[shard]
             known = {each.descriptor.decode() for table in worker._tables.values() for each in table.values()}
             tables |= {f"reads of {shard}": worker._reads, f"digests of {shard}": worker._attests}
-            tables |= {f"offers of {shard}": worker._windows, f"windows of {shard}": transport.windows}
             tables[f"connections of {shard} to engines that have gone"] = transport.peers - known
         topology = self.exchange._jobs._topology
         known = {name for name, _ in topology._stages} - {topology.engine_id}
@@ -128,7 +127,7 @@ class P2PBacking(Backing):
             is_attested=pairs.is_attested,
         )
         producer = Producer(site.name, epoch, rules, office)
-        consumer = Consumer(_LOAD_PART * setup.load_timeout, office, is_pushed=pairs.is_pushed)
+        consumer = Consumer(_LOAD_PART * setup.load_timeout, office)
         exchange = _CountingExchange(settings, channel, producer, consumer, clock)
         exchange.loaded = self._loaded
         scheduler = P2PScheduler(settings, site.cache.block_size, exchange, self._peers.resolve, clock)

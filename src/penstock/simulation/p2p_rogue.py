@@ -6,12 +6,10 @@ and it connects to engines itself.
 
 from __future__ import annotations
 
-import contextlib
 import random
 from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
-import numpy as np
 
 from penstock.kv_transfer.p2p.channel import Connected, Lost
 from penstock.kv_transfer.p2p.digests import UnitDigests
@@ -21,7 +19,6 @@ from penstock.kv_transfer.p2p.messages import (
     Done,
     DoneAck,
     Fetch,
-    FetchInto,
     Grant,
     Hello,
     Message,
@@ -30,12 +27,10 @@ from penstock.kv_transfer.p2p.messages import (
     Renew,
     Shard,
     ShardDigests,
-    Written,
 )
 from penstock.kv_transfer.p2p.session import PeerKey
 from penstock.kv_transfer.topology.pieces import digest_unit
 from penstock.kv_transfer.topology.planner import sources
-from penstock.kv_transfer.transports.base import Operation
 from penstock.messages.kv_layout import KVLayout
 from penstock.messages.kv_transfer import TransferId
 from penstock.messages.scheduler_output import BlockIds
@@ -44,7 +39,6 @@ from penstock.simulation.oracle import NUM_HEADS, OracleMemory, cache_config
 from penstock.simulation.p2p_network import SimNetwork
 from penstock.simulation.proxies import ROGUE, address_of
 from penstock.simulation.setup import Setup
-from penstock.utils.errors import PeerError
 
 _HUGE = 1 << 62
 _MANY = 5000
@@ -76,7 +70,6 @@ class Rogue:
         self._seen_ids = ["c1.1.d/load-1", "c2.1.d/load-2", "attest-1", ""]
         self._seen_tickets = ["", "x", "A" * 3000]
         self._seen_fetches: list[Fetch] = []
-        self._seen_windows = [b""]
         cache = cache_config(setup.layers, setup.num_blocks(setup.block_size), setup.block_size, NUM_HEADS)
         self._memory = OracleMemory(cache, (0, 0), range(NUM_HEADS))
         for region in self._memory.regions.values():
@@ -134,10 +127,7 @@ class Rogue:
                 self._seen_ids.append(message.transfer_id)
                 self._seen_tickets.append(message.ticket)
                 self._seen_fetches.append(message)
-                if isinstance(message, FetchInto):
-                    self._write(self._hellos[peer], message)
-                    self._say(peer, *rng.choices(list(self._claims(message)), k=rng.choice([0, 1, 2, 3])))
-                elif peer in self._strangers:
+                if peer in self._strangers:
                     self._say(peer, self._honest_grant(self._hellos[peer], message))
                 else:
                     self._say(peer, *rng.choices(list(self._grants(message)), k=rng.choice([0, 1, 1, 2])))
@@ -173,36 +163,6 @@ class Rogue:
         groups = len(self._setup.windows)
         digests = (ShardDigests((0, 0), (0, 0), ((b"0" * 16,) * 40,) * groups),)
         return digests, tuple(ShardDigests((i, -i), (i, i), ((b"",),)) for i in range(_MANY // 10))
-
-    # ---- As a prefill engine that writes ----
-
-    def _write(self, reader: Hello, fetch: FetchInto) -> None:
-        """Writes into the memory of the reader's ranks, at any place and under any name that it has seen."""
-        rng = self._rng
-        self._seen_windows += [window.name for window in fetch.destination.windows]
-        own_bytes = sum(region.num_bytes for region in self._shard.layout.regions)
-        for shard in reader.shards:
-            try:
-                peer = self._transport.connect(shard.descriptor)
-            except PeerError:
-                continue
-            their_bytes = sum(region.num_bytes for region in shard.layout.regions)
-            for _ in range(rng.randrange(5)):
-                size = rng.choice([1, 8, 64, own_bytes])
-                run = (rng.randrange(own_bytes), rng.randrange(their_bytes), size)
-                window = rng.choice([self._seen_windows[-1], rng.choice(self._seen_windows)])
-                with contextlib.suppress(PeerError):
-                    self._transport.submit(Operation.WRITE, peer, np.array([run], np.int64), window=window)
-
-    def _claims(self, fetch: FetchInto) -> Iterator[Message]:
-        """Yields claims to have granted or written something, and a refusal."""
-        name, table = fetch.transfer_id, tuple(range(1, 2 + fetch.end // self._setup.block_size))
-        for digests in ((), *self._false_digests()):
-            yield _grant(name, self._setup.load_timeout, (table,) * len(self._setup.windows), digests)
-            yield Written(name, digests)
-        yield Written("", ())
-        yield DoneAck(name, True)
-        yield Refuse(name, Reason.NOT_WRITTEN, "")
 
     def _honest_grant(self, reader: Hello, fetch: Fetch) -> Grant:
         """Grants KV of another model, with its correct digests."""
@@ -288,9 +248,6 @@ class Rogue:
     def _anything(self) -> Message:
         """Returns a message of any kind, about a transfer that may exist."""
         rng = self._rng
-        pairs = self._setup.disaggregation
-        if pairs is not None and pairs.is_pushed and rng.random() < 0.2:
-            return rng.choice([Written(rng.choice(self._seen_ids)), *self._seen_fetches[-4:]])
         if self._seen_fetches and rng.random() < 0.3:
             # Requests KV that was not meant for it, and never reports that it is done.
             return msgspec.structs.replace(rng.choice(self._seen_fetches), transfer_id=f"stolen-{rng.random()}")

@@ -41,10 +41,6 @@ def _many(rng: random.Random) -> Setup:
     return traffic(_pairs(setup, num_prefill=num_prefill), num_requests=14, arrival=0.5)
 
 
-def _pushed(setup: Setup) -> Setup:
-    return _pairs(setup, is_pushed=True)
-
-
 def _attested(setup: Setup) -> Setup:
     """Enables digests, which alone detect wrong bytes."""
     return _pairs(setup, is_attested=True)
@@ -203,38 +199,6 @@ def _aborts(rng: random.Random) -> Setup:
 def _garbage(rng: random.Random) -> Setup:
     setup = _attested(_pairs(_pair(rng), misled=0.5, replayed=0.2))
     return faulty(traffic(setup, num_requests=14), garbage=0.5, slow=0.4)
-
-
-_PULLED = tuple(PD_SCENARIOS)
-
-
-@_scenario("pd_push", "any of the scenarios above, with P writing into D's memory")
-def _push(rng: random.Random) -> Setup:
-    return _pushed(PD_SCENARIOS[rng.choice(_PULLED)].draw(rng))
-
-
-@_scenario("pd_push_stopped", "F5, C7: P is stopped during a write, and continues after D has given up, or the reverse")
-def _push_stopped(rng: random.Random) -> Setup:
-    setup = faulty(_pushed(_stopped(rng)), stop=0.02, late=0.1)
-    setup = _pairs(setup, lease_seconds=rng.choice([0.06, 0.3]))
-    return replace(setup, spare_blocks=rng.choice([0, 4]), load_timeout=rng.choice([0.2, 0.6]))
-
-
-@_scenario("pd_push_late_bytes", "F3, F6, F15: writes that fail but still land, are not reported, or have wrong bytes")
-def _push_late(rng: random.Random) -> Setup:
-    setup = faulty(_pushed(_late_bytes(rng)), corrupt=0.2, broken=rng.choice([0.0, 0.1]), slow_messages=0.4)
-    # A push takes one step more than a read before the digests are compared.
-    return replace(setup, load_timeout=rng.choice([0.2, 0.6]))
-
-
-@_scenario("pd_push_crash", "F1, F2: P or D dies during a write, or restarts at the same address with other blocks")
-def _push_crash(rng: random.Random) -> Setup:
-    return _pushed(rng.choice([_crash, _restart])(rng))
-
-
-@_scenario("pd_push_garbage", "P6: a peer writes beyond what it was offered, too early, too late, or not what it says")
-def _push_garbage(rng: random.Random) -> Setup:
-    return _pushed(_garbage(rng))
 
 
 @_scenario("pd_everything", "all of the above at once")

@@ -83,8 +83,7 @@ class Disaggregation:
     request: `answer_lost` and `answer_late` concern P's answer on its way to D; `replayed` parameters are also sent to
     a second engine; `altered` ones differ from P's answer; `prefill_missing`: of two concurrent requests, P's is never
     sent; `misled` requests name an engine that violates the protocol. From tick `dead_from` on there is no prefill
-    engine. With `expects_no_expiry` every hold must be ended by its reader. With `is_pushed` P writes into D's memory;
-    else D reads P's.
+    engine. With `expects_no_expiry` every hold must be ended by its reader.
     """
 
     num_prefill: int = 1
@@ -93,7 +92,6 @@ class Disaggregation:
     park_seconds: float = 0.6
     max_parked: int = 64
     is_attested: bool = True
-    is_pushed: bool = False
     digest_bytes_per_step: int = 256
     style: str = "serial"
     turns: int = 1

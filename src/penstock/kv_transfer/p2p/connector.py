@@ -5,8 +5,6 @@ second also answers `GET /query` on its bootstrap port. Options, in `kv_connecto
 
     transport               "sockets" (TCP, the default), "shared_memory" (engines of one host), "nixl" or
                             "mooncake" (the library of that name, in helper processes)
-    transfer                "pull", the default: the engine that decodes reads; "push": the other one writes, if the
-                            transport supports it. The setting of the engine that decodes applies
     backends                of NIXL, ["UCX"] by default
     mooncake_protocol       "rdma", the default: RDMA where Mooncake finds devices, else TCP; or "tcp"
     peers                   addresses or names of engines, such as ["10.0.0.1:5600"]; not needed on one host
@@ -55,7 +53,6 @@ TRANSPORTS: dict[str, type[DataTransport]] = {
 }
 _DEFAULTS = {
     "transport": "sockets",
-    "transfer": "pull",
     "backends": ("UCX",),
     "mooncake_protocol": "rdma",
     "peers": (),
@@ -83,7 +80,6 @@ class P2PConnector:
         config = context.config
         options = _read_options(config)
         host = check_host(config.kv_ip)
-        is_pushed = _is_pushed(config, options)
         agent = _agent_settings(options, host)
         local = LocalCluster() if is_loopback(host) and options["cluster_key_file"] is None else None
         key = _key(config, options, local)
@@ -113,7 +109,7 @@ class P2PConnector:
             requires_digests=options["attestation"] == "all",
         )
         producer = Producer(config.engine_id, epoch, rules, office)
-        consumer = Consumer(_LOAD_PART * config.kv_load_timeout, office, is_pushed=is_pushed)
+        consumer = Consumer(_LOAD_PART * config.kv_load_timeout, office)
         exchange = Exchange(settings, channel, producer, consumer, clock)
         return P2PScheduler(settings, context.cache.block_size, exchange, peers.resolve, clock)
 
@@ -141,20 +137,6 @@ def _transport_maker(setup: P2PSetup) -> Callable[[KVLayout], DataTransport]:
     if setup.transport == "shared_memory":
         return lambda layout: SharedMemoryTransport(layout.regions)
     return lambda layout: SocketsTransport(setup.host, setup.key)
-
-
-def _is_pushed(config: KVTransferConfig, options: dict[str, Any]) -> bool:
-    """Returns whether others write into this engine's memory. Raises ConfigError if it could not end their writes."""
-    if options["transfer"] == "pull" or config.kv_role == "kv_producer":
-        return False
-    transport = options["transport"]
-    if not TRANSPORTS[transport].can_settle_incoming_writes:
-        able = [name for name, kind in TRANSPORTS.items() if kind.can_settle_incoming_writes]
-        raise ConfigError(
-            f"transfer=push does not work with transport={transport}: the engine cannot end a write into its KV cache "
-            f"without the peer that began it. Choose transfer=pull, or transport={' or '.join(able)}"
-        )
-    return True
 
 
 def _agent_settings(options: dict[str, Any], host: str) -> AgentSettings | None:
@@ -198,7 +180,6 @@ def _read_options(config: KVTransferConfig) -> dict[str, Any]:
         config.kv_connector_extra_config,
         _DEFAULTS,
         transport=(lambda value: value in TRANSPORTS, f"one of {', '.join(TRANSPORTS)}"),
-        transfer=(lambda value: value in ("pull", "push"), "one of pull, push"),
         backends=(
             lambda value: isinstance(value, list) and bool(value) and all(map(is_text, value)),
             "a list of names",

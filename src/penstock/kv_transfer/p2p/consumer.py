@@ -3,15 +3,9 @@
     asking -> reading -> confirming -> ended
                      \\-> cancelling -> ended
 
-If the producer writes, the workers first open their memory to it, and until they have closed it again every failure is
-a cancellation:
-
-    opening -> asking -> reading -> confirming -> ended
-           \\---------\\---------\\-> cancelling -> ended
-
 A load succeeds only if all shards have landed, every compared digest is equal, and the producer has confirmed that its
 blocks were held through the whole read. It never ends while bytes may still move: a load that is given up while it is
-being read, or may be written, is cancelled, and ends with the workers' reports.
+being read is cancelled, and ends with the workers' reports.
 """
 
 from __future__ import annotations
@@ -23,16 +17,13 @@ import msgspec
 
 from penstock.kv_transfer.p2p.messages import (
     Abort,
-    Destination,
     Done,
     DoneAck,
     Fetch,
-    FetchInto,
     Grant,
     Message,
     Refuse,
     Renew,
-    Written,
 )
 from penstock.kv_transfer.p2p.params import Address, RemotePrefill
 from penstock.kv_transfer.p2p.session import PeerKey, Send, cut_reason
@@ -45,7 +36,6 @@ _MIN_LEASE, _MAX_LEASE = 0.01, 86400.0
 
 
 class LoadState(enum.Enum):
-    OPENING = "opening"
     ASKING = "asking"
     READING = "reading"
     CONFIRMING = "confirming"
@@ -53,8 +43,7 @@ class LoadState(enum.Enum):
 
 
 _NEXT = {
-    LoadState.OPENING: {LoadState.ASKING, LoadState.CANCELLING},
-    LoadState.ASKING: {LoadState.READING, LoadState.CANCELLING},
+    LoadState.ASKING: {LoadState.READING},
     LoadState.READING: {LoadState.CONFIRMING, LoadState.CANCELLING},
     LoadState.CONFIRMING: set[LoadState](),
     LoadState.CANCELLING: set[LoadState](),
@@ -69,35 +58,21 @@ class Dial:
 
 
 @dataclass(frozen=True, slots=True)
-class Open:
-    """Requests that the workers open the load's blocks for writing; `Consumer.on_opened` takes the result."""
-
-    transfer_id: TransferId
-    first: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
 class Read:
-    """Requests that the workers read the granted blocks; if `is_written`, they close their windows and check it."""
+    """Requests that the workers read the granted blocks."""
 
     transfer_id: TransferId
     peer: PeerKey
     grant: Grant
     first: int
     end: int
-    is_written: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Requests that the workers end the read as soon as possible, and close their windows if the producer writes.
-
-    The load ends with their reports.
-    """
+    """Requests that the workers end the read as soon as possible. The load ends with their reports."""
 
     transfer_id: TransferId
-    is_pushed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +84,7 @@ class Ended:
     reason: str = ""
 
 
-ConsumerAction = Send | Dial | Open | Read | Cancel | Ended
+ConsumerAction = Send | Dial | Read | Cancel | Ended
 
 
 @dataclass(slots=True)
@@ -119,12 +94,9 @@ class _Load:
     first: int
     end: int
     deadline: float
-    is_pushed: bool = False
     state: LoadState = LoadState.ASKING
-    destination: Destination | None = None
     peer: PeerKey = ""
     is_asked: bool = False
-    grant: Grant | None = None
     renew_at: float = float("inf")
     lease: float = 0.0
     bad_ranges: tuple[BadRange, ...] = ()
@@ -133,8 +105,7 @@ class _Load:
     @property
     def may_move(self) -> bool:
         """Returns whether bytes may land in its blocks."""
-        is_open = self.is_pushed and self.state in (LoadState.OPENING, LoadState.ASKING)
-        return is_open or self.state is LoadState.READING
+        return self.state is LoadState.READING
 
     def set_state(self, state: LoadState) -> None:
         assert state in _NEXT[self.state], f"a load goes from {self.state} to {state}"
@@ -162,14 +133,10 @@ class _Line:
 
 
 class Consumer:
-    """Every call may add actions; `take_actions` returns them. `timeout` is the limit of a load's duration in seconds.
+    """Every call may add actions; `take_actions` returns them. `timeout` limits the duration of a load, in seconds."""
 
-    With `is_pushed` the producer writes the KV; otherwise this engine reads it.
-    """
-
-    def __init__(self, timeout: float, office: TicketOffice, *, is_pushed: bool = False) -> None:
+    def __init__(self, timeout: float, office: TicketOffice) -> None:
         self._timeout = timeout
-        self._is_pushed = is_pushed
         self._office = office
         self._loads: dict[TransferId, _Load] = {}
         self._lines: dict[Address, _Line] = {}
@@ -188,18 +155,14 @@ class Consumer:
     ) -> None:
         """Begins to load tokens [first, end) of a prompt from another engine. Every load ends in an `Ended`."""
         self.counts.num_loads += 1
-        load = _Load(source, prompt_digest, first, end, now + self._timeout, self._is_pushed)
+        load = _Load(source, prompt_digest, first, end, now + self._timeout)
         self._loads[transfer_id] = load
         try:
             self._check_ticket(source, prompt_digest)
         except PeerError as error:
             self._end(transfer_id, str(error))
             return
-        if load.is_pushed:
-            load.state = LoadState.OPENING
-            self._actions.append(Open(transfer_id, first, end))
-        else:
-            self._ask(transfer_id, load)
+        self._ask(transfer_id, load)
 
     def dismiss(self, name: TransferId, source: RemotePrefill, prompt_digest: bytes) -> None:
         """Tells another engine that nothing it holds for a request is needed. There is no answer."""
@@ -234,7 +197,7 @@ class Consumer:
             load = self._loads.get(fetch.transfer_id)
             if load is None or load.state is LoadState.CANCELLING:
                 # It has been cancelled meanwhile, or has never needed anything: the producer need not hold anything.
-                self._actions.append(Send(peer, _dismissal(fetch)))
+                self._actions.append(Send(peer, msgspec.structs.replace(fetch, first=0, end=0)))
                 continue
             # A proxy may know the engine id of an earlier life; a rendezvous is identified by its own name.
             if load.source.ticket and load.source.engine_id != engine_id:
@@ -258,7 +221,7 @@ class Consumer:
 
     def receive(self, peer: PeerKey, message: Message, now: float) -> None:
         """Applies a message, if its load has not ended. Raises PeerError for a message that no producer sends."""
-        if not isinstance(message, Grant | Refuse | DoneAck | Written):
+        if not isinstance(message, Grant | Refuse | DoneAck):
             raise PeerError(f"the peer sent {type(message).__name__}, which a producer does not send")
         load = self._loads.get(message.transfer_id)
         if load is None or load.peer != peer:
@@ -266,29 +229,15 @@ class Consumer:
         match message:
             case Grant() if load.state is LoadState.ASKING:
                 self._on_grant(load, message, now)
-            case Refuse() if load.state is LoadState.ASKING or (load.is_pushed and load.may_move):
+            case Refuse() if load.state is LoadState.ASKING:
                 self.counts.num_refused += 1
                 self._stop(message.transfer_id, load, cut_reason(message.detail))
-            case Written() if load.grant is not None and load.state is LoadState.READING:
-                self._on_written(message, load, load.grant)
             case DoneAck() if load.state is LoadState.CONFIRMING:
                 self._on_confirmed(message, load)
             case _:
                 pass
 
     # ---- Workers ----
-
-    def on_opened(self, transfer_id: TransferId, destination: Destination | None) -> None:
-        """Called when the workers have opened the load's blocks for writing; None if they cannot."""
-        load = self._loads.get(transfer_id)
-        if load is None or load.state is not LoadState.OPENING:
-            return
-        if destination is None:
-            self._stop(transfer_id, load, "the workers cannot open the KV memory to the other engine")
-            return
-        load.set_state(LoadState.ASKING)
-        load.destination = destination
-        self._ask(transfer_id, load)
 
     def on_read(self, transfer_id: TransferId, bad_ranges: tuple[BadRange, ...], is_complete: bool) -> None:
         """Called when all shards have reported, so that nothing of the read moves any more."""
@@ -310,9 +259,6 @@ class Consumer:
     def on_read_refused(self, transfer_id: TransferId, reason: str) -> None:
         """Called when the workers have not begun to read, and will not."""
         load = self._loads[transfer_id]
-        if load.is_pushed:
-            self.fail(transfer_id, reason)
-            return
         if load.peer:
             self._actions.append(Send(load.peer, Abort(transfer_id)))
         self._end(transfer_id, reason)
@@ -355,8 +301,6 @@ class Consumer:
 
     def _ask(self, transfer_id: TransferId, load: _Load) -> None:
         fetch = _fetch(transfer_id, load.source, load.prompt_digest, load.first, load.end)
-        if load.destination is not None:
-            fetch = FetchInto(**msgspec.structs.asdict(fetch), destination=load.destination)
         line = self._send_when_open(load.source.address, fetch)
         if line.is_open:
             load.is_asked, load.peer = True, line.peer
@@ -378,15 +322,7 @@ class Consumer:
         load.set_state(LoadState.READING)
         load.lease = grant.lease
         load.renew_at = now + grant.lease / _RENEWALS_PER_LEASE
-        if load.is_pushed:
-            load.grant = grant
-            return
         self._actions.append(Read(grant.transfer_id, load.peer, grant, load.first, load.end))
-
-    def _on_written(self, message: Written, load: _Load, grant: Grant) -> None:
-        load.grant = None  # a second message has no effect
-        grant = msgspec.structs.replace(grant, digests=message.digests)
-        self._actions.append(Read(grant.transfer_id, load.peer, grant, load.first, load.end, is_written=True))
 
     def _on_confirmed(self, message: DoneAck, load: _Load) -> None:
         if message.is_valid:
@@ -409,7 +345,7 @@ class Consumer:
         self.counts.num_cancelled += 1
         load.set_state(LoadState.CANCELLING)
         load.reason = reason
-        self._actions.append(Cancel(transfer_id, load.is_pushed))
+        self._actions.append(Cancel(transfer_id))
 
     def _end(self, transfer_id: TransferId, reason: str) -> None:
         """Ends a load without KV. The reason may be a peer's, and may be empty."""
@@ -424,18 +360,6 @@ class Consumer:
         for transfer_id, load in self._loads.items():
             is_late = load.state in (LoadState.READING, LoadState.CONFIRMING)
             assert load.is_asked or not is_late, f"{transfer_id}: {load.state}, but it was never requested"
-
-
-def _dismissal(fetch: Fetch) -> Fetch:
-    """Returns a fetch of nothing for the same request, without destinations."""
-    return Fetch(
-        transfer_id=fetch.transfer_id,
-        first=0,
-        end=0,
-        prompt_digest=fetch.prompt_digest,
-        ticket=fetch.ticket,
-        rendezvous=fetch.rendezvous,
-    )
 
 
 def _fetch(name: TransferId, source: RemotePrefill, prompt_digest: bytes, first: int, end: int) -> Fetch:

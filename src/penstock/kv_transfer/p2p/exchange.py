@@ -12,19 +12,17 @@ from dataclasses import dataclass, fields
 
 from penstock.kv_transfer.connector import ConnectorEvent, LoadEnded, Released
 from penstock.kv_transfer.p2p.channel import Channel, Connected, Lost
-from penstock.kv_transfer.p2p.consumer import Cancel, Consumer, ConsumerAction, ConsumerCounts, Dial, Ended, Open, Read
-from penstock.kv_transfer.p2p.jobs import Attested, Opened, ReadEnded, WorkerJobs
+from penstock.kv_transfer.p2p.consumer import Cancel, Consumer, ConsumerAction, ConsumerCounts, Dial, Ended, Read
+from penstock.kv_transfer.p2p.jobs import Attested, ReadEnded, WorkerJobs
 from penstock.kv_transfer.p2p.messages import (
     VERSION,
     Bye,
-    Destination,
     Hello,
     Message,
     P2PHandshake,
     P2PMetadata,
     P2PSetup,
     Shard,
-    Window,
 )
 from penstock.kv_transfer.p2p.params import Address, RemotePrefill
 from penstock.kv_transfer.p2p.producer import (
@@ -35,7 +33,6 @@ from penstock.kv_transfer.p2p.producer import (
     ProducerCounts,
     Release,
     Sent,
-    StopWriting,
 )
 from penstock.kv_transfer.p2p.session import Close, PeerKey, Send, Sessions, cut_reason
 from penstock.kv_transfer.p2p.traffic import Traffic
@@ -205,8 +202,6 @@ class Exchange:
             match self._jobs.apply(report):
                 case Attested(job_id, digests):
                     self._producer.on_attested(job_id, digests, self._clock.now())
-                case Opened(transfer_id, windows):
-                    self._on_opened(transfer_id, windows)
                 case ReadEnded(transfer_id, bad, is_complete):
                     self._consumer.on_read(transfer_id, bad, is_complete)
                 case None:
@@ -314,20 +309,16 @@ class Exchange:
                 self._consumer.on_dialled(address, self._channel.dial(address))
             case Attest():
                 self._attest(action)
-            case StopWriting(job_id):
-                self._jobs.cancel(job_id)
             case Release(hold_id):
                 self._events.append(Released(hold_id))
             case Sent(peer, num_tokens, seconds):
                 reader = self._sessions.hello_of(peer)
                 name = "" if reader is None else reader.engine_id
                 self._traffic.on_moved("to", name, num_tokens, self._bytes_of(num_tokens), seconds)
-            case Open():
-                self._jobs.offer(action, self._loads[action.transfer_id].block_ids)
             case Read():
                 self._read(action)
-            case Cancel(transfer_id, is_pushed):
-                (self._jobs.close if is_pushed else self._jobs.cancel)(transfer_id)
+            case Cancel(transfer_id):
+                self._jobs.cancel(transfer_id)
             case Ended():
                 self._end_load(action)
 
@@ -340,12 +331,6 @@ class Exchange:
         except PeerError as error:
             logger.warning("KV is not sent to %s: %s", action.peer, error)
             self._producer.on_attested(action.job_id, None, self._clock.now())
-
-    def _on_opened(self, transfer_id: TransferId, windows: tuple[Window, ...] | None) -> None:
-        load = self._loads.get(transfer_id)
-        if load is not None:
-            destination = None if windows is None else Destination(load.block_ids, windows)
-            self._consumer.on_opened(transfer_id, destination)
 
     def _read(self, action: Read) -> None:
         source = self._sessions.hello_of(action.peer)

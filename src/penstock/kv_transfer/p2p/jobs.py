@@ -2,7 +2,7 @@
 
 A job is named by the engine's epoch and the transfer, so that a late report from an earlier epoch matches no job. It
 ends when every rank of this engine has reported, even one that has no part in it: so the expected reports do not depend
-on what a peer declares, and no rank can still compute digests or have a window open.
+on what a peer declares, and no rank can still compute digests.
 """
 
 from __future__ import annotations
@@ -11,17 +11,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.kv_transfer.ledger import TransferLedger, bad_ranges
-from penstock.kv_transfer.p2p.consumer import Open, Read
+from penstock.kv_transfer.p2p.consumer import Read
 from penstock.kv_transfer.p2p.messages import (
     AttestJob,
     Hello,
-    OfferJob,
     P2PMetadata,
     PeerShards,
     ReadJob,
     Shard,
     ShardDigests,
-    Window,
 )
 from penstock.kv_transfer.p2p.producer import Attest
 from penstock.kv_transfer.p2p.session import engine_key
@@ -46,14 +44,6 @@ class Attested:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
-    """`windows` is None if a rank could not open its memory."""
-
-    transfer_id: TransferId
-    windows: tuple[Window, ...] | None
-
-
-@dataclass(frozen=True, slots=True)
 class ReadEnded:
     """Nothing of the read moves any more. Unless it `is_complete`, none of its KV is usable."""
 
@@ -74,14 +64,13 @@ class WorkerJobs:
         self._topology = TransferTopology(_OWN, self.block_size, layouts)
         self._is_own_told = False
         self._ledger = TransferLedger()
-        self._open: dict[TransferId, AttestJob | OfferJob | ReadJob] = {}
+        self._open: dict[TransferId, AttestJob | ReadJob] = {}
         self._hellos: dict[TransferId, Hello] = {}
         # Engines that have declared their ranks to this one, and those of them that the workers know.
         self._known: set[str] = set()
         self._told: set[str] = set()
         self._peers: list[PeerShards] = []
         self._attests: list[AttestJob] = []
-        self._offers: list[OfferJob] = []
         self._reads: list[ReadJob] = []
         self._cancelled: list[TransferId] = []
 
@@ -108,28 +97,15 @@ class WorkerJobs:
         return {"p2p_duplicate_reports": self._ledger.num_duplicates, "p2p_unknown_reports": self._ledger.num_unknown}
 
     def attest(self, action: Attest, reader: Hello) -> None:
-        """Begins a job. Raises PeerError if its destination does not cover the tokens."""
-        if action.destination is not None:
-            self._check_tables(action.destination.block_ids, action.end, reader)
         job = AttestJob(
             job_id=self._on_wire(action.job_id),
             peer=engine_key(reader),
             block_ids=action.block_ids,
             first=action.first,
             end=action.end,
-            destination=action.destination,
-            has_digests=action.has_digests,
         )
         self._begin(job, reader)
         self._attests.append(job)
-
-    def offer(self, action: Open, block_ids: BlockIds) -> None:
-        """Opens blocks for writing. Must be followed by `read` or `close`."""
-        name = self._on_wire(action.transfer_id)
-        job = OfferJob(job_id=name, offer_id=f"{name}/open", block_ids=block_ids, first=action.first, end=action.end)
-        self._ledger.open(job.offer_id, self._own)
-        self._open[job.offer_id] = job
-        self._offers.append(job)
 
     def read(self, action: Read, block_ids: BlockIds, source: Hello) -> None:
         """Begins a job. Raises PeerError if the grant does not cover the requested tokens."""
@@ -143,32 +119,12 @@ class WorkerJobs:
             first=action.first,
             end=action.end,
             digests=grant.digests,
-            are_written=action.is_written,
         )
         self._begin(job, source)
         self._reads.append(job)
 
     def cancel(self, transfer_id: TransferId) -> None:
         self._cancelled.append(self._on_wire(transfer_id))
-
-    def close(self, transfer_id: TransferId) -> None:
-        """Ends an offer, and its read if there is one already; a `ReadEnded` follows."""
-        name = self._on_wire(transfer_id)
-        if name not in self._open:
-            nothing = ReadJob(
-                job_id=name,
-                peer="",
-                block_ids=(),
-                remote_block_ids=(),
-                first=0,
-                end=0,
-                digests=(),
-                are_written=True,
-            )
-            self._ledger.open(name, self._own)
-            self._open[name] = nothing
-            self._reads.append(nothing)
-        self.cancel(transfer_id)
 
     def _check_tables(self, block_ids: BlockIds, end: int, owner: Hello) -> int:
         """Returns how many blocks the other engine needs for `end` tokens. Raises PeerError if it names fewer."""
@@ -179,7 +135,7 @@ class WorkerJobs:
 
     def take(self, live_engines: set[str], has_time: bool) -> P2PMetadata:
         """Returns the metadata of the next step. Forgets engines that are no longer connected."""
-        in_use = {job.peer for job in self._open.values() if not isinstance(job, OfferJob)}
+        in_use = {job.peer for job in self._open.values()}
         gone = self._known - live_engines - in_use
         forgotten = self._told & gone
         self._known -= gone
@@ -193,26 +149,21 @@ class WorkerJobs:
             peers=tuple(self._peers),
             forgotten=tuple(sorted(forgotten)),
             attests=tuple(self._attests),
-            offers=tuple(self._offers),
             reads=tuple(self._reads),
             cancelled=tuple(self._cancelled),
             has_time=has_time,
         )
-        for each in (self._peers, self._attests, self._offers, self._reads, self._cancelled):
+        for each in (self._peers, self._attests, self._reads, self._cancelled):
             each.clear()
         return metadata
 
-    def apply(self, report: TransferReport) -> Attested | Opened | ReadEnded | None:
+    def apply(self, report: TransferReport) -> Attested | ReadEnded | None:
         """Returns the result of the job that ends with this report; None if other reports are missing."""
         reports = self._ledger.apply(report)
         if not reports:
             return None
-        job, hello = self._open.pop(report.transfer_id), self._hellos.pop(report.transfer_id, None)
+        job, hello = self._open.pop(report.transfer_id), self._hellos.pop(report.transfer_id)
         name = report.transfer_id.partition(":")[2]
-        if isinstance(job, OfferJob):
-            return Opened(job.job_id.partition(":")[2], _windows(reports))
-        if hello is None:
-            return ReadEnded(name, (), is_complete=False)
         if isinstance(job, AttestJob):
             return Attested(name, self._collect(job, hello, reports))
         is_complete = all(each.status is TransferStatus.DONE or each.bad_ranges for each in reports)
@@ -243,8 +194,6 @@ class WorkerJobs:
         """Divides the ranks' digests, which are reported as one row, by the reader's rank and by group."""
         if any(report.status is not TransferStatus.DONE for report in reports):
             return None
-        if not job.has_digests:
-            return ()
         unit = digest_unit(self.block_size, reader.shards[0].layout.block_size)
         num_units = len(digest_edges(job.first, job.end, unit)) - 1
         collected: list[ShardDigests] = []
@@ -261,13 +210,5 @@ class WorkerJobs:
     def check_integrity(self) -> None:
         self._ledger.check_integrity()
         assert len(self._open) == len(self._ledger), (sorted(self._open), len(self._ledger))
-        with_peer = {name for name, job in self._open.items() if not isinstance(job, OfferJob) and job.peer}
-        assert with_peer == self._hellos.keys(), with_peer ^ self._hellos.keys()
+        assert self._open.keys() == self._hellos.keys(), self._open.keys() ^ self._hellos.keys()
         assert self._told <= self._known, self._told - self._known
-
-
-def _windows(reports: Sequence[TransferReport]) -> tuple[Window, ...] | None:
-    """Returns the windows of all ranks, each of which reports the name of its own."""
-    if any(report.status is not TransferStatus.DONE for report in reports):
-        return None
-    return tuple(Window(report.shard, *report.digests) for report in reports)

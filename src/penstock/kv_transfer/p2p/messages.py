@@ -7,14 +7,7 @@ Between cores, over one authenticated connection that the consumer D has opened 
     D -> P   Renew                   every third of a lease while D reads
     D -> P   Done                    P -> D   DoneAck: whether the lease lasted through the whole read
 
-or, if P writes and D does not read:
-
-    D -> P   FetchInto(what, where)  P -> D   Grant (at once), or Refuse
-    D -> P   Renew                   every third of a lease until D has what it needs
-                                     P -> D   Written, once everything has landed; or Refuse, if it will not
-    D -> P   Done                    P -> D   DoneAck
-
-and in either case
+At any time
 
     D -> P   Abort                   D no longer needs it; there is no answer
     either   Bye                     the sender shuts down
@@ -34,7 +27,7 @@ from penstock.messages.kv_transfer import ConnectorSetup, HandshakePayload, KVCo
 from penstock.messages.scheduler_output import BlockIds
 from penstock.utils.wire import Codec, register_kind
 
-VERSION = 2
+VERSION = 3
 MAX_MESSAGE_BYTES = 32 << 20
 
 
@@ -71,26 +64,6 @@ class Fetch(msgspec.Struct, frozen=True, kw_only=True):
     rendezvous: str = ""
 
 
-class Window(msgspec.Struct, frozen=True):
-    """The window through which rank `shard` of D may be written, and its name in the transport."""
-
-    shard: ShardId
-    name: bytes
-
-
-class Destination(msgspec.Struct, frozen=True):
-    """A request's block tables in D, and the windows through which its blocks may be written."""
-
-    block_ids: BlockIds
-    windows: tuple[Window, ...]
-
-
-class FetchInto(Fetch, frozen=True, kw_only=True):
-    """Requests that P write the tokens to `destination`."""
-
-    destination: Destination
-
-
 class ShardDigests(msgspec.Struct, frozen=True):
     """Digests of what rank `consumer` of D gets from rank `producer` of P: per group, one for every unit of tokens.
 
@@ -111,13 +84,6 @@ class Grant(msgspec.Struct, frozen=True, kw_only=True):
     digests: tuple[ShardDigests, ...] = ()
 
 
-class Written(msgspec.Struct, frozen=True):
-    """Everything has landed, and nothing of it moves any more. Without `digests` nothing is compared."""
-
-    transfer_id: TransferId
-    digests: tuple[ShardDigests, ...] = ()
-
-
 class Reason(enum.StrEnum):
     OTHER_MODEL = "other_model"
     OTHER_VERSION = "other_version"
@@ -129,7 +95,6 @@ class Reason(enum.StrEnum):
     PREFILL_FAILED = "prefill_failed"
     OVERLOADED = "overloaded"
     INVALID_RANGE = "invalid_range"
-    NOT_WRITTEN = "not_written"
 
 
 class Refuse(msgspec.Struct, frozen=True):
@@ -161,44 +126,23 @@ class Bye(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
-Message = Hello | Fetch | Grant | Refuse | Renew | Done | DoneAck | Abort | Bye | FetchInto | Written
+Message = Hello | Fetch | Grant | Refuse | Renew | Done | DoneAck | Abort | Bye
 
-CODEC = Codec(Hello, Fetch, Grant, Refuse, Renew, Done, DoneAck, Abort, Bye, FetchInto, Written)
+CODEC = Codec(Hello, Fetch, Grant, Refuse, Renew, Done, DoneAck, Abort, Bye)
 
 
 class AttestJob(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests digests of what engine `peer` gets of own blocks. `block_ids` are the request's block tables.
-
-    With a destination the tokens are also written there; then digests may be omitted.
-    """
+    """Requests digests of what engine `peer` gets of own blocks. `block_ids` are the request's block tables."""
 
     job_id: TransferId
     peer: str
     block_ids: BlockIds
     first: int
     end: int
-    destination: Destination | None = None
-    has_digests: bool = True
-
-
-class OfferJob(msgspec.Struct, frozen=True, kw_only=True):
-    """Opens a window over own blocks of tokens [first, end); each rank reports the name of its window.
-
-    A `ReadJob` named `job_id` closes it.
-    """
-
-    job_id: TransferId
-    offer_id: TransferId
-    block_ids: BlockIds
-    first: int
-    end: int
 
 
 class ReadJob(msgspec.Struct, frozen=True, kw_only=True):
-    """Reads tokens [first, end) from the blocks of engine `peer` into own ones.
-
-    If that engine has written them (`are_written`), nothing is read, and the window is closed.
-    """
+    """Reads tokens [first, end) from the blocks of engine `peer` into own ones."""
 
     job_id: TransferId
     peer: str
@@ -207,7 +151,6 @@ class ReadJob(msgspec.Struct, frozen=True, kw_only=True):
     first: int
     end: int
     digests: tuple[ShardDigests, ...]
-    are_written: bool = False
 
 
 class PeerShards(msgspec.Struct, frozen=True):
@@ -228,7 +171,6 @@ class P2PMetadata(KVConnectorMetadata, msgspec.Struct, frozen=True, tag=True, kw
     peers: tuple[PeerShards, ...] = ()
     forgotten: tuple[str, ...] = ()
     attests: tuple[AttestJob, ...] = ()
-    offers: tuple[OfferJob, ...] = ()
     reads: tuple[ReadJob, ...] = ()
     cancelled: tuple[TransferId, ...] = ()
     has_time: bool = False

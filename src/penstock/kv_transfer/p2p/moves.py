@@ -1,4 +1,4 @@
-"""Moves bytes between this rank and the ranks of another engine: connections, transfers, and their end."""
+"""Reads from the ranks of another engine: connections, transfers, and their end."""
 
 from __future__ import annotations
 
@@ -22,21 +22,18 @@ Slices = tuple[LayerSlice, ...]
 
 @dataclass(slots=True, eq=False)
 class Move:
-    """Transfers of tokens [first, end) between this rank and those of `peer`, at most one with each of them.
+    """Reads of tokens [first, end) from the ranks of `peer`, at most one from each of them.
 
-    `tables` has this engine's and the other engine's block ids of each group; `windows` name where the other ranks may
-    be written. `parts` has the transfers that have not begun; `retried` has the ranks to which
-    a connection has been made again.
+    `tables` has this engine's and the other engine's block ids of each group. `parts` has the transfers that have not
+    begun; `retried` has the ranks to which a connection has been made again.
     """
 
     name: TransferId
-    operation: Operation
     peer: Mapping[ShardId, Shard]
     tables: Sequence[tuple[BlockIdList, BlockIdList]]
     first: int
     end: int
     parts: dict[ShardId, Slices]
-    windows: Mapping[ShardId, bytes] = field(default_factory=dict[ShardId, bytes])
     retried: set[ShardId] = field(default_factory=set[ShardId])
     has_failed: bool = False
     handles: list[tuple[PeerId, TransferHandle]] = field(default_factory=list[tuple[PeerId, TransferHandle]])
@@ -102,9 +99,8 @@ class Mover:
                 if peer is None or self._has_unwanted(peer):
                     return
                 runs = plan_runs(self._layout, other.layout, slices, move.tables, move.first, move.end)
-                window = move.windows.get(shard, b"")
                 try:
-                    handle = self._transport.submit(move.operation, peer, runs, window=window)
+                    handle = self._transport.submit(Operation.READ, peer, runs)
                 except PeerError:
                     # The connection may have ended since it was last used.
                     self._dialler.forget(other.descriptor)

@@ -5,11 +5,6 @@ come in time. A hold is given to one reader, once: a repeated ticket is refused.
 come before its request has ended; it is parked until then, with a deadline.
 
     held -> attesting -> granted -> released
-
-A fetch with a destination is granted at once. The workers write to it, and compute digests meanwhile; then the
-consumer is notified, and confirms as after a read.
-
-    held -> granted, and being written -> granted -> released
 """
 
 from __future__ import annotations
@@ -19,18 +14,15 @@ from dataclasses import dataclass, field
 
 from penstock.kv_transfer.p2p.messages import (
     Abort,
-    Destination,
     Done,
     DoneAck,
     Fetch,
-    FetchInto,
     Grant,
     Message,
     Reason,
     Refuse,
     Renew,
     ShardDigests,
-    Written,
 )
 from penstock.kv_transfer.p2p.session import PeerKey, Send
 from penstock.kv_transfer.p2p.ticket import Ticket, TicketOffice
@@ -65,22 +57,13 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Attest:
-    """Requests that the workers digest what `peer` is going to get and, with a destination, write it there."""
+    """Requests that the workers digest what `peer` is going to get."""
 
     job_id: TransferId
     peer: PeerKey
     block_ids: BlockIds
     first: int
     end: int
-    destination: Destination | None = None
-    has_digests: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class StopWriting:
-    """Requests that the workers end the job as soon as possible. Its blocks stay held until they have."""
-
-    job_id: TransferId
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +80,7 @@ class Sent:
     seconds: float
 
 
-ProducerAction = Send | Attest | StopWriting | Release | Sent
+ProducerAction = Send | Attest | Release | Sent
 
 _GrantKey = tuple[PeerKey, TransferId]
 
@@ -241,7 +224,7 @@ class Producer:
             self._give_up(key)
 
     def on_attested(self, job_id: TransferId, digests: Sequence[ShardDigests] | None, now: float) -> None:
-        """Called when the workers have digested the blocks and done any writes; None if they could not."""
+        """Called when the workers have digested the blocks; None if they could not."""
         key = self._state.jobs.pop(job_id, None)
         if key is None:
             return
@@ -251,13 +234,7 @@ class Producer:
             self._release(key)
         elif digests is None:
             self._release(key)
-            if grant.is_granted:
-                self._refuse(key, Reason.NOT_WRITTEN, "the KV could not be written")
-            else:
-                self._refuse(key, Reason.PREFILL_FAILED, "the blocks cannot be read")
-        elif grant.is_granted:
-            grant.deadline = now + self._rules.lease_seconds
-            self._actions.append(Send(key[0], Written(key[1], tuple(digests))))
+            self._refuse(key, Reason.PREFILL_FAILED, "the blocks cannot be read")
         else:
             self._grant(key, grant, tuple(digests), now)
 
@@ -271,8 +248,6 @@ class Producer:
             self._refuse(key, Reason.UNKNOWN_REQUEST, "the request has not been prefilled in time")
         for key in [key for key, each in state.grants.items() if each.is_live and each.deadline <= now]:
             self.counts.num_expired += 1
-            if state.grants[key].is_busy:
-                self._refuse(key, Reason.NOT_WRITTEN, "the lease ended before everything was written")
             self._give_up(key)
         for name in [name for name, each in state.closed.items() if each.deadline <= now]:
             del state.closed[name]
@@ -352,18 +327,12 @@ class Producer:
         self._num_jobs += 1
         grant = _Grant(held, fetch, f"attest-{self._num_jobs}", now + self._rules.lease_seconds)
         self._state.grants[key] = grant
-        is_attested = self._rules.is_attested
-        destination = fetch.destination if isinstance(fetch, FetchInto) else None
-        if destination is not None or not is_attested:
+        if not self._rules.is_attested:
             self._grant(key, grant, (), now)
-        if destination is None and not is_attested:
             return
         grant.is_busy = True
         self._state.jobs[grant.job_id] = key
-        job = Attest(
-            grant.job_id, key[0], held.offer.block_ids, fetch.first, fetch.end, destination, has_digests=is_attested
-        )
-        self._actions.append(job)
+        self._actions.append(Attest(grant.job_id, key[0], held.offer.block_ids, fetch.first, fetch.end))
 
     def _grant(self, key: _GrantKey, grant: _Grant, digests: tuple[ShardDigests, ...], now: float) -> None:
         grant.is_granted, grant.granted_at = True, now
@@ -379,7 +348,7 @@ class Producer:
 
     def _on_done(self, key: _GrantKey, now: float) -> None:
         grant = self._state.grants.get(key)
-        is_valid = grant is not None and grant.is_live and now < grant.deadline and not grant.is_busy
+        is_valid = grant is not None and grant.is_live and now < grant.deadline
         if grant is not None and grant.is_live:
             self._give_up(key)
         if grant is not None and is_valid:
@@ -395,10 +364,8 @@ class Producer:
             return
         if not grant.is_busy:
             self._release(key)
-        elif not grant.is_abandoned:
+        else:
             grant.is_abandoned = True
-            if grant.is_granted:
-                self._actions.append(StopWriting(grant.job_id))
 
     def _release(self, key: _GrantKey) -> None:
         self._drop(self._state.grants.pop(key).held)

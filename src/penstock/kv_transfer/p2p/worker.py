@@ -1,9 +1,8 @@
-"""The worker side of the `P2PConnector`: digests of KV for other engines, reads and writes, and checks of received KV.
+"""The worker side of the `P2PConnector`: digests of KV for other engines, reads, and checks of received KV.
 
 Bytes move in parallel with the steps, on the transport's threads. Digests, which this rank computes itself, are bounded
 per step, so that other requests do not wait for them. A step that computes nothing else waits briefly for transfers, so
-that the engine does not ask for their end again and again. A read is reported when nothing of it can move any more, and
-a window is closed before its content is checked, so that checked KV cannot change.
+that the engine does not ask for their end again and again. A read is reported when nothing of it can move any more.
 """
 
 from __future__ import annotations
@@ -11,16 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from penstock.kv_transfer.null import NullWorkerConnector
 from penstock.kv_transfer.p2p.dialler import Background
 from penstock.kv_transfer.p2p.digests import UnitDigests
-from penstock.kv_transfer.p2p.messages import AttestJob, OfferJob, P2PHandshake, P2PMetadata, ReadJob, Shard
+from penstock.kv_transfer.p2p.messages import AttestJob, P2PHandshake, P2PMetadata, ReadJob, Shard
 from penstock.kv_transfer.p2p.moves import Move, Mover, Slices
 from penstock.kv_transfer.topology.pieces import digest_order, digest_unit
-from penstock.kv_transfer.topology.planner import plan_runs, sources
-from penstock.kv_transfer.transports.base import DataTransport, Operation, TransferState
+from penstock.kv_transfer.topology.planner import sources
+from penstock.kv_transfer.transports.base import DataTransport
 from penstock.kv_transfer.view import KVCacheView
 from penstock.messages.kv_layout import KVLayout
 from penstock.messages.kv_transfer import (
@@ -46,22 +43,18 @@ _WAIT_SECONDS = 0.002
 
 @dataclass(slots=True, eq=False)
 class _Attest:
-    """`work` yields the number of bytes that it has digested, unit by unit, and fills `digests`. `move` writes."""
+    """`work` yields the number of bytes that it has digested, unit by unit, and fills `digests`."""
 
     job_id: TransferId
     work: Iterator[int]
     digests: list[bytes]
-    move: Move | None = None
     is_digested: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class _Read:
-    """`move` reads. If the other engine writes instead, through the `window`, `move` is empty."""
-
     job: ReadJob
     move: Move
-    window: bytes | None = None
     check: Iterator[int] | None = None
     bad_ranges: list[BadRange] = field(default_factory=list[BadRange])
     is_checked: bool = False
@@ -92,7 +85,6 @@ class P2PWorker(NullWorkerConnector):
         self._metadata = P2PMetadata()
         self._attests: list[_Attest] = []
         self._reads: list[_Read] = []
-        self._windows: dict[TransferId, bytes] = {}
         self._reports: list[TransferReport] = []
 
     def register_kv_caches(self, view: KVCacheView) -> None:
@@ -117,21 +109,18 @@ class P2PWorker(NullWorkerConnector):
             self._mover.forget(tuple(self._tables.pop(name, {}).values()))
         self._attests += map(self._attest, metadata.attests)
         for job_id in metadata.cancelled:
-            moves = [read.move for read in self._reads if read.job.job_id == job_id]
-            moves += [each.move for each in self._attests if each.job_id == job_id and each.move is not None]
-            for move in moves:
-                self._mover.give_up(move)
+            for read in self._reads:
+                if read.job.job_id == job_id:
+                    self._mover.give_up(read.move)
 
     def start_load_kv(self) -> None:
-        self._reports += map(self._offer, self._metadata.offers)
         self._reads += map(self._begin, self._metadata.reads)
 
     def get_finished(self, finished_request_ids: frozenset[str]) -> KVConnectorOutput:
         room = self._collect(self._digest_bytes_per_step * (_IDLE_FACTOR if self._metadata.has_time else 1))
-        if self._metadata.has_time and not self._reports and room > 0 and (self._reads or self._attests):
-            moves = [read.move for read in self._reads]
-            moves += [each.move for each in self._attests if each.move is not None]
-            self._transport.wait([handle for move in moves for _, handle in move.handles], self._wait_seconds)
+        if self._metadata.has_time and not self._reports and room > 0 and self._reads:
+            handles = [handle for read in self._reads for _, handle in read.move.handles]
+            self._transport.wait(handles, self._wait_seconds)
             self._collect(room)
         reports, self._reports = tuple(self._reports), []
         return KVConnectorOutput(reports)
@@ -147,13 +136,12 @@ class P2PWorker(NullWorkerConnector):
         for attest in self._attests:
             if room > 0 and not attest.is_digested:
                 room, attest.is_digested = _advance(attest.work, room)
-        attests, self._attests = self._attests, []
-        for attest in attests:
-            report = self._report_sent(attest)
-            if report is None:
-                self._attests.append(attest)
-            else:
-                self._reports.append(report)
+        digested = [attest for attest in self._attests if attest.is_digested]
+        self._attests = [attest for attest in self._attests if not attest.is_digested]
+        self._reports += [
+            TransferReport(each.job_id, self._shard, TransferStatus.DONE, digests=tuple(each.digests))
+            for each in digested
+        ]
         ended = [read for read in self._reads if read.is_checked]
         self._reads = [read for read in self._reads if not read.is_checked]
         self._reports += map(self._report, ended)
@@ -165,35 +153,11 @@ class P2PWorker(NullWorkerConnector):
     def shutdown(self) -> None:
         self._transport.close()
 
-    # ---- Sending: digests and writes ----
+    # ---- Sending: digests ----
 
     def _attest(self, job: AttestJob) -> _Attest:
         digests: list[bytes] = []
-        work = self._digest_own(job, digests) if job.has_digests else iter(())
-        return _Attest(job.job_id, work, digests, self._write(job))
-
-    def _write(self, job: AttestJob) -> Move | None:
-        """Returns the transfers to the ranks that need KV of this one; None if nothing is written."""
-        if job.destination is None:
-            return None
-        peer = self._tables.get(job.peer, {})
-        tables = tuple(zip(job.block_ids, job.destination.block_ids, strict=True))
-        parts = {consumer: slices for consumer, slices, _ in _readers(self._shard, self._own, peer)}
-        windows = {each.shard: each.name for each in job.destination.windows}
-        return Move(job.job_id, Operation.WRITE, peer, tables, job.first, job.end, parts, windows)
-
-    def _report_sent(self, attest: _Attest) -> TransferReport | None:
-        """Returns None while the job needs the blocks. Bytes of a write that has failed may still move, but only into
-        memory whose owner has closed it, or will, and does not rely on it."""
-        states = self._mover.advance(attest.move) if attest.move is not None else []
-        if TransferState.PENDING in states:
-            return None
-        if attest.move is not None and attest.move.has_failed:
-            return TransferReport(attest.job_id, self._shard, TransferStatus.FAILED)
-        if not attest.is_digested or (attest.move is not None and attest.move.parts):
-            return None
-        digests = tuple(attest.digests)
-        return TransferReport(attest.job_id, self._shard, TransferStatus.DONE, digests=digests)
+        return _Attest(job.job_id, self._digest_own(job, digests), digests)
 
     def _digest_own(self, job: AttestJob, digests: list[bytes]) -> Iterator[int]:
         """Computes the digests for each rank of the peer that reads from this one, by group and unit."""
@@ -205,42 +169,22 @@ class P2PWorker(NullWorkerConnector):
                     digests.append(each)
                     yield num_bytes
 
-    # ---- Receiving: reads, windows and checks ----
-
-    def _offer(self, job: OfferJob) -> TransferReport:
-        try:
-            self._windows[job.job_id] = name = self._transport.open_window(self._ranges(job))
-        except PeerError as error:
-            logger.warning("KV of %s cannot be written by another engine: %s", job.job_id, error)
-            return TransferReport(job.offer_id, self._shard, TransferStatus.FAILED)
-        return TransferReport(job.offer_id, self._shard, TransferStatus.DONE, digests=(name,))
-
-    def _ranges(self, job: OfferJob) -> np.ndarray:  # [n, 2] int64
-        """Returns where this rank has the tokens: what it would copy to an identical rank."""
-        layout = self._layout
-        everything = sources(layout, {self._shard: layout}, self._shard)
-        tables = tuple((table, table) for table in job.block_ids)
-        runs = [plan_runs(layout, layout, each, tables, job.first, job.end)[:, 1:] for each in everything.values()]
-        return np.concatenate([np.empty((0, 2), np.int64), *runs])
+    # ---- Receiving: reads and checks ----
 
     def _begin(self, job: ReadJob) -> _Read:
         """Begins one transfer from each rank that has KV for this one; none if the same step cancels the job."""
-        window = self._windows.pop(job.job_id, None)
-        if window is not None:
-            self._transport.close_window(window)
         tables = tuple(zip(job.block_ids, job.remote_block_ids, strict=True))
         peer = self._tables.get(job.peer, {})
-        move = Move(job.job_id, Operation.READ, peer, tables, job.first, job.end, parts={})
+        move = Move(job.job_id, peer, tables, job.first, job.end, parts={})
         try:
-            if not job.are_written:
-                move.parts = self._sources(job)
+            move.parts = self._sources(job)
         except PeerError as error:
             logger.warning("KV of %s cannot be read: %s", job.job_id, error)
             self._mover.give_up(move)
         if job.job_id in self._metadata.cancelled:
             self._mover.give_up(move)
         self._mover.begin(move)
-        return _Read(job, move, window)
+        return _Read(job, move)
 
     def _sources(self, job: ReadJob) -> dict[ShardId, Slices]:
         table = {shard: each.layout for shard, each in self._tables.get(job.peer, {}).items()}
@@ -252,8 +196,6 @@ class P2PWorker(NullWorkerConnector):
             return
         states = self._mover.advance(read.move)
         if read.move.parts or not all(state.is_settled for state in states):
-            return
-        if read.window is not None and not self._transport.is_window_closed(read.window):
             return
         if read.move.has_failed or not read.job.digests:
             read.is_checked = True
