@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import queue
 import socket
 import struct
 import threading
@@ -13,11 +15,12 @@ from typing import Any
 
 import pytest
 
-import penstock.kv_transfer.p2p.channel as channel_module
+import penstock.kv_transfer.p2p.socket_channel as channel_module
 from penstock.kv_transfer.authentication import Authentication, Sealer
-from penstock.kv_transfer.p2p.channel import PURPOSE, ChannelEvent, Connected, Lost, Received, SocketChannel
+from penstock.kv_transfer.p2p.channel import ChannelEvent, Connected, Lost, Received
 from penstock.kv_transfer.p2p.messages import CODEC, MAX_MESSAGE_BYTES, Abort, Bye, Done
 from penstock.kv_transfer.p2p.peers import LocalCluster
+from penstock.kv_transfer.p2p.socket_channel import PURPOSE, SocketChannel
 from penstock.utils.clock import SystemClock
 from penstock.utils.errors import ConfigError
 from penstock.utils.hosts import is_ip_address
@@ -28,9 +31,33 @@ PORT = {"kv_port": 0}
 SECONDS = 10.0
 
 
+class Recorder:
+    """Takes what a channel reports."""
+
+    def __init__(self) -> None:
+        self.events: queue.SimpleQueue[ChannelEvent] = queue.SimpleQueue()
+        self.is_time = threading.Event()
+
+    def on_event(self, event: ChannelEvent) -> None:
+        self.events.put(event)
+
+    def on_time(self) -> None:
+        self.is_time.set()
+
+
+def start(channel: SocketChannel) -> SocketChannel:
+    channel.start(Recorder())
+    return channel
+
+
+def recorder_of(channel: SocketChannel) -> Recorder:
+    assert isinstance(channel._handler, Recorder)
+    return channel._handler
+
+
 @contextlib.contextmanager
 def channels(count: int = 2, key: bytes = KEY) -> Iterator[list[SocketChannel]]:
-    made = [SocketChannel(HOST, PORT, key) for _ in range(count)]
+    made = [start(SocketChannel(HOST, PORT, key)) for _ in range(count)]
     try:
         yield made
     finally:
@@ -39,14 +66,12 @@ def channels(count: int = 2, key: bytes = KEY) -> Iterator[list[SocketChannel]]:
 
 
 def take(channel: SocketChannel, count: int = 1) -> list[ChannelEvent]:
-    """Returns the next events, at least `count`."""
-    events: list[ChannelEvent] = []
-    deadline = SystemClock().now() + SECONDS
-    while len(events) < count:
-        assert SystemClock().now() < deadline, events
-        channel.wait(0.5)
-        events += channel.take()
-    return events
+    """Returns the next events."""
+    return [recorder_of(channel).events.get(timeout=SECONDS) for _ in range(count)]
+
+
+def is_silent(channel: SocketChannel) -> bool:
+    return recorder_of(channel).events.empty()
 
 
 def connect(left: SocketChannel, right: SocketChannel) -> tuple[str, str]:
@@ -106,7 +131,7 @@ def set_names(monkeypatch: pytest.MonkeyPatch, known: Mapping[str, Sequence[str]
 
 def test_an_engine_with_a_host_name_listens_on_all_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
     set_names(monkeypatch, {"prefill-0.prefill": ["127.0.0.2"]})
-    right = SocketChannel("prefill-0.prefill", PORT, KEY)
+    right = start(SocketChannel("prefill-0.prefill", PORT, KEY))
     with contextlib.closing(right), channels(1) as (left,):
         host, port = right.address
         assert host == "prefill-0.prefill"
@@ -167,7 +192,7 @@ def test_an_unresponsive_name_server_delays_nothing_else(monkeypatch: pytest.Mon
         answer.set()
         left.send(there, Done("still here"))
         assert isinstance(take(right)[0], Received)
-        assert not left.take()
+        assert is_silent(left)
 
 
 def test_an_engine_with_another_key_is_refused() -> None:
@@ -176,7 +201,7 @@ def test_an_engine_with_another_key_is_refused() -> None:
         (event,) = take(left)
         assert isinstance(event, Lost)
         assert event.peer == peer
-        assert not right.take(), "a peer without the key is not reported to the engine"
+        assert is_silent(right), "a peer without the key is not reported to the engine"
 
 
 @pytest.mark.parametrize(
@@ -254,7 +279,7 @@ def test_a_closing_connection_ends_although_its_peer_reads_nothing(monkeypatch: 
         while right._connections:
             assert SystemClock().now() < deadline, "the connection is still there"
             threading.Event().wait(0.02)
-        assert not right.take(), "closing a connection must not produce an event"
+        assert is_silent(right), "closing a connection must not produce an event"
 
 
 def test_connections_have_keepalive_and_a_limit_of_unacknowledged_time() -> None:
@@ -265,23 +290,81 @@ def test_connections_have_keepalive_and_a_limit_of_unacknowledged_time() -> None
             assert 0 < connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 60_000
 
 
-def test_events_and_deadlines_wake_the_core() -> None:
+def test_the_handler_is_called_at_the_last_time_that_was_set() -> None:
     with channels() as (left, right):
-        woken = threading.Event()
-        right.set_waker(woken.set)
-        there, _ = connect(left, right)
-        woken.clear()
-        left.send(there, Done("a"))
-        assert woken.wait(SECONDS)
-        right.take()
-        assert not right.has_news
-        woken.clear()
-        right.wake_at(SystemClock().now() + 0.05)
-        assert woken.wait(SECONDS)
-        assert right.has_news
-        right.take()
+        there, here = connect(left, right)
+        when = SystemClock().now() + 0.2
+        right.wake_at(when - 0.2)
         right.wake_at(None)
-        assert not right.has_news
+        right.wake_at(when)
+        left.send(there, Done("before"))
+        assert take(right) == [Received(here, Done("before"))]
+        recorder = recorder_of(right)
+        assert recorder.is_time.wait(SECONDS)
+        assert SystemClock().now() >= when
+        recorder.is_time.clear()
+        assert not recorder.is_time.wait(0.05), "a time is reported once"
+
+
+def test_events_before_the_start_are_kept() -> None:
+    right = SocketChannel(HOST, PORT, KEY)
+    with contextlib.closing(right), channels(1) as (left,):
+        peer = left.dial(right.address)
+        assert take(left) == [Connected(peer, is_outgoing=True)]
+        left.send(peer, Done("early"))
+        assert isinstance(take(start(right))[0], Connected)
+        assert isinstance(take(right)[0], Received)
+
+
+def test_a_message_that_the_handler_cannot_process_costs_its_connection() -> None:
+    with channels(3) as (left, right, other):
+        (there, here), (from_other, _) = connect(left, right), connect(other, right)
+        recorder = recorder_of(right)
+
+        def fail(event: ChannelEvent) -> None:
+            if isinstance(event, Received) and event.message == Done("bug"):
+                raise ZeroDivisionError
+            recorder.events.put(event)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(recorder, "on_event", fail)
+            left.send(there, Done("bug"))
+            assert take(right) == [Lost(here, "its message cannot be processed: ZeroDivisionError")]
+        assert isinstance(take(left)[0], Lost)
+        other.send(from_other, Done("still here"))
+        assert isinstance(take(right)[0], Received)
+        right.check()
+
+
+def test_the_end_of_the_thread_by_a_bug_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    with channels(1) as (right,):
+        right.check()
+
+        def fail(_: object) -> None:
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(right, "_accept", fail)
+        with contextlib.suppress(OSError):
+            socket.create_connection(right.address, SECONDS).close()
+        assert recorder_of(right).is_time.wait(SECONDS), "the core is woken"
+        with pytest.raises(RuntimeError, match="because of a bug: ZeroDivisionError"):
+            right.check()
+
+
+def test_an_engine_without_free_file_descriptors_accepts_connections_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_module, "_PAUSE_SECONDS", 0.05)
+    with channels() as (left, right):
+        attempts, accept = list[OSError](), socket.socket.accept
+
+        def accept_late(listener: socket.socket) -> Any:
+            if len(attempts) < 2:
+                attempts.append(OSError(errno.EMFILE, "Too many open files"))
+                raise attempts[-1]
+            return accept(listener)
+
+        monkeypatch.setattr(socket.socket, "accept", accept_late)
+        connect(left, right)
+        assert len(attempts) == 2
 
 
 def test_close_delivers_sent_messages_and_is_idempotent() -> None:
@@ -321,7 +404,7 @@ def test_proxies_query_the_engine_by_http() -> None:
 
 
 def test_a_channel_without_ports_only_dials() -> None:
-    with channels(1) as (right,), contextlib.closing(SocketChannel(HOST, {}, KEY)) as left:
+    with channels(1) as (right,), contextlib.closing(start(SocketChannel(HOST, {}, KEY))) as left:
         there, here = connect(left, right)
         left.send(there, Done("a"))
         assert take(right) == [Received(here, Done("a"))]
@@ -341,43 +424,3 @@ def test_engines_of_one_user_find_each_other(tmp_path: Path) -> None:
     assert local.has(channel.address)
     channel.close()
     assert not local.has(channel.address)
-
-
-def test_a_deadline_wakes_the_core_after_an_earlier_event() -> None:
-    with channels() as (left, right):
-        there, here = connect(left, right)
-        woken = threading.Event()
-        when = SystemClock().now() + 0.6
-        right.wake_at(when)
-        left.send(there, Done("before"))
-        right.wait(SECONDS)
-        # The channel's thread goes back to waiting while there is news.
-        assert not threading.Event().wait(0.1)
-        assert right.take() == [Received(here, Done("before"))]
-        right.wake_at(when)
-        right.set_waker(woken.set)
-        assert woken.wait(SECONDS)
-        assert SystemClock().now() >= when
-
-
-def test_an_event_during_take_does_not_suppress_later_wake_ups() -> None:
-    with channels() as (left, right):
-        there, _ = connect(left, right)
-        woken = threading.Event()
-
-        class InTheMiddle(threading.Event):
-            def clear(self) -> None:
-                super().clear()
-                left.send(there, Done("in the middle"))
-                assert self.wait(SECONDS)
-
-        right._news = InTheMiddle()
-        left.send(there, Done("first"))
-        right.wait(SECONDS)
-        assert len(right.take()) == 2
-        right._news.__class__ = threading.Event
-        while right.has_news:  # as the engine core does before it waits
-            right.take()
-        right.set_waker(woken.set)
-        left.send(there, Done("later"))
-        assert woken.wait(2.0), "the core waits and is not woken"

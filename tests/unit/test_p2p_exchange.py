@@ -2,39 +2,51 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
+from dataclasses import replace as replace_rules
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from penstock.kv_transfer.connector import LoadEnded
-from penstock.kv_transfer.p2p.channel import ChannelEvent, Connected, Lost, Received
+from penstock.kv_transfer.connector import FREED, FinishAction, FinishResult, LoadEnded, Released
+from penstock.kv_transfer.p2p.channel import (
+    Channel,
+    ChannelEvent,
+    ChannelHandler,
+    Connected,
+    Lost,
+    Received,
+)
 from penstock.kv_transfer.p2p.consumer import Consumer
 from penstock.kv_transfer.p2p.exchange import Exchange, Load, P2PSettings
 from penstock.kv_transfer.p2p.messages import (
     VERSION,
     Bye,
+    DigestJob,
     Fetch,
     Hello,
     Message,
     P2PHandshake,
     P2PSetup,
+    ReadJob,
     Reason,
     Refuse,
     Shard,
 )
 from penstock.kv_transfer.p2p.params import Address, RemotePrefill
-from penstock.kv_transfer.p2p.producer import Producer
+from penstock.kv_transfer.p2p.producer import Producer, ProducerRules
 from penstock.kv_transfer.p2p.scheduler import P2PScheduler
 from penstock.kv_transfer.p2p.session import MAX_REASON_LENGTH, PeerKey
+from penstock.kv_transfer.p2p.socket_channel import SocketChannel
 from penstock.kv_transfer.p2p.ticket import digest_prompt
 from penstock.messages.kv_layout import KVLayout
-from penstock.messages.kv_transfer import KVConnectorOutput
+from penstock.messages.kv_transfer import NO_OUTPUT, KVConnectorOutput, TransferReport, TransferStatus
 from penstock.messages.outputs import FinishReason
-from penstock.utils.clock import ManualClock
+from penstock.utils.clock import Clock, ManualClock, SystemClock
 from tests.unit.kv_memory_fakes import make_layout, model
 from tests.unit.test_p2p_protocol import ADDRESS, OFFICE, PROMPT, RULES
 
@@ -42,6 +54,7 @@ PEER = "peer"
 LAYOUT = make_layout(model(2), 4)
 MEANING = {"weights": "abc"}
 LONG = "x" * 100_000
+SECONDS = 10.0
 
 
 class ScriptedChannel:
@@ -49,9 +62,7 @@ class ScriptedChannel:
 
     def __init__(self) -> None:
         self.address: Address = ("127.0.0.1", 1)
-        self.events: list[ChannelEvent] = []
         self.sent: list[Message] = []
-        self.has_news = False
 
     def answer_queries(self, answer: Mapping[str, Any]) -> None: ...
     def dial(self, address: Address) -> PeerKey:
@@ -61,32 +72,35 @@ class ScriptedChannel:
         self.sent.append(message)
 
     def hang_up(self, peer: PeerKey) -> None: ...
-    def take(self) -> list[ChannelEvent]:
-        events, self.events = self.events, []
-        return events
-
     def wake_at(self, when: float | None) -> None: ...
-    def set_waker(self, callback: Callable[[], None]) -> None: ...
-    def wait(self, seconds: float) -> None: ...
+    def start(self, handler: ChannelHandler) -> None: ...
+    def check(self) -> None: ...
     def close(self) -> None: ...
 
 
-@dataclass
-class Engine:
-    channel: ScriptedChannel = field(default_factory=ScriptedChannel)
+class Core:
+    """The scheduler side of an engine named `name`."""
 
-    def __post_init__(self) -> None:
+    def __init__(self, name: str, channel: Channel, clock: Clock, rules: ProducerRules = RULES) -> None:
         setup = P2PSetup("memory", "127.0.0.1", b"key")
-        settings = P2PSettings(engine_id="d", epoch="1", role="kv_both", meaning=MEANING, setup=setup, num_groups=2)
-        clock = ManualClock()
-        producer, consumer = Producer("d", "1", RULES, OFFICE), Consumer(30.0, OFFICE)
-        self.exchange = Exchange(settings, self.channel, producer, consumer, clock)
+        settings = P2PSettings(engine_id=name, epoch="1", role="kv_both", meaning=MEANING, setup=setup, num_groups=2)
+        producer, consumer = Producer(name, "1", rules, OFFICE), Consumer(30.0, OFFICE)
+        self.exchange = Exchange(settings, channel, producer, consumer, clock)
         self.scheduler = P2PScheduler(settings, 4, self.exchange, lambda address: address, clock)
         self.scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): P2PHandshake(LAYOUT, b"")})
 
+
+class Engine(Core):
+    """One without a network."""
+
+    def __init__(self) -> None:
+        self.channel = ScriptedChannel()
+        super().__init__("d", self.channel, ManualClock())
+
     def hear(self, *events: ChannelEvent) -> list[str]:
         """Returns why loads have ended."""
-        self.channel.events += events
+        for event in events:
+            self.exchange.on_event(event)
         self.exchange.take_metadata(computes=False)
         ended = [each for each in self.exchange.apply(KVConnectorOutput()) if isinstance(each, LoadEnded)]
         return [each.reason for each in ended]
@@ -148,5 +162,73 @@ def test_a_reader_waits_for_a_request_that_comes_again_after_an_abort() -> None:
     engine.hear(Connected(PEER, is_outgoing=False), Received(PEER, hello()), Received(PEER, fetch))
     assert not [each for each in engine.channel.sent if isinstance(each, Refuse)]
     engine.scheduler.request_finished(again, ((1, 2), (1, 2)), FinishReason.LENGTH)
-    (job,) = engine.exchange.take_metadata(computes=False).attests
-    assert job.block_ids == ((1, 2), (1, 2))
+    (job,) = engine.exchange.take_metadata(computes=False).digests
+    assert job.block_ids == ((1,), (1,))
+
+
+def digests_of(job: DigestJob) -> TransferReport:
+    """Returns a report of two groups of one unit each."""
+    return TransferReport(job.job_id, (0, 0), TransferStatus.DONE, digests=(b"a", b"b"))
+
+
+def test_a_producer_answers_everything_without_a_step() -> None:
+    """However long P's step takes: the introduction, the grant of digested blocks, renewals and the confirmation."""
+    rules = replace_rules(RULES, lease_seconds=0.3)
+    with contextlib.ExitStack() as stack:
+        cores: list[Core] = []
+        for name in ("p", "d"):
+            channel = SocketChannel("127.0.0.1", {"kv_port": 0}, b"a key that is long enough")
+            cores.append(Core(name, channel, SystemClock(), rules))
+            stack.callback(cores[-1].scheduler.shutdown)
+        p, d = cores
+        prefill = Request("prefill", "prefill/hold", {"do_remote_decode": True})
+        p.scheduler.on_new_request(prefill)
+        p.scheduler.on_blocks_complete(prefill, ((1, 2), (1, 2)), 0, 1)
+        (job,) = p.exchange.take_metadata(computes=True).digests
+        p.exchange.apply(KVConnectorOutput((digests_of(job),)))
+        params = p.scheduler.request_finished(prefill, ((1, 2), (1, 2)), FinishReason.LENGTH).kv_transfer_params
+        # From here on P's core is busy.
+        assert params is not None
+        decode = Request("decode", "decode/hold", params)
+        d.scheduler.on_new_request(decode)
+        assert d.scheduler.get_num_new_matched_tokens(decode, 0).num_tokens == 4
+        d.scheduler.update_state_after_alloc(decode, "load", ((5,), (5,)), 0, 4)
+        reads: tuple[ReadJob, ...] = ()
+        while not reads:
+            d.exchange.wait(SECONDS)
+            reads = d.exchange.take_metadata(computes=False).reads
+            d.exchange.apply(NO_OUTPUT)
+        (read,) = reads
+        assert [each.digests for each in read.digests] == [((b"a",), (b"b",))]
+        # The read takes longer than two leases.
+        until = SystemClock().now() + 2.2 * rules.lease_seconds
+        while (left := until - SystemClock().now()) > 0:
+            d.exchange._news.wait(left)
+        done = TransferReport(read.job_id, (0, 0), TransferStatus.DONE)
+        d.exchange.take_metadata(computes=False)
+        events = d.exchange.apply(KVConnectorOutput((done,)))
+        while not events:
+            d.exchange.wait(SECONDS)
+            d.exchange.take_metadata(computes=False)
+            events = d.exchange.apply(NO_OUTPUT)
+        assert events == [LoadEnded("load")]
+        assert p.scheduler.has_pending_work, "P's core is to release the blocks"
+        assert p.exchange._events == [Released("prefill/hold")]
+        for core in cores:
+            core.scheduler.check_integrity()
+
+
+def test_requests_beyond_the_share_of_the_pool_get_no_ticket_and_free_their_blocks() -> None:
+    engine = Engine()
+    results: list[FinishResult] = []
+    for name in ("first", "second"):
+        request = Request(name, f"{name}/hold", {"do_remote_decode": True})
+        engine.scheduler.on_new_request(request)
+        block = len(results) * 4 + 1
+        results.append(engine.scheduler.request_finished(request, ((block, block + 1),) * 2, FinishReason.LENGTH))
+    assert results[0].action is FinishAction.HOLD
+    assert results[1] == FinishResult(FinishAction.HOLD, results[1].kv_transfer_params)
+    request = Request("third", "third/hold", {"do_remote_decode": True})
+    engine.scheduler.on_new_request(request)
+    assert engine.scheduler.request_finished(request, ((9, 10),) * 2, FinishReason.LENGTH) == FREED
+    engine.scheduler.check_integrity()

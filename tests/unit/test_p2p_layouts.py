@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from penstock.kv_transfer.p2p.jobs import WorkerJobs
-from penstock.kv_transfer.p2p.messages import Hello, P2PMetadata, PeerShards, ReadJob, Shard, ShardDigests
+from penstock.kv_transfer.p2p.messages import VERSION, Hello, P2PMetadata, PeerShards, ReadJob, Shard, ShardDigests
 from penstock.kv_transfer.p2p.worker import P2PWorker
 from penstock.kv_transfer.transports.base import PeerId
 from penstock.messages.kv_layout import KVLayout
@@ -22,8 +22,8 @@ from penstock.utils.errors import PeerError
 RANK: ShardId = (0, 0)
 
 
-def make_memory() -> OracleMemory:
-    return OracleMemory(cache_config(make_layers((0,), 1, has_drafter=False), 4, 4, 2), RANK, range(2))
+def make_memory(num_blocks: int = 4) -> OracleMemory:
+    return OracleMemory(cache_config(make_layers((0,), 1, has_drafter=False), num_blocks, 4, 2), RANK, range(2))
 
 
 def with_unknown_layer(layout: KVLayout) -> KVLayout:
@@ -43,7 +43,7 @@ def with_unknown_layer(layout: KVLayout) -> KVLayout:
 
 def hello(layout: KVLayout) -> Hello:
     shards = (Shard(RANK, layout, b""),)
-    return Hello(version=2, engine_id="p", epoch="1", meaning={}, transport="memory", shards=shards)
+    return Hello(version=VERSION, engine_id="p", epoch="1", meaning={}, transport="memory", shards=shards)
 
 
 def test_a_peer_in_whose_order_nothing_can_be_digested_is_refused() -> None:

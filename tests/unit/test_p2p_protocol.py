@@ -16,10 +16,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.kv_transfer.p2p.consumer import Cancel, Consumer, Dial, Ended, Read
-from penstock.kv_transfer.p2p.messages import Abort, Done, DoneAck, Fetch, Grant, Message, Reason, Refuse, Renew
+from penstock.kv_transfer.p2p.known_digests import KnownDigests, Reading
+from penstock.kv_transfer.p2p.messages import (
+    Abort,
+    Done,
+    DoneAck,
+    Fetch,
+    Grant,
+    Message,
+    Reason,
+    Refuse,
+    Renew,
+    ShardDigests,
+)
 from penstock.kv_transfer.p2p.params import RemoteDecode, RemotePrefill, read_params
 from penstock.kv_transfer.p2p.peers import LocalCluster, PeerList, check_host, is_loopback, read_cluster_key
-from penstock.kv_transfer.p2p.producer import Attest, Offer, Producer, ProducerRules, Release, Sent
+from penstock.kv_transfer.p2p.producer import Digest, Offer, Producer, ProducerRules, Release, Sent, StopDigest
 from penstock.kv_transfer.p2p.session import Send, find_differences
 from penstock.kv_transfer.p2p.ticket import Ticket, TicketOffice, digest_prompt
 from penstock.messages.kv_transfer import BadRange
@@ -252,18 +264,33 @@ def test_differences_are_named_with_both_values() -> None:
 
 # ---- The sending half ----
 
-RULES = ProducerRules(hold_seconds=100.0, lease_seconds=10.0, park_seconds=5.0, max_parked=2, is_attested=True)
+RULES = ProducerRules(
+    hold_seconds=100.0, lease_seconds=10.0, park_seconds=5.0, max_parked=2, max_held_blocks=4, is_attested=True
+)
 OFFER = Offer(hold_id="hold", prompt_digest=PROMPT, num_tokens=32, block_ids=((5, 6),))
 PEER = "d#1"
 
 
 def make_producer(rules: ProducerRules = RULES) -> Producer:
-    return Producer("p", "epoch", rules, OFFICE)
+    return Producer("p", "epoch", rules, OFFICE, READING)
 
 
 def fetch(name: str = "load", **changes: Any) -> Fetch:
     given: dict[str, Any] = {"transfer_id": name, "first": 0, "end": 16, "prompt_digest": PROMPT, **changes}
     return Fetch(**given)
+
+
+READING = Reading(1)
+
+
+def offer(producer: Producer, now: float, rendezvous: str = "") -> str:
+    """Runs a request to its end, and offers its blocks."""
+    producer.expect("hold", rendezvous)
+    return producer.offer(OFFER, now)
+
+
+def digest_job(number: int = 1, first: int = 0, end: int = 16) -> Digest:
+    return Digest(f"digest-{number}", READING, ((5, 6),), first, end)
 
 
 def answers(producer: Producer) -> list[Message]:
@@ -274,10 +301,10 @@ def answers(producer: Producer) -> list[Message]:
 def granted(now: float = 0.0) -> Producer:
     """Returns a producer that granted "load" at time `now`."""
     producer = make_producer()
-    ticket = producer.offer(OFFER, now)
+    ticket = offer(producer, now)
     producer.receive(PEER, fetch(ticket=ticket), now)
-    assert producer.take_actions() == [Attest("attest-1", PEER, ((5, 6),), 0, 16)]
-    producer.on_attested("attest-1", (), now)
+    assert producer.take_actions() == [digest_job()]
+    producer.on_digested("digest-1", (), now)
     assert producer.take_actions() == [Send(PEER, Grant(transfer_id="load", lease=10.0, block_ids=((5, 6),)))]
     producer.check_integrity()
     return producer
@@ -313,7 +340,7 @@ def test_an_expired_lease_is_not_confirmed_even_before_a_poll() -> None:
 
 def test_a_ticket_is_valid_for_one_reader() -> None:
     producer = make_producer()
-    ticket = producer.offer(OFFER, 0.0)
+    ticket = offer(producer, 0.0)
     producer.receive(PEER, fetch(ticket=ticket), 0.0)
     producer.receive("other#1", fetch(ticket=ticket), 0.0)
     (refusal,) = answers(producer)
@@ -336,18 +363,18 @@ def test_a_ticket_is_valid_for_one_reader() -> None:
 )
 def test_invalid_fetches_are_refused_and_the_hold_remains(changes: dict[str, Any], reason: Reason) -> None:
     producer = make_producer()
-    ticket = producer.offer(OFFER, 0.0)
+    ticket = offer(producer, 0.0)
     producer.receive(PEER, fetch(**{"ticket": ticket, **changes}), 0.0)
     (refusal,) = answers(producer)
     assert isinstance(refusal, Refuse)
     assert refusal.reason is reason
     producer.receive(PEER, fetch("again", ticket=ticket), 0.0)
-    assert isinstance(producer.take_actions()[0], Attest)
+    assert isinstance(producer.take_actions()[0], Digest)
 
 
 def test_a_hold_that_is_not_fetched_expires() -> None:
     producer = make_producer()
-    producer.offer(OFFER, 0.0)
+    offer(producer, 0.0)
     assert producer.next_deadline == 100.0
     producer.poll(100.0)
     assert producer.take_actions() == [Release("hold")]
@@ -355,19 +382,137 @@ def test_a_hold_that_is_not_fetched_expires() -> None:
 
 def test_a_hold_that_is_not_needed_ends_at_once() -> None:
     producer = make_producer()
-    producer.receive(PEER, fetch(ticket=producer.offer(OFFER, 0.0), end=0), 1.0)
+    producer.receive(PEER, fetch(ticket=offer(producer, 0.0), end=0), 1.0)
     assert producer.take_actions() == [Release("hold")]
 
 
-def test_blocks_stay_held_while_they_are_digested_for_a_lost_reader() -> None:
+def test_digests_end_with_their_reader() -> None:
     producer = make_producer()
-    producer.receive(PEER, fetch(ticket=producer.offer(OFFER, 0.0)), 0.0)
-    producer.take_actions()
+    producer.receive(PEER, fetch(ticket=offer(producer, 0.0)), 0.0)
+    assert producer.take_actions() == [digest_job()]
     producer.on_lost(PEER)
-    producer.poll(1000.0)
+    assert producer.take_actions() == [StopDigest("digest-1"), Release("hold")]
+    producer.on_digested("digest-1", (), 1000.0)
     assert producer.take_actions() == []
-    producer.on_attested("attest-1", (), 1000.0)
-    assert producer.take_actions() == [Release("hold")]
+    producer.check_integrity()
+
+
+def shard_digests(*units: bytes) -> tuple[ShardDigests, ...]:
+    return (ShardDigests((0, 0), (0, 0), (units,)),)
+
+
+def test_blocks_are_digested_when_they_are_complete_and_their_reader_need_not_wait() -> None:
+    producer = make_producer()
+    producer.expect("hold", "")
+    producer.on_computed("hold", ((5,),), 0, 2)
+    producer.on_computed("hold", ((5, 6),), 2, 3)
+    assert producer.take_actions() == [
+        Digest("digest-1", READING, ((5,),), 0, 2),
+        Digest("digest-2", READING, ((5, 6),), 2, 3),
+    ]
+    # Reports may come in any order.
+    producer.on_digested("digest-2", shard_digests(b"c"), 0.0)
+    producer.on_digested("digest-1", shard_digests(b"a", b"b"), 0.0)
+    ticket = producer.offer(OFFER, 0.0)
+    producer.receive(PEER, fetch(ticket=ticket, first=1, end=3), 0.0)
+    (sent,) = producer.take_actions()
+    assert isinstance(sent, Send)
+    assert isinstance(sent.message, Grant)
+    assert sent.message.digests == shard_digests(b"b", b"c")
+    producer.check_integrity()
+
+
+def test_only_what_is_missing_is_digested_for_a_reader() -> None:
+    producer = make_producer()
+    producer.expect("hold", "")
+    producer.on_computed("hold", ((5,),), 1, 2)
+    producer.on_digested("digest-1", shard_digests(b"b"), 0.0)
+    producer.take_actions()
+    producer.receive(PEER, fetch(ticket=producer.offer(OFFER, 0.0), end=4), 0.0)
+    assert producer.take_actions() == [digest_job(2, 0, 1), digest_job(3, 2, 4)]
+    producer.on_digested("digest-2", shard_digests(b"a"), 0.0)
+    assert producer.take_actions() == []
+    producer.on_digested("digest-3", shard_digests(b"c", b"d"), 0.0)
+    (granted,) = answers(producer)
+    assert isinstance(granted, Grant)
+    assert granted.digests == shard_digests(b"a", b"b", b"c", b"d")
+
+
+def test_a_reader_with_other_ranks_gets_its_own_digests_and_they_are_expected_next() -> None:
+    producer, other = make_producer(), Reading(4)
+    producer.expect("hold", "")
+    producer.on_computed("hold", ((5,),), 0, 4)
+    producer.take_actions()
+    producer.receive(PEER, fetch(ticket=producer.offer(OFFER, 0.0), end=8), 0.0, other)
+    assert producer.take_actions() == [StopDigest("digest-1"), Digest("digest-2", other, ((5, 6),), 0, 8)]
+    producer.check_integrity()
+    producer.on_digested("digest-2", None, 0.0)
+    (refusal,) = answers(producer)
+    assert isinstance(refusal, Refuse)
+    assert refusal.reason is Reason.PREFILL_FAILED
+    producer.expect("next", "")
+    producer.on_computed("next", ((7,),), 0, 4)
+    assert producer.take_actions() == [Release("hold"), Digest("digest-3", other, ((7,),), 0, 4)][1:]
+
+
+def test_digests_are_made_again_for_the_blocks_after_a_preemption() -> None:
+    producer = make_producer()
+    producer.expect("hold", "")
+    producer.on_computed("hold", ((5,),), 0, 4)
+    producer.restart("hold")
+    producer.on_computed("hold", ((7,),), 0, 4)
+    assert producer.take_actions() == [
+        Digest("digest-1", READING, ((5,),), 0, 4),
+        StopDigest("digest-1"),
+        Digest("digest-2", READING, ((7,),), 0, 4),
+    ]
+    producer.on_digested("digest-1", shard_digests(b"a", b"b", b"c", b"d"), 0.0)
+    assert producer._state.holds["hold"].digests.of(0, 4) is None
+
+
+def test_a_failed_digest_is_repeated_for_the_reader() -> None:
+    producer = make_producer()
+    producer.expect("hold", "")
+    producer.on_computed("hold", ((5,),), 0, 4)
+    producer.on_digested("digest-1", None, 0.0)
+    producer.take_actions()
+    producer.receive(PEER, fetch(ticket=producer.offer(OFFER, 0.0), end=4), 0.0)
+    assert producer.take_actions() == [digest_job(2, 0, 4)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), max_size=6), st.integers(1, 20), st.data())
+def test_digests_of_pieces_are_those_of_the_whole(
+    ranges: list[tuple[int, int]], unit: int, data: st.DataObject
+) -> None:
+    """Whatever the pieces, the units of a range are each digested once and are joined in their order."""
+    known, jobs = KnownDigests(Reading(unit)), list[tuple[str, int, int]]()
+    first, end = sorted(data.draw(st.tuples(st.integers(0, 20), st.integers(0, 20))))
+    for start, stop in [*ranges, (first, end)]:
+        for gap in known.missing(start * unit, stop * unit):
+            known.begin(f"{len(jobs)}", *gap)
+            jobs.append((f"{len(jobs)}", *gap))
+    for job_id, start, stop in data.draw(st.permutations(jobs)):
+        known.finish(job_id, shard_digests(*(b"%d" % each for each in range(start // unit, stop // unit))))
+    assert known.jobs == []
+    if first < end:
+        assert known.of(first * unit, end * unit) == shard_digests(*(b"%d" % each for each in range(first, end)))
+
+
+def test_holds_take_a_part_of_the_pool_and_a_request_beyond_it_gets_no_ticket() -> None:
+    producer = make_producer()
+    for name, blocks in (("a", (1, 2)), ("b", (2, 3)), ("c", (4, 0))):
+        producer.expect(name, "")
+        assert producer.offer(replace(OFFER, hold_id=name, block_ids=(blocks,)), 0.0), "blocks 1 to 4 are within it"
+    producer.expect("d", "x")
+    producer.receive(PEER, fetch(rendezvous="x"), 0.0)
+    assert producer.offer(replace(OFFER, hold_id="d", block_ids=((5,),)), 0.0) == ""
+    (refusal,) = answers(producer)
+    assert isinstance(refusal, Refuse)
+    assert refusal.reason is Reason.PREFILL_FAILED
+    producer.poll(100.0)
+    producer.expect("e", "")
+    assert producer.offer(replace(OFFER, hold_id="e", block_ids=((1, 2, 3, 4),)), 100.0)
+    assert (producer.counts.num_offered, producer.counts.num_without_room) == (4, 1)
 
 
 def test_a_reader_may_arrive_before_its_request() -> None:
@@ -375,16 +520,17 @@ def test_a_reader_may_arrive_before_its_request() -> None:
     producer.receive(PEER, fetch(rendezvous="x"), 0.0)
     assert producer.take_actions() == []
     assert producer.next_deadline == 5.0
-    producer.offer(replace(OFFER, rendezvous="x"), 1.0)
-    assert isinstance(producer.take_actions()[0], Attest)
+    offer(producer, 1.0, "x")
+    assert isinstance(producer.take_actions()[0], Digest)
 
 
 def test_a_parked_reader_is_refused_when_its_request_fails_or_never_arrives() -> None:
     producer = make_producer()
+    producer.expect("hold", "b")
     producer.receive(PEER, fetch("a", rendezvous="a"), 0.0)
     producer.receive(PEER, fetch("b", rendezvous="b"), 0.0)
     producer.receive(PEER, fetch("c", rendezvous="c"), 0.0)
-    producer.withdraw("b", 1.0)
+    producer.withdraw("hold", 1.0)
     producer.poll(5.0)
     reasons = [(each.transfer_id, each.reason) for each in answers(producer) if isinstance(each, Refuse)]
     assert reasons == [("c", Reason.OVERLOADED), ("b", Reason.PREFILL_FAILED), ("a", Reason.UNKNOWN_REQUEST)]
@@ -393,7 +539,8 @@ def test_a_parked_reader_is_refused_when_its_request_fails_or_never_arrives() ->
 
 def test_a_reader_that_arrives_after_its_request_has_failed_does_not_wait() -> None:
     producer = make_producer()
-    producer.withdraw("x", 0.0)
+    producer.expect("hold", "x")
+    producer.withdraw("hold", 0.0)
     producer.receive(PEER, fetch(rendezvous="x"), 1.0)
     (refusal,) = answers(producer)
     assert isinstance(refusal, Refuse)
@@ -406,21 +553,21 @@ def test_kv_whose_reader_has_aborted_is_not_held() -> None:
     producer = make_producer()
     producer.receive(PEER, fetch(rendezvous="x"), 0.0)
     producer.receive(PEER, Abort("load"), 1.0)
-    producer.offer(replace(OFFER, rendezvous="x"), 2.0)
+    offer(producer, 2.0, "x")
     assert producer.take_actions() == [Release("hold")]
-    producer.offer(replace(OFFER, rendezvous="x"), 2.0)
+    offer(producer, 2.0, "x")
     assert producer.take_actions() == []
 
 
 def test_a_reader_that_cancels_does_not_affect_a_waiting_one() -> None:
     """The waiting reader may need nothing: then it ends the hold, which must not end twice."""
-    for end, expected in ((16, Attest("attest-1", PEER, ((5, 6),), 0, 16)), (0, Release("hold"))):
+    for end, expected in ((16, digest_job()), (0, Release("hold"))):
         producer = make_producer()
         producer.receive(PEER, fetch("a", rendezvous="x"), 0.0)
         producer.receive(PEER, fetch("b", rendezvous="x", end=end), 0.0)
         producer.receive(PEER, Abort("a"), 1.0)
         producer.check_integrity()
-        producer.offer(replace(OFFER, rendezvous="x"), 2.0)
+        offer(producer, 2.0, "x")
         assert producer.take_actions() == [expected]
         producer.check_integrity()
 
@@ -431,27 +578,28 @@ def test_another_reader_may_come_after_one_has_cancelled() -> None:
     producer.receive(PEER, Abort("load"), 1.0)
     producer.receive("other#1", fetch(rendezvous="x"), 2.0)
     assert answers(producer) == []
-    producer.offer(replace(OFFER, rendezvous="x"), 3.0)
-    assert producer.take_actions() == [Attest("attest-1", "other#1", ((5, 6),), 0, 16)]
+    offer(producer, 3.0, "x")
+    assert producer.take_actions() == [digest_job()]
     producer.check_integrity()
 
 
 def test_a_reader_waits_for_a_repeated_request() -> None:
     producer = make_producer()
-    producer.withdraw("x", 0.0)
-    producer.expect("x")
+    producer.expect("hold", "x")
+    producer.withdraw("hold", 0.0)
+    producer.expect("again", "x")
     producer.receive(PEER, fetch(rendezvous="x"), 1.0)
     assert answers(producer) == []
     # A reader that has cancelled is not awaited, whenever the request begins.
     producer.receive(PEER, Abort("load"), 2.0)
-    producer.expect("x")
-    producer.offer(replace(OFFER, rendezvous="x"), 3.0)
+    offer(producer, 3.0, "x")
     assert producer.take_actions() == [Release("hold")]
 
 
 def test_a_withdrawn_rendezvous_is_forgotten_after_a_time_limit() -> None:
     producer = make_producer()
-    producer.withdraw("x", 0.0)
+    producer.expect("hold", "x")
+    producer.withdraw("hold", 0.0)
     producer.poll(5.0)
     producer.receive(PEER, fetch(rendezvous="x"), 5.0)
     assert answers(producer) == []

@@ -38,6 +38,10 @@ class TransferLedger:
         assert shards, f"transfer {transfer_id} expects no rank"
         self._open[transfer_id] = _Open(shards)
 
+    def drop(self, transfer_id: TransferId) -> None:
+        """Forgets an open transfer whose result is not needed; its reports are unknown from now on."""
+        del self._open[transfer_id]
+
     def apply(self, report: TransferReport) -> tuple[TransferReport, ...]:
         """Records a report; returns the reports of all shards if this was the last missing one, else none."""
         entry = self._open.get(report.transfer_id)

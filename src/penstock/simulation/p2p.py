@@ -60,15 +60,13 @@ class _Life:
     def check_idle(self) -> None:
         """Checks that no table has an entry, except those of connections that stay open."""
         tables: dict[str, Collection[object]] = {
-            "holds": self.producer._state.held,
-            "rendezvous": self.producer._state.at_rendezvous,
+            "holds": self.producer._state.holds,
             "parked fetches": self.producer._state.parked,
-            "grants": self.producer._state.grants,
-            "digests under way": self.producer._state.jobs,
             "loads": self.consumer._loads,
             "loads of the exchange": self.exchange._loads,
             "events": self.exchange._events,
-            "jobs": self.exchange._jobs._open,
+            "reads in progress": self.exchange._jobs._reads,
+            "digests in progress": self.exchange._jobs._digests,
             "requests": self.scheduler._remote,
             "requests of others": self.scheduler._decoded_elsewhere,
         }
@@ -78,7 +76,7 @@ class _Life:
             worker.end_step()
             transport = self.transports[shard]
             known = {each.descriptor.decode() for table in worker._tables.values() for each in table.values()}
-            tables |= {f"reads of {shard}": worker._reads, f"digests of {shard}": worker._attests}
+            tables |= {f"reads of {shard}": worker._reads, f"digests of {shard}": worker._digesting}
             tables[f"connections of {shard} to engines that have gone"] = transport.peers - known
         topology = self.exchange._jobs._topology
         known = {name for name, _ in topology._stages} - {topology.engine_id}
@@ -124,6 +122,7 @@ class P2PBacking(Backing):
             lease_seconds=pairs.lease_seconds,
             park_seconds=pairs.park_seconds,
             max_parked=pairs.max_parked,
+            max_held_blocks=int(pairs.hold_share * site.cache.num_blocks),
             is_attested=pairs.is_attested,
         )
         producer = Producer(site.name, epoch, rules, office)
@@ -144,8 +143,9 @@ class P2PBacking(Backing):
             shard,
             make_transport,
             _at_once,
-            digest_bytes_per_step=self._pairs.digest_bytes_per_step,
+            digest_bytes=self._pairs.digest_bytes_per_tick / TICK_SECONDS,
             wait_seconds=_WAIT_SECONDS,
+            clock=self._context.clock,
         )
 
     def crash(self, name: str) -> None:
@@ -179,9 +179,8 @@ class P2PBacking(Backing):
         return self._network.is_stopped(name)
 
     def has_news(self, name: str) -> bool:
-        """True if a message has arrived, a deadline has passed, or workers have jobs."""
-        life = self._lives[name]
-        return life.channel.has_news or bool(life.exchange._events) or not life.exchange._jobs.is_idle
+        """True if loads have ended, blocks are released, or workers have jobs."""
+        return self._lives[name].exchange.has_pending_work
 
     @property
     def is_settled(self) -> bool:

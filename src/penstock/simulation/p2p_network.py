@@ -15,7 +15,7 @@ from itertools import count
 from math import isnan
 from typing import Any
 
-from penstock.kv_transfer.p2p.channel import ChannelEvent, Connected, Lost, Received
+from penstock.kv_transfer.p2p.channel import ChannelEvent, ChannelHandler, Connected, Lost, Received
 from penstock.kv_transfer.p2p.messages import CODEC, Message
 from penstock.kv_transfer.p2p.params import Address
 from penstock.kv_transfer.p2p.session import PeerKey
@@ -92,9 +92,12 @@ class SimNetwork:
         return not self._events
 
     def run(self) -> None:
-        """Executes all events that are due."""
+        """Executes all events that are due, and lets the processes that are not stopped receive theirs."""
         while self._events and self._events[0][0] <= self.clock.now():
             heapq.heappop(self._events)[2]()
+        for channel in list(self._channels.values()):
+            if not self.is_stopped(channel.name):
+                channel.deliver()
 
     # ---- Requests by channels ----
 
@@ -202,6 +205,7 @@ class SimChannel:
         self.events: deque[ChannelEvent] = deque()
         self._network = network
         self._num_keys = 0
+        self._handler: ChannelHandler | None = None
         self._wake_time: float | None = None
         self._last_alarm: float | None = None
 
@@ -226,28 +230,30 @@ class SimChannel:
         if end is not None:
             self._network.hang_up(end)
 
-    def take(self) -> list[ChannelEvent]:
-        events = list(self.events)
-        self.events.clear()
-        if not events and self._is_due:
-            assert self._wake_time != self._last_alarm, f"{self.name} is woken repeatedly for {self._wake_time}"
-            self._last_alarm = self._wake_time
-        return events
+    def start(self, handler: ChannelHandler) -> None:
+        self._handler = handler
+
+    def check(self) -> None: ...
 
     def wake_at(self, when: float | None) -> None:
         assert when is None or not isnan(when), f"{self.name} wants to be woken at {when}"
         self._wake_time = when
 
-    @property
-    def _is_due(self) -> bool:
-        return self._wake_time is not None and self._wake_time <= self._network.clock.now()
+    def take(self) -> list[ChannelEvent]:
+        """Returns the events, for an engine without a handler."""
+        events = list(self.events)
+        self.events.clear()
+        return events
 
-    @property
-    def has_news(self) -> bool:
-        return bool(self.events) or self._is_due
-
-    def set_waker(self, callback: Callable[[], None]) -> None: ...
-
-    def wait(self, seconds: float) -> None: ...
+    def deliver(self) -> None:
+        """Passes on what the thread of the connections would."""
+        if self._handler is None:
+            return
+        while self.events:
+            self._handler.on_event(self.events.popleft())
+        while self._wake_time is not None and self._wake_time <= self._network.clock.now():
+            assert self._wake_time != self._last_alarm, f"{self.name} is woken repeatedly for {self._wake_time}"
+            self._last_alarm, self._wake_time = self._wake_time, None
+            self._handler.on_time()
 
     def close(self) -> None: ...

@@ -111,7 +111,7 @@ def _several(rng: random.Random) -> Setup:
 @_scenario("pd_connections", "F4, F9: connections break before, within and after every message, or cannot be opened")
 def _connections(rng: random.Random) -> Setup:
     setup = faulty(_mixed(rng), broken=rng.choice([0.05, 0.3]), refused=0.2, slow=0.5, slow_messages=0.3)
-    setup = _pairs(setup, digest_bytes_per_step=rng.choice([16, 256]))
+    setup = _pairs(setup, digest_bytes_per_tick=rng.choice([16, 256]))
     return replace(setup, load_failure_policy=rng.choice(["recompute", "recompute", "fail"]))
 
 
@@ -185,7 +185,7 @@ def _no_prefill(rng: random.Random) -> Setup:
 @_scenario("pd_aborts", "F8, F11: clients disconnect from P or D at every stage")
 def _aborts(rng: random.Random) -> Setup:
     setup = traffic(_mixed(rng), abort=0.6, abort_loading=0.03, reuse=0.5, num_requests=18, arrival=0.6)
-    setup = _pairs(setup, digest_bytes_per_step=rng.choice([16, 256]))
+    setup = _pairs(setup, digest_bytes_per_tick=rng.choice([16, 256]))
     if rng.random() < 0.6:
         return faulty(setup, slow=0.6, slow_messages=0.4, late=0.1)
     # Only loads are aborted, of which many are under way at once, and all others must succeed. With a sliding window P

@@ -90,9 +90,10 @@ class Disaggregation:
     hold_seconds: float = 1.0
     lease_seconds: float = 0.2
     park_seconds: float = 0.6
+    hold_share: float = 1.0
     max_parked: int = 64
     is_attested: bool = True
-    digest_bytes_per_step: int = 256
+    digest_bytes_per_tick: int = 256
     style: str = "serial"
     turns: int = 1
     answer_lost: float = 0.0

@@ -11,6 +11,8 @@ second also answers `GET /query` on its bootstrap port. Options, in `kv_connecto
     cluster_key_file        a file with the key that all engines share; not needed on one host
     attestation             "all": received KV is compared with digests of the sender; "off"
     hold_seconds            how long the blocks of a prefilled request wait for a reader, 120 by default
+    hold_share              the part of the KV cache that such blocks may take, 0.5 by default; a request beyond it is
+                            answered without a ticket, and D computes its prompt
     lease_seconds           duration of a reader's lease, 15 by default; it renews the lease while it reads
     bootstrap_port          of MooncakeConnector, 8998 by default
     allow_other_arithmetic  true accepts KV from other kernels or another device, whose last bits differ
@@ -26,7 +28,6 @@ from typing import Any
 from penstock.config.kv_transfer import DEFAULT_BOOTSTRAP_PORT, KVTransferConfig
 from penstock.kv_transfer.factory import ConnectorContext
 from penstock.kv_transfer.options import Check, is_text, read_options
-from penstock.kv_transfer.p2p.channel import SocketChannel
 from penstock.kv_transfer.p2p.consumer import Consumer
 from penstock.kv_transfer.p2p.dialler import threads
 from penstock.kv_transfer.p2p.exchange import Exchange, P2PSettings
@@ -34,6 +35,7 @@ from penstock.kv_transfer.p2p.messages import P2PSetup
 from penstock.kv_transfer.p2p.peers import LocalCluster, PeerList, check_host, is_loopback, read_cluster_key
 from penstock.kv_transfer.p2p.producer import Producer, ProducerRules
 from penstock.kv_transfer.p2p.scheduler import P2PScheduler
+from penstock.kv_transfer.p2p.socket_channel import SocketChannel
 from penstock.kv_transfer.p2p.ticket import TicketOffice
 from penstock.kv_transfer.p2p.worker import P2PWorker
 from penstock.kv_transfer.transports.agent_transport import AgentTransport
@@ -59,6 +61,7 @@ _DEFAULTS = {
     "cluster_key_file": None,
     "attestation": "all",
     "hold_seconds": 120.0,
+    "hold_share": 0.5,
     "lease_seconds": 15.0,
     "bootstrap_port": DEFAULT_BOOTSTRAP_PORT,
     "allow_other_arithmetic": False,
@@ -96,6 +99,7 @@ class P2PConnector:
             lease_seconds=options["lease_seconds"],
             park_seconds=config.kv_load_timeout,
             max_parked=_MAX_PARKED,
+            max_held_blocks=int(options["hold_share"] * context.cache.num_blocks),
             is_attested=options["attestation"] == "all",
         )
         settings = P2PSettings(
@@ -169,6 +173,10 @@ def _key(config: KVTransferConfig, options: dict[str, Any], local: LocalCluster 
     return key
 
 
+def _is_share(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
+
+
 def _is_seconds(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 86400
 
@@ -189,6 +197,7 @@ def _read_options(config: KVTransferConfig) -> dict[str, Any]:
         cluster_key_file=(is_text, "a file"),
         attestation=(lambda value: value in ("all", "off"), "one of all, off"),
         hold_seconds=seconds,
+        hold_share=(_is_share, "a share above 0, at most 1"),
         lease_seconds=seconds,
         bootstrap_port=(lambda value: isinstance(value, int) and 0 <= value < 1 << 16, "a port"),
         allow_other_arithmetic=(lambda value: isinstance(value, bool), "true or false"),

@@ -1,19 +1,22 @@
 """Connects sessions, producer and consumer with connections and workers.
 
-The three decide what to do, as actions, and an `Exchange` executes the actions. It belongs to the scheduler side and is
-driven by the engine's steps: `take_metadata` once for every step, `apply` with every step's reports.
+The three decide what to do, as actions, and an `Exchange` executes the actions. The engine core's thread calls it for
+requests and steps: `take_metadata` once for every step, `apply` with every step's reports. The thread of the
+connections calls it for messages and deadlines, so that peers are answered however long a step takes. A lock makes the
+calls atomic; none of them blocks.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from penstock.kv_transfer.connector import ConnectorEvent, LoadEnded, Released
-from penstock.kv_transfer.p2p.channel import Channel, Connected, Lost
+from penstock.kv_transfer.p2p.channel import Channel, ChannelEvent, Connected, Lost
 from penstock.kv_transfer.p2p.consumer import Cancel, Consumer, ConsumerAction, ConsumerCounts, Dial, Ended, Read
-from penstock.kv_transfer.p2p.jobs import Attested, ReadEnded, WorkerJobs
+from penstock.kv_transfer.p2p.jobs import Digested, ReadEnded, WorkerJobs
 from penstock.kv_transfer.p2p.messages import (
     VERSION,
     Bye,
@@ -26,20 +29,21 @@ from penstock.kv_transfer.p2p.messages import (
 )
 from penstock.kv_transfer.p2p.params import Address, RemotePrefill
 from penstock.kv_transfer.p2p.producer import (
-    Attest,
+    Digest,
     Offer,
     Producer,
     ProducerAction,
     ProducerCounts,
     Release,
     Sent,
+    StopDigest,
 )
 from penstock.kv_transfer.p2p.session import Close, PeerKey, Send, Sessions, cut_reason
 from penstock.kv_transfer.p2p.traffic import Traffic
 from penstock.messages.kv_transfer import BadRange, HandshakePayload, KVConnectorOutput, ShardId, TransferId
-from penstock.messages.scheduler_output import BlockIds
+from penstock.messages.scheduler_output import BlockIds, BlockTable
 from penstock.utils.clock import Clock
-from penstock.utils.errors import PeerError
+from penstock.utils.errors import PeerError, RequestError
 from penstock.utils.hosts import in_url
 from penstock.utils.logging import get_logger
 
@@ -96,6 +100,9 @@ class Exchange:
         self._bytes_per_token = 0.0
         self._events: list[ConnectorEvent] = []
         self._num_steps_in_flight = 0
+        self._lock = threading.RLock()
+        self._news = threading.Event()
+        self._waker: Callable[[], None] = lambda: None
         self._sessions = Sessions(self._hello(()), settings.ignored)
         self._jobs = WorkerJobs(settings.epoch, {}, settings.num_groups)
 
@@ -105,7 +112,7 @@ class Exchange:
         return self._channel.address
 
     def introduce_as(self, payloads: Mapping[ShardId, HandshakePayload | None]) -> None:
-        """Takes the handshakes of all ranks; from now on peers are answered."""
+        """Takes the handshakes of all ranks, and begins to answer peers."""
         shards: dict[ShardId, Shard] = {}
         for shard, payload in sorted(payloads.items()):
             assert isinstance(payload, P2PHandshake), f"rank {shard} sent {payload} as its handshake"
@@ -118,8 +125,10 @@ class Exchange:
         by_rank: dict[str, dict[str, str]] = {}
         for pp_rank, tp_rank in shards:
             by_rank.setdefault(str(tp_rank), {})[str(pp_rank)] = f"tcp://{in_url(host)}:{port}"
+        self._producer.expected = self._jobs.own_reading
         # The keys are data-parallel ranks, as Mooncake-style proxies expect.
         self._channel.answer_queries({"0": {"engine_id": self._settings.engine_id, "worker_addr": by_rank}})
+        self._channel.start(self)
 
     def _hello(self, shards: tuple[Shard, ...]) -> Hello:
         settings = self._settings
@@ -133,87 +142,110 @@ class Exchange:
         )
 
     def set_waker(self, callback: Callable[[], None]) -> None:
-        self._channel.set_waker(callback)
+        self._waker = callback
 
     def wait(self, seconds: float) -> None:
         """Waits for peers; not while jobs are open, because steps with time wait for their transfers."""
         if self._jobs.is_idle:
-            self._channel.wait(seconds)
+            self._news.wait(seconds)
 
     def shutdown(self) -> None:
-        self._sessions.say_bye()
-        self._perform()
+        with self._lock:
+            self._sessions.say_bye()
+            self._perform()
         self._channel.close()
 
     # ---- Requests of this engine ----
 
     def begin_load(self, transfer_id: TransferId, load: Load) -> None:
         """Begins a load, which ends in a `LoadEnded`."""
-        self._loads[transfer_id] = load
-        self._consumer.begin(transfer_id, load.source, load.prompt_digest, load.first, load.end, now=load.began)
-        self._perform()
+        with self._lock:
+            self._loads[transfer_id] = load
+            self._consumer.begin(transfer_id, load.source, load.prompt_digest, load.first, load.end, now=load.began)
+            self._perform()
 
     def refuse_load(self, transfer_id: TransferId, load: Load, reason: str) -> None:
         """Ends a load whose source cannot be asked."""
-        self._loads[transfer_id] = load
-        self._end_load(Ended(transfer_id, reason=reason))
+        with self._lock:
+            self._loads[transfer_id] = load
+            self._end_load(Ended(transfer_id, reason=reason))
 
     def abandon_load(self, transfer_id: TransferId) -> None:
         """Ends the load of a request that has ended; the load may have ended before."""
-        self._consumer.fail(transfer_id, _ABANDONED)
-        self._perform()
+        with self._lock:
+            self._consumer.fail(transfer_id, _ABANDONED)
+            self._perform()
 
     def dismiss(self, name: TransferId, source: RemotePrefill, prompt_digest: bytes) -> None:
-        """Tells another engine that nothing it holds for a request is needed."""
-        self._consumer.dismiss(name, source, prompt_digest)
-        self._perform()
+        """Tells another engine that nothing of what it holds for a request is needed."""
+        with self._lock:
+            self._consumer.dismiss(name, source, prompt_digest)
+            self._perform()
 
-    def expect(self, rendezvous: str) -> None:
-        """A request that another engine may wait for has begun."""
-        self._producer.expect(rendezvous)
+    def expect(self, hold_id: TransferId, rendezvous: str) -> None:
+        """Begins a request that another engine will decode. Raises RequestError if the rendezvous is in use."""
+        with self._lock:
+            if rendezvous and not self._producer.can_be_met(rendezvous):
+                raise RequestError(f"transfer_id {rendezvous!r} is already in use", "kv_transfer_params")
+            self._producer.expect(hold_id, rendezvous)
+
+    def restart(self, hold_id: TransferId) -> None:
+        """Called when a request that another engine will decode gets new blocks."""
+        with self._lock:
+            self._producer.restart(hold_id)
+            self._perform()
+
+    def on_computed(self, hold_id: TransferId, table: BlockTable, first: int, end: int) -> None:
+        """Tokens [first, end) of such a request's prompt are in its blocks."""
+        with self._lock:
+            self._producer.on_computed(hold_id, table, first, end)
+            self._perform()
 
     def offer(self, offer: Offer) -> str:
-        """Offers a request's held blocks to another engine. Returns its ticket."""
-        ticket = self._producer.offer(offer, self._clock.now())
-        self._perform()
-        return ticket
+        """Offers a request's held blocks to another engine. Returns its ticket; "" if the blocks are not held."""
+        with self._lock:
+            ticket = self._producer.offer(offer, self._clock.now())
+            self._perform()
+            return ticket
 
-    def withdraw(self, rendezvous: str) -> None:
+    def withdraw(self, hold_id: TransferId) -> None:
         """Called when a request that another engine may wait for has ended without KV."""
-        self._producer.withdraw(rendezvous, self._clock.now())
-        self._perform()
-
-    def can_be_met(self, rendezvous: str) -> bool:
-        return self._producer.can_be_met(rendezvous)
+        with self._lock:
+            self._producer.withdraw(hold_id, self._clock.now())
+            self._perform()
 
     # ---- Steps ----
 
     def take_metadata(self, *, computes: bool) -> P2PMetadata:
         """`computes`: whether the step has tokens to compute. A step has time if neither it nor one before it does."""
-        self._take_news()
-        has_time = not computes and not self._num_steps_in_flight
-        self._num_steps_in_flight += 1
-        return self._jobs.take(self._sessions.engines(), has_time)
+        with self._lock:
+            self._channel.check()
+            self._news.clear()
+            has_time = not computes and not self._num_steps_in_flight
+            self._num_steps_in_flight += 1
+            return self._jobs.take(self._sessions.engines(), has_time)
 
     def apply(self, output: KVConnectorOutput) -> list[ConnectorEvent]:
         """Applies the reports of a step. Returns the events since the last call."""
-        self._num_steps_in_flight -= 1
-        for report in output.reports:
-            match self._jobs.apply(report):
-                case Attested(job_id, digests):
-                    self._producer.on_attested(job_id, digests, self._clock.now())
-                case ReadEnded(transfer_id, bad, is_complete):
-                    self._consumer.on_read(transfer_id, bad, is_complete)
-                case None:
-                    pass
-        self._perform()
-        events, self._events = self._events, []
-        return events
+        with self._lock:
+            self._num_steps_in_flight -= 1
+            for report in output.reports:
+                match self._jobs.apply(report):
+                    case Digested(job_id, digests):
+                        self._producer.on_digested(job_id, digests, self._clock.now())
+                    case ReadEnded(transfer_id, bad, is_complete):
+                        self._consumer.on_read(transfer_id, bad, is_complete)
+                    case None:
+                        pass
+            self._perform()
+            events, self._events = self._events, []
+            return events
 
     @property
     def has_pending_work(self) -> bool:
         """Returns whether steps are needed. KV that is merely held, or awaited from a peer, needs none."""
-        return not self._jobs.is_idle or bool(self._events) or self._channel.has_news
+        self._channel.check()
+        return not self._jobs.is_idle or bool(self._events)
 
     def counters(self) -> Mapping[str, float]:
         counts = {"p2p_held": self._producer.num_held, **self._jobs.counters}
@@ -229,12 +261,11 @@ class Exchange:
         self._jobs.check_integrity()
         assert len(self._loads) >= self._consumer.num_loads, (len(self._loads), self._consumer.num_loads)
 
-    # ---- Peers ----
+    # ---- Peers, on the thread of the connections ----
 
-    def _take_news(self) -> None:
-        """Processes all events of the connections, and all deadlines that have passed."""
-        now = self._clock.now()
-        for event in self._channel.take():
+    def on_event(self, event: ChannelEvent) -> None:
+        with self._lock:
+            now = self._clock.now()
             match event:
                 case Connected(peer, is_outgoing):
                     self._sessions.on_connected(peer, is_outgoing, now)
@@ -242,11 +273,24 @@ class Exchange:
                     self._forget(peer, reason)
                 case _:
                     self._receive(event.peer, event.message, now)
-        for peer in self._sessions.poll(now):
-            self._forget(peer, "the peer has not introduced itself in time")
-        self._producer.poll(now)
-        self._consumer.poll(now)
-        self._perform()
+            self._perform()
+        self._wake_core()
+
+    def on_time(self) -> None:
+        """Called when the time set by `wake_at` has come."""
+        with self._lock:
+            now = self._clock.now()
+            for peer in self._sessions.poll(now):
+                self._forget(peer, "the peer has not introduced itself in time")
+            self._producer.poll(now)
+            self._consumer.poll(now)
+            self._perform()
+        self._wake_core()
+
+    def _wake_core(self) -> None:
+        if not self._jobs.is_idle or self._events:
+            self._news.set()
+            self._waker()
 
     def _receive(self, peer: PeerKey, message: Message, now: float) -> None:
         """Applies a message. A peer that violates the protocol loses its session; nothing else is affected."""
@@ -261,7 +305,7 @@ class Exchange:
             elif self._sessions.is_outgoing(peer):
                 self._consumer.receive(peer, message, now)
             else:
-                self._producer.receive(peer, message, now)
+                self._producer.receive(peer, message, now, self._jobs.reading_of(hello))
         except PeerError as error:
             logger.warning("the session with %s ends: %s", peer, cut_reason(str(error)))
             self._end_session(peer, str(error))
@@ -307,8 +351,10 @@ class Exchange:
                 self._channel.hang_up(peer)
             case Dial(address):
                 self._consumer.on_dialled(address, self._channel.dial(address))
-            case Attest():
-                self._attest(action)
+            case Digest():
+                self._digest(action)
+            case StopDigest(job_id):
+                self._jobs.drop_digest(job_id)
             case Release(hold_id):
                 self._events.append(Released(hold_id))
             case Sent(peer, num_tokens, seconds):
@@ -318,19 +364,17 @@ class Exchange:
             case Read():
                 self._read(action)
             case Cancel(transfer_id):
-                self._jobs.cancel(transfer_id)
+                self._jobs.cancel_read(transfer_id)
             case Ended():
                 self._end_load(action)
 
-    def _attest(self, action: Attest) -> None:
-        reader = self._sessions.hello_of(action.peer)
+    def _digest(self, action: Digest) -> None:
         try:
-            if reader is None:
-                raise PeerError("the connection has ended")  # since its request
-            self._jobs.attest(action, reader)
+            self._jobs.digest(action)
         except PeerError as error:
-            logger.warning("KV is not sent to %s: %s", action.peer, error)
-            self._producer.on_attested(action.job_id, None, self._clock.now())
+            logger.debug("KV is not digested: %s", error)
+            self._producer.expected = self._jobs.own_reading
+            self._producer.on_digested(action.job_id, None, self._clock.now())
 
     def _read(self, action: Read) -> None:
         source = self._sessions.hello_of(action.peer)

@@ -2,7 +2,7 @@
 
 A job is named by the engine's epoch and the transfer, so that a late report from an earlier epoch matches no job. It
 ends when every rank of this engine has reported, even one that has no part in it: so the expected reports do not depend
-on what a peer declares, and no rank can still compute digests.
+on what a peer declares, and no rank is still at work. Digests that are dropped are not awaited.
 """
 
 from __future__ import annotations
@@ -12,18 +12,12 @@ from dataclasses import dataclass
 
 from penstock.kv_transfer.ledger import TransferLedger, bad_ranges
 from penstock.kv_transfer.p2p.consumer import Read
-from penstock.kv_transfer.p2p.messages import (
-    AttestJob,
-    Hello,
-    P2PMetadata,
-    PeerShards,
-    ReadJob,
-    Shard,
-    ShardDigests,
-)
-from penstock.kv_transfer.p2p.producer import Attest
+from penstock.kv_transfer.p2p.known_digests import Reading
+from penstock.kv_transfer.p2p.messages import DigestJob, Hello, P2PMetadata, PeerShards, ReadJob, Shard, ShardDigests
+from penstock.kv_transfer.p2p.producer import Digest
 from penstock.kv_transfer.p2p.session import engine_key
 from penstock.kv_transfer.topology.pieces import check_order, digest_edges, digest_unit
+from penstock.kv_transfer.topology.planner import sources
 from penstock.kv_transfer.topology.tables import TransferTopology, engine_infos
 from penstock.messages.kv_cache_spec import NULL_BLOCK
 from penstock.messages.kv_transfer import BadRange, ShardId, TransferId, TransferReport, TransferStatus
@@ -36,7 +30,7 @@ _OWN = "this engine"
 
 
 @dataclass(frozen=True, slots=True)
-class Attested:
+class Digested:
     """`digests` is None if a rank could not make them."""
 
     job_id: TransferId
@@ -52,6 +46,13 @@ class ReadEnded:
     is_complete: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _OpenRead:
+    transfer_id: TransferId
+    job: ReadJob
+    source: Hello
+
+
 class WorkerJobs:
     """`shards` are the engine's ranks, and `num_groups` is its number of KV groups."""
 
@@ -62,22 +63,29 @@ class WorkerJobs:
         layouts = {shard: each.layout for shard, each in shards.items()}
         self.block_size = next((layout.block_size for layout in layouts.values()), 1)
         self._topology = TransferTopology(_OWN, self.block_size, layouts)
+        self.own_reading = self._make_reading(shards)
+        self._readings: dict[str, Reading] = {"": self.own_reading}
         self._is_own_told = False
         self._ledger = TransferLedger()
-        self._open: dict[TransferId, AttestJob | ReadJob] = {}
-        self._hellos: dict[TransferId, Hello] = {}
+        # Open jobs, by their names for the workers.
+        self._digests: dict[TransferId, Digest] = {}
+        self._reads: dict[TransferId, _OpenRead] = {}
         # Engines that have declared their ranks to this one, and those of them that the workers know.
-        self._known: set[str] = set()
+        self._known: dict[str, Hello] = {}
         self._told: set[str] = set()
-        self._peers: list[PeerShards] = []
-        self._attests: list[AttestJob] = []
-        self._reads: list[ReadJob] = []
+        # What the next step's metadata tells the workers.
+        self._new_peers: list[PeerShards] = []
+        self._new_digests: list[DigestJob] = []
+        self._new_reads: list[ReadJob] = []
         self._cancelled: list[TransferId] = []
+        self._dropped: list[TransferId] = []
+
+    # ---- Engines ----
 
     def register(self, peer: Hello, *, is_source: bool) -> None:
         """Adds an engine. Raises PeerError if the KV of one engine does not fit the other."""
         key, layouts = engine_key(peer), {each.shard: each.layout for each in peer.shards}
-        self._known.add(key)
+        self._known[key] = peer
         for info in engine_infos(key, peer.shards[0].layout.block_size, layouts):
             self._topology.register(info)
         if is_source:
@@ -85,32 +93,71 @@ class WorkerJobs:
                 for sender, slices in self._topology.sources(key, shard).items():
                     check_order(each.layout, layouts[sender], slices)
         else:
-            self._topology.readers(key)
+            reading = self._make_reading({each.shard: each for each in peer.shards})
+            self._readings[key] = next((each for each in self._readings.values() if each == reading), reading)
+
+    def _make_reading(self, readers: Mapping[ShardId, Shard]) -> Reading:
+        """Returns how these ranks read from this engine's. Raises PeerError if they cannot."""
+        own = {shard: each.layout for shard, each in self._own.items()}
+        found = {shard: sources(each.layout, own, shard) for shard, each in sorted(readers.items())}
+        parts = tuple(
+            (producer, tuple((reader, slices[producer]) for reader, slices in found.items() if producer in slices))
+            for producer in sorted(own)
+        )
+        block_size = next((each.layout.block_size for each in readers.values()), 1)
+        return Reading(digest_unit(self.block_size, block_size), parts)
+
+    def reading_of(self, peer: Hello) -> Reading:
+        return self._readings[engine_key(peer)]
+
+    # ---- Jobs ----
 
     @property
     def is_idle(self) -> bool:
-        """Returns whether no job is open."""
-        return not self._open
+        """Returns whether no job is open, and no worker has one to drop."""
+        return not self._digests and not self._reads and not self._dropped
 
     @property
     def counters(self) -> Mapping[str, float]:
         return {"p2p_duplicate_reports": self._ledger.num_duplicates, "p2p_unknown_reports": self._ledger.num_unknown}
 
-    def attest(self, action: Attest, reader: Hello) -> None:
-        job = AttestJob(
-            job_id=self._on_wire(action.job_id),
-            peer=engine_key(reader),
-            block_ids=action.block_ids,
-            first=action.first,
-            end=action.end,
+    def digest(self, action: Digest) -> None:
+        """Begins a job. Raises PeerError if no engine with this reading is known any more."""
+        readers = (key for key, reading in self._readings.items() if reading is action.reading)
+        reader = next(readers, None)
+        if reader is None:
+            raise PeerError("the reader has disconnected")
+        name = self._on_wire(action.job_id)
+        self._ledger.open(name, self._own)
+        self._digests[name] = action
+        if reader:
+            self._tell_of(reader, self._known[reader])
+        # The workers get the tables without the blocks before the piece.
+        before = action.first // self.block_size
+        end = cdiv(action.end, self.block_size)
+        self._new_digests.append(
+            DigestJob(
+                job_id=name,
+                peer=reader,
+                block_ids=tuple(table[before:end] for table in action.block_ids),
+                first=action.first - before * self.block_size,
+                end=action.end - before * self.block_size,
+            )
         )
-        self._begin(job, reader)
-        self._attests.append(job)
+
+    def drop_digest(self, job_id: TransferId) -> None:
+        """Ends a job whose result is not needed."""
+        name = self._on_wire(job_id)
+        if self._digests.pop(name, None) is not None:
+            self._ledger.drop(name)
+            self._dropped.append(name)
 
     def read(self, action: Read, block_ids: BlockIds, source: Hello) -> None:
         """Begins a job. Raises PeerError if the grant does not cover the requested tokens."""
         grant = action.grant
-        num_blocks = self._check_tables(grant.block_ids, action.end, source)
+        num_blocks = cdiv(action.end, source.shards[0].layout.block_size)
+        if len(grant.block_ids) != self._num_groups or any(len(table) < num_blocks for table in grant.block_ids):
+            raise PeerError(f"{source.engine_id} does not name blocks for {action.end} tokens in every group")
         job = ReadJob(
             job_id=self._on_wire(action.transfer_id),
             peer=engine_key(source),
@@ -120,55 +167,62 @@ class WorkerJobs:
             end=action.end,
             digests=grant.digests,
         )
-        self._begin(job, source)
-        self._reads.append(job)
+        self._ledger.open(job.job_id, self._own)
+        self._reads[job.job_id] = _OpenRead(action.transfer_id, job, source)
+        self._tell_of(job.peer, source)
+        self._new_reads.append(job)
 
-    def cancel(self, transfer_id: TransferId) -> None:
+    def cancel_read(self, transfer_id: TransferId) -> None:
+        """Ends a read as soon as nothing of it moves any more; a `ReadEnded` follows."""
         self._cancelled.append(self._on_wire(transfer_id))
 
-    def _check_tables(self, block_ids: BlockIds, end: int, owner: Hello) -> int:
-        """Returns how many blocks the other engine needs for `end` tokens. Raises PeerError if it names fewer."""
-        num_blocks = cdiv(end, owner.shards[0].layout.block_size)
-        if len(block_ids) != self._num_groups or any(len(table) < num_blocks for table in block_ids):
-            raise PeerError(f"{owner.engine_id} does not name blocks for {end} tokens in every group")
-        return num_blocks
+    def _tell_of(self, key: str, peer: Hello) -> None:
+        """Tells the workers of an engine before its first job."""
+        if key not in self._told:
+            self._told.add(key)
+            self._new_peers.append(PeerShards(key, peer.shards))
+
+    # ---- Steps ----
 
     def take(self, live_engines: set[str], has_time: bool) -> P2PMetadata:
         """Returns the metadata of the next step. Forgets engines that are no longer connected."""
-        in_use = {job.peer for job in self._open.values()}
-        gone = self._known - live_engines - in_use
+        in_use = {each.job.peer for each in self._reads.values()} | {each.peer for each in self._new_digests}
+        gone = self._known.keys() - live_engines - in_use
         forgotten = self._told & gone
-        self._known -= gone
         self._told -= gone
         for name in gone:
+            del self._known[name]
+            self._readings.pop(name, None)
             self._topology.forget(name)
         own = () if self._is_own_told else tuple(self._own.values())
         self._is_own_told = True
         metadata = P2PMetadata(
             own=own,
-            peers=tuple(self._peers),
+            peers=tuple(self._new_peers),
             forgotten=tuple(sorted(forgotten)),
-            attests=tuple(self._attests),
-            reads=tuple(self._reads),
+            digests=tuple(self._new_digests),
+            reads=tuple(self._new_reads),
             cancelled=tuple(self._cancelled),
+            dropped=tuple(self._dropped),
             has_time=has_time,
         )
-        for each in (self._peers, self._attests, self._reads, self._cancelled):
+        for each in (self._new_peers, self._new_digests, self._new_reads, self._cancelled, self._dropped):
             each.clear()
         return metadata
 
-    def apply(self, report: TransferReport) -> Attested | ReadEnded | None:
+    def apply(self, report: TransferReport) -> Digested | ReadEnded | None:
         """Returns the result of the job that ends with this report; None if other reports are missing."""
         reports = self._ledger.apply(report)
         if not reports:
             return None
-        job, hello = self._open.pop(report.transfer_id), self._hellos.pop(report.transfer_id)
-        name = report.transfer_id.partition(":")[2]
-        if isinstance(job, AttestJob):
-            return Attested(name, self._collect(job, hello, reports))
+        if report.transfer_id in self._digests:
+            digest = self._digests.pop(report.transfer_id)
+            return Digested(digest.job_id, self._collect(digest, reports))
+        read = self._reads.pop(report.transfer_id)
+        job = read.job
         is_complete = all(each.status is TransferStatus.DONE or each.bad_ranges for each in reports)
-        bad = [*bad_ranges(reports, self._num_groups, job.first, job.end), *self._find_missing(job, hello)]
-        return ReadEnded(name, tuple(dict.fromkeys(bad)), is_complete)
+        bad = [*bad_ranges(reports, self._num_groups, job.first, job.end), *self._find_missing(job, read.source)]
+        return ReadEnded(read.transfer_id, tuple(dict.fromkeys(bad)), is_complete)
 
     def _find_missing(self, job: ReadJob, source: Hello) -> Iterator[BadRange]:
         """Yields ranges for which the other engine has no blocks, as before its window: they were not transferred."""
@@ -180,28 +234,18 @@ class WorkerJobs:
                 if is_missing and table[start // size] != NULL_BLOCK:
                     yield BadRange(group, start, end)
 
-    def _begin(self, job: AttestJob | ReadJob, peer: Hello) -> None:
-        self._ledger.open(job.job_id, self._own)
-        self._open[job.job_id] = job
-        self._hellos[job.job_id] = peer
-        if job.peer not in self._told:
-            self._told.add(job.peer)
-            self._peers.append(PeerShards(job.peer, peer.shards))
-
-    def _collect(
-        self, job: AttestJob, reader: Hello, reports: Sequence[TransferReport]
-    ) -> tuple[ShardDigests, ...] | None:
+    def _collect(self, digest: Digest, reports: Sequence[TransferReport]) -> tuple[ShardDigests, ...] | None:
         """Divides the ranks' digests, which are reported as one row, by the reader's rank and by group."""
         if any(report.status is not TransferStatus.DONE for report in reports):
             return None
-        unit = digest_unit(self.block_size, reader.shards[0].layout.block_size)
-        num_units = len(digest_edges(job.first, job.end, unit)) - 1
+        num_units = len(digest_edges(digest.first, digest.end, digest.reading.unit)) - 1
+        readers = dict(digest.reading.parts)
         collected: list[ShardDigests] = []
         for report in reports:
             row = iter(report.digests)
-            for consumer in sorted(self._topology.readers(job.peer)[report.shard]):
-                by_group = tuple(tuple(next(row) for _ in range(num_units)) for _ in job.block_ids)
-                collected.append(ShardDigests(report.shard, consumer, by_group))
+            for reader, _ in readers[report.shard]:
+                by_group = tuple(tuple(next(row) for _ in range(num_units)) for _ in digest.block_ids)
+                collected.append(ShardDigests(report.shard, reader, by_group))
         return tuple(collected)
 
     def _on_wire(self, name: TransferId) -> TransferId:
@@ -209,6 +253,6 @@ class WorkerJobs:
 
     def check_integrity(self) -> None:
         self._ledger.check_integrity()
-        assert len(self._open) == len(self._ledger), (sorted(self._open), len(self._ledger))
-        assert self._open.keys() == self._hellos.keys(), self._open.keys() ^ self._hellos.keys()
-        assert self._told <= self._known, self._told - self._known
+        num_open = len(self._digests) + len(self._reads)
+        assert num_open == len(self._ledger), (sorted(self._digests), sorted(self._reads), len(self._ledger))
+        assert self._told <= self._known.keys(), self._told - self._known.keys()

@@ -41,7 +41,10 @@ class Lookups:
             is_first = address not in self._waiting
             self._waiting.setdefault(address, []).append(found)
         if is_first:
-            threading.Thread(target=self._look_up, args=(address,), name="kv-name", daemon=True).start()
+            try:
+                threading.Thread(target=self._look_up, args=(address,), name="kv-name", daemon=True).start()
+            except RuntimeError as error:
+                self._tell(address, [], f"the name {address[0]} cannot be looked up: {error}")
 
     def _look_up(self, address: Address) -> None:
         endpoints: list[Endpoint] = []
@@ -52,7 +55,10 @@ class Lookups:
                     endpoints.append(Endpoint(family, found))
         except (OSError, UnicodeError) as error:
             reason = f"the name {address[0]} has no address: {error}"
+        self._tell(address, endpoints[:_MAX_ENDPOINTS], reason or f"the name {address[0]} has no address")
+
+    def _tell(self, address: Address, endpoints: list[Endpoint], reason: str) -> None:
         with self._lock:
             waiting = self._waiting.pop(address)
         for each in waiting:
-            each(endpoints[:_MAX_ENDPOINTS], reason or f"the name {address[0]} has no address")
+            each(endpoints, reason)

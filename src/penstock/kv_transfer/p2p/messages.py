@@ -131,8 +131,11 @@ Message = Hello | Fetch | Grant | Refuse | Renew | Done | DoneAck | Abort | Bye
 CODEC = Codec(Hello, Fetch, Grant, Refuse, Renew, Done, DoneAck, Abort, Bye)
 
 
-class AttestJob(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests digests of what engine `peer` gets of own blocks. `block_ids` are the request's block tables."""
+class DigestJob(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests digests of what engine `peer` gets of tokens [first, end) of own blocks, the request's block tables.
+
+    `peer` is empty for an engine with the same ranks as this one.
+    """
 
     job_id: TransferId
     peer: str
@@ -162,7 +165,8 @@ class PeerShards(msgspec.Struct, frozen=True):
 
 @register_kind
 class P2PMetadata(KVConnectorMetadata, msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """`own` are the ranks of this engine, sent once. `cancelled` jobs end as soon as nothing of them moves any more.
+    """`own` are the ranks of this engine, sent once. `cancelled` reads end as soon as nothing of them moves any more;
+    `dropped` digests are not needed any more, and are not reported.
 
     With `has_time` nothing is computed during the step, so that digests, and waiting for transfers, delay no token.
     """
@@ -170,9 +174,10 @@ class P2PMetadata(KVConnectorMetadata, msgspec.Struct, frozen=True, tag=True, kw
     own: tuple[Shard, ...] = ()
     peers: tuple[PeerShards, ...] = ()
     forgotten: tuple[str, ...] = ()
-    attests: tuple[AttestJob, ...] = ()
+    digests: tuple[DigestJob, ...] = ()
     reads: tuple[ReadJob, ...] = ()
     cancelled: tuple[TransferId, ...] = ()
+    dropped: tuple[TransferId, ...] = ()
     has_time: bool = False
 
 

@@ -1,17 +1,24 @@
-"""The sending half: which KV is held for other engines, which of them may read it, and for how long (sans-IO).
+r"""The sending half: which KV is held for other engines, which of them may read it, and for how long (sans-IO).
 
-A finished request's blocks are held until a consumer has read them, has reported that it does not need them, or has not
-come in time. A hold is given to one reader, once: a repeated ticket is refused. A fetch that names a rendezvous may
-come before its request has ended; it is parked until then, with a deadline.
+A request that another engine will decode has one record, from its start to the release of its blocks:
 
-    held -> attesting -> granted -> released
+    prefilling -> held -> digesting -> granted -> released
+                      \-> granted
+
+Its blocks are digested as they are completed, so that most readers are granted at once. They are held until a reader
+has read them, has reported that it does not need them, or has not come in time, and until a lease has ended. A hold is
+given to one reader, once: a repeated ticket is refused. A fetch that names a rendezvous may come before its request has
+ended; it is parked until then, with a deadline.
 """
 
 from __future__ import annotations
 
+import enum
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from penstock.kv_transfer.p2p.known_digests import KnownDigests, Reading
 from penstock.kv_transfer.p2p.messages import (
     Abort,
     Done,
@@ -26,21 +33,23 @@ from penstock.kv_transfer.p2p.messages import (
 )
 from penstock.kv_transfer.p2p.session import PeerKey, Send
 from penstock.kv_transfer.p2p.ticket import Ticket, TicketOffice
+from penstock.messages.kv_cache_spec import NULL_BLOCK
 from penstock.messages.kv_transfer import TransferId
-from penstock.messages.scheduler_output import BlockIds
+from penstock.messages.scheduler_output import BlockIds, BlockTable
 from penstock.utils.errors import PeerError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProducerRules:
     """All times are in seconds. `hold_seconds`: how long blocks are held for a reader that has not come;
-    `park_seconds`: how long a reader waits for a request that has not ended. Without `is_attested` blocks are not
-    digested."""
+    `park_seconds`: how long a reader waits for a request that has not ended. At most `max_held_blocks` are held at a
+    time. Without `is_attested` blocks are not digested."""
 
     hold_seconds: float
     lease_seconds: float
     park_seconds: float
     max_parked: int
+    max_held_blocks: int
     is_attested: bool
 
 
@@ -52,18 +61,24 @@ class Offer:
     prompt_digest: bytes
     num_tokens: int
     block_ids: BlockIds
-    rendezvous: str = ""
 
 
 @dataclass(frozen=True, slots=True)
-class Attest:
-    """Requests that the workers digest what `peer` is going to get."""
+class Digest:
+    """Requests digests of tokens [first, end) as they will be read. `block_ids` are the block tables."""
 
     job_id: TransferId
-    peer: PeerKey
+    reading: Reading
     block_ids: BlockIds
     first: int
     end: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopDigest:
+    """Requests that the workers drop the job. No report is needed."""
+
+    job_id: TransferId
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,21 +95,56 @@ class Sent:
     seconds: float
 
 
-ProducerAction = Send | Attest | Release | Sent
+ProducerAction = Send | Digest | StopDigest | Release | Sent
 
-_GrantKey = tuple[PeerKey, TransferId]
+_ReaderKey = tuple[PeerKey, TransferId]
+
+
+class HoldState(enum.Enum):
+    PREFILLING = "prefilling"
+    HELD = "held"
+    DIGESTING = "digesting"
+    GRANTED = "granted"
+
+
+_NEXT = {
+    HoldState.PREFILLING: {HoldState.HELD},
+    HoldState.HELD: {HoldState.DIGESTING, HoldState.GRANTED},
+    HoldState.DIGESTING: {HoldState.GRANTED},
+    HoldState.GRANTED: set[HoldState](),
+}
 
 
 @dataclass(slots=True)
-class _Held:
-    offer: Offer
-    deadline: float
-    is_taken: bool = False
+class _Reader:
+    """An engine that has asked for a hold."""
+
+    key: _ReaderKey
+    fetch: Fetch
+    reading: Reading
+
+
+@dataclass(slots=True)
+class _Hold:
+    """`deadline` is that of the state: for a reader to come, or of the lease."""
+
+    hold_id: TransferId
+    rendezvous: str
+    digests: KnownDigests
+    state: HoldState = HoldState.PREFILLING
+    deadline: float = float("inf")
+    offer: Offer | None = None
+    reader: _Reader | None = None
+    granted_at: float = 0.0
+
+    def set_state(self, state: HoldState, deadline: float) -> None:
+        assert state in _NEXT[self.state], f"a hold goes from {self.state} to {state}"
+        self.state, self.deadline = state, deadline
 
 
 @dataclass(slots=True)
 class _Parked:
-    fetch: Fetch
+    reader: _Reader
     deadline: float
 
 
@@ -107,24 +157,6 @@ class _Closed:
 
 
 @dataclass(slots=True)
-class _Grant:
-    held: _Held
-    fetch: Fetch
-    job_id: TransferId
-    deadline: float
-    granted_at: float = 0.0
-    is_granted: bool = False
-    # The workers are reading the blocks.
-    is_busy: bool = False
-    # Meanwhile the reader has disconnected, cancelled, or exceeded its lease.
-    is_abandoned: bool = False
-
-    @property
-    def is_live(self) -> bool:
-        return self.is_granted and not self.is_abandoned
-
-
-@dataclass(slots=True)
 class ProducerCounts:
     num_offered: int = 0
     num_granted: int = 0
@@ -132,26 +164,41 @@ class ProducerCounts:
     num_not_needed: int = 0
     num_expired: int = 0
     num_refused: int = 0
+    num_without_room: int = 0
 
 
 @dataclass(slots=True)
 class _State:
-    held: dict[TransferId, _Held] = field(default_factory=dict[TransferId, _Held])
-    at_rendezvous: dict[str, _Held] = field(default_factory=dict[str, _Held])
-    parked: dict[_GrantKey, _Parked] = field(default_factory=dict[_GrantKey, _Parked])
-    grants: dict[_GrantKey, _Grant] = field(default_factory=dict[_GrantKey, _Grant])
-    jobs: dict[TransferId, _GrantKey] = field(default_factory=dict[TransferId, _GrantKey])
+    """`holds` has every request, by its hold id; the other tables find them by what peers name."""
+
+    holds: dict[TransferId, _Hold] = field(default_factory=dict[TransferId, _Hold])
+    at_rendezvous: dict[str, _Hold] = field(default_factory=dict[str, _Hold])
+    by_reader: dict[_ReaderKey, _Hold] = field(default_factory=dict[_ReaderKey, _Hold])
+    jobs: dict[TransferId, _Hold] = field(default_factory=dict[TransferId, _Hold])
+    parked: dict[_ReaderKey, _Parked] = field(default_factory=dict[_ReaderKey, _Parked])
     closed: dict[str, _Closed] = field(default_factory=dict[str, _Closed])
+    held_blocks: Counter[int] = field(default_factory=Counter[int])
 
 
 class Producer:
-    """`epoch` differs in every life of the engine. Every call may add actions; `take_actions` returns them."""
+    """`epoch` differs in every life of the engine. Every call may add actions; `take_actions` returns them.
 
-    def __init__(self, engine_id: str, epoch: str, rules: ProducerRules, office: TicketOffice) -> None:
+    `expected` is the reading for which blocks are digested before a reader has come: that of the last reader.
+    """
+
+    def __init__(
+        self,
+        engine_id: str,
+        epoch: str,
+        rules: ProducerRules,
+        office: TicketOffice,
+        expected: Reading = Reading(1),  # noqa: B008
+    ) -> None:
         self._engine_id = engine_id
         self._epoch = epoch
         self._rules = rules
         self._office = office
+        self.expected = expected
         self._state = _State()
         self._actions: list[ProducerAction] = []
         self._num_jobs = 0
@@ -159,84 +206,105 @@ class Producer:
 
     @property
     def num_held(self) -> int:
-        return len(self._state.held)
+        return sum(hold.state is not HoldState.PREFILLING for hold in self._state.holds.values())
 
     # ---- Requests of this engine ----
 
-    def expect(self, rendezvous: str) -> None:
-        """Called when a request with this rendezvous begins: a reader waits, though an earlier one ended without KV."""
+    def expect(self, hold_id: TransferId, rendezvous: str) -> None:
+        """Begins a request that will be held. A reader waits for its rendezvous, though an earlier request with the
+        same one ended without KV."""
+        self._state.holds[hold_id] = _Hold(hold_id, rendezvous, KnownDigests(self.expected))
         closed = self._state.closed.get(rendezvous)
         if closed is not None and not closed.is_by_reader:
             del self._state.closed[rendezvous]
 
+    def restart(self, hold_id: TransferId) -> None:
+        """Called when a request gets new blocks, for the first time or after a preemption."""
+        self._digest_anew(self._state.holds[hold_id], self.expected)
+
+    def on_computed(self, hold_id: TransferId, table: BlockTable, first: int, end: int) -> None:
+        """Called when tokens [first, end) of the request's prompt are in its blocks, which are complete."""
+        hold = self._state.holds[hold_id]
+        if self._rules.is_attested and hold.digests.can_serve(hold.digests.reading, first, end):
+            self._digest(hold, tuple(tuple(blocks) for blocks in table), first, end)
+
     def offer(self, offer: Offer, now: float) -> str:
-        """Offers the held blocks of a request that has ended. Returns its ticket."""
-        held = _Held(offer, now + self._rules.hold_seconds)
-        self._state.held[offer.hold_id] = held
+        """Holds the blocks of a request that has ended. Returns its ticket; "" if there is no room for its blocks."""
+        blocks = _blocks_of(offer)
+        num_new = sum(block not in self._state.held_blocks for block in blocks)
+        if num_new + len(self._state.held_blocks) > self._rules.max_held_blocks:
+            self.counts.num_without_room += 1
+            self.withdraw(offer.hold_id, now)
+            return ""
+        self._state.held_blocks.update(blocks)
+        hold = self._state.holds[offer.hold_id]
+        hold.offer = offer
+        hold.set_state(HoldState.HELD, now + self._rules.hold_seconds)
         self.counts.num_offered += 1
-        if offer.rendezvous:
-            self._state.at_rendezvous[offer.rendezvous] = held
-            closed = self._state.closed.pop(offer.rendezvous, None)
+        if hold.rendezvous:
+            self._state.at_rendezvous[hold.rendezvous] = hold
+            closed = self._state.closed.pop(hold.rendezvous, None)
             if closed is not None and closed.is_by_reader:
-                self._drop(held)
-            for key in self._waiting_at(offer.rendezvous):
-                self._answer(key, self._state.parked.pop(key).fetch, now)
+                self._release(hold)
+            for key in self._waiting_at(hold.rendezvous):
+                self._answer(self._state.parked.pop(key).reader, now)
         return self._office.issue(
             Ticket(self._engine_id, self._epoch, offer.hold_id, offer.prompt_digest, offer.num_tokens)
         )
 
-    def withdraw(self, rendezvous: str, now: float) -> None:
-        """Called when the request with this rendezvous has ended without KV."""
-        if rendezvous:
-            self._close(rendezvous, now, is_by_reader=False)
-        for key in self._waiting_at(rendezvous):
+    def withdraw(self, hold_id: TransferId, now: float) -> None:
+        """Called when a request has ended and its blocks are not held."""
+        hold = self._state.holds.pop(hold_id)
+        self._stop_digests(hold)
+        if hold.rendezvous:
+            self._close(hold.rendezvous, now, is_by_reader=False)
+        for key in self._waiting_at(hold.rendezvous):
             del self._state.parked[key]
-            self._refuse(key, Reason.PREFILL_FAILED, "the request has ended before its prompt was computed")
+            self._refuse(key, Reason.PREFILL_FAILED, "the request has ended, and its KV is not held")
 
     def can_be_met(self, rendezvous: str) -> bool:
-        """Returns whether a request may use this rendezvous: no other one is held under it."""
-        return rendezvous not in self._state.at_rendezvous
+        """Returns whether a request may use this rendezvous: no other one does."""
+        return all(hold.rendezvous != rendezvous for hold in self._state.holds.values())
 
     # ---- Peers ----
 
-    def receive(self, peer: PeerKey, message: Message, now: float) -> None:
-        """Applies a message. Raises PeerError for one that no consumer sends."""
+    def receive(self, peer: PeerKey, message: Message, now: float, reading: Reading | None = None) -> None:
+        """Applies a message. `reading` is the peer's. Raises PeerError for a message that no consumer sends."""
         match message:
             case Fetch():
-                self._on_fetch((peer, message.transfer_id), message, now)
+                self._on_fetch(_Reader((peer, message.transfer_id), message, reading or self.expected), now)
             case Renew():
-                grant = self._state.grants.get((peer, message.transfer_id))
-                if grant is not None and grant.is_live and now < grant.deadline:
-                    grant.deadline = now + self._rules.lease_seconds
+                hold = self._state.by_reader.get((peer, message.transfer_id))
+                if hold is not None and hold.state is HoldState.GRANTED and now < hold.deadline:
+                    hold.deadline = now + self._rules.lease_seconds
             case Done():
                 self._on_done((peer, message.transfer_id), now)
             case Abort():
                 parked = self._state.parked.get((peer, message.transfer_id))
                 self._give_up((peer, message.transfer_id))
-                if parked is not None and not self._waiting_at(parked.fetch.rendezvous):
-                    self._close(parked.fetch.rendezvous, now, is_by_reader=True)
+                if parked is not None and not self._waiting_at(parked.reader.fetch.rendezvous):
+                    self._close(parked.reader.fetch.rendezvous, now, is_by_reader=True)
             case _:
                 raise PeerError(f"the peer sent {type(message).__name__}, which a consumer does not send")
 
     def on_lost(self, peer: PeerKey) -> None:
         """Called when the connection has ended: its grants can no longer be confirmed."""
-        for key in [key for key in (*self._state.parked, *self._state.grants) if key[0] == peer]:
+        for key in [key for key in (*self._state.parked, *self._state.by_reader) if key[0] == peer]:
             self._give_up(key)
 
-    def on_attested(self, job_id: TransferId, digests: Sequence[ShardDigests] | None, now: float) -> None:
-        """Called when the workers have digested the blocks; None if they could not."""
-        key = self._state.jobs.pop(job_id, None)
-        if key is None:
+    def on_digested(self, job_id: TransferId, digests: Sequence[ShardDigests] | None, now: float) -> None:
+        """Called when the workers have digested a piece; None if they could not."""
+        hold = self._state.jobs.pop(job_id, None)
+        if hold is None:
             return
-        grant = self._state.grants[key]
-        grant.is_busy = False
-        if grant.is_abandoned:
-            self._release(key)
-        elif digests is None:
-            self._release(key)
-            self._refuse(key, Reason.PREFILL_FAILED, "the blocks cannot be read")
+        hold.digests.finish(job_id, tuple(digests) if digests is not None else None)
+        if hold.state is not HoldState.DIGESTING or hold.reader is None:
+            return
+        if digests is None:
+            self._release(hold)
+            self._refuse(hold.reader.key, Reason.PREFILL_FAILED, "the blocks cannot be read")
         else:
-            self._grant(key, grant, tuple(digests), now)
+            self._grant_if_digested(hold, hold.reader, now)
 
     # ---- Time ----
 
@@ -246,22 +314,17 @@ class Producer:
         for key in [key for key, each in state.parked.items() if each.deadline <= now]:
             del state.parked[key]
             self._refuse(key, Reason.UNKNOWN_REQUEST, "the request has not been prefilled in time")
-        for key in [key for key, each in state.grants.items() if each.is_live and each.deadline <= now]:
-            self.counts.num_expired += 1
-            self._give_up(key)
         for name in [name for name, each in state.closed.items() if each.deadline <= now]:
             del state.closed[name]
-        for each in [each for each in state.held.values() if not each.is_taken and each.deadline <= now]:
+        for hold in [hold for hold in state.holds.values() if hold.deadline <= now]:
             self.counts.num_expired += 1
-            self._drop(each)
+            self._release(hold)
 
     @property
     def next_deadline(self) -> float | None:
         state = self._state
-        deadlines = [each.deadline for each in state.parked.values()]
-        deadlines += [each.deadline for each in state.grants.values() if each.is_live]
-        deadlines += [each.deadline for each in state.held.values() if not each.is_taken]
-        return min(deadlines, default=None)
+        deadlines = [each.deadline for each in (*state.parked.values(), *state.holds.values())]
+        return min((each for each in deadlines if each != float("inf")), default=None)
 
     def take_actions(self) -> list[ProducerAction]:
         actions, self._actions = self._actions, []
@@ -269,128 +332,167 @@ class Producer:
 
     # ---- Transitions ----
 
-    def _on_fetch(self, key: _GrantKey, fetch: Fetch, now: float) -> None:
-        if key in self._state.grants or key in self._state.parked:
+    def _on_fetch(self, reader: _Reader, now: float) -> None:
+        if reader.key in self._state.by_reader or reader.key in self._state.parked:
             return
-        if fetch.rendezvous and fetch.rendezvous not in self._state.at_rendezvous:
-            closed = self._state.closed.pop(fetch.rendezvous, None)
+        rendezvous = reader.fetch.rendezvous
+        if rendezvous and rendezvous not in self._state.at_rendezvous:
+            closed = self._state.closed.pop(rendezvous, None)
             if closed is not None and not closed.is_by_reader:
-                self._refuse(key, Reason.PREFILL_FAILED, "the request has ended before its prompt was computed")
+                self._refuse(reader.key, Reason.PREFILL_FAILED, "the request has ended, and its KV is not held")
                 return
             if len(self._state.parked) >= self._rules.max_parked:
-                self._refuse(key, Reason.OVERLOADED, f"{self._rules.max_parked} readers already wait for requests")
+                what = f"{self._rules.max_parked} readers already wait for requests"
+                self._refuse(reader.key, Reason.OVERLOADED, what)
                 return
-            self._state.parked[key] = _Parked(fetch, now + self._rules.park_seconds)
+            self._state.parked[reader.key] = _Parked(reader, now + self._rules.park_seconds)
             return
-        self._answer(key, fetch, now)
+        self._answer(reader, now)
 
-    def _waiting_at(self, rendezvous: str) -> list[_GrantKey]:
-        return [key for key, each in self._state.parked.items() if each.fetch.rendezvous == rendezvous]
+    def _waiting_at(self, rendezvous: str) -> list[_ReaderKey]:
+        parked = self._state.parked
+        return [key for key, each in parked.items() if rendezvous and each.reader.fetch.rendezvous == rendezvous]
 
     def _close(self, rendezvous: str, now: float, *, is_by_reader: bool) -> None:
         """Records, up to a limit, that one side has given up, so that the other need not wait for its deadline."""
         if len(self._state.closed) < self._rules.max_parked:
             self._state.closed[rendezvous] = _Closed(is_by_reader, now + self._rules.park_seconds)
 
-    def _answer(self, key: _GrantKey, fetch: Fetch, now: float) -> None:
+    def _answer(self, reader: _Reader, now: float) -> None:
         """Grants or refuses a fetch of a request that has ended."""
+        fetch = reader.fetch
         try:
-            held = self._find(fetch)
+            hold = self._find(fetch)
         except PeerError as error:
-            self._refuse(key, Reason.INVALID_TICKET, str(error))
+            self._refuse(reader.key, Reason.INVALID_TICKET, str(error))
             return
-        if held is None or held.is_taken:
-            self._refuse(key, Reason.UNKNOWN_REQUEST, "the KV is no longer held, or has been read already")
-        elif fetch.prompt_digest != held.offer.prompt_digest:
+        if hold is None or hold.offer is None or hold.state is not HoldState.HELD:
+            self._refuse(reader.key, Reason.UNKNOWN_REQUEST, "the KV is no longer held, or has been read already")
+        elif fetch.prompt_digest != hold.offer.prompt_digest:
             what = "the prompts or their salts differ: both engines need the same chat template and API keys"
-            self._refuse(key, Reason.OTHER_PROMPT, what)
-        elif not 0 <= fetch.first <= fetch.end <= held.offer.num_tokens:
-            what = f"tokens [{fetch.first}, {fetch.end}) are not within the {held.offer.num_tokens} that are held"
-            self._refuse(key, Reason.INVALID_RANGE, what)
+            self._refuse(reader.key, Reason.OTHER_PROMPT, what)
+        elif not 0 <= fetch.first <= fetch.end <= hold.offer.num_tokens:
+            what = f"tokens [{fetch.first}, {fetch.end}) are not within the {hold.offer.num_tokens} that are held"
+            self._refuse(reader.key, Reason.INVALID_RANGE, what)
         elif fetch.first == fetch.end:
             self.counts.num_not_needed += 1
-            self._drop(held)
+            self._release(hold)
         else:
-            self._take(key, held, fetch, now)
+            self._take(hold, hold.offer, reader, now)
 
-    def _find(self, fetch: Fetch) -> _Held | None:
+    def _find(self, fetch: Fetch) -> _Hold | None:
         """Returns what a fetch names. Raises PeerError for a ticket that was not issued in this life of this engine."""
         if not fetch.ticket:
             return self._state.at_rendezvous.get(fetch.rendezvous)
         ticket = self._office.read(fetch.ticket)
         if (ticket.engine_id, ticket.epoch) != (self._engine_id, self._epoch):
             raise PeerError("the ticket was issued by another engine, or before this engine restarted")
-        return self._state.held.get(ticket.hold_id)
+        return self._state.holds.get(ticket.hold_id)
 
-    def _take(self, key: _GrantKey, held: _Held, fetch: Fetch, now: float) -> None:
-        held.is_taken = True
-        self._num_jobs += 1
-        grant = _Grant(held, fetch, f"attest-{self._num_jobs}", now + self._rules.lease_seconds)
-        self._state.grants[key] = grant
+    def _take(self, hold: _Hold, offer: Offer, reader: _Reader, now: float) -> None:
+        hold.reader = reader
+        self._state.by_reader[reader.key] = hold
         if not self._rules.is_attested:
-            self._grant(key, grant, (), now)
+            self._grant(hold, reader, (), now)
             return
-        grant.is_busy = True
-        self._state.jobs[grant.job_id] = key
-        self._actions.append(Attest(grant.job_id, key[0], held.offer.block_ids, fetch.first, fetch.end))
+        self.expected = reader.reading
+        first, end = reader.fetch.first, reader.fetch.end
+        if not hold.digests.can_serve(reader.reading, first, end):
+            self._digest_anew(hold, reader.reading)
+        self._digest(hold, offer.block_ids, first, end)
+        hold.set_state(HoldState.DIGESTING, float("inf"))  # the reader's deadline ends it
+        self._grant_if_digested(hold, reader, now)
 
-    def _grant(self, key: _GrantKey, grant: _Grant, digests: tuple[ShardDigests, ...], now: float) -> None:
-        grant.is_granted, grant.granted_at = True, now
-        grant.deadline = now + self._rules.lease_seconds
+    def _digest_anew(self, hold: _Hold, reading: Reading) -> None:
+        self._stop_digests(hold)
+        hold.digests = KnownDigests(reading)
+
+    def _stop_digests(self, hold: _Hold) -> None:
+        for job_id in hold.digests.jobs:
+            del self._state.jobs[job_id]
+            self._actions.append(StopDigest(job_id))
+
+    def _digest(self, hold: _Hold, block_ids: BlockIds, first: int, end: int) -> None:
+        """Begins to digest what is missing of tokens [first, end)."""
+        for start, stop in hold.digests.missing(first, end):
+            self._num_jobs += 1
+            job_id = f"digest-{self._num_jobs}"
+            hold.digests.begin(job_id, start, stop)
+            self._state.jobs[job_id] = hold
+            self._actions.append(Digest(job_id, hold.digests.reading, block_ids, start, stop))
+
+    def _grant_if_digested(self, hold: _Hold, reader: _Reader, now: float) -> None:
+        digests = hold.digests.of(reader.fetch.first, reader.fetch.end)
+        if digests is not None:
+            self._grant(hold, reader, digests, now)
+
+    def _grant(self, hold: _Hold, reader: _Reader, digests: tuple[ShardDigests, ...], now: float) -> None:
+        assert hold.offer is not None, hold
+        hold.set_state(HoldState.GRANTED, now + self._rules.lease_seconds)
+        hold.granted_at = now
         self.counts.num_granted += 1
         answer = Grant(
-            transfer_id=grant.fetch.transfer_id,
+            transfer_id=reader.fetch.transfer_id,
             lease=self._rules.lease_seconds,
-            block_ids=grant.held.offer.block_ids,
+            block_ids=hold.offer.block_ids,
             digests=digests,
         )
-        self._actions.append(Send(key[0], answer))
+        self._actions.append(Send(reader.key[0], answer))
 
-    def _on_done(self, key: _GrantKey, now: float) -> None:
-        grant = self._state.grants.get(key)
-        is_valid = grant is not None and grant.is_live and now < grant.deadline
-        if grant is not None and grant.is_live:
-            self._give_up(key)
-        if grant is not None and is_valid:
-            self.counts.num_completed += 1
-            self._actions.append(Sent(key[0], grant.fetch.end - grant.fetch.first, now - grant.granted_at))
+    def _on_done(self, key: _ReaderKey, now: float) -> None:
+        hold = self._state.by_reader.get(key)
+        is_valid = hold is not None and hold.state is HoldState.GRANTED and now < hold.deadline
+        if hold is not None and hold.reader is not None and hold.state is HoldState.GRANTED:
+            self._release(hold)
+            if is_valid:
+                fetch = hold.reader.fetch
+                self.counts.num_completed += 1
+                self._actions.append(Sent(key[0], fetch.end - fetch.first, now - hold.granted_at))
         self._actions.append(Send(key[0], DoneAck(key[1], is_valid)))
 
-    def _give_up(self, key: _GrantKey) -> None:
-        """Called when the reader has cancelled, disconnected or exceeded its lease."""
+    def _give_up(self, key: _ReaderKey) -> None:
+        """Called when the reader has cancelled or disconnected."""
         self._state.parked.pop(key, None)
-        grant = self._state.grants.get(key)
-        if grant is None:
-            return
-        if not grant.is_busy:
-            self._release(key)
-        else:
-            grant.is_abandoned = True
+        hold = self._state.by_reader.get(key)
+        if hold is not None:
+            self._release(hold)
 
-    def _release(self, key: _GrantKey) -> None:
-        self._drop(self._state.grants.pop(key).held)
+    def _release(self, hold: _Hold) -> None:
+        """Ends a hold in any state."""
+        assert hold.offer is not None, hold
+        self._stop_digests(hold)
+        for block in _blocks_of(hold.offer):
+            self._state.held_blocks[block] -= 1
+            if not self._state.held_blocks[block]:
+                del self._state.held_blocks[block]
+        del self._state.holds[hold.hold_id]
+        if hold.rendezvous:
+            del self._state.at_rendezvous[hold.rendezvous]
+        if hold.reader is not None:
+            del self._state.by_reader[hold.reader.key]
+        self._actions.append(Release(hold.hold_id))
 
-    def _drop(self, held: _Held) -> None:
-        del self._state.held[held.offer.hold_id]
-        if held.offer.rendezvous:
-            del self._state.at_rendezvous[held.offer.rendezvous]
-        self._actions.append(Release(held.offer.hold_id))
-
-    def _refuse(self, key: _GrantKey, reason: Reason, detail: str) -> None:
+    def _refuse(self, key: _ReaderKey, reason: Reason, detail: str) -> None:
         self.counts.num_refused += 1
         self._actions.append(Send(key[0], Refuse(key[1], reason, detail)))
 
     def check_integrity(self) -> None:
         """Recomputes derived state; raises AssertionError if it is inconsistent."""
         state = self._state
-        taken = {each.offer.hold_id for each in state.held.values() if each.is_taken}
-        granted = {grant.held.offer.hold_id for grant in state.grants.values()}
-        assert taken == granted, f"taken {sorted(taken)}, granted {sorted(granted)}"
-        busy = {key for key, grant in state.grants.items() if grant.is_busy}
-        assert busy == set(state.jobs.values()), f"busy {busy}, jobs {state.jobs}"
-        waiting = [key for key, grant in state.grants.items() if not grant.is_granted and not grant.is_busy]
-        assert not waiting, f"nothing is done for {waiting}"
-        at_rendezvous = {each.offer.rendezvous for each in state.held.values() if each.offer.rendezvous}
-        assert at_rendezvous == state.at_rendezvous.keys(), at_rendezvous ^ state.at_rendezvous.keys()
-        awaited = {each.fetch.rendezvous for each in state.parked.values()}
+        holds = list(state.holds.values())
+        by_reader = {hold.reader.key: hold for hold in holds if hold.reader is not None}
+        assert by_reader == state.by_reader, (by_reader.keys(), state.by_reader.keys())
+        jobs = {job_id: hold for hold in holds for job_id in hold.digests.jobs}
+        assert jobs == state.jobs, jobs.keys() ^ state.jobs.keys()
+        idle = [hold.hold_id for hold in holds if hold.state is HoldState.DIGESTING and not hold.digests.jobs]
+        assert not idle, f"nothing is done for {idle}"
+        at_rendezvous = {hold.rendezvous: hold for hold in holds if hold.offer is not None and hold.rendezvous}
+        assert at_rendezvous == state.at_rendezvous, at_rendezvous.keys() ^ state.at_rendezvous.keys()
+        held = Counter(block for hold in holds if hold.offer is not None for block in _blocks_of(hold.offer))
+        assert held == state.held_blocks, (held, state.held_blocks)
+        awaited = {each.reader.fetch.rendezvous for each in state.parked.values()}
         assert awaited.isdisjoint(state.closed), f"one side has gone from {awaited & state.closed.keys()}"
+
+
+def _blocks_of(offer: Offer) -> set[int]:
+    return {block for table in offer.block_ids for block in table if block != NULL_BLOCK}

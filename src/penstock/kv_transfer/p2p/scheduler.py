@@ -22,7 +22,7 @@ from penstock.kv_transfer.p2p.producer import Offer
 from penstock.kv_transfer.p2p.ticket import digest_prompt
 from penstock.messages.kv_transfer import HandshakePayload, KVConnectorOutput, ShardId, TransferId
 from penstock.messages.outputs import FinishReason
-from penstock.messages.scheduler_output import BlockIds, SchedulerOutput
+from penstock.messages.scheduler_output import BlockIds, BlockTable, SchedulerOutput
 from penstock.utils.clock import Clock
 from penstock.utils.errors import PeerError, RequestError
 from penstock.utils.logging import get_logger
@@ -61,7 +61,7 @@ class P2PScheduler(NullSchedulerConnector):
         self._resolve = resolve
         self._clock = clock
         self._remote: dict[str, _Remote] = {}
-        self._decoded_elsewhere: dict[str, RemoteDecode] = {}
+        self._decoded_elsewhere: dict[str, TransferId] = {}  # hold ids, by request id
         self._num_stages = self._num_tensor_ranks = 1
 
     # ---- Start and end ----
@@ -88,10 +88,8 @@ class P2PScheduler(NullSchedulerConnector):
             case RemoteDecode(rendezvous):
                 if role == "kv_consumer":
                     raise RequestError("this engine has kv_role kv_consumer: send do_remote_decode to a kv_producer")
-                if rendezvous and not self._is_free(rendezvous):
-                    raise RequestError(f"transfer_id {rendezvous!r} is already in use", "kv_transfer_params")
-                self._exchange.expect(rendezvous)
-                self._decoded_elsewhere[request.request_id] = asked
+                self._exchange.expect(request.hold_id, rendezvous)
+                self._decoded_elsewhere[request.request_id] = request.hold_id
             case RemotePrefill():
                 if role == "kv_producer":
                     raise RequestError("this engine has kv_role kv_producer: send do_remote_prefill to a kv_consumer")
@@ -99,10 +97,6 @@ class P2PScheduler(NullSchedulerConnector):
                 self._remote[request.request_id] = _Remote(request.hold_id, asked, digest)
             case None:
                 pass
-
-    def _is_free(self, rendezvous: str) -> bool:
-        in_use = any(each.rendezvous == rendezvous for each in self._decoded_elsewhere.values())
-        return not in_use and self._exchange.can_be_met(rendezvous)
 
     def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
         remote = self._remote.get(request.request_id)
@@ -149,25 +143,26 @@ class P2PScheduler(NullSchedulerConnector):
             self._dismiss(request.request_id, remote)
         elif remote is not None:
             self._exchange.abandon_load(remote.transfer_id)
-        wanted = self._decoded_elsewhere.pop(request.request_id, None)
-        if wanted is None:
+        if self._decoded_elsewhere.pop(request.request_id, None) is None:
             return FREED
         if reason not in _HELD or not block_ids:
-            self._exchange.withdraw(wanted.rendezvous)
+            self._exchange.withdraw(request.hold_id)
             return FREED
-        return FinishResult(FinishAction.HOLD, self._hold(request, block_ids, wanted))
+        params = self._hold(request, block_ids)
+        return FREED if params is None else FinishResult(FinishAction.HOLD, params)
 
-    def _hold(self, request: RequestView, block_ids: BlockIds, wanted: RemoteDecode) -> dict[str, object]:
-        """Holds the blocks for another engine; returns the parameters of the response."""
+    def _hold(self, request: RequestView, block_ids: BlockIds) -> dict[str, object] | None:
+        """Holds the blocks for another engine. Returns the parameters of the response, None if there is no room."""
         ticket = self._exchange.offer(
             Offer(
                 hold_id=request.hold_id,
                 prompt_digest=digest_prompt(request.prompt_token_ids, request.cache_salt),
                 num_tokens=request.num_prompt_tokens,
                 block_ids=block_ids,
-                rendezvous=wanted.rendezvous,
             )
         )
+        if not ticket:
+            return None
         host, port = self._exchange.address
         return {
             "do_remote_prefill": True,
@@ -185,8 +180,17 @@ class P2PScheduler(NullSchedulerConnector):
 
     # ---- Steps ----
 
+    def on_blocks_complete(self, request: RequestView, block_ids: BlockTable, first: int, end: int) -> None:
+        if request.request_id in self._decoded_elsewhere:
+            size = self._block_size
+            end = min(end, request.num_prompt_tokens // size)
+            if first < end:
+                self._exchange.on_computed(request.hold_id, block_ids, first * size, end * size)
+
     def build_connector_meta(self, plan: SchedulerOutput) -> P2PMetadata:
         for new in plan.new_requests:
+            if new.request_id in self._decoded_elsewhere:
+                self._exchange.restart(self._decoded_elsewhere[new.request_id])
             remote = self._remote.get(new.request_id)
             if remote is not None and not remote.is_settled:
                 self._dismiss(new.request_id, remote)

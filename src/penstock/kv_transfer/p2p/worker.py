@@ -1,8 +1,9 @@
 """The worker side of the `P2PConnector`: digests of KV for other engines, reads, and checks of received KV.
 
-Bytes move in parallel with the steps, on the transport's threads. Digests, which this rank computes itself, are bounded
-per step, so that other requests do not wait for them. A step that computes nothing else waits briefly for transfers, so
-that the engine does not ask for their end again and again. A read is reported when nothing of it can move any more.
+Bytes move in parallel with the steps, on the transport's threads. Digests, which this rank computes itself, take a
+bounded share of the time, however long a step is, so that other requests do not wait for them. A step that computes
+nothing else waits briefly for transfers, so that the engine does not ask for their end again and again. A read is
+reported when nothing of it can move any more.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from penstock.kv_transfer.null import NullWorkerConnector
 from penstock.kv_transfer.p2p.dialler import Background
 from penstock.kv_transfer.p2p.digests import UnitDigests
-from penstock.kv_transfer.p2p.messages import AttestJob, P2PHandshake, P2PMetadata, ReadJob, Shard
+from penstock.kv_transfer.p2p.messages import DigestJob, P2PHandshake, P2PMetadata, ReadJob, Shard
 from penstock.kv_transfer.p2p.moves import Move, Mover, Slices
 from penstock.kv_transfer.topology.pieces import digest_order, digest_unit
 from penstock.kv_transfer.topology.planner import sources
@@ -29,26 +30,30 @@ from penstock.messages.kv_transfer import (
     TransferReport,
     TransferStatus,
 )
+from penstock.utils.clock import Clock, SystemClock
 from penstock.utils.errors import PeerError
 from penstock.utils.logging import get_logger
 
 logger = get_logger(__name__)
 
-_DIGEST_BYTES_PER_STEP = 8 << 20
-# Multiplies the limit in a step that computes nothing else.
+# About an eighth of what a core digests in a second, for steps that also compute; all of it in other steps, but not
+# longer than `_IDLE_SECONDS`, because a request that arrives meanwhile waits.
+_DIGEST_BYTES_PER_SECOND = 1 << 30
 _IDLE_FACTOR = 8
+_IDLE_SECONDS = 0.01
+_MIN_SECONDS = 0.001
 # A request that arrives while a step waits for transfers waits too.
 _WAIT_SECONDS = 0.002
 
 
 @dataclass(slots=True, eq=False)
-class _Attest:
+class _Digesting:
     """`work` yields the number of bytes that it has digested, unit by unit, and fills `digests`."""
 
     job_id: TransferId
     work: Iterator[int]
     digests: list[bytes]
-    is_digested: bool = False
+    is_done: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -62,7 +67,7 @@ class _Read:
 
 class P2PWorker(NullWorkerConnector):
     """Serves one rank. `make_transport` is called when its memory is known; `background` connects it to peers. A step
-    in which nothing is computed waits up to `wait_seconds` for transfers."""
+    in which nothing is computed waits up to `wait_seconds` for transfers. Steps digest `digest_bytes` per second."""
 
     def __init__(
         self,
@@ -71,19 +76,23 @@ class P2PWorker(NullWorkerConnector):
         background: Background,
         *,
         needs_shared_memory: bool = False,
-        digest_bytes_per_step: int = _DIGEST_BYTES_PER_STEP,
+        digest_bytes: float = _DIGEST_BYTES_PER_SECOND,
         wait_seconds: float = _WAIT_SECONDS,
+        clock: Clock = SystemClock(),  # noqa: B008 - it has no state
     ) -> None:
         self.needs_shared_memory = needs_shared_memory
         self._shard = shard
         self._make_transport = make_transport
         self._background = background
-        self._digest_bytes_per_step = digest_bytes_per_step
+        self._digest_bytes = digest_bytes
+        self._clock = clock
+        self._began = self._collected = clock.now()
         self._wait_seconds = wait_seconds
         self._tables: dict[str, dict[ShardId, Shard]] = {}
         self._own: dict[ShardId, Shard] = {}
         self._metadata = P2PMetadata()
-        self._attests: list[_Attest] = []
+        self._digesting: list[_Digesting] = []
+        self._readers: dict[str, tuple[tuple[Slices, int], ...]] = {}
         self._reads: list[_Read] = []
         self._reports: list[TransferReport] = []
 
@@ -101,13 +110,16 @@ class P2PWorker(NullWorkerConnector):
     def begin_step(self, metadata: KVConnectorMetadata | None) -> None:
         assert isinstance(metadata, P2PMetadata), metadata
         self._metadata = metadata
+        self._began = self._clock.now()
         if metadata.own:
             self._own = {each.shard: each for each in metadata.own}
         for peer in metadata.peers:
             self._tables[peer.peer] = {each.shard: each for each in peer.shards}
         for name in metadata.forgotten:
             self._mover.forget(tuple(self._tables.pop(name, {}).values()))
-        self._attests += map(self._attest, metadata.attests)
+            self._readers.pop(name, None)
+        self._digesting = [each for each in self._digesting if each.job_id not in metadata.dropped]
+        self._digesting += [self._digest(job) for job in metadata.digests if job.job_id not in metadata.dropped]
         for job_id in metadata.cancelled:
             for read in self._reads:
                 if read.job.job_id == job_id:
@@ -117,7 +129,7 @@ class P2PWorker(NullWorkerConnector):
         self._reads += map(self._begin, self._metadata.reads)
 
     def get_finished(self, finished_request_ids: frozenset[str]) -> KVConnectorOutput:
-        room = self._collect(self._digest_bytes_per_step * (_IDLE_FACTOR if self._metadata.has_time else 1))
+        room = self._collect(self._room())
         if self._metadata.has_time and not self._reports and room > 0 and self._reads:
             handles = [handle for read in self._reads for _, handle in read.move.handles]
             self._transport.wait(handles, self._wait_seconds)
@@ -125,7 +137,16 @@ class P2PWorker(NullWorkerConnector):
         reports, self._reports = tuple(self._reports), []
         return KVConnectorOutput(reports)
 
-    def _collect(self, room: int) -> int:
+    def _room(self) -> float:
+        """Returns how many bytes this step may digest, by its length and the time since the last one."""
+        now = self._clock.now()
+        pause = min(self._began - self._collected, _IDLE_SECONDS)
+        seconds, self._collected = max(_MIN_SECONDS, pause + now - self._began), now
+        if self._metadata.has_time:
+            seconds = _IDLE_FACTOR * min(seconds, _IDLE_SECONDS)
+        return seconds * self._digest_bytes
+
+    def _collect(self, room: float) -> float:
         """Continues all jobs, digests about `room` bytes, and takes the reports of those that have ended.
 
         Returns the room that is left.
@@ -133,15 +154,15 @@ class P2PWorker(NullWorkerConnector):
         for read in self._reads:
             self._watch(read)
             room = self._check(read, room)
-        for attest in self._attests:
-            if room > 0 and not attest.is_digested:
-                room, attest.is_digested = _advance(attest.work, room)
-        digested = [attest for attest in self._attests if attest.is_digested]
-        self._attests = [attest for attest in self._attests if not attest.is_digested]
+        for each in self._digesting:
+            if room > 0:
+                room, each.is_done = _advance(each.work, room)
         self._reports += [
             TransferReport(each.job_id, self._shard, TransferStatus.DONE, digests=tuple(each.digests))
-            for each in digested
+            for each in self._digesting
+            if each.is_done
         ]
+        self._digesting = [each for each in self._digesting if not each.is_done]
         ended = [read for read in self._reads if read.is_checked]
         self._reads = [read for read in self._reads if not read.is_checked]
         self._reports += map(self._report, ended)
@@ -155,19 +176,32 @@ class P2PWorker(NullWorkerConnector):
 
     # ---- Sending: digests ----
 
-    def _attest(self, job: AttestJob) -> _Attest:
+    def _digest(self, job: DigestJob) -> _Digesting:
         digests: list[bytes] = []
-        return _Attest(job.job_id, self._digest_own(job, digests), digests)
+        return _Digesting(job.job_id, self._digest_own(job, self._readers_of(job.peer), digests), digests)
 
-    def _digest_own(self, job: AttestJob, digests: list[bytes]) -> Iterator[int]:
-        """Computes the digests for each rank of the peer that reads from this one, by group and unit."""
-        for _, slices, layout in _readers(self._shard, self._own, self._tables.get(job.peer, {})):
-            unit = digest_unit(self._layout.block_size, layout.block_size)
-            order = digest_order(self._layout)
+    def _digest_own(
+        self, job: DigestJob, readers: tuple[tuple[Slices, int], ...], digests: list[bytes]
+    ) -> Iterator[int]:
+        """Computes the digests for each rank that reads from this one, by group and unit."""
+        order = digest_order(self._layout)
+        for slices, unit in readers:
             for group, table in enumerate(job.block_ids):
                 for _, each, num_bytes in self._digests.of(slices, order, table, group, job.first, job.end, unit):
                     digests.append(each)
                     yield num_bytes
+
+    def _readers_of(self, peer: str) -> tuple[tuple[Slices, int], ...]:
+        """Returns what each rank of an engine gets from this rank, in their order, and the unit of its digests."""
+        if peer not in self._readers:
+            own = {shard: each.layout for shard, each in self._own.items()}
+            found: list[tuple[Slices, int]] = []
+            for reader, each in sorted((self._tables[peer] if peer else self._own).items()):
+                slices = sources(each.layout, own, reader).get(self._shard)
+                if slices:
+                    found.append((slices, digest_unit(self._layout.block_size, each.layout.block_size)))
+            self._readers[peer] = tuple(found)
+        return self._readers[peer]
 
     # ---- Receiving: reads and checks ----
 
@@ -202,7 +236,7 @@ class P2PWorker(NullWorkerConnector):
         else:
             read.check = self._compare(read)
 
-    def _check(self, read: _Read, room: int) -> int:
+    def _check(self, read: _Read, room: float) -> float:
         """Compares digests of about `room` bytes; returns the room that is left."""
         if read.check is not None and room > 0:
             try:
@@ -237,18 +271,7 @@ class P2PWorker(NullWorkerConnector):
         return TransferReport(read.job.job_id, self._shard, status, tuple(read.bad_ranges))
 
 
-def _readers(
-    shard: ShardId, own: dict[ShardId, Shard], peer: dict[ShardId, Shard]
-) -> Iterator[tuple[ShardId, Slices, KVLayout]]:
-    """Yields what each rank of the peer gets from rank `shard`, in the order of the peer's ranks."""
-    table = {each: entry.layout for each, entry in own.items()}
-    for consumer in sorted(peer):
-        slices = sources(peer[consumer].layout, table, consumer).get(shard)
-        if slices:
-            yield consumer, slices, peer[consumer].layout
-
-
-def _advance(work: Iterator[int], room: int) -> tuple[int, bool]:
+def _advance(work: Iterator[int], room: float) -> tuple[float, bool]:
     """Continues the work for `room` bytes. Returns the room that is left, and whether the work has ended."""
     for num_bytes in work:
         room -= num_bytes
