@@ -1,6 +1,6 @@
 """Benefit and cost of disaggregation on two cores: latencies under a mixed load, and the time of a transfer.
 
-    python bench/disaggregation.py [load] [transfers] [--rounds 3] [--model FOLDER]
+    python bench/disaggregation.py [load] [transfers] [burst] [--rounds 3] [--model FOLDER]
 
 load        Long prompts arrive while others decode, at the same times for every layout: one engine on both cores, the
             same with small steps, two engines with a core each that alternate, a prefill and a decode instance with a
@@ -11,6 +11,8 @@ transfers   The time from the prefill instance's answer to the decode instance's
             transports, with digests and without. The pairs alternate, also with a plain TCP connection between two
             processes on the same cores that moves as many bytes. The caches are filled once before: memory that is
             touched for the first time is slower.
+burst       Many long prompts arrive at once, and the prefill instance computes them in steps of 512 tokens: how long
+            after a prompt's prefill its first token comes from the decode instance, and whether its KV was read.
 
 A model other than the built-in one gets random weights.
 """
@@ -294,9 +296,42 @@ def report_transfers(
             print(f"| {' | '.join(map(str, row))} |")
 
 
+# ---- A burst of prompts ----
+
+
+async def hand_over(
+    session: aiohttp.ClientSession, cluster: Cluster, prompt: Sequence[int], began: float
+) -> tuple[float, float, bool]:
+    """Returns when the prefill and the first token came, in seconds after `began`, and whether the KV was read."""
+    prefill, decode = cluster.servers["prefill"].url, cluster.servers["decode"].url
+    _, answer = await first_token(session, prefill, prompt, {"do_remote_decode": True, "do_remote_prefill": False})
+    prefilled = time.perf_counter() - began
+    _, answer = await first_token(session, decode, prompt, answer.get("kv_transfer_params"))
+    return prefilled, time.perf_counter() - began, num_cached(answer) > 0
+
+
+async def measure_burst(args: argparse.Namespace, folder: Path) -> None:
+    num_bytes = 4 * args.burst * args.burst_len * bytes_per_token(args.model)
+    flags = [*model_flags(args, str(num_bytes)), "--num-threads", "1", "--max-num-batched-tokens", "512"]
+    cluster = Cluster(folder, flags=flags, cores={"prefill": [args.cores[0]], "decode": [args.cores[1]]})
+    rng = random.Random(0)
+    print("| KV read | first prefilled, s | its first token, s | last prefilled, s | from prefill to first token, s |")
+    print(f"|{'---|' * 5}")
+    async with cluster.running() as session:
+        for number in range(args.rounds + 1):
+            prompts = [prompt_of(rng, args.burst_len) for _ in range(args.burst if number else 1)]
+            began = time.perf_counter()
+            found = sorted(await asyncio.gather(*(hand_over(session, cluster, each, began) for each in prompts)))
+            if number:  # the first uses memory for the first time
+                waits = [token - prefilled for prefilled, token, _ in found]
+                cells = f"{found[0][0]:.1f} | {found[0][1]:.1f} | {found[-1][0]:.1f}"
+                spread = f"{min(waits):.2f} to {max(waits):.2f}, median {statistics.median(waits):.2f}"
+                print(f"| {sum(loaded for *_, loaded in found)} of {len(found)} | {cells} | {spread} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="load, transfers", help="default: both")
+    parser.add_argument("parts", nargs="*", metavar="load, transfers, burst", help="default: all")
     parser.add_argument("--model", help="default: the built-in one")
     parser.add_argument("--kv-cache-memory", default="256MB")
     parser.add_argument("--rounds", type=int, default=3)
@@ -310,9 +345,11 @@ def main() -> None:
     parser.add_argument(
         "--lengths", type=int, nargs="+", default=[129, 513, 1025, 1921], help="for transfers, in tokens"
     )
+    parser.add_argument("--burst", type=int, default=14, help="prompts that arrive at once")
+    parser.add_argument("--burst-len", type=int, default=1000, help="their length in tokens")
     args = parser.parse_args()
     logging.getLogger("penstock.router").setLevel(logging.ERROR)
-    measures = {"load": measure_load, "transfers": measure_transfers}
+    measures = {"load": measure_load, "transfers": measure_transfers, "burst": measure_burst}
     with tempfile.TemporaryDirectory() as folder, private_folder(Path(folder)):
         for part in args.parts or measures:
             assert part in measures, f"there is no part {part}"

@@ -6,7 +6,8 @@ import contextlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from dataclasses import replace as replace_rules
+from dataclasses import replace as replace_dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,12 +82,15 @@ class ScriptedChannel:
 class Core:
     """The scheduler side of an engine named `name`."""
 
-    def __init__(self, name: str, channel: Channel, clock: Clock, rules: ProducerRules = RULES) -> None:
+    def __init__(
+        self, name: str, channel: Channel, clock: Clock, rules: ProducerRules = RULES, *, has_drafts: bool = False
+    ) -> None:
         setup = P2PSetup("memory", "127.0.0.1", b"key")
         settings = P2PSettings(engine_id=name, epoch="1", role="kv_both", meaning=MEANING, setup=setup, num_groups=2)
         producer, consumer = Producer(name, "1", rules, OFFICE), Consumer(30.0, OFFICE)
         self.exchange = Exchange(settings, channel, producer, consumer, clock)
-        self.scheduler = P2PScheduler(settings, 4, self.exchange, lambda address: address, clock)
+        resolve = lambda address: address  # noqa: E731
+        self.scheduler = P2PScheduler(settings, 4, self.exchange, resolve, clock, has_drafts=has_drafts)
         self.scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): P2PHandshake(LAYOUT, b"")})
 
 
@@ -166,6 +170,44 @@ def test_a_reader_waits_for_a_request_that_comes_again_after_an_abort() -> None:
     assert job.block_ids == ((1,), (1,))
 
 
+def with_tokens(request: Request, num_prompt_tokens: int) -> Request:
+    return replace_dataclass(request, num_prompt_tokens=num_prompt_tokens, num_tokens=num_prompt_tokens)
+
+
+def plan_of(request_id: str, num_tokens: int, num_computed_tokens: int = 0) -> Any:
+    """Returns a step that computes tokens of a prompt in blocks 1, 2 and 3; the first such step admits it."""
+    is_new = not num_computed_tokens
+    new = SimpleNamespace(request_id=request_id, block_ids=((1, 2), (1, 2)), num_computed_tokens=0)
+    return SimpleNamespace(
+        new_requests=(new,) if is_new else (),
+        new_block_ids={} if is_new else {request_id: ((3,), (3,))},
+        num_scheduled_tokens={request_id: num_tokens, "another": 1},
+        num_computed_tokens=(num_computed_tokens, 9),
+        total_num_scheduled_tokens=num_tokens + 1,
+    )
+
+
+def test_blocks_are_digested_by_the_step_that_completes_them() -> None:
+    engine = Engine()
+    engine.scheduler.on_new_request(with_tokens(Request("a", "a/hold", {"do_remote_decode": True}), 11))
+    jobs = [
+        engine.scheduler.build_connector_meta(plan_of("a", num_tokens, computed)).digests
+        for num_tokens, computed in ((3, 0), (3, 3), (6, 6))
+    ]
+    found = [[(job.block_ids, job.first, job.end) for job in each] for each in jobs]
+    assert found == [[], [(((1,), (1,)), 0, 4)], [(((2,), (2,)), 0, 4)]], "the prompt's 11 tokens fill two blocks"
+
+
+def test_blocks_with_draft_kv_are_digested_when_the_drafter_has_completed_them() -> None:
+    core = Core("p", ScriptedChannel(), ManualClock(), has_drafts=True)
+    request = with_tokens(Request("a", "a/hold", {"do_remote_decode": True}), 11)
+    core.scheduler.on_new_request(request)
+    assert core.scheduler.build_connector_meta(plan_of("a", 8)).digests == ()
+    core.scheduler.on_blocks_complete(request, ((1, 2), (1, 2)), 0, 1)
+    (job,) = core.exchange.take_metadata(computes=True).digests
+    assert (job.block_ids, job.first, job.end) == (((1,), (1,)), 0, 4)
+
+
 def digests_of(job: DigestJob) -> TransferReport:
     """Returns a report of two groups of one unit each."""
     return TransferReport(job.job_id, (0, 0), TransferStatus.DONE, digests=(b"a", b"b"))
@@ -173,7 +215,7 @@ def digests_of(job: DigestJob) -> TransferReport:
 
 def test_a_producer_answers_everything_without_a_step() -> None:
     """However long P's step takes: the introduction, the grant of digested blocks, renewals and the confirmation."""
-    rules = replace_rules(RULES, lease_seconds=0.3)
+    rules = replace_dataclass(RULES, lease_seconds=0.3)
     with contextlib.ExitStack() as stack:
         cores: list[Core] = []
         for name in ("p", "d"):
@@ -183,8 +225,7 @@ def test_a_producer_answers_everything_without_a_step() -> None:
         p, d = cores
         prefill = Request("prefill", "prefill/hold", {"do_remote_decode": True})
         p.scheduler.on_new_request(prefill)
-        p.scheduler.on_blocks_complete(prefill, ((1, 2), (1, 2)), 0, 1)
-        (job,) = p.exchange.take_metadata(computes=True).digests
+        (job,) = p.scheduler.build_connector_meta(plan_of("prefill", 5)).digests
         p.exchange.apply(KVConnectorOutput((digests_of(job),)))
         params = p.scheduler.request_finished(prefill, ((1, 2), (1, 2)), FinishReason.LENGTH).kv_transfer_params
         # From here on P's core is busy.

@@ -68,7 +68,7 @@ class _Life:
             "reads in progress": self.exchange._jobs._reads,
             "digests in progress": self.exchange._jobs._digests,
             "requests": self.scheduler._remote,
-            "requests of others": self.scheduler._decoded_elsewhere,
+            "requests of others": self.scheduler._prefills,
         }
         metadata = self.exchange.take_metadata(computes=False)
         for shard, worker in self.workers.items():
@@ -129,7 +129,14 @@ class P2PBacking(Backing):
         consumer = Consumer(_LOAD_PART * setup.load_timeout, office)
         exchange = _CountingExchange(settings, channel, producer, consumer, clock)
         exchange.loaded = self._loaded
-        scheduler = P2PScheduler(settings, site.cache.block_size, exchange, self._peers.resolve, clock)
+        scheduler = P2PScheduler(
+            settings,
+            site.cache.block_size,
+            exchange,
+            self._peers.resolve,
+            clock,
+            has_drafts=bool(site.cache.attached),
+        )
         transports = {shard: self._fabric.endpoint(f"{site.name}-{shard[0]}.{shard[1]}") for shard in site.ranks.shards}
         workers = {shard: self._make_worker(shard, transport) for shard, transport in transports.items()}
         self._lives[site.name] = _Life(channel, producer, consumer, exchange, scheduler, workers, transports)

@@ -115,7 +115,8 @@ class P2PConnector:
         producer = Producer(config.engine_id, epoch, rules, office)
         consumer = Consumer(_LOAD_PART * config.kv_load_timeout, office)
         exchange = Exchange(settings, channel, producer, consumer, clock)
-        return P2PScheduler(settings, context.cache.block_size, exchange, peers.resolve, clock)
+        has_drafts = bool(context.cache.attached)
+        return P2PScheduler(settings, context.cache.block_size, exchange, peers.resolve, clock, has_drafts=has_drafts)
 
     @staticmethod
     def make_worker_connector(context: ConnectorContext, shard: ShardId, setup: ConnectorSetup | None) -> P2PWorker:

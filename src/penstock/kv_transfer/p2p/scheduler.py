@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from penstock.kv_transfer.connector import (
     FREED,
@@ -44,8 +44,23 @@ class _Remote:
     transfer_id: TransferId = ""
 
 
+@dataclass(slots=True)
+class _Prefill:
+    """A prompt that another engine will read. Up to `num_digested` tokens, digests have been requested; `tables` are
+    the block tables, by KV group."""
+
+    hold_id: TransferId
+    num_prompt_tokens: int
+    num_digested: int = 0
+    tables: list[list[int]] = field(default_factory=list[list[int]])
+
+
 class P2PScheduler(NullSchedulerConnector):
-    """`resolve` turns the address in a request into one that may be dialled, or raises PeerError."""
+    """`resolve` turns the address in a request into one that may be dialled, or raises PeerError.
+
+    Blocks are digested by the step that completes them, so that a reader does not wait for the next one; with
+    `has_drafts`, whose KV follows the target's, by the next one.
+    """
 
     def __init__(
         self,
@@ -54,14 +69,17 @@ class P2PScheduler(NullSchedulerConnector):
         exchange: Exchange,
         resolve: Callable[[Address], Address],
         clock: Clock,
+        *,
+        has_drafts: bool = False,
     ) -> None:
         self._settings = settings
         self._block_size = block_size
         self._exchange = exchange
         self._resolve = resolve
         self._clock = clock
+        self._has_drafts = has_drafts
         self._remote: dict[str, _Remote] = {}
-        self._decoded_elsewhere: dict[str, TransferId] = {}  # hold ids, by request id
+        self._prefills: dict[str, _Prefill] = {}
         self._num_stages = self._num_tensor_ranks = 1
 
     # ---- Start and end ----
@@ -89,7 +107,7 @@ class P2PScheduler(NullSchedulerConnector):
                 if role == "kv_consumer":
                     raise RequestError("this engine has kv_role kv_consumer: send do_remote_decode to a kv_producer")
                 self._exchange.expect(request.hold_id, rendezvous)
-                self._decoded_elsewhere[request.request_id] = request.hold_id
+                self._prefills[request.request_id] = _Prefill(request.hold_id, request.num_prompt_tokens)
             case RemotePrefill():
                 if role == "kv_producer":
                     raise RequestError("this engine has kv_role kv_producer: send do_remote_prefill to a kv_consumer")
@@ -143,7 +161,7 @@ class P2PScheduler(NullSchedulerConnector):
             self._dismiss(request.request_id, remote)
         elif remote is not None:
             self._exchange.abandon_load(remote.transfer_id)
-        if self._decoded_elsewhere.pop(request.request_id, None) is None:
+        if self._prefills.pop(request.request_id, None) is None:
             return FREED
         if reason not in _HELD or not block_ids:
             self._exchange.withdraw(request.hold_id)
@@ -181,20 +199,43 @@ class P2PScheduler(NullSchedulerConnector):
     # ---- Steps ----
 
     def on_blocks_complete(self, request: RequestView, block_ids: BlockTable, first: int, end: int) -> None:
-        if request.request_id in self._decoded_elsewhere:
-            size = self._block_size
-            end = min(end, request.num_prompt_tokens // size)
-            if first < end:
-                self._exchange.on_computed(request.hold_id, block_ids, first * size, end * size)
+        prefill = self._prefills.get(request.request_id)
+        if prefill is not None and self._has_drafts:
+            self._digest(prefill, block_ids, end * self._block_size)
 
     def build_connector_meta(self, plan: SchedulerOutput) -> P2PMetadata:
+        if self._prefills:
+            self._follow(plan)
         for new in plan.new_requests:
-            if new.request_id in self._decoded_elsewhere:
-                self._exchange.restart(self._decoded_elsewhere[new.request_id])
             remote = self._remote.get(new.request_id)
             if remote is not None and not remote.is_settled:
                 self._dismiss(new.request_id, remote)
         return self._exchange.take_metadata(computes=bool(plan.total_num_scheduled_tokens))
+
+    def _follow(self, plan: SchedulerOutput) -> None:
+        """Requests digests of the prompts' blocks that this step completes."""
+        for new in plan.new_requests:
+            prefill = self._prefills.get(new.request_id)
+            if prefill is not None:
+                prefill.tables = [list(table) for table in new.block_ids]
+                prefill.num_digested = new.num_computed_tokens // self._block_size * self._block_size
+                self._exchange.restart(prefill.hold_id)
+        counts = zip(plan.num_scheduled_tokens.items(), plan.num_computed_tokens, strict=True)
+        for (request_id, num_tokens), num_computed_tokens in counts:
+            prefill = self._prefills.get(request_id)
+            if prefill is None:
+                continue
+            for table, new_ids in zip(prefill.tables, plan.new_block_ids.get(request_id, ()), strict=False):
+                table.extend(new_ids)
+            if not self._has_drafts:
+                self._digest(prefill, prefill.tables, num_computed_tokens + num_tokens)
+
+    def _digest(self, prefill: _Prefill, tables: BlockTable, end: int) -> None:
+        """Requests digests of the prompt's tokens up to `end` that are in whole blocks."""
+        first, end = prefill.num_digested, min(end, prefill.num_prompt_tokens) // self._block_size * self._block_size
+        if first < end:
+            prefill.num_digested = end
+            self._exchange.on_computed(prefill.hold_id, tables, first, end)
 
     def update_connector_output(self, output: KVConnectorOutput) -> Sequence[ConnectorEvent]:
         return self._exchange.apply(output)
