@@ -10,15 +10,17 @@ import resource
 import socket
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from penstock.kv_transfer.p2p.peers import LocalCluster, PeerList
 from penstock.kv_transfer.transports import dial
 from penstock.kv_transfer.transports.helper import HelperProcess
 from penstock.kv_transfer.transports.listener import incoming
 from penstock.kv_transfer.transports.shared_memory import SharedMemoryTransport
 from penstock.kv_transfer.transports.sockets import SocketsTransport
-from penstock.utils.errors import PeerError
+from penstock.utils.errors import ConfigError, PeerError
 
 KEY = b"k" * 32
 
@@ -103,3 +105,16 @@ def test_a_listener_pauses_between_attempts_and_logs_the_first(caplog: pytest.Lo
         assert waits.count == 5
         assert [record.levelno for record in caplog.records] == [logging.WARNING] + [logging.DEBUG] * 4
         next(incoming(listener, threading.Event())).close()
+
+
+def test_announcements_are_neither_lost_nor_taken_for_stale(tmp_path: Path) -> None:
+    address, other = ("127.0.0.1", 5600), ("127.0.0.1", 5601)
+    first, second = LocalCluster(tmp_path / "cluster"), LocalCluster(tmp_path / "cluster")
+    first.announce(address)
+    with free_descriptors(0):
+        with pytest.raises(PeerError, match="Too many open files"):
+            PeerList([], second).resolve(address)
+        with pytest.raises(ConfigError, match="Too many open files"):
+            second.announce(other)
+    assert second.has(address)
+    first.withdraw(address)
