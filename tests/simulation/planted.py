@@ -219,6 +219,13 @@ BUGS = (
         "False",
     ),
     bug(
+        "requests wait for blocks that another one only loads",
+        "shared_store",
+        "core.kv_cache_manager:KVCacheManager.admit",
+        "self._enable_prefix_caching and num_tokens > num_present",
+        "self._enable_prefix_caching",
+    ),
+    bug(
         "the directory is queried forever",
         "slow_directory",
         "core.remote_kv:RemoteKV.match",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.core.kv_cache_manager import KVCacheManager
-from penstock.core.request import Request
+from penstock.core.kv_cache_manager import KVCacheManager, PrefixHit
+from penstock.core.request import Request, RequestStatus
 from penstock.messages.kv_cache_spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from penstock.messages.requests import EngineRequest
 from penstock.messages.sampling_params import SamplingParams
@@ -71,6 +71,43 @@ def test_blocks_that_another_request_is_computing_are_recognised(kv: KVCacheMana
     assert kv.is_being_computed(twin, kv.find_prefix(twin))
     kv.release(first, fence=0)
     assert not kv.is_being_computed(twin, kv.find_prefix(twin))
+
+
+def test_blocks_that_a_request_only_loads_are_not_being_computed(kv: KVCacheManager) -> None:
+    first, twin = make_request(range(13)), make_request(range(13))
+    hit = kv.find_prefix(first)
+    kv.admit(first, hit, num_tokens=8, num_external=8)
+    first.set_status(RequestStatus.WAITING_FOR_REMOTE_KV)
+    assert not kv.is_being_computed(twin, hit)
+    kv.check_integrity()
+    assert kv.publish_loaded(first, 0, 2, bad=set()) == 8
+    kv.release(first, fence=0)
+    first.set_status(RequestStatus.WAITING)
+    kv.check_integrity()
+    hit = kv.find_prefix(first)
+    assert hit.num_blocks == 2
+    kv.admit(first, hit, num_tokens=13)
+    assert kv.is_being_computed(twin, kv.find_prefix(twin)), "the third block is computed"
+    kv.check_integrity()
+
+
+def test_a_request_that_generates_a_block_of_anothers_prompt_ends_only_its_own_count(kv: KVCacheManager) -> None:
+    short, long, twin = make_request(range(6)), make_request(range(13)), make_request(range(13))
+    kv.admit(short, kv.find_prefix(short), 9)
+    short.admit(1, 0)
+    for token in (6, 7, 8):
+        short.append_output(token)
+    kv.admit(long, kv.find_prefix(long), 13)
+    short.on_scheduled(1, 9, num_drafts=0, num_new_drafts=0)
+    short.on_processed(9, num_drafts=0, num_sampled=1)
+    assert kv.publish(short) == (0, 2)
+    kv.check_integrity()
+    kv.release(short, fence=0)
+    hit = kv.find_prefix(twin)
+    assert hit.num_blocks == 2
+    assert kv.is_being_computed(twin, hit), "the third block is computed for the long prompt"
+    assert kv.is_being_computed(twin, PrefixHit(((),), 1, 4)), "so is the second, also after the short one's"
+    kv.check_integrity()
 
 
 def test_a_load_takes_no_more_of_a_hit_than_the_window_needs() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import penstock.kv_transfer.p2p.peers as peers_module
 import penstock.kv_transfer.p2p.socket_channel as channel_module
 from penstock.kv_transfer.authentication import Authentication, Sealer
 from penstock.kv_transfer.p2p.channel import ChannelEvent, Connected, Lost, Received
@@ -424,3 +425,19 @@ def test_engines_of_one_user_find_each_other(tmp_path: Path) -> None:
     assert local.has(channel.address)
     channel.close()
     assert not local.has(channel.address)
+
+
+def test_an_announcement_that_was_removed_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (channel_module, peers_module):
+        monkeypatch.setattr(module, "REFRESH_SECONDS", 0.02)
+    local = LocalCluster(tmp_path / "cluster")
+    channel = SocketChannel(HOST, PORT, local.key(), local)
+    try:
+        (announcement,) = (tmp_path / "cluster").glob("engine.*")
+        announcement.unlink()
+        deadline = SystemClock().now() + SECONDS
+        while not LocalCluster(tmp_path / "cluster").has(channel.address):
+            assert SystemClock().now() < deadline, "the engine cannot be found"
+            threading.Event().wait(0.01)
+    finally:
+        channel.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -30,7 +31,14 @@ from penstock.kv_transfer.p2p.messages import (
     ShardDigests,
 )
 from penstock.kv_transfer.p2p.params import RemoteDecode, RemotePrefill, read_params
-from penstock.kv_transfer.p2p.peers import LocalCluster, PeerList, check_host, is_loopback, read_cluster_key
+from penstock.kv_transfer.p2p.peers import (
+    REFRESH_SECONDS,
+    LocalCluster,
+    PeerList,
+    check_host,
+    is_loopback,
+    read_cluster_key,
+)
 from penstock.kv_transfer.p2p.producer import Digest, Offer, Producer, ProducerRules, Release, Sent, StopDigest
 from penstock.kv_transfer.p2p.session import Send, find_differences
 from penstock.kv_transfer.p2p.ticket import Ticket, TicketOffice, digest_prompt
@@ -197,6 +205,57 @@ def test_engines_of_one_user_share_a_key_that_others_cannot_read(tmp_path: Path)
     folder.chmod(0o755)
     with pytest.raises(ConfigError, match="only its owner"):
         LocalCluster(folder)
+
+
+def test_a_running_engine_restores_what_a_cleaner_removes(tmp_path: Path) -> None:
+    folder = tmp_path / "cluster"
+    local, other = LocalCluster(folder), LocalCluster(folder)
+    key = local.key()
+    local.announce(ADDRESS)
+    local.refresh(0.0)
+    shutil.rmtree(folder)
+    local.refresh(REFRESH_SECONDS - 1)
+    assert not folder.exists(), "it is refreshed too often"
+    local.refresh(REFRESH_SECONDS)
+    assert other.has(ADDRESS)
+    assert LocalCluster(folder).key() == key
+    other.announce(("127.0.0.1", 5601))
+    assert other.has(ADDRESS), "the restored announcement is taken for a stale one"
+    local.withdraw(ADDRESS)
+    assert not other.has(ADDRESS)
+    other.withdraw(("127.0.0.1", 5601))
+    assert [path.name for path in folder.iterdir()] == ["cluster.key"]
+
+
+def test_a_running_engine_makes_its_files_look_used(tmp_path: Path) -> None:
+    folder = tmp_path / "cluster"
+    local = LocalCluster(folder)
+    local.key()
+    local.announce(ADDRESS)
+    written = [folder, *folder.iterdir()]
+    assert len(written) == 3
+    for path in written:
+        os.utime(path, (0, 0))
+    local.refresh(0.0)
+    assert all(path.stat().st_mtime > 0 for path in written)
+    local.withdraw(ADDRESS)
+
+
+def test_a_key_or_folder_that_another_has_replaced_is_left_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "cluster"
+    local = LocalCluster(folder)
+    key = local.key()
+    (folder / "cluster.key").unlink()
+    assert LocalCluster(folder).key() != key
+    local.refresh(0.0)
+    assert "restart this engine" in caplog.text
+    shutil.rmtree(folder)
+    folder.write_bytes(b"")
+    local.refresh(REFRESH_SECONDS)
+    assert "must be a folder that only its owner can use" in caplog.text
+    assert folder.is_file()
 
 
 def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,6 +171,29 @@ def test_what_the_fingerprint_covers() -> None:
     assert len(found) == 6
 
 
+def test_other_kernels_differ_in_nothing_that_allow_other_arithmetic_does_not_cover() -> None:
+    config = make_engine_config(num_gpu_blocks_override=40)
+    facts = make_facts(1, 1)
+    _, cache = plan_cache(config, facts)
+    usual = meaning(config, cache, facts)
+    other = meaning(config, cache, [structs.replace(each, arithmetic="avx2 0123", device="cuda") for each in facts])
+    assert {name for name in usual if usual[name] != other[name]} == {"arithmetic"}
+
+
+@pytest.mark.parametrize(
+    ("kernels", "dtype", "matters"),
+    [("torch", "float32", True), ("torch", "bfloat16", False), ("avx2", "float32", False)],
+)
+def test_the_number_of_threads_is_covered_where_it_changes_bits(kernels: str, dtype: str, matters: bool) -> None:
+    config = make_engine_config(num_gpu_blocks_override=40, dtype=dtype)
+    identities: set[tuple[bytes, str]] = set()
+    for num_threads in (1, 2):
+        facts = [structs.replace(each, kernels=kernels, num_threads=num_threads) for each in make_facts(2, 2)]
+        _, cache = plan_cache(config, facts)
+        identities.add((fingerprint(config, cache, facts), meaning(config, cache, facts)["arithmetic"]))
+    assert len(identities) == 1 + matters
+
+
 def test_ranks_with_another_arithmetic_are_refused() -> None:
     facts = make_facts(2, 2)
     check_arithmetic(facts)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from importlib import metadata
 
 import torch
 
 from penstock.attention.backend import AttentionBackend
 from penstock.config.engine import ExecutionConfig, SchedulerConfig
+from penstock.utils.digest import digest
 from penstock.utils.errors import ConfigError
 
 
@@ -17,6 +19,7 @@ class _Library:
     """The requirements of a backend that are not Penstock's own."""
 
     name: str
+    module: str
     install: str
     gpus: str
     capabilities: tuple[int, ...]  # major compute capabilities
@@ -24,10 +27,15 @@ class _Library:
 
 _LIBRARIES = {
     "flashinfer": _Library(
-        "FlashInfer from 0.6.16 on", "pip install 'penstock[flashinfer]'", "Hopper or Blackwell", (9, 10, 12)
+        "FlashInfer from 0.6.16 on",
+        "flashinfer",
+        "pip install 'penstock[flashinfer]'",
+        "Hopper or Blackwell",
+        (9, 10, 12),
     ),
     "flash_attention": _Library(
         "FlashAttention 3",
+        "flash_attn_interface",
         "its repository says how to install it (github.com/Dao-AILab/flash-attention, folder hopper)",
         "Hopper",
         (9,),
@@ -44,6 +52,23 @@ def check_gpu_attention(device: torch.device, execution: ExecutionConfig) -> Non
         _check_library(name, _LIBRARIES[name], device)
         if execution.deterministic:
             raise ConfigError(f"attention_backend={name} cannot be deterministic: choose attention_backend=triton")
+
+
+def attention_library(execution: ExecutionConfig) -> str:
+    """Names the library of the backend and its release: another one may compute other last bits."""
+    name = execution.attention_backend
+    if name not in _LIBRARIES:
+        return "triton"
+    packages = metadata.packages_distributions().get(_LIBRARIES[name].module, ())
+    return " ".join([name, *map(_release, sorted(packages))])
+
+
+def _release(package: str) -> str:
+    """Returns its version, and a digest of the compiled files: built from a repository, they differ at one version."""
+    found = metadata.distribution(package)
+    files = [(file, file.hash) for file in found.files or () if file.suffix == ".so"]
+    compiled = sorted(f"{file} {known.value}" for file, known in files if known is not None)
+    return f"{found.version} {digest(*map(str.encode, compiled)).hex()[:12]}"
 
 
 def _check_library(name: str, library: _Library, device: torch.device) -> None:

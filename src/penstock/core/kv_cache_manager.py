@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from penstock.core.block_pool import BlockPool
 from penstock.core.kv_cache_groups import make_group
 from penstock.core.kv_events import KVEventRecorder, NullKVEventRecorder
-from penstock.core.request import Request
+from penstock.core.request import Request, RequestStatus
 from penstock.messages.kv_cache_spec import NULL_BLOCK, KVCacheConfig
 from penstock.messages.kv_events import KVEvent
 from penstock.messages.kv_transfer import TransferId
@@ -31,6 +31,18 @@ class PrefixHit:
     num_tokens: int
 
 
+@dataclass(slots=True)
+class _Holding:
+    """The blocks of one request, by group. The first `num_published` have been published, or were its hit; those up to
+    `num_to_publish` count as being computed.
+    """
+
+    request: Request
+    tables: tuple[list[int], ...]
+    num_published: int
+    num_to_publish: int
+
+
 class KVCacheManager:
     def __init__(
         self, config: KVCacheConfig, enable_prefix_caching: bool, recorder: KVEventRecorder | None = None
@@ -45,8 +57,8 @@ class KVCacheManager:
         self._groups = [make_group(group.spec, config.block_size) for group in config.groups]
         self._has_windows = any(group.spec.sliding_window for group in config.groups)
         self._no_blocks: BlockIds = ((),) * len(config.groups)
-        self._tables: dict[str, tuple[list[int], ...]] = {}
-        self._num_published: dict[str, int] = {}
+        self._holdings: dict[str, _Holding] = {}
+        # By hash, how many requests that run will publish the block.
         self._being_computed: Counter[bytes] = Counter()
 
     @property
@@ -88,7 +100,8 @@ class KVCacheManager:
         """Assigns a request its hit and blocks for `num_tokens` tokens in total; None when there are too few blocks.
 
         The `num_external` tokens after the hit will be loaded: a group gets no blocks for those that it does not need,
-        and only the part of the hit that is still needed after them.
+        and only the part of the hit that is still needed after them. A request that gets no more tokens than these only
+        loads, and computes nothing: other requests must not wait for its blocks, because a load may be lost.
         """
         num_present = hit.num_tokens + num_external
         needed = [group.first_needed_block(num_present) for group in self._groups]
@@ -105,10 +118,10 @@ class KVCacheManager:
         self.pool.acquire(hit_ids)
         skipped = [[NULL_BLOCK] * (start - hit.num_blocks) for start in starts]
         tables = tuple([*ids, *gap] for ids, gap in zip(hits, skipped, strict=True))
-        self._tables[request.request_id] = tables
-        self._num_published[request.request_id] = hit.num_blocks
-        if self._enable_prefix_caching:
-            self._being_computed.update(request.block_hashes[hit.num_blocks :])
+        computes = self._enable_prefix_caching and num_tokens > num_present
+        num_to_publish = len(request.block_hashes) if computes else hit.num_blocks
+        self._holdings[request.request_id] = _Holding(request, tables, hit.num_blocks, num_to_publish)
+        self._being_computed.update(request.block_hashes[hit.num_blocks : num_to_publish])
         self._extend(tables, num_tokens)
         return self.block_ids(request)
 
@@ -120,7 +133,7 @@ class KVCacheManager:
 
     def grow(self, request: Request, num_tokens: int) -> BlockIds | None:
         """Allocates blocks for `num_tokens` tokens in total; returns the new ones, None when there are too few."""
-        tables = self._tables[request.request_id]
+        tables = self._holdings[request.request_id].tables
         if self._has_windows:
             self._release_behind_window(request, tables)
         num_new = self._num_new_blocks(tables, num_tokens)
@@ -132,7 +145,7 @@ class KVCacheManager:
 
     def could_grow_after_steps_in_flight(self, request: Request, num_tokens: int) -> bool:
         """Returns whether `grow` would succeed once the blocks that wait for steps in flight are available."""
-        num_new = max(0, self._num_new_blocks(self._tables[request.request_id], num_tokens))
+        num_new = max(0, self._num_new_blocks(self._holdings[request.request_id].tables, num_tokens))
         return num_new * len(self._groups) <= self.pool.num_available + self.pool.num_fenced
 
     def publish(self, request: Request) -> tuple[int, int]:
@@ -140,7 +153,8 @@ class KVCacheManager:
 
         Returns the range [first, end) of these blocks.
         """
-        first, end = self._num_published[request.request_id], request.num_processed_tokens // self.block_size
+        first = self._holdings[request.request_id].num_published
+        end = request.num_processed_tokens // self.block_size
         if end > first:
             # Tokens computed after a request's end have no hash.
             end = min(end, len(request.block_hashes))
@@ -159,14 +173,13 @@ class KVCacheManager:
         return (min([end, *bad_indices]) - first) * self.block_size
 
     def _publish(self, request: Request, first: int, end: int, bad: Set[tuple[int, int]]) -> None:
-        hashes = request.block_hashes
-        for block_hash in hashes[first:end]:
-            self._end_computing(block_hash)
-        for number, table in enumerate(self._tables[request.request_id]):
+        hashes, holding = request.block_hashes, self._holdings[request.request_id]
+        self._end_computing(holding, end)
+        for number, table in enumerate(holding.tables):
             right = (i for i in range(first, end) if table[i] != NULL_BLOCK and (number, i) not in bad)
             stored = [i for i in right if self.pool.publish(table[i], (number, hashes[i]))]
             self._recorder.on_stored(request, number, stored)
-        self._num_published[request.request_id] = end
+        holding.num_published = end
 
     def pin(self, transfer_id: TransferId, block_ids: BlockIds, first: int, end: int | None, writes: bool) -> None:
         """Pins blocks [first, end) of a request's table (None: to the last) for a transfer, until `unpin`."""
@@ -179,20 +192,17 @@ class KVCacheManager:
 
     def block_ids(self, request: Request) -> BlockIds:
         """Returns the request's block table in every group."""
-        return tuple(tuple(table) for table in self._tables[request.request_id])
+        return tuple(tuple(table) for table in self._holdings[request.request_id].tables)
 
     def block_table(self, request: Request) -> BlockTable:
         """Returns the same as `block_ids`, without a copy."""
-        return self._tables[request.request_id]
+        return self._holdings[request.request_id].tables
 
     def release(self, request: Request, fence: int) -> None:
         """Takes all blocks from a request; they stay untouched until step `fence` has been processed."""
-        tables = self._tables.pop(request.request_id)
-        first = self._num_published.pop(request.request_id)
-        if self._enable_prefix_caching:
-            for block_hash in request.block_hashes[first:]:
-                self._end_computing(block_hash)
-        for table in tables:
+        holding = self._holdings.pop(request.request_id)
+        self._end_computing(holding, holding.num_to_publish)
+        for table in holding.tables:
             self.pool.release(table, fence)
 
     def take_events(self) -> tuple[KVEvent, ...]:
@@ -227,18 +237,25 @@ class KVCacheManager:
             if gone:
                 self.pool.release(gone[::-1])
 
-    def _end_computing(self, block_hash: bytes) -> None:
-        count = self._being_computed.get(block_hash, 0)
-        if count > 1:
-            self._being_computed[block_hash] = count - 1
-        elif count:
-            del self._being_computed[block_hash]
-        # Otherwise the token that completes the block became known after the admission, and the hash was never counted.
+    def _end_computing(self, holding: _Holding, end: int) -> None:
+        """Called when the blocks up to `end` are no longer being computed by this request."""
+        # A hash that became known after the admission is not counted.
+        end = min(end, holding.num_to_publish)
+        for block_hash in holding.request.block_hashes[holding.num_published : end]:
+            self._being_computed[block_hash] -= 1
+            if not self._being_computed[block_hash]:
+                del self._being_computed[block_hash]
 
     def check_integrity(self) -> None:
-        """Recomputes the pool's counts from all block tables."""
-        self.pool.check_integrity(table for tables in self._tables.values() for table in tables)
-        for request_id, tables in self._tables.items():
-            assert len({len(table) for table in tables}) <= 1, f"{request_id}: groups differ in length"
-        if not self._tables:
-            assert not self._being_computed, f"hashes left behind: {len(self._being_computed)}"
+        """Recomputes the pool's counts and the hashes being computed from the blocks of all requests."""
+        holdings = self._holdings.values()
+        self.pool.check_integrity(table for each in holdings for table in each.tables)
+        computed: Counter[bytes] = Counter()
+        for each in holdings:
+            request = each.request
+            assert len({len(table) for table in each.tables}) <= 1, f"{request.request_id}: groups differ in length"
+            # A request that waits for its KV computes nothing, and may never get it.
+            if request.status is not RequestStatus.WAITING_FOR_REMOTE_KV:
+                computed.update(request.block_hashes[each.num_published : each.num_to_publish])
+        counts = (len(self._being_computed), len(computed))
+        assert dict(self._being_computed) == dict(computed), f"hashes being computed: counted and found {counts}"

@@ -18,7 +18,15 @@ from typing import Any
 
 from penstock.core.kv_cache_manager import KVCacheManager, PrefixHit
 from penstock.core.request import Request, RequestStatus
-from penstock.kv_transfer.connector import NO_MATCH, FinishAction, LoadEnded, Match, Released, SchedulerConnector
+from penstock.kv_transfer.connector import (
+    NO_MATCH,
+    PENDING,
+    FinishAction,
+    LoadEnded,
+    Match,
+    Released,
+    SchedulerConnector,
+)
 from penstock.kv_transfer.null import NullSchedulerConnector
 from penstock.messages.kv_cache_spec import NULL_BLOCK
 from penstock.messages.kv_transfer import BadRange, KVConnectorOutput, TransferId
@@ -30,6 +38,8 @@ from penstock.utils.math import cdiv
 
 # After this many failed loads a request is computed here, because further loads are likely to fail too.
 MAX_FAILED_LOADS = 2
+# A request that could load a block which another is loading already waits for that load for this share of the timeout.
+SHARED_LOAD_PATIENCE = 0.1
 # While abandoned loads pin more than this share of the pool, no other load begins: requests need blocks to run.
 MAX_QUARANTINE = 0.25
 # About so many pending requests are looked at in one round, because the time of each lookup is proportional to the
@@ -130,12 +140,30 @@ class RemoteKV:
             self._num_timeouts += 1
             request.num_failed_loads = MAX_FAILED_LOADS
             match = NO_MATCH
-        self._asked_since.pop(request.request_id, None)
         # The last known token is always computed: its logits are needed.
         block_size = self._kv.block_size
         most = (request.num_tokens - 1) // block_size * block_size - hit.num_tokens
         num_tokens = min(match.num_tokens, most) // block_size * block_size
-        return Match(num_tokens, match.is_async) if num_tokens > 0 else NO_MATCH
+        if num_tokens <= 0:
+            self._asked_since.pop(request.request_id, None)
+            return NO_MATCH
+        if match.is_async and self._waits_for_same_load(request, hit):
+            return PENDING
+        return Match(num_tokens, match.is_async)
+
+    def _waits_for_same_load(self, request: Request, hit: PrefixHit) -> bool:
+        """Returns whether the request waits because the block after its hit is being loaded for another one.
+
+        Sharing that load saves a transfer and its blocks. But a load may be lost, so the wait is much shorter than the
+        time that a load may take, and a request that does not load itself never waits for one.
+        """
+        index = hit.num_blocks
+        wanted = request.block_hashes[index]
+        loads = (load for load in self._loads.values() if load.is_async and not load.is_detached)
+        if not any(load.first <= index < load.end and load.request.block_hashes[index] == wanted for load in loads):
+            return False
+        since = self._asked_since.setdefault(request.request_id, self._clock.now())
+        return self._clock.now() - since < self._timeout * SHARED_LOAD_PATIENCE
 
     def on_starved(self, request: Request) -> None:
         """Called when a request was preempted although it ran alone, because loads pinned the blocks that it needed.
@@ -161,6 +189,7 @@ class RemoteKV:
 
     def begin(self, request: Request, block_ids: BlockIds, hit: PrefixHit, match: Match) -> None:
         """Hands the blocks after the hit to the connector, which loads them."""
+        self._asked_since.pop(request.request_id, None)
         self._num_loads += 1
         transfer_id = f"{request.request_id}/load-{self._num_loads}"
         end, block_size = hit.num_tokens + match.num_tokens, self._kv.block_size

@@ -59,8 +59,8 @@ def _heads_of(facts: WorkerFacts) -> dict[str, tuple[int, int]]:
 
 def fingerprint(config: EngineConfig, cache: KVCacheConfig, facts: Sequence[WorkerFacts]) -> bytes:
     """Returns 16 bytes that are equal if a block's bytes have the same meaning: weights, shapes, dtype, layout and
-    arithmetic. The kernels' instruction set is included, because sums in another order have other last bits. The
-    division of the model among ranks is not: it changes no bit, or on a GPU no more than other batches do.
+    arithmetic. The kernels and their instruction set are included, because sums in another order have other last bits.
+    The division of the model among ranks is not: it changes no bit, or on a GPU no more than other batches do.
     """
     layout = {
         "format": _FORMAT,
@@ -68,8 +68,7 @@ def fingerprint(config: EngineConfig, cache: KVCacheConfig, facts: Sequence[Work
         "block_size": cache.block_size,
         "groups": [asdict(group) for group in cache.groups],
         "attached": [asdict(layer) for layer in cache.attached],
-        "device": facts[0].device,
-        "arithmetic": facts[0].arithmetic,
+        "arithmetic": _arithmetic(config, facts[0]),
         "weights": digest_weights(facts).hex(),
     }
     digest = hashlib.blake2b(json.dumps(layout, sort_keys=True).encode(), digest_size=16)
@@ -88,8 +87,15 @@ def meaning(config: EngineConfig, cache: KVCacheConfig, facts: Sequence[WorkerFa
         "weights": digest_weights(facts).hex(),
         "dtype": config.model.dtype,
         "speculator": ", ".join(layer.name for layer in cache.attached) or "none",
-        "arithmetic": f"{facts[0].device} {facts[0].arithmetic}",
+        "arithmetic": _arithmetic(config, facts[0]),
     }
+
+
+def _arithmetic(config: EngineConfig, facts: WorkerFacts) -> str:
+    named = f"{facts.device} {facts.arithmetic}"
+    # Torch divides float32 products among its threads in a way that changes the order of sums.
+    is_divided = facts.kernels == "torch" and config.model.dtype == "float32"
+    return f"{named} num_threads={facts.num_threads}" if is_divided else named
 
 
 def _model_folders(config: EngineConfig) -> list[Path]:

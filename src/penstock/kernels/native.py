@@ -65,6 +65,7 @@ class NativeLibrary:
 
     def __init__(self, handle: ctypes.CDLL, isa: str) -> None:
         self.isa = isa
+        self.path = _LIBRARY_PATH
         self._handle = handle
 
     def function(self, name: str, argtypes: list[type], restype: type | None = None) -> Callable[..., int | None]:

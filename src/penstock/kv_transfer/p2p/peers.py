@@ -20,7 +20,11 @@ from pathlib import Path
 from penstock.kv_transfer.p2p.params import Address
 from penstock.utils.errors import ConfigError, PeerError
 from penstock.utils.hosts import canonical_host, is_host, is_ip_address
+from penstock.utils.logging import get_logger
 
+_logger = get_logger(__name__)
+
+REFRESH_SECONDS = 300.0
 _KEY_BYTES = 32
 _MIN_KEY_BYTES = 16
 
@@ -53,11 +57,21 @@ def read_cluster_key(path: Path) -> bytes:
 
 
 class LocalCluster:
-    """The engines of one user on one host. Raises ConfigError unless the folder is exclusively this user's."""
+    """The engines of one user on one host. Raises ConfigError unless the folder is exclusively this user's.
+
+    The folder is a temporary one and not the user's runtime directory: a service or a cron job may have none, and it is
+    emptied when the user's last session ends, while engines continue. Cleaners remove what has not changed for days
+    from a temporary folder, so a running engine calls `refresh`. One thread at a time calls the methods but `has`.
+    """
 
     def __init__(self, folder: Path | None = None) -> None:
         self._announced: dict[Address, int] = {}
+        self._key: bytes | None = None
+        self._refresh_at = 0.0
         self._folder = folder or Path(tempfile.gettempdir()) / f"penstock-{os.getuid()}"
+        self._make_folder()
+
+    def _make_folder(self) -> None:
         with contextlib.suppress(FileExistsError):
             self._folder.mkdir(mode=0o700)
         found = self._folder.lstat()
@@ -68,48 +82,100 @@ class LocalCluster:
         """Returns the key that all engines of the user share. The first one makes it."""
         path = self._folder / "cluster.key"
         if not path.exists():
-            made = self._folder / f"cluster.key.{secrets.token_hex(8)}"
-            with os.fdopen(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(secrets.token_bytes(_KEY_BYTES))
-            # Another engine may have made one first: a link does not replace an existing file.
-            with contextlib.suppress(FileExistsError):
-                os.link(made, path)
-            made.unlink()
-        return path.read_bytes()
+            self._write_key(path, secrets.token_bytes(_KEY_BYTES))
+        self._key = path.read_bytes()
+        return self._key
+
+    def _write_key(self, path: Path, key: bytes) -> None:
+        made = path.with_name(f"cluster.key.{secrets.token_hex(8)}")
+        with os.fdopen(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(key)
+        # Another engine may have written one first: a link does not replace an existing file.
+        with contextlib.suppress(FileExistsError):
+            os.link(made, path)
+        made.unlink()
 
     def announce(self, address: Address) -> None:
-        """Records that an engine listens there, until `withdraw` or the end of this process, however it ends."""
-        for path in self._folder.glob("engine.*"):
-            if not _is_locked(path):
-                path.unlink(missing_ok=True)
+        """Records that an engine listens there, until `withdraw` or the end of this process, however it ends.
+
+        Raises ConfigError if the folder cannot be written.
+        """
+        try:
+            for path in self._folder.glob("engine.*"):
+                if not _is_locked(path):
+                    path.unlink(missing_ok=True)
+            self._announced[address] = self._lock(address)
+        except OSError as error:
+            raise ConfigError(f"{self._folder} cannot be used: {error}: free some space, or set TMPDIR") from error
+
+    def _lock(self, address: Address) -> int:
+        """Returns a descriptor of the address's file, which is made and locked."""
         path = self._file(address)
         while True:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(descriptor, fcntl.LOCK_SH)
             # Another process may have deleted the file in the meantime, as a stale one.
-            if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
-                self._announced[address] = descriptor
-                return
+            if _is_file(path, descriptor):
+                return descriptor
             os.close(descriptor)
+
+    def refresh(self, now: float) -> None:
+        """Makes what this engine has written look used, and writes again what has been removed.
+
+        Cheap, and does nothing within `REFRESH_SECONDS` of the last time; `now` is in seconds of any one clock. What
+        fails is logged, and tried again the next time.
+        """
+        if now < self._refresh_at:
+            return
+        self._refresh_at = now + REFRESH_SECONDS
+        try:
+            self._make_folder()
+            os.utime(self._folder)
+            if self._key is not None:
+                self._refresh_key(self._key)
+            for address, descriptor in self._announced.items():
+                if _is_file(self._file(address), descriptor):
+                    os.utime(descriptor)
+                else:
+                    self._announced[address] = self._lock(address)
+                    os.close(descriptor)
+        except (OSError, ConfigError) as error:
+            _logger.warning("other engines of this user may not find this one: %s", error)
+
+    def _refresh_key(self, key: bytes) -> None:
+        path = self._folder / "cluster.key"
+        if not path.exists():
+            self._write_key(path, key)
+        if path.read_bytes() != key:
+            _logger.warning("%s has been replaced: restart this engine to connect it with newer ones", path)
+        os.utime(path)
 
     def withdraw(self, address: Address) -> None:
         self._file(address).unlink(missing_ok=True)
         os.close(self._announced.pop(address))
 
     def has(self, address: Address) -> bool:
-        """Returns whether an engine of this user listens there."""
-        return _is_locked(self._file(address))
+        """Returns whether an engine of this user listens there. Raises PeerError if that cannot be found out."""
+        try:
+            return _is_locked(self._file(address))
+        except OSError as error:
+            raise PeerError(f"the engines of this host cannot be looked up: {error}") from error
 
     def _file(self, address: Address) -> Path:
         host, port = address
         return self._folder / f"engine.{host.replace(':', '_').replace('/', '_')}.{port}"
 
 
+def _is_file(path: Path, descriptor: int) -> bool:
+    """Returns whether the path still names the file of this descriptor."""
+    return path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
+
+
 def _is_locked(path: Path) -> bool:
-    """Returns whether a living process has announced this address."""
+    """Returns whether a living process has announced this address. Raises OSError."""
     try:
         descriptor = os.open(path, os.O_RDWR)
-    except OSError:
+    except FileNotFoundError:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

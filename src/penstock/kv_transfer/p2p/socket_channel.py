@@ -22,7 +22,7 @@ from penstock.kv_transfer.p2p.channel import ChannelEvent, ChannelHandler, Conne
 from penstock.kv_transfer.p2p.lookups import Endpoint, Lookups
 from penstock.kv_transfer.p2p.messages import CODEC, MAX_MESSAGE_BYTES, Message
 from penstock.kv_transfer.p2p.params import Address
-from penstock.kv_transfer.p2p.peers import LocalCluster
+from penstock.kv_transfer.p2p.peers import REFRESH_SECONDS, LocalCluster
 from penstock.kv_transfer.p2p.queries import query_answer
 from penstock.kv_transfer.p2p.session import PeerKey
 from penstock.utils.clock import SystemClock
@@ -183,6 +183,8 @@ class SocketChannel:
             while self._commands:
                 self._commands.popleft()()
             self._end_late_ones()
+            if self._local is not None:
+                self._local.refresh(self._clock.now())
             self._tell()
             if self._is_closed and closing_until is None:
                 closing_until = self._clock.now() + 0.5
@@ -219,6 +221,8 @@ class SocketChannel:
             times.append(self._wake_time)
         if self._is_closed:
             times.append(now + 0.05)
+        if self._local is not None:
+            times.append(now + REFRESH_SECONDS)
         earliest = min(times, default=math.inf)
         return None if earliest == math.inf else max(0.0, earliest - now)
 

@@ -50,7 +50,11 @@ def dial(
         connection = socket.create_connection((address.host, address.port), seconds)
     except (OSError, ValueError, OverflowError) as error:
         raise PeerError(f"{address.peer_id} cannot be reached: {error}") from error
-    stream = Stream(connection, seconds)
+    try:
+        stream = Stream(connection, seconds)
+    except OSError as error:
+        connection.close()
+        raise PeerError(f"{address.peer_id} has ended the connection: {error}") from error
     try:
         stream.authenticate(key, True, PURPOSE, seconds, max_frame_bytes)
         stream.send(encode(Hello(address.epoch, sender)))

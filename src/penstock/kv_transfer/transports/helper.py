@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -37,26 +38,27 @@ class HelperProcess:
     def __init__(self, defaults: dict[str, str]) -> None:
         """`defaults` are values of environment variables that the user has not set. Raises PeerError."""
         self._reader = FrameReader(CODEC)
-        self._connection, theirs = socket.socketpair()
-        hang_up, lifeline = os.pipe()
-        self._lifeline = os.fdopen(lifeline, "wb", buffering=0)
-        command = [sys.executable, "-m", _PROGRAM, str(theirs.fileno()), str(hang_up)]
-        try:
-            with interrupts_blocked():
-                self._process = subprocess.Popen(
-                    command,
-                    pass_fds=(theirs.fileno(), hang_up),
-                    stdin=subprocess.DEVNULL,
-                    stdout=sys.__stderr__,
-                    env=env.for_child(defaults=defaults),
-                )
-        except OSError as error:
-            self._connection.close()
-            self._lifeline.close()
-            raise PeerError(f"a helper process cannot be started: {error}") from error
-        finally:
-            theirs.close()
-            os.close(hang_up)
+        with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+            try:
+                self._connection, socket_of_helper = socket.socketpair()
+                ours.callback(self._connection.close)
+                theirs.callback(socket_of_helper.close)
+                hang_up, lifeline = os.pipe()
+                theirs.callback(os.close, hang_up)
+                self._lifeline = os.fdopen(lifeline, "wb", buffering=0)
+                ours.callback(self._lifeline.close)
+                inherited = (socket_of_helper.fileno(), hang_up)
+                with interrupts_blocked():
+                    self._process = subprocess.Popen(
+                        [sys.executable, "-m", _PROGRAM, *map(str, inherited)],
+                        pass_fds=inherited,
+                        stdin=subprocess.DEVNULL,
+                        stdout=sys.__stderr__,
+                        env=env.for_child(defaults=defaults),
+                    )
+            except OSError as error:
+                raise PeerError(f"a helper process cannot be started: {error}") from error
+            ours.pop_all()
 
     @property
     def pid(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -16,17 +17,25 @@ from penstock.utils.logging import get_logger
 
 _logger = get_logger(__name__)
 
+_RETRY_SECONDS = 0.1
+
 
 def incoming(listener: socket.socket, closing: threading.Event) -> Iterator[socket.socket]:
-    """Yields the connections that arrive, until `closing` is set and the listener is shut down."""
+    """Yields the connections that arrive, until `closing` is set and the listener is shut down.
+
+    While the process has no file descriptor for them, they wait in the kernel's queue, and each is tried again.
+    """
+    is_failing = False
     while not closing.is_set():
         try:
             connection, _ = listener.accept()
         except OSError as error:
             if not closing.is_set():
-                _logger.warning("cannot accept connections: %s", error)
-                closing.wait(0.1)
+                _logger.log(logging.DEBUG if is_failing else logging.WARNING, "cannot accept connections: %s", error)
+                is_failing = True
+                closing.wait(_RETRY_SECONDS)
             continue
+        is_failing = False
         yield connection
 
 

@@ -195,7 +195,10 @@ class SharedMemoryTransport(OnBoard):
 
     def _dial(self, endpoint: _Endpoint) -> socket.socket:
         """Returns a connection to that life of the peer. Raises PeerError."""
-        control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as error:
+            raise PeerError(f"no connection to {endpoint.peer_id} can be made: {error}") from error
         try:
             control.settimeout(_ANSWER_SECONDS)
             control.connect(endpoint.address)

@@ -10,6 +10,7 @@ from penstock.attention.native import NativeAttention
 from penstock.config.engine import ExecutionConfig, SchedulerConfig
 from penstock.kernels import native
 from penstock.kernels.host_memory import aligned_bytes
+from penstock.kernels.identity import cpu_kernels
 from penstock.models.weights import direct
 from penstock.runner.cpu.buffers import HostTableWriter
 from penstock.runner.cpu.inputs import TorchInputBuilder
@@ -35,7 +36,7 @@ def cpu_parts() -> DeviceParts:
         shares_main_memory=True,
         set_up=_set_up,
         has_memory=True,
-        arithmetic=_arithmetic,
+        arithmetic=lambda execution: cpu_kernels(),
         deliver_weights=lambda: nullcontext(direct),
         divides_inputs=lambda execution: False,
         for_small_steps=lambda model, execution: model,
@@ -60,11 +61,6 @@ def _set_up(execution: ExecutionConfig, num_ranks: int) -> None:
     native.set_num_threads(count)
     # Torch only has small operations left, for which waiting for a descheduled thread would take longer.
     torch.set_num_threads(count if native.library() is None else 1)
-
-
-def _arithmetic(execution: ExecutionConfig) -> str:
-    library = native.library()
-    return f"torch {torch.__version__}" if library is None else library.isa
 
 
 def _check_attention(execution: ExecutionConfig) -> None:

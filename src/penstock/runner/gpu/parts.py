@@ -9,9 +9,10 @@ from functools import partial
 import torch
 
 from penstock.attention.backend import AttentionBackend
-from penstock.attention.select import check_gpu_attention, make_gpu_attention
+from penstock.attention.select import attention_library, check_gpu_attention, make_gpu_attention
 from penstock.config.engine import ExecutionConfig
 from penstock.kernels.host_memory import aligned_bytes
+from penstock.kernels.identity import triton_kernels
 from penstock.kernels.staging import CudaCopyQueue, Stager
 from penstock.kv_transfer.connector import WorkerConnector
 from penstock.models.fused_decode import FusedDecoder
@@ -77,7 +78,8 @@ def _compute_capability(device: torch.device) -> int:
 def arithmetic(device: torch.device, execution: ExecutionConfig) -> str:
     """See `DeviceParts`."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"interpreted on {device}"
-    return f"{name} torch {torch.__version__} {'deterministic' if execution.deterministic else 'fastest'}"
+    mode = "deterministic" if execution.deterministic else "fastest"
+    return f"{name} torch {torch.__version__} {triton_kernels()} {attention_library(execution)} attention {mode}"
 
 
 @contextmanager

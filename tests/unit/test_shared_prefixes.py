@@ -1,0 +1,186 @@
+"""Requests with a common prefix: which of them wait for another one's KV, and for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+
+from penstock.config.engine import SchedulerConfig
+from penstock.core.kv_cache_manager import KVCacheManager
+from penstock.core.remote_kv import SHARED_LOAD_PATIENCE, KVTransfer
+from penstock.core.scheduler import Scheduler
+from penstock.kv_transfer.connector import NO_MATCH, ConnectorEvent, LoadEnded, Match, RequestView
+from penstock.kv_transfer.null import NullSchedulerConnector
+from penstock.messages.kv_cache_spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
+from penstock.messages.kv_transfer import BadRange, KVConnectorOutput, TransferId
+from penstock.messages.requests import EngineRequest
+from penstock.messages.runner_output import ModelRunnerOutput
+from penstock.messages.sampling_params import SamplingParams
+from penstock.messages.scheduler_output import SchedulerOutput
+from penstock.utils.clock import ManualClock
+
+CONFIG = SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=8, max_model_len=32)
+TIMEOUT = 30.0
+
+
+class LoadingConnector(NullSchedulerConnector):
+    """Loads the whole prompt of the requests whose parameters say so; a load ends when the test says so."""
+
+    def __init__(self, is_async: bool) -> None:
+        self._is_async = is_async
+        self.loads: dict[str, TransferId] = {}
+        self.ended: list[LoadEnded] = []
+
+    def get_num_new_matched_tokens(self, request: RequestView, num_computed_tokens: int) -> Match:
+        if not request.kv_transfer_params:
+            return NO_MATCH
+        return Match((request.num_tokens - 1 - num_computed_tokens) // 4 * 4, is_async=self._is_async)
+
+    def update_state_after_alloc(self, request: RequestView, transfer_id: TransferId, *_: object) -> None:
+        self.loads[request.request_id] = transfer_id
+
+    def update_connector_output(self, output: KVConnectorOutput) -> Sequence[ConnectorEvent]:
+        ended, self.ended = self.ended, []
+        return ended
+
+
+@dataclass
+class Engine:
+    scheduler: Scheduler
+    connector: LoadingConnector
+    clock: ManualClock
+    kv: KVCacheManager
+
+    def add(self, request_id: str, *, is_remote: bool, prompt: range = range(13)) -> None:
+        params = SamplingParams(kv_transfer_params={"remote": True} if is_remote else None)
+        self.scheduler.add_request(
+            EngineRequest(
+                request_id=request_id,
+                prompt_token_ids=tuple(prompt),
+                sampling_params=params,
+                max_tokens=4,
+                seed=0,
+            )
+        )
+
+    def step(self) -> dict[str, int]:
+        """Runs a step to its end; returns how many tokens of each request it computed."""
+        plan = self.scheduler.schedule()
+        assert plan is not None
+        self.scheduler.check_integrity()
+        self.process(plan)
+        return dict(plan.num_scheduled_tokens)
+
+    def process(self, plan: SchedulerOutput) -> None:
+        sampled = dict.fromkeys(plan.num_scheduled_tokens, (100,))
+        self.scheduler.update_from_output(plan, ModelRunnerOutput(sampled_token_ids=sampled))
+        self.scheduler.check_integrity()
+
+    def end_load(self, request_id: str, bad_ranges: tuple[BadRange, ...] = ()) -> None:
+        self.connector.ended.append(LoadEnded(self.connector.loads[request_id], bad_ranges))
+
+
+def make_engine(
+    is_async: bool = True, num_blocks: int = 80, num_groups: int = 1, config: SchedulerConfig = CONFIG
+) -> Engine:
+    group = KVCacheGroup(("layer",), KVCacheSpec.keys_and_values(1, 1, "float32"))
+    kv = KVCacheManager(KVCacheConfig(num_blocks, 4, (group,) * num_groups), enable_prefix_caching=True)
+    connector, clock = LoadingConnector(is_async), ManualClock()
+    scheduler = Scheduler(config, kv, None, KVTransfer(connector, load_timeout=TIMEOUT, clock=clock))
+    return Engine(scheduler, connector, clock, kv)
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_a_request_that_loads_nothing_does_not_wait_for_another_ones_load(num_groups: int) -> None:
+    engine = make_engine(num_groups=num_groups)
+    engine.add("lost", is_remote=True)
+    assert engine.step() == {}
+    engine.add("here", is_remote=False)
+    assert engine.step() == {"here": 13}, "it waits for a load that may be lost"
+    engine.end_load("lost")
+    assert engine.step() == {"here": 1}
+    assert engine.step() == {"here": 1, "lost": 1}, "the load is published beside the same blocks computed here"
+
+
+def test_a_request_waits_for_the_prefix_that_a_running_one_computes() -> None:
+    engine = make_engine(config=replace(CONFIG, max_num_batched_tokens=16, max_num_in_flight=2))
+    engine.add("first", is_remote=False, prompt=range(25))
+    engine.add("second", is_remote=False, prompt=range(25))
+    first = engine.scheduler.schedule()
+    assert first is not None
+    assert dict(first.num_scheduled_tokens) == {"first": 16}
+    second = engine.scheduler.schedule()
+    assert second is not None
+    assert dict(second.num_scheduled_tokens) == {"first": 9}
+    engine.scheduler.update_from_output(first, ModelRunnerOutput(sampled_token_ids={"first": ()}))
+    engine.process(second)
+    assert engine.step() == {"first": 1, "second": 1}
+
+
+def test_requests_with_the_same_prompt_share_one_load() -> None:
+    engine = make_engine()
+    names = [f"r{number}" for number in range(4)]
+    for name in names:
+        engine.add(name, is_remote=True)
+    assert engine.step() == {}
+    assert list(engine.connector.loads) == ["r0"]
+    engine.end_load("r0")
+    engine.step()
+    assert engine.step() == dict.fromkeys(names, 1)
+    assert list(engine.connector.loads) == ["r0"]
+
+
+def test_a_lost_load_delays_requests_with_loads_of_their_own_only_briefly() -> None:
+    engine = make_engine()
+    names = [f"r{number}" for number in range(4)]
+    for name in names:
+        engine.add(name, is_remote=True)
+    engine.step()
+    engine.clock.advance(TIMEOUT * SHARED_LOAD_PATIENCE)
+    assert engine.step() == {}
+    assert list(engine.connector.loads) == names, "none of them waits for the next one's load in turn"
+    for name in names[1:]:
+        engine.end_load(name)
+    engine.step()
+    assert engine.step() == dict.fromkeys(names[1:], 1), "the same blocks are published three times"
+    engine.end_load("r0")
+    engine.step()
+    engine.scheduler.abort_requests(names)
+    engine.step()
+    assert engine.kv.pool.num_available == engine.kv.pool.num_usable
+
+
+def test_a_request_whose_shared_load_has_failed_loads_itself() -> None:
+    engine = make_engine()
+    engine.add("first", is_remote=True)
+    engine.add("second", is_remote=True, prompt=range(10))
+    engine.step()
+    engine.end_load("first", (BadRange(0, 0, 12),))
+    engine.step()
+    engine.scheduler.abort_requests(["first"])
+    engine.step()
+    assert list(engine.connector.loads) == ["first", "second"]
+
+
+def test_nothing_waits_for_a_load_that_was_abandoned() -> None:
+    engine = make_engine()
+    engine.add("first", is_remote=True)
+    engine.step()
+    engine.scheduler.abort_requests(["first"])
+    engine.add("second", is_remote=True)
+    engine.step()
+    assert list(engine.connector.loads) == ["first", "second"]
+
+
+def test_blocks_loaded_in_the_step_that_computes_the_rest_are_waited_for() -> None:
+    engine = make_engine(is_async=False, config=replace(CONFIG, max_num_in_flight=2))
+    engine.add("first", is_remote=True)
+    engine.add("second", is_remote=False)
+    plan = engine.scheduler.schedule()
+    assert plan is not None
+    assert dict(plan.num_scheduled_tokens) == {"first": 1}
+    engine.end_load("first")
+    engine.process(plan)
+    assert engine.step() == {"first": 1, "second": 1}
