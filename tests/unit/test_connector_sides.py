@@ -8,21 +8,30 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock, call
 
 import msgspec
 import pytest
 
 from penstock.config.kv_transfer import parse_kv_transfer_config
 from penstock.kv_transfer.abilities import Abilities
-from penstock.kv_transfer.connector import NO_MATCH, Match
+from penstock.kv_transfer.connector import NO_MATCH, PENDING, Match
 from penstock.kv_transfer.example import ExampleConnector
 from penstock.kv_transfer.factory import ConnectorContext, make_scheduler_connector, make_worker_connector
-from penstock.kv_transfer.multi import MultiConnector, MultiHandshake, MultiScheduler
+from penstock.kv_transfer.multi import MultiConnector, MultiHandshake, MultiMetadata, MultiScheduler, MultiWorker
 from penstock.kv_transfer.null import NullSchedulerConnector, NullWorkerConnector
 from penstock.kv_transfer.offload.messages import OffloadSetup
 from penstock.messages.kv_cache_spec import KVCacheConfig
 from penstock.messages.kv_layout import MemoryRegion
-from penstock.messages.kv_transfer import ConnectorSetup, HandshakePayload, ShardId, TransferStatus
+from penstock.messages.kv_transfer import (
+    NO_OUTPUT,
+    ConnectorSetup,
+    HandshakePayload,
+    KVConnectorOutput,
+    ShardId,
+    TransferReport,
+    TransferStatus,
+)
 from penstock.messages.outputs import FinishReason
 from penstock.messages.scheduler_output import SchedulerOutput
 from penstock.simulation.oracle import OracleMemory, cache_config, make_layers
@@ -215,29 +224,112 @@ def test_handshakes_reach_every_child() -> None:
 
 
 class Vanishing(NullSchedulerConnector):
-    """Has 4 tokens for every request while `has_it` is true."""
+    """Has `match` for every request."""
 
-    def __init__(self, has_it: bool) -> None:
-        self.has_it = has_it
+    def __init__(self, match: Match) -> None:
+        self.match = match
         self.begun: list[str] = []
 
     def get_num_new_matched_tokens(self, request: object, num_computed_tokens: int) -> Match:
-        return Match(4) if self.has_it else NO_MATCH
+        return self.match
 
     def update_state_after_alloc(self, request: Any, transfer_id: str, *_: object) -> None:
         self.begun.append(transfer_id)
 
 
 def test_the_chosen_child_is_remembered_until_allocation() -> None:
-    children = {"first": Vanishing(False), "second": Vanishing(True), "third": Vanishing(True)}
+    children = {"first": Vanishing(NO_MATCH), "second": Vanishing(Match(4)), "third": Vanishing(Match(4))}
     multi, request = MultiScheduler(cast(Any, children)), cast(Any, SimpleNamespace(request_id="r"))
     assert multi.get_num_new_matched_tokens(request, 0) == multi.get_num_new_matched_tokens(request, 0) == Match(4)
-    children["first"].has_it, children["second"].has_it = True, False
+    children["first"].match, children["second"].match = Match(4), NO_MATCH
     multi.update_state_after_alloc(request, "r/load-1", ((1,),), 0, 4)
     assert [child.begun for child in children.values()] == [[], ["r/load-1"], []]
     multi.get_num_new_matched_tokens(request, 0)
     multi.request_finished(request, (), FinishReason.LENGTH)
     assert not multi._chosen
+    multi.get_num_new_matched_tokens(request, 0)
+    for child in children.values():
+        child.match = NO_MATCH
+    assert multi.get_num_new_matched_tokens(request, 0) == NO_MATCH
+    assert not multi._chosen, "a child that has lost its match does not load"
+
+
+def test_a_child_that_is_looking_is_waited_for() -> None:
+    children = {"first": Vanishing(PENDING), "second": Vanishing(Match(4))}
+    multi, request = MultiScheduler(cast(Any, children)), cast(Any, SimpleNamespace(request_id="r"))
+    assert multi.get_num_new_matched_tokens(request, 0) == PENDING
+    children["first"].match = Match(8)
+    assert multi.get_num_new_matched_tokens(request, 0) == Match(8)
+
+
+# ---- Calls that reach every child ----
+
+
+def test_the_scheduler_side_reaches_every_child() -> None:
+    children = {name: Mock() for name in ("first", "second", "third")}
+    multi = MultiScheduler(cast(Any, children))
+    for busy in (("second",), ("first", "third"), ()):
+        for name, child in children.items():
+            child.has_pending_work = name in busy
+            child.wait.reset_mock()
+        assert multi.has_pending_work == bool(busy)
+        multi.wait(3.0)
+        waiting = busy or tuple(children)
+        expected = [[call(3.0 / len(waiting))] if name in waiting else [] for name in children]
+        assert [child.wait.mock_calls for child in children.values()] == expected, "they share the time"
+    for answers in ((True, False, True), (False, True, True), (True, True, True)):
+        for child, answer in zip(children.values(), answers, strict=True):
+            child.reset_cache.return_value = answer
+        assert multi.reset_cache() == all(answers)
+    multi.check_integrity()
+    multi.shutdown()
+    for child in children.values():
+        assert child.reset_cache.call_count == 3
+        child.check_integrity.assert_called_once_with()
+        child.shutdown.assert_called_once_with()
+
+
+def test_the_worker_side_reaches_every_child() -> None:
+    children = {name: Mock(get_finished=Mock(return_value=NO_OUTPUT)) for name in ("first", "second")}
+    worker, metadata = MultiWorker(cast(Any, children)), {name: object() for name in children}
+    worker.register_kv_caches(view := cast(Any, object()))
+    worker.begin_step(MultiMetadata(cast(Any, metadata)))
+    worker.start_load_kv()
+    worker.layer_hooks.wait_for_layer_load("layer")
+    worker.layer_hooks.save_kv_layer("layer")
+    worker.get_finished(frozenset({"r"}))
+    worker.wait_for_save()
+    worker.end_step()
+    worker.shutdown()
+    for name, child in children.items():
+        assert child.mock_calls == [
+            call.register_kv_caches(view),
+            call.begin_step(metadata[name]),
+            call.start_load_kv(),
+            call.layer_hooks.wait_for_layer_load("layer"),
+            call.layer_hooks.save_kv_layer("layer"),
+            call.get_finished(frozenset({"r"})),
+            call.wait_for_save(),
+            call.end_step(),
+            call.shutdown(),
+        ]
+
+
+def test_children_may_use_the_same_transfer_ids() -> None:
+    reports = {
+        name: TransferReport("same", (0, 0), status)
+        for name, status in (("first", TransferStatus.DONE), ("second", TransferStatus.FAILED))
+    }
+    workers = {name: Mock(get_finished=Mock(return_value=KVConnectorOutput((each,)))) for name, each in reports.items()}
+    output = MultiWorker(cast(Any, workers)).get_finished(frozenset())
+    strange = (
+        TransferReport("same", (0, 0), TransferStatus.DONE),
+        TransferReport("third\nsame", (0, 0), TransferStatus.DONE),
+    )
+    children = {name: Mock(update_connector_output=Mock(return_value=())) for name in reports}
+    MultiScheduler(cast(Any, children)).update_connector_output(KVConnectorOutput((*output.reports, *strange)))
+    for name, child in children.items():
+        child.update_connector_output.assert_called_once_with(KVConnectorOutput((reports[name],)))
 
 
 @pytest.fixture
