@@ -5,26 +5,22 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Sequence
-from types import FrameType, SimpleNamespace
+from types import FrameType
 from typing import Any
 
 import pytest
 
-from penstock.kv_transfer.digest import Attestation
 from penstock.kv_transfer.offload import OffloadKey
 from penstock.kv_transfer.offload.manager import LookupResult, OffloadingManager, Prompt
 from penstock.kv_transfer.offload.messages import LoadBlock, OffloadLoad, OffloadMetadata
 from penstock.kv_transfer.offload.policies import ARCPolicy, CachePolicy, LRUPolicy
 from penstock.kv_transfer.offload.region import OffloadRegion
-from penstock.kv_transfer.offload.scheduler import OffloadingScheduler, OffloadPolicy, OffloadRules
 from penstock.kv_transfer.offload.worker import OffloadingWorker
 from penstock.kv_transfer.topology.chunks import ChunkFormat
 from penstock.kv_transfer.view import DONE, Parts, Place, Take, Transfer
 from penstock.messages.kv_cache_spec import KVCacheConfig, KVCacheGroup, KVCacheSpec
 from penstock.messages.kv_layout import KVLayout, LayerLayout, MemoryRegion
-from penstock.messages.kv_transfer import KVConnectorOutput, TransferReport, TransferStatus
-from penstock.messages.scheduler_output import SchedulerOutput
-from penstock.utils.clock import ManualClock
+from penstock.messages.kv_transfer import TransferReport, TransferStatus
 from tests.unit.offload_fakes import make_key
 
 MIB = 1 << 20
@@ -108,43 +104,6 @@ def test_shutdown_drops_loads_that_no_step_has_begun() -> None:
     run_step(worker, make_load("one", 5))
     worker.shutdown()
     assert len(view.written) == 2
-
-
-def make_scheduler(manager: OffloadingManager, policy: OffloadPolicy) -> OffloadingScheduler:
-    cache = KVCacheConfig(1000, 4, (KVCacheGroup(("a",), KVCacheSpec(1, 1, "float32")),))
-    rules = OffloadRules(Attestation.ALL, policy, None)
-    shards = frozenset({(0, 0)})
-    return OffloadingScheduler(cache, shards, OffloadRegion(1, 64), manager, rules, ManualClock(), "epoch")
-
-
-@pytest.mark.parametrize(
-    ("policy", "expected"), [(OffloadPolicy.CHUNK_LEVEL, range(3, 10)), (OffloadPolicy.REQUEST_LEVEL, range(10))]
-)
-def test_only_new_blocks_are_offered(monkeypatch: pytest.MonkeyPatch, policy: OffloadPolicy, expected: range) -> None:
-    """Three blocks are found in the engine's cache, and seven are then computed, one by one."""
-    manager = OffloadingManager(100, LRUPolicy())
-    scheduler = make_scheduler(manager, policy)
-    prepare_store, offered = manager.prepare_store, []
-
-    def recorded(keys: Any, prompt: Prompt) -> Any:
-        offered.append([place for _, place in keys])
-        return prepare_store(keys, prompt)
-
-    monkeypatch.setattr(manager, "prepare_store", recorded)
-    hashes = [make_key(number)[1] for number in range(10)]
-    request: Any = SimpleNamespace(request_id="r", block_hashes=hashes, kv_transfer_params={})
-    scheduler.on_new_request(request)
-    table = [list(range(1, 11))]
-    for end in range(4, 11):
-        scheduler.on_blocks_complete(request, table, end - 1, end)
-        metadata = scheduler.build_connector_meta(SchedulerOutput(step=end))
-        for store in metadata.stores:
-            assert [block.block_id for block in store.blocks] == [place + 1 for place in offered[-1]]
-            done = TransferReport(store.job_id, (0, 0), TransferStatus.DONE, digests=(b"d" * 16,) * len(store.blocks))
-            scheduler.update_connector_output(KVConnectorOutput((done,)))
-    assert [place for each in offered for place in each] == list(expected)
-    assert [len(each) for each in offered[1:]] == [1] * 6
-    scheduler.check_integrity()
 
 
 @pytest.mark.spread(2)
