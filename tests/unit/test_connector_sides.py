@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -12,6 +13,7 @@ from unittest.mock import Mock, call
 
 import msgspec
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from penstock.config.kv_transfer import parse_kv_transfer_config
 from penstock.kv_transfer.abilities import Abilities
@@ -21,7 +23,7 @@ from penstock.kv_transfer.factory import ConnectorContext, make_scheduler_connec
 from penstock.kv_transfer.multi import MultiConnector, MultiHandshake, MultiMetadata, MultiScheduler, MultiWorker
 from penstock.kv_transfer.null import NullSchedulerConnector, NullWorkerConnector
 from penstock.kv_transfer.offload.messages import OffloadSetup
-from penstock.messages.kv_cache_spec import KVCacheConfig
+from penstock.messages.kv_cache_spec import NULL_BLOCK, KVCacheConfig
 from penstock.messages.kv_layout import MemoryRegion
 from penstock.messages.kv_transfer import (
     NO_OUTPUT,
@@ -362,6 +364,123 @@ def test_a_file_that_vanishes_after_its_match_is_a_failed_load(example: tuple[An
     (ended,) = scheduler.update_connector_output(output)
     assert [(bad.start, bad.end) for bad in ended.bad_ranges] == [(4, 8)]
     scheduler.check_integrity()
+
+
+def load(example: tuple[Any, Any], step: int) -> TransferReport:
+    """Loads both blocks; returns the rank's report."""
+    scheduler, worker = example
+    scheduler.update_state_after_alloc(REQUEST, f"r/load-{step}", ((3, 4),), 0, 8)
+    worker.begin_step(scheduler.build_connector_meta(SchedulerOutput(step=step)))
+    worker.start_load_kv()
+    output = worker.get_finished(frozenset())
+    worker.end_step()
+    assert len(scheduler.update_connector_output(output)) == 1
+    return output.reports[0]
+
+
+def test_a_failed_load_does_not_affect_the_next_one(example: tuple[Any, Any], tmp_path: Path) -> None:
+    for path in tmp_path.rglob("*.safetensors"):
+        path.rename(path.with_suffix(".away"))
+    assert load(example, 2).status is TransferStatus.FAILED
+    for path in tmp_path.rglob("*.away"):
+        path.rename(path.with_suffix(".safetensors"))
+    assert load(example, 3).status is TransferStatus.DONE
+
+
+def test_a_file_with_other_layers_is_a_failed_load(example: tuple[Any, Any], tmp_path: Path) -> None:
+    for path in tmp_path.rglob("*.safetensors"):
+        tensors = load_file(path)
+        save_file({f"other.{name}": each for name, each in tensors.items()}, path)
+    report = load(example, 2)
+    assert report.status is TransferStatus.FAILED
+    assert [(bad.start, bad.end) for bad in report.bad_ranges] == [(0, 4), (4, 8)]
+
+
+def test_a_file_becomes_visible_when_it_is_complete(
+    example: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, it has another name, and no file remains if it cannot be completed."""
+    scheduler, worker = example
+    before = set(tmp_path.rglob("*.safetensors"))
+    sizes = {path.stat().st_size for path in before}
+
+    def fail(source: str, target: Path) -> None:
+        assert not target.exists()
+        assert {Path(source).stat().st_size} == sizes
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    other: Any = SimpleNamespace(request_id="other", block_hashes=[b"c" * 32], num_tokens=5)
+    scheduler.on_blocks_complete(other, ((5,),), 0, 1)
+    worker.begin_step(scheduler.build_connector_meta(SchedulerOutput(step=2)))
+    worker.end_step()
+    assert {path for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert scheduler.get_num_new_matched_tokens(other, 0) == NO_MATCH
+
+
+def test_blocks_without_kv_are_not_saved(example: tuple[Any, Any]) -> None:
+    scheduler, _ = example
+    other: Any = SimpleNamespace(request_id="other", block_hashes=[b"c" * 32, b"d" * 32], num_tokens=9)
+    scheduler.on_blocks_complete(other, ((NULL_BLOCK, 5),), 0, 2)
+    assert scheduler.build_connector_meta(SchedulerOutput(step=2)).saves == ((5, (b"d" * 32).hex()),)
+
+
+@pytest.mark.usefixtures("example")
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, 8),
+        ({"fingerprint": b"g" * 16}, 0),
+        ({"shards": frozenset({(0, 0), (0, 1)})}, 0),
+        ({"shards": frozenset({(0, 0), (1, 0)})}, 0),
+    ],
+)
+def test_engines_share_files_if_weights_and_ranks_are_the_same(
+    changes: dict[str, Any], expected: int, tmp_path: Path
+) -> None:
+    given = context(kv_connector="ExampleConnector", kv_connector_extra_config={"shared_storage_path": str(tmp_path)})
+    scheduler = make_scheduler_connector(msgspec.structs.replace(given, **changes))
+    assert scheduler.get_num_new_matched_tokens(REQUEST, 0).num_tokens == expected
+
+
+def test_a_block_is_found_when_every_rank_has_saved_its_part(tmp_path: Path) -> None:
+    shards = frozenset({(0, 0), (0, 1)})
+    extra = {"shared_storage_path": str(tmp_path)}
+    given = context(shards, kv_connector="ExampleConnector", kv_connector_extra_config=extra)
+    scheduler = make_scheduler_connector(given)
+    scheduler.on_blocks_complete(REQUEST, ((1, 2),), 0, 2)
+    metadata = scheduler.build_connector_meta(SchedulerOutput(step=1))
+    for shard, expected in (((0, 1), 0), ((0, 0), 8)):
+        worker = make_worker_connector(given, shard, None)
+        worker.register_kv_caches(OracleMemory(CACHE, shard, range(shard[1], shard[1] + 1)))
+        worker.begin_step(metadata)
+        assert scheduler.get_num_new_matched_tokens(REQUEST, 0).num_tokens == expected
+
+
+def test_layers_that_the_model_does_not_run_are_loaded_at_once(tmp_path: Path) -> None:
+    """No hook is called for the layers of a drafter."""
+    cache = cache_config(make_layers((0,), 1, has_drafter=True), 8, 4, num_heads=2)
+    extra = {"shared_storage_path": str(tmp_path)}
+    given = context(cache=cache, kv_connector="ExampleConnector", kv_connector_extra_config=extra)
+    pair = make_scheduler_connector(given), make_worker_connector(given, (0, 0), None)
+    memory = OracleMemory(cache, (0, 0), range(2))
+    content = memoryview(bytes(range(memory.stride)))
+    memory.write_layer("draft.0", 1, content)
+    pair[1].register_kv_caches(memory)
+    pair[0].on_blocks_complete(REQUEST, ((1, 2),), 0, 2)
+    pair[1].begin_step(pair[0].build_connector_meta(SchedulerOutput(step=1)))
+    pair[1].end_step()
+    assert load(pair, 2).status is TransferStatus.DONE
+    memory.read_layer("draft.0", 3, memoryview(found := bytearray(memory.stride)))
+    assert found == content
+
+
+@pytest.mark.parametrize("windows", [(4,), (0, 8)])
+def test_the_example_refuses_sliding_windows(windows: tuple[int, ...], tmp_path: Path) -> None:
+    cache = cache_config(make_layers(windows, 1, has_drafter=False), 8, 4, num_heads=2)
+    extra = {"shared_storage_path": str(tmp_path)}
+    with pytest.raises(ConfigError, match="without sliding windows"):
+        make_scheduler_connector(context(cache=cache, kv_connector="ExampleConnector", kv_connector_extra_config=extra))
 
 
 # ---- Layouts ----
