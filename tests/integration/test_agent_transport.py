@@ -371,14 +371,14 @@ def test_bytes_that_a_helper_reports_after_its_peers_agent_has_ended_are_not_use
 
 
 def test_a_read_settles_when_its_helper_has_ended(scripted: ScriptedPair, monkeypatch: pytest.MonkeyPatch) -> None:
-    helper, states = scripted.helper, list[TransferState]()
+    helper, ends = scripted.helper, list[tuple[bool, TransferState]]()
 
     def move_until_killed() -> None:
-        assert helper.has_ended.wait(WAIT_SECONDS)
+        helper.has_ended.wait(WAIT_SECONDS)
         raise PeerError("a helper process has ended")
 
     def end() -> None:
-        states.append(scripted.reader.poll(running))
+        ends.append((helper.is_running, scripted.reader.poll(running)))
         helper.kill()
 
     helper.on_move = move_until_killed
@@ -388,7 +388,7 @@ def test_a_read_settles_when_its_helper_has_ended(scripted: ScriptedPair, monkey
     scripted.reader.disconnect(scripted.name)
     assert scripted.reader.poll(queued) is TransferState.FAILED_SETTLED
     assert scripted.settled(running) is TransferState.FAILED_SETTLED
-    assert states == [TransferState.FAILED_UNSETTLED]
+    assert ends == [(False, TransferState.FAILED_UNSETTLED)], "it was killed before"
     assert len(helper.moves) == 1
     with pytest.raises(PeerError, match="not connected"):
         scripted.read()
