@@ -23,6 +23,7 @@ from penstock.kv_transfer.factory import ConnectorContext, make_scheduler_connec
 from penstock.kv_transfer.multi import MultiConnector, MultiHandshake, MultiMetadata, MultiScheduler, MultiWorker
 from penstock.kv_transfer.null import NullSchedulerConnector, NullWorkerConnector
 from penstock.kv_transfer.offload.messages import OffloadSetup
+from penstock.kv_transfer.p2p import connector as p2p_connector
 from penstock.messages.kv_cache_spec import NULL_BLOCK, KVCacheConfig
 from penstock.messages.kv_layout import MemoryRegion
 from penstock.messages.kv_transfer import (
@@ -77,6 +78,7 @@ def test_a_worker_in_another_process_maps_the_memory_of_the_tier(tmp_path: Path)
 import sys
 import msgspec
 from penstock.kv_transfer.offload.messages import OffloadSetup
+from penstock.kv_transfer.p2p import connector as p2p_connector
 from penstock.kv_transfer.offload.region import OffloadRegion
 setup = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=OffloadSetup)
 region = OffloadRegion.attach(setup.memory, setup.chunk_bytes)
@@ -481,6 +483,42 @@ def test_the_example_refuses_sliding_windows(windows: tuple[int, ...], tmp_path:
     extra = {"shared_storage_path": str(tmp_path)}
     with pytest.raises(ConfigError, match="without sliding windows"):
         make_scheduler_connector(context(cache=cache, kv_connector="ExampleConnector", kv_connector_extra_config=extra))
+
+
+# ---- Options of the P2PConnector ----
+
+
+def p2p(**options: Any) -> ConnectorContext:
+    return context(kv_connector="P2PConnector", kv_port=0, kv_load_timeout=5.0, kv_connector_extra_config=options)
+
+
+@pytest.mark.parametrize("is_attested", [True, False])
+def test_options_reach_the_parts_of_the_p2p_connector(is_attested: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = {name: Mock(wraps=getattr(p2p_connector, name)) for name in ("Producer", "Consumer", "Exchange")}
+    for name, part in made.items():
+        monkeypatch.setattr(p2p_connector, name, part)
+    given = {} if is_attested else {"attestation": "off"}
+    make_scheduler_connector(p2p(hold_seconds=7, lease_seconds=3, **given)).shutdown()
+    rules, settings = made["Producer"].call_args.args[2], made["Exchange"].call_args.args[0]
+    assert (rules.hold_seconds, rules.lease_seconds, rules.park_seconds) == (7, 3, 5.0)
+    assert made["Consumer"].call_args.args[0] == 4.0, "a load settles before its request loses the blocks"
+    assert (rules.is_attested, settings.requires_digests, settings.ignored) == (is_attested, is_attested, frozenset())
+
+
+@pytest.mark.parametrize("transport", ["sockets", "shared_memory"])
+def test_other_engines_need_a_name_for_memory_that_they_map(transport: str) -> None:
+    given = p2p(transport=transport)
+    part = make_scheduler_connector(given)
+    worker = make_worker_connector(given, (0, 0), Abilities(part).worker_setup())
+    assert worker.needs_shared_memory == (transport == "shared_memory")
+    part.shutdown()
+
+
+@pytest.mark.parametrize("option", ["hold_seconds", "lease_seconds"])
+@pytest.mark.parametrize("value", [0, -1, 86401, True, "1", float("nan")])
+def test_durations_are_checked(option: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"{option} of P2PConnector must be seconds above 0"):
+        make_scheduler_connector(p2p(**{option: value}))
 
 
 # ---- Layouts ----
