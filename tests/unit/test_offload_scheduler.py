@@ -214,9 +214,10 @@ def test_the_limits_of_a_request() -> None:
 
 
 def test_a_request_may_store_nothing() -> None:
-    scheduler = make_scheduler(OffloadingManager(9, LRUPolicy()))
+    manager = OffloadingManager(9, LRUPolicy())
+    scheduler = make_scheduler(manager)
     store(scheduler, add_request(scheduler, "r", 4, offload_policy="none"), 4)
-    assert not scheduler.has_pending_work
+    assert manager.lookup(make_key(0)) is MISS
 
 
 def test_blocks_that_wait_to_be_stored_are_forgotten_by_a_reset() -> None:
