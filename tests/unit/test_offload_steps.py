@@ -85,7 +85,7 @@ def test_a_bad_block_of_any_step_is_reported_at_the_end() -> None:
     assert run_step(worker, make_load("one", 3, digest=b"x" * 16)) == []
     (report,) = run_step(worker)
     assert report.status is TransferStatus.FAILED
-    assert [bad.start for bad in report.bad_ranges] == [0, 4, 8]
+    assert [(bad.start, bad.end) for bad in report.bad_ranges] == [(0, 4), (4, 8), (8, 12)]
 
 
 def test_a_block_larger_than_the_limit_is_loaded_alone() -> None:
