@@ -431,14 +431,19 @@ def test_shared_memory_is_only_for_processes_of_the_same_user_and_root(monkeypat
         shared_memory._check_user(connection_of(user))
     with pytest.raises(PeerError, match="must run as the same user"):
         shared_memory._check_user(connection_of(own + 1))
-    left, right = SharedMemoryTransport([]), SharedMemoryTransport([])
-    refused = Mock(side_effect=PeerError("another user"))
-    monkeypatch.setattr(shared_memory, "_check_user", refused)
+    left, right, checks = SharedMemoryTransport([]), SharedMemoryTransport([]), threading.Semaphore(0)
+
+    def refuse(_connection: object) -> None:
+        checks.release()
+        raise PeerError("another user")
+
+    monkeypatch.setattr(shared_memory, "_check_user", refuse)
     with pytest.raises(PeerError, match="another user"):
         left.connect(right.descriptor())
+    for _side in range(2):
+        assert checks.acquire(timeout=10), "both sides check"
     right.close()
     left.close()
-    assert refused.call_count == 2, "both sides check"
 
 
 def test_shared_memory_that_is_smaller_than_described_is_refused() -> None:

@@ -457,6 +457,8 @@ def test_a_block_is_found_when_every_rank_has_saved_its_part(tmp_path: Path) -> 
         worker.register_kv_caches(OracleMemory(CACHE, shard, range(shard[1], shard[1] + 1)))
         worker.begin_step(metadata)
         assert scheduler.get_num_new_matched_tokens(REQUEST, 0).num_tokens == expected
+    alone = make_scheduler_connector(context(kv_connector="ExampleConnector", kv_connector_extra_config=extra))
+    assert alone.get_num_new_matched_tokens(REQUEST, 0) == NO_MATCH, "a single rank has more heads than either of them"
 
 
 def test_layers_that_the_model_does_not_run_are_loaded_at_once(tmp_path: Path) -> None:

@@ -250,9 +250,8 @@ def test_a_file_with_more_bytes_than_were_written_is_not_loaded(tmp_path: Path) 
 
 def test_a_chunk_that_is_stored_again_is_used_again(tmp_path: Path) -> None:
     disk = Disk(tmp_path, num_files=2)
-    disk.store(1, 2)
-    assert disk.store(1) == keys(1)
-    disk.store(3)
+    for number in (1, 2, 1, 3):
+        assert disk.store(number) == keys(number)
     assert disk.present([1, 2, 3]) == [1, 3]
 
 
